@@ -1,0 +1,34 @@
+# Everything runs in .venv, which is made on first use and again only when the requirements change.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: setup demo test lint docs clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml requirements/constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	    --constraint requirements/constraints.txt --editable ".[recipes,dev]"
+	touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/python -m recipes.demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	    --constraint requirements/constraints.txt --editable ".[docs]"
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) build dist site demo_output

@@ -1,0 +1,6 @@
+"""What is more than a scalar: one callback a file."""
+
+from lightning_sparse.callbacks.density_monitor import DensityMonitor
+from lightning_sparse.callbacks.error_monitor import ErrorMonitor
+
+__all__ = ["DensityMonitor", "ErrorMonitor"]

@@ -1,0 +1,69 @@
+"""The error of a run: what error feedback holds back, in total and per layer on request."""
+
+from math import sqrt
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from typing_extensions import override
+
+from lightning_sparse.callbacks.step_monitor import StepMonitor, is_logging_step, log_scalars
+from lightning_sparse.metrics import TotalError
+from lightning_sparse.step_stats import StepStats
+
+
+class ErrorMonitor(StepMonitor):
+    """Shows what was held back: the error norm after each step, their total, and per layer on request.
+
+    - ``sparse/total_error``: Σ_t (1/n) Σ_i ‖e_{i,t}‖² of the run so far (gradient units squared), logged every step.
+      ``sparse/error_norm`` itself is logged by the strategy.
+    - Per layer, every ``log_every_n_steps`` of the Trainer: ``sparse/layer_error_norm/<name>`` in every logger.
+    - A line on the first worker at the end of ``fit``: last and largest error norm, total error.
+
+    It works with any logger or none, costs no collective, and continues its total when a checkpoint is resumed.
+
+    Args:
+        per_layer: whether to follow single layers. Two numbers a layer then travel with each step.
+    """
+
+    def __init__(self, per_layer: bool = False) -> None:
+        super().__init__()
+        self.per_layer = per_layer
+        self.total_error = TotalError()
+        self._wants_layer_stats = per_layer
+        self._last_error_norm = 0.0
+        self._largest_error_norm = 0.0
+
+    @override
+    def handle_steps(self, trainer: Trainer, pl_module: LightningModule, steps: list[StepStats]) -> None:
+        for step in steps:
+            self.total_error.update(step)
+            self._last_error_norm = step.error_norm
+            self._largest_error_norm = max(self._largest_error_norm, step.error_norm)
+        pl_module.log("sparse/total_error", self.total_error.compute().float(), on_step=True, batch_size=1)
+        if self.per_layer and is_logging_step(trainer):
+            layers = steps[-1].layers
+            log_scalars(
+                trainer, {f"sparse/layer_error_norm/{name}": sqrt(one.squared_error) for name, one in layers.items()}
+            )
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._largest_error_norm and trainer.is_global_zero:
+            print(
+                f"Sparse error feedback: error norm {self._last_error_norm:.4g} at the end, "
+                f"{self._largest_error_norm:.4g} at most; total error {self.total_error.compute().item():.4g}"
+            )
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "total_error": self.total_error.compute().item(),
+            "last_error_norm": self._last_error_norm,
+            "largest_error_norm": self._largest_error_norm,
+        }
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.total_error.squared_error.fill_(state_dict["total_error"])
+        self._last_error_norm = state_dict["last_error_norm"]
+        self._largest_error_norm = state_dict["largest_error_norm"]

@@ -1,0 +1,78 @@
+"""What the monitors share: they listen to the strategy and handle each exchange once, between batches."""
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_info
+from typing_extensions import override
+
+from lightning_sparse.step_stats import StepStats
+from lightning_sparse.strategy import SparseDDPStrategy
+
+
+class StepMonitor(Callback):
+    """Collects the numbers of every exchange and hands them on at the end of the batch.
+
+    The numbers are the same on every worker, so a monitor communicates nothing. With a strategy that exchanges
+    densely it says so once and stays idle, so that a recipe can switch strategies and keep its callbacks.
+    """
+
+    _wants_layer_stats = False
+
+    def __init__(self) -> None:
+        self._new_steps: list[StepStats] = []
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit" and self._wants_layer_stats and isinstance(trainer.strategy, SparseDDPStrategy):
+            trainer.strategy.request_layer_stats()
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._new_steps.clear()
+        strategy = trainer.strategy
+        if isinstance(strategy, SparseDDPStrategy) and strategy.state is not None:
+            strategy.state.subscribe(self._new_steps.append)
+        else:
+            rank_zero_info(
+                f"{type(self).__name__} is idle: {type(strategy).__name__} exchanges whole gradients. "
+                "Its numbers come with strategy='ddp_hardthreshold' and the other sparse strategies."
+            )
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        # Empty under gradient accumulation: nothing was exchanged, so there is nothing to log.
+        if not self._new_steps:
+            return
+        steps = self._new_steps.copy()
+        self._new_steps.clear()
+        self.handle_steps(trainer, pl_module, steps)
+
+    def handle_steps(self, trainer: Trainer, pl_module: LightningModule, steps: list[StepStats]) -> None:
+        """Called on every worker after a batch whose gradients were exchanged."""
+
+
+def logging_step(trainer: Trainer) -> int:
+    """The step under which Lightning's own metrics of the running batch are logged."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def is_logging_step(trainer: Trainer) -> bool:
+    """Whether Lightning logs the running batch: every ``log_every_n_steps`` of the Trainer."""
+    every = getattr(trainer, "log_every_n_steps", 0)
+    return bool(every) and (logging_step(trainer) + 1) % every == 0
+
+
+def tensorboard_loggers(trainer: Trainer) -> list[TensorBoardLogger]:
+    """The Trainer's TensorBoard loggers, none on other workers than the first."""
+    return [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero]
+
+
+def log_scalars(trainer: Trainer, scalars: dict[str, float], *, tensorboard: bool = True) -> None:
+    """Sends scalars to the Trainer's loggers, with or without TensorBoard's."""
+    for logger in trainer.loggers:
+        if tensorboard or not isinstance(logger, TensorBoardLogger):
+            logger.log_metrics(scalars, step=logging_step(trainer))

@@ -1,0 +1,47 @@
+"""What can be chosen about the exchange beside the sparsifier: the words that are allowed, checked early."""
+
+from dataclasses import dataclass
+from math import isfinite
+from typing import Literal
+
+from lightning_sparse.exchange import EXCHANGE_MODES, ExchangeMode
+from lightning_sparse.payload import VALUE_DTYPES, ValueDtype
+
+ErrorFeedback = Literal["gradient", "learning_rate", "none"]
+ERROR_FEEDBACKS: tuple[ErrorFeedback, ...] = ("gradient", "learning_rate", "none")
+
+
+@dataclass(frozen=True)
+class ExchangeOptions:
+    """How gradients are exchanged, apart from the sparsifier; checked when made.
+
+    Args:
+        error_feedback: ``"gradient"`` keeps residuals in gradient units; ``"learning_rate"`` multiplies them by
+            lr_{t-1} / lr_t before each step (Algorithm 1 of Sahu et al., NeurIPS 2021); ``"none"`` keeps nothing.
+        local_clip_norm: clips this worker's whole gradient to this norm before it is compensated. The norm needs all
+            buckets, so nothing is sent before backward has ended: the exchange no longer overlaps with it.
+        value_dtype: what values travel in. ``"float32"`` sends them as the residual holds them.
+        exchange: see :class:`lightning_sparse.exchange.Exchange`.
+
+    Raises:
+        ValueError: a word or a number that is not allowed.
+    """
+
+    error_feedback: ErrorFeedback = "gradient"
+    local_clip_norm: float | None = None
+    value_dtype: ValueDtype = "float32"
+    exchange: ExchangeMode = "auto"
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("error_feedback", ERROR_FEEDBACKS),
+            ("value_dtype", VALUE_DTYPES),
+            ("exchange", EXCHANGE_MODES),
+        ):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(f"Invalid {name}={value!r}. Must be one of {', '.join(map(repr, allowed))}.")
+        if self.local_clip_norm is not None and not (isfinite(self.local_clip_norm) and self.local_clip_norm > 0):
+            raise ValueError(
+                f"Invalid local_clip_norm={self.local_clip_norm}. Must be a finite number above 0, or None to not clip."
+            )

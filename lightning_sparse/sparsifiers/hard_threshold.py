@@ -1,0 +1,134 @@
+"""The hard-threshold sparsifier: send what reaches a constant magnitude."""
+
+from fnmatch import fnmatchcase
+from math import inf, isfinite
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.sparsifiers.protocol import LayerLayout, Selection, Sparsifier
+
+DEFAULT_DENSITY = 0.001
+
+
+class HardThreshold(Sparsifier):
+    """Selects every coordinate whose magnitude reaches a constant threshold λ, and every non-finite one.
+
+    With error feedback this minimises the total error over a whole training for a given number of sent coordinates
+    (Sahu et al., NeurIPS 2021, arXiv:2108.00951, section 4). After every step each unsent coordinate is below λ in
+    magnitude; how many are sent follows from the data and changes from step to step. What it does *not* do is keep
+    to a budget: a step in which all gradients are large sends all of them.
+
+    Give either a threshold or a density. A density is turned into a threshold by calibration: for the first
+    ``calibration_steps`` steps everything is sent while the mean of ‖g‖² is measured, then λ is fixed
+    (:class:`lightning_sparse.threshold_rules.ThresholdCalibration`).
+
+    Args:
+        threshold: λ ≥ 0 in gradient units. 0 sends everything.
+        density: the share of coordinates to be sent on average, in (0, 1]. With neither, 0.001.
+        calibration_steps: steps over which ‖g‖² is averaged, at least 1. Unused when a threshold is given.
+        layer_thresholds: λ for single layers: fnmatch patterns of parameter names, the first match wins. It holds in
+            calibration too: a layer with a λ of its own is not calibrated. 0 sends a layer whole.
+
+    Raises:
+        ValueError: both threshold and density given, or a number outside its range.
+
+    Example:
+        >>> sparsifier = HardThreshold(threshold=1.0)
+        >>> layout = LayerLayout(names=("weight", "bias"), sizes=(3, 1))
+        >>> sparsifier.select(torch.tensor([0.5, -1.0, float("nan"), 0.0]), layout).indices.tolist()
+        [1, 2]
+    """
+
+    def __init__(
+        self,
+        threshold: float | None = None,
+        density: float | None = None,
+        calibration_steps: int = 50,
+        layer_thresholds: dict[str, float] | None = None,
+    ) -> None:
+        if threshold is not None and density is not None:
+            raise ValueError(
+                f"Got both {threshold=} and {density=}. Give one: a threshold is used as it is, a density is turned "
+                "into a threshold by calibration."
+            )
+        if threshold is not None:
+            _check_threshold("threshold", threshold)
+        elif density is None:
+            density = DEFAULT_DENSITY
+        if density is not None and not 0 < density <= 1:
+            raise ValueError(f"Invalid {density=}. Must be within (0, 1]; for example 0.001 sends about 0.1 %.")
+        if isinstance(calibration_steps, bool) or not isinstance(calibration_steps, int) or calibration_steps < 1:
+            raise ValueError(f"Invalid {calibration_steps=}. Must be a whole number of at least 1.")
+        for pattern, value in (layer_thresholds or {}).items():
+            _check_threshold(f"layer_thresholds[{pattern!r}]", value)
+        self.threshold = threshold
+        self.density = density
+        self.calibration_steps = calibration_steps
+        self.layer_thresholds = dict(layer_thresholds or {})
+        self._runs: dict[LayerLayout, list[tuple[float, int, int]]] = {}
+
+    @property
+    def current_threshold(self) -> float:
+        """λ in gradient units; 0 while it is being calibrated."""
+        return 0.0 if self.threshold is None else self.threshold
+
+    def fix_threshold(self, threshold: float) -> None:
+        """Sets λ from here on, as calibration does when it ends.
+
+        Raises:
+            ValueError: a threshold that is negative, NaN or infinite.
+        """
+        _check_threshold("threshold", threshold)
+        self.threshold = threshold
+        self._runs.clear()
+
+    def threshold_of(self, name: str) -> float:
+        """λ of the layer with this parameter name, in gradient units."""
+        for pattern, value in self.layer_thresholds.items():
+            if fnmatchcase(name, pattern):
+                return value
+        return self.current_threshold
+
+    def select(self, compensated: Tensor, layout: LayerLayout) -> Selection:
+        """Returns the coordinates for which not (abs(p) < λ); see :meth:`Sparsifier.select`."""
+        below = torch.empty_like(compensated, dtype=torch.bool)
+        for threshold, start, end in self._runs_of(layout):
+            # A comparison with NaN is false, so "not below" selects NaN as well as what reaches λ.
+            torch.lt(compensated[start:end].abs(), _round_up(threshold, compensated.dtype), out=below[start:end])
+        indices = below.logical_not_().nonzero().squeeze(1)
+        return Selection(indices, compensated[indices])
+
+    def _runs_of(self, layout: LayerLayout) -> list[tuple[float, int, int]]:
+        """Neighbouring layers with the same λ, as ``(λ, start, end)``: one comparison each, one in the usual case."""
+        if layout not in self._runs:
+            runs: list[tuple[float, int, int]] = []
+            for name, start, end in layout.spans():
+                threshold = self.threshold_of(name)
+                if runs and runs[-1][0] == threshold:
+                    runs[-1] = (threshold, runs[-1][1], end)
+                else:
+                    runs.append((threshold, start, end))
+            self._runs[layout] = runs
+        return self._runs[layout]
+
+
+def _check_threshold(name: str, value: float) -> None:
+    if not (isfinite(value) and value >= 0):
+        raise ValueError(
+            f"Invalid {name}={value}. Must be a finite number of at least 0, in gradient units; 0 sends everything."
+        )
+
+
+def _round_up(threshold: float, dtype: torch.dtype) -> float:
+    """The smallest number of this dtype that is not below λ.
+
+    PyTorch rounds a Python scalar to the tensor's dtype before it compares, to nearest. Rounded down it would select
+    values below λ, rounded up it is exact: for p of this dtype, abs(p) >= λ and abs(p) >= round_up(λ) are the same.
+    """
+    if dtype != torch.float32:
+        return threshold
+    rounded = torch.tensor(threshold, dtype=dtype)
+    if rounded.item() < threshold:
+        rounded = torch.nextafter(rounded, torch.tensor(inf))
+    return rounded.item()

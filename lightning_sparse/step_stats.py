@@ -1,0 +1,167 @@
+"""The numbers of a step: what every worker reports in its header, and what follows from all of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.sparsifiers import LayerLayout, Selection
+
+SELECTED, NON_FINITE, SQUARED_GRADIENT_NORM, SQUARED_RESIDUAL_NORM = range(4)
+FIXED_FIELDS = 4
+"""Fields of a header before the per-layer ones: counts, and squared norms in gradient units squared."""
+
+
+@dataclass(frozen=True)
+class LayerStats:
+    """The numbers of one layer in one step, averaged over the workers.
+
+    Attributes:
+        num_elements: elements of the layer.
+        selected: Σ_i k_i of this layer.
+        density: (1/n) Σ_i k_i / num_elements, in 0…1.
+        squared_error: (1/n) Σ_i ‖e_i‖² of this layer after the step, in gradient units squared.
+    """
+
+    num_elements: int
+    selected: int
+    density: float
+    squared_error: float
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """The numbers of one exchange of all gradients, the same on every worker.
+
+    Attributes:
+        step: how many exchanges came before this one.
+        num_workers: n.
+        num_elements: d, the elements of all exchanged parameters.
+        selected: Σ_i k_i over all workers.
+        squared_error: (1/n) Σ_i ‖e_i‖² after the step, in gradient units squared.
+        squared_gradient_norm: (1/n) Σ_i ‖g_i‖² of the unscaled gradients; 0 when no calibration asked for it.
+        non_finite: NaN and infinite values sent by all workers together.
+        payload_bytes: bytes that one worker handed to collectives in this step.
+        dense_bytes: bytes of the gradient itself, which plain DDP hands to its all-reduce.
+        threshold: λ in gradient units, None for a sparsifier without one.
+        layers: per parameter name, if per-layer numbers were asked for; else empty.
+    """
+
+    step: int
+    num_workers: int
+    num_elements: int
+    selected: int
+    squared_error: float
+    squared_gradient_norm: float
+    non_finite: int
+    payload_bytes: int
+    dense_bytes: int
+    threshold: float | None = None
+    layers: dict[str, LayerStats] = field(default_factory=dict)
+
+    @property
+    def density(self) -> float:
+        """(1/n) Σ_i k_i / d, in 0…1."""
+        return self.selected / (self.num_workers * self.num_elements) if self.num_elements else 0.0
+
+    @property
+    def error_norm(self) -> float:
+        """sqrt((1/n) Σ_i ‖e_i‖²) after the step, in gradient units."""
+        return sqrt(self.squared_error)
+
+
+def header_fields(layout: LayerLayout, per_layer: bool) -> int:
+    """Returns H, the number of header fields of a bucket."""
+    return FIXED_FIELDS + (2 * len(layout.names) if per_layer else 0)
+
+
+def local_header(
+    sent: Selection,
+    residual: Tensor,
+    layout: LayerLayout,
+    *,
+    squared_gradient_norm: Tensor | None,
+    per_layer: bool,
+) -> Tensor:
+    """Returns this worker's statistics of one bucket: float64, shape (H,), on the bucket's device, without a wait.
+
+    Args:
+        sent: the coordinates that this worker sends.
+        residual: e' of the bucket, shape (layout.num_elements,).
+        layout: its layers.
+        squared_gradient_norm: ‖g‖² of the bucket where it is needed, else None.
+        per_layer: whether to count and measure every layer by itself; H grows by two fields a layer.
+    """
+    header = torch.zeros(header_fields(layout, per_layer), dtype=torch.float64, device=residual.device)
+    header[SELECTED] = sent.indices.numel()
+    header[NON_FINITE] = sent.values.isfinite().logical_not_().count_nonzero()
+    if squared_gradient_norm is not None:
+        header[SQUARED_GRADIENT_NORM] = squared_gradient_norm
+    if not per_layer:
+        header[SQUARED_RESIDUAL_NORM] = squared_norm(residual)
+        return header
+    num_layers = len(layout.names)
+    boundaries = torch.tensor(layout.boundaries, device=residual.device)
+    selected, errors = header[FIXED_FIELDS:].view(2, num_layers)
+    selected.copy_(torch.searchsorted(sent.indices, boundaries).diff())
+    if num_layers:
+        errors.copy_(torch.stack([squared_norm(residual[start:end]) for _, start, end in layout.spans()]))
+    header[SQUARED_RESIDUAL_NORM] = errors.sum()
+    return header
+
+
+def squared_norm(values: Tensor) -> Tensor:
+    """Returns ‖values‖² as a float64 tensor of one element, without a wait for the device.
+
+    Summed in float32 or better: a bfloat16 norm of a million values would have two digits.
+    """
+    accumulate_in = torch.float64 if values.dtype == torch.float64 else torch.float32
+    norm: Tensor = torch.linalg.vector_norm(values, dtype=accumulate_in)
+    return norm.double().square()
+
+
+def step_stats(
+    step: int,
+    layouts: Sequence[LayerLayout],
+    headers: Sequence[Tensor],
+    *,
+    payload_bytes: int,
+    dense_bytes: int,
+    threshold: float | None,
+) -> StepStats:
+    """Returns the numbers of a step from the headers of its buckets.
+
+    Args:
+        step: how many exchanges came before.
+        layouts: the layout of each bucket.
+        headers: for each bucket all workers' headers, on the CPU: float64, shape (n, H).
+        payload_bytes: bytes that this worker handed to collectives.
+        dense_bytes: bytes of the gradient.
+        threshold: λ in force.
+    """
+    num_workers = headers[0].shape[0]
+    totals = torch.stack([header[:, :FIXED_FIELDS] for header in headers]).sum(dim=(0, 1)).tolist()
+    layers: dict[str, LayerStats] = {}
+    for layout, header in zip(layouts, headers, strict=True):
+        if header.shape[1] > FIXED_FIELDS:
+            selected, errors = header[:, FIXED_FIELDS:].sum(0).view(2, len(layout.names))
+            for name, size, count, error in zip(
+                layout.names, layout.sizes, selected.tolist(), errors.tolist(), strict=True
+            ):
+                density = count / (num_workers * size) if size else 0.0
+                layers[name] = LayerStats(size, int(count), density, error / num_workers)
+    return StepStats(
+        step=step,
+        num_workers=num_workers,
+        num_elements=sum(layout.num_elements for layout in layouts),
+        selected=int(totals[SELECTED]),
+        squared_error=totals[SQUARED_RESIDUAL_NORM] / num_workers,
+        squared_gradient_norm=totals[SQUARED_GRADIENT_NORM] / num_workers,
+        non_finite=int(totals[NON_FINITE]),
+        payload_bytes=payload_bytes,
+        dense_bytes=dense_bytes,
+        threshold=threshold,
+        layers=layers,
+    )

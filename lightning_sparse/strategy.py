@@ -1,0 +1,250 @@
+"""Lightning strategies: DDP with a sparse exchange of gradients, and the names under which Trainer finds them."""
+
+import difflib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_sparse.comm_hook import SparseState, attach, learning_rates_of
+from lightning_sparse.exchange import ExchangeMode
+from lightning_sparse.options import ErrorFeedback, ExchangeOptions
+from lightning_sparse.payload import ValueDtype
+from lightning_sparse.sparsifiers import HardThreshold, Sparsifier, TopK
+from lightning_sparse.step_stats import StepStats
+
+
+class SparseDDPStrategy(DDPStrategy):
+    """DDP in which every worker sends only the coordinates that a sparsifier selects and keeps the rest for later.
+
+    Logs ``sparse/density`` (k_t/d, in 0…1), ``sparse/error_norm`` and ``sparse/threshold`` (gradient units) and
+    ``sparse/payload_bytes`` per optimizer step through the LightningModule. Each ``fit`` starts with residuals of
+    zero and, with a density, with a calibration.
+
+    Args:
+        sparsifier: what to send, such as ``HardThreshold(density=0.001)`` or ``TopK(density=0.001)``.
+        error_feedback: what a residual is kept in: ``"gradient"`` units; ``"learning_rate"``, rescaled as learning
+            rates change (the paper's Algorithm 1); ``"none"`` throws away what is not sent.
+        local_clip_norm: clips this worker's whole gradient to this norm *before* anything is sent (Lightning's
+            ``gradient_clip_val`` acts on the averaged gradient). It needs the whole gradient, so that the exchange
+            cannot begin before backward has ended.
+        value_dtype: what values travel in. What rounding to a half precision leaves is kept and sent later.
+        exchange: ``"gather"`` sends indices and values, ``"dense"`` a masked whole gradient, ``"auto"`` whichever
+            brings fewer bytes to a worker, judged bucket by bucket from the step before.
+        **kwargs: every argument of Lightning's ``DDPStrategy`` and, through it, of ``DistributedDataParallel``
+            (``find_unused_parameters``, ``static_graph``, ``bucket_cap_mb``, ``process_group_backend``, …).
+
+    Attributes:
+        state: the :class:`~lightning_sparse.comm_hook.SparseState` of the running or last ``fit``, None before.
+
+    Raises:
+        ValueError: an invalid option, or a DDP argument that a sparse exchange cannot honour.
+        TypeError: a misspelt argument, or something that is not a sparsifier.
+    """
+
+    def __init__(
+        self,
+        sparsifier: Sparsifier,
+        *,
+        error_feedback: ErrorFeedback = "gradient",
+        local_clip_norm: float | None = None,
+        value_dtype: ValueDtype = "float32",
+        exchange: ExchangeMode = "auto",
+        **kwargs: Any,
+    ) -> None:
+        if not isinstance(sparsifier, Sparsifier):
+            raise TypeError(
+                f"Expected a sparsifier such as HardThreshold(threshold=0.01), got {sparsifier!r}. "
+                "For a threshold alone use DDPHardThresholdStrategy(threshold=0.01)."
+            )
+        _check_ddp_arguments(kwargs)
+        self._options = ExchangeOptions(error_feedback, local_clip_norm, value_dtype, exchange)
+        super().__init__(**kwargs)
+        self.sparsifier = sparsifier
+        self.state: SparseState | None = None
+        self._per_layer_stats = False
+        self._unlogged_steps: list[StepStats] = []
+
+    def request_layer_stats(self) -> None:
+        """Asks for per-layer numbers in :class:`StepStats` from the next ``fit`` on; call it on every worker.
+
+        A callback does so in its ``setup``, which Lightning runs before the hook is registered.
+        """
+        self._per_layer_stats = True
+
+    @override
+    def configure_ddp(self) -> None:
+        # Lightning flushes the first static-graph iteration once per strategy object, but a second fit has one too.
+        self._pl_static_graph_delay_done = False
+        super().configure_ddp()
+
+    @override
+    def _register_ddp_hooks(self) -> None:
+        # Lightning's own method registers hooks on CUDA only; elsewhere it would silently train densely.
+        assert isinstance(self.model, DistributedDataParallel)
+        self._unlogged_steps.clear()
+        self.state = attach(
+            self.model,
+            self.sparsifier,
+            self._options,
+            loss_scale=self._loss_scale,
+            learning_rates=lambda: learning_rates_of(self.optimizers),
+            per_layer_stats=self._per_layer_stats,
+        )
+        self.state.subscribe(self._unlogged_steps.append)
+
+    def _loss_scale(self) -> Tensor | None:
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        # The public get_scale() waits for the device; the tensor itself does not. None before the first scaled loss.
+        return None if scaler is None else scaler._scale
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._unlogged_steps and self.lightning_module is not None:
+            # The same numbers on every worker already: no sync_dist, no collective. batch_size only stops Lightning
+            # from searching the batch for one.
+            numbers = step_metrics(self._unlogged_steps)
+            self._unlogged_steps.clear()
+            log = self.lightning_module.log
+            for name, value in numbers.items():
+                log(name, value, prog_bar=name == "sparse/density", on_step=True, on_epoch=False, batch_size=1)
+        return output
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Does nothing: Lightning would call the inherited method, which registers names that DDP has already."""
+
+
+class DDPHardThresholdStrategy(SparseDDPStrategy):
+    """DDP that sends the coordinates whose error-compensated magnitude reaches a constant threshold λ.
+
+    The hard-threshold sparsifier with error feedback of Sahu et al., *Rethinking gradient sparsification as total
+    error minimization* (NeurIPS 2021, arXiv:2108.00951). Registered as ``Trainer(strategy="ddp_hardthreshold")``.
+
+    Args:
+        threshold: λ ≥ 0 in gradient units; 0 sends everything.
+        density: the share of coordinates to be sent on average, in (0, 1]; λ is calibrated to it. With neither, 0.001.
+        calibration_steps: steps for which everything is sent while the gradients are measured.
+        layer_thresholds: λ for single layers: fnmatch patterns of parameter names, the first match wins.
+        error_feedback: see :class:`SparseDDPStrategy`.
+        local_clip_norm: see :class:`SparseDDPStrategy`.
+        value_dtype: see :class:`SparseDDPStrategy`.
+        exchange: see :class:`SparseDDPStrategy`.
+        **kwargs: see :class:`SparseDDPStrategy`.
+
+    Raises:
+        ValueError: both threshold and density, or a number or a word that is not allowed.
+        TypeError: a misspelt argument.
+    """
+
+    def __init__(
+        self,
+        threshold: float | None = None,
+        density: float | None = None,
+        calibration_steps: int = 50,
+        layer_thresholds: dict[str, float] | None = None,
+        *,
+        error_feedback: ErrorFeedback = "gradient",
+        local_clip_norm: float | None = None,
+        value_dtype: ValueDtype = "float32",
+        exchange: ExchangeMode = "auto",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            HardThreshold(threshold, density, calibration_steps, layer_thresholds),
+            error_feedback=error_feedback,
+            local_clip_norm=local_clip_norm,
+            value_dtype=value_dtype,
+            exchange=exchange,
+            **kwargs,
+        )
+
+
+def step_metrics(steps: list[StepStats]) -> dict[str, float]:
+    """Returns what is logged for one optimizer step, whose gradient may have been exchanged more than once.
+
+    Density is over all exchanges together, payload bytes are their sum, error norm and threshold those of the last.
+    """
+    last = steps[-1]
+    elements = sum(step.num_workers * step.num_elements for step in steps)
+    metrics = {
+        "sparse/density": sum(step.selected for step in steps) / max(elements, 1),
+        "sparse/error_norm": last.error_norm,
+        "sparse/payload_bytes": float(sum(step.payload_bytes for step in steps)),
+    }
+    if last.threshold is not None:
+        metrics["sparse/threshold"] = last.threshold
+    return metrics
+
+
+_REPLACED_ARGUMENTS = {
+    "ddp_comm_hook": "The sparse exchange is the communication hook, and DDP has only one. Use value_dtype='bfloat16' "
+    "to compress values further, or Lightning's DDPStrategy for another hook",
+    "ddp_comm_state": "The sparse exchange keeps its own state. Read it from strategy.state",
+    "ddp_comm_wrapper": "The sparse exchange is not wrapped. Use value_dtype='bfloat16' or 'float16' to send values in "
+    "half precision",
+    "model_averaging_period": "Gradients are exchanged in every step, so there are no models to average. Use "
+    "Lightning's DDPStrategy for post-local SGD",
+    "mixed_precision": "DDP's own mixed precision brings a communication hook of its own. Use "
+    "Trainer(precision='bf16-mixed')",
+    "skip_all_reduce_unused_params": "The hook must see every bucket. Leave it out: a hard threshold sends nothing for "
+    "unused parameters",
+}
+
+
+def _check_ddp_arguments(arguments: dict[str, Any]) -> None:
+    for name, advice in _REPLACED_ARGUMENTS.items():
+        if arguments.get(name):
+            raise ValueError(f"Got {name}={arguments[name]!r}. {advice}.")
+    known = {
+        *inspect.signature(DDPStrategy.__init__).parameters,
+        *inspect.signature(DistributedDataParallel.__init__).parameters,
+    } - {"self", "module", "kwargs", "device_ids"}
+    for name in arguments:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise TypeError(
+                f"Unknown argument {name!r}: neither this strategy, nor Lightning's DDPStrategy, nor "
+                f"DistributedDataParallel of torch {torch.__version__} takes it.{hint}"
+            )
+
+
+def _sparse_ddp(sparsifier_class: type[Sparsifier], **kwargs: Any) -> SparseDDPStrategy:
+    return SparseDDPStrategy(sparsifier_class(), **kwargs)
+
+
+def register_strategies() -> None:
+    """Registers every name with Lightning, in the twelve forms that it has for ``ddp``; again is harmless."""
+    families: dict[str, tuple[Callable[..., SparseDDPStrategy], dict[str, Any]]] = {
+        "ddp_hardthreshold": (DDPHardThresholdStrategy, {}),
+        "ddp_topk": (_sparse_ddp, {"sparsifier_class": TopK}),
+    }
+    start_methods = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+    for family, (strategy, arguments) in families.items():
+        for suffix, start_method in start_methods.items():
+            for ending, unused in (
+                ("", {}),
+                ("_find_unused_parameters_true", {"find_unused_parameters": True}),
+                ("_find_unused_parameters_false", {"find_unused_parameters": False}),
+            ):
+                name = family + suffix + ending
+                if name not in StrategyRegistry:
+                    description = f"Sparse DDP: {name.removeprefix('ddp_')}, start method {start_method}"
+                    StrategyRegistry.register(
+                        name, strategy, description, start_method=start_method, **arguments, **unused
+                    )

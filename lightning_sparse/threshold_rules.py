@@ -1,0 +1,71 @@
+"""λ from a density: the paper's rule, and calibration on the gradients of the first steps."""
+
+from math import isfinite, sqrt
+
+
+def paper_threshold(density: float, num_elements: int) -> float:
+    """Returns λ = 1 / (2√k) with k = density · num_elements, in gradient units.
+
+    The rule of Sahu et al. (NeurIPS 2021, arXiv:2108.00951, section 5). It knows nothing of the gradients' scale: on a
+    small ResNet on CIFAR-10 it missed the density asked for by a factor of 6. Prefer ``density=…``, which calibrates.
+
+    Args:
+        density: the share of coordinates to be sent on average, in (0, 1].
+        num_elements: d, the elements of all trained parameters, at least 1.
+
+    Raises:
+        ValueError: a number outside its range.
+
+    Example:
+        >>> round(paper_threshold(0.001, 11_173_962), 5)
+        0.00473
+    """
+    if not 0 < density <= 1:
+        raise ValueError(f"Invalid {density=}. Must be within (0, 1].")
+    if num_elements < 1:
+        raise ValueError(f"Invalid {num_elements=}. Must be at least 1.")
+    return 1 / (2 * sqrt(density * num_elements))
+
+
+class ThresholdCalibration:
+    """Measures E‖g‖² over the first steps and turns a density into λ = sqrt(E‖g‖² / (density · d)).
+
+    A coordinate whose gradient is noise of variance σ² performs, in its residual, a random walk that restarts when it
+    leaves (−λ, λ), which takes about λ²/σ² steps. So the average density is about E‖g‖² / (λ² d). It is an estimate:
+    within 20 % below 1 % density on a small ResNet on CIFAR-10. Above some 10 % it promises too much (λ is then of the
+    order of σ and the walk overshoots), and a drift of the gradients' scale during training moves the density with it.
+
+    Args:
+        density: the density to aim at, in (0, 1].
+        steps: how many steps to average over.
+    """
+
+    def __init__(self, density: float, steps: int) -> None:
+        self.density = density
+        self.steps = steps
+        self.measured_steps = 0
+        self._sum = 0.0
+
+    def observe(self, squared_gradient_norm: float) -> None:
+        """Adds one step's (1/n) Σ_i ‖g_i‖² (gradient units squared); a non-finite one is not counted."""
+        if isfinite(squared_gradient_norm):
+            self.measured_steps += 1
+            self._sum += squared_gradient_norm
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether enough steps were measured, at least one of them with a gradient that is not zero."""
+        return self.measured_steps >= self.steps and self._sum > 0
+
+    def threshold(self, num_elements: int) -> float:
+        """Returns λ in gradient units, for a model of d = num_elements.
+
+        Raises:
+            RuntimeError: called before the calibration is complete.
+        """
+        if not self.is_complete:
+            raise RuntimeError(
+                f"Calibration is not complete: {self.measured_steps} of {self.steps} steps measured, "
+                f"sum of squared gradient norms {self._sum}."
+            )
+        return sqrt(self._sum / self.measured_steps / (self.density * num_elements))
