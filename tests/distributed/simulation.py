@@ -1,0 +1,80 @@
+"""n workers in one process, in plain tensors: what the package must come out at. Shares no code with it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass
+class Plan:
+    """What the workers do."""
+
+    select: Callable[[str, Tensor], Tensor]  # (layer, compensated gradient) -> mask
+    feedback: str = "gradient"
+    clip_norm: float | None = None
+    round_values: Callable[[Tensor], Tensor] = lambda values: values
+
+
+@dataclass
+class Record:
+    """What came out of one step."""
+
+    density: float
+    error_norm: float
+    layer_density: dict[str, float] = field(default_factory=dict)
+
+
+def simulate(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: list[list[Batch]],
+    plan: Plan,
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+) -> list[Record]:
+    """Trains the model in place on ``batches[step][worker]``, as that many workers would."""
+    parameters = dict(model.named_parameters())
+    num_workers = len(batches[0])
+    errors = [{name: torch.zeros_like(p) for name, p in parameters.items()} for _ in range(num_workers)]
+    elements = sum(p.numel() for p in parameters.values())
+    last_rate = optimizer.param_groups[0]["lr"]
+    records = []
+    for step in batches:
+        rate = optimizer.param_groups[0]["lr"]
+        total = {name: torch.zeros_like(p) for name, p in parameters.items()}
+        sent_count = dict.fromkeys(parameters, 0)
+        for (inputs, targets), error in zip(step, errors, strict=True):
+            model.zero_grad()
+            torch.nn.functional.mse_loss(model(inputs), targets).backward()
+            gradient = {name: p.grad.clone() for name, p in parameters.items()}
+            if plan.clip_norm is not None:
+                norm = sum(float((g.double() ** 2).sum()) for g in gradient.values()) ** 0.5
+                if norm > plan.clip_norm:
+                    gradient = {name: g * (plan.clip_norm / (norm + 1e-6)) for name, g in gradient.items()}
+            for name in parameters:
+                if plan.feedback == "learning_rate":
+                    error[name] = error[name] * (last_rate / rate)
+                compensated = error[name] + gradient[name]
+                mask = plan.select(name, compensated)
+                sent = torch.where(mask, plan.round_values(compensated), 0.0)
+                total[name] += sent
+                sent_count[name] += int(mask.sum())
+                error[name] = torch.zeros_like(sent) if plan.feedback == "none" else compensated - sent
+        for name, p in parameters.items():
+            p.grad = total[name] / num_workers
+        optimizer.step()
+        last_rate = rate
+        if scheduler is not None:
+            scheduler.step()
+        squared = sum(float((e.double() ** 2).sum()) for error in errors for e in error.values())
+        records.append(
+            Record(
+                sum(sent_count.values()) / (num_workers * elements),
+                (squared / num_workers) ** 0.5,
+                {name: sent_count[name] / (num_workers * p.numel()) for name, p in parameters.items()},
+            )
+        )
+    return records
