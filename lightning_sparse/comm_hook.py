@@ -296,7 +296,7 @@ def register_comm_hook(
         ddp_module,
         sparsifier,
         options,
-        loss_scale=lambda: None if grad_scaler is None else grad_scaler._scale,
+        loss_scale=lambda: loss_scale_of(grad_scaler),
         learning_rates=lambda: learning_rates_of(optimizers),
         per_layer_stats=per_layer_stats,
     )
@@ -355,6 +355,12 @@ def learning_rates_of(optimizers: Iterable[Optimizer]) -> dict[Tensor, float]:
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
+
+
+def loss_scale_of(grad_scaler: torch.amp.GradScaler | None) -> Tensor | None:
+    """Returns the scaler's S as a tensor of one element, None without a scaler or with one that is disabled."""
+    # The public get_scale() waits for the device. A disabled scaler has no such tensor, a new one has None.
+    return getattr(grad_scaler, "_scale", None)
 
 
 def clip_gradient(gradients: Sequence[Tensor], max_norm: float, loss_scale: Tensor | None = None) -> None:

@@ -1,4 +1,8 @@
-"""Torchmetrics over the numbers of a step: average density and total error of a run."""
+"""Torchmetrics over the numbers of a step: average density and total error of a run.
+
+What they are updated with is the same on every worker, so they do not synchronise: ``compute`` issues no collective
+and may be called on one worker alone.
+"""
 
 from typing import Any
 
@@ -12,8 +16,7 @@ from lightning_sparse.step_stats import StepStats
 class AverageDensity(Metric):
     """Σ_t Σ_i k_{i,t} / Σ_t n d: all coordinates sent over all coordinates there were, in 0…1.
 
-    A ratio of sums, not a mean of ratios: a step that exchanges part of the model weighs by its size. The numbers that
-    it is updated with are the same on every worker, so synchronising it changes nothing and is never needed.
+    A ratio of sums, not a mean of ratios: a step that exchanges part of the model weighs by its size.
 
     Example:
         >>> metric = AverageDensity()
@@ -29,7 +32,7 @@ class AverageDensity(Metric):
     elements: Tensor
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+        super().__init__(**{"sync_on_compute": False} | kwargs)
         self.add_state("selected", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="mean")
         self.add_state("elements", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="mean")
 
@@ -61,7 +64,7 @@ class TotalError(Metric):
     squared_error: Tensor
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+        super().__init__(**{"sync_on_compute": False} | kwargs)
         self.add_state("squared_error", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="mean")
 
     def update(self, stats: StepStats) -> None:

@@ -12,6 +12,7 @@ from lightning_sparse.sparsifiers import LayerLayout, Selection
 SELECTED, NON_FINITE, SQUARED_GRADIENT_NORM, SQUARED_RESIDUAL_NORM = range(4)
 FIXED_FIELDS = 4
 """Fields of a header before the per-layer ones: counts, and squared norms in gradient units squared."""
+NORM_BLOCK = 1024
 
 
 @dataclass(frozen=True)
@@ -115,11 +116,18 @@ def local_header(
 def squared_norm(values: Tensor) -> Tensor:
     """Returns ‖values‖² as a float64 tensor of one element, without a wait for the device.
 
-    Summed in float32 or better: a bfloat16 norm of a million values would have two digits.
+    Block by block in float32, the blocks in float64: one float32 sum over 11 million values is off by 6e-4 on a CPU,
+    and this is as fast.
+
+    Args:
+        values: any floating dtype, shape (m,), contiguous.
     """
     accumulate_in = torch.float64 if values.dtype == torch.float64 else torch.float32
-    norm: Tensor = torch.linalg.vector_norm(values, dtype=accumulate_in)
-    return norm.double().square()
+    whole = values.numel() // NORM_BLOCK * NORM_BLOCK
+    blocks = torch.linalg.vector_norm(values[:whole].view(-1, NORM_BLOCK), dim=1, dtype=accumulate_in)
+    rest = torch.linalg.vector_norm(values[whole:], dtype=accumulate_in)
+    squared: Tensor = blocks.double().square().sum() + rest.double().square()
+    return squared
 
 
 def step_stats(

@@ -2,17 +2,17 @@
 
 import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from torch import Tensor
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sparse.comm_hook import SparseState, attach, learning_rates_of
+from lightning_sparse.comm_hook import SparseState, attach, learning_rates_of, loss_scale_of
 from lightning_sparse.exchange import ExchangeMode
 from lightning_sparse.options import ErrorFeedback, ExchangeOptions
 from lightning_sparse.payload import ValueDtype
@@ -93,16 +93,11 @@ class SparseDDPStrategy(DDPStrategy):
             self.model,
             self.sparsifier,
             self._options,
-            loss_scale=self._loss_scale,
+            loss_scale=lambda: loss_scale_of(getattr(self.precision_plugin, "scaler", None)),
             learning_rates=lambda: learning_rates_of(self.optimizers),
             per_layer_stats=self._per_layer_stats,
         )
         self.state.subscribe(self._unlogged_steps.append)
-
-    def _loss_scale(self) -> Tensor | None:
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        # The public get_scale() waits for the device; the tensor itself does not. None before the first scaled loss.
-        return None if scaler is None else scaler._scale
 
     @override
     def optimizer_step(
@@ -122,6 +117,14 @@ class SparseDDPStrategy(DDPStrategy):
             for name, value in numbers.items():
                 log(name, value, prog_bar=name == "sparse/density", on_step=True, on_epoch=False, batch_size=1)
         return output
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        rank_zero_warn(
+            "lightning_sparse: checkpoints hold no residuals yet. Training resumes with residuals of zero and, with a "
+            "density, a new calibration; what was held back when the checkpoint was written is lost."
+        )
 
     @classmethod
     @override

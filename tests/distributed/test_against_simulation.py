@@ -83,7 +83,9 @@ def test_layer_thresholds_apply_to_their_layers():
 
 def test_calibration_sends_everything_and_then_fixes_the_same_threshold_everywhere():
     density, calibration_steps = 0.02, 5
-    results = run_workers(_train, 3, HardThreshold(density=density, calibration_steps=calibration_steps), "nesterov", {})
+    results = run_workers(
+        _train, 3, HardThreshold(density=density, calibration_steps=calibration_steps), "nesterov", {}
+    )
     assert len({result.threshold for result in results}) == 1
     steps = results[0].steps
     assert [step.density for step in steps[:calibration_steps]] == [1.0] * calibration_steps

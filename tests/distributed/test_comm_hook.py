@@ -1,0 +1,323 @@
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_sparse
+from lightning_sparse import HardThreshold, TopK, register_comm_hook
+from tests.workers import run_workers
+
+
+class Wide(torch.nn.Module):
+    """Two used layers and one that is used on demand; y = x @ w, so gradients are easy to set."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Parameter(torch.zeros(4))
+        self.second = torch.nn.Parameter(torch.zeros(3))
+        self.sometimes = torch.nn.Parameter(torch.zeros(2))
+
+    def forward(self, first, second, sometimes=None):
+        loss = (self.first * first).sum() + (self.second * second).sum()
+        return loss if sometimes is None else loss + (self.sometimes * sometimes).sum()
+
+
+def wrapped(sparsifier, model=None, find_unused_parameters=False, bucket_cap_mb=1e-6, **options):
+    model = DistributedDataParallel(
+        Wide() if model is None else model,
+        find_unused_parameters=find_unused_parameters,
+        bucket_cap_mb=bucket_cap_mb,
+    )
+    return model, register_comm_hook(model, sparsifier, **options)
+
+
+def step(model, first, second, sometimes=None):
+    """One backward with these gradients; returns what DDP left in .grad."""
+    tensors = [None if g is None else torch.tensor(g) for g in (first, second, sometimes)]
+    model.zero_grad()
+    model(*tensors).backward()
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.module.named_parameters()}
+
+
+ZERO4, ZERO3, ZERO2 = [0.0] * 4, [0.0] * 3, [0.0] * 2
+
+
+def _one_worker_contributes_nothing(exchange):
+    model, state = wrapped(HardThreshold(1.0), exchange=exchange)
+    results = []
+    for _ in range(3):
+        first = [2.0, 0.6, 0.0, -1.0] if dist.get_rank() == 0 else ZERO4
+        results.append(step(model, first, ZERO3, ZERO2)["first"].tolist())
+    return results, state.residuals.state_dict()["first"].tolist()
+
+
+@pytest.mark.parametrize("exchange", ["gather", "dense", "auto"])
+def test_a_worker_that_sends_nothing_is_an_ordinary_worker(exchange):
+    for rank, (results, residual) in enumerate(run_workers(_one_worker_contributes_nothing, 3, exchange)):
+        assert results[0] == [pytest.approx(2 / 3), 0.0, 0.0, pytest.approx(-1 / 3)]
+        assert results[1] == [pytest.approx(2 / 3), pytest.approx(1.2 / 3), 0.0, pytest.approx(-1 / 3)]
+        assert results[2] == [pytest.approx(2 / 3), 0.0, 0.0, pytest.approx(-1 / 3)]
+        assert residual == ([0.0, pytest.approx(0.6), 0.0, 0.0] if rank == 0 else ZERO4)
+
+
+def _nan_on_one_worker(sparsifier, exchange):
+    model, state = wrapped(sparsifier, exchange=exchange)
+    rank = dist.get_rank()
+    step(model, [0.1] * 4, [0.1] * 3, ZERO2)
+    bad = step(model, [float("nan") if rank == 1 else 0.1] * 4, [float("-inf") if rank == 0 else 0.1, 0.1, 0.1], ZERO2)
+    residuals = state.residuals.state_dict()
+    good = step(model, [0.1] * 4, [0.1] * 3, ZERO2)
+    return bad, good, residuals, state.last_step.non_finite
+
+
+@pytest.mark.parametrize("exchange", ["gather", "dense"])
+@pytest.mark.parametrize("sparsifier", [HardThreshold(1e6), TopK(0.001)])
+def test_nan_and_infinity_reach_every_worker_in_their_step_and_stay_nowhere(sparsifier, exchange):
+    for bad, good, residuals, non_finite in run_workers(_nan_on_one_worker, 3, sparsifier, exchange):
+        assert bad["first"].isnan().all()
+        assert bad["second"][0] == float("-inf")
+        assert bad["second"][1:].isfinite().all()
+        assert all(residual.isfinite().all() for residual in residuals.values())
+        assert all(gradient.isfinite().all() for gradient in good.values())
+        assert non_finite == 0
+
+
+def _train_with_scaler(scaled, overflow_at):
+    """SGD on fixed gradients; with a scaler, losses are multiplied by S and one worker overflows once."""
+    model = Wide()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3, enabled=scaled)
+    ddp, state = wrapped(HardThreshold(0.5), model, grad_scaler=scaler)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    statistics, around_overflow = [], None
+    for index in range(12):
+        gradients = [torch.randn(size, generator=generator) for size in (4, 3, 2)]
+        overflows = index == overflow_at
+        if overflows and not scaled:
+            continue
+        before = copy.deepcopy(state.residuals.state_dict())
+        if overflows and dist.get_rank() == 1:
+            gradients[0][2] = float("inf")
+        optimizer.zero_grad()
+        scaler.scale(ddp(*gradients)).backward()
+        if overflows:
+            around_overflow = before, gradients, state.residuals.state_dict(), model.first.detach().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        if overflows:
+            around_overflow += (model.first.detach().clone(),)
+            state.residuals.load_state_dict(before)  # so that both runs go on from the same residuals
+        else:
+            statistics.append((state.last_step.density, state.last_step.error_norm))
+    return [p.detach() for p in model.parameters()], statistics, around_overflow
+
+
+def test_a_loss_scale_changes_no_number_and_an_overflowed_step_sends_nothing():
+    scaled = run_workers(_train_with_scaler, 2, True, 5)
+    plain = run_workers(_train_with_scaler, 2, False, 5)
+    for rank, ((weights, statistics, around), (plain_weights, plain_statistics, _)) in enumerate(
+        zip(scaled, plain, strict=True)
+    ):
+        assert statistics == plain_statistics
+        for one, other in zip(weights, plain_weights, strict=True):
+            assert torch.equal(one, other)
+        before, gradients, after, weight_before, weight_after = around
+        assert torch.equal(weight_before, weight_after)  # skipped on both workers, though only rank 1 overflowed
+        for name, gradient in zip(("first", "second", "sometimes"), gradients, strict=True):
+            expected = before[name] + gradient
+            torch.testing.assert_close(after[name], torch.where(expected.isfinite(), expected, 0.0), rtol=0, atol=0)
+        assert after["first"].isfinite().all()
+        assert rank == 0 or after["first"][2] == 0
+
+
+def _unused_parameter():
+    model, state = wrapped(HardThreshold(1.0), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for sometimes in ([0.7, 0.7], None, None, [0.4, 0.2]):
+        step(model, [0.1] * 4, [0.1] * 3, sometimes)
+        optimizer.step()
+    return model.module.sometimes.tolist(), state.residuals.state_dict()["sometimes"].tolist()
+
+
+def test_a_parameter_that_is_not_used_for_a_while_loses_nothing():
+    for weight, residual in run_workers(_unused_parameter, 2):
+        assert weight == [pytest.approx(-1.1), 0.0]
+        assert residual == [0.0, pytest.approx(0.9)]
+
+
+def _broken_backward():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value):
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise ZeroDivisionError
+
+    model, state = wrapped(HardThreshold(0.0), local_clip_norm=1e9)
+    step(model, [1.0] * 4, [1.0] * 3, ZERO2)
+    step(model, [1.0] * 4, [1.0] * 3, ZERO2)
+    loss = (Fails.apply(model.module.first) * torch.ones(4)).sum() + model.module.second.sum()
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    fresh, fresh_state = wrapped(HardThreshold(0.0), local_clip_norm=1e9)
+    return step(fresh, [2.0] * 4, [1.0] * 3, ZERO2)["first"].tolist(), fresh_state.last_step.step, state.last_step.step
+
+
+def test_a_backward_that_raises_leaves_the_workers_able_to_start_again():
+    for gradient, fresh_step, old_step in run_workers(_broken_backward, 2):
+        assert gradient == [2.0] * 4
+        assert (fresh_step, old_step) == (0, 1)
+
+
+def _disagreement(setting):
+    rank = dist.get_rank()
+    sparsifier = HardThreshold(0.1 + (0.1 * rank if setting == "threshold" else 0))
+    if setting == "sparsifier" and rank == 1:
+        sparsifier = TopK(0.1)
+    options = {"value_dtype": "bfloat16"} if setting == "value_dtype" and rank == 1 else {}
+    try:
+        wrapped(sparsifier, **options)
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("threshold", ["threshold: rank 0: 0.1, rank 1: 0.2"]),
+        ("sparsifier", ["sparsifier: rank 0: 'HardThreshold', rank 1: 'TopK'"]),
+        ("value_dtype", ["value_dtype: rank 0: 'float32', rank 1: 'bfloat16'"]),
+    ],
+)
+def test_workers_that_disagree_are_told_so_on_every_rank(setting, words):
+    messages = run_workers(_disagreement, 2, setting)
+    assert messages[0] == messages[1]
+    assert all(word in messages[0] for word in words)
+
+
+def test_workers_that_agree_are_not_stopped():
+    assert run_workers(_disagreement, 2, "nothing") == [None, None]
+
+
+def _world_of_one(exchange):
+    model, state = wrapped(HardThreshold(1.0), exchange=exchange)
+    results = [step(model, [0.6, 2.0, 0.0, 0.0], ZERO3, ZERO2)["first"].tolist() for _ in range(2)]
+    return results, state.last_step.num_workers
+
+
+@pytest.mark.parametrize("exchange", ["gather", "dense", "auto"])
+def test_one_worker_is_a_world_too(exchange):
+    [(results, num_workers)] = run_workers(_world_of_one, 1, exchange)
+    assert results == [[0.0, 2.0, 0.0, 0.0], [pytest.approx(1.2), 2.0, 0.0, 0.0]]
+    assert num_workers == 1
+
+
+def _mixed_dtypes():
+    model = Wide()
+    model.second.data = model.second.data.double()
+    model.sometimes.data = model.sometimes.data.bfloat16()
+    ddp, state = wrapped(HardThreshold(0.25), model, local_clip_norm=1e9)
+    gradients = (torch.full((4,), 0.5), torch.full((3,), 0.5).double(), torch.full((2,), 0.5).bfloat16())
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(*gradients).backward()
+    return [p.grad for p in model.parameters()], {n: r.dtype for n, r in state.residuals.state_dict().items()}
+
+
+def test_a_model_of_several_dtypes_is_exchanged_in_each():
+    for gradients, dtypes in run_workers(_mixed_dtypes, 2):
+        assert [g.dtype for g in gradients] == [torch.float32, torch.float64, torch.bfloat16]
+        assert all((g == 0.5).all() for g in gradients)
+        assert dtypes == {"first": torch.float32, "second": torch.float64, "sometimes": torch.float32}
+
+
+def _auto_falls_back():
+    # Ten steps: everything is sent, then almost nothing, then everything again.
+    torch.manual_seed(0)
+    model = torch.nn.Linear(300, 10, bias=False)
+    ddp, state = wrapped(HardThreshold(1.0), model, bucket_cap_mb=25)
+    payload_bytes = []
+    for size in (2.0, 2.0, 1e-3, 1e-3, 1e-3, 2.0, 2.0):
+        ddp.zero_grad()
+        (ddp(torch.full((1, 300), size))).sum().backward()
+        payload_bytes.append(state.last_step.payload_bytes)
+    return payload_bytes, state.last_step.dense_bytes
+
+
+def test_auto_gathers_what_is_sparse_and_reduces_what_is_not():
+    for payload_bytes, dense_bytes in run_workers(_auto_falls_back, 2):
+        first, everything, nothing_yet, nothing, still, jump, everything_again = payload_bytes
+        assert first == everything == nothing_yet == everything_again
+        assert dense_bytes <= first <= dense_bytes + 100
+        assert nothing == still < 100
+        assert jump > dense_bytes  # what follows a sparse step is gathered, whatever it is; nothing is dropped
+
+
+def _compiled_module_keeps_its_names():
+    model = torch.compile(torch.nn.Linear(4, 2), backend="eager")
+    ddp, state = wrapped(HardThreshold(0.1), model, bucket_cap_mb=25)
+    ddp(torch.ones(1, 4)).sum().backward()
+    return sorted(state.residuals.state_dict())
+
+
+def test_residuals_of_a_compiled_module_have_the_names_of_the_module():
+    assert run_workers(_compiled_module_keeps_its_names, 1) == [["bias", "weight"]]
+
+
+def _errors():
+    plain = torch.nn.Linear(2, 2)
+    ddp = DistributedDataParallel(plain)
+    with pytest.raises(TypeError, match=r"Expected a torch.nn.parallel.DistributedDataParallel module, got Linear"):
+        register_comm_hook(plain, HardThreshold(0.1))
+    with pytest.raises(TypeError, match="Expected a sparsifier such as HardThreshold"):
+        register_comm_hook(ddp, 0.1)
+    with pytest.raises(ValueError, match=r"needs the learning rates. Pass optimizer="):
+        register_comm_hook(ddp, HardThreshold(0.1), error_feedback="learning_rate")
+    with pytest.raises(ValueError, match=r"Invalid exchange='sparse'. Must be one of 'auto', 'gather', 'dense'"):
+        register_comm_hook(ddp, HardThreshold(0.1), exchange="sparse")
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        reduced = DistributedDataParallel(torch.nn.Linear(2, 2))
+    with pytest.raises(RuntimeError, match="python_reducer"):
+        register_comm_hook(reduced, HardThreshold(0.1))
+    state = register_comm_hook(ddp, HardThreshold(0.1))
+    with pytest.raises(RuntimeError, match="register_comm_hook"):
+        register_comm_hook(ddp, HardThreshold(0.1))
+    return isinstance(state, lightning_sparse.SparseState)
+
+
+def test_a_module_that_cannot_take_the_hook_is_refused():
+    assert run_workers(_errors, 1) == [True]
+
+
+def _the_callers_sparsifier_stays_as_it_was():
+    sparsifier = HardThreshold(density=0.5, calibration_steps=1)
+    model, state = wrapped(sparsifier)
+    step(model, [1.0] * 4, [1.0] * 3, ZERO2)
+    return sparsifier.threshold, state.sparsifier.threshold
+
+
+def test_calibration_does_not_change_the_callers_sparsifier():
+    [(original, calibrated)] = run_workers(_the_callers_sparsifier_stays_as_it_was, 1)
+    assert original is None
+    assert calibrated == pytest.approx((7 / (0.5 * 9)) ** 0.5)
+
+
+def _metrics_on_one_worker():
+    model, state = wrapped(HardThreshold(1.0))
+    average_density, total_error = lightning_sparse.AverageDensity(), lightning_sparse.TotalError()
+    state.subscribe(average_density.update)
+    state.subscribe(total_error.update)
+    step(model, [2.0, 0.5, 0.0, 0.0], ZERO3, ZERO2)
+    if dist.get_rank() == 1:
+        return None  # a synchronising metric would now wait for this worker
+    return average_density.compute().item(), total_error.compute().item()
+
+
+def test_metrics_can_be_computed_on_one_worker_alone():
+    results = run_workers(_metrics_on_one_worker, 2)
+    assert results[0] == (pytest.approx(1 / 9), pytest.approx(0.25))

@@ -1,0 +1,68 @@
+"""The same step on a GPU. Skipped, with the reason, where there is none."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse import HardThreshold, TopK, register_comm_hook
+from lightning_sparse.payload import PayloadFormat
+from tests.distributed.simulation import Plan, simulate
+from tests.distributed.training import OPTIMIZERS, STEPS, build_batches, build_model
+from tests.workers import run_workers
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none on this machine"),
+]
+
+
+@pytest.mark.parametrize("sparsifier", [HardThreshold(0.5), HardThreshold(0.0), TopK(0.01)])
+def test_selection_and_payload_are_the_same_on_both_devices(sparsifier):
+    from lightning_sparse.sparsifiers import LayerLayout
+
+    layout = LayerLayout(("a", "b"), (100_000, 50_000))
+    compensated = torch.randn(150_000, generator=torch.Generator().manual_seed(0)) * 0.2
+    compensated[[5, 70_000, 149_999]] = torch.tensor([float("nan"), float("inf"), float("-inf")])
+    on_cpu, on_cuda = sparsifier.select(compensated, layout), sparsifier.select(compensated.cuda(), layout)
+    assert torch.equal(on_cpu.indices, on_cuda.indices.cpu())
+    payload_format = PayloadFormat(150_000, 2, torch.bfloat16)
+    header = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    packed = [payload_format.pack(header.to(one.values.device), one) for one in (on_cpu, on_cuda)]
+    assert torch.equal(packed[0], packed[1].cpu())
+
+
+def _train_on_cuda(exchange, backend):
+    if backend == "nccl":
+        dist.destroy_process_group()
+        dist.init_process_group("nccl")
+    model = DistributedDataParallel(build_model().cuda(), device_ids=[0], bucket_cap_mb=0.0005)
+    optimizer = OPTIMIZERS["nesterov"](model.parameters())
+    state = register_comm_hook(model, HardThreshold(0.05), exchange=exchange)
+    densities = []
+    state.subscribe(lambda stats: densities.append(stats.density))
+    for batches in build_batches(dist.get_world_size()):
+        inputs, targets = batches[dist.get_rank()]
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(inputs.cuda()), targets.cuda()).backward()
+        optimizer.step()
+    return {name: p.detach().cpu() for name, p in model.module.named_parameters()}, densities
+
+
+@pytest.mark.parametrize(("backend", "num_workers"), [("gloo", 2), ("nccl", 1)])
+@pytest.mark.parametrize("exchange", ["gather", "dense", "auto"])
+def test_training_on_a_gpu_matches_the_simulation_and_keeps_replicas_equal(exchange, backend, num_workers):
+    results = run_workers(_train_on_cuda, num_workers, exchange, backend)
+    model = build_model()
+    records = simulate(
+        model,
+        OPTIMIZERS["nesterov"](model.parameters()),
+        build_batches(num_workers),
+        Plan(lambda name, p: ~(p.abs() < 0.05)),
+    )
+    for weights, densities in results:
+        assert len(densities) == STEPS
+        assert densities == pytest.approx([record.density for record in records], rel=1e-9)
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(weights[name], p.data, rtol=1e-8, atol=1e-10)
+            assert torch.equal(weights[name], results[0][0][name])

@@ -1,0 +1,145 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_sparse import HardThreshold, TopK
+from lightning_sparse.sparsifiers import LayerLayout
+from tests.unit.strategies import buckets, thresholds
+
+NAN, INF = float("nan"), float("inf")
+LAYOUT = LayerLayout(("a.weight", "a.bias", "b.weight"), (3, 1, 2))
+
+
+def reaches(value, threshold):
+    return not (abs(value) < threshold)
+
+
+def assert_is_selection_of(selection, compensated):
+    indices, selected = selection
+    assert indices.dtype == torch.int64
+    assert bool((indices.diff() > 0).all())  # unique and ascending
+    assert selected.dtype == compensated.dtype
+    torch.testing.assert_close(selected, compensated[indices], rtol=0, atol=0, equal_nan=True)
+
+
+@given(buckets(), thresholds)
+def test_hard_threshold_selects_exactly_what_reaches_the_threshold(bucket, threshold):
+    layout, compensated = bucket
+    before = compensated.clone()
+    selection = HardThreshold(threshold).select(compensated, layout)
+    assert_is_selection_of(selection, before)
+    # Python's floats are the judge: exact for float32 values too.
+    expected = [i for i, value in enumerate(before.tolist()) if reaches(value, threshold)]
+    assert selection.indices.tolist() == expected
+    assert torch.equal(compensated.nan_to_num(), before.nan_to_num())
+
+
+@given(buckets(), thresholds, thresholds)
+def test_each_layer_has_the_threshold_of_the_first_pattern_that_matches(bucket, first, second):
+    layout, compensated = bucket
+    sparsifier = HardThreshold(1.0, layer_thresholds={"layer1*": first, "layer[12]*": second})
+    of_layer = {"layer1.weight": first, "layer2.weight": second}
+    expected = [
+        i
+        for name, start, end in layout.spans()
+        for i in range(start, end)
+        if reaches(compensated[i].item(), of_layer.get(name, 1.0))
+    ]
+    assert sparsifier.select(compensated, layout).indices.tolist() == expected
+
+
+@given(buckets(), st.floats(0.001, 1))
+def test_top_k_selects_the_largest_of_every_layer_and_all_that_is_not_finite(bucket, density):
+    layout, compensated = bucket
+    selection = TopK(density).select(compensated, layout)
+    assert_is_selection_of(selection, compensated)
+    selected = set(selection.indices.tolist())
+    for _, start, end in layout.spans():
+        layer = compensated[start:end].abs().tolist()
+        not_finite = {i for i, value in enumerate(layer) if value != value or value == INF}
+        inside = {i - start for i in selected if start <= i < end}
+        k = max(1, int(density * len(layer))) if layer else 0
+        assert not_finite <= inside
+        assert len(inside) == max(k, len(not_finite))
+        left_out = [value for i, value in enumerate(layer) if i not in inside]
+        if left_out and inside - not_finite:
+            assert min(layer[i] for i in inside - not_finite) >= max(left_out)
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("sparsifier", [HardThreshold(1e300), TopK(0.001)])
+def test_what_is_not_finite_is_selected_whatever_the_setting(sparsifier, value):
+    compensated = torch.tensor([value, value, 0.0, 1.0, value, 0.0])
+    assert {0, 1, 4} <= set(sparsifier.select(compensated, LAYOUT).indices.tolist())
+
+
+def test_threshold_zero_selects_everything():
+    assert HardThreshold(0.0).select(torch.zeros(6), LAYOUT).indices.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_threshold_itself_is_selected_although_float32_cannot_hold_it():
+    below, above = torch.tensor(0.1).nextafter(torch.tensor(0.0)), torch.tensor(0.1)
+    assert above.item() > 0.1 > below.item()
+    layout = LayerLayout(("w",), (2,))
+    assert HardThreshold(0.1).select(torch.stack([below, above]), layout).indices.tolist() == [1]
+
+
+@pytest.mark.parametrize("sparsifier", [HardThreshold(1.0), TopK(0.5)])
+@pytest.mark.parametrize("layout", [LayerLayout((), ()), LayerLayout(("empty",), (0,))])
+def test_an_empty_bucket_selects_nothing(sparsifier, layout):
+    indices, values = sparsifier.select(torch.zeros(0), layout)
+    assert indices.shape == values.shape == (0,)
+    assert indices.dtype == torch.int64
+
+
+def test_settings_tell_sparsifiers_apart():
+    alike = [HardThreshold(0.1), HardThreshold(0.1)]
+    alike[0].select(torch.zeros(6), LAYOUT)  # what it remembers for speed is not a setting
+    assert alike[0].settings() == alike[1].settings()
+    different = [
+        HardThreshold(0.2),
+        HardThreshold(density=0.1),
+        HardThreshold(0.1, layer_thresholds={"*": 0.0}),
+        TopK(),
+    ]
+    assert all(alike[0].settings() != one.settings() for one in different)
+
+
+def test_a_fixed_threshold_holds_for_buckets_seen_before():
+    sparsifier = HardThreshold(density=0.5)
+    compensated = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    assert sparsifier.select(compensated, LAYOUT).indices.numel() == 6
+    sparsifier.fix_threshold(4.5)
+    assert sparsifier.select(compensated, LAYOUT).indices.tolist() == [4, 5]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"threshold": 0.1, "density": 0.1}, "Got both threshold=0.1 and density=0.1"),
+        ({"threshold": -1.0}, "Invalid threshold=-1.0. Must be a finite number of at least 0"),
+        ({"threshold": NAN}, "Invalid threshold=nan"),
+        ({"threshold": INF}, "Invalid threshold=inf"),
+        ({"density": 0.0}, r"Invalid density=0.0. Must be within \(0, 1\]"),
+        ({"density": 1.01}, "Invalid density=1.01"),
+        ({"density": NAN}, "Invalid density=nan"),
+        ({"calibration_steps": 0}, "Invalid calibration_steps=0. Must be a whole number of at least 1"),
+        ({"calibration_steps": 1.5}, "Invalid calibration_steps=1.5"),
+        ({"layer_thresholds": {"conv*": -0.5}}, r"Invalid layer_thresholds\['conv\*'\]=-0.5"),
+    ],
+)
+def test_a_bad_hard_threshold_is_refused_with_the_value_and_what_is_allowed(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        HardThreshold(**arguments)
+
+
+@pytest.mark.parametrize("density", [0.0, -0.1, 1.5, NAN])
+def test_a_bad_top_k_density_is_refused(density):
+    with pytest.raises(ValueError, match=rf"Invalid density={density}. Must be within \(0, 1\]"):
+        TopK(density)
+
+
+def test_a_layout_whose_names_and_sizes_do_not_match_is_refused():
+    with pytest.raises(ValueError, match="Got 2 names for 1 sizes"):
+        LayerLayout(("a", "b"), (1,))

@@ -1,0 +1,128 @@
+"""The shape of the package: its public surface, who imports whom, who communicates."""
+
+import ast
+import doctest
+import importlib
+import importlib.metadata
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+import lightning_sparse
+
+PACKAGE = Path(lightning_sparse.__file__).parent
+ROOMS = (
+    "_version",
+    "sparsifiers",
+    "threshold_rules",
+    "residual",
+    "payload",
+    "exchange",
+    "options",
+    "step_stats",
+    "comm_hook",
+    "metrics",
+    "strategy",
+    "callbacks",
+)
+COLLECTIVES = {
+    *("all_gather", "all_gather_object", "all_gather_into_tensor", "all_reduce", "all_to_all", "all_to_all_single"),
+    *("barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce", "reduce_scatter"),
+    *("reduce_scatter_tensor", "scatter", "send", "recv", "isend", "irecv", "monitored_barrier"),
+}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def room_of(path):
+    relative = path.relative_to(PACKAGE)
+    return relative.parts[0].removesuffix(".py")
+
+
+def imported_modules(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module
+
+
+def test_every_module_has_a_room():
+    assert {room_of(path) for path in FILES} == {*ROOMS, "__init__"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_module_imports_only_from_the_rooms_above_it(path):
+    room = room_of(path)
+    if room == "__init__":
+        return
+    for module in imported_modules(path):
+        if module.startswith("lightning_sparse."):
+            other = module.split(".")[1]
+            assert ROOMS.index(other) < ROOMS.index(room) or other == room, f"{room} imports {other}"
+        if room == "sparsifiers":
+            assert not module.startswith(("torch.distributed", "lightning.")), f"{path.name} imports {module}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_the_exchange_communicates(path):
+    if room_of(path) == "exchange":
+        return
+    called = {
+        node.attr
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in ("dist", "distributed")
+    }
+    assert not called & COLLECTIVES
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_module_is_one_idea(path):
+    assert len(path.read_text().splitlines()) <= 440
+
+
+def test_the_public_surface():
+    assert lightning_sparse.__all__ == [
+        "AverageDensity",
+        "DDPHardThresholdStrategy",
+        "DensityMonitor",
+        "ErrorMonitor",
+        "HardThreshold",
+        "SparseDDPStrategy",
+        "SparseState",
+        "Sparsifier",
+        "StepStats",
+        "TopK",
+        "TotalError",
+        "paper_threshold",
+        "register_comm_hook",
+    ]
+    for name in lightning_sparse.__all__:
+        assert getattr(lightning_sparse, name).__doc__
+
+
+def test_the_examples_in_docstrings_are_true():
+    attempted = 0
+    for module in pkgutil.walk_packages(lightning_sparse.__path__, "lightning_sparse."):
+        failed, tests = doctest.testmod(importlib.import_module(module.name))
+        assert failed == 0, module.name
+        attempted += tests
+    assert attempted >= 10
+
+
+def test_what_the_package_imports_it_also_requires():
+    required = {
+        re.match(r"[\w.-]+", line)[0].lower().replace("-", "_")
+        for line in importlib.metadata.requires("lightning-sparse")
+        if "extra ==" not in line
+    }
+    # typing_extensions comes with torch; matplotlib is imported where it is used, and its absence is handled.
+    provided = required | {"lightning_sparse", "typing_extensions", "matplotlib"}
+    standard = {"abc", "ast", "collections", "copy", "dataclasses", "difflib", "fnmatch", "inspect", "math", "typing"}
+    for path in FILES:
+        for module in imported_modules(path):
+            assert module.split(".")[0] in provided | standard, f"{path.name} imports {module}"

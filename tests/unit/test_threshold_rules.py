@@ -1,0 +1,63 @@
+from math import sqrt
+
+import pytest
+import torch
+
+from lightning_sparse import paper_threshold
+from lightning_sparse.threshold_rules import ThresholdCalibration
+
+
+def test_the_papers_rule_gives_the_papers_threshold_for_resnet18():
+    assert paper_threshold(0.001, 11_173_962) == pytest.approx(4.73e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize("density", [0.0, -1.0, 1.1, float("nan")])
+def test_the_papers_rule_refuses_a_density_outside_its_range(density):
+    with pytest.raises(ValueError, match=rf"Invalid density={density}. Must be within \(0, 1\]"):
+        paper_threshold(density, 10)
+
+
+def test_the_papers_rule_refuses_an_empty_model():
+    with pytest.raises(ValueError, match="Invalid num_elements=0"):
+        paper_threshold(0.1, 0)
+
+
+def test_calibration_averages_over_its_steps():
+    calibration = ThresholdCalibration(density=0.01, steps=2)
+    calibration.observe(3.0)
+    assert not calibration.is_complete
+    with pytest.raises(RuntimeError, match="1 of 2 steps measured"):
+        calibration.threshold(100)
+    calibration.observe(5.0)
+    assert calibration.threshold(100) == pytest.approx(sqrt(4.0 / (0.01 * 100)))
+
+
+def test_calibration_does_not_count_a_step_that_overflowed():
+    calibration = ThresholdCalibration(density=0.01, steps=1)
+    calibration.observe(float("inf"))
+    calibration.observe(float("nan"))
+    assert not calibration.is_complete
+    calibration.observe(1.0)
+    assert calibration.is_complete
+
+
+def test_calibration_waits_for_a_gradient_that_is_not_zero():
+    calibration = ThresholdCalibration(density=0.01, steps=1)
+    calibration.observe(0.0)
+    assert not calibration.is_complete
+
+
+@pytest.mark.parametrize("density", [0.001, 0.01])
+def test_calibrated_threshold_sends_about_the_density_of_a_noisy_gradient(density):
+    """The law of density: noise of variance σ² a coordinate, error feedback, many steps."""
+    generator = torch.Generator().manual_seed(0)
+    num_elements, steps = 4000, 6000
+    deviations = torch.rand(num_elements, generator=generator) + 0.5
+    threshold = sqrt(float((deviations**2).sum()) / (density * num_elements))
+    residual, sent = torch.zeros(num_elements), 0
+    for _ in range(steps):
+        residual += deviations * torch.randn(num_elements, generator=generator)
+        mask = residual.abs() >= threshold
+        sent += int(mask.sum())
+        residual[mask] = 0
+    assert sent / (steps * num_elements) == pytest.approx(density, rel=0.25)
