@@ -86,7 +86,10 @@ class DensityMonitor(StepMonitor):
             ("the same, dense", _readable_bytes(dense)),
             ("times fewer", f"{dense / sent:.1f}" if sent else "-"),
         ]
-        rows += [(f"density of {name}", f"{100 * density:.4g} %") for name, density in self._history.densest(3)]
+        rows += [
+            (f"density of {name} ({size:,} elements)", f"{100 * density:.4g} %")
+            for name, size, density in self._history.densest(3)
+        ]
         width = max(len(name) for name, _ in rows)
         return "\n".join(["Sparse gradient exchange", *(f"  {name:<{width}}  {value}" for name, value in rows)])
 
@@ -110,10 +113,12 @@ class _LayerHistory:
         self.columns: list[dict[str, float]] = []
         self.steps_per_column = 1
         self._pending: list[dict[str, float]] = []
+        self._sizes: dict[str, int] = {}
 
     def add(self, stats: StepStats) -> None:
         if not stats.layers:
             return
+        self._sizes = {name: layer.num_elements for name, layer in stats.layers.items()}
         self._pending.append({name: layer.density for name, layer in stats.layers.items()})
         if len(self._pending) < self.steps_per_column:
             return
@@ -123,10 +128,11 @@ class _LayerHistory:
             self.columns = [_mean(self.columns[start : start + 2]) for start in range(0, len(self.columns), 2)]
             self.steps_per_column *= 2
 
-    def densest(self, count: int) -> list[tuple[str, float]]:
-        """The layers of highest average density, with it."""
+    def densest(self, count: int) -> list[tuple[str, int, float]]:
+        """The layers of highest average density: name, number of elements, density."""
         average = _mean(self.columns) if self.columns else {}
-        return sorted(average.items(), key=lambda item: -item[1])[:count]
+        ranked = sorted(average.items(), key=lambda item: -item[1])
+        return [(name, self._sizes[name], density) for name, density in ranked[:count]]
 
     def figure(self) -> Any:
         """Draws layers × steps in log10 of density; white where nothing was sent."""

@@ -1,0 +1,1 @@
+"""ResNet-18 on CIFAR-10, as in section 5 of Sahu et al., NeurIPS 2021 (arXiv:2108.00951)."""
