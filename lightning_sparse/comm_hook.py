@@ -3,7 +3,7 @@
 DDP calls :func:`sparse_hook` once per bucket, in the same order on all workers, while backward runs. For each bucket:
 
 1. compensate    p = e + g / S, in the residual's memory
-2. select        the sparsifier picks coordinates of p
+2. select        the sparsifier picks coordinates of p, none of parameters that this backward did not reach
 3. keep          e' = p − out stays in the residual
 4. exchange      g' = S · (1/n) Σ_i out_i replaces g in the bucket
 
@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from lightning_sparse._version import __version__
 from lightning_sparse.exchange import Exchange, ExchangeMode, require_agreement
 from lightning_sparse.options import ErrorFeedback, ExchangeOptions
+from lightning_sparse.parameter_use import ParameterUse, without
 from lightning_sparse.payload import PayloadFormat, ValueDtype, round_to_wire, wire_dtype
 from lightning_sparse.residual import ResidualMemory, compensate, keep_rest, rescale, take_back
 from lightning_sparse.sparsifiers import HardThreshold, LayerLayout, Selection, Sparsifier
@@ -53,6 +54,7 @@ class _Bucket:
     gradient: Tensor
     future: torch.futures.Future[Tensor]
     residual: Tensor
+    unused: list[tuple[int, int]]
     selection: Selection | None = None
     headers: Tensor | None = None
     payload_bytes: int = 0
@@ -70,6 +72,7 @@ class SparseState:
         learning_rates: returns the learning rate of every optimized parameter in the running step; called only with
             ``error_feedback="learning_rate"``.
         per_layer_stats: whether :class:`StepStats` holds numbers of every layer.
+        allows_unused_parameters: whether a backward may leave parameters out.
 
     Attributes:
         sparsifier: this state's own sparsifier; a calibrated λ is in it once calibration has ended.
@@ -88,6 +91,7 @@ class SparseState:
         loss_scale: Callable[[], Tensor | None] = lambda: None,
         learning_rates: Callable[[], LearningRates] = dict,
         per_layer_stats: bool = False,
+        allows_unused_parameters: bool = False,
     ) -> None:
         self.sparsifier = copy.deepcopy(sparsifier)
         self.options = options
@@ -105,6 +109,7 @@ class SparseState:
         self._last_learning_rates: dict[str, float] = {}
         self._layouts: dict[tuple[int, ...], LayerLayout] = {}
         self._subscribers: list[Callable[[StepStats], None]] = []
+        self._use = ParameterUse(parameter_names) if allows_unused_parameters else None
         # Of the running step:
         self._scale: Tensor | None = None
         self._rescaling: dict[str, float] = {}
@@ -116,6 +121,11 @@ class SparseState:
         It runs inside backward, on every worker: it must be quick and must not communicate.
         """
         self._subscribers.append(receiver)
+
+    def close(self) -> None:
+        """Takes off the model what this state put there, apart from the hook itself, which DDP cannot remove."""
+        if self._use is not None:
+            self._use.close()
 
     def receive(self, grad_bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Takes a bucket through the step, or puts it aside where clipping must see all of them first. Collective."""
@@ -151,7 +161,10 @@ class SparseState:
             devices=None if gradient.device.type == "cpu" else [gradient.device]
         )
         residual = self.residuals.bucket(grad_bucket.index(), layout, gradient)
-        return _Bucket(grad_bucket.index(), layout, gradient, future, residual)
+        unused = [] if self._use is None else self._use.unused_spans(layout)
+        for start, end in unused:
+            gradient[start:end].zero_()
+        return _Bucket(grad_bucket.index(), layout, gradient, future, residual, unused)
 
     def _process(self, bucket: _Bucket) -> None:
         gradient, residual, layout = bucket.gradient, bucket.residual, bucket.layout
@@ -166,7 +179,7 @@ class SparseState:
         compensated = compensate(residual, gradient, self._scale)
 
         # 2. select
-        selected = self.sparsifier.select(compensated, layout)
+        selected = without(self.sparsifier.select(compensated, layout), bucket.unused, layout.num_elements)
         travels_as = wire_dtype(self.options.value_dtype, compensated.dtype)
         sent = Selection(selected.indices, round_to_wire(selected.values, travels_as))
 
@@ -191,6 +204,8 @@ class SparseState:
 
     def _end_step(self) -> None:
         buckets, self._buckets = self._buckets, []
+        if self._use is not None:
+            self._use.forget()
 
         # 5. account, with the step's only wait for the device
         headers = _to_cpu([bucket.headers for bucket in buckets if bucket.headers is not None])
@@ -342,6 +357,7 @@ def attach(
         loss_scale=loss_scale,
         learning_rates=learning_rates,
         per_layer_stats=per_layer_stats,
+        allows_unused_parameters=bool(ddp_module.find_unused_parameters or ddp_module.static_graph),
     )
     ddp_module.register_comm_hook(state, sparse_hook)
     return state

@@ -119,6 +119,12 @@ class SparseDDPStrategy(DDPStrategy):
         return output
 
     @override
+    def teardown(self) -> None:
+        if self.state is not None:
+            self.state.close()
+        super().teardown()
+
+    @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         rank_zero_warn(

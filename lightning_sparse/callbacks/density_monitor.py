@@ -8,7 +8,13 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from lightning_sparse.callbacks.step_monitor import StepMonitor, is_logging_step, log_scalars, tensorboard_loggers
+from lightning_sparse.callbacks.step_monitor import (
+    StepMonitor,
+    is_logging_step,
+    log_scalars,
+    logging_step,
+    tensorboard_loggers,
+)
 from lightning_sparse.metrics import AverageDensity
 from lightning_sparse.step_stats import StepStats
 
@@ -57,7 +63,7 @@ class DensityMonitor(StepMonitor):
             densities = {name: layer.density for name, layer in layers.items()}
             for logger in tensorboard_loggers(trainer):
                 values = torch.tensor(list(densities.values()))
-                logger.experiment.add_histogram("sparse/layer_density", values, trainer.global_step)
+                logger.experiment.add_histogram("sparse/layer_density", values, logging_step(trainer))
             scalars = {f"sparse/layer_density/{name}": density for name, density in densities.items()}
             log_scalars(trainer, scalars, tensorboard=False)
 

@@ -11,10 +11,8 @@ class TopK(Sparsifier):
     The usual rival of the hard threshold (Aji and Heafield, EMNLP 2017; layer-wise as in the experiments of Sahu et
     al., NeurIPS 2021). Among equal magnitudes which ones are sent is up to ``torch.topk``.
 
-    It has no bound on what stays unsent, and it sends k coordinates of a layer also when the layer's gradient is
-    zero. Two things follow. The residual can build up for as long as a layer's gradients stay large. And for a
-    parameter that no worker used in a step, DDP with ``find_unused_parameters=True`` throws the exchanged gradient
-    away, so what Top-k sent of its residual is lost; the hard threshold sends nothing there and loses nothing.
+    It has no bound on what stays unsent: the residual can build up for as long as a layer's gradients stay large, and k
+    coordinates of a layer are sent also when its gradient is zero.
 
     Args:
         density: the share of each layer to send, in (0, 1].

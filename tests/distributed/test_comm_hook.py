@@ -321,3 +321,55 @@ def _metrics_on_one_worker():
 def test_metrics_can_be_computed_on_one_worker_alone():
     results = run_workers(_metrics_on_one_worker, 2)
     assert results[0] == (pytest.approx(1 / 9), pytest.approx(0.25))
+
+
+def _idle_layer(sparsifier, options):
+    """A layer is used once, then left out while the learning rate falls."""
+    model = Wide()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    if options.get("error_feedback") == "learning_rate":
+        options = options | {"optimizer": optimizer}
+    ddp, state = wrapped(sparsifier, model, find_unused_parameters=True, **options)
+    step(ddp, [0.1] * 4, [0.1] * 3, [0.9, 0.3])
+    optimizer.step()
+    weight = model.sometimes.detach().clone()
+    for _ in range(4):
+        optimizer.param_groups[0]["lr"] /= 2
+        step(ddp, [0.1] * 4, [0.1] * 3)
+        optimizer.step()
+    return weight, model.sometimes.detach(), state.residuals.state_dict()["sometimes"]
+
+
+@pytest.mark.parametrize(
+    ("sparsifier", "options", "sent_at_first", "kept"),
+    [
+        (TopK(0.5), {}, [0.9, 0.0], [0.0, 0.3]),
+        (HardThreshold(1.0), {"error_feedback": "learning_rate"}, [0.0, 0.0], [0.9 * 16, 0.3 * 16]),
+        (HardThreshold(0.5), {"value_dtype": "float16"}, [0.9, 0.0], [0.0, 0.3]),
+    ],
+)
+def test_what_is_held_back_of_a_layer_that_no_worker_uses_is_not_sent_into_the_void(
+    sparsifier, options, sent_at_first, kept
+):
+    for weight, later, residual in run_workers(_idle_layer, 2, sparsifier, options):
+        assert weight.tolist() == pytest.approx([-value for value in sent_at_first], rel=1e-3)
+        assert torch.equal(weight, later)
+        assert residual.tolist() == pytest.approx(kept, rel=1e-5, abs=1e-3)
+
+
+def _gradient_left_over(find_unused_parameters):
+    """An older gradient lies in .grad of a layer that this backward does not reach."""
+    ddp, state = wrapped(HardThreshold(1.0), find_unused_parameters=find_unused_parameters)
+    step(ddp, [0.1] * 4, [0.1] * 3, [2.0, 0.5])
+    residual = state.residuals.state_dict()["sometimes"]
+    left_over = ddp.module.sometimes.grad.clone()
+    ddp.module.first.grad = ddp.module.second.grad = None
+    ddp(torch.full((4,), 0.1), torch.full((3,), 0.1)).backward()
+    return residual, state.residuals.state_dict()["sometimes"], left_over, ddp.module.sometimes.grad
+
+
+def test_a_gradient_of_an_earlier_step_is_not_taken_for_a_new_one():
+    for before, after, left_over, gradient in run_workers(_gradient_left_over, 2, True):
+        assert torch.equal(before, after)
+        assert torch.equal(left_over, gradient)  # as under plain DDP, the user's own gradient is untouched
+        assert left_over.tolist() == [2.0, 0.0]

@@ -21,6 +21,7 @@ ROOMS = (
     "payload",
     "exchange",
     "options",
+    "parameter_use",
     "step_stats",
     "comm_hook",
     "metrics",
@@ -122,7 +123,19 @@ def test_what_the_package_imports_it_also_requires():
     }
     # typing_extensions comes with torch; matplotlib is imported where it is used, and its absence is handled.
     provided = required | {"lightning_sparse", "typing_extensions", "matplotlib"}
-    standard = {"abc", "ast", "collections", "copy", "dataclasses", "difflib", "fnmatch", "inspect", "math", "typing"}
+    standard = {
+        "abc",
+        "ast",
+        "collections",
+        "copy",
+        "dataclasses",
+        "difflib",
+        "fnmatch",
+        "functools",
+        "inspect",
+        "math",
+        "typing",
+    }
     for path in FILES:
         for module in imported_modules(path):
             assert module.split(".")[0] in provided | standard, f"{path.name} imports {module}"

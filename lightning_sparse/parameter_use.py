@@ -1,0 +1,66 @@
+"""Which parameters a backward reached, for DDP modules that allow some to be left out."""
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.sparsifiers import LayerLayout, Selection
+
+
+class ParameterUse:
+    """Notes which parameters a backward reaches, so that the others are left alone.
+
+    For a parameter that no worker used DDP ignores what comes back from the exchange, so whatever was sent of its
+    residual would be lost. And if it still has a gradient from an earlier step (two optimizers in turn, ``zero_grad``
+    before backward) DDP puts that one into the bucket: it was exchanged when it was new and must not enter the residual
+    as well.
+
+    With ``gradient_as_bucket_view`` such an older gradient *is* the bucket and becomes zero. So do not combine it with
+    several backwards per optimizer step of which a later one leaves out what an earlier one used.
+
+    A hook on each parameter does the noting; DDP's own knowledge of unused parameters is out of reach. Only needed with
+    ``find_unused_parameters`` or ``static_graph``: otherwise DDP insists that every parameter is used.
+
+    Args:
+        parameters: the name of every parameter that DDP may bring.
+    """
+
+    def __init__(self, parameters: Mapping[Tensor, str]) -> None:
+        self._used: set[str] = set()
+        self._hooks = [
+            parameter.register_hook(partial(_note, self._used, name))  # type: ignore[no-untyped-call]
+            for parameter, name in parameters.items()
+            if parameter.requires_grad
+        ]
+
+    def unused_spans(self, layout: LayerLayout) -> list[tuple[int, int]]:
+        """Returns ``(start, end)`` of every layer of a bucket that was not reached since the last exchange."""
+        return [(start, end) for name, start, end in layout.spans() if name not in self._used]
+
+    def forget(self) -> None:
+        """Begins anew; called when an exchange is over."""
+        self._used.clear()
+
+    def close(self) -> None:
+        """Removes the hooks from the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+
+def without(selection: Selection, spans: list[tuple[int, int]], num_elements: int) -> Selection:
+    """Returns the selection without the coordinates in these spans of a bucket of so many elements."""
+    if not spans:
+        return selection
+    indices, values = selection
+    kept = torch.ones(num_elements, dtype=torch.bool, device=indices.device)
+    for start, end in spans:
+        kept[start:end] = False
+    kept = kept[indices]
+    return Selection(indices[kept], values[kept])
+
+
+def _note(used: set[str], name: str, gradient: Tensor) -> None:
+    used.add(name)

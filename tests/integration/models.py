@@ -1,0 +1,219 @@
+"""Small LightningModules, their data and what the integration tests record of a run."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sparse import StepStats
+
+SMALL_BUCKETS_MB = 0.004
+"""Less than the middle layer of a Classifier (6.25 kB in float32): several buckets, rebuilt after the first step."""
+
+NOTHING_IS_SENT = 1e9
+"""A threshold that no gradient of these models reaches."""
+
+
+class Classifier(LightningModule):
+    """Three layers and plain SGD with learning rate 1, so that a weight moves by exactly what was exchanged."""
+
+    def __init__(self, make_optimizer: Callable[..., torch.optim.Optimizer] | None = None) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+        self.first = nn.Linear(8, 40)
+        self.middle = nn.Linear(40, 40)
+        self.last = nn.Linear(40, 3)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+        self.make_optimizer = make_optimizer or sgd
+        self.batches: list[list[Tensor]] = []
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(inputs).tanh()).tanh())
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return F.cross_entropy(self(batch[0].to(self.first.weight.dtype)), batch[1])
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.batches.append(batch)
+        return self.loss(batch)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return self.make_optimizer(self.parameters())
+
+
+class ManualClassifier(Classifier):
+    """The same under manual optimization."""
+
+    def __init__(self, make_optimizer: Callable[..., torch.optim.Optimizer] | None = None) -> None:
+        super().__init__(make_optimizer)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.batches.append(batch)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+class ClassifierWithUnusedLayer(Classifier):
+    """Has a layer that takes part in the loss in the first step only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sometimes = nn.Linear(8, 3)
+        with torch.no_grad():
+            for parameter in self.sometimes.parameters():
+                parameter.fill_(0.1)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.batches.append(batch)
+        return self.first_loss(batch) if batch_idx == 0 else self.loss(batch)
+
+    def first_loss(self, batch: list[Tensor]) -> Tensor:
+        return self.loss(batch) + 0.25 * F.cross_entropy(self.sometimes(batch[0]), batch[1])
+
+
+class TwoPlayers(LightningModule):
+    """Two networks with an optimizer each, trained in turn as in a GAN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+        self.generator = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 8))
+        self.judge = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 1))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+        self.automatic_optimization = False
+        self.batches: list[list[Tensor]] = []
+
+    def generator_loss(self, inputs: Tensor) -> Tensor:
+        return F.softplus(-self.judge(self.generator(inputs))).mean()
+
+    def judge_loss(self, inputs: Tensor) -> Tensor:
+        fake = self.generator(inputs).detach()
+        return (F.softplus(-self.judge(inputs)) + F.softplus(self.judge(fake))).mean()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.batches.append(batch)
+        losses = (self.generator_loss, self.judge_loss)
+        for optimizer, loss in zip(self.optimizers(), losses, strict=True):
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(loss(batch[0]))
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return sgd(self.generator.parameters()), sgd(self.judge.parameters())
+
+
+class TwoPlayersZeroingFirst(TwoPlayers):
+    """The same, but each player's last gradient stays around while the other is trained."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        losses = (self.generator_loss, self.judge_loss)
+        for optimizer, loss in zip(self.optimizers(), losses, strict=True):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(loss(batch[0]))
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+
+class Recorder(Callback):
+    """Keeps what can be seen of the exchange while the strategy is still set up."""
+
+    def __init__(self) -> None:
+        self.comm_hooks: list[str | None] = []
+        self.initial: dict[str, Tensor] = {}
+        self.weights: dict[str, Tensor] = {}
+        self.residuals: dict[str, Tensor] = {}
+        self.largest_residuals: list[float] = []
+        self.steps: list[StepStats] = []
+        self.num_buckets = 0
+        self.rebuilt_buckets = False
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.initial = clones(pl_module.named_parameters())
+        state = getattr(trainer.strategy, "state", None)
+        if state is not None:
+            state.subscribe(self.steps.append)
+            state.subscribe(lambda _: self.largest_residuals.append(largest(state.residuals.state_dict())))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Read here: teardown unwraps the model.
+        logged = trainer.strategy.model._get_ddp_logging_data()
+        self.comm_hooks.append(logged.get("comm_hook"))
+        self.rebuilt_buckets = bool(logged.get("has_rebuilt_buckets"))
+        sizes = logged.get("rebuilt_bucket_sizes") or logged.get("bucket_sizes")
+        self.num_buckets = len(str(sizes).split(","))
+        self.weights = clones(pl_module.named_parameters())
+        state = getattr(trainer.strategy, "state", None)
+        if state is not None:
+            self.residuals = state.residuals.state_dict()
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def nesterov(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)
+
+
+def data(num_samples: int = 64, batch_size: int = 4) -> DataLoader:
+    """The same samples everywhere; Lightning gives each worker every n-th of them."""
+    generator = torch.Generator().manual_seed(11)
+    inputs = torch.randn(num_samples, 8, generator=generator)
+    labels = torch.randint(0, 3, (num_samples,), generator=generator)
+    return DataLoader(TensorDataset(inputs, labels), batch_size)
+
+
+def quiet_trainer(strategy: Any, *, num_workers: int, max_steps: int = 3, **options: Any) -> Trainer:
+    """A Trainer that only trains."""
+    options = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    } | options
+    return Trainer(strategy=strategy, accelerator="cpu", devices=num_workers, max_steps=max_steps, **options)
+
+
+def clones(named_tensors: Any) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in named_tensors}
+
+
+def largest(tensors: dict[str, Tensor]) -> float:
+    return max((tensor.abs().max().item() for tensor in tensors.values()), default=0.0)
+
+
+def gradients(model: nn.Module, loss: Callable[[], Tensor]) -> dict[str, Tensor]:
+    """The gradient of one loss by parameter name, flat, with no DDP in sight."""
+    model.zero_grad()
+    loss().backward()
+    return {
+        name: torch.zeros_like(parameter).flatten() if parameter.grad is None else parameter.grad.flatten().clone()
+        for name, parameter in model.named_parameters()
+    }

@@ -1,0 +1,63 @@
+"""Lightning's own launchers: scripts that start their workers themselves, as a user's do."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# What every worker prints reaches the test, whichever way it was started; its objects do not.
+SCRIPT = """
+import sys
+import torch
+from lightning.pytorch import LightningModule, Trainer
+import lightning_sparse
+
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).square().sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_train_end(self):
+        strategy = self.trainer.strategy
+        hook = strategy.model._get_ddp_logging_data()["comm_hook"]
+        steps = strategy.state.last_step.step + 1
+        sys.stdout.write(f"<rank {self.global_rank} of {self.trainer.world_size}: {hook}, {steps} steps>\\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    trainer = Trainer(
+        strategy=sys.argv[1], accelerator="cpu", devices=2, max_steps=3, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )
+    trainer.fit(Model(), torch.utils.data.DataLoader(torch.randn(16, 4), 2))
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp_hardthreshold", "ddp_hardthreshold_spawn", "ddp_topk_fork"])
+def test_every_worker_that_a_launcher_starts_has_the_hook(strategy: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    environment = {name: value for name, value in os.environ.items() if not name.endswith(("RANK", "WORLD_SIZE"))}
+    finished = subprocess.run(
+        [sys.executable, str(script), strategy],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    markers = [line for line in finished.stdout.splitlines() if line.startswith("<rank")]
+    assert sorted(markers) == [f"<rank {rank} of 2: sparse_hook, 3 steps>" for rank in range(2)]

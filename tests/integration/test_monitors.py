@@ -1,0 +1,496 @@
+"""The callbacks, against numbers worked out again from each worker's gradients, and what they promise to cost."""
+
+import csv
+import io
+import logging
+import re
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
+from functools import partial
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch import Tensor
+
+from lightning_sparse import DDPHardThresholdStrategy, DensityMonitor, ErrorMonitor, SparseDDPStrategy, StepStats, TopK
+from tests.integration.models import (
+    SMALL_BUCKETS_MB,
+    Classifier,
+    ManualClassifier,
+    Recorder,
+    TwoPlayers,
+    data,
+    gradients,
+    quiet_trainer,
+)
+from tests.workers import run_workers
+
+THRESHOLD = 0.15
+
+
+@dataclass
+class Watched:
+    """What one worker saw of a training with monitors."""
+
+    steps: list[StepStats]
+    own_gradients: list[dict[str, Tensor]]
+    callback_metrics: dict[str, float]
+    printed: str
+    messages: list[str] = field(default_factory=list)
+
+
+class Listener(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def watch(
+    callbacks: list[Callback],
+    logger: Any = False,
+    strategy: Any = None,
+    make_model: Any = None,
+    max_steps: int = 6,
+    **options: Any,
+) -> Watched:
+    # Weights that stand still make every gradient known from the start.
+    model = make_model() if make_model else Classifier(partial(torch.optim.SGD, lr=0.0))
+    recorder, listener, printed = Recorder(), Listener(), io.StringIO()
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).addHandler(listener)
+    if strategy is None:
+        strategy = DDPHardThresholdStrategy(threshold=THRESHOLD, bucket_cap_mb=SMALL_BUCKETS_MB)
+    trainer = quiet_trainer(
+        strategy,
+        num_workers=2,
+        max_steps=max_steps,
+        logger=logger,
+        callbacks=[recorder, *callbacks],
+        **{"log_every_n_steps": 1, **options},
+    )
+    with redirect_stdout(printed):
+        trainer.fit(model, data())
+    untrained = Classifier()
+    own_gradients: list[dict[str, Tensor]] = []
+    if isinstance(model, Classifier):
+        own_gradients = [gradients(untrained, partial(untrained.loss, batch)) for batch in model.batches]
+    metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    return Watched(recorder.steps, own_gradients, metrics, printed.getvalue(), listener.messages)
+
+
+@dataclass
+class Expected:
+    """Counts and squared errors of one step by layer: selected by all workers, and (1/n) Σ_i ‖e_i‖²."""
+
+    selected: dict[str, int]
+    squared_error: dict[str, float]
+
+
+def recompute(workers: list[Watched]) -> list[Expected]:
+    """The hard threshold with error feedback in a few lines of its own."""
+    names = list(workers[0].own_gradients[0])
+    residuals = [dict.fromkeys(names, 0.0) for _ in workers]
+    expected = []
+    for step in range(len(workers[0].own_gradients)):
+        selected, squared_error = dict.fromkeys(names, 0), dict.fromkeys(names, 0.0)
+        for worker, residual in zip(workers, residuals, strict=True):
+            for name in names:
+                compensated = residual[name] + worker.own_gradients[step][name]
+                sent = compensated.abs() >= THRESHOLD
+                residual[name] = compensated.masked_fill(sent, 0.0)
+                selected[name] += int(sent.sum())
+                squared_error[name] += float(residual[name].double().square().sum()) / len(workers)
+        expected.append(Expected(selected, squared_error))
+    return expected
+
+
+def average_densities(expected: list[Expected], num_elements: int) -> list[float]:
+    averages, selected = [], 0
+    for step, one in enumerate(expected, start=1):
+        selected += sum(one.selected.values())
+        averages.append(selected / (2 * num_elements * step))
+    return averages
+
+
+NUM_ELEMENTS = sum(parameter.numel() for parameter in Classifier().parameters())
+SIZES = {name: parameter.numel() for name, parameter in Classifier().named_parameters()}
+
+
+def test_step_stats_are_those_of_an_independent_recomputation() -> None:
+    workers = run_workers(_watch_layers, 2, process_group=False)
+    expected = recompute(workers)
+    assert 0 < sum(expected[-1].selected.values()) < 2 * NUM_ELEMENTS
+    for worker in workers:
+        for step, one in zip(worker.steps, expected, strict=True):
+            assert step.num_elements == NUM_ELEMENTS
+            assert {name: layer.selected for name, layer in step.layers.items()} == one.selected
+            assert step.error_norm == pytest.approx(sqrt(sum(one.squared_error.values())), rel=1e-5)
+            for name, layer in step.layers.items():
+                assert layer.density == pytest.approx(one.selected[name] / (2 * SIZES[name]))
+                assert layer.squared_error == pytest.approx(one.squared_error[name], rel=1e-5)
+
+
+def test_layers_add_up_to_the_whole() -> None:
+    steps = run_workers(_watch_layers, 2, process_group=False)[1].steps
+    assert len(steps) == 6
+    for step in steps:
+        layers = step.layers.values()
+        assert sum(layer.num_elements for layer in layers) == step.num_elements == NUM_ELEMENTS
+        assert sum(layer.selected for layer in layers) == step.selected
+        assert sum(layer.density * layer.num_elements for layer in layers) == pytest.approx(step.density * NUM_ELEMENTS)
+        assert sum(layer.squared_error for layer in layers) == pytest.approx(step.squared_error)
+
+
+def _watch_layers() -> Watched:
+    return watch([DensityMonitor()])
+
+
+@pytest.fixture(scope="module")
+def tensorboard_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Watched], dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("tensorboard")
+    workers = run_workers(_watch_with_tensorboard, 2, str(folder), process_group=False)
+    # In a process of its own: reading event files warns about protobuf.
+    [events] = run_workers(_read_events, 1, str(folder), process_group=False)
+    return workers, events
+
+
+def _watch_with_tensorboard(folder: str) -> Watched:
+    return watch([DensityMonitor(), ErrorMonitor(per_layer=True)], TensorBoardLogger(folder))
+
+
+def _read_events(folder: str) -> dict[str, Any]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    files = list(Path(folder).rglob("events.out.tfevents.*"))
+    assert len(files) == 1, files  # from the first worker only
+    accumulator = EventAccumulator(str(files[0].parent), size_guidance={"scalars": 0, "histograms": 0, "images": 0})
+    accumulator.Reload()
+    tags = accumulator.Tags()
+    return {
+        "scalars": {tag: [(one.step, one.value) for one in accumulator.Scalars(tag)] for tag in tags["scalars"]},
+        "histograms": {
+            tag: [(one.step, one.histogram_value.num, one.histogram_value.sum) for one in accumulator.Histograms(tag)]
+            for tag in tags["histograms"]
+        },
+        "images": {
+            tag: [(one.step, one.width, one.height) for one in accumulator.Images(tag)] for tag in tags["images"]
+        },
+    }
+
+
+def test_tensorboard_shows_the_running_average_and_the_total(tensorboard_run: Any) -> None:
+    workers, events = tensorboard_run
+    expected = recompute(workers)
+    averages = average_densities(expected, NUM_ELEMENTS)
+    errors = [sum(one.squared_error.values()) for one in expected]
+    totals = [sum(errors[: step + 1]) for step in range(len(errors))]
+    for tag, values in (
+        ("sparse/density", [sum(one.selected.values()) / (2 * NUM_ELEMENTS) for one in expected]),
+        ("sparse/average_density", averages),
+        ("sparse/error_norm", [sqrt(error) for error in errors]),
+        ("sparse/total_error", totals),
+    ):
+        assert [step for step, _ in events["scalars"][tag]] == list(range(6))
+        assert [value for _, value in events["scalars"][tag]] == pytest.approx(values, rel=1e-5)
+    for worker in workers:
+        assert worker.callback_metrics["sparse/average_density"] == pytest.approx(averages[-1], rel=1e-5)
+        assert worker.callback_metrics["sparse/total_error"] == pytest.approx(totals[-1], rel=1e-5)
+
+
+def test_tensorboard_shows_a_histogram_of_the_layers_densities(tensorboard_run: Any) -> None:
+    workers, events = tensorboard_run
+    found = events["histograms"]["sparse/layer_density"]
+    for (_, count, total), one in zip(found, recompute(workers), strict=True):
+        assert count == len(SIZES)
+        assert total == pytest.approx(sum(one.selected[name] / (2 * size) for name, size in SIZES.items()), rel=1e-5)
+    # A scalar a layer is for other loggers; in TensorBoard it would bury everything else.
+    assert not any(tag.startswith("sparse/layer_density") for tag in events["scalars"])
+
+
+def test_histograms_and_scalars_share_their_steps(tensorboard_run: Any) -> None:
+    _, events = tensorboard_run
+    scalars, histograms = events["scalars"]["sparse/density"], events["histograms"]["sparse/layer_density"]
+    assert [step for step, *_ in histograms] == [step for step, _ in scalars]
+
+
+def test_tensorboard_shows_one_picture_of_layers_against_steps(tensorboard_run: Any) -> None:
+    _, events = tensorboard_run
+    assert events["images"].keys() == {"sparse/log10_layer_density"}
+    [(_, width, height)] = events["images"]["sparse/log10_layer_density"]
+    assert width > 500
+    assert height > 100
+
+
+def test_error_norms_of_the_layers_are_shown_on_request(tensorboard_run: Any) -> None:
+    workers, events = tensorboard_run
+    expected = recompute(workers)
+    for name in SIZES:
+        found = events["scalars"][f"sparse/layer_error_norm/{name}"]
+        assert [step for step, _ in found] == list(range(6))
+        assert [value for _, value in found] == pytest.approx(
+            [sqrt(one.squared_error[name]) for one in expected], rel=1e-5, abs=1e-7
+        )
+
+
+@pytest.mark.parametrize(
+    ("make_model", "accumulate"),
+    [(Classifier, 1), (Classifier, 2), (ManualClassifier, 1)],
+    ids=["automatic", "accumulated", "manual"],
+)
+def test_a_csv_has_one_row_of_each_number_per_optimizer_step(make_model: Any, accumulate: int, tmp_path: Path) -> None:
+    worker = run_workers(_watch_with_csv, 2, str(tmp_path), make_model, accumulate, process_group=False)[0]
+    with next(tmp_path.rglob("metrics.csv")).open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(worker.steps) == 4
+    values = {name: [step.layers[name].density for step in worker.steps] for name in SIZES}
+    columns = {f"sparse/layer_density/{name}": values[name] for name in SIZES}
+    running = [sum(step.selected for step in worker.steps[:end]) / (2 * NUM_ELEMENTS * end) for end in range(1, 5)]
+    columns["sparse/average_density"] = running
+    columns["sparse/total_error"] = [sum(s.squared_error for s in worker.steps[:end]) for end in range(1, 5)]
+    columns["sparse/density"] = [step.density for step in worker.steps]
+    for column, expected in columns.items():
+        found = [(int(row["step"]), float(row[column])) for row in rows if row[column]]
+        assert [step for step, _ in found] == [0, 1, 2, 3], column
+        assert [value for _, value in found] == pytest.approx(expected, rel=1e-5), column
+
+
+def _watch_with_csv(folder: str, make_model: Any, accumulate: int) -> Watched:
+    return watch(
+        [DensityMonitor(), ErrorMonitor()],
+        CSVLogger(folder, flush_logs_every_n_steps=1),
+        make_model=make_model,
+        max_steps=4,
+        accumulate_grad_batches=accumulate,
+    )
+
+
+def test_layers_are_logged_as_often_as_the_trainer_logs(tmp_path: Path) -> None:
+    run_workers(_watch_every_third_step, 2, str(tmp_path), process_group=False)
+    with next(tmp_path.rglob("metrics.csv")).open() as file:
+        rows = list(csv.DictReader(file))
+    for column in ("sparse/layer_density/first.weight", "sparse/average_density"):
+        assert [int(row["step"]) for row in rows if row[column]] == [2, 5], column
+
+
+def _watch_every_third_step(folder: str) -> None:
+    watch([DensityMonitor()], CSVLogger(folder, flush_logs_every_n_steps=1), log_every_n_steps=3, max_steps=7)
+
+
+@pytest.mark.parametrize("per_layer", [True, False])
+def test_without_a_logger_the_table_remains_and_only_the_first_worker_prints_it(per_layer: bool) -> None:
+    workers = run_workers(_watch_without_logger, 2, per_layer, process_group=False)
+    expected = recompute(workers)
+    first, second = workers
+    assert second.printed == ""
+    assert all(bool(step.layers) == per_layer for step in first.steps)
+    rows = dict(re.findall(r"^  (.+?)  +(.+)$", first.printed, re.MULTILINE))
+    assert rows["steps exchanged"] == "6"
+    assert rows["average density"] == f"{100 * average_densities(expected, NUM_ELEMENTS)[-1]:.4g} %"
+    sent = sum(step.payload_bytes for step in first.steps)
+    dense = 6 * 4 * NUM_ELEMENTS
+    assert rows["bytes sent per worker"] == f"{sent / 1000:.4g} kB"
+    assert rows["the same, dense"] == f"{dense / 1000:.4g} kB"
+    assert rows["times fewer"] == f"{dense / sent:.1f}"
+    layers = {name.removeprefix("density of "): value for name, value in rows.items() if name.startswith("density of")}
+    averages = {name: sum(one.selected[name] for one in expected) / (12 * size) for name, size in SIZES.items()}
+    densest = sorted(averages, key=averages.get, reverse=True)[:3] if per_layer else []
+    assert layers == {f"{name} ({SIZES[name]:,} elements)": f"{100 * averages[name]:.4g} %" for name in densest}
+
+
+def _watch_without_logger(per_layer: bool) -> Watched:
+    return watch([DensityMonitor(per_layer)])
+
+
+def test_the_error_monitors_last_line_is_printed_by_the_first_worker() -> None:
+    workers = run_workers(_watch_errors, 2, process_group=False)
+    errors = [sum(one.squared_error.values()) for one in recompute(workers)]
+    assert workers[1].printed == ""
+    [line] = workers[0].printed.splitlines()
+    numbers = [float(number) for number in re.findall(r"\d+\.?\d*(?:e[-+]\d+)?", line)]
+    assert numbers == pytest.approx([sqrt(errors[-1]), sqrt(max(errors)), sum(errors)], rel=1e-3)
+    assert not any(step.layers for step in workers[0].steps)
+
+
+def _watch_errors() -> Watched:
+    return watch([ErrorMonitor()])
+
+
+def test_under_plain_ddp_the_monitors_are_idle_and_say_so() -> None:
+    workers = run_workers(_watch_plain_ddp, 2, process_group=False)
+    for worker in workers:
+        assert worker.printed == ""
+        assert not any(name.startswith("sparse/") for name in worker.callback_metrics)
+    idle = [message for message in workers[0].messages if "is idle" in message]
+    assert [message.split()[0] for message in idle] == ["DensityMonitor", "ErrorMonitor"]
+    assert all("DDPStrategy exchanges whole gradients" in message for message in idle)
+    assert not any("is idle" in message for message in workers[1].messages)
+
+
+def _watch_plain_ddp() -> Watched:
+    return watch([DensityMonitor(), ErrorMonitor(per_layer=True)], strategy="ddp")
+
+
+def test_with_top_k_the_monitors_show_its_fixed_density() -> None:
+    worker = run_workers(_watch_top_k, 2, process_group=False)[0]
+    expected = sum(max(1, int(0.1 * size)) for size in SIZES.values()) / NUM_ELEMENTS
+    assert worker.callback_metrics["sparse/average_density"] == pytest.approx(expected)
+
+
+def _watch_top_k() -> Watched:
+    return watch([DensityMonitor(), ErrorMonitor()], strategy=SparseDDPStrategy(TopK(0.1)))
+
+
+def test_two_exchanges_in_a_batch_both_count() -> None:
+    worker = run_workers(_watch_two_players, 2, process_group=False)[0]
+    assert len(worker.steps) == 6
+    selected = sum(step.selected for step in worker.steps)
+    elements = sum(step.num_workers * step.num_elements for step in worker.steps)
+    assert worker.callback_metrics["sparse/average_density"] == pytest.approx(selected / elements, rel=1e-5)
+    total = sum(step.squared_error for step in worker.steps)
+    assert worker.callback_metrics["sparse/total_error"] == pytest.approx(total, rel=1e-5)
+    assert re.search(r"steps exchanged +6$", worker.printed, re.MULTILINE)
+
+
+def _watch_two_players() -> Watched:
+    strategy = DDPHardThresholdStrategy(threshold=0.01, find_unused_parameters=True)
+    return watch([DensityMonitor(), ErrorMonitor()], strategy=strategy, make_model=TwoPlayers)
+
+
+@pytest.mark.parametrize("exchange", ["gather", "dense"])
+def test_monitors_and_logging_cost_no_collective(exchange: str) -> None:
+    for without, with_monitors, hook_only in run_workers(_count_collectives, 2, exchange, process_group=False):
+        assert without
+        assert with_monitors == without
+        # Two per bucket and step and nothing for the strategy's own numbers: 1 bucket in the first step, then 2.
+        # (Lightning itself broadcasts whether to stop.)
+        assert len([name for name in hook_only if name != "broadcast"]) == 2 * (1 + 5 * 2)
+
+
+def _count_collectives(exchange: str) -> tuple[list[str], list[str], list[str]]:
+    calls: list[str] = []
+    for module in (dist, dist.distributed_c10d):
+        for name in COLLECTIVES:
+            setattr(module, name, partial(_call, getattr(dist, name), name, calls))
+    runs = []
+    for callbacks in ([], [DensityMonitor(per_layer=True), ErrorMonitor(per_layer=True)]):
+        calls.clear()
+        strategy = DDPHardThresholdStrategy(THRESHOLD, exchange=exchange, bucket_cap_mb=SMALL_BUCKETS_MB)
+        watch([*callbacks, _StepsOnly(calls)], strategy=strategy)
+        runs.append(calls.copy())
+    start, end = runs[0].index("train start"), runs[0].index("train end")
+    return runs[0], runs[1], runs[0][start + 1 : end]
+
+
+COLLECTIVES = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "monitored_barrier",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+)
+
+
+def _call(collective: Any, name: str, calls: list[str], *args: Any, **kwargs: Any) -> Any:
+    calls.append(name)
+    return collective(*args, **kwargs)
+
+
+class _StepsOnly(Callback):
+    """Marks where the steps begin and end among the calls."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.calls.append("train start")
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 5:
+            self.calls.append("train end")
+
+
+def test_averages_and_totals_continue_when_a_checkpoint_is_resumed(tmp_path: Path) -> None:
+    for first, second, untouched in run_workers(_resume, 2, str(tmp_path / "half.ckpt"), process_group=False):
+        steps = [*first.steps, *second.steps]
+        assert [len(first.steps), len(second.steps)] == [3, 3]
+        average = sum(step.selected for step in steps) / (2 * NUM_ELEMENTS * 6)
+        total = sum(step.squared_error for step in steps)
+        assert second.callback_metrics["sparse/average_density"] == pytest.approx(average, rel=1e-5)
+        assert second.callback_metrics["sparse/total_error"] == pytest.approx(total, rel=1e-5)
+        # The same steps without the checkpoint's callback state would say something else.
+        assert untouched != pytest.approx(average, rel=1e-3)
+        if second.printed:
+            assert re.search(r"steps exchanged +6$", second.printed, re.MULTILINE)
+            sent = sum(step.payload_bytes for step in steps)
+            assert f"{sent / 1000:.4g} kB" in second.printed
+    assert (tmp_path / "half.ckpt").exists()
+
+
+def _resume(path: str) -> tuple[Watched, Watched, float]:
+    first = watch([DensityMonitor(), ErrorMonitor(), _Saver(path)], max_steps=3)
+    model, recorder, printed = Classifier(partial(torch.optim.SGD, lr=0.0)), Recorder(), io.StringIO()
+    # Another threshold, so that the two halves differ.
+    strategy = DDPHardThresholdStrategy(threshold=THRESHOLD / 3, bucket_cap_mb=SMALL_BUCKETS_MB)
+    callbacks = [recorder, DensityMonitor(), ErrorMonitor()]
+    trainer = quiet_trainer(strategy, num_workers=2, max_steps=6, callbacks=callbacks)
+    with redirect_stdout(printed):
+        trainer.fit(model, data(), ckpt_path=path)
+    metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    second = Watched(recorder.steps, [], metrics, printed.getvalue())
+    untouched = sum(step.selected for step in second.steps) / (2 * NUM_ELEMENTS * 3)
+    return first, second, untouched
+
+
+class _Saver(Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("columns", [0, 1, -3])
+def test_a_picture_of_too_few_columns_is_refused(columns: int) -> None:
+    with pytest.raises(ValueError, match=rf"Invalid image_columns={columns}\. Must be at least 2"):
+        DensityMonitor(image_columns=columns)
+
+
+def test_a_run_longer_than_the_picture_is_wide_is_averaged_into_it(tmp_path: Path) -> None:
+    [(columns, steps_per_column, mean)], workers = _narrow(tmp_path)
+    assert len(columns) < 4
+    assert steps_per_column == 4
+    expected = recompute(workers)
+    first_column = sum(one.selected["middle.weight"] for one in expected[:4]) / (4 * 2 * SIZES["middle.weight"])
+    assert columns[0]["middle.weight"] == pytest.approx(first_column)
+    assert mean > 0
+
+
+def _narrow(tmp_path: Path) -> Any:
+    results = run_workers(_watch_narrow, 2, process_group=False)
+    return [results[0][1]], [watched for watched, _ in results]
+
+
+def _watch_narrow() -> tuple[Watched, tuple[Any, ...]]:
+    monitor = DensityMonitor(image_columns=4)
+    watched = watch([monitor], max_steps=8)
+    history = monitor._history
+    return watched, (history.columns, history.steps_per_column, history.columns[0]["middle.weight"])
