@@ -1,5 +1,5 @@
 """Complete trainings that reproduce published results, run by ``python -m recipes fit --config <recipe>.yaml``."""
 
+from recipes.missing_data import MissingDataError
 
-class MissingDataError(FileNotFoundError):
-    """A recipe's data set is not there and could not be fetched; the message says what to put where."""
+__all__ = ["MissingDataError"]

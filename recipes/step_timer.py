@@ -1,4 +1,4 @@
-"""How long a step takes, as a metric."""
+"""What a step costs, as metrics: its time, and the bytes of its gradient."""
 
 import time
 from typing import Any
@@ -8,7 +8,7 @@ from typing_extensions import override
 
 
 class StepTimer(Callback):
-    """Logs ``step_time``: seconds from the start of one training batch to the start of the next.
+    """Logs ``step_time``, the seconds from one training batch's start to the next one's, and ``gradient_bytes``, once.
 
     It is the first worker's time; the workers wait for each other in every step. Logged with the later of the two
     batches, and not for the first batch of an epoch, whose predecessor was followed by validation. On a GPU the host
@@ -17,6 +17,13 @@ class StepTimer(Callback):
 
     def __init__(self) -> None:
         self._last_start: float | None = None
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trained = [parameter for parameter in pl_module.parameters() if parameter.requires_grad]
+        gradient_bytes = float(sum(parameter.numel() * parameter.itemsize for parameter in trained))
+        for logger in trainer.loggers:
+            logger.log_metrics({"gradient_bytes": gradient_bytes}, step=0)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

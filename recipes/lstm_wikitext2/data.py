@@ -1,0 +1,392 @@
+"""WikiText-2 in columns that every worker reads on its own, or a Markov chain's text, which needs no download."""
+
+import hashlib
+import os
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torchtext.data import BPTTIterator, Dataset, Example, Field
+from torchtext.datasets import LanguageModelingDataset
+from typing_extensions import override
+
+from recipes import MissingDataError
+from recipes.download import fetch
+from recipes.lstm_wikitext2.markov_chain import MarkovChain
+from recipes.missing_data import fail_together
+
+# torchtext's own address of this file is dead.
+URL = "https://wikitext.smerity.com/wikitext-2-v1.zip"
+FOLDER = "wikitext-2"
+FILES = {"train": "wiki.train.tokens", "val": "wiki.valid.tokens", "test": "wiki.test.tokens"}
+MD5 = {
+    "wiki.train.tokens": "34a77ebe59551b3a3b3d8c0a2797c976",
+    "wiki.valid.tokens": "d756d22ab2310e7e60c094bea5c5a8eb",
+    "wiki.test.tokens": "781c9418ab9414bd09e4aad825aae752",
+}
+END_OF_LINE = "<eos>"
+IGNORED = -100
+"""The target of a position that is not in the text; torch's cross-entropy leaves it out."""
+
+
+class CorpusError(MissingDataError):
+    """A file of the corpus is there but cannot be used; the message names it and says where it is wrong."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The three splits as numbers of words, int64 and one-dimensional, and what they are numbers of."""
+
+    train: Tensor
+    val: Tensor
+    test: Tensor
+    vocabulary_size: int
+    end_of_line: int
+    """The word that is taken to precede each split."""
+
+
+class WikiText2DataModule(LightningDataModule):
+    """Windows of text for truncated backpropagation through time: inputs, and targets one word further on.
+
+    Both are int64 of shape (time, columns). Training text is cut into ``num_workers * columns`` columns of equal
+    length, of which each worker has ``columns``; the remainder, shorter than the number of columns, is left out.
+    Validation and test text is cut in the same way into ``num_workers * eval_columns`` columns, and nothing is left
+    out: every word is a target of one worker, once, and places without a word have the target ``IGNORED``.
+
+    Every worker has as many windows as the others. The windows' order matters, so there is no sampler and no shuffling.
+
+    Args:
+        root: folder of the data sets; WikiText-2 is fetched into ``<root>/wikitext-2`` unless it is there.
+        source: ``wikitext2``, or ``builtin``: 240,000 words of a Markov chain, whose best perplexity is known.
+        columns: columns of training text per worker.
+        bptt: words of a window.
+        eval_columns: columns of validation and test text per worker. The model begins each without a past, so that
+            fewer columns give a slightly lower perplexity and take longer.
+        tokenizer: ``wikitext`` takes the words as the files have them, separated by blanks. ``basic_english`` is
+            torchtext's: lower case, without most punctuation; its perplexity is another and not to be compared.
+        vocabulary_size: keep so many of the most frequent words of the training split; the others become ``<unk>``.
+            All of them by default.
+        train_share: train on this share of the training split, from its beginning; the vocabulary is the whole's.
+
+    Attributes:
+        corpus: the text, from ``setup`` on.
+
+    Raises:
+        ValueError: a number that is out of range.
+    """
+
+    def __init__(
+        self,
+        root: str = "data/",
+        source: Literal["wikitext2", "builtin"] = "wikitext2",
+        columns: int = 128,
+        bptt: int = 30,
+        eval_columns: int = 10,
+        tokenizer: Literal["wikitext", "basic_english"] = "wikitext",
+        vocabulary_size: int | None = None,
+        train_share: float = 1.0,
+    ) -> None:
+        super().__init__()
+        for name, number in {"columns": columns, "bptt": bptt, "eval_columns": eval_columns}.items():
+            if number < 1:
+                raise ValueError(f"Invalid {name}={number}. Must be at least 1.")
+        if vocabulary_size is not None and vocabulary_size < 2:
+            raise ValueError(f"Invalid {vocabulary_size=}. Must be at least 2, or None for all words.")
+        if not 0 < train_share <= 1:
+            raise ValueError(f"Invalid {train_share=}. Must be within (0, 1].")
+        self.root = Path(root)
+        self.source = source
+        self.columns = columns
+        self.bptt = bptt
+        self.eval_columns = eval_columns
+        self.tokenizer = tokenizer
+        self.max_vocabulary_size = vocabulary_size
+        self.train_share = train_share
+        self.corpus: Corpus | None = None
+        self._failure: MissingDataError | None = None
+        self._train_windows: Windows | None = None
+        self._resume_at = 0
+
+    @property
+    def vocabulary_size(self) -> int:
+        """How many words there are: the model needs at least as many. Known from ``setup`` on."""
+        assert self.corpus is not None
+        return self.corpus.vocabulary_size
+
+    @property
+    def best_perplexity(self) -> float | None:
+        """The floor of the perplexity where it is known: of the builtin text."""
+        return MarkovChain().perplexity() if self.source == "builtin" else None
+
+    @override
+    def prepare_data(self) -> None:
+        """Fetches WikiText-2 unless its files are there; Lightning calls this on one process per node."""
+        if self.source != "wikitext2":
+            return
+        try:
+            fetch_wikitext2(self.root)
+        except MissingDataError as error:
+            # Raised here it would leave the other workers waiting; setup fails on all of them, and says why.
+            self._failure = error
+        except OSError as error:
+            self._failure = MissingDataError(f"WikiText-2 could not be unpacked: {error}.")
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Reads the text; collective where there is a process group.
+
+        Raises:
+            MissingDataError: a file is not there, on this worker or another one.
+            CorpusError: a file is empty, is not UTF-8, or is too short for so many columns.
+        """
+        if self.corpus is not None:
+            return
+        try:
+            corpus = self._read()
+        except MissingDataError as error:
+            fail_together(error)
+            raise
+        fail_together(None)
+        self.corpus = corpus
+
+    def _read(self) -> Corpus:
+        if self.source == "builtin":
+            corpus = builtin_corpus()
+        else:
+            try:
+                corpus = read_wikitext2(self.root / FOLDER, self.tokenizer, self.max_vocabulary_size)
+            except CorpusError:
+                raise
+            except MissingDataError:
+                if self._failure is None:
+                    raise
+                # Why it is missing says more than that it is.
+                raise MissingDataError(f"{self._failure} Or try the recipe with --data.source=builtin.") from None
+        used = round(self.train_share * len(corpus.train))
+        all_columns = self.columns * self._num_workers
+        if used < 2 * all_columns:
+            raise CorpusError(
+                f"{self.root / FOLDER / FILES['train']} has {used:,} words to train on, too few for {all_columns:,} "
+                "columns of at least two. Lower --data.columns or raise --data.train_share."
+            )
+        return Corpus(corpus.train[:used], corpus.val, corpus.test, corpus.vocabulary_size, corpus.end_of_line)
+
+    @override
+    def train_dataloader(self) -> "Windows":
+        assert self.corpus is not None
+        columns = training_columns(self.corpus.train, self.columns, self._worker, self._num_workers)
+        self._train_windows = Windows(columns, self.bptt)
+        self._train_windows.load_state_dict({"position": self._resume_at})
+        self._resume_at = 0
+        return self._train_windows
+
+    @override
+    def val_dataloader(self) -> "Windows":
+        assert self.corpus is not None
+        return self._evaluation_windows(self.corpus.val)
+
+    @override
+    def test_dataloader(self) -> "Windows":
+        assert self.corpus is not None
+        return self._evaluation_windows(self.corpus.test)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Returns where in the epoch the training is, so that a resumed run goes on with the next window."""
+        if self.trainer is None or self._train_windows is None:
+            return {"position": 0}
+        ready = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        return {"position": int(ready % max(self.trainer.num_training_batches, 1))}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        # Lightning would hand it to the windows themselves, but not once the schedule has asked for their number.
+        self._resume_at = int(state_dict["position"])
+
+    def _evaluation_windows(self, tokens: Tensor) -> "Windows":
+        assert self.corpus is not None
+        before = self.corpus.end_of_line
+        return Windows(
+            evaluation_columns(tokens, before, self.eval_columns, self._worker, self._num_workers), self.bptt
+        )
+
+    @property
+    def _worker(self) -> int:
+        return 0 if self.trainer is None else self.trainer.global_rank
+
+    @property
+    def _num_workers(self) -> int:
+        return 1 if self.trainer is None else self.trainer.world_size
+
+
+class Windows:
+    """One worker's windows in order, as a data loader; torchtext's BPTTIterator cuts them.
+
+    Not a DataLoader: Lightning would give that a DistributedSampler. A resumed training begins its first epoch at the
+    window that ``load_state_dict`` names.
+
+    Args:
+        columns: the text, int64, shape (columns, length).
+        bptt: words of a window; the last one of an epoch may be shorter.
+    """
+
+    def __init__(self, columns: Tensor, bptt: int) -> None:
+        # The words are numbers already; without a vocabulary the field hands IGNORED on like any other.
+        field = Field(use_vocab=False, pad_token=None)
+        fields = [("text", field)]
+        text = Dataset([Example.fromlist([columns.flatten().tolist()], fields)], fields)
+        self._iterator = BPTTIterator(text, len(columns), bptt, train=True, shuffle=False, sort=False)
+        self._resume_at = 0
+        self._position = 0
+
+    def __len__(self) -> int:
+        return len(self._iterator)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields inputs and targets, int64 of shape (time, columns), targets with ``IGNORED`` where there is none."""
+        begin, self._resume_at = self._resume_at, 0
+        for index, window in enumerate(self._iterator):
+            if index >= begin:
+                self._position = index + 1
+                yield window.text.clamp(min=0), window.target
+
+    def state_dict(self) -> dict[str, int]:
+        """Returns how many windows of the running epoch were handed out."""
+        return {"position": self._position % max(len(self), 1)}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Makes the next epoch begin at a window other than the first."""
+        self._resume_at = state_dict["position"]
+
+
+def training_columns(tokens: Tensor, columns: int, worker: int, num_workers: int) -> Tensor:
+    """Returns one worker's columns of the training text, shape (columns, length); the remainder is left out.
+
+    Example:
+        >>> [training_columns(torch.arange(9), 2, worker, 2).tolist() for worker in (0, 1)]
+        [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    """
+    length = len(tokens) // (columns * num_workers)
+    first = worker * columns * length
+    return tokens[first : first + columns * length].view(columns, length)
+
+
+def evaluation_columns(tokens: Tensor, before: int, columns: int, worker: int, num_workers: int) -> Tensor:
+    """Returns one worker's columns of a text of which every word is predicted once, shape (columns, length + 1).
+
+    Each column begins with the word before its first target; the last ones may end in ``IGNORED``.
+
+    Args:
+        tokens: the text, int64, one-dimensional.
+        before: the word that precedes the text.
+        columns: columns of a worker.
+        worker: which worker.
+        num_workers: how many there are.
+
+    Example:
+        >>> [evaluation_columns(torch.arange(1, 6), 0, 1, worker, 2).tolist() for worker in (0, 1)]
+        [[[0, 1, 2, 3]], [[3, 4, 5, -100]]]
+    """
+    length = ceil(len(tokens) / (columns * num_workers))
+    padding = columns * num_workers * length - len(tokens)
+    text = torch.cat([torch.tensor([before]), tokens, torch.full((padding,), IGNORED)])
+    return text.unfold(0, length + 1, length)[worker * columns : (worker + 1) * columns]
+
+
+def read_wikitext2(folder: Path, tokenizer: str = "wikitext", vocabulary_size: int | None = None) -> Corpus:
+    """Returns the three files as numbers; the vocabulary is the training split's, the most frequent word first.
+
+    Raises:
+        MissingDataError: a file is not there.
+        CorpusError: a file is empty or not UTF-8.
+    """
+    for name in FILES.values():
+        _check(folder / name)
+    # No token for padding: nothing is padded, and 33,278 words are 33,278 rows of the embedding.
+    field = Field(tokenize=None if tokenizer == "wikitext" else tokenizer, pad_token=None)
+    texts = {split: LanguageModelingDataset(str(folder / name), field)[0].text for split, name in FILES.items()}
+    # torchtext does not count <unk> among the words that it limits.
+    field.build_vocab([texts["train"]], max_size=None if vocabulary_size is None else vocabulary_size - 1)
+    numbers = {split: field.numericalize([text]).flatten() for split, text in texts.items()}
+    return Corpus(**numbers, vocabulary_size=len(field.vocab), end_of_line=field.vocab.stoi[END_OF_LINE])
+
+
+def builtin_corpus() -> Corpus:
+    """Returns a Markov chain's text, always the same: 200,000 words to train on, 20,000 for each of the others."""
+    chain = MarkovChain()
+    train, val, test = (chain.sample(number, seed) for seed, number in enumerate((200_000, 20_000, 20_000)))
+    return Corpus(train, val, test, vocabulary_size=len(chain.transitions), end_of_line=0)
+
+
+def fetch_wikitext2(root: Path) -> None:
+    """Makes ``<root>/wikitext-2`` hold the three files: those that are there stay, the others are fetched.
+
+    Raises:
+        MissingDataError: the archive could not be fetched, or is not the right one.
+    """
+    folder = root / FOLDER
+    missing = []
+    for name in FILES.values():
+        if not (folder / name).exists():
+            missing.append(name)
+        elif _md5((folder / name).read_bytes()) != MD5[name]:
+            rank_zero_warn(f"{folder / name} is not WikiText-2's file of that name; it is used as it is.")
+    if not missing:
+        return
+    # What is unpacked is checked, so that it does not matter which packing of the same files a server has.
+    archive = fetch(URL, root / Path(URL).name)
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with zipfile.ZipFile(archive) as files:
+            for name in missing:
+                _write_whole(folder / name, files.read(f"{FOLDER}/{name}"))
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise MissingDataError(
+            f"{archive.absolute()} is damaged: {error}. Delete it to have it fetched again."
+        ) from error
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    found = _md5(content)
+    if found != MD5[path.name]:
+        raise zipfile.BadZipFile(f"its {path.name} has md5 {found}, expected {MD5[path.name]}")
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_bytes(content)
+    part.replace(path)
+
+
+def _md5(content: bytes) -> str:
+    return hashlib.md5(content, usedforsecurity=False).hexdigest()
+
+
+def _check(path: Path) -> None:
+    # torchtext would report a wrong byte by its offset within a buffer, and take an empty file.
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise MissingDataError(
+            f"{path.name} of WikiText-2 is not in {path.parent.absolute()} and could not be fetched. Put "
+            f"{Path(URL).name} from {URL} into {path.parent.parent.absolute()}, or the file itself at "
+            f"{path.absolute()}, or try the recipe with --data.source=builtin."
+        ) from None
+    except OSError as error:
+        raise CorpusError(f"{path.absolute()} cannot be read: {error.strerror}.") from error
+    if not content.strip():
+        raise CorpusError(
+            f"{path.absolute()} is empty: {len(content):,} bytes and no word. Delete it to have it fetched."
+        )
+    try:
+        content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise CorpusError(
+            f"{path.absolute()}, line {line:,}: the byte 0x{content[error.start]:02x} at offset {error.start:,} is not "
+            f"UTF-8 ({error.reason}). Convert the file to UTF-8, or delete it to have it fetched."
+        ) from None

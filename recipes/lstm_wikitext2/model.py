@@ -1,0 +1,290 @@
+"""The paper's LSTM language model, its optimizer, its learning-rate schedule, and the state that it carries along."""
+
+from functools import partial
+from math import ceil
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim.lr_scheduler import LambdaLR
+from torchmetrics import MeanMetric, Metric
+from typing_extensions import override
+
+from recipes.learning_rate import relative_learning_rate
+from recipes.lstm_wikitext2.data import IGNORED
+
+WIKITEXT2_VOCABULARY_SIZE = 33_278
+PAPER_HIDDEN_SIZE = 650
+PAPER_NUM_LAYERS = 3
+NUM_PARAMETERS = 31_819_578
+"""Of the paper's network with WikiText-2's own vocabulary."""
+
+Stage = Literal["train", "val", "test"]
+Hidden = tuple[Tensor, Tensor]
+"""Output and cell state of the LSTM, each of shape (layers, columns, hidden_size)."""
+
+
+class TiedLSTM(nn.Module):
+    """A word embedding, an LSTM of as many dimensions, and a decoder that shares the embedding's weight.
+
+    Dropout acts on the embedded words, between the layers and on the output.
+
+    Args:
+        vocabulary_size: number of words.
+        hidden_size: dimensions of the embedding and of each layer.
+        num_layers: layers of the LSTM.
+        dropout: share of the activations that is dropped, in [0, 1).
+
+    Raises:
+        ValueError: a size below 1, or a dropout out of range.
+    """
+
+    def __init__(
+        self,
+        vocabulary_size: int = WIKITEXT2_VOCABULARY_SIZE,
+        hidden_size: int = PAPER_HIDDEN_SIZE,
+        num_layers: int = PAPER_NUM_LAYERS,
+        dropout: float = 0.4,
+    ) -> None:
+        super().__init__()
+        sizes = {"vocabulary_size": vocabulary_size, "hidden_size": hidden_size, "num_layers": num_layers}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"Invalid {name}={size}. Must be at least 1.")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"Invalid {dropout=}. Must be within [0, 1).")
+        self.dropout = nn.Dropout(dropout)
+        self.embedding = nn.Embedding(vocabulary_size, hidden_size)
+        # With a single layer there is nothing between layers, and torch would warn of a dropout there.
+        self.lstm = nn.LSTM(hidden_size, hidden_size, num_layers, dropout=dropout if num_layers > 1 else 0.0)
+        self.decoder = nn.Linear(hidden_size, vocabulary_size)
+        nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
+        nn.init.zeros_(self.decoder.bias)
+        self.decoder.weight = self.embedding.weight
+        if tuple(sizes.values()) == (WIKITEXT2_VOCABULARY_SIZE, PAPER_HIDDEN_SIZE, PAPER_NUM_LAYERS):
+            num_parameters = sum(parameter.numel() for parameter in self.parameters())
+            assert num_parameters == NUM_PARAMETERS, num_parameters
+
+    @override
+    def forward(self, words: Tensor, hidden: Hidden | None = None) -> tuple[Tensor, Hidden]:
+        """Returns logits of the next words, shape (time, columns, vocabulary_size), and the state after the last.
+
+        Args:
+            words: int64, shape (time, columns).
+            hidden: the state before the first, zeros if None.
+        """
+        output, hidden = self.lstm(self.dropout(self.embedding(words)), hidden)
+        return self.decoder(self.dropout(output)), hidden
+
+
+class CorpusPerplexity(Metric):
+    """exp of the mean cross-entropy over all words of all workers, whatever windows and shards they came in."""
+
+    is_differentiable = False
+    higher_is_better = False
+    full_state_update = False
+    summed_loss: Tensor
+    num_words: Tensor
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.add_state("summed_loss", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("num_words", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    @override
+    def update(self, summed_loss: Tensor, num_words: Tensor) -> None:
+        """Adds the summed cross-entropy of some words, in nats, and their number; both scalars."""
+        self.summed_loss += summed_loss.detach()
+        self.num_words += num_words
+
+    @override
+    def compute(self) -> Tensor:
+        """Returns the perplexity of everything since the last reset."""
+        return (self.summed_loss / self.num_words).exp().float()
+
+
+class LSTMLanguageModel(LightningModule):
+    """Word-level language modelling with an LSTM under the paper's hyper-parameters, which are the defaults.
+
+    Logs ``train/loss``, ``train/perplexity``, ``val/loss`` and ``val/perplexity`` (``test/…`` likewise) once an epoch,
+    over all words of all workers, and ``train/local_loss``, the first worker's, every step. The paper's own figure, the
+    mean over windows of exp(mean cross-entropy of a window), is ``val/perplexity_mean_of_windows``; it is larger.
+
+    The LSTM's state goes on from window to window, without its gradient, and begins anew with every epoch. Each worker
+    has its own; a checkpoint holds those of all workers, and a training that is resumed in the middle of an epoch by
+    as many workers goes on with them.
+
+    Args:
+        vocabulary_size: number of words, at least as many as the data have.
+        hidden_size: dimensions of the embedding and of each layer.
+        num_layers: layers of the LSTM.
+        dropout: share of the activations that is dropped.
+        learning_rate: the rate after the warm-up.
+        warmup_from: the rate of the first step.
+        warmup_epochs: epochs over which the rate grows linearly from the one to the other.
+        milestones: epochs from which on the rate is a tenth of what it was. Scale them with ``max_epochs``.
+    """
+
+    def __init__(
+        self,
+        vocabulary_size: int = WIKITEXT2_VOCABULARY_SIZE,
+        hidden_size: int = PAPER_HIDDEN_SIZE,
+        num_layers: int = PAPER_NUM_LAYERS,
+        dropout: float = 0.4,
+        learning_rate: float = 20.0,
+        warmup_from: float = 1.25,
+        warmup_epochs: float = 5.0,
+        milestones: tuple[float, ...] = (60.0, 80.0),
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.network = TiedLSTM(vocabulary_size, hidden_size, num_layers, dropout)
+        self.hidden: dict[Stage, Hidden | None] = {"train": None, "val": None, "test": None}
+        self.train_perplexity = CorpusPerplexity()
+        self.val_perplexity = CorpusPerplexity()
+        self.test_perplexity = CorpusPerplexity()
+        self.val_loss = MeanMetric()
+        self.test_loss = MeanMetric()
+        self.val_mean_of_windows = MeanMetric()
+        self.test_mean_of_windows = MeanMetric()
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Compares the vocabularies of model and data.
+
+        Raises:
+            ValueError: the data have more words than the model.
+        """
+        known = self.hparams["vocabulary_size"]
+        given = getattr(getattr(self.trainer, "datamodule", None), "vocabulary_size", known)
+        if given > known:
+            raise ValueError(
+                f"The data have {given:,} words and the model {known:,}. Run with --model.vocabulary_size={given}, or "
+                f"limit the data with --data.vocabulary_size={known}."
+            )
+        if given < known:
+            rank_zero_warn(
+                f"The data have {given:,} words and the model {known:,}, which it learns not to use. "
+                f"--model.vocabulary_size={given} is faster."
+            )
+
+    @override
+    def forward(self, words: Tensor, hidden: Hidden | None = None) -> tuple[Tensor, Hidden]:
+        """Returns logits, shape (time, columns, vocabulary_size), and the state after the last of the words."""
+        result: tuple[Tensor, Hidden] = self.network(words, hidden)
+        return result
+
+    @override
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        summed_loss, num_words = self._summed_loss(batch, batch_idx, "train")
+        loss = summed_loss / num_words
+        self.train_perplexity.update(summed_loss, num_words)
+        # Not synchronised: Lightning would add a barrier and a collective to every step, which is what is measured.
+        self.log("train/local_loss", loss, on_step=True, on_epoch=False, prog_bar=True, batch_size=1)
+        size = batch[1].numel()
+        self.log("train/loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=size)
+        self.log("train/perplexity", self.train_perplexity, on_step=False, on_epoch=True, batch_size=size)
+        return loss
+
+    @override
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._evaluate(batch, batch_idx, "val", self.val_perplexity, self.val_loss, self.val_mean_of_windows)
+
+    @override
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._evaluate(batch, batch_idx, "test", self.test_perplexity, self.test_loss, self.test_mean_of_windows)
+
+    def _evaluate(
+        self,
+        batch: tuple[Tensor, Tensor],
+        batch_idx: int,
+        stage: Stage,
+        perplexity: CorpusPerplexity,
+        loss: MeanMetric,
+        mean_of_windows: MeanMetric,
+    ) -> None:
+        summed_loss, num_words = self._summed_loss(batch, batch_idx, stage)
+        window_loss = summed_loss / num_words.clamp(min=1)
+        perplexity.update(summed_loss, num_words)
+        loss.update(window_loss, num_words)
+        mean_of_windows.update(window_loss.exp(), num_words > 0)
+        # Lightning computes and resets a metric object at the end of the epoch, over all workers.
+        options: dict[str, Any] = {"on_step": False, "on_epoch": True, "batch_size": 1}
+        self.log(f"{stage}/loss", loss, **options)
+        self.log(f"{stage}/perplexity", perplexity, prog_bar=True, **options)
+        self.log(f"{stage}/perplexity_mean_of_windows", mean_of_windows, **options)
+
+    def _summed_loss(self, batch: tuple[Tensor, Tensor], batch_idx: int, stage: Stage) -> tuple[Tensor, Tensor]:
+        words, targets = batch
+        # By index and not in a hook for the start of an epoch, which Lightning does not call in every resumed run.
+        hidden = None if batch_idx == 0 else self.hidden[stage]
+        if hidden is not None and hidden[0].shape[1] != words.shape[1]:
+            rank_zero_warn(
+                f"The checkpoint's state is of {hidden[0].shape[1]} columns and the text has {words.shape[1]}: the "
+                "LSTM begins without a past."
+            )
+            hidden = None
+        if hidden is not None:
+            # A checkpoint is loaded before the model goes to its device.
+            hidden = (hidden[0].to(words.device), hidden[1].to(words.device))
+        logits, (output, cell) = self(words, hidden)
+        self.hidden[stage] = (output.detach(), cell.detach())
+        summed_loss = functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        return summed_loss, (targets != IGNORED).sum()
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds the state of every worker's LSTM; every rank calls this, and the first one writes the checkpoint."""
+        hidden = self.hidden["train"]
+        if hidden is None:
+            return
+        state = torch.stack(hidden).to(self.device)
+        states = [torch.empty_like(state) for _ in range(self.trainer.world_size)]
+        if dist.is_available() and dist.is_initialized():
+            dist.all_gather(states, state)
+        else:
+            states = [state]
+        checkpoint["hidden"] = torch.stack(states).cpu()
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Takes this worker's state from a checkpoint that as many workers have written; else it begins with zeros."""
+        self.hidden["train"] = None
+        states = checkpoint.get("hidden")
+        if states is None or self._trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
+            return
+        if len(states) != self.trainer.world_size:
+            rank_zero_warn(
+                f"The checkpoint holds the LSTM states of {len(states)} workers and there are "
+                f"{self.trainer.world_size}: all begin without a past."
+            )
+            return
+        output, cell = states[self.trainer.global_rank]
+        self.hidden["train"] = (output, cell)
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        options = self.hparams
+        optimizer = torch.optim.SGD(self.parameters(), lr=options["learning_rate"])
+        rate = partial(
+            relative_learning_rate,
+            warmup_from=options["warmup_from"] / options["learning_rate"],
+            warmup_epochs=options["warmup_epochs"],
+            milestones=options["milestones"],
+        )
+        steps_per_epoch = self._steps_per_epoch()
+        schedule = LambdaLR(optimizer, lambda step: rate(step / steps_per_epoch))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _steps_per_epoch(self) -> int:
+        # Reading it makes the Trainer load the training data, without which num_training_batches is still infinite.
+        _ = self.trainer.estimated_stepping_batches
+        return ceil(self.trainer.num_training_batches / self.trainer.accumulate_grad_batches)

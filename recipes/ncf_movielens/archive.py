@@ -1,0 +1,74 @@
+"""Fetching MovieLens from GroupLens' server."""
+
+import os
+import re
+import shutil
+import tempfile
+import zipfile
+from pathlib import Path
+
+from recipes import MissingDataError
+from recipes.download import fetch
+
+SERVER = "https://files.grouplens.org/datasets/movielens"
+CHECKSUMMED = ("ml-20m",)
+"""Data sets beside whose archive the server keeps an md5; ml-latest-small changes over time and has none."""
+
+
+def ratings_file(root: Path, dataset: str) -> Path:
+    """Returns where the ratings of a data set are, or are to be: ``<root>/<dataset>/ratings.csv``."""
+    return root / dataset / "ratings.csv"
+
+
+def fetch_ratings(root: Path, dataset: str) -> Path:
+    """Returns ``<root>/<dataset>/ratings.csv``, fetched and unpacked unless it is there.
+
+    The archive stays in ``root``; one that is there already is not fetched again. Not collective: one process per node.
+
+    Raises:
+        MissingDataError: it could not be fetched, or the archive is broken. One line that says what to put where.
+    """
+    target = ratings_file(root, dataset)
+    if target.exists():
+        return target
+    url, archive = f"{SERVER}/{dataset}.zip", root / f"{dataset}.zip"
+    md5 = _published_md5(url, archive) if dataset in CHECKSUMMED else None
+    fetch(url, archive, md5=md5)
+    _unpack(archive, f"{dataset}/ratings.csv", target)
+    return target
+
+
+def _published_md5(url: str, archive: Path) -> str | None:
+    checksum = archive.with_name(f"{archive.name}.md5")
+    try:
+        fetch(f"{url}.md5", checksum)
+    except MissingDataError as error:
+        if archive.exists():
+            return None  # brought by hand; unpacking checks it against the zip's own checksums
+        raise MissingDataError(
+            f"{archive.name} is missing and could not be fetched ({error.__cause__ or error}). Put the file from {url} "
+            f"at {archive.absolute()}."
+        ) from error
+    found = re.search(r"\b[0-9a-fA-F]{32}\b", checksum.read_text(errors="replace"))
+    if not found:
+        raise MissingDataError(f"{checksum.absolute()} holds no md5. Delete it to have it fetched again.")
+    return found.group().lower()
+
+
+def _unpack(archive: Path, member: str, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # A name of its own: other nodes may unpack into a shared folder at this moment.
+    with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f"{target.name}.", delete=False) as file:
+        try:
+            with zipfile.ZipFile(archive) as opened, opened.open(member) as source:
+                shutil.copyfileobj(source, file)
+            file.close()
+            shutil.copymode(archive, file.name)
+            os.replace(file.name, target)
+        except (zipfile.BadZipFile, KeyError, EOFError) as error:
+            reason = error.args[0] if error.args else type(error).__name__  # str() would quote a KeyError's
+            raise MissingDataError(
+                f"{archive.absolute()} is broken: {reason}. Delete it to have it fetched again."
+            ) from error
+        finally:
+            Path(file.name).unlink(missing_ok=True)

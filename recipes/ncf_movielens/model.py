@@ -1,0 +1,172 @@
+"""NeuMF, its optimizer, and how its ranking is measured."""
+
+from itertools import pairwise
+from math import sqrt
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from typing_extensions import override
+
+from recipes.ncf_movielens.metrics import NDCG, HitRate
+
+PAPER_FACTORS = 64
+PAPER_MLP_SIZES = (256, 256, 128, 64)
+ML_20M_USERS, ML_20M_ITEMS = 138_493, 26_744
+PAPER_NUM_PARAMETERS = 31_832_577
+
+
+class NeuMF(nn.Module):
+    """Neural matrix factorisation (He et al., WWW 2017): a product of factors beside a multi-layer perceptron.
+
+    Initialised as in the published code: embeddings N(0, 0.01²), hidden layers after Glorot, the output after LeCun,
+    both uniform, biases as PyTorch does.
+
+    Args:
+        num_users: how many users.
+        num_items: how many items.
+        factors: size of the embeddings that are multiplied.
+        mlp_sizes: the perceptron's input, half from the user and half from the item, then its layers.
+        dropout: after each hidden layer.
+
+    Raises:
+        ValueError: a size below 1, an odd input of the perceptron, or a dropout outside [0, 1).
+    """
+
+    def __init__(
+        self,
+        num_users: int,
+        num_items: int,
+        factors: int = PAPER_FACTORS,
+        mlp_sizes: tuple[int, ...] = PAPER_MLP_SIZES,
+        dropout: float = 0.5,
+    ) -> None:
+        super().__init__()
+        for name, size in (("num_users", num_users), ("num_items", num_items), ("factors", factors)):
+            if size < 1:
+                raise ValueError(f"Invalid {name}={size}. Must be at least 1.")
+        if not mlp_sizes or min(mlp_sizes) < 1 or mlp_sizes[0] % 2:
+            raise ValueError(
+                f"Invalid {mlp_sizes=}. Must be positive and begin with an even one, as {PAPER_MLP_SIZES}."
+            )
+        if not 0 <= dropout < 1:
+            raise ValueError(f"Invalid {dropout=}. Must be within [0, 1).")
+        self.user_factors = nn.Embedding(num_users, factors)
+        self.item_factors = nn.Embedding(num_items, factors)
+        self.mlp_users = nn.Embedding(num_users, mlp_sizes[0] // 2)
+        self.mlp_items = nn.Embedding(num_items, mlp_sizes[0] // 2)
+        self.mlp = nn.Sequential()
+        for inputs, outputs in pairwise(mlp_sizes):
+            self.mlp += nn.Sequential(nn.Linear(inputs, outputs), nn.ReLU(), nn.Dropout(dropout))
+        self.output = nn.Linear(factors + mlp_sizes[-1], 1)
+        for module in self.modules():
+            if isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=0.01)
+            elif isinstance(module, nn.Linear) and module is not self.output:
+                nn.init.xavier_uniform_(module.weight)
+        bound = sqrt(3 / self.output.in_features)
+        nn.init.uniform_(self.output.weight, -bound, bound)
+        sizes = (num_users, num_items, factors, tuple(mlp_sizes))
+        num_parameters = sum(parameter.numel() for parameter in self.parameters())
+        assert (
+            sizes != (ML_20M_USERS, ML_20M_ITEMS, PAPER_FACTORS, PAPER_MLP_SIZES)
+            or num_parameters == PAPER_NUM_PARAMETERS
+        ), num_parameters
+
+    @override
+    def forward(self, users: Tensor, items: Tensor) -> Tensor:
+        """Returns logits, float32 of shape (pairs,), for integer users and items of that shape."""
+        product = self.user_factors(users) * self.item_factors(items)
+        hidden = self.mlp(torch.cat([self.mlp_users(users), self.mlp_items(items)], dim=1))
+        logits: Tensor = self.output(torch.cat([product, hidden], dim=1)).squeeze(1)
+        return logits
+
+
+class NCFRecommender(LightningModule):
+    """Recommendation with NeuMF under the paper's hyper-parameters, which are the defaults.
+
+    Logs ``val/hr10`` and ``val/ndcg10`` (``test/…`` likewise) over all users of all workers, ``train/loss`` once an
+    epoch, over all workers, and ``train/local_loss``, the first worker's, every step.
+
+    Args:
+        factors: size of the embeddings that are multiplied.
+        mlp_sizes: the perceptron's input, half from the user and half from the item, then its layers.
+        dropout: after each hidden layer.
+        learning_rate: Adam's, constant.
+        betas: Adam's.
+        num_users: how many users; None takes it from the data module, and checkpoints remember it.
+        num_items: how many items, likewise.
+    """
+
+    def __init__(
+        self,
+        factors: int = PAPER_FACTORS,
+        mlp_sizes: tuple[int, ...] = PAPER_MLP_SIZES,
+        dropout: float = 0.5,
+        learning_rate: float = 0.0045,
+        betas: tuple[float, float] = (0.25, 0.5),
+        num_users: int | None = None,
+        num_items: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.network: NeuMF | None = None
+        self.loss = nn.BCEWithLogitsLoss()
+        self.val_hr10, self.val_ndcg10 = HitRate(10), NDCG(10)
+        self.test_hr10, self.test_ndcg10 = HitRate(10), NDCG(10)
+        if num_users is not None and num_items is not None:
+            self.configure_model()
+
+    @override
+    def configure_model(self) -> None:
+        # The data say how many users and items there are; Lightning calls this once they are loaded.
+        if self.network is not None:
+            return
+        for name in ("num_users", "num_items"):
+            if self.hparams[name] is None:
+                datamodule = getattr(self.trainer, "datamodule", None)
+                if not hasattr(datamodule, name):
+                    raise RuntimeError(f"Nothing says what {name} is. Pass it, or use a MovieLensDataModule.")
+                self.hparams[name] = getattr(datamodule, name)
+        self.network = NeuMF(
+            **{name: self.hparams[name] for name in ("num_users", "num_items", "factors", "dropout")},
+            mlp_sizes=tuple(self.hparams["mlp_sizes"]),
+        )
+
+    @override
+    def forward(self, users: Tensor, items: Tensor) -> Tensor:
+        """Returns logits, shape (pairs,), for users and items of that shape."""
+        assert self.network is not None
+        logits: Tensor = self.network(users, items)
+        return logits
+
+    @override
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        users, items, labels = batch
+        loss: Tensor = self.loss(self(users, items), labels)
+        # Not synchronised: Lightning would add a barrier and a collective to every step, which is what is measured.
+        self.log("train/local_loss", loss, on_step=True, on_epoch=False, prog_bar=True, batch_size=len(labels))
+        self.log("train/loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(labels))
+        return loss
+
+    @override
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._rank(batch, "val", self.val_hr10, self.val_ndcg10)
+
+    @override
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._rank(batch, "test", self.test_hr10, self.test_ndcg10)
+
+    def _rank(self, batch: tuple[Tensor, Tensor], stage: str, hit_rate: HitRate, ndcg: NDCG) -> None:
+        users, candidates = batch
+        scores = self(users[:, None].expand_as(candidates).flatten(), candidates.flatten()).view_as(candidates)
+        hit_rate.update(scores)
+        ndcg.update(scores)
+        # Lightning computes and resets a metric object at the end of the epoch, over all workers.
+        self.log(f"{stage}/hr10", hit_rate, on_step=False, on_epoch=True, prog_bar=True, batch_size=len(users))
+        self.log(f"{stage}/ndcg10", ndcg, on_step=False, on_epoch=True, batch_size=len(users))
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        return torch.optim.Adam(self.parameters(), lr=self.hparams["learning_rate"], betas=self.hparams["betas"])

@@ -1,0 +1,74 @@
+"""Curves of several trainings in one picture: ``python -m recipes.plot dense=<folder> sparse=<folder> --output x.png``.
+
+A folder is what a recipe's TensorBoardLogger wrote. Drawn against the step: the training loss of the first worker,
+density and error norm; a run that logged none of one of them is left out there.
+"""
+
+import argparse
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from recipes.demo import Run, read
+
+STEPS_OF_MEAN = 10
+ROWS = (
+    ("train/local_loss", "training loss", "linear"),
+    ("sparse/density", "density k/d", "log"),
+    ("sparse/error_norm", "error norm\n(gradient units)", "linear"),
+)
+
+
+def main() -> None:
+    """Reads the runs named on the command line and writes the picture."""
+    parser = argparse.ArgumentParser(prog="python -m recipes.plot", description=__doc__)
+    parser.add_argument("runs", nargs="+", metavar="LABEL=FOLDER", type=labelled_folder)
+    parser.add_argument("--output", type=Path, required=True, help="the picture to write, for example curves.png")
+    parser.add_argument("--title", default="")
+    arguments = parser.parse_args()
+    runs = {label: read(folder) for label, folder in arguments.runs}
+    draw(runs, arguments.title).savefig(arguments.output, dpi=120)
+
+
+def labelled_folder(text: str) -> tuple[str, Path]:
+    """Returns label and folder of ``LABEL=FOLDER``.
+
+    Raises:
+        ArgumentTypeError: no label, or no such folder.
+    """
+    label, _, folder = text.rpartition("=")  # a label may hold an equals sign: λ = 0.01
+    if not label or not Path(folder).is_dir():
+        raise argparse.ArgumentTypeError(f"expected LABEL=FOLDER with an existing folder, got {text!r}")
+    return label, Path(folder)
+
+
+def draw(runs: dict[str, Run], title: str = "") -> Figure:
+    """Returns one row of axes per scalar, one colour per run: each step in pale, the mean of ten in full."""
+    figure = Figure(figsize=(8, 6.5), layout="constrained")
+    figure.suptitle(title, fontsize="medium")
+    for axes, (name, label, scale) in zip(figure.subplots(len(ROWS), sharex=True), ROWS, strict=True):
+        for number, (run_label, run) in enumerate(runs.items()):
+            if name in run.values:
+                _curve(axes, run.steps[name], run.values[name], f"C{number}", run_label)
+        axes.set_ylabel(label)
+        axes.set_yscale(scale)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("step")
+    figure.axes[0].legend(loc="upper right", fontsize="small")
+    return figure
+
+
+def _curve(axes: Axes, steps: list[int], values: list[float], colour: str, label: str) -> None:
+    axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
+    edges = [*range(0, len(values), STEPS_OF_MEAN), len(values)]
+    parts = list(pairwise(edges))
+    means = [fmean(values[start:end]) for start, end in parts]
+    axes.plot([fmean(steps[start:end]) for start, end in parts], means, color=colour, label=label)
+
+
+if __name__ == "__main__":
+    main()

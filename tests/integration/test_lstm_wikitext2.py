@@ -1,0 +1,654 @@
+import doctest
+import hashlib
+import itertools
+import math
+import os
+import sys
+import warnings
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.nn.functional import cross_entropy
+from torchmetrics.text import Perplexity
+
+from lightning_sparse import DDPHardThresholdStrategy, SparseDDPStrategy
+from recipes import MissingDataError
+from recipes.__main__ import main
+from recipes.lstm_wikitext2 import data as data_module
+from recipes.lstm_wikitext2 import markov_chain
+from recipes.lstm_wikitext2.data import (
+    FILES,
+    IGNORED,
+    Corpus,
+    CorpusError,
+    WikiText2DataModule,
+    Windows,
+    evaluation_columns,
+    read_wikitext2,
+    training_columns,
+)
+from recipes.lstm_wikitext2.markov_chain import MarkovChain
+from recipes.lstm_wikitext2.model import CorpusPerplexity, LSTMLanguageModel, TiedLSTM
+from tests.workers import run_workers
+
+LSTM = Path(data_module.__file__).parent
+COMPARED = ("hard_threshold", "dense", "top_k")
+SMALL = (
+    "--trainer.accelerator=cpu",
+    "--trainer.devices=2",
+    "--trainer.fast_dev_run=2",
+    "--model.vocabulary_size=200",
+    "--model.hidden_size=16",
+    "--data.source=builtin",
+    "--data.columns=4",
+    "--data.bptt=5",
+)
+QUIET = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+
+
+@pytest.fixture
+def parsed(capsys, monkeypatch):
+    def parse(recipe, *overrides):
+        monkeypatch.setattr(sys, "argv", ["recipes", "fit", f"--config={recipe}", *overrides, "--print_config"])
+        with pytest.raises(SystemExit, match="0"):
+            main()
+        return yaml.safe_load(capsys.readouterr().out)
+
+    return parse
+
+
+def fit_recipe(*arguments):
+    sys.argv = ["recipes", "fit", *arguments]
+    trainer = main().trainer
+    return SimpleNamespace(
+        strategy=type(trainer.strategy),
+        world_size=trainer.world_size,
+        steps=trainer.global_step,
+        metrics={name: float(value) for name, value in trainer.callback_metrics.items()},
+        exchanged=trainer.strategy.state.last_step,
+        clip=trainer.strategy._options.local_clip_norm,
+    )
+
+
+class TestConfigurations:
+    @pytest.mark.parametrize("recipe", [*COMPARED, "laptop"])
+    def test_parses(self, recipe, parsed):
+        config = parsed(LSTM / f"{recipe}.yaml")
+        assert config["trainer"]["strategy"]["init_args"]["local_clip_norm"] == 0.4
+        callbacks = {callback["class_path"].rsplit(".", 1)[-1] for callback in config["trainer"]["callbacks"]}
+        assert callbacks >= {"DensityMonitor", "ErrorMonitor", "StepTimer", "LearningRateMonitor", "ModelCheckpoint"}
+        assert config["trainer"]["logger"]["class_path"].endswith("TensorBoardLogger")
+
+    def test_compared_recipes_differ_in_the_strategy_only(self):
+        texts = {name: (LSTM / f"{name}.yaml").read_text() for name in COMPARED}
+        configs = {name: yaml.safe_load(text) for name, text in texts.items()}
+        strategies = [config["trainer"].pop("strategy") for config in configs.values()]
+        assert configs["hard_threshold"] == configs["dense"] == configs["top_k"]
+        assert len({str(strategy) for strategy in strategies}) == 3
+        # Not only in what they say, but line by line: below the header, up to the strategy and after it.
+        parts = [text.split("\nseed_everything")[1].partition("  strategy:\n") for text in texts.values()]
+        assert len({before for before, _, _ in parts}) == 1
+        assert len({after[after.index("  logger:") :] for _, _, after in parts}) == 1
+
+    def test_paper_setting(self, parsed):
+        config = parsed(LSTM / "hard_threshold.yaml")
+        trainer, model, data = config["trainer"], config["model"]["init_args"], config["data"]["init_args"]
+        assert (trainer["devices"], trainer["max_epochs"]) == (8, 90)
+        assert trainer["strategy"]["init_args"]["density"] == 0.00025
+        assert (data["columns"], data["bptt"], data["tokenizer"], data["train_share"]) == (128, 30, "wikitext", 1)
+        assert model == {
+            "vocabulary_size": 33_278,
+            "hidden_size": 650,
+            "num_layers": 3,
+            "dropout": 0.4,
+            "learning_rate": 20.0,
+            "warmup_from": 1.25,
+            "warmup_epochs": 5.0,
+            "milestones": [60.0, 80.0],
+        }
+
+    def test_laptop_on_the_command_line(self, parsed):
+        recipe = LSTM / "laptop.yaml"
+        config = parsed(recipe, "--trainer.strategy.threshold=0.5")
+        assert config["trainer"]["strategy"]["init_args"]["threshold"] == 0.5
+        top_k = (
+            "--trainer.strategy.class_path=lightning_sparse.SparseDDPStrategy",
+            "--trainer.strategy.init_args.sparsifier.class_path=lightning_sparse.TopK",
+            "--trainer.strategy.init_args.sparsifier.init_args.density=0.01",
+            "--trainer.strategy.init_args.local_clip_norm=0.4",
+        )
+        strategy = parsed(recipe, *top_k)["trainer"]["strategy"]
+        assert strategy["class_path"] == "lightning_sparse.SparseDDPStrategy"
+        assert strategy["init_args"]["sparsifier"]["init_args"] == {"density": 0.01}
+        assert strategy["init_args"]["local_clip_norm"] == 0.4
+
+
+class TestFit:
+    @pytest.mark.parametrize(
+        ("recipe", "strategy"),
+        [
+            ("hard_threshold", DDPHardThresholdStrategy),
+            ("dense", DDPHardThresholdStrategy),
+            ("top_k", SparseDDPStrategy),
+            ("laptop", DDPHardThresholdStrategy),
+        ],
+    )
+    def test_two_workers(self, recipe, strategy):
+        fits = run_workers(fit_recipe, 2, f"--config={LSTM / recipe}.yaml", *SMALL, process_group=False)
+        for fit in fits:
+            assert fit.strategy is strategy
+            assert (fit.world_size, fit.steps, fit.clip) == (2, 2, 0.4)
+            assert {"step_time", "train/loss", "train/perplexity", "val/loss"} <= fit.metrics.keys()
+            assert fit.metrics["val/perplexity"] == pytest.approx(math.exp(fit.metrics["val/loss"]), rel=1e-5)
+            assert 1 < fit.metrics["val/perplexity"] < fit.metrics["val/perplexity_mean_of_windows"] * (1 + 1e-6)
+            assert fit.metrics["sparse/density"] == pytest.approx(fit.exchanged.density)
+        if recipe == "dense":
+            assert fits[0].exchanged.density == 1
+        first, second = (fit.metrics for fit in fits)
+        for name in ("train/loss", "train/perplexity", "val/perplexity", "val/perplexity_mean_of_windows"):
+            assert first[name] == pytest.approx(second[name])
+        assert first["train/local_loss"] != pytest.approx(second["train/local_loss"])
+
+
+def small_model(**arguments):
+    torch.manual_seed(0)
+    return LSTMLanguageModel(**{"vocabulary_size": 200, "hidden_size": 16, "num_layers": 2, "dropout": 0, **arguments})
+
+
+class TestModel:
+    def test_number_of_parameters(self):
+        with torch.device("meta"):
+            network = TiedLSTM()  # which asserts it too
+            papers = TiedLSTM(vocabulary_size=28_783)
+        assert sum(parameter.numel() for parameter in network.parameters()) == 31_819_578
+        # With the words of torchtext's basic_english the paper's "about 28.9 M" comes out.
+        assert sum(parameter.numel() for parameter in papers.parameters()) == 28_893_333
+
+    def test_embedding_and_decoder_are_one(self):
+        network = TiedLSTM(50, 8, 2)
+        assert network.decoder.weight is network.embedding.weight
+        assert 0.09 < network.embedding.weight.abs().max() <= 0.1
+        assert not network.decoder.bias.any()
+        assert (network.lstm.dropout, network.dropout.p) == (0.4, 0.4)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"vocabulary_size": 0}, r"Invalid vocabulary_size=0\. Must be at least 1"),
+            ({"num_layers": 0}, r"Invalid num_layers=0\. Must be at least 1"),
+            ({"dropout": 1.0}, r"Invalid dropout=1\.0\. Must be within \[0, 1\)"),
+        ],
+    )
+    def test_refuses(self, arguments, message):
+        with pytest.raises(ValueError, match=message):
+            TiedLSTM(**arguments)
+
+    def test_learning_rate_by_epoch(self, monkeypatch):
+        steps_per_epoch = 4
+        monkeypatch.setattr(LSTMLanguageModel, "_steps_per_epoch", lambda self: steps_per_epoch)
+        configured = LSTMLanguageModel(vocabulary_size=5, hidden_size=2, num_layers=1).configure_optimizers()
+        optimizer, schedule = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
+        assert configured["lr_scheduler"]["interval"] == "step"
+        assert isinstance(optimizer, torch.optim.SGD)
+        (group,) = optimizer.param_groups
+        assert (group["momentum"], group["weight_decay"]) == (0, 0)
+        rates = []
+        for _ in range(90 * steps_per_epoch):
+            rates.append(group["lr"])
+            optimizer.step()
+            schedule.step()
+        expected = {0: 1.25, 2.5: 10.625, 5: 20, 59.75: 20, 60: 2, 79.75: 2, 80: 0.2, 89.75: 0.2}
+        for epoch, rate in expected.items():
+            assert rates[int(epoch * steps_per_epoch)] == pytest.approx(rate), epoch
+
+    def test_says_which_vocabulary_size_to_give(self):
+        model = small_model()
+        model.trainer = SimpleNamespace(datamodule=SimpleNamespace(vocabulary_size=333))
+        with pytest.raises(ValueError, match=r"333 words and the model 200\. Run with --model\.vocabulary_size=333"):
+            model.setup("fit")
+        model.trainer.datamodule.vocabulary_size = 20
+        with pytest.warns(UserWarning, match="20 words and the model 200"):
+            model.setup("fit")
+
+
+class TestHiddenState:
+    def test_is_carried_within_an_epoch_and_only_there(self):
+        model, windows = small_model(), list(Windows(torch.randint(200, (3, 21)), 10))
+        assert [window.shape for window, _ in windows] == [(10, 3), (10, 3)]
+        inputs, targets = (torch.cat(parts) for parts in zip(*windows, strict=True))
+        whole = cross_entropy(model(inputs)[0].flatten(0, 1), targets.flatten(), reduction="sum")
+        for _ in range(2):  # the second epoch begins anew
+            parts = [model._summed_loss(window, index, "train") for index, window in enumerate(windows)]
+            torch.testing.assert_close(sum(loss for loss, _ in parts), whole)
+            assert sum(int(words) for _, words in parts) == 60
+        cold = sum(model._summed_loss(window, 0, "train")[0] for window in windows)
+        assert not torch.isclose(cold, whole, rtol=1e-6)
+
+    def test_holds_no_gradient_and_is_kept_apart_from_validation(self):
+        model, (window, *_) = small_model(), list(Windows(torch.randint(200, (3, 21)), 10))
+        model._summed_loss(window, 0, "train")
+        before = model.hidden["train"]
+        assert not any(state.requires_grad for state in before)
+        model._summed_loss(window, 0, "val")
+        assert model.hidden["train"] is before
+
+    def test_of_other_columns_is_dropped(self):
+        model, (window, *_) = small_model(), list(Windows(torch.randint(200, (3, 21)), 10))
+        model.hidden["train"] = (torch.ones(2, 5, 16), torch.ones(2, 5, 16))
+        with pytest.warns(UserWarning, match="state is of 5 columns and the text has 3"):
+            model._summed_loss(window, 1, "train")
+
+    def test_goes_through_a_checkpoint_in_the_middle_of_an_epoch(self, tmp_path):
+        workers = run_workers(fit_and_resume, 2, str(tmp_path), process_group=False)
+        for worker in workers:
+            assert torch.equal(worker["taken"], worker["at_checkpoint"])
+            assert worker["resumed_steps"] == worker["steps"] == 12
+            for name, value in worker["parameters"].items():
+                assert torch.equal(worker["resumed_parameters"][name], value), name
+            assert torch.equal(worker["resumed_end"], worker["end"])
+        assert not torch.equal(workers[0]["at_checkpoint"], workers[1]["at_checkpoint"])
+        ((messages, hidden),) = run_workers(resume_alone, 1, str(tmp_path), process_group=False)
+        assert any("LSTM states of 2 workers and there are 1" in message for message in messages)
+        assert hidden is None
+
+
+class HiddenStates(ModelCheckpoint):
+    """Writes a checkpoint after step 4 of 6 in the first epoch, and keeps what it ought to hold."""
+
+    def __init__(self, folder):
+        super().__init__(folder, "{step}", every_n_train_steps=4, save_top_k=-1, save_on_train_epoch_end=False)
+        self.seen = []
+
+    def on_train_batch_start(self, trainer, pl_module, *_):
+        hidden = pl_module.hidden["train"]
+        self.seen.append(None if hidden is None else torch.stack(hidden).clone())
+
+
+def six_steps_an_epoch(callbacks, devices):
+    trainer = Trainer(
+        devices=devices,
+        strategy="ddp" if devices > 1 else "auto",
+        max_epochs=2,
+        limit_train_batches=6,
+        limit_val_batches=0,
+        callbacks=callbacks,
+        enable_checkpointing=bool(callbacks),
+        **QUIET,
+    )
+    data = WikiText2DataModule(source="builtin", columns=3, bptt=5)
+    return trainer, small_model(warmup_from=1.0, learning_rate=1.0, milestones=(1.5,)), data
+
+
+def fit_and_resume(folder):
+    written = HiddenStates(folder)
+    trainer, model, data = six_steps_an_epoch([written], 2)
+    trainer.fit(model, data)
+    checkpoints = sorted(os.listdir(folder))
+    assert "step=4.ckpt" in checkpoints, checkpoints
+    read = HiddenStates(f"{folder}/again")
+    trainer_again, model_again, data_again = six_steps_an_epoch([read], 2)
+    trainer_again.fit(model_again, data_again, ckpt_path=f"{folder}/step=4.ckpt", weights_only=True)
+    return {
+        "at_checkpoint": written.seen[4],
+        "taken": read.seen[0],
+        "end": torch.stack(model.hidden["train"]),
+        "resumed_end": torch.stack(model_again.hidden["train"]),
+        "steps": trainer.global_step,
+        "resumed_steps": trainer_again.global_step,
+        "parameters": model.state_dict(),
+        "resumed_parameters": model_again.state_dict(),
+    }
+
+
+def resume_alone(folder):
+    read = HiddenStates(f"{folder}/alone")
+    trainer, model, data = six_steps_an_epoch([read], 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(model, data, ckpt_path=f"{folder}/step=4.ckpt", weights_only=True)
+    return [str(warning.message) for warning in caught], read.seen[0]
+
+
+class TestColumns:
+    @pytest.mark.parametrize(("tokens", "columns", "workers"), [(1000, 3, 4), (96, 4, 8), (101, 5, 1)])
+    def test_workers_train_on_disjoint_columns_that_leave_a_remainder_only(self, tokens, columns, workers):
+        text = torch.arange(tokens)
+        shards = [training_columns(text, columns, worker, workers) for worker in range(workers)]
+        assert len({tuple(shard.shape) for shard in shards}) == 1
+        read = torch.cat([shard.flatten() for shard in shards])
+        assert torch.equal(read, text[: len(read)])
+        assert tokens - len(read) < columns * workers
+
+    @pytest.mark.parametrize(("tokens", "columns", "workers"), [(1000, 3, 4), (97, 4, 8), (3, 2, 3), (101, 5, 1)])
+    def test_every_word_is_a_target_once_in_evaluation(self, tokens, columns, workers):
+        text = torch.arange(1, tokens + 1)
+        targets = []
+        for worker in range(workers):
+            windows = list(Windows(evaluation_columns(text, 0, columns, worker, workers), 7))
+            assert len(windows) == math.ceil(math.ceil(tokens / columns / workers) / 7)
+            for words, following in windows:
+                is_word = following != IGNORED
+                targets += following[is_word].tolist()
+                assert torch.equal(words[is_word] + 1, following[is_word])
+                assert words.min() >= 0
+        assert sorted(targets) == text.tolist()
+
+    def test_windows_go_on_where_the_last_one_ended(self):
+        columns = torch.randint(200, (4, 32))
+        windows = Windows(columns, 10)
+        assert [len(words) for words, _ in windows] == [10, 10, 10, 1]
+        assert len(windows) == 4
+        assert torch.equal(torch.cat([words for words, _ in windows]), columns[:, :-1].T)
+        assert torch.equal(torch.cat([targets for _, targets in windows]), columns[:, 1:].T)
+
+    def test_windows_can_be_resumed(self):
+        windows = Windows(torch.randint(200, (4, 32)), 10)
+        every = list(windows)
+        assert windows.state_dict() == {"position": 0}
+        assert len(list(itertools.islice(windows, 3))) == 3
+        state = windows.state_dict()
+        assert state == {"position": 3}
+        windows.load_state_dict(state)
+        (last,) = list(windows)
+        assert torch.equal(last[0], every[3][0])
+        assert len(list(windows)) == 4
+
+
+UNEVEN = 1003
+
+
+class UnevenText(WikiText2DataModule):
+    """1,003 words to validate on: 6 columns of 168, the last of them 5 words short."""
+
+    def _read(self):
+        text = torch.randint(200, (UNEVEN,), generator=torch.Generator().manual_seed(5))
+        return Corpus(text, text, text, vocabulary_size=200, end_of_line=7)
+
+
+def validate_uneven_text():
+    trainer = Trainer(devices=2, strategy="ddp", **QUIET)
+    model, data = small_model(), UnevenText(columns=3, eval_columns=3, bptt=30)
+    with torch.no_grad():  # words whose probabilities differ widely, so that what is counted where matters
+        model.network.decoder.bias.normal_(std=3)
+    return trainer.validate(model, data, verbose=False)[0], trainer.test(model, data, verbose=False)[0], model
+
+
+class TestPerplexity:
+    def test_is_that_of_all_words_of_all_workers(self):
+        workers = run_workers(validate_uneven_text, 2, process_group=False)
+        model = workers[0][2].eval()
+        text = UnevenText()._read().val
+        losses = []
+        with torch.no_grad():
+            for first in range(0, UNEVEN, 168):  # plainly: a column at a time, not in windows
+                targets = text[first : first + 168]
+                words = torch.cat([text[first - 1 : first] if first else torch.tensor([7]), targets[:-1]])
+                logits, _ = model.network(words[:, None])
+                losses.append(cross_entropy(logits[:, 0].double(), targets, reduction="none"))
+        expected = torch.cat(losses).mean().exp().item()
+        windows = [
+            torch.cat([column[first : first + 30] for column in columns]).mean().exp()
+            for columns in (losses[:3], losses[3:])
+            for first in range(0, 168, 30)
+        ]
+        assert len(torch.cat(losses)) == UNEVEN
+        for validated, tested, _ in workers:
+            assert validated["val/perplexity"] == pytest.approx(expected, rel=1e-5)
+            assert validated["val/loss"] == pytest.approx(math.log(expected), rel=1e-5)
+            mean = torch.stack(windows).mean().item()
+            assert validated["val/perplexity_mean_of_windows"] == pytest.approx(mean, rel=1e-5)
+            assert mean > 1.01 * expected
+            assert tested["test/perplexity"] == pytest.approx(expected, rel=1e-5)
+
+    def test_agrees_with_torchmetrics(self):
+        torchs, ours = Perplexity(ignore_index=IGNORED), CorpusPerplexity()
+        for time in (7, 3):
+            logits, targets = torch.randn(2, time, 11), torch.randint(11, (2, time))
+            targets[1, 1:] = IGNORED
+            torchs.update(logits, targets)
+            loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+            ours.update(loss, (targets != IGNORED).sum())
+        torch.testing.assert_close(ours.compute(), torchs.compute())
+
+
+class TestMarkovChain:
+    def test_transitions(self):
+        chain = MarkovChain()
+        torch.testing.assert_close(chain.transitions.sum(1), torch.ones(200, dtype=torch.float64))
+        assert ((chain.transitions > 0).sum(1) == 5).all()
+        stationary = chain.stationary()
+        assert (stationary > 0).all()
+        torch.testing.assert_close(stationary @ chain.transitions, stationary)
+
+    def test_text_has_the_perplexity_that_is_computed(self):
+        chain = MarkovChain()
+        text = chain.sample(50_000, seed=3)
+        surprise = -chain.transitions[text[:-1], text[1:]].log()
+        # Half a percent: the mean of 50,000 logarithms, whose deviation is about one.
+        assert surprise.mean().exp().item() == pytest.approx(chain.perplexity(), rel=0.02)
+        frequency = text.bincount(minlength=200) / len(text)
+        assert (frequency - chain.stationary()).abs().max() < 0.005
+        assert torch.equal(text, MarkovChain().sample(50_000, seed=3))
+
+    def test_of_equal_chances_it_is_their_number(self):
+        chain = MarkovChain(num_words=4, successors=4)
+        chain.transitions = torch.full((4, 4), 0.25, dtype=torch.float64)
+        assert chain.perplexity() == pytest.approx(4)
+
+    def test_refuses_more_successors_than_words(self):
+        with pytest.raises(ValueError, match="Invalid successors=5"):
+            MarkovChain(num_words=4)
+
+    def test_is_learnt(self):
+        ((perplexity, floor),) = run_workers(learn_markov_chain, 1, process_group=False)
+        # The deviation of the mean over 20,000 words is 0.7 %.
+        assert 0.98 * floor < perplexity < 1.3 * floor
+        assert floor < 10  # and a model without a past cannot do better than about 190
+
+
+def learn_markov_chain():
+    torch.manual_seed(0)
+    model = LSTMLanguageModel(200, 64, 1, dropout=0, learning_rate=10, warmup_epochs=0.2, milestones=(1.5,))
+    data = WikiText2DataModule(source="builtin", columns=20, bptt=20)
+    trainer = Trainer(
+        devices=1,
+        max_epochs=2,
+        limit_train_batches=200,
+        num_sanity_val_steps=0,
+        gradient_clip_val=0.4,
+        enable_checkpointing=False,
+        **QUIET,
+    )
+    trainer.fit(model, data)
+    return trainer.callback_metrics["val/perplexity"].item(), data.best_perplexity
+
+
+def write_corpus(folder, **contents):
+    """Three small files, of which some are replaced; None leaves one out."""
+    folder.mkdir(parents=True)
+    for split, name in FILES.items():
+        content = contents.get(split, b" = Title = \n \n a b c a <unk> b \n" * 20)
+        if content is not None:
+            (folder / name).write_bytes(content)
+
+
+def refuse_to_fetch(url, path, **kwargs):
+    raise MissingDataError(f"{path.name} could not be fetched: no route to host. Put the file from {url} at {path}.")
+
+
+def fit_on_every(folders):
+    """What the command line ends with, folder by folder; a folder may be another one for each worker."""
+    data_module.fetch = refuse_to_fetch
+    codes = []
+    for folder in folders:
+        root = folder.replace("RANK", os.environ["RANK"])
+        try:
+            fit_recipe(f"--config={LSTM}/dense.yaml", *SMALL, "--data.source=wikitext2", f"--data.root={root}")
+        except SystemExit as ended:
+            codes.append(ended.code)
+    return codes
+
+
+class TestBadInput:
+    def test_ends_every_worker_with_one_line(self, tmp_path):
+        broken = {
+            "empty": {"val": b""},
+            "blank": {"test": b" \n \n"},
+            "encoding": {"train": b"a b \n c d \n e \xe9 f \n"},
+            "missing": {"train": None},
+        }
+        for name, contents in broken.items():
+            write_corpus(tmp_path / name / "wikitext-2", **contents)
+        write_corpus(tmp_path / "0" / "wikitext-2")
+        write_corpus(tmp_path / "1" / "wikitext-2", test=b"")
+        folders = [str(tmp_path / name) for name in (*broken, "RANK")]
+        first, second = run_workers(fit_on_every, 2, folders, process_group=False)
+        assert second == [1] * 5
+        assert [message.count("\n") for message in first] == [0] * 5
+        for message, name in zip(first, broken, strict=False):
+            assert str(tmp_path / name / "wikitext-2") in message  # the file itself, or the archive beside it
+        empty, blank, encoding, missing, elsewhere = first
+        assert "wiki.valid.tokens is empty: 0 bytes" in empty
+        assert "wiki.test.tokens is empty: 4 bytes" in blank
+        assert "wiki.train.tokens, line 3: the byte 0xe9 at offset 14 is not UTF-8" in encoding
+        assert "wikitext-2-v1.zip could not be fetched: no route to host. Put the file from https://wiki" in missing
+        assert missing.endswith("Or try the recipe with --data.source=builtin.")
+        assert elsewhere.startswith("Worker 1 has no data: ")
+        assert "wiki.test.tokens is empty" in elsewhere
+
+    def test_names_the_file_where_nothing_was_tried(self, tmp_path):
+        write_corpus(tmp_path / "wikitext-2", val=None)
+        message = r"wiki\.valid\.tokens of WikiText-2 is not in .*Put wikitext-2-v1\.zip from https\S+ into .*builtin"
+        with pytest.raises(MissingDataError, match=message):
+            WikiText2DataModule(root=str(tmp_path)).setup("fit")
+
+    def test_too_short_for_the_columns(self, tmp_path):
+        write_corpus(tmp_path / "wikitext-2")
+        data = WikiText2DataModule(root=str(tmp_path), columns=200)
+        with pytest.raises(
+            CorpusError, match=r"wiki\.train\.tokens has 240 words to train on, too few for 200 columns"
+        ):
+            data.setup("fit")
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"columns": 0}, r"Invalid columns=0\. Must be at least 1"),
+            ({"bptt": 0}, r"Invalid bptt=0\. Must be at least 1"),
+            ({"vocabulary_size": 1}, r"Invalid vocabulary_size=1\. Must be at least 2"),
+            ({"train_share": 0.0}, r"Invalid train_share=0\.0\. Must be within \(0, 1\]"),
+        ],
+    )
+    def test_refuses(self, arguments, message):
+        with pytest.raises(ValueError, match=message):
+            WikiText2DataModule(**arguments)
+
+
+@pytest.mark.parametrize("module", [data_module, markov_chain], ids=lambda module: module.__name__.split(".")[-1])
+def test_the_examples_in_docstrings_are_true(module):
+    failed, attempted = doctest.testmod(module)
+    assert failed == 0
+    assert attempted > 0
+
+
+class TestData:
+    def test_vocabulary_is_the_training_splits(self, tmp_path):
+        write_corpus(tmp_path / "w", train=b"b a a \n a b c \n", val=b"c d \n", test=b"a \n")
+        corpus = read_wikitext2(tmp_path / "w")
+        assert corpus.vocabulary_size == 5  # <unk>, a, <eos> and b (both twice), c
+        unknown, a, end, b, c = range(5)
+        assert corpus.train.tolist() == [b, a, a, end, a, b, c, end]
+        assert corpus.val.tolist() == [c, unknown, end]
+        assert corpus.end_of_line == end
+        limited = read_wikitext2(tmp_path / "w", vocabulary_size=4)
+        assert limited.vocabulary_size == 4
+        assert limited.train.tolist() == [b, a, a, end, a, b, unknown, end]
+
+    def test_share_of_the_training_split(self, tmp_path):
+        write_corpus(tmp_path / "wikitext-2")
+        data = WikiText2DataModule(root=str(tmp_path), columns=2, train_share=0.5)
+        data.setup("fit")
+        assert (len(data.corpus.train), len(data.corpus.val)) == (120, 240)
+        assert data.best_perplexity is None
+
+    @pytest.fixture
+    def archive(self, tmp_path, monkeypatch):
+        """A server's answer, with the files' md5 as those that are expected; and what was asked of it."""
+        contents = {name: f"the text of {name} \n".encode() for name in FILES.values()}
+        digests = {name: hashlib.md5(content, usedforsecurity=False).hexdigest() for name, content in contents.items()}
+        monkeypatch.setattr(data_module, "MD5", digests)
+        asked = []
+
+        def fetch(url, path, *, md5=None, user_agent=None):
+            asked.append((url, path))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with zipfile.ZipFile(path, "w") as archive:
+                for name, content in contents.items():
+                    archive.writestr(f"wikitext-2/{name}", content)
+            return path
+
+        monkeypatch.setattr(data_module, "fetch", fetch)
+        return contents, asked
+
+    def test_unpacks_what_is_missing_and_asks_once(self, tmp_path, archive):
+        contents, asked = archive
+        (tmp_path / "wikitext-2").mkdir()
+        (tmp_path / "wikitext-2" / "wiki.test.tokens").write_bytes(contents["wiki.test.tokens"])
+        untouched = (tmp_path / "wikitext-2" / "wiki.test.tokens").stat().st_mtime_ns
+        for _ in range(2):
+            WikiText2DataModule(root=str(tmp_path)).prepare_data()
+            assert asked == [(data_module.URL, tmp_path / "wikitext-2-v1.zip")]
+        files = {path.name: path.read_bytes() for path in (tmp_path / "wikitext-2").iterdir()}
+        assert files == contents
+        assert (tmp_path / "wikitext-2" / "wiki.test.tokens").stat().st_mtime_ns == untouched
+
+    def test_other_text_in_its_place_is_used(self, tmp_path, archive):
+        write_corpus(tmp_path / "wikitext-2")
+        with pytest.warns(UserWarning, match=r"is not WikiText-2's file of that name; it is used as it is"):
+            WikiText2DataModule(root=str(tmp_path)).prepare_data()
+        assert not archive[1]
+
+    def test_a_damaged_archive_is_named_and_leaves_nothing(self, tmp_path, archive, monkeypatch):
+        monkeypatch.setitem(data_module.MD5, "wiki.train.tokens", "0" * 32)
+        data = WikiText2DataModule(root=str(tmp_path))
+        data.prepare_data()
+        with pytest.raises(MissingDataError, match=r"wikitext-2-v1\.zip is damaged: its wiki\.train\.tokens has md5"):
+            data.setup("fit")
+        assert not list((tmp_path / "wikitext-2").iterdir())
+
+    def test_no_archive_at_all_is_named(self, tmp_path, monkeypatch):
+        (tmp_path / "wikitext-2-v1.zip").write_bytes(b"<html>gone</html>")
+        monkeypatch.setattr(data_module, "fetch", lambda url, path, **_: path)
+        data = WikiText2DataModule(root=str(tmp_path))
+        data.prepare_data()
+        with pytest.raises(MissingDataError, match=r"wikitext-2-v1\.zip is damaged: .*Delete it"):
+            data.setup("fit")
+
+    @pytest.mark.skipif(
+        "LIGHTNING_SPARSE_DATA" not in os.environ,
+        reason="set LIGHTNING_SPARSE_DATA to a folder that holds wikitext-2 to test with the real text",
+    )
+    def test_real_text(self, monkeypatch):
+        root = os.environ["LIGHTNING_SPARSE_DATA"]
+        if not os.path.isdir(f"{root}/wikitext-2"):
+            pytest.skip(f"{root} holds no wikitext-2")
+        monkeypatch.setattr(data_module, "fetch", refuse_to_fetch)
+        data = WikiText2DataModule(root=root)
+        data.prepare_data()  # with a warning if a file were not the right one
+        data.setup("fit")
+        assert len(data.corpus.train) == 2_088_628
+        assert (len(data.corpus.val), len(data.corpus.test)) == (217_646, 245_569)
+        assert data.vocabulary_size == 33_278
+        assert len(data.train_dataloader()) == math.ceil((2_088_628 // 128 - 1) / 30)
+        words, targets = next(iter(data.val_dataloader()))
+        assert words.shape == targets.shape == (30, 10)
+        limited = read_wikitext2(data.root / "wikitext-2", vocabulary_size=5000)
+        assert limited.vocabulary_size == 5000
+        english = read_wikitext2(data.root / "wikitext-2", "basic_english")
+        assert english.vocabulary_size == 28_783

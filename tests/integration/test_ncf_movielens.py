@@ -1,0 +1,807 @@
+import os
+import re
+import sys
+import zipfile
+from math import log2
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.strategies import DDPStrategy
+from torchmetrics.retrieval import RetrievalHitRate, RetrievalNormalizedDCG
+
+from lightning_sparse import DDPHardThresholdStrategy, DensityMonitor, SparseDDPStrategy
+from recipes import MissingDataError
+from recipes.__main__ import main
+from recipes.ncf_movielens import archive
+from recipes.ncf_movielens.data import MovieLensDataModule
+from recipes.ncf_movielens.low_rank import low_rank_ratings
+from recipes.ncf_movielens.metrics import NDCG, HitRate, pessimistic_ranks
+from recipes.ncf_movielens.model import NCFRecommender, NeuMF
+from recipes.ncf_movielens.ratings import (
+    InvalidRatingsError,
+    last_interactions,
+    load_ratings,
+    parse_ratings,
+    split,
+    unrated_items,
+)
+from recipes.ncf_movielens.sampling import Shard, TrainingBatches, derived_seed, make_shard, ranking_batches
+from tests.workers import run_workers
+
+FOLDER = Path(__file__).parents[2] / "recipes" / "ncf_movielens"
+COMPARED = ("hard_threshold", "dense", "top_k")
+HEADER = "userId,movieId,rating,timestamp"
+SMALL = (
+    "--trainer.accelerator=cpu",
+    "--trainer.devices=2",
+    "--trainer.fast_dev_run=2",
+    "--model.factors=4",
+    "--model.mlp_sizes=[8,8,4]",
+    "--data.batch_size=512",
+)
+
+
+def write_ratings(path, rows, header=HEADER):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join([header, *rows]) + "\n")
+    return path
+
+
+def some_rows():
+    """Thirteen users, of ids 5, 10, 20, …, rate ten movies each, of ids 7, 14, … up to 910, in no order of time."""
+    generator = np.random.default_rng(0)
+    rated = np.arange(1, 131).reshape(13, 10)
+    return [
+        f"{5 if user == 0 else 10 * user},{7 * movie},3.5,{1000 + when}"
+        for user, own in enumerate(rated)
+        for movie, when in zip(own, generator.permutation(10), strict=True)
+    ]
+
+
+@pytest.fixture(scope="module")
+def known():
+    return low_rank_ratings(num_users=60, num_items=200, ratings_per_user=8)
+
+
+@pytest.fixture
+def ratings(known):
+    return known.ratings
+
+
+class TestConfigurations:
+    @pytest.fixture
+    def parsed(self, capsys, monkeypatch):
+        def parse(recipe, *overrides):
+            monkeypatch.setattr(sys, "argv", ["recipes", "fit", f"--config={recipe}", *overrides, "--print_config"])
+            with pytest.raises(SystemExit, match="0"):
+                main()
+            return yaml.safe_load(capsys.readouterr().out)
+
+        return parse
+
+    def test_compared_recipes_differ_in_the_strategy_only(self):
+        texts = {name: (FOLDER / f"{name}.yaml").read_text() for name in COMPARED}
+        bodies = set()
+        for text in texts.values():
+            body = text[text.index("\nseed_everything") :]
+            bodies.add(re.sub(r"\n  strategy:.*?\n  logger:", "\n  logger:", body, flags=re.DOTALL))
+        assert len(bodies) == 1
+        assert len({str(yaml.safe_load(text)["trainer"]["strategy"]) for text in texts.values()}) == 3
+
+    @pytest.mark.parametrize("recipe", [*COMPARED, "laptop"])
+    def test_header_and_callbacks(self, recipe):
+        text = (FOLDER / f"{recipe}.yaml").read_text()
+        header = text.split("\nseed_everything")[0]
+        assert f"python -m recipes fit --config recipes/ncf_movielens/{recipe}.yaml\n" in header
+        assert all(word in header for word in ("# Data", "# Hardware", "# Expect"))
+        trainer = yaml.safe_load(text)["trainer"]
+        names = {callback["class_path"].rsplit(".", 1)[-1] for callback in trainer["callbacks"]}
+        assert names == {"DensityMonitor", "ErrorMonitor", "StepTimer", "TQDMProgressBar", "ModelCheckpoint"}
+        assert trainer["logger"]["class_path"].endswith("TensorBoardLogger")
+
+    def test_paper_setting(self, parsed):
+        config = parsed(FOLDER / "hard_threshold.yaml")
+        trainer, model, data = config["trainer"], config["model"]["init_args"], config["data"]["init_args"]
+        assert trainer["devices"] * data["batch_size"] == 2**20
+        assert trainer["max_epochs"] == 30
+        # A float and not the text "1.3e-6".
+        assert trainer["strategy"]["init_args"]["threshold"] == 0.0000013
+        assert model == {
+            "factors": 64,
+            "mlp_sizes": [256, 256, 128, 64],
+            "dropout": 0.5,
+            "learning_rate": 0.0045,
+            "betas": [0.25, 0.5],
+            "num_users": None,
+            "num_items": None,
+        }
+        assert data["negatives"] == 4
+        assert data["heterogeneous"] is False
+        top_k = parsed(FOLDER / "top_k.yaml")["trainer"]["strategy"]["init_args"]["sparsifier"]
+        assert top_k["init_args"]["density"] == 0.095
+
+    def test_overrides_on_the_command_line(self, parsed):
+        recipe = FOLDER / "laptop.yaml"
+        assert parsed(recipe, "--trainer.strategy=ddp")["trainer"]["strategy"] == "ddp"
+        config = parsed(recipe, "--trainer.strategy.threshold=0.5", "--data.heterogeneous=true", "--data.root=there")
+        assert config["trainer"]["strategy"]["init_args"]["threshold"] == 0.5
+        assert config["data"]["init_args"]["heterogeneous"] is True
+        assert config["data"]["init_args"]["root"] == "there"
+        assert config["data"]["init_args"]["dataset"] == "ml-latest-small"
+
+
+def fit_recipe(*arguments):
+    sys.argv = ["recipes", "fit", *arguments]
+    try:
+        cli = main()
+    except SystemExit as ended:
+        return ended.code
+    trainer = cli.trainer
+    return SimpleNamespace(
+        strategy=type(trainer.strategy),
+        world_size=trainer.world_size,
+        steps=trainer.global_step,
+        metrics={name: float(value) for name, value in trainer.callback_metrics.items()},
+        num_parameters=sum(parameter.numel() for parameter in trainer.lightning_module.parameters()),
+        hparams=dict(trainer.lightning_module.hparams),
+    )
+
+
+class TestFit:
+    @pytest.mark.parametrize(
+        ("recipe", "strategy"),
+        [
+            ("hard_threshold", DDPHardThresholdStrategy),
+            ("dense", DDPStrategy),
+            ("top_k", SparseDDPStrategy),
+            ("laptop", DDPHardThresholdStrategy),
+        ],
+    )
+    def test_two_workers(self, recipe, strategy):
+        arguments = (f"--config={FOLDER / recipe}.yaml", *SMALL, "--data.source=builtin")
+        fits = run_workers(fit_recipe, 2, *arguments, process_group=False)
+        for fit in fits:
+            assert fit.strategy is strategy
+            assert fit.world_size == 2
+            assert fit.steps == 2
+            assert {"train/loss", "train/local_loss", "val/hr10", "val/ndcg10", "step_time"} <= fit.metrics.keys()
+            assert ("sparse/density" in fit.metrics) == (strategy is not DDPStrategy)
+            # The data module says how large the embeddings are.
+            assert (fit.hparams["num_users"], fit.hparams["num_items"]) == (1000, 400)
+            assert fit.num_parameters == 1400 * 8 + (8 * 8 + 8) + (8 * 4 + 4) + (8 + 1)
+        first, second = (fit.metrics for fit in fits)
+        for name in ("train/loss", "val/hr10", "val/ndcg10"):
+            assert first[name] == pytest.approx(second[name])
+        assert first["train/local_loss"] != pytest.approx(second["train/local_loss"])
+
+    @pytest.mark.parametrize(
+        ("rows", "message"),
+        [
+            (["1,2,3.0,4", "1,3,4.0,5", "1,two,4.0,6"], r"ratings\.csv, row 4: movieId 'two' is not a whole number"),
+            (None, r"ml-20m\.zip is missing and could not be fetched"),
+        ],
+        ids=["invalid", "missing"],
+    )
+    def test_all_workers_end_with_one_line_before_training(self, rows, message, tmp_path):
+        if rows:
+            write_ratings(tmp_path / "ml-20m" / "ratings.csv", rows)
+        first, second = run_workers(fit_without_network, 2, str(tmp_path), process_group=False)
+        assert re.search(message, first)
+        assert "\n" not in first
+        assert second == 1
+
+
+def fit_without_network(root):
+    archive.fetch = refuse_to_fetch
+    return fit_recipe(f"--config={FOLDER}/dense.yaml", *SMALL, f"--data.root={root}")
+
+
+def refuse_to_fetch(url, path, **kwargs):
+    raise MissingDataError(f"{path.name} is missing and could not be fetched: no route to host")
+
+
+def save_checkpoint(folder):
+    model = NCFRecommender(factors=2, mlp_sizes=(4, 4))
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=1,
+        limit_val_batches=0,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    trainer.fit(model, MovieLensDataModule(source="builtin", batch_size=1000))
+    return trainer.checkpoint_callback.best_model_path, model.network.user_factors.weight.detach()
+
+
+class TestModel:
+    def test_number_of_parameters_is_the_papers(self):
+        with torch.device("meta"):
+            network = NeuMF(num_users=138_493, num_items=26_744)
+        assert sum(parameter.numel() for parameter in network.parameters()) == 31_832_577
+
+    def test_is_a_product_beside_a_perceptron(self):
+        torch.manual_seed(0)
+        network = NeuMF(5, 7, factors=3, mlp_sizes=(4, 6, 2), dropout=0.5).eval()
+        users, items = torch.tensor([0, 4, 4]), torch.tensor([6, 0, 1])
+        product = network.user_factors.weight[users] * network.item_factors.weight[items]
+        hidden = torch.cat([network.mlp_users.weight[users], network.mlp_items.weight[items]], dim=1)
+        for layer in (network.mlp[0], network.mlp[3]):
+            hidden = (hidden @ layer.weight.T + layer.bias).relu()
+        expected = torch.cat([product, hidden], dim=1) @ network.output.weight[0] + network.output.bias
+        torch.testing.assert_close(network(users.int(), items.int()), expected)
+        assert [module.p for module in network.modules() if isinstance(module, torch.nn.Dropout)] == [0.5, 0.5]
+
+    def test_initialisation(self):
+        torch.manual_seed(0)
+        network = NeuMF(1000, 500, factors=16, mlp_sizes=(32, 64))
+        for embedding in (network.user_factors, network.item_factors, network.mlp_users, network.mlp_items):
+            assert embedding.weight.std().item() == pytest.approx(0.01, rel=0.05)
+        assert network.mlp[0].weight.abs().max().item() == pytest.approx((6 / (32 + 64)) ** 0.5, rel=0.02)
+        assert network.output.weight.abs().max().item() <= (3 / 80) ** 0.5
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"factors": 0}, r"Invalid factors=0\. Must be at least 1"),
+            ({"num_users": 0}, r"Invalid num_users=0"),
+            ({"mlp_sizes": (5, 4)}, r"Invalid mlp_sizes=\(5, 4\)\. Must be positive and begin with an even one"),
+            ({"mlp_sizes": ()}, r"Invalid mlp_sizes=\(\)"),
+            ({"dropout": 1.0}, r"Invalid dropout=1\.0\. Must be within \[0, 1\)"),
+        ],
+    )
+    def test_refuses(self, arguments, message):
+        with pytest.raises(ValueError, match=message):
+            NeuMF(**{"num_users": 3, "num_items": 3, **arguments})
+
+    def test_says_that_it_does_not_know_its_size(self):
+        model = NCFRecommender()
+        model.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+        with pytest.raises(RuntimeError, match=r"Nothing says what num_users is\. Pass it, or use"):
+            model.configure_model()
+
+    def test_checkpoint_remembers_its_size(self, tmp_path):
+        ((path, weight),) = run_workers(save_checkpoint, 1, str(tmp_path), process_group=False)
+        again = NCFRecommender.load_from_checkpoint(path)
+        assert (again.hparams["num_users"], again.hparams["num_items"]) == (1000, 400)
+        assert torch.equal(again.network.user_factors.weight, weight)
+
+    def test_optimizer(self):
+        optimizer = NCFRecommender(num_users=3, num_items=3).configure_optimizers()
+        assert isinstance(optimizer, torch.optim.Adam)
+        assert optimizer.defaults["lr"] == 0.0045
+        assert optimizer.defaults["betas"] == (0.25, 0.5)
+        assert len(optimizer.param_groups[0]["params"]) == 12
+
+
+def shards(ratings, world_size, **options):
+    options = {"negatives": 4, "batch_size": 100, "heterogeneous": False, "seed": 1, **options}
+    return [make_shard(ratings, rank=rank, world_size=world_size, **options) for rank in range(world_size)]
+
+
+def epoch_batches(ratings, shard, rank=0, epoch=0, seed=1):
+    batches = TrainingBatches(shard, ratings.num_items, lambda: epoch, (seed, rank), torch.device("cpu"))
+    listed = list(batches)
+    assert len(listed) == len(batches)
+    return listed
+
+
+class TestSampling:
+    @pytest.mark.parametrize("heterogeneous", [False, True])
+    @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+    def test_every_positive_once_an_epoch_over_all_workers(self, ratings, world_size, heterogeneous):
+        seen, sizes, labels = [], [], []
+        for rank, shard in enumerate(shards(ratings, world_size, heterogeneous=heterogeneous)):
+            batches = epoch_batches(ratings, shard, rank)
+            sizes.append([len(users) for users, _, _ in batches])
+            for users, items, label in batches:
+                seen += list(zip(users[label == 1].tolist(), items[label == 1].tolist(), strict=True))
+                labels.append(label)
+        assert sorted(seen) == sorted(zip(ratings.users.tolist(), ratings.items.tolist(), strict=True))
+        assert len({len(one) for one in sizes}) == 1
+        assert max(map(max, sizes)) <= 100
+        assert all(max(one) - min(one) <= 1 for one in sizes)
+        # Four negatives a positive, whoever has them.
+        assert torch.cat(labels).mean().item() == pytest.approx(0.2)
+        assert len(torch.cat(labels)) == 5 * len(ratings.users)
+
+    def test_shuffled_shards_hold_negatives_for_their_own_positives(self, ratings):
+        for shard in shards(ratings, 3):
+            positives = shard.users[: len(shard.positive_items)]
+            assert torch.equal(shard.users, positives.repeat(5))
+        first, second = (shard.positive_items for shard in shards(ratings, 2))
+        assert not torch.equal(torch.cat([first, second]), ratings.items)
+        again, other = (shards(ratings, 2, seed=seed)[0].positive_items for seed in (1, 2))
+        assert torch.equal(first, again)
+        assert not torch.equal(first, other)
+
+    def test_heterogeneous_shards_are_slices_by_label(self, ratings):
+        eight = shards(ratings, 8, heterogeneous=True)
+        positives, total = len(ratings.users), 5 * len(ratings.users)
+        shares = [len(shard.positive_items) / len(shard.users) for shard in eight]
+        assert shares[0] == 1
+        assert shares[1] == pytest.approx(0.6, abs=0.01)
+        assert shares[2:] == [0] * 6
+        assert [len(shard.users) for shard in eight] == pytest.approx([total / 8] * 8, abs=1)
+        together = torch.cat([shard.users for shard in eight])
+        assert torch.equal(together, ratings.users.repeat(5))
+        assert torch.equal(torch.cat([shard.positive_items for shard in eight]), ratings.items)
+        assert positives == sum(len(shard.positive_items) for shard in eight)
+
+    def test_negatives_are_drawn_anew_each_epoch_from_the_seed(self, ratings):
+        shard = shards(ratings, 1)[0]
+
+        def drawn(**which):
+            users, items, labels = (
+                torch.cat(parts) for parts in zip(*epoch_batches(ratings, shard, **which), strict=True)
+            )
+            return torch.stack([users, items, labels.int()])
+
+        base = drawn()
+        assert torch.equal(base, drawn())
+        for other in ({"epoch": 1}, {"rank": 1}, {"seed": 2}):
+            assert not torch.equal(base, drawn(**other))
+            # Not only another order: other negatives.
+            assert sorted(base.T.tolist()) != sorted(drawn(**other).T.tolist())
+
+    def test_negatives_are_uniform_over_all_items(self, ratings):
+        shard = Shard(torch.zeros(100_000, dtype=torch.int32), torch.zeros(0, dtype=torch.int32), num_batches=1)
+        ((_, items, labels),) = epoch_batches(SimpleNamespace(num_items=20), shard)
+        assert labels.sum() == 0
+        # 5,000 of each, with a deviation of 69.
+        assert items.bincount(minlength=20).tolist() == pytest.approx([5000] * 20, abs=350)
+        assert items.max() == 19
+
+    def test_batches_are_shuffled_by_label(self, ratings):
+        batches = epoch_batches(ratings, shards(ratings, 1)[0])
+        # 20 of 100 samples, with a deviation of 4.
+        assert all(5 <= labels.sum() <= 40 for _, _, labels in batches)
+
+    def test_types(self, ratings):
+        users, items, labels = epoch_batches(ratings, shards(ratings, 2)[1])[0]
+        assert (users.dtype, items.dtype, labels.dtype) == (torch.int32, torch.int32, torch.float32)
+
+    def test_refuses_more_workers_than_samples_for_their_batches(self, ratings):
+        few = SimpleNamespace(users=ratings.users[:2], items=ratings.items[:2])
+        with pytest.raises(ValueError, match="Cannot give each of 3 workers 1 batches of at most 100 samples: there"):
+            shards(few, 3)
+
+    @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+    def test_every_user_is_ranked_on_one_worker(self, ratings, world_size):
+        parts = [
+            list(ranking_batches(ratings.candidates, batch_size=1010, rank=rank, world_size=world_size))
+            for rank in range(world_size)
+        ]
+        assert len({len(part) for part in parts}) == 1
+        ranked = [user for part in parts for users, _ in part for user in users.tolist()]
+        assert sorted(ranked) == list(range(ratings.num_users))
+        for part in parts:
+            for users, candidates in part:
+                assert len(users) <= 10
+                assert torch.equal(candidates, ratings.candidates[users])
+
+    def test_fewer_users_than_workers_leave_empty_batches(self, ratings):
+        parts = [
+            list(ranking_batches(ratings.candidates[:2], batch_size=1, rank=rank, world_size=3)) for rank in range(3)
+        ]
+        assert [[len(users) for users, _ in part] for part in parts] == [[1], [1], [0]]
+
+    def test_derived_seeds_differ(self):
+        assert len({derived_seed(*parts) for parts in np.ndindex(5, 5, 5)}) == 125
+
+    @pytest.mark.parametrize("arguments", [{"batch_size": 0}, {"negatives": 0}])
+    def test_data_module_refuses(self, arguments):
+        with pytest.raises(ValueError, match="Must be at least 1; the paper's is"):
+            MovieLensDataModule(**arguments)
+
+    @pytest.mark.cuda
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    def test_draws_on_the_device(self, ratings):
+        batches = TrainingBatches(shards(ratings, 1)[0], ratings.num_items, lambda: 0, (1, 0), torch.device("cuda"))
+        batch = [torch.cat(parts) for parts in zip(*batches, strict=True)]
+        assert all(part.is_cuda for part in batch)
+        users, items, labels = (part.cpu() for part in batch)
+        seen = sorted(zip(users[labels == 1].tolist(), items[labels == 1].tolist(), strict=True))
+        assert seen == sorted(zip(ratings.users.tolist(), ratings.items.tolist(), strict=True))
+
+
+class SeenSamples(Callback):
+    def __init__(self):
+        self.epochs = []
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        self.epochs.append([])
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.epochs[-1].append(torch.stack([batch[0], batch[1], batch[2].int()]).clone())
+
+
+def see_samples(max_epochs=2):
+    seed_everything(5)
+    seen = SeenSamples()
+    data = MovieLensDataModule(source="builtin", batch_size=30_000)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        max_epochs=max_epochs,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[seen],
+    )
+    trainer.fit(NCFRecommender(factors=2, mlp_sizes=(4, 4)), data)
+    return [torch.cat(epoch, dim=1) for epoch in seen.epochs], {
+        name: value.item() for name, value in trainer.callback_metrics.items()
+    }
+
+
+class TestTrainer:
+    def test_epochs_of_two_workers(self):
+        (first, metrics), (second, others) = run_workers(see_samples, 2, process_group=False)
+        ratings = low_rank_ratings().ratings
+        positives = sorted(zip(ratings.users.tolist(), ratings.items.tolist(), strict=True))
+        for ours, theirs in zip(first, second, strict=True):
+            together = torch.cat([ours, theirs], dim=1)
+            assert sorted(map(tuple, together[:2, together[2] == 1].T.tolist())) == positives
+            assert together.shape[1] == 5 * len(positives)
+        negatives = [sorted(map(tuple, epoch[:2, epoch[2] == 0].T.tolist())) for epoch in first]
+        assert negatives[0] != negatives[1]
+        assert metrics["val/hr10"] == pytest.approx(others["val/hr10"])
+
+
+class TestSplit:
+    def test_last_of_each_user_is_held_out(self):
+        users = np.array([0, 1, 0, 2, 1, 2, 0])
+        timestamps = np.array([5, 1, 9, 4, 0, 4, -3])
+        # The third user's two ratings are equally late: the later in the file is the last.
+        assert last_interactions(users, timestamps, 3).tolist() == [2, 1, 5]
+
+    def test_held_out_and_training(self, tmp_path):
+        rows = some_rows()
+        ratings = parse_ratings(write_ratings(tmp_path / "ratings.csv", rows))
+        table = np.array([[float(part) for part in row.split(",")] for row in rows])
+        user_ids, item_ids = np.unique(table[:, 0]), np.unique(table[:, 1])
+        assert (ratings.num_users, ratings.num_items) == (len(user_ids), len(item_ids))
+        assert ratings.users.dtype == ratings.items.dtype == ratings.candidates.dtype == torch.int32
+        for user, user_id in enumerate(user_ids):
+            own = table[table[:, 0] == user_id]
+            trained = item_ids[ratings.items[ratings.users == user]].tolist()
+            held_out = item_ids[ratings.candidates[user, 0]]
+            assert held_out == own[own[:, 3].argmax(), 1]
+            assert sorted([*trained, held_out]) == sorted(own[:, 1])
+            # In the order of the file.
+            assert trained == [item for item in own[:, 1] if item != held_out]
+
+    def test_candidates_are_distinct_and_unrated(self, ratings):
+        assert ratings.candidates.shape == (60, 101)
+        for user, (held_out, *negatives) in enumerate(ratings.candidates.tolist()):
+            rated = {held_out, *ratings.items[ratings.users == user].tolist()}
+            assert len(rated) == 8
+            assert len(set(negatives)) == 100
+            assert rated.isdisjoint(negatives)
+
+    @pytest.mark.parametrize("num_items", [1000, 120, 104])
+    def test_candidates_are_uniform(self, num_items):
+        # Every user has rated items 0 to 3; with few items they are listed, with many drawn until they fit.
+        num_users = 3000
+        rated = (np.arange(num_users)[:, None] * num_items + np.arange(4)).ravel()
+        drawn = unrated_items(rated, np.full(num_users, 4), num_items, 100, seed=0)
+        assert all(len(set(row)) == 100 for row in drawn.tolist())
+        counts = np.bincount(drawn.ravel(), minlength=num_items)
+        share = 100 / (num_items - 4)
+        deviation = (num_users * share * (1 - share)) ** 0.5
+        assert counts[:4].tolist() == [0] * 4
+        assert counts[4:].tolist() == pytest.approx([num_users * share] * (num_items - 4), abs=5 * deviation + 1e-9)
+
+    def test_candidates_are_the_same_every_time(self, known):
+        again = low_rank_ratings(num_users=60, num_items=200, ratings_per_user=8)
+        assert torch.equal(known.ratings.candidates, again.ratings.candidates)
+        assert torch.equal(known.scores, again.scores)
+
+
+class TestMetrics:
+    def test_ranks(self):
+        nan = float("nan")
+        scores = torch.tensor([[3.0, 2, 1], [1.0, 2, 3], [2.0, 2, 1], [0.0, 0, 0], [nan, 1, 2], [5.0, nan, 1]])
+        assert pessimistic_ranks(scores).tolist() == [0, 2, 1, 2, 2, 1]
+
+    @pytest.mark.parametrize("levels", [None, 15], ids=["distinct", "with ties"])
+    def test_against_torchmetrics(self, levels):
+        generator = torch.Generator().manual_seed(0)
+        scores = torch.rand(200, 101, generator=generator)
+        scores[:, 0] += 0.6
+        nudged = scores.clone()
+        if levels:
+            scores = (scores * levels).floor() / levels
+            nudged = scores.clone()
+            # torchmetrics breaks ties as they come; a little less for the held-out item is what pessimistic means.
+            nudged[:, 0] -= 1e-3
+            assert (scores[:, 1:] == scores[:, :1]).any()
+        relevant = torch.zeros(200, 101, dtype=torch.bool)
+        relevant[:, 0] = True
+        queries = torch.arange(200)[:, None].expand(200, 101)
+        for ours, theirs in ((HitRate(10), RetrievalHitRate(top_k=10)), (NDCG(10), RetrievalNormalizedDCG(top_k=10))):
+            for part in scores.split(64):
+                ours.update(part)
+            theirs.update(nudged.flatten(), relevant.flatten(), indexes=queries.flatten())
+            assert 0.1 < theirs.compute() < 0.9
+            torch.testing.assert_close(ours.compute(), theirs.compute())
+
+    def test_uneven_shards_of_two_workers(self):
+        for hit_rate, ndcg in run_workers(rank_uneven_shares, 2):
+            # Ranks 0, 0, 9 and 10 of four users, of whom the second worker has one.
+            assert hit_rate == pytest.approx(3 / 4)
+            assert ndcg == pytest.approx((2 + 1 / log2(11)) / 4)
+
+    def test_refuses_nothing_to_look_at(self):
+        with pytest.raises(ValueError, match=r"Invalid top_k=0\. Must be at least 1"):
+            HitRate(0)
+
+
+def rank_uneven_shares():
+    scores = torch.arange(20.0).repeat(4, 1)
+    scores[:, 0] = torch.tensor([99, 99, 10.5, 9.5])
+    mine = [scores[:3], scores[:0]] if torch.distributed.get_rank() == 0 else [scores[3:]]
+    hit_rate, ndcg = HitRate(10), NDCG(10)
+    for part in mine:
+        hit_rate.update(part)
+        ndcg.update(part)
+    return hit_rate.compute().item(), ndcg.compute().item()
+
+
+def learn_low_rank(world_size, strategy):
+    seed_everything(1)
+    data = MovieLensDataModule(source="builtin", batch_size=4096 // world_size)
+    model = NCFRecommender(factors=8, mlp_sizes=(16, 16, 8), dropout=0.0, learning_rate=0.02, betas=(0.9, 0.999))
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=world_size,
+        strategy=DDPHardThresholdStrategy(threshold=1e-4) if strategy == "sparse" else strategy,
+        max_epochs=5,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[density := DensityMonitor()],
+    )
+    trainer.fit(model, data)
+    trainer.test(model, data, verbose=False)
+    return SimpleNamespace(
+        hit_rate=trainer.callback_metrics["test/hr10"].item(),
+        best=data.best_hit_rate,
+        num_users=data.num_users,
+        density=density.average_density.compute().item() if strategy == "sparse" else 1.0,
+    )
+
+
+class TestLowRank:
+    def test_best_ranking_reaches_the_best_hit_rate(self):
+        known = low_rank_ratings()
+        hits = pessimistic_ranks(known.scores.gather(1, known.ratings.candidates.long())) < 10
+        best = known.best_hit_rate()
+        deviation = (best * (1 - best) / len(hits)) ** 0.5
+        assert hits.float().mean().item() == pytest.approx(best, abs=3 * deviation)
+        # Popularity alone does not come near, chance is 10 / 101.
+        popularity = known.ratings.items.bincount(minlength=known.ratings.num_items).float()
+        hits = pessimistic_ranks(popularity[known.ratings.candidates.long()]) < 10
+        assert hits.float().mean() < 0.6 * best
+
+    @pytest.mark.parametrize(("world_size", "strategy", "share"), [(1, "auto", 0.88), (2, "sparse", 0.75)])
+    def test_model_learns_it_and_does_not_exceed_the_best(self, world_size, strategy, share):
+        learned, *others = run_workers(learn_low_rank, world_size, world_size, strategy, process_group=False)
+        print(learned)
+        assert learned.hit_rate > share * learned.best
+        assert learned.hit_rate < learned.best + 3 * (learned.best * (1 - learned.best) / learned.num_users) ** 0.5
+        assert all(other.hit_rate == learned.hit_rate for other in others)
+        assert strategy != "sparse" or 0 < learned.density < 0.2
+
+
+class TestFile:
+    GOOD = ("1,2,3.0,4", "1,3,4.0,5")
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("", "row 1: the file is empty"),
+            ("\n\n", "row 1: the file is empty"),
+            (f"{HEADER}\n", "row 2: there are no ratings below the header"),
+            ("userId,movieId,rating\n1,2,3\n", "row 1: no column timestamp. The header is userId,movieId,rating,"),
+            ("1,2,3.0,4\n1,3,4.0,5\n", "row 1: no column userId, movieId, rating, timestamp"),
+            (["1,x,3.0,5"], "row 4: movieId 'x' is not a whole number"),
+            (["1,2.5,3.0,5"], "row 4: movieId '2.5' is not a whole number"),
+            (["1,9,three,5"], "row 4: rating 'three' is not a number"),
+            (["1,9,nan,5"], "row 4: rating 'nan' is not a number"),
+            (["1,9,1e999,5"], "row 4: rating is not a finite number"),
+            (["1,9,,5"], "row 4: rating '' is not a number"),
+            (["", "1,9,,5"], "row 5: rating '' is not a number"),
+            (["1,9,4.0"], "row 4: timestamp '' is not a whole number"),
+            (["1,9,4,0,5"], "row 4: 5 fields, expected 4"),
+            (f"{HEADER}\n1,9,4,0,5\n1,8,4,5,5\n", "row 2: more fields than the 4 of the header"),
+            (['"1,9,4.0,5'], "row 4: userId '\"1' is not a whole number"),
+            (["1,9\x00,4.0,5"], "row 4: movieId '9\\x00' is not a whole number"),
+            (["2147483648,9,4.0,5"], "row 4: userId 2147483648 is not within 0…2147483647"),
+            (["1,2147483648,4.0,5"], "row 4: movieId 2147483648 is not within 0…2147483647"),
+            (["1,-9,4.0,5"], "row 4: movieId -9 is not within"),
+            (
+                ["1,99999999999999999999,4.0,5"],
+                "row 4: movieId '99999999999999999999' is not a whole number of 64 bits",
+            ),
+            (["1,9,4.0,9223372036854775808"], "row 4: timestamp '9223372036854775808' is not a whole number of 64"),
+            (["1,3,4.0,9"], "row 4: user 1 has rated movie 3 in an earlier row already"),
+            (["8,3,4.0,9", "9,3,4.0,9"], "row 4: user 8 has this rating only"),
+            ([], "row 3: user 1 has left 0 of 2 movies unrated. Ranking needs 100"),
+        ],
+    )
+    def test_refuses(self, text, message, tmp_path):
+        path = tmp_path / "ratings.csv"
+        path.write_text(text if isinstance(text, str) else "\n".join([HEADER, *self.GOOD, *text]) + "\n")
+        with pytest.raises(InvalidRatingsError, match=re.escape(f"{path}, {message}")) as caught:
+            load_ratings(path)
+        assert "\n" not in str(caught.value)
+        assert list(tmp_path.iterdir()) == [path]
+
+    def test_bad_row_of_a_later_chunk(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("recipes.ncf_movielens.ratings._CHUNK_ROWS", 10)
+        rows = some_rows()
+        path = write_ratings(tmp_path / "ratings.csv", [*rows[:33], "1,?,2,3", *rows[33:], "1,2,3,4,5"])
+        with pytest.raises(InvalidRatingsError, match=r"row 35: movieId '\?' is not"):
+            parse_ratings(path)
+
+    def test_layout_may_vary(self, tmp_path):
+        rows = some_rows()
+        usual = parse_ratings(write_ratings(tmp_path / "ratings.csv", rows))
+        columns = [row.split(",") for row in rows]
+        other = write_ratings(
+            tmp_path / "other.csv",
+            [line for one in columns for line in (f"{one[3]},x,{one[1]},{one[0]},{one[2]}\r", "")],
+            header="timestamp,comment,movieId,userId,rating\r",
+        )
+        again = parse_ratings(other)
+        assert torch.equal(usual.users, again.users)
+        assert torch.equal(usual.items, again.items)
+        assert torch.equal(usual.candidates, again.candidates)
+
+    def test_is_read_once(self, tmp_path, monkeypatch):
+        path = write_ratings(tmp_path / "ratings.csv", some_rows())
+        first = load_ratings(path)
+        assert {one.name for one in tmp_path.iterdir()} == {"ratings.csv", "ratings.csv.cache.pt"}
+        monkeypatch.setattr("recipes.ncf_movielens.ratings.parse_ratings", None)
+        again = load_ratings(path)
+        for name in ("users", "items", "candidates"):
+            assert torch.equal(getattr(first, name), getattr(again, name))
+        assert (first.num_users, first.num_items) == (again.num_users, again.num_items)
+
+    @pytest.mark.parametrize("change", ["size", "time"])
+    def test_is_read_again_when_it_has_changed(self, tmp_path, change):
+        path = write_ratings(tmp_path / "ratings.csv", rows := some_rows())
+        positives = len(load_ratings(path).users)
+        if change == "size":
+            write_ratings(path, rows[1:])
+            assert len(load_ratings(path).users) == positives - 1
+        else:
+            modified = path.stat().st_mtime_ns
+            path.write_text(path.read_text().replace("\n10,", "\n11,").replace("\n20,", "\n11,"))
+            os.utime(path, ns=(modified, modified + 1))
+            with pytest.raises(InvalidRatingsError, match="has rated movie"):
+                load_ratings(write_ratings(path, [*rows, rows[0]]))
+
+    @pytest.mark.parametrize("content", [b"", b"no cache", b"PK\x03\x04 half of one"])
+    def test_broken_cache_is_replaced(self, tmp_path, content):
+        path = write_ratings(tmp_path / "ratings.csv", some_rows())
+        cache = tmp_path / "ratings.csv.cache.pt"
+        cache.write_bytes(content)
+        expected = load_ratings(path)
+        assert cache.stat().st_size > 1000
+        assert torch.equal(load_ratings(path).candidates, expected.candidates)
+
+    def test_does_without_a_cache_where_none_can_be_written(self, tmp_path, monkeypatch):
+        def refuse(*args, **kwargs):
+            raise PermissionError("read-only")
+
+        monkeypatch.setattr("recipes.ncf_movielens.ratings.tempfile.NamedTemporaryFile", refuse)
+        path = write_ratings(tmp_path / "ratings.csv", some_rows())
+        with pytest.warns(UserWarning, match="no cache could be written: read-only"):
+            assert load_ratings(path).num_users == 13
+
+    def test_split_refuses_too(self):
+        with pytest.raises(ValueError, match=r"Interaction 2: user \{user\} has this rating only"):
+            split(np.array([0, 0, 1]), np.array([0, 1, 0]), np.array([0, 1, 2]))
+
+    @pytest.mark.skipif(
+        not (Path(os.environ.get("LIGHTNING_SPARSE_DATA", "")) / "ml-latest-small" / "ratings.csv").exists(),
+        reason="set LIGHTNING_SPARSE_DATA to a folder that holds ml-latest-small/ratings.csv to test with real ratings",
+    )
+    def test_real_ratings(self):
+        ratings = parse_ratings(Path(os.environ["LIGHTNING_SPARSE_DATA"]) / "ml-latest-small" / "ratings.csv")
+        assert (ratings.num_users, ratings.num_items) == (610, 9_724)
+        assert len(ratings.users) == len(ratings.items) == 100_836 - 610
+        assert ratings.candidates.shape == (610, 101)
+        # What most people have seen is what most people see next.
+        popularity = ratings.items.bincount(minlength=ratings.num_items).float()
+        hits = pessimistic_ranks(popularity[ratings.candidates.long()]) < 10
+        assert 0.5 < hits.float().mean() < 0.7
+
+
+class TestArchive:
+    @pytest.fixture
+    def server(self, tmp_path, monkeypatch):
+        """Stands in for the network: what is asked for, and a good archive."""
+        asked = []
+
+        def serve(url, path, *, md5=None, user_agent=None):
+            asked.append((url, path.name, md5))
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if url.endswith(".md5"):
+                    path.write_text(f"{'0f' * 16}  ml-20m.zip\n")
+                else:
+                    with zipfile.ZipFile(path, "w") as zipped:
+                        zipped.writestr("ml-20m/ratings.csv", "rows")
+                        zipped.writestr("ml-latest-small/ratings.csv", "few rows")
+            return path
+
+        monkeypatch.setattr(archive, "fetch", serve)
+        return asked
+
+    def test_fetches_checks_and_unpacks(self, server, tmp_path):
+        path = archive.fetch_ratings(tmp_path / "data", "ml-20m")
+        assert path == tmp_path / "data" / "ml-20m" / "ratings.csv"
+        assert path.read_text() == "rows"
+        url = "https://files.grouplens.org/datasets/movielens/ml-20m.zip"
+        assert server == [(f"{url}.md5", "ml-20m.zip.md5", None), (url, "ml-20m.zip", "0f" * 16)]
+        assert [one.name for one in path.parent.iterdir()] == ["ratings.csv"]
+        archive.fetch_ratings(tmp_path / "data", "ml-20m")
+        assert len(server) == 2
+
+    def test_other_data_set(self, server, tmp_path):
+        assert archive.fetch_ratings(tmp_path, "ml-latest-small").read_text() == "few rows"
+        assert [name for _, name, _ in server] == ["ml-latest-small.zip"]
+
+    def test_says_what_to_put_where_without_a_network(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(archive, "fetch", refuse_to_fetch)
+        with pytest.raises(
+            MissingDataError, match=r"ml-20m\.zip is missing .* Put the file from https://\S+ at"
+        ) as caught:
+            archive.fetch_ratings(tmp_path, "ml-20m")
+        assert str(tmp_path / "ml-20m.zip") in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+    def test_takes_an_archive_that_was_put_there_by_hand(self, tmp_path, monkeypatch, server):
+        serve = archive.fetch
+
+        def without_checksum(url, path, **options):
+            return refuse_to_fetch(url, path) if url.endswith(".md5") else serve(url, path, **options)
+
+        serve("https://", tmp_path / "ml-20m.zip")
+        monkeypatch.setattr(archive, "fetch", without_checksum)
+        assert archive.fetch_ratings(tmp_path, "ml-20m").read_text() == "rows"
+
+    @pytest.mark.parametrize("damage", ["cut", "no ratings", "flipped"])
+    def test_names_a_broken_archive(self, server, tmp_path, damage):
+        path = archive.fetch(archive.SERVER, tmp_path / "ml-20m.zip")
+        content = path.read_bytes()
+        damaged = {
+            "cut": content[:-30],
+            "no ratings": content.replace(b"ml-20m/ratings.csv", b"ml-20m/rotings.csv"),
+            "flipped": content.replace(b"rows", b"rots", 1),
+        }
+        path.write_bytes(damaged[damage])
+        with pytest.raises(
+            MissingDataError, match=rf"{re.escape(str(path))} is broken: .*Delete it to have it fetched"
+        ):
+            archive.fetch_ratings(tmp_path, "ml-20m")
+        assert not list((tmp_path / "ml-20m").iterdir())
+
+    def test_names_a_checksum_that_is_none(self, server, tmp_path):
+        (tmp_path / "ml-20m.zip.md5").write_text("<html>")
+        with pytest.raises(MissingDataError, match=r"ml-20m\.zip\.md5 holds no md5\. Delete it"):
+            archive.fetch_ratings(tmp_path, "ml-20m")
