@@ -17,7 +17,7 @@ import yaml
 from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from recipes.resnet18_cifar10.model import SmallImageResNet18
+from recipes.resnet18_cifar10.architectures import build_network
 
 REPOSITORY = Path(__file__).parents[1]
 RECIPE = REPOSITORY / "recipes" / "resnet18_cifar10" / "demo.yaml"
@@ -81,7 +81,7 @@ def read(folder: Path) -> Run:
 def model_size() -> int:
     """Returns d, the elements of the recipe's gradient, which plain DDP does not log."""
     width = yaml.safe_load(RECIPE.read_text())["model"]["init_args"]["width"]
-    return sum(parameter.numel() for parameter in SmallImageResNet18(width).parameters())
+    return sum(parameter.numel() for parameter in build_network("resnet18", width=width).parameters())
 
 
 def table(sparse: Run, dense: Run, num_elements: int) -> str:

@@ -1,124 +1,307 @@
-"""CIFAR-10 with the usual augmentation, or scikit-learn's digits, which need no download."""
+"""CIFAR-10 and CIFAR-100 with the usual augmentation, or scikit-learn's digits, which need no download.
 
+The images lie in memory as bytes and are cut, flipped and normalised a batch at a time::
+
+    images, uint8 --index--> batch, uint8 --crop, flip--> uint8 --normalise--> float32 --> model
+                                             in the loader, or with device_augmentation on the device
+"""
+
+import os
+import tarfile
+import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.utilities import rank_zero_warn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
-from torchvision.datasets import CIFAR10
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torchvision.datasets import CIFAR10, CIFAR100
+from torchvision.datasets.utils import check_integrity
 from torchvision.transforms import v2
 from typing_extensions import override
 
 from recipes import MissingDataError
+from recipes.download import fetch
+from recipes.missing_data import fail_together
 
-CIFAR10_MEAN = (0.4914, 0.4822, 0.4465)
-CIFAR10_STD = (0.2470, 0.2435, 0.2616)
+IGNORED_LABEL = -100
+"""Marks images that only fill a worker's share up; PyTorch's own default for what a loss leaves out."""
+
+Source = Literal["cifar10", "cifar100", "builtin"]
+
+TITLES: dict[Source, str] = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
+DATASETS: dict[Source, type[CIFAR10]] = {"cifar10": CIFAR10, "cifar100": CIFAR100}
+NUM_CLASSES: dict[Source, int] = {"cifar10": 10, "cifar100": 100, "builtin": 10}
+MEANS: dict[Source, tuple[float, ...]] = {"cifar10": (0.4914, 0.4822, 0.4465), "cifar100": (0.5071, 0.4865, 0.4409)}
+DEVIATIONS: dict[Source, tuple[float, ...]] = {
+    "cifar10": (0.2470, 0.2435, 0.2616),
+    "cifar100": (0.2673, 0.2564, 0.2762),
+}
 """Per channel over the 50,000 training images, pixels in 0…1."""
 
 
-class CIFAR10DataModule(LightningDataModule):
-    """Images of ten classes for training and validation.
+class CIFARDataModule(LightningDataModule):
+    """Images of 10 or 100 classes for training, validation and test.
 
-    ``cifar10``: 50,000 training images, cropped to 32 x 32 at random after padding by 4 and flipped at random, and the
-    10,000 test images for both validation and test, as is usual for this benchmark. ``builtin``: the 1,797 digits that
-    come with scikit-learn, 8 x 8 pixels, repeated to three channels and split 1,437 to 360, for trying things out.
+    ``cifar10`` and ``cifar100``: 50,000 training images, cropped to 32 x 32 at random after padding by 4 and flipped
+    at random, and the 10,000 test images for both validation and test, as is usual for these benchmarks. ``builtin``:
+    the 1,797 digits that come with scikit-learn, 8 x 8 pixels, repeated to three channels and split 1,437 to 360, for
+    trying things out.
 
-    No training image is dropped: on several workers a few are seen twice in an epoch, so that all workers have
-    batches of the same size.
+    In training no image is dropped: on several workers a few are seen twice in an epoch, so that all workers have
+    batches of the same size. In validation and test none is counted twice: the shares of the workers are filled up
+    with images labelled ``IGNORED_LABEL``.
 
     Args:
-        root: folder of the data sets; CIFAR-10 is fetched into it unless it is there.
+        root: folder of the data sets; CIFAR is fetched into it unless it is there.
         source: which images.
         batch_size: images per worker and step.
         num_workers: processes that load and augment, per worker; 0 does so in the worker itself.
+        device_augmentation: augment and normalise on the device, to which the images then go as bytes. For workers
+            that wait for their images.
+        num_train_images: train on only so many, the first ones; the order of CIFAR is random. All if not given.
+        num_val_images: validate and test on only so many.
+
+    Raises:
+        ValueError: a number of images below 1, or, from ``setup``, above what there is.
     """
 
     def __init__(
         self,
         root: str = "data/",
-        source: Literal["cifar10", "builtin"] = "cifar10",
+        source: Source = "cifar10",
         batch_size: int = 256,
         num_workers: int = 4,
+        device_augmentation: bool = False,
+        num_train_images: int | None = None,
+        num_val_images: int | None = None,
     ) -> None:
         super().__init__()
+        for name, number in (("num_train_images", num_train_images), ("num_val_images", num_val_images)):
+            if number is not None and number < 1:
+                raise ValueError(f"Invalid {name}={number}. Must be at least 1; leave it out for all.")
         self.root = Path(root)
         self.source = source
         self.batch_size = batch_size
         self.num_workers = num_workers
-        self.train_images: Dataset[Any] | None = None
-        self.val_images: Dataset[Any] | None = None
+        self.device_augmentation = device_augmentation
+        self.num_train_images = num_train_images
+        self.num_val_images = num_val_images
+        self.train_images: ImageBatches | None = None
+        self.val_images: ImageBatches | None = None
+        self._failure: MissingDataError | None = None
+
+    @property
+    def num_classes(self) -> int:
+        """How many classes the images have."""
+        return NUM_CLASSES[self.source]
 
     @override
     def prepare_data(self) -> None:
-        """Fetches CIFAR-10 unless torchvision finds it whole; Lightning calls this on one process per node."""
-        if self.source != "cifar10":
+        """Fetches and unpacks CIFAR unless it is there; Lightning calls this on one process per node."""
+        self._failure = None
+        if self.source == "builtin":
             return
         try:
-            CIFAR10(str(self.root), download=True)
-        except (OSError, RuntimeError) as error:  # URLError is an OSError; a damaged file is a RuntimeError
-            # Raised here it would leave the other workers waiting; setup fails on all of them, and says what to do.
-            rank_zero_warn(f"CIFAR-10 could not be fetched: {error}")
+            unpack(DATASETS[self.source], self.root)
+        except MissingDataError as error:
+            # Raised here it would leave the other workers waiting; setup fails on all of them, and says why.
+            self._failure = error
+        except (OSError, tarfile.TarError) as error:
+            self._failure = MissingDataError(f"{TITLES[self.source]} could not be unpacked: {error}")
 
     @override
     def setup(self, stage: str) -> None:
-        """Opens the images.
+        """Reads the images; collective where there is a process group.
 
         Raises:
-            MissingDataError: CIFAR-10 is not there, or not whole.
+            MissingDataError: CIFAR is not there and could not be fetched, or a file is broken, on this worker or another
+                one; the message names it.
+            ValueError: more images asked for than there are.
         """
-        if self.source == "builtin":
-            self.train_images, self.val_images = digits()
-            return
         try:
-            self.train_images = CIFAR10(str(self.root), train=True, transform=transform(augment=True))
-            self.val_images = CIFAR10(str(self.root), train=False, transform=transform(augment=False))
-        except RuntimeError:
-            raise MissingDataError(
-                f"CIFAR-10 is not in {self.root.absolute()} and could not be fetched. Put {CIFAR10.filename} from "
-                f"{CIFAR10.url} there, or try the recipe with --data.source=builtin."
-            ) from None
+            train, val = self._read()
+        except MissingDataError as error:
+            fail_together(error)
+            raise
+        fail_together(None)
+        self.train_images = first(train, self.num_train_images, "num_train_images")
+        self.val_images = first(val, self.num_val_images, "num_val_images")
+
+    def _read(self) -> tuple["ImageBatches", "ImageBatches"]:
+        if self._failure is not None:
+            raise self._failure
+        if self.source == "builtin":
+            return digits()
+        return read(DATASETS[self.source], self.root, TITLES[self.source])
 
     @override
     def train_dataloader(self) -> DataLoader[Any]:
-        return self._loader(self.train_images, shuffle=True)
+        # Lightning adds a DistributedSampler, which is what makes the batches of all workers equal in size.
+        assert self.train_images is not None
+        return self._loader(self.train_images, augment=True, shuffle=True)
 
     @override
     def val_dataloader(self) -> DataLoader[Any]:
-        return self._loader(self.val_images)
+        assert self.val_images is not None
+        if self.trainer is None or self.trainer.world_size == 1:
+            return self._loader(self.val_images, augment=False)
+        # Every worker has the same number of batches: in the first of them DDP broadcasts the statistics of batch
+        # normalisation, and without it a worker would wait for ever. Lightning's sampler repeats images to that end.
+        world_size = self.trainer.world_size
+        images = filled_up(self.val_images, world_size)
+        shard = DistributedSampler(images, num_replicas=world_size, rank=self.trainer.global_rank, shuffle=False)
+        return self._loader(images, augment=False, sampler=shard)
 
     @override
     def test_dataloader(self) -> DataLoader[Any]:
-        return self._loader(self.val_images)
+        return self.val_dataloader()
 
-    def _loader(self, images: Dataset[Any] | None, *, shuffle: bool = False) -> DataLoader[Any]:
-        # Lightning adds a DistributedSampler, which is what makes the batches of all workers equal in size.
-        assert images is not None
+    @override
+    def on_after_batch_transfer(self, batch: tuple[Tensor, Tensor], dataloader_idx: int) -> tuple[Tensor, Tensor]:
+        if not self.device_augmentation:
+            return batch
+        assert self.trainer is not None
+        return transformed(batch, self.source, augment=self.trainer.training)
+
+    def _loader(self, images: "ImageBatches", *, augment: bool, **options: Any) -> DataLoader[Any]:
+        # Not a method of this object, which processes that are not forked would be sent as a whole.
+        in_loader = partial(transformed, source=self.source, augment=augment)
         return DataLoader(
             images,
             batch_size=self.batch_size,
-            shuffle=shuffle,
             num_workers=self.num_workers,
+            collate_fn=_as_it_is if self.device_augmentation else in_loader,
             pin_memory=torch.cuda.is_available(),
             persistent_workers=self.num_workers > 0,
+            **options,
         )
 
 
-def transform(*, augment: bool) -> v2.Compose:
-    """Returns the way from a PIL image to a normalised float32 tensor of shape (3, 32, 32)."""
-    augmentation = [v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip()] if augment else []
-    return v2.Compose(
-        [
-            v2.ToImage(),
-            *augmentation,
-            v2.ToDtype(torch.float32, scale=True),
-            v2.Normalize(CIFAR10_MEAN, CIFAR10_STD),
-        ]
+class ImageBatches(TensorDataset):
+    """Images and labels of which a loader takes a whole batch by one indexing, and not image by image."""
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
+        """Returns the images and the labels of a batch."""
+        return self[torch.tensor(indices)]
+
+
+def _as_it_is(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return batch
+
+
+def transformed(batch: tuple[Tensor, Tensor], source: Source, *, augment: bool) -> tuple[Tensor, Tensor]:
+    """Returns a batch of a source as the model takes it, its images augmented or not; the built-in ones never are."""
+    images, labels = batch
+    if source == "builtin":
+        return batch
+    if augment:
+        images = flip_each(crop_each(images, padding=4))
+    return normalised(images, MEANS[source], DEVIATIONS[source]), labels
+
+
+def crop_each(images: Tensor, padding: int) -> Tensor:
+    """Returns each image cut out of itself, padded with black, at a place of its own, drawn at random.
+
+    v2.RandomCrop cuts all images of a batch at the same place.
+
+    Args:
+        images: shape (batch, channels, height, width), any dtype and device.
+        padding: pixels on each side; the shape of the result is that of the images.
+    """
+    height, width = images.shape[-2:]
+    # Views: every place at which the padded images can be cut, (batch, channels, places, places, height, width).
+    places = v2.functional.pad(images, [padding]).unfold(2, height, 1).unfold(3, width, 1)
+    top, left = torch.randint(2 * padding + 1, (2, len(images)), device=images.device)
+    return places[torch.arange(len(images), device=images.device), :, top, left]
+
+
+def flip_each(images: Tensor) -> Tensor:
+    """Returns each image of a batch (…, width) mirrored with a probability of one half, each for itself."""
+    mirrored = torch.rand(len(images), device=images.device) < 0.5
+    return torch.where(mirrored[:, None, None, None], v2.functional.horizontal_flip(images), images)
+
+
+def normalised(images: Tensor, mean: tuple[float, ...], deviation: tuple[float, ...]) -> Tensor:
+    """Returns bytes as float32 with the given mean and deviation of each channel at zero and one."""
+    return v2.functional.normalize(
+        v2.functional.to_dtype(images, torch.float32, scale=True), list(mean), list(deviation)
     )
 
 
-def digits() -> tuple[TensorDataset, TensorDataset]:
+def first(images: ImageBatches, number: int | None, name: str) -> ImageBatches:
+    """Returns the first so many images, or all.
+
+    Raises:
+        ValueError: there are fewer; ``name`` is that of the argument at fault.
+    """
+    if number is None:
+        return images
+    if number > len(images):
+        raise ValueError(f"Invalid {name}={number}. There are {len(images)}.")
+    return ImageBatches(*(tensor[:number] for tensor in images.tensors))
+
+
+def filled_up(images: ImageBatches, multiple: int) -> ImageBatches:
+    """Returns the images and as few ignored ones as make their number a multiple of another."""
+    missing = -len(images) % multiple
+    pixels, labels = images.tensors
+    return ImageBatches(
+        torch.cat([pixels, pixels.new_zeros(missing, *pixels.shape[1:])]),
+        torch.cat([labels, labels.new_full((missing,), IGNORED_LABEL)]),
+    )
+
+
+def unpack(dataset: type[CIFAR10], root: Path) -> None:
+    """Makes sure that the data set's folder is there, whole or not at all; fetches the archive if need be.
+
+    Raises:
+        MissingDataError: the archive is not there and could not be fetched, or is not the right one.
+    """
+    folder = root / dataset.base_folder
+    if folder.exists():
+        return
+    archive = fetch(dataset.url, root / dataset.filename, md5=dataset.tgz_md5)
+    with tempfile.TemporaryDirectory(prefix=f"{dataset.base_folder}.", dir=root) as unfinished:
+        with tarfile.open(archive) as content:
+            content.extractall(unfinished, filter="data")
+        try:
+            os.rename(Path(unfinished) / dataset.base_folder, folder)
+        except OSError:
+            if not folder.exists():  # else another node with the same file system was faster
+                raise
+
+
+def read(dataset: type[CIFAR10], root: Path, title: str) -> tuple[ImageBatches, ImageBatches]:
+    """Returns the images, uint8 of shape (number, 3, 32, 32), and int64 labels for training and for validation.
+
+    Raises:
+        MissingDataError: the data set is not there, or a file of it is missing or broken; the message names it.
+    """
+    folder = root.absolute() / dataset.base_folder
+    source = f"{dataset.filename} from {dataset.url}"
+    if not folder.exists():
+        raise MissingDataError(f"{title} is not in {root.absolute()}. Put {source} there.")
+    try:
+        parts = (dataset(root, train=True), dataset(root, train=False))
+    except RuntimeError:  # which does not say which file it is
+        files = dict([*dataset.train_list, *dataset.test_list, (dataset.meta["filename"], dataset.meta["md5"])])
+        path = next(folder / name for name, md5 in files.items() if not check_integrity(folder / name, md5))
+        raise MissingDataError(
+            f"{title}: {path} is {'broken' if path.exists() else 'missing'}. Delete the folder {folder} to have it "
+            f"unpacked again from {source}."
+        ) from None
+    # The data set keeps (height, width, channels) as a view of what was read, (channels, height, width).
+    train, val = (
+        ImageBatches(torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(part.targets))
+        for part in parts
+    )
+    return train, val
+
+
+def digits() -> tuple[ImageBatches, ImageBatches]:
     """Returns scikit-learn's digits for training and for validation, always the same split.
 
     Images are float32 of shape (3, 8, 8), about zero mean and unit deviation; labels are int64.
@@ -131,4 +314,4 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
     images = (images - images.mean()) / images.std()
     train, val = train_test_split(range(len(labels)), test_size=360, random_state=0, stratify=labels)
     targets = torch.tensor(labels, dtype=torch.int64)
-    return TensorDataset(images[train], targets[train]), TensorDataset(images[val], targets[val])
+    return ImageBatches(images[train], targets[train]), ImageBatches(images[val], targets[val])

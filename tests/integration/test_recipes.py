@@ -1,28 +1,37 @@
+import hashlib
 import os
+import pickle
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from types import SimpleNamespace
-from urllib.error import URLError
 
+import numpy as np
 import pytest
 import torch
-import torchvision
 import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
+from torch.nn.modules.batchnorm import _BatchNorm
+from torchvision.datasets import CIFAR10, CIFAR100
 
 from lightning_sparse import DDPHardThresholdStrategy, SparseDDPStrategy
 from recipes import MissingDataError, demo
 from recipes.__main__ import main
+from recipes.learning_rate import relative_learning_rate
 from recipes.resnet18_cifar10 import data as data_module
-from recipes.resnet18_cifar10.data import CIFAR10DataModule, digits, transform
-from recipes.resnet18_cifar10.model import (
-    ResNet18Classifier,
-    SmallImageResNet18,
-    parameter_groups,
-    relative_learning_rate,
+from recipes.resnet18_cifar10.architectures import PAPER_NUM_PARAMETERS, build_network
+from recipes.resnet18_cifar10.data import (
+    IGNORED_LABEL,
+    CIFARDataModule,
+    ImageBatches,
+    crop_each,
+    digits,
+    filled_up,
+    flip_each,
 )
+from recipes.resnet18_cifar10.model import ImageClassifier, parameter_groups
 from tests.workers import run_workers
 
 REPOSITORY = Path(__file__).parents[2]
@@ -37,6 +46,8 @@ SMALL = (
     "--data.source=builtin",
     "--data.batch_size=8",
     "--data.num_workers=0",
+    "--data.num_train_images=64",
+    "--data.num_val_images=17",
 )
 
 
@@ -67,9 +78,13 @@ def fit_recipe(*arguments):
     )
 
 
+def count(network):
+    return sum(parameter.numel() for parameter in network.parameters())
+
+
 class TestConfigurations:
     def test_there_are_recipes(self):
-        assert {recipe.stem for recipe in RECIPES} >= {*COMPARED, "demo"}
+        assert {recipe.stem for recipe in RECIPES} >= {*COMPARED, "demo", "laptop"}
 
     @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: f"{recipe.parent.name}/{recipe.stem}")
     def test_parses(self, recipe, parsed):
@@ -100,6 +115,8 @@ class TestConfigurations:
         # A float and not the text "4.73e-3", which YAML makes of it as soon as the dot is missing.
         assert trainer["strategy"]["init_args"]["threshold"] == 0.00473
         assert model == {
+            "architecture": "resnet18",
+            "num_classes": 10,
             "width": 64,
             "learning_rate": 1.6,
             "warmup_from": 0.1,
@@ -120,6 +137,14 @@ class TestConfigurations:
         assert config["trainer"]["strategy"]["init_args"]["threshold"] == 0.5
         assert config["data"]["init_args"]["root"] == "elsewhere"
 
+    def test_other_networks_and_images(self, parsed):
+        for architecture in PAPER_NUM_PARAMETERS:
+            config = parsed(RESNET / "top_k.yaml", f"--model.architecture={architecture}")
+            assert config["model"]["init_args"]["architecture"] == architecture
+        config = parsed(RESNET / "dense.yaml", "--data.source=cifar100", "--model.num_classes=100")
+        assert config["data"]["init_args"]["source"] == "cifar100"
+        assert config["model"]["init_args"]["num_classes"] == 100
+
 
 class TestFit:
     @pytest.mark.parametrize(
@@ -129,6 +154,7 @@ class TestFit:
             ("dense", DDPStrategy),
             ("top_k", SparseDDPStrategy),
             ("demo", DDPHardThresholdStrategy),
+            ("laptop", DDPHardThresholdStrategy),
         ],
     )
     def test_two_workers(self, recipe, strategy):
@@ -142,9 +168,22 @@ class TestFit:
                 assert "sparse/density" not in fit.metrics
             else:
                 assert fit.exchanged.step == 1
-                assert fit.exchanged.num_elements == sum(one.numel() for one in SmallImageResNet18(4).parameters())
+                assert fit.exchanged.num_elements == count(build_network("resnet18", width=4))
                 assert 0 < fit.exchanged.selected < fit.exchanged.num_workers * fit.exchanged.num_elements
                 assert fit.metrics["sparse/density"] == pytest.approx(fit.exchanged.density)
+
+    @pytest.mark.parametrize(("architecture", "width"), [("googlenet", 64), ("senet18", 4)])
+    def test_other_networks(self, architecture, width):
+        arguments = (
+            f"--model.architecture={architecture}",
+            f"--model.width={width}",
+            "--data.device_augmentation=true",
+        )
+        recipe = f"--config={RESNET}/hard_threshold.yaml"
+        for fit in run_workers(fit_recipe, 2, recipe, *SMALL, *arguments, process_group=False):
+            assert fit.steps == 2
+            assert fit.exchanged.num_elements == count(build_network(architecture, width=width))
+            assert fit.exchanged.selected > 0
 
     def test_metrics_are_those_of_all_workers(self):
         first, second = run_workers(fit_recipe, 2, f"--config={RESNET}/dense.yaml", *SMALL, process_group=False)
@@ -188,8 +227,8 @@ class TestFit:
 
 def learn_digits():
     torch.manual_seed(0)
-    model = ResNet18Classifier(width=8, learning_rate=0.1, warmup_from=0.02, warmup_epochs=1, milestones=(3,))
-    data = CIFAR10DataModule(source="builtin", batch_size=64, num_workers=0)
+    model = ImageClassifier(width=8, learning_rate=0.1, warmup_from=0.02, warmup_epochs=1, milestones=(3,))
+    data = CIFARDataModule(source="builtin", batch_size=64, num_workers=0)
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
@@ -208,23 +247,68 @@ def learn_digits():
     }
 
 
+class TestNetworks:
+    @pytest.mark.parametrize(("architecture", "num_parameters"), PAPER_NUM_PARAMETERS.items())
+    def test_number_of_parameters_is_the_papers(self, architecture, num_parameters):
+        assert count(build_network(architecture)) == num_parameters
+
+    def test_the_papers_numbers(self):
+        assert PAPER_NUM_PARAMETERS == {"resnet18": 11_173_962, "googlenet": 6_166_250, "senet18": 11_260_354}
+
+    @pytest.mark.parametrize(
+        ("architecture", "width", "stages"),
+        [
+            ("resnet18", 4, {"layer1": (4, 32), "layer2": (8, 16), "layer3": (16, 8), "layer4": (32, 4)}),
+            ("senet18", 4, {"layer1": (4, 32), "layer2": (8, 16), "layer3": (16, 8), "layer4": (32, 4)}),
+            ("googlenet", 64, {"inception3b": (480, 32), "inception4e": (832, 16), "inception5b": (1024, 8)}),
+        ],
+    )
+    def test_keeps_the_resolution_in_the_stem(self, architecture, width, stages):
+        network = build_network(architecture, num_classes=7, width=width).eval()
+        found = {}
+        for name in stages:
+            network.get_submodule(name).register_forward_hook(
+                lambda module, inputs, output, name=name: found.__setitem__(name, tuple(output.shape))
+            )
+        assert network(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
+        assert found == {name: (2, channels, size, size) for name, (channels, size) in stages.items()}
+
+    @pytest.mark.parametrize("architecture", PAPER_NUM_PARAMETERS)
+    def test_every_parameter_has_a_gradient(self, architecture):
+        network = build_network(architecture, width=64 if architecture == "googlenet" else 4)
+        network(torch.randn(2, 3, 8, 8)).sum().backward()
+        assert all(parameter.grad is not None for parameter in network.parameters())
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"width": 0}, r"Invalid width=0\. Must be at least 1"),
+            ({"architecture": "googlenet", "width": 32}, r"Invalid width=32 for googlenet.* Leave it at 64"),
+            ({"architecture": "vgg"}, r"Invalid architecture='vgg'\. Must be one of resnet18, googlenet, senet18"),
+            ({"num_classes": 0}, r"Invalid num_classes=0\. Must be at least 1"),
+        ],
+    )
+    def test_refuses(self, arguments, message):
+        with pytest.raises(ValueError, match=message):
+            ImageClassifier(**arguments)
+
+
+def fit_hundred_classes():
+    trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", fast_dev_run=1, logger=False)
+    try:
+        trainer.fit(ImageClassifier(width=1, num_classes=100), CIFARDataModule(source="builtin", num_workers=0))
+    except ValueError as error:
+        return str(error), trainer.global_step
+
+
 class TestModel:
-    def test_number_of_parameters_is_the_papers(self):
-        assert sum(parameter.numel() for parameter in SmallImageResNet18().parameters()) == 11_173_962
-
-    def test_keeps_the_resolution_in_the_stem(self):
-        network = SmallImageResNet18(4).eval()
-        shapes = []
-        network.layer1.register_forward_hook(lambda module, inputs, output: shapes.append(tuple(output.shape)))
-        assert network(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
-        assert shapes == [(2, 4, 32, 32)]
-
-    def test_refuses_a_width_of_nothing(self):
-        with pytest.raises(ValueError, match=r"Invalid width=0\. Must be at least 1"):
-            SmallImageResNet18(0)
+    def test_refuses_data_of_another_number_of_classes(self):
+        for message, steps in run_workers(fit_hundred_classes, 2, process_group=False):
+            assert message == "The data has 10 classes, the model 100. Add --model.num_classes=10."
+            assert steps == 0
 
     def test_batch_norm_is_exempt_from_weight_decay(self):
-        network = SmallImageResNet18(4)
+        network = build_network("resnet18", width=4)
         names = {parameter: name for name, parameter in network.named_parameters()}
         decayed, exempt = parameter_groups(network, 1e-4)
         assert (decayed["weight_decay"], exempt["weight_decay"]) == (1e-4, 0.0)
@@ -236,10 +320,16 @@ class TestModel:
         assert decayed_names == set(names.values()) - exempt_names
         assert {"conv1.weight", "layer2.0.downsample.0.weight", "fc.weight", "fc.bias"} <= decayed_names
 
+    @pytest.mark.parametrize("architecture", ["googlenet", "senet18"])
+    def test_batch_norms_of_other_networks_are_exempt_too(self, architecture):
+        network = build_network(architecture)
+        _, exempt = parameter_groups(network, 1e-4)
+        assert len(exempt["params"]) == 2 * sum(isinstance(one, _BatchNorm) for one in network.modules())
+
     def test_learning_rate_by_epoch(self, monkeypatch):
         steps_per_epoch = 4
-        monkeypatch.setattr(ResNet18Classifier, "_steps_per_epoch", lambda self: steps_per_epoch)
-        configured = ResNet18Classifier(width=1).configure_optimizers()
+        monkeypatch.setattr(ImageClassifier, "_steps_per_epoch", lambda self: steps_per_epoch)
+        configured = ImageClassifier(width=1).configure_optimizers()
         optimizer, schedule = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
         assert configured["lr_scheduler"]["interval"] == "step"
         assert isinstance(optimizer, torch.optim.SGD)
@@ -265,16 +355,59 @@ class TestModel:
         assert result["learning_rate"] == pytest.approx(0.01)
 
 
-def refuse_to_fetch(*args, **kwargs):
-    raise URLError("no route to host")
+def write_images(dataset, root, *, images_per_file=4):
+    """Makes a small data set in CIFAR's format, unknown to its checksums; returns its folder."""
+    folder = Path(root) / dataset.base_folder
+    folder.mkdir()
+    random = np.random.default_rng(0)
+    labels = "labels" if dataset is CIFAR10 else "fine_labels"
+    for number, (name, _) in enumerate((*dataset.train_list, *dataset.test_list)):
+        content = {
+            "data": random.integers(0, 256, (images_per_file, 3 * 32 * 32), dtype=np.uint8),
+            labels: [(number + image) % 10 for image in range(images_per_file)],
+        }
+        (folder / name).write_bytes(pickle.dumps(content))
+    classes = {dataset.meta["key"]: [f"class {number}" for number in range(10)]}
+    (folder / dataset.meta["filename"]).write_bytes(pickle.dumps(classes))
+    return folder
 
 
-def fit_without_images(folder):
-    torchvision.datasets.cifar.download_and_extract_archive = refuse_to_fetch
-    try:
-        fit_recipe(f"--config={RESNET}/dense.yaml", *SMALL, "--data.source=cifar10", f"--data.root={folder}")
-    except SystemExit as ended:
-        return ended.code
+def checksums(folder):
+    return {path.name: hashlib.md5(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+def expect(dataset, md5, patch=setattr):
+    """Makes torchvision take the files of these checksums for the data set."""
+    patch(dataset, "train_list", [[name, md5[name]] for name, _ in dataset.train_list])
+    patch(dataset, "test_list", [[name, md5[name]] for name, _ in dataset.test_list])
+    patch(dataset, "meta", dataset.meta | {"md5": md5[dataset.meta["filename"]]})
+
+
+@pytest.fixture(params=[CIFAR10, CIFAR100], ids=["cifar10", "cifar100"])
+def dataset(request, monkeypatch):
+    """A data set that nothing is fetched of."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("fetched what is there already")
+
+    monkeypatch.setattr(data_module, "fetch", refuse)
+    return request.param
+
+
+@pytest.fixture
+def folder(dataset, tmp_path, monkeypatch):
+    """The folder of a small data set."""
+    folder = write_images(dataset, tmp_path)
+    expect(dataset, checksums(folder), monkeypatch.setattr)
+    return folder
+
+
+def opened(dataset, folder, **options):
+    options = {"root": str(folder.parent), "batch_size": 4, "num_workers": 0, **options}
+    data = CIFARDataModule(source="cifar10" if dataset is CIFAR10 else "cifar100", **options)
+    data.prepare_data()
+    data.setup("fit")
+    return data
 
 
 class TestData:
@@ -296,52 +429,237 @@ class TestData:
         train, val = ({tuple(image.flatten().tolist()) for image in part.tensors[0]} for part in digits())
         assert train.isdisjoint(val)
 
-    def test_augments_in_training_only(self):
-        image = torch.randint(0, 256, (3, 32, 32), dtype=torch.uint8)
-        plain = [transform(augment=False)(image) for _ in range(2)]
-        augmented = [transform(augment=True)(image) for _ in range(8)]
+    def test_reads_what_torchvision_reads(self, dataset, folder):
+        data = opened(dataset, folder)
+        assert data.num_classes == (10 if dataset is CIFAR10 else 100)
+        for train, images in ((True, data.train_images), (False, data.val_images)):
+            expected = dataset(folder.parent, train=train)
+            assert len(images) == len(expected)
+            assert images.tensors[0].dtype == torch.uint8
+            for (image, label), (picture, target) in zip(images, expected, strict=True):
+                assert torch.equal(image.permute(1, 2, 0), torch.from_numpy(np.array(picture)))
+                assert label == target
+
+    def test_augments_in_training_only(self, dataset, folder):
+        data = opened(dataset, folder, num_train_images=1)
+        plain = [torch.cat([images for images, _ in data.val_dataloader()]) for _ in range(2)]
         assert torch.equal(*plain)
-        assert len({tuple(one.flatten().tolist()) for one in augmented}) > 1
-        assert all(one.shape == (3, 32, 32) and one.dtype == torch.float32 for one in augmented)
-        mean, std = torch.tensor(data_module.CIFAR10_MEAN), torch.tensor(data_module.CIFAR10_STD)
-        torch.testing.assert_close(plain[0], ((image / 255).permute(1, 2, 0) - mean).div(std).permute(2, 0, 1))
+        mean, deviation = (torch.tensor(of[data.source]) for of in (data_module.MEANS, data_module.DEVIATIONS))
+        scaled = data.val_images.tensors[0].movedim(1, -1) / 255
+        torch.testing.assert_close(plain[0], ((scaled - mean) / deviation).movedim(-1, 1))
+        augmented = [images for _ in range(8) for images, _ in data.train_dataloader()]
+        assert all(images.shape == (1, 3, 32, 32) and images.dtype == torch.float32 for images in augmented)
+        assert len({tuple(images.flatten().tolist()) for images in augmented}) > 1
 
-    def test_says_which_file_to_put_where_without_a_network(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("torchvision.datasets.cifar.download_and_extract_archive", refuse_to_fetch)
-        data = CIFAR10DataModule(root=str(tmp_path))
-        with pytest.warns(UserWarning, match="CIFAR-10 could not be fetched: .*no route to host"):
-            data.prepare_data()
-        with pytest.raises(MissingDataError, match=r"Put cifar-10-python\.tar\.gz from http\S+ there") as caught:
-            data.setup("fit")
-        assert str(tmp_path) in str(caught.value)
-        assert "\n" not in str(caught.value)
+    @pytest.mark.parametrize("training", [True, False])
+    def test_augments_on_the_device_as_in_the_loader(self, dataset, folder, training):
+        batches = []
+        for device_augmentation in (False, True):
+            data = opened(dataset, folder, device_augmentation=device_augmentation)
+            data.trainer = SimpleNamespace(training=training, world_size=1)
+            torch.manual_seed(0)
+            loader = data.train_dataloader() if training else data.val_dataloader()
+            batch = next(iter(loader))
+            assert batch[0].dtype == (torch.uint8 if device_augmentation else torch.float32)
+            batches.append(data.on_after_batch_transfer(batch, 0))
+        (images, labels), (images_of_device, labels_of_device) = batches
+        assert torch.equal(images, images_of_device)
+        assert torch.equal(labels, labels_of_device)
 
-    def test_missing_images_end_every_worker_with_that_line(self, tmp_path):
-        first, second = run_workers(fit_without_images, 2, str(tmp_path), process_group=False)
-        assert "Put cifar-10-python.tar.gz" in first
-        assert second == 1
+    def test_crops_each_image_at_a_place_of_its_own(self):
+        torch.manual_seed(0)
+        # Every pixel says where it was; padding is zero.
+        image = torch.arange(1, 1 + 32 * 32, dtype=torch.int32).view(1, 32, 32)
+        cropped = crop_each(image.expand(2000, 3, 32, 32), padding=4)
+        assert cropped.shape == (2000, 3, 32, 32)
+        assert cropped.dtype == torch.int32
+        rows, columns = torch.arange(32).view(1, 1, 32, 1), torch.arange(32).view(1, 1, 1, 32)
+        inside = cropped > 0
+        down = torch.where(inside, (cropped - 1) // 32 - rows, 0)
+        right = torch.where(inside, (cropped - 1) % 32 - columns, 0)
+        places = set()
+        for moved_down, moved_right, kept in zip(down, right, inside, strict=True):
+            ((y, x),) = {*zip(moved_down[kept].tolist(), moved_right[kept].tolist(), strict=True)}
+            assert kept.sum() == 3 * (32 - abs(y)) * (32 - abs(x))
+            places.add((y, x))
+        assert places == {(y, x) for y in range(-4, 5) for x in range(-4, 5)}
+
+    def test_flips_each_image_or_not(self):
+        torch.manual_seed(0)
+        images = torch.randint(0, 256, (1000, 3, 4, 4), dtype=torch.uint8)
+        flipped = flip_each(images)
+        mirrored, same = ((flipped == one).flatten(1).all(1) for one in (images.flip(-1), images))
+        assert torch.equal(same, ~mirrored)
+        # Four standard deviations of a thousand fair coins.
+        assert mirrored.sum().item() == pytest.approx(500, abs=63)
+
+    def test_takes_the_first_images(self, dataset, folder):
+        data = opened(dataset, folder, num_train_images=3, num_val_images=2)
+        assert torch.equal(data.train_images.tensors[1], torch.tensor([0, 1, 2]))
+        assert len(data.val_images) == 2
+        with pytest.raises(ValueError, match=r"Invalid num_val_images=5\. There are 4"):
+            opened(dataset, folder, num_val_images=5)
+
+    @pytest.mark.parametrize("name", ["num_train_images", "num_val_images"])
+    def test_refuses_no_images(self, name):
+        with pytest.raises(ValueError, match=rf"Invalid {name}=0\. Must be at least 1"):
+            CIFARDataModule(**{name: 0})
+
+    def test_fills_up_with_ignored_images(self):
+        images = ImageBatches(torch.ones(7, 3, 2, 2), torch.arange(7))
+        filled = filled_up(images, 3)
+        assert filled.tensors[1].tolist() == [*range(7), IGNORED_LABEL, IGNORED_LABEL]
+        assert filled.tensors[0].sum(dim=(1, 2, 3)).tolist() == [12.0] * 7 + [0.0] * 2
+        assert len(filled_up(images, 7)) == 7
 
     @pytest.mark.skipif(
         "LIGHTNING_SPARSE_DATA" not in os.environ,
         reason="set LIGHTNING_SPARSE_DATA to a folder that holds cifar-10-batches-py to test with the real images",
     )
     def test_real_images(self, monkeypatch):
-        def refuse(*args, **kwargs):
-            raise AssertionError("fetched what is there already")
-
-        monkeypatch.setattr("torchvision.datasets.cifar.download_and_extract_archive", refuse)
-        data = CIFAR10DataModule(root=os.environ["LIGHTNING_SPARSE_DATA"], batch_size=1000, num_workers=0)
+        monkeypatch.setattr(data_module, "fetch", None)
+        data = CIFARDataModule(root=os.environ["LIGHTNING_SPARSE_DATA"], batch_size=1000, num_workers=0)
         data.prepare_data()
         data.setup("fit")
-        assert (len(data.train_images), len(data.val_images)) == (50_000, 10_000)
-        images, labels = next(iter(data.val_dataloader()))
-        assert images.shape == (1000, 3, 32, 32)
-        assert labels.bincount().tolist() == pytest.approx([100] * 10, abs=35)
-        # A thousand pictures, about a tenth of a deviation from the training set's mean and deviation.
-        torch.testing.assert_close(images.mean((0, 2, 3)), torch.zeros(3), atol=0.1, rtol=0)
-        torch.testing.assert_close(images.std((0, 2, 3)), torch.ones(3), atol=0.1, rtol=0)
-        images, _ = next(iter(data.train_dataloader()))
-        assert images.shape == (1000, 3, 32, 32)
+        images, labels = data.train_images.tensors
+        assert images.shape == (50_000, 3, 32, 32)
+        assert labels.bincount().tolist() == [5000] * 10
+        assert data.val_images.tensors[1].bincount().tolist() == [1000] * 10
+        values = torch.arange(256).double() / 255
+        for channel in range(3):
+            share = images[:, channel].flatten().bincount(minlength=256).double() / images[:, channel].numel()
+            mean = share @ values
+            assert mean.item() == pytest.approx(data_module.MEANS["cifar10"][channel], abs=5e-5)
+            deviation = (share @ (values - mean).square()).sqrt()
+            assert deviation.item() == pytest.approx(data_module.DEVIATIONS["cifar10"][channel], abs=5e-5)
+        batch, _ = next(iter(data.train_dataloader()))
+        assert batch.shape == (1000, 3, 32, 32)
+        assert batch.dtype == torch.float32
+
+
+class TestUnpack:
+    @pytest.fixture
+    def archive(self, dataset, folder, monkeypatch):
+        """The archive of the small data set, of which there is no folder."""
+        archive = folder.parent / "fetched.tar.gz"
+        with tarfile.open(archive, "w:gz") as content:
+            content.add(folder, folder.name)
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+        return archive
+
+    def test_fetches_and_unpacks(self, dataset, folder, archive, monkeypatch):
+        fetched = []
+        monkeypatch.setattr(data_module, "fetch", lambda *args, **kwargs: fetched.append((args, kwargs)) or archive)
+        for _ in range(2):
+            assert len(opened(dataset, folder).val_images) == 4
+        assert fetched == [((dataset.url, folder.parent / dataset.filename), {"md5": dataset.tgz_md5})]
+        assert {path.name for path in folder.parent.iterdir()} == {folder.name, archive.name}
+
+    def test_half_a_folder_is_never_taken_for_a_whole_one(self, dataset, folder, archive, monkeypatch):
+        def fill_the_disk(self, path, **kwargs):
+            (Path(path) / dataset.base_folder).mkdir()
+            (Path(path) / dataset.base_folder / "half").touch()
+            raise OSError("No space left on device")
+
+        monkeypatch.setattr(data_module, "fetch", lambda *args, **kwargs: archive)
+        monkeypatch.setattr(tarfile.TarFile, "extractall", fill_the_disk)
+        with pytest.raises(MissingDataError, match=r"CIFAR-10+ could not be unpacked: No space left on device"):
+            opened(dataset, folder)
+        assert {path.name for path in folder.parent.iterdir()} == {archive.name}
+
+    @pytest.mark.parametrize(("change", "state"), [(Path.unlink, "is missing"), (Path.touch, "is broken")])
+    @pytest.mark.parametrize("which", ["train_list", "test_list", "meta"])
+    def test_file_at_fault_is_named(self, dataset, folder, which, change, state):
+        entry = getattr(dataset, which)
+        path = folder / (entry["filename"] if which == "meta" else entry[-1][0])
+        path.write_bytes(path.read_bytes()[:-10])
+        change(path)
+        with pytest.raises(MissingDataError, match=rf"{path} {state}\. Delete the folder {folder} ") as caught:
+            opened(dataset, folder)
+        assert "\n" not in str(caught.value)
+
+
+def fit_images(root, md5):
+    CIFAR10.url = "http://127.0.0.1:1/cifar-10-python.tar.gz"  # where nobody listens
+    os.environ["no_proxy"] = "127.0.0.1"
+    if md5:
+        expect(CIFAR10, md5)
+    try:
+        images = ("--data.source=cifar10", f"--data.root={root}", "--data.device_augmentation=true")
+        return fit_recipe(f"--config={RESNET}/dense.yaml", *SMALL, *images)
+    except SystemExit as ended:
+        return ended.code
+
+
+class TestBadImages:
+    """Every worker ends, before training, and the first one says why in one line."""
+
+    def test_missing(self, tmp_path):
+        first, second = run_workers(fit_images, 2, str(tmp_path), None, process_group=False)
+        archive = tmp_path / "cifar-10-python.tar.gz"
+        assert first.startswith(f"{archive.name} is missing and could not be fetched: ")
+        assert first.endswith(f"Put the file from http://127.0.0.1:1/{archive.name} at {archive}.")
+        assert "\n" not in first
+        assert second == 1
+
+    def test_truncated_batch(self, tmp_path):
+        folder = write_images(CIFAR10, tmp_path, images_per_file=64)
+        md5 = checksums(folder)
+        path = folder / "data_batch_3"
+        content = path.read_bytes()
+        path.write_bytes(content[: len(content) // 2])
+        first, second = run_workers(fit_images, 2, str(tmp_path), md5, process_group=False)
+        assert first.startswith(f"CIFAR-10: {path} is broken. Delete the folder {folder} ")
+        assert "\n" not in first
+        assert second == 1
+
+        path.write_bytes(content)
+        for fit in run_workers(fit_images, 2, str(tmp_path), md5, process_group=False):
+            assert fit.steps == 2
+
+
+NUM_UNEVEN = 37
+
+
+def evaluate(num_workers):
+    """Returns what each way of evaluation says about the same weights."""
+    torch.manual_seed(0)
+    # A step that changes nothing, so that DDP wraps the model and the weights do not depend on the number of workers.
+    model = ImageClassifier(width=2, learning_rate=1e-30, warmup_from=1e-30, weight_decay=0.0)
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            module.momentum = 0.0
+    data = CIFARDataModule(source="builtin", batch_size=4, num_workers=0, num_val_images=NUM_UNEVEN)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=num_workers,
+        strategy="ddp" if num_workers > 1 else "auto",
+        max_epochs=1,
+        limit_train_batches=1,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    trainer.fit(model, data)
+    found = {f"{name} in fit": value.item() for name, value in trainer.callback_metrics.items() if "val/" in name}
+    return found | trainer.validate(model, data, verbose=False)[0] | trainer.test(model, data, verbose=False)[0]
+
+
+class TestEvaluation:
+    def test_counts_no_image_twice(self):
+        (alone,) = run_workers(evaluate, 1, 1, process_group=False)
+        assert alone["val/accuracy"] * NUM_UNEVEN == pytest.approx(round(alone["val/accuracy"] * NUM_UNEVEN), abs=1e-5)
+        assert alone["val/accuracy"] == alone["test/accuracy"] == alone["val/accuracy in fit"]
+        # Of three workers two have a last batch in which no image counts.
+        for num_workers in (2, 3):
+            for worker in run_workers(evaluate, num_workers, num_workers, process_group=False):
+                assert worker.keys() == alone.keys()
+                for name, value in alone.items():
+                    tolerance = 0 if "accuracy" in name else 1e-5  # the loss is a sum in another order
+                    assert worker[name] == pytest.approx(value, rel=tolerance, abs=0), (num_workers, name)
 
 
 class TestDemo:
