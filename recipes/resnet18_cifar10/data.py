@@ -117,8 +117,8 @@ class CIFARDataModule(LightningDataModule):
         """Reads the images; collective where there is a process group.
 
         Raises:
-            MissingDataError: CIFAR is not there and could not be fetched, or a file is broken, on this worker or another
-                one; the message names it.
+            MissingDataError: CIFAR is not there and could not be fetched, or a file is broken, on any worker;
+                the message names it.
             ValueError: more images asked for than there are.
         """
         try:
