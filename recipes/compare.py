@@ -12,6 +12,7 @@ that was stopped goes on where it was. The recipe must log every step (``log_eve
 
 import argparse
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -51,15 +52,17 @@ def main() -> None:
     parser.add_argument("--variant", action="append", required=True, metavar="'LABEL: ARGUMENTS'", dest="variants")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--output", type=Path, default=REPOSITORY / "comparison")
-    parser.add_argument("common", nargs="*", help="arguments of all runs, after --")
-    arguments = parser.parse_args()
+    parser.epilog = "Arguments of all runs follow after --"
+    given = [*sys.argv[1:], "--"]
+    own_end = given.index("--")
+    arguments, common = parser.parse_args(given[:own_end]), given[own_end + 1 : -1]
     variants = dict(map(labelled, arguments.variants))
     outcomes: dict[str, list[Outcome]] = {label: [] for label in variants}
     # Seed by seed, so that what else the machine does falls on all variants alike.
     for seed in arguments.seeds:
         for label, own in variants.items():
-            folder = arguments.output / arguments.config.parent.name / label.replace(" ", "_") / str(seed)
-            run(arguments.config, folder, [f"--seed_everything={seed}", *arguments.common, *own])
+            folder = arguments.output / arguments.config.parent.name / re.sub(r"[^\w.]+", "_", label) / str(seed)
+            run(arguments.config, folder, [f"--seed_everything={seed}", *common, *own])
             outcomes[label].append(outcome(folder, arguments.metric))
     print(table(outcomes, arguments.metric))
 
@@ -81,7 +84,7 @@ def run(config: Path, folder: Path, arguments: list[str]) -> None:
     # One thread each: workers on one machine would otherwise get in each other's way.
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     done = subprocess.run(
-        [*command, *arguments, "--trainer.enable_progress_bar=false"],
+        [*command, *arguments],
         env=environment,
         check=False,
         stdout=subprocess.PIPE,

@@ -1,0 +1,74 @@
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes.compare import Outcome, labelled, table
+
+PROJECT = Path(__file__).parents[2]
+
+
+def compare(output):
+    command = [sys.executable, "-m", "recipes.compare", "recipes/resnet18_cifar10/demo.yaml", "--seeds", "1"]
+    command += ["--metric", "val/accuracy", "--output", str(output)]
+    command += ["--variant", "dense: --trainer.strategy=ddp"]
+    command += ["--variant", "hard threshold, λ = 1: --trainer.strategy.threshold=1.0", "--"]
+    command += ["--trainer.max_epochs=1", "--trainer.check_val_every_n_epoch=1", "--model.width=4"]
+    return subprocess.run(command, capture_output=True, text=True, cwd=PROJECT, check=False)
+
+
+def test_a_comparison_runs_every_variant_once_and_can_be_drawn(tmp_path):
+    first = compare(tmp_path)
+    assert first.returncode == 0, first.stderr
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in first.stdout.splitlines()]
+    assert [row[0] for row in rows] == ["", "---", "dense", "hard threshold, λ = 1"]
+    dense, sparse = rows[2:]
+    assert dense[2:5:2] == ["100.00 %", "1.0"]
+    assert float(sparse[2].split()[0]) < 5
+    assert float(sparse[4]) > 5
+
+    again = compare(tmp_path)
+    assert again.stdout == first.stdout
+    assert again.stderr == ""  # nothing was run
+
+    folders = [next(path.parent for path in tmp_path.rglob(f"{name}*/1")) / "1" for name in ("dense", "hard")]
+    picture = tmp_path / "curves.png"
+    command = [sys.executable, "-m", "recipes.plot", "--output", str(picture)]
+    command += [f"{label}={folder}" for label, folder in zip(("dense", "λ = 1"), folders, strict=True)]
+    subprocess.run(command, cwd=PROJECT, check=True)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_variant_that_fails_shows_what_the_run_said_and_leaves_nothing(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "recipes.compare",
+        "recipes/resnet18_cifar10/demo.yaml",
+        "--metric",
+        "val/accuracy",
+    ]
+    command += ["--output", str(tmp_path), "--variant", "wrong: --trainer.strategy.threshold=-1"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=PROJECT, check=False)
+    assert done.returncode == 1
+    assert re.search(r"threshold=-1.*Must be a finite number of at least 0", done.stderr)
+    assert not list(tmp_path.rglob("1"))
+
+
+def test_a_table_has_mean_and_deviation_over_seeds():
+    runs = [Outcome(0.5, 0.01, 2e6, 100e6, 0.030), Outcome(0.7, 0.03, 2e6, 100e6, 0.050)]
+    last = table({"sparse": runs}, "accuracy").splitlines()[-1]
+    assert last == "| sparse | 0.6000 ± 0.1414 | 2.00 ± 1.41 % | 2.0 | 50.0 | 40 ms |"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("dense: --trainer.strategy=ddp", ("dense", ["--trainer.strategy=ddp"])),
+        ("λ = 1: --a=1 '--b=[1, 2]'", ("λ = 1", ["--a=1", "--b=[1, 2]"])),
+    ],
+)
+def test_a_variant_is_a_label_and_arguments(text, expected):
+    assert labelled(text) == expected
