@@ -5,8 +5,9 @@ Importing this package registers ``Trainer(strategy="ddp_hardthreshold")`` and i
 
 from lightning_sparse._version import __version__ as __version__
 from lightning_sparse.callbacks import DensityMonitor, ErrorMonitor
-from lightning_sparse.comm_hook import SparseState, register_comm_hook
+from lightning_sparse.comm_hook import register_comm_hook
 from lightning_sparse.metrics import AverageDensity, TotalError
+from lightning_sparse.sparse_state import SparseState
 from lightning_sparse.sparsifiers import HardThreshold, Sparsifier, TopK
 from lightning_sparse.step_stats import StepStats
 from lightning_sparse.strategy import DDPHardThresholdStrategy, SparseDDPStrategy, register_strategies

@@ -12,10 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sparse.comm_hook import SparseState, attach, learning_rates_of, loss_scale_of
+from lightning_sparse.comm_hook import attach, learning_rates_of, loss_scale_of
 from lightning_sparse.exchange import ExchangeMode
 from lightning_sparse.options import ErrorFeedback, ExchangeOptions
 from lightning_sparse.payload import ValueDtype
+from lightning_sparse.sparse_state import SparseState
 from lightning_sparse.sparsifiers import HardThreshold, Sparsifier, TopK
 from lightning_sparse.step_stats import StepStats
 
@@ -41,7 +42,7 @@ class SparseDDPStrategy(DDPStrategy):
             (``find_unused_parameters``, ``static_graph``, ``bucket_cap_mb``, ``process_group_backend``, …).
 
     Attributes:
-        state: the :class:`~lightning_sparse.comm_hook.SparseState` of the running or last ``fit``, None before.
+        state: the :class:`~lightning_sparse.sparse_state.SparseState` of the running or last ``fit``, None before.
 
     Raises:
         ValueError: an invalid option, or a DDP argument that a sparse exchange cannot honour.

@@ -23,6 +23,7 @@ ROOMS = (
     "options",
     "parameter_use",
     "step_stats",
+    "sparse_state",
     "comm_hook",
     "metrics",
     "strategy",

@@ -1,0 +1,276 @@
+"""One step of sparsified data-parallel training, and everything that a worker keeps from one step to the next.
+
+DDP's communication hook brings the buckets one by one, in the same order on all workers, while backward runs. For each:
+
+1. compensate    p = e + g / S, in the residual's memory
+2. select        the sparsifier picks coordinates of p, none of parameters that this backward did not reach
+3. keep          e' = p − out stays in the residual
+4. exchange      g' = S · (1/n) Σ_i out_i replaces g in the bucket
+
+and with the last bucket:
+
+5. account       one look at all headers: the numbers of the step, calibration, the choice of exchange for the next
+6. take back     if a worker found a non-finite value and losses are scaled, the optimizer will skip this step: the
+                 residuals become what they were before anything was sent
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities import rank_zero_info
+from torch import Tensor
+
+from lightning_sparse.exchange import Exchange
+from lightning_sparse.options import ExchangeOptions
+from lightning_sparse.parameter_use import ParameterUse, without
+from lightning_sparse.payload import PayloadFormat, round_to_wire, wire_dtype
+from lightning_sparse.residual import ResidualMemory, compensate, keep_rest, rescale, take_back
+from lightning_sparse.sparsifiers import HardThreshold, LayerLayout, Selection, Sparsifier
+from lightning_sparse.step_stats import SELECTED, StepStats, header_fields, local_header, squared_norm, step_stats
+from lightning_sparse.threshold_rules import ThresholdCalibration
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
+else:
+    from torch.distributed import GradBucket
+
+LearningRates = Mapping[Tensor, float]
+
+
+@dataclass
+class _Bucket:
+    """One bucket on its way through a step; the fields without a default are there from the start."""
+
+    index: int
+    layout: LayerLayout
+    gradient: Tensor
+    future: torch.futures.Future[Tensor]
+    residual: Tensor
+    unused: list[tuple[int, int]]
+    selection: Selection | None = None
+    headers: Tensor | None = None
+    payload_bytes: int = 0
+
+
+class SparseState:
+    """Everything that one worker keeps between steps; the state of the communication hook.
+
+    Args:
+        sparsifier: chooses what is sent. Copied, so that calibration never changes the caller's own.
+        options: how gradients are exchanged.
+        parameter_names: the name of every parameter that DDP may bring.
+        group: DDP's process group.
+        loss_scale: returns S of the running step as a tensor of one element, or None where losses are not scaled.
+        learning_rates: returns the learning rate of every optimized parameter in the running step; called only with
+            ``error_feedback="learning_rate"``.
+        per_layer_stats: whether :class:`StepStats` holds numbers of every layer.
+        allows_unused_parameters: whether a backward may leave parameters out.
+
+    Attributes:
+        sparsifier: this state's own sparsifier; a calibrated λ is in it once calibration has ended.
+        residuals: what was not sent so far.
+        calibration: the running calibration, None when there is none.
+        last_step: the numbers of the last exchange, None before the first.
+    """
+
+    def __init__(
+        self,
+        sparsifier: Sparsifier,
+        options: ExchangeOptions,
+        parameter_names: Mapping[Tensor, str],
+        *,
+        group: dist.ProcessGroup | None = None,
+        loss_scale: Callable[[], Tensor | None] = lambda: None,
+        learning_rates: Callable[[], LearningRates] = dict,
+        per_layer_stats: bool = False,
+        allows_unused_parameters: bool = False,
+    ) -> None:
+        self.sparsifier = copy.deepcopy(sparsifier)
+        self.options = options
+        self.per_layer_stats = per_layer_stats
+        self.residuals = ResidualMemory()
+        self.calibration: ThresholdCalibration | None = None
+        self.last_step: StepStats | None = None
+        if isinstance(self.sparsifier, HardThreshold) and self.sparsifier.density is not None:
+            self.calibration = ThresholdCalibration(self.sparsifier.density, self.sparsifier.calibration_steps)
+        self._parameter_names = dict(parameter_names)
+        self._exchange = Exchange(options.exchange, group)
+        self._is_rank_zero = dist.get_rank(group) == 0
+        self._loss_scale = loss_scale
+        self._learning_rates = learning_rates
+        self._last_learning_rates: dict[str, float] = {}
+        self._layouts: dict[tuple[int, ...], LayerLayout] = {}
+        self._subscribers: list[Callable[[StepStats], None]] = []
+        self._use = ParameterUse(parameter_names) if allows_unused_parameters else None
+        # Of the running step:
+        self._scale: Tensor | None = None
+        self._rescaling: dict[str, float] = {}
+        self._buckets: list[_Bucket] = []
+
+    def subscribe(self, receiver: Callable[[StepStats], None]) -> None:
+        """Calls the receiver with the numbers of every step from now on, at the end of its exchange.
+
+        It runs inside backward, on every worker: it must be quick and must not communicate.
+        """
+        self._subscribers.append(receiver)
+
+    def close(self) -> None:
+        """Takes off the model what this state put there, apart from the hook itself, which DDP cannot remove."""
+        if self._use is not None:
+            self._use.close()
+
+    def receive(self, grad_bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Takes a bucket through the step, or puts it aside where clipping must see all of them first. Collective."""
+        if grad_bucket.index() == 0:
+            self._begin_step()
+        bucket = self._open(grad_bucket)
+        self._buckets.append(bucket)
+        if self.options.local_clip_norm is None:
+            self._process(bucket)
+        elif grad_bucket.is_last():
+            clip_gradient([one.gradient for one in self._buckets], self.options.local_clip_norm, self._scale)
+            for one in self._buckets:
+                self._process(one)
+        if grad_bucket.is_last():
+            self._end_step()
+        return bucket.future
+
+    def _begin_step(self) -> None:
+        self._buckets.clear()  # an exception may have broken off the last backward in its middle
+        self._scale = self._loss_scale()
+        if self.options.error_feedback == "learning_rate":
+            self._rescaling = self._learning_rate_ratios()
+
+    def _open(self, grad_bucket: GradBucket) -> _Bucket:
+        gradient = grad_bucket.buffer()
+        parameters = grad_bucket.parameters()
+        key = tuple(map(id, parameters))
+        if key not in self._layouts:
+            names = tuple(self._parameter_names[parameter] for parameter in parameters)
+            self._layouts[key] = LayerLayout(names, tuple(parameter.numel() for parameter in parameters))
+        layout = self._layouts[key]
+        future: torch.futures.Future[Tensor] = torch.futures.Future(
+            devices=None if gradient.device.type == "cpu" else [gradient.device]
+        )
+        residual = self.residuals.bucket(grad_bucket.index(), layout, gradient)
+        unused = [] if self._use is None else self._use.unused_spans(layout)
+        for start, end in unused:
+            gradient[start:end].zero_()
+        return _Bucket(grad_bucket.index(), layout, gradient, future, residual, unused)
+
+    def _process(self, bucket: _Bucket) -> None:
+        gradient, residual, layout = bucket.gradient, bucket.residual, bucket.layout
+        squared_gradient_norm = None
+        if self.calibration is not None:
+            squared_gradient_norm = squared_norm(gradient)
+            if self._scale is not None:
+                squared_gradient_norm /= self._scale.double().square()
+
+        # 1. compensate
+        rescale(residual, layout, self._rescaling)
+        compensated = compensate(residual, gradient, self._scale)
+
+        # 2. select
+        selected = without(self.sparsifier.select(compensated, layout), bucket.unused, layout.num_elements)
+        travels_as = wire_dtype(self.options.value_dtype, compensated.dtype)
+        sent = Selection(selected.indices, round_to_wire(selected.values, travels_as))
+
+        # 3. keep the rest
+        keep_rest(compensated, *sent)
+        if self.options.error_feedback == "none":
+            residual.zero_()
+
+        # 4. exchange
+        header = local_header(
+            sent, residual, layout, squared_gradient_norm=squared_gradient_norm, per_layer=self.per_layer_stats
+        )
+        payload_format = PayloadFormat(layout.num_elements, header_fields(layout, self.per_layer_stats), travels_as)
+        average = gradient if gradient.dtype == residual.dtype else torch.empty_like(residual)
+        exchanged = self._exchange.average(bucket.index, payload_format, sent, header, average)
+        if self._scale is not None:
+            average.mul_(self._scale)
+        if average is not gradient:
+            gradient.copy_(average)
+        bucket.selection, bucket.headers, bucket.payload_bytes = sent, exchanged.headers, exchanged.payload_bytes
+        bucket.future.set_result(gradient)
+
+    def _end_step(self) -> None:
+        buckets, self._buckets = self._buckets, []
+        if self._use is not None:
+            self._use.forget()
+
+        # 5. account, with the step's only wait for the device
+        headers = _to_cpu([bucket.headers for bucket in buckets if bucket.headers is not None])
+        stats = step_stats(
+            0 if self.last_step is None else self.last_step.step + 1,
+            [bucket.layout for bucket in buckets],
+            headers,
+            payload_bytes=sum(bucket.payload_bytes for bucket in buckets),
+            dense_bytes=sum(bucket.gradient.numel() * bucket.gradient.itemsize for bucket in buckets),
+            threshold=self.sparsifier.current_threshold,
+        )
+        self.last_step = stats
+        for bucket, header in zip(buckets, headers, strict=True):
+            self._exchange.remember(bucket.index, bucket.layout.num_elements, int(header[:, SELECTED].max()))
+        if self.calibration is not None:
+            self.calibration.observe(stats.squared_gradient_norm)
+            if self.calibration.is_complete:
+                self._fix_threshold(self.calibration, stats.num_elements)
+
+        # 6. take back
+        if self._scale is not None and stats.non_finite and self.options.error_feedback != "none":
+            for bucket in buckets:
+                if bucket.selection is not None:
+                    take_back(bucket.residual, *bucket.selection)
+
+        for receiver in self._subscribers:
+            receiver(stats)
+
+    def _fix_threshold(self, calibration: ThresholdCalibration, num_elements: int) -> None:
+        assert isinstance(self.sparsifier, HardThreshold)
+        threshold = calibration.threshold(num_elements)
+        self.sparsifier.fix_threshold(threshold)
+        self.calibration = None
+        if self._is_rank_zero:
+            rank_zero_info(
+                f"lightning_sparse: calibrated the threshold to {threshold:.6g} over {calibration.measured_steps} "
+                f"steps, for a density of {calibration.density:g} of {num_elements:,} elements."
+            )
+
+    def _learning_rate_ratios(self) -> dict[str, float]:
+        """lr_{t-1} / lr_t by parameter name. A step with lr 0 has no ratio: it leaves residuals and lr_{t-1} alone."""
+        ratios: dict[str, float] = {}
+        for parameter, learning_rate in self._learning_rates().items():
+            name = self._parameter_names.get(parameter)
+            if name is None or learning_rate == 0:
+                continue
+            ratios[name] = self._last_learning_rates.get(name, learning_rate) / learning_rate
+            self._last_learning_rates[name] = learning_rate
+        return ratios
+
+
+def clip_gradient(gradients: Sequence[Tensor], max_norm: float, loss_scale: Tensor | None = None) -> None:
+    """Scales the gradients in place so that their common norm is at most max_norm, as torch's clip_grad_norm_ does.
+
+    Args:
+        gradients: the parts of one gradient.
+        max_norm: in units of the unscaled gradient.
+        loss_scale: S by which the gradients are still multiplied; None is 1.
+    """
+    norm = torch.stack([squared_norm(part) for part in gradients]).sum().sqrt()
+    if loss_scale is not None:
+        norm = norm / loss_scale
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for part in gradients:
+        part.mul_(factor)
+
+
+def _to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies tensors to the CPU in one transfer."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors]).cpu()
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
