@@ -114,6 +114,8 @@ def table(outcomes: dict[str, list[Outcome]], metric: str) -> str:
     """Returns a Markdown table: mean and standard deviation over the seeds."""
 
     def spread(values: list[float], digits: int) -> str:
+        if fmean(values) >= 10:  # a perplexity or a percentage, not a share
+            digits = 1
         deviation = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
         return f"{fmean(values):.{digits}f}{deviation}"
 

@@ -26,7 +26,8 @@ def fetch(url: str, path: Path, *, md5: str | None = None, user_agent: str | Non
 
     1. A file that is there is taken if its md5 is right (without ``md5``: as it is), without a connection.
     2. Else it is fetched to ``<path>.part``. What an earlier attempt left there is completed if the server sends
-       ranges; without ``md5`` it is not, since nothing could tell whether both halves are of the same file.
+       ranges and either ``md5`` or the server's own version of the file (its ETag or date, kept in
+       ``<path>.part.version``) can tell that both halves are of the same file.
     3. Length and md5 are checked, the bytes are on the disk, and only then is it renamed to ``path``.
 
     Not collective: call it in ``LightningDataModule.prepare_data``, on one process per node. What it raises there
@@ -54,9 +55,11 @@ def fetch(url: str, path: Path, *, md5: str | None = None, user_agent: str | Non
                         _complete(url, file, md5, user_agent or USER_AGENT)
                     os.fsync(file.fileno())
                     part.replace(path)
+                    _version_file(part).unlink(missing_ok=True)
         found = md5 and _md5(path)
     except (OSError, HTTPException) as error:
-        kept = part.stat().st_size if md5 and part.exists() else 0
+        resumable = part.exists() and (md5 or _version_file(part).exists())
+        kept = part.stat().st_size if resumable else 0
         again = f" The first {kept:,} bytes are in {part.name}; run it again to fetch the rest." if kept else ""
         raise MissingDataError(
             f"{path.name} is missing and could not be fetched: {_reason(error)}. Put the file from {url} at "
@@ -94,7 +97,7 @@ def _locked(part: Path) -> Iterator[BinaryIO]:
 
 def _complete(url: str, file: BinaryIO, md5: str | None, user_agent: str) -> None:
     """Fetches what the file lacks; if the result is wrong because of what it began with, the whole of it."""
-    if md5 is None:
+    if md5 is None and not _version_file(Path(file.name)).exists():
         file.truncate(0)
     offset = os.fstat(file.fileno()).st_size
     found = None
@@ -116,12 +119,21 @@ def _complete(url: str, file: BinaryIO, md5: str | None, user_agent: str) -> Non
 def _download(url: str, file: BinaryIO, offset: int, user_agent: str) -> None:
     """Appends to the first ``offset`` bytes of the file what follows them, or all of it if the server sends all."""
     headers = {"User-Agent": user_agent, "Accept-Encoding": "identity"}
+    version_file = _version_file(Path(file.name))
     if offset:
         headers["Range"] = f"bytes={offset}-"
+        if version_file.exists():
+            headers["If-Range"] = version_file.read_text()  # a server that has another version now sends all of it
     response: HTTPResponse
     with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=READ_TIMEOUT_SECONDS) as response:
         if response.status != 206:
             offset = 0
+            version_file.unlink(missing_ok=True)
+            # A weak ETag does not promise equal bytes.
+            version = response.headers.get("ETag", "W/")
+            version = response.headers.get("Last-Modified") if version.startswith("W/") else version
+            if version:
+                version_file.write_text(version)
         elif not response.headers.get("Content-Range", "").startswith(f"bytes {offset}-"):
             raise HTTPException(f"the server sent another range than asked for: {response.headers['Content-Range']}")
         announced = response.headers.get("Content-Length")
@@ -141,6 +153,10 @@ def _download(url: str, file: BinaryIO, offset: int, user_agent: str) -> None:
     received = os.fstat(file.fileno()).st_size
     if total is not None and received != total:
         raise HTTPException(f"the connection ended after {received:,} of {total:,} bytes")
+
+
+def _version_file(part: Path) -> Path:
+    return part.with_name(f"{part.name}.version")
 
 
 def _reason(error: Exception) -> str:

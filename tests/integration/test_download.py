@@ -25,8 +25,9 @@ class Handler(BaseHTTPRequestHandler):
             self.send_error(404)
             return
         start = 0
+        same = self.headers.get("If-Range", server.etag) == server.etag
         asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
-        if asked and server.ranges:
+        if asked and server.ranges and same:
             start = int(asked[1])
             if start >= len(server.content):
                 self.send_error(416)
@@ -36,6 +37,8 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Range", f"bytes {start}-{last}/{len(server.content)}")
         else:
             self.send_response(200)
+        if server.etag:
+            self.send_header("ETag", server.etag)
         body = server.content[start:]
         if server.announce:
             self.send_header("Content-Length", str(len(body)))
@@ -51,7 +54,7 @@ class Handler(BaseHTTPRequestHandler):
 def server(monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.content, server.requests = CONTENT, []
+    server.content, server.requests, server.etag = CONTENT, [], None
     server.ranges, server.announce, server.break_after = True, True, None
     server.url = f"http://127.0.0.1:{server.server_port}/data.bin"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -157,6 +160,30 @@ class TestBrokenConnection:
         part_of(path).write_bytes(CONTENT + b"more")
         assert fetch(server.url, path, md5=MD5).read_bytes() == CONTENT
         assert [request.get("Range") for request in server.requests] == [f"bytes={len(CONTENT) + 4}-", None]
+
+    def test_is_resumed_without_md5_where_the_server_names_its_version(self, server, path):
+        server.etag, server.break_after = '"one"', 300_000
+        with pytest.raises(MissingDataError, match=r"The first 300,000 bytes are in data\.bin\.part"):
+            fetch(server.url, path)
+        server.break_after = None
+        assert fetch(server.url, path).read_bytes() == CONTENT
+        assert server.requests[-1]["Range"] == "bytes=300000-"
+        assert names(path) == ["data.bin"]
+
+    def test_starts_again_without_md5_where_the_server_has_another_version(self, server, path):
+        server.etag, server.break_after = '"one"', 300_000
+        with pytest.raises(MissingDataError):
+            fetch(server.url, path)
+        server.break_after, server.etag, server.content = None, '"two"', CONTENT[::-1]
+        assert fetch(server.url, path).read_bytes() == CONTENT[::-1]
+
+    def test_is_not_resumed_without_md5_by_a_weak_version(self, server, path):
+        server.etag, server.break_after = 'W/"one"', 300_000
+        with pytest.raises(MissingDataError):
+            fetch(server.url, path)
+        server.break_after = None
+        fetch(server.url, path)
+        assert "Range" not in server.requests[-1]
 
     def test_is_not_resumed_without_md5(self, server, path):
         server.break_after = 300_000
