@@ -236,11 +236,11 @@ def test_a_model_of_several_dtypes_is_exchanged_in_each():
         assert dtypes == {"first": torch.float32, "second": torch.float64, "sometimes": torch.float32}
 
 
-def _auto_falls_back():
-    # Ten steps: everything is sent, then almost nothing, then everything again.
+def _payload_bytes(exchange):
+    # Seven steps: everything is sent, then almost nothing, then everything again.
     torch.manual_seed(0)
     model = torch.nn.Linear(300, 10, bias=False)
-    ddp, state = wrapped(HardThreshold(1.0), model, bucket_cap_mb=25)
+    ddp, state = wrapped(HardThreshold(1.0), model, bucket_cap_mb=25, exchange=exchange)
     payload_bytes = []
     for size in (2.0, 2.0, 1e-3, 1e-3, 1e-3, 2.0, 2.0):
         ddp.zero_grad()
@@ -250,12 +250,19 @@ def _auto_falls_back():
 
 
 def test_auto_gathers_what_is_sparse_and_reduces_what_is_not():
-    for payload_bytes, dense_bytes in run_workers(_auto_falls_back, 2):
+    for payload_bytes, dense_bytes in run_workers(_payload_bytes, 2, "auto"):
         first, everything, nothing_yet, nothing, still, jump, everything_again = payload_bytes
         assert first == everything == nothing_yet == everything_again
         assert dense_bytes <= first <= dense_bytes + 100
         assert nothing == still < 100
         assert jump > dense_bytes  # what follows a sparse step is gathered, whatever it is; nothing is dropped
+
+
+def test_a_forced_exchange_is_kept_to():
+    for payload_bytes, dense_bytes in run_workers(_payload_bytes, 2, "dense"):
+        assert all(dense_bytes <= sent <= dense_bytes + 100 for sent in payload_bytes)
+    for payload_bytes, dense_bytes in run_workers(_payload_bytes, 2, "gather"):
+        assert [sent > dense_bytes for sent in payload_bytes] == [True, True, False, False, False, True, True]
 
 
 def _compiled_module_keeps_its_names():
@@ -373,3 +380,18 @@ def test_a_gradient_of_an_earlier_step_is_not_taken_for_a_new_one():
         assert torch.equal(before, after)
         assert torch.equal(left_over, gradient)  # as under plain DDP, the user's own gradient is untouched
         assert left_over.tolist() == [2.0, 0.0]
+
+
+def _calibrated_threshold(scaled):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
+    model, state = wrapped(HardThreshold(density=0.5, calibration_steps=2), grad_scaler=scaler)
+    for size in (1.0, 3.0):
+        model.zero_grad()
+        scaler.scale(model(torch.full((4,), size), torch.zeros(3), torch.zeros(2))).backward()
+    return state.sparsifier.threshold
+
+
+def test_a_loss_scale_does_not_change_the_calibrated_threshold():
+    expected = pytest.approx(((4 + 36) / 2 / (0.5 * 9)) ** 0.5)
+    assert run_workers(_calibrated_threshold, 2, True) == [expected] * 2
+    assert run_workers(_calibrated_threshold, 2, False) == [expected] * 2

@@ -78,11 +78,14 @@ def test_threshold_zero_selects_everything():
     assert HardThreshold(0.0).select(torch.zeros(6), LAYOUT).indices.tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_the_threshold_itself_is_selected_although_float32_cannot_hold_it():
-    below, above = torch.tensor(0.1).nextafter(torch.tensor(0.0)), torch.tensor(0.1)
-    assert above.item() > 0.1 > below.item()
-    layout = LayerLayout(("w",), (2,))
-    assert HardThreshold(0.1).select(torch.stack([below, above]), layout).indices.tolist() == [1]
+@pytest.mark.parametrize("threshold", [0.1, 0.7])
+def test_the_threshold_is_exact_although_float32_cannot_hold_it(threshold):
+    # float32 has 0.1 too large and 0.7 too small: the nearest float32 is selected in the one case and not in the other.
+    nearest = torch.tensor(threshold)
+    values = torch.stack([nearest.nextafter(torch.tensor(0.0)), nearest, nearest.nextafter(torch.tensor(INF))])
+    expected = [i for i, value in enumerate(values.tolist()) if value >= threshold]
+    assert len(expected) == (2 if threshold == 0.1 else 1)
+    assert HardThreshold(threshold).select(values, LayerLayout(("w",), (3,))).indices.tolist() == expected
 
 
 @pytest.mark.parametrize("sparsifier", [HardThreshold(1.0), TopK(0.5)])
