@@ -1,0 +1,61 @@
+"""How long does a MovieLens ratings file of 20 million rows take to load, and how much memory?
+
+    python -m benchmarks.ratings_loading [--rows 20000000]
+
+Generates a file of MovieLens-20M's users, items and columns in a temporary folder (0.5 GB), reads it once without and
+once with the cache, and prints seconds and the peak memory of this process so far.
+"""
+
+import argparse
+import resource
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from recipes.ncf_movielens.ratings import load_ratings
+
+USERS, ITEMS = 138_493, 26_744
+
+
+def main() -> None:
+    """Generates, loads twice, prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=20_000_000)
+    rows = parser.parse_args().rows
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "ratings.csv"
+        write_ratings(path, rows)
+        print(f"{path.stat().st_size / 1e6:,.0f} MB, about {rows:,} rows")
+        for name in ("from the file", "from the cache"):
+            started = time.perf_counter()
+            ratings = load_ratings(path)
+            seconds = time.perf_counter() - started
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            print(f"{name}: {seconds:.1f} s, {len(ratings.users):,} training interactions, peak {peak / 1e9:.2f} GB")
+
+
+def write_ratings(path: Path, rows: int) -> None:
+    """Writes ratings of distinct (user, movie) pairs, every user with at least two, a tenth of them at a time."""
+    users = min(USERS, rows // 20)
+    per_user = rows // users
+    generator = np.random.default_rng(0)
+    for number, part in enumerate(np.array_split(np.arange(users), 10)):
+        # Distinct within a user: a random start, then steps of a size that shares no factor with the number of items.
+        starts, steps = generator.integers(ITEMS, size=(2, len(part), 1))
+        items = (starts + (2 * (steps % 500) * 1671 + 1) * np.arange(per_user)) % ITEMS
+        table = pd.DataFrame(
+            {
+                "userId": np.repeat(part + 1, per_user),
+                "movieId": items.ravel() + 1,
+                "rating": generator.integers(1, 11, size=items.size) / 2,
+                "timestamp": generator.integers(800_000_000, 1_500_000_000, size=items.size),
+            }
+        ).drop_duplicates(["userId", "movieId"])
+        table.to_csv(path, mode="a", header=number == 0, index=False)
+
+
+if __name__ == "__main__":
+    main()
