@@ -25,7 +25,7 @@ def test_a_comparison_runs_every_variant_once_and_can_be_drawn(tmp_path):
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in first.stdout.splitlines()]
     assert [row[0] for row in rows] == ["", "---", "dense", "hard threshold, λ = 1"]
     dense, sparse = rows[2:]
-    assert dense[2:5:2] == ["100.00 %", "1.0"]
+    assert dense[2:5:2] == ["100.0 %", "1.0"]
     assert float(sparse[2].split()[0]) < 5
     assert float(sparse[4]) > 5
 
