@@ -1,6 +1,6 @@
 """Which parameters a backward reached, for DDP modules that allow some to be left out."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -50,7 +50,7 @@ class ParameterUse:
         self._hooks.clear()
 
 
-def without(selection: Selection, spans: list[tuple[int, int]], num_elements: int) -> Selection:
+def without(selection: Selection, spans: Sequence[tuple[int, int]], num_elements: int) -> Selection:
     """Returns the selection without the coordinates in these spans of a bucket of so many elements."""
     if not spans:
         return selection

@@ -1,15 +1,20 @@
-"""How a selection is packed: statistics, values and 16-bit indices in one buffer of bytes, and back.
+"""How a selection is packed: values and 16-bit indices in one buffer of bytes, and back.
 
 The layout of a payload, every part in the machine's byte order::
 
-    | header: H x float64 | block counts: B x int32, padded to 8 bytes | values: k | offsets: k x 16 bit |
+    | header: H x float64 | block counts: B x int32, padded to 8 bytes | values: c | offsets: c x 16 bit |
 
 An index is an offset of 16 bits inside its block of 65,536 elements. Indices ascend, so a count per block is all that
 is needed to recover the block: 2 bytes an index and 4 bytes a block instead of 8 bytes an index.
+
+A payload has room for c coordinates, its capacity. The counts are always those of the whole selection of k coordinates:
+where k < c the room after the first k is unused, where k > c only the first c are in the payload.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import lru_cache
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +22,26 @@ from torch import Tensor
 from lightning_sparse.sparsifiers import Selection
 
 BLOCK_ELEMENTS = 65_536
+CAPACITY_STEP = 4
+"""Capacities that are multiples of this make payloads whose bytes are a multiple of 8, in every wire dtype."""
 ValueDtype = Literal["float32", "bfloat16", "float16"]
 VALUE_DTYPES: tuple[ValueDtype, ...] = ("float32", "bfloat16", "float16")
+
+
+class PayloadParts(NamedTuple):
+    """The parts of a payload, as views of its bytes.
+
+    Attributes:
+        header: float64, shape (H,).
+        counts: int32, shape (B,): selected coordinates per block of 65,536 elements, of the whole selection.
+        values: the wire dtype, shape (c,).
+        offsets: int16, shape (c,): 16 unsigned bits each.
+    """
+
+    header: Tensor
+    counts: Tensor
+    values: Tensor
+    offsets: Tensor
 
 
 @dataclass(frozen=True)
@@ -27,13 +50,13 @@ class PayloadFormat:
 
     Args:
         num_elements: elements of the bucket.
-        header_fields: H, the number of statistics in the header.
         wire_dtype: dtype in which values travel.
+        header_fields: H, how many numbers travel along.
     """
 
     num_elements: int
-    header_fields: int
     wire_dtype: torch.dtype
+    header_fields: int = 0
 
     @property
     def num_blocks(self) -> int:
@@ -41,58 +64,119 @@ class PayloadFormat:
         return -(-self.num_elements // BLOCK_ELEMENTS)
 
     @property
+    def coordinate_bytes(self) -> int:
+        """Bytes of one coordinate: its value and its offset."""
+        return self.wire_dtype.itemsize + 2
+
+    @property
     def fixed_bytes(self) -> int:
-        """Bytes of a payload that has no coordinates."""
+        """Bytes of a payload that has no room for coordinates."""
         return 8 * self.header_fields + 8 * -(-self.num_blocks // 2)
 
-    def payload_bytes(self, num_selected: int) -> int:
-        """Bytes of a payload of so many coordinates."""
-        return self.fixed_bytes + num_selected * (self.wire_dtype.itemsize + 2)
+    def payload_bytes(self, capacity: int) -> int:
+        """Bytes of a payload with room for so many coordinates."""
+        return self.fixed_bytes + capacity * self.coordinate_bytes
 
-    def num_selected(self, payload_bytes: int) -> int:
-        """The number of coordinates in a payload of so many bytes."""
-        return (payload_bytes - self.fixed_bytes) // (self.wire_dtype.itemsize + 2)
+    def capacity(self, payload_bytes: int) -> int:
+        """The capacity of a payload of so many bytes."""
+        return (payload_bytes - self.fixed_bytes) // self.coordinate_bytes
 
-    def pack(self, header: Tensor, selection: Selection) -> Tensor:
-        """Returns the payload: uint8, shape (payload_bytes(k),), on the selection's device.
+    def parts(self, payload: Tensor) -> PayloadParts:
+        """Returns views of a payload's parts.
 
         Args:
-            header: float64, shape (header_fields,).
-            selection: k coordinates; their values must be exact in wire_dtype (see :func:`round_to_wire`).
+            payload: uint8, shape (payload_bytes(c),), beginning at a multiple of 8 bytes.
         """
-        indices, values = selection
-        payload = torch.zeros(self.payload_bytes(indices.numel()), dtype=torch.uint8, device=indices.device)
-        header_part, counts_part, values_part, offsets_part = self._parts(payload)
-        header_part.copy_(header)
-        block_ends = torch.arange(1, self.num_blocks + 1, device=indices.device) * BLOCK_ELEMENTS
-        counts_part.copy_(torch.searchsorted(indices, block_ends).diff(prepend=block_ends.new_zeros(1)))
-        values_part.copy_(values)
-        # 16 unsigned bits, kept in an int16: 32,768 and above wrap to negative and are unwrapped when unpacked.
-        offsets_part.copy_(indices.bitwise_and(BLOCK_ELEMENTS - 1).to(torch.int16))
-        return payload
-
-    def unpack(self, payload: Tensor, dtype: torch.dtype) -> Selection:
-        """Returns the selection in a payload, its values in the given dtype."""
-        _, counts, values, offsets = self._parts(payload)
-        starts = torch.arange(self.num_blocks, device=payload.device) * BLOCK_ELEMENTS
-        starts = starts.repeat_interleave(counts.long(), output_size=offsets.numel())
-        return Selection(starts + offsets.long().bitwise_and_(BLOCK_ELEMENTS - 1), values.to(dtype))
-
-    def header(self, payload: Tensor) -> Tensor:
-        """Returns the header of a payload: float64, shape (header_fields,), a view."""
-        return payload[: 8 * self.header_fields].view(torch.float64)
-
-    def _parts(self, payload: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        selected = self.num_selected(payload.numel())
+        capacity = self.capacity(payload.numel())
         counts_start = 8 * self.header_fields
         values_start = self.fixed_bytes
-        offsets_start = values_start + selected * self.wire_dtype.itemsize
-        return (
-            self.header(payload),
+        offsets_start = values_start + capacity * self.wire_dtype.itemsize
+        return PayloadParts(
+            payload[:counts_start].view(torch.float64),
             payload[counts_start : counts_start + 4 * self.num_blocks].view(torch.int32),
             payload[values_start:offsets_start].view(self.wire_dtype),
-            payload[offsets_start:].view(torch.int16),
+            payload[offsets_start : offsets_start + 2 * capacity].view(torch.int16),
         )
+
+    def pack(self, selection: Selection) -> Tensor:
+        """Returns a payload just large enough: uint8, shape (payload_bytes(k),), on the selection's device.
+
+        Args:
+            selection: k coordinates; their values must be exact in wire_dtype (see :func:`round_to_wire`).
+        """
+        payload = torch.zeros(
+            self.payload_bytes(selection.indices.numel()), dtype=torch.uint8, device=selection.indices.device
+        )
+        self.fill(payload, selection)
+        return payload
+
+    def fill(self, payload: Tensor, selection: Selection) -> None:
+        """Writes the first c coordinates of a selection, and the counts of all, into a payload of capacity c.
+
+        Args:
+            payload: uint8, shape (payload_bytes(c),); its header is left as it is.
+            selection: k coordinates, exact in wire_dtype.
+        """
+        _, counts, values, offsets = self.parts(payload)
+        indices = selection.indices
+        ends = torch.searchsorted(indices, _block_starts(self.num_blocks, indices.device) + BLOCK_ELEMENTS)
+        counts.copy_(ends.diff(prepend=ends.new_zeros(1)))
+        written = min(indices.numel(), values.numel())
+        values[:written].copy_(selection.values[:written])
+        # 16 unsigned bits, kept in an int16: 32,768 and above wrap to negative and are unwrapped when unpacked.
+        offsets[:written].copy_(indices[:written].bitwise_and(BLOCK_ELEMENTS - 1))
+
+    def unpack(self, payload: Tensor, dtype: torch.dtype, num_selected: int | None = None) -> Selection:
+        """Returns the coordinates that are in a payload.
+
+        Args:
+            payload: uint8, shape (payload_bytes(c),).
+            dtype: dtype of the values returned.
+            num_selected: k, known from a header; None where the payload has no unused room. Without it, or where it is
+                at most c, nothing waits for the device.
+        """
+        _, counts, values, offsets = self.parts(payload)
+        held = values.numel() if num_selected is None else min(num_selected, values.numel())
+        starts = _block_starts(self.num_blocks, payload.device)
+        if num_selected is not None and num_selected > held:  # the counts are those of more than is held
+            starts = starts.repeat_interleave(counts, output_size=num_selected)[:held]
+        else:
+            starts = starts.repeat_interleave(counts, output_size=held)
+        return Selection(starts + offsets[:held].long().bitwise_and_(BLOCK_ELEMENTS - 1), values[:held].to(dtype))
+
+    def unpack_many(self, payloads: Sequence[Tensor], dtype: torch.dtype, nums_selected: Sequence[int]) -> Selection:
+        """Returns the coordinates of several payloads one after the other; not for a payload that could not hold all.
+
+        Args:
+            payloads: each as for :meth:`unpack`.
+            dtype: dtype of the values returned.
+            nums_selected: k of each payload.
+        """
+        parts = [self.parts(payload) for payload in payloads]
+        counts = torch.cat([part.counts for part in parts])
+        starts = _block_starts(self.num_blocks, counts.device).repeat(len(parts))
+        starts = starts.repeat_interleave(counts, output_size=sum(nums_selected))
+        offsets = torch.cat([part.offsets[:k] for part, k in zip(parts, nums_selected, strict=True)])
+        values = torch.cat([part.values[:k] for part, k in zip(parts, nums_selected, strict=True)])
+        return Selection(starts.add_(offsets.long().bitwise_and_(BLOCK_ELEMENTS - 1)), values.to(dtype))
+
+    def unpack_padded(self, payload: Tensor, dtype: torch.dtype) -> Selection:
+        """Returns c coordinates without knowing k, and so without a wait for the device.
+
+        Those after the first k have the index num_elements and the value 0.
+        """
+        _, counts, values, offsets = self.parts(payload)
+        places = torch.arange(values.numel(), device=payload.device)
+        ends = counts.cumsum(0)
+        block = torch.searchsorted(ends, places, right=True)
+        indices = (block * BLOCK_ELEMENTS).add_(offsets.long().bitwise_and_(BLOCK_ELEMENTS - 1))
+        is_used = block < self.num_blocks
+        return Selection(torch.where(is_used, indices, self.num_elements), torch.where(is_used, values.to(dtype), 0))
+
+
+@lru_cache(maxsize=256)
+def _block_starts(num_blocks: int, device: torch.device) -> Tensor:
+    return torch.arange(num_blocks, device=device) * BLOCK_ELEMENTS
 
 
 def wire_dtype(value_dtype: ValueDtype, residual_dtype: torch.dtype) -> torch.dtype:

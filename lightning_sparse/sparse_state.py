@@ -5,11 +5,11 @@ DDP's communication hook brings the buckets one by one, in the same order on all
 1. compensate    p = e + g / S, in the residual's memory
 2. select        the sparsifier picks coordinates of p, none of parameters that this backward did not reach
 3. keep          e' = p − out stays in the residual
-4. exchange      g' = S · (1/n) Σ_i out_i replaces g in the bucket
+4. exchange      out sets off; in the hook of the last bucket, g' = S · (1/n) Σ_i out_i replaces g in all of them
 
-and with the last bucket:
+and then, still in the hook of the last bucket:
 
-5. account       one look at all headers: the numbers of the step, calibration, the choice of exchange for the next
+5. account       from the headers of all workers: the numbers of the step, calibration
 6. take back     if a worker found a non-finite value and losses are scaled, the optimizer will skip this step: the
                  residuals become what they were before anything was sent
 """
@@ -25,12 +25,13 @@ from lightning.fabric.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_sparse.exchange import Exchange
+from lightning_sparse.extraction import BucketGradient, Extracted, Extraction
 from lightning_sparse.options import ExchangeOptions
-from lightning_sparse.parameter_use import ParameterUse, without
-from lightning_sparse.payload import PayloadFormat, round_to_wire, wire_dtype
-from lightning_sparse.residual import ResidualMemory, compensate, keep_rest, rescale, take_back
-from lightning_sparse.sparsifiers import HardThreshold, LayerLayout, Selection, Sparsifier
-from lightning_sparse.step_stats import SELECTED, StepStats, header_fields, local_header, squared_norm, step_stats
+from lightning_sparse.parameter_use import ParameterUse
+from lightning_sparse.payload import wire_dtype
+from lightning_sparse.residual import ResidualMemory, rescale, take_back
+from lightning_sparse.sparsifiers import HardThreshold, LayerLayout, Sparsifier
+from lightning_sparse.step_stats import StepStats, header_fields, squared_norm, step_stats
 from lightning_sparse.threshold_rules import ThresholdCalibration
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ LearningRates = Mapping[Tensor, float]
 
 @dataclass
 class _Bucket:
-    """One bucket on its way through a step; the fields without a default are there from the start."""
+    """One bucket on its way through a step."""
 
     index: int
     layout: LayerLayout
@@ -51,9 +52,9 @@ class _Bucket:
     future: torch.futures.Future[Tensor]
     residual: Tensor
     unused: list[tuple[int, int]]
-    selection: Selection | None = None
-    headers: Tensor | None = None
-    payload_bytes: int = 0
+    is_last: bool
+    average: Tensor
+    extracted: Extracted | None = None
 
 
 class SparseState:
@@ -99,6 +100,13 @@ class SparseState:
             self.calibration = ThresholdCalibration(self.sparsifier.density, self.sparsifier.calibration_steps)
         self._parameter_names = dict(parameter_names)
         self._exchange = Exchange(options.exchange, group)
+        self._extraction = Extraction(
+            self.sparsifier,
+            num_slices=self._exchange.workers.num_workers if self._exchange.counts_slices else 0,
+            per_layer=per_layer_stats,
+            keeps_rest=options.error_feedback != "none",
+        )
+        self._averages: dict[int, Tensor] = {}
         self._is_rank_zero = dist.get_rank(group) == 0
         self._loss_scale = loss_scale
         self._learning_rates = learning_rates
@@ -141,6 +149,7 @@ class SparseState:
 
     def _begin_step(self) -> None:
         self._buckets.clear()  # an exception may have broken off the last backward in its middle
+        self._exchange.begin()
         self._scale = self._loss_scale()
         if self.options.error_feedback == "learning_rate":
             self._rescaling = self._learning_rate_ratios()
@@ -160,7 +169,9 @@ class SparseState:
         unused = [] if self._use is None else self._use.unused_spans(layout)
         for start, end in unused:
             gradient[start:end].zero_()
-        return _Bucket(grad_bucket.index(), layout, gradient, future, residual, unused)
+        return _Bucket(
+            grad_bucket.index(), layout, gradient, future, residual, unused, grad_bucket.is_last(), average=gradient
+        )
 
     def _process(self, bucket: _Bucket) -> None:
         gradient, residual, layout = bucket.gradient, bucket.residual, bucket.layout
@@ -169,53 +180,49 @@ class SparseState:
             squared_gradient_norm = squared_norm(gradient)
             if self._scale is not None:
                 squared_gradient_norm /= self._scale.double().square()
-
-        # 1. compensate
-        rescale(residual, layout, self._rescaling)
-        compensated = compensate(residual, gradient, self._scale)
-
-        # 2. select
-        selected = without(self.sparsifier.select(compensated, layout), bucket.unused, layout.num_elements)
-        travels_as = wire_dtype(self.options.value_dtype, compensated.dtype)
-        sent = Selection(selected.indices, round_to_wire(selected.values, travels_as))
-
-        # 3. keep the rest
-        keep_rest(compensated, *sent)
-        if self.options.error_feedback == "none":
-            residual.zero_()
-
-        # 4. exchange
-        header = local_header(
-            sent, residual, layout, squared_gradient_norm=squared_gradient_norm, per_layer=self.per_layer_stats
+        bucket.average = gradient if gradient.dtype == residual.dtype else self._average_buffer(bucket)
+        shipment = self._exchange.open(
+            bucket.index,
+            layout.num_elements,
+            wire_dtype(self.options.value_dtype, residual.dtype),
+            header_fields(layout, self.per_layer_stats),
+            bucket.average,
+            is_last=bucket.is_last,
         )
-        payload_format = PayloadFormat(layout.num_elements, header_fields(layout, self.per_layer_stats), travels_as)
-        average = gradient if gradient.dtype == residual.dtype else torch.empty_like(residual)
-        exchanged = self._exchange.average(bucket.index, payload_format, sent, header, average)
-        if self._scale is not None:
-            average.mul_(self._scale)
-        if average is not gradient:
-            gradient.copy_(average)
-        bucket.selection, bucket.headers, bucket.payload_bytes = sent, exchanged.headers, exchanged.payload_bytes
-        bucket.future.set_result(gradient)
+
+        # 1. compensate, 2. select, 3. keep the rest
+        rescale(residual, layout, self._rescaling)
+        bucket.extracted = self._extraction.fill(
+            BucketGradient(layout, gradient, residual, bucket.unused, self._scale), shipment
+        )
+
+        # 4. exchange: it begins
+        header = bucket.extracted.numbers.header(squared_gradient_norm, residual.device)
+        self._exchange.start(shipment, header, is_last=bucket.is_last)
 
     def _end_step(self) -> None:
         buckets, self._buckets = self._buckets, []
         if self._use is not None:
             self._use.forget()
 
-        # 5. account, with the step's only wait for the device
-        headers = _to_cpu([bucket.headers for bucket in buckets if bucket.headers is not None])
+        # 4. exchange: it ends, with the step's only wait for the device
+        headers, payload_bytes = self._exchange.finish()
+        for bucket in buckets:
+            if self._scale is not None:
+                bucket.average.mul_(self._scale)
+            if bucket.average is not bucket.gradient:
+                bucket.gradient.copy_(bucket.average)
+
+        # 5. account
         stats = step_stats(
             0 if self.last_step is None else self.last_step.step + 1,
             [bucket.layout for bucket in buckets],
             headers,
-            payload_bytes=sum(bucket.payload_bytes for bucket in buckets),
+            payload_bytes=payload_bytes,
             dense_bytes=sum(bucket.gradient.numel() * bucket.gradient.itemsize for bucket in buckets),
             threshold=self.sparsifier.current_threshold,
         )
         self.last_step = stats
-        for bucket, header in zip(buckets, headers, strict=True):
-            self._exchange.remember(bucket.index, bucket.layout.num_elements, int(header[:, SELECTED].max()))
         if self.calibration is not None:
             self.calibration.observe(stats.squared_gradient_norm)
             if self.calibration.is_complete:
@@ -224,11 +231,20 @@ class SparseState:
         # 6. take back
         if self._scale is not None and stats.non_finite and self.options.error_feedback != "none":
             for bucket in buckets:
-                if bucket.selection is not None:
-                    take_back(bucket.residual, *bucket.selection)
+                if bucket.extracted is not None:
+                    take_back(bucket.residual, *bucket.extracted.sent())
 
+        for bucket in buckets:
+            bucket.future.set_result(bucket.gradient)
         for receiver in self._subscribers:
             receiver(stats)
+
+    def _average_buffer(self, bucket: _Bucket) -> Tensor:
+        """Memory for an average that does not fit the gradient's own dtype."""
+        held = self._averages.get(bucket.index)
+        if held is None or held.shape != bucket.residual.shape or held.dtype != bucket.residual.dtype:
+            held = self._averages[bucket.index] = torch.empty_like(bucket.residual)
+        return held
 
     def _fix_threshold(self, calibration: ThresholdCalibration, num_elements: int) -> None:
         assert isinstance(self.sparsifier, HardThreshold)
@@ -267,10 +283,3 @@ def clip_gradient(gradients: Sequence[Tensor], max_norm: float, loss_scale: Tens
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for part in gradients:
         part.mul_(factor)
-
-
-def _to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies tensors to the CPU in one transfer."""
-    flat = torch.cat([tensor.flatten() for tensor in tensors]).cpu()
-    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -7,10 +7,12 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from lightning_sparse.sparsifiers import LayerLayout, Selection
+from lightning_sparse.exchange import LARGEST_SLICE, NUM_SELECTED
+from lightning_sparse.sparsifiers import LayerLayout
 
-SELECTED, NON_FINITE, SQUARED_GRADIENT_NORM, SQUARED_RESIDUAL_NORM = range(4)
-FIXED_FIELDS = 4
+SELECTED = NUM_SELECTED
+NON_FINITE, SQUARED_GRADIENT_NORM, SQUARED_RESIDUAL_NORM = range(2, 5)
+FIXED_FIELDS = 5
 """Fields of a header before the per-layer ones: counts, and squared norms in gradient units squared."""
 NORM_BLOCK = 1024
 
@@ -78,39 +80,53 @@ def header_fields(layout: LayerLayout, per_layer: bool) -> int:
     return FIXED_FIELDS + (2 * len(layout.names) if per_layer else 0)
 
 
-def local_header(
-    sent: Selection,
-    residual: Tensor,
-    layout: LayerLayout,
-    *,
-    squared_gradient_norm: Tensor | None,
-    per_layer: bool,
-) -> Tensor:
-    """Returns this worker's statistics of one bucket: float64, shape (H,), on the bucket's device, without a wait.
+@dataclass
+class LocalNumbers:
+    """One worker's numbers of one bucket, as numbers or as tensors of one element on the bucket's device.
 
-    Args:
-        sent: the coordinates that this worker sends.
-        residual: e' of the bucket, shape (layout.num_elements,).
-        layout: its layers.
-        squared_gradient_norm: ‖g‖² of the bucket where it is needed, else None.
-        per_layer: whether to count and measure every layer by itself; H grows by two fields a layer.
+    Attributes:
+        selected: k of this bucket.
+        non_finite: NaN and infinite values among them.
+        squared_error: ‖e'‖², in gradient units squared.
+        largest_slice: the most coordinates in any of the exchange's slices, where it asks for that.
+        selected_of_layers: k of every layer, shape (L,), where per-layer numbers are asked for.
+        errors_of_layers: ‖e'‖² of every layer, shape (L,), likewise.
     """
-    header = torch.zeros(header_fields(layout, per_layer), dtype=torch.float64, device=residual.device)
-    header[SELECTED] = sent.indices.numel()
-    header[NON_FINITE] = sent.values.isfinite().logical_not_().count_nonzero()
-    if squared_gradient_norm is not None:
-        header[SQUARED_GRADIENT_NORM] = squared_gradient_norm
-    if not per_layer:
-        header[SQUARED_RESIDUAL_NORM] = squared_norm(residual)
-        return header
-    num_layers = len(layout.names)
-    boundaries = torch.tensor(layout.boundaries, device=residual.device)
-    selected, errors = header[FIXED_FIELDS:].view(2, num_layers)
-    selected.copy_(torch.searchsorted(sent.indices, boundaries).diff())
-    if num_layers:
-        errors.copy_(torch.stack([squared_norm(residual[start:end]) for _, start, end in layout.spans()]))
-    header[SQUARED_RESIDUAL_NORM] = errors.sum()
-    return header
+
+    selected: int | Tensor
+    non_finite: int | Tensor
+    squared_error: float | Tensor
+    largest_slice: int | Tensor = 0
+    selected_of_layers: Tensor | None = None
+    errors_of_layers: Tensor | None = None
+
+    def header(self, squared_gradient_norm: Tensor | None, device: torch.device) -> Tensor:
+        """Returns the header: float64, shape (H,), on the device, without a wait for it.
+
+        Args:
+            squared_gradient_norm: ‖g‖² of the bucket where it is needed, else None.
+            device: the bucket's.
+        """
+        fixed: list[int | float | Tensor] = [0.0] * FIXED_FIELDS
+        fixed[SELECTED], fixed[LARGEST_SLICE] = self.selected, self.largest_slice
+        fixed[NON_FINITE], fixed[SQUARED_RESIDUAL_NORM] = self.non_finite, self.squared_error
+        fixed[SQUARED_GRADIENT_NORM] = 0.0 if squared_gradient_norm is None else squared_gradient_norm
+        if device.type == "cpu":
+            header = torch.tensor([float(number) for number in fixed], dtype=torch.float64)
+        else:
+            header = torch.zeros(FIXED_FIELDS, dtype=torch.float64, device=device)
+            for place, number in enumerate(fixed):
+                header[place] = number
+        if self.selected_of_layers is None or self.errors_of_layers is None:
+            return header
+        return torch.cat([header, self.selected_of_layers.double(), self.errors_of_layers.double()])
+
+
+def layer_errors(residual: Tensor, layout: LayerLayout) -> Tensor:
+    """Returns ‖e‖² of every layer: float64, shape (L,)."""
+    if not layout.names:
+        return residual.new_zeros(0, dtype=torch.float64)
+    return torch.stack([squared_norm(residual[start:end]) for _, start, end in layout.spans()])
 
 
 def squared_norm(values: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from fnmatch import fnmatchcase
 from math import inf, isfinite
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,6 +10,14 @@ from torch import Tensor
 from lightning_sparse.sparsifiers.protocol import LayerLayout, Selection, Sparsifier
 
 DEFAULT_DENSITY = 0.001
+
+
+class ThresholdRun(NamedTuple):
+    """The elements from ``start`` up to ``end`` of a bucket share a threshold."""
+
+    threshold: float
+    start: int
+    end: int
 
 
 class HardThreshold(Sparsifier):
@@ -66,7 +75,7 @@ class HardThreshold(Sparsifier):
         self.density = density
         self.calibration_steps = calibration_steps
         self.layer_thresholds = dict(layer_thresholds or {})
-        self._runs: dict[LayerLayout, list[tuple[float, int, int]]] = {}
+        self._runs: dict[tuple[LayerLayout, torch.dtype, bool], tuple[ThresholdRun, ...]] = {}
 
     @property
     def current_threshold(self) -> float:
@@ -93,24 +102,31 @@ class HardThreshold(Sparsifier):
     def select(self, compensated: Tensor, layout: LayerLayout) -> Selection:
         """Returns the coordinates for which not (abs(p) < λ); see :meth:`Sparsifier.select`."""
         below = torch.empty_like(compensated, dtype=torch.bool)
-        for threshold, start, end in self._runs_of(layout):
+        for threshold, start, end in self.runs(layout, compensated.dtype):
             # A comparison with NaN is false, so "not below" selects NaN as well as what reaches λ.
-            torch.lt(compensated[start:end].abs(), _round_up(threshold, compensated.dtype), out=below[start:end])
+            torch.lt(compensated[start:end].abs(), threshold, out=below[start:end])
         indices = below.logical_not_().nonzero().squeeze(1)
         return Selection(indices, compensated[indices])
 
-    def _runs_of(self, layout: LayerLayout) -> list[tuple[float, int, int]]:
-        """Neighbouring layers with the same λ, as ``(λ, start, end)``: one comparison each, one in the usual case."""
-        if layout not in self._runs:
-            runs: list[tuple[float, int, int]] = []
+    def runs(self, layout: LayerLayout, dtype: torch.dtype, *, by_layer: bool = False) -> tuple[ThresholdRun, ...]:
+        """Returns which λ holds where in a bucket: neighbouring layers with the same λ are one run.
+
+        Args:
+            layout: the layers of the bucket.
+            dtype: of the compensated gradient; λ is rounded up to it, so that comparing with it is exact.
+            by_layer: whether every layer is a run of its own.
+        """
+        key = (layout, dtype, by_layer)
+        if key not in self._runs:
+            runs: list[ThresholdRun] = []
             for name, start, end in layout.spans():
-                threshold = self.threshold_of(name)
-                if runs and runs[-1][0] == threshold:
-                    runs[-1] = (threshold, runs[-1][1], end)
+                threshold = _round_up(self.threshold_of(name), dtype)
+                if runs and runs[-1].threshold == threshold and not by_layer:
+                    runs[-1] = ThresholdRun(threshold, runs[-1].start, end)
                 else:
-                    runs.append((threshold, start, end))
-            self._runs[layout] = runs
-        return self._runs[layout]
+                    runs.append(ThresholdRun(threshold, start, end))
+            self._runs[key] = tuple(runs)
+        return self._runs[key]
 
 
 def _check_threshold(name: str, value: float) -> None:

@@ -20,31 +20,47 @@ def selections(draw):
     return num_elements, indices, numbers
 
 
-@given(selections(), st.sampled_from(WIRE_DTYPES), st.integers(0, 5))
-@example((0, [], []), torch.float32, 0)
-@example((BLOCK_ELEMENTS, list(range(BLOCK_ELEMENTS)), [1.0] * BLOCK_ELEMENTS), torch.bfloat16, 3)
-def test_unpacking_returns_what_was_packed(selection, dtype, header_fields):
+@given(selections(), st.sampled_from(WIRE_DTYPES), st.integers(0, 5), st.integers(-20, 20))
+@example((0, [], []), torch.float32, 0, 0)
+@example((BLOCK_ELEMENTS, list(range(BLOCK_ELEMENTS)), [1.0] * BLOCK_ELEMENTS), torch.bfloat16, 3, 0)
+def test_unpacking_returns_what_was_packed_as_far_as_there_was_room(selection, dtype, header_fields, spare):
     num_elements, indices, numbers = selection
     working = torch.float64 if dtype == torch.float64 else torch.float32
     values = round_to_wire(torch.tensor(numbers, dtype=working), dtype)
-    payload_format = PayloadFormat(num_elements, header_fields, dtype)
+    chosen = Selection(torch.tensor(indices, dtype=torch.int64), values)
+    payload_format = PayloadFormat(num_elements, dtype, header_fields)
+    capacity = max(0, len(indices) + spare)
+    payload = torch.full((payload_format.payload_bytes(capacity),), 0xFF, dtype=torch.uint8)
     header = torch.arange(header_fields, dtype=torch.float64) + 0.5
-    payload = payload_format.pack(header, Selection(torch.tensor(indices, dtype=torch.int64), values))
+    payload_format.parts(payload).header.copy_(header)
+    payload_format.fill(payload, chosen)
 
-    assert payload.dtype == torch.uint8
-    assert payload.numel() == payload_format.payload_bytes(len(indices))
-    assert torch.equal(payload_format.header(payload), header)
-    unpacked = payload_format.unpack(payload, working)
-    assert unpacked.indices.tolist() == indices
-    torch.testing.assert_close(unpacked.values, values, rtol=0, atol=0, equal_nan=True)
+    assert payload_format.capacity(payload.numel()) == capacity
+    assert torch.equal(payload_format.parts(payload).header, header)
+    assert payload_format.parts(payload).counts.sum() == len(indices)
+    held = min(capacity, len(indices))
+    unpacked = payload_format.unpack(payload, working, len(indices))
+    assert unpacked.indices.tolist() == indices[:held]
+    torch.testing.assert_close(unpacked.values, values[:held], rtol=0, atol=0, equal_nan=True)
+
+    padded = payload_format.unpack_padded(payload, working)
+    assert padded.indices.tolist() == indices[:held] + [num_elements] * (capacity - held)
+    expected = torch.cat([values[:held], torch.zeros(capacity - held, dtype=working)])
+    torch.testing.assert_close(padded.values, expected, rtol=0, atol=0, equal_nan=True)
+
+    if spare >= 0:
+        again = payload_format.unpack_many([payload, payload], working, [len(indices)] * 2)
+        assert again.indices.tolist() == indices * 2
+        torch.testing.assert_close(again.values, values.repeat(2), rtol=0, atol=0, equal_nan=True)
+    exact = payload_format.pack(chosen)
+    assert exact.numel() == payload_format.payload_bytes(len(indices))
+    assert payload_format.unpack(exact, working).indices.tolist() == indices
 
 
 @pytest.mark.parametrize(("dtype", "bytes_a_coordinate"), [(torch.float32, 6), (torch.bfloat16, 4), (torch.float16, 4)])
 def test_a_coordinate_costs_its_value_and_two_bytes(dtype, bytes_a_coordinate):
-    payload_format = PayloadFormat(1_000_000, 4, dtype)
-    empty, full = (
-        payload_format.pack(torch.zeros(4), Selection(torch.arange(k), torch.ones(k))).numel() for k in (0, 10_000)
-    )
+    payload_format = PayloadFormat(1_000_000, dtype, 4)
+    empty, full = (payload_format.pack(Selection(torch.arange(k), torch.ones(k))).numel() for k in (0, 10_000))
     assert full - empty == 10_000 * bytes_a_coordinate
     assert empty <= 32 + 4 * 16 + 4  # header, a count per block, padding
 

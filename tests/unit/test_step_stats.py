@@ -2,9 +2,9 @@ import pytest
 import torch
 from hypothesis import given
 
-from lightning_sparse import AverageDensity, HardThreshold, StepStats, TotalError
-from lightning_sparse.sparsifiers import LayerLayout, Selection
-from lightning_sparse.step_stats import local_header, squared_norm, step_stats
+from lightning_sparse import AverageDensity, StepStats, TotalError
+from lightning_sparse.sparsifiers import LayerLayout
+from lightning_sparse.step_stats import LocalNumbers, header_fields, layer_errors, squared_norm, step_stats
 from tests.unit.strategies import buckets
 
 
@@ -12,60 +12,43 @@ def stats(step=0, *, workers=2, elements=100, selected=10, squared_error=1.0):
     return StepStats(step, workers, elements, selected, squared_error, 0.0, 0, 60, 4 * elements)
 
 
+def header(selected=0, non_finite=0, squared_error=0.0, squared_gradient_norm=None, layers=None):
+    numbers = LocalNumbers(selected, non_finite, squared_error)
+    if layers is not None:
+        numbers.selected_of_layers, numbers.errors_of_layers = torch.tensor(layers[0]), torch.tensor(layers[1])
+    return numbers.header(squared_gradient_norm, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("per_layer", [False, True])
+def test_a_header_has_the_announced_length(per_layer):
+    layout = LayerLayout(("a", "b", "c"), (2, 0, 5))
+    layers = ([1, 0, 2], [0.5, 0.0, 0.5]) if per_layer else None
+    assert len(header(3, 0, 1.0, layers=layers)) == header_fields(layout, per_layer)
+
+
 @given(buckets(finite=True, low=-2, high=2))
-def test_a_header_with_layers_sums_to_the_one_without(bucket):
+def test_the_errors_of_layers_sum_to_that_of_the_bucket(bucket):
     layout, residual = bucket
-    selection = HardThreshold(1.0).select(residual, layout)
-    plain, layered = (
-        local_header(selection, residual, layout, squared_gradient_norm=None, per_layer=flag) for flag in (False, True)
-    )
-    torch.testing.assert_close(plain, layered[: len(plain)], rtol=1e-5, atol=0)
-    assert layered[len(plain) :][: len(layout.names)].sum() == plain[0] == selection.indices.numel()
+    errors = layer_errors(residual, layout)
+    assert len(errors) == len(layout.names)
+    torch.testing.assert_close(errors.sum(), squared_norm(residual), rtol=1e-5, atol=0)
 
 
 def test_a_step_averages_over_workers_and_adds_up_buckets():
     layouts = [LayerLayout(("a", "b"), (2, 2)), LayerLayout(("c",), (6,))]
-    residuals = [[torch.tensor([3.0, 0, 0, 4]), torch.zeros(6)], [torch.zeros(4), torch.full((6,), 2.0)]]
-    indices = [[[1], [0, 2, 3]], [[0, 2, 3], []]]
-    headers = [
-        torch.stack(
-            [
-                local_header(
-                    Selection(torch.tensor(indices[worker][b], dtype=torch.int64), torch.ones(len(indices[worker][b]))),
-                    residuals[worker][b],
-                    layouts[b],
-                    squared_gradient_norm=torch.tensor(8.0 * worker),
-                    per_layer=True,
-                )
-                for worker in range(2)
-            ]
-        )
-        for b in range(2)
+    of_worker = [
+        [header(1, 1, 25.0, 0.0, ([1, 0], [9.0, 16.0])), header(3, 0, 0.0, 0.0, ([3], [0.0]))],
+        [header(3, 0, 0.0, 8.0, ([1, 2], [0.0, 0.0])), header(0, 2, 24.0, 8.0, ([0], [24.0]))],
     ]
+    headers = [torch.stack([of_worker[worker][bucket] for worker in range(2)]) for bucket in range(2)]
     result = step_stats(5, layouts, headers, payload_bytes=70, dense_bytes=40, threshold=0.5)
     assert (result.step, result.num_workers, result.num_elements, result.selected) == (5, 2, 10, 7)
     assert result.density == pytest.approx(7 / 20)
     assert result.error_norm == pytest.approx(((25 + 24) / 2) ** 0.5)
     assert result.squared_gradient_norm == 8.0
+    assert result.non_finite == 3
     assert {name: layer.density for name, layer in result.layers.items()} == {"a": 0.5, "b": 0.5, "c": 0.25}
-    assert {name: layer.squared_error for name, layer in result.layers.items()} == {
-        "a": pytest.approx(4.5),
-        "b": pytest.approx(8.0),
-        "c": pytest.approx(12.0),
-    }
-
-
-def test_non_finite_values_are_counted():
-    selection = Selection(torch.tensor([0, 1, 2]), torch.tensor([float("nan"), 1.0, float("inf")]))
-    header = local_header(
-        selection, torch.zeros(4), LayerLayout(("a",), (4,)), squared_gradient_norm=None, per_layer=False
-    )
-    assert (
-        step_stats(
-            0, [LayerLayout(("a",), (4,))], [header[None]], payload_bytes=0, dense_bytes=16, threshold=None
-        ).non_finite
-        == 2
-    )
+    assert {name: layer.squared_error for name, layer in result.layers.items()} == {"a": 4.5, "b": 8.0, "c": 12.0}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

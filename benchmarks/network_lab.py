@@ -1,0 +1,415 @@
+"""Several hosts on one machine: network namespaces on a bridge, with links of a chosen rate, delay and loss.
+
+    python -m benchmarks.network_lab --hosts 2 --rate 1gbit -- python script.py arguments
+    python -m benchmarks.network_lab --clean
+
+The first runs the command on every host, with torchrun's environment variables; the second removes what a lab that was
+killed has left. Without root, `ip` or `tc`, the command runs on loopback, and a line says so.
+
+    namespace …-host0                namespace …-bridge
+    worker ─ uplink 10.77.0.1 ─────── port0 ─┐
+    namespace …-host1                      bridge      rate: on uplink and port, so in both directions
+    worker ─ uplink 10.77.0.2 ─────── port1 ─┘         delay, loss: on port, so once between two hosts
+
+The bridge has a namespace too: nothing is added to the machine's own network, and labs cannot collide.
+"""
+
+import argparse
+import atexit
+import contextlib
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+PREFIX = "sparse-lab"
+INTERFACE = "uplink"
+UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
+
+# What a link sends at once after a pause. More would flatter short transfers; with less, timers hold back a fast link.
+BURST_SECONDS, MIN_BURST_BYTES = 0.25e-3, 20_000
+# The longest frame TCP hands over. One longer than the burst would be cut into 1500 bytes, at the cost of processors.
+FRAME_BYTES = 16_384
+# Beyond the socket buffers of a few connections; a queue that is full drops, and TCP repairs.
+QUEUE_BYTES, QUEUE_FRAMES = 64_000_000, 1_000_000
+
+_numbers = itertools.count()
+
+
+class Workers:
+    """The processes of one command, started with torchrun's environment variables.
+
+    Args:
+        commands: One a host: program and arguments.
+        workers_per_host: Processes a host.
+        variables: Added to torchrun's and to this process's. OMP_NUM_THREADS is 1 unless set.
+        pin: Whether each worker is confined to one processor core, in turn over those available.
+        echo: Whether lines are printed as they come, behind the number of their host.
+
+    Attributes:
+        processes: By rank; each leads a process group.
+        lines: What each worker has written so far to stdout and stderr, by rank.
+        failed_rank: The worker whose exit status `wait` returned, if it was not 0.
+    """
+
+    def __init__(
+        self,
+        commands: Sequence[Sequence[str]],
+        workers_per_host: int,
+        variables: Mapping[str, str],
+        pin: bool,
+        echo: bool,
+    ) -> None:
+        self.processes: list[subprocess.Popen[str]] = []
+        self.lines: list[list[str]] = []
+        self.failed_rank: int | None = None
+        self._readers: list[threading.Thread] = []
+        cores = os.sched_getaffinity(0)
+        turns = itertools.cycle([{core} for core in sorted(cores)] if pin else [cores])
+        world_size = len(commands) * workers_per_host
+        try:
+            for rank in range(world_size):
+                host, local_rank = divmod(rank, workers_per_host)
+                environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **os.environ}
+                environment |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+                environment |= {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(workers_per_host)}
+                environment |= {"GROUP_RANK": str(host), "NODE_RANK": str(host), **variables}
+                # A child has its parent's affinity from the start, before it counts cores or starts threads.
+                os.sched_setaffinity(0, next(turns))
+                self._start(commands[host], environment, f"[host {host}] " if echo else None)
+        except BaseException:
+            self.end()
+            raise
+        finally:
+            os.sched_setaffinity(0, cores)
+
+    def _start(self, command: Sequence[str], environment: Mapping[str, str], label: str | None) -> None:
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(
+            command, env=environment, text=True, errors="replace", start_new_session=True, **pipes
+        )
+        self.processes.append(process)
+        self.lines.append([])
+        self._readers.append(threading.Thread(target=_read, args=(process, self.lines[-1], label), daemon=True))
+        self._readers[-1].start()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Returns 0 once every worker has succeeded, or the first other exit status, having ended the other workers.
+
+        Raises:
+            TimeoutError: After `timeout` seconds; all workers are ended.
+        """
+        deadline = time.monotonic() + timeout if timeout is not None else float("inf")
+        try:
+            while True:
+                statuses = [process.poll() for process in self.processes]
+                if any(statuses):
+                    self.failed_rank, status = next((rank, status) for rank, status in enumerate(statuses) if status)
+                    return status if status > 0 else 128 - status  # as a shell reports a signal
+                if None not in statuses:
+                    return 0
+                if time.monotonic() > deadline:
+                    running = [rank for rank, status in enumerate(statuses) if status is None]
+                    raise TimeoutError(f"Workers {running} still run after {timeout} s.")
+                time.sleep(0.02)
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Ends the workers that still run: asks them, and kills those that are there five seconds later."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            running = [process for process in self.processes if process.poll() is None]
+            deadline = time.monotonic() + 5.0
+            for process in running:
+                os.killpg(process.pid, number)
+            for process in running:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()))
+        for reader in self._readers:
+            reader.join(1.0)  # not for ever: what a worker has started may hold the pipe
+
+
+class NetworkLab:
+    """Hosts that reach each other through links that can be shaped while they are in use.
+
+        with NetworkLab(hosts=4) as lab:
+            lab.shape(rate="1gbit")
+            outputs = lab.run(["python", "script.py"])
+
+    Leaving the block ends what was started and removes the network, also after an exception, Ctrl-C or SIGTERM.
+
+    Args:
+        hosts: 1 to 254.
+
+    Raises:
+        RuntimeError: On entering, where there can be no lab.
+    """
+
+    def __init__(self, hosts: int = 2) -> None:
+        if not 1 <= hosts <= 254:
+            raise ValueError(f"Invalid {hosts=}. Must be within [1, 254].")
+        self.hosts = hosts
+        self._name = f"{PREFIX}-{os.getpid()}-{next(_numbers)}"
+        self._bridge = f"{self._name}-bridge"
+        self._owner = os.getpid()
+        self._ports = itertools.count(29500)
+        self._cleanup = contextlib.ExitStack()
+
+    @staticmethod
+    def unavailable_reason(delay: bool = False) -> str | None:
+        """A sentence that says why there can be no lab here, or none with a delay or loss; None if there can."""
+        if not shutil.which("ip") or not shutil.which("tc"):
+            return "There is no ip or no tc (Linux's package iproute2)."
+        if os.geteuid() != 0:
+            return "Only root may create network namespaces."
+        probe = f"{PREFIX}-{os.getpid()}-{next(_numbers)}-probe"
+        try:
+            _run("ip", "netns", "add", probe)
+            _configure("ip", probe, "link add name a type veth peer name b", "link add name c type bridge")
+            _configure("tc", probe, "qdisc add dev a root tbf rate 1gbit burst 100000 limit 100000")
+            if delay:
+                _configure("tc", probe, "qdisc add dev b root netem delay 1ms")
+        except RuntimeError as error:
+            return f"This machine does not allow {'delay and loss' if delay else 'a network of namespaces'}: {error}."
+        finally:
+            _remove(probe)
+        return None
+
+    def __enter__(self) -> "NetworkLab":
+        if reason := self.unavailable_reason():
+            raise RuntimeError(reason)
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, _leave)
+            self._cleanup.callback(signal.signal, signal.SIGTERM, signal.SIG_DFL)
+        atexit.register(self.close)
+        try:
+            self._build()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends every worker and removes the network."""
+        if os.getpid() == self._owner:  # not in a child that was forked within the block
+            self._cleanup.close()
+            atexit.unregister(self.close)
+
+    def _build(self) -> None:
+        namespaces = [self.namespace(host) for host in range(self.hosts)]
+        for namespace in (self._bridge, *namespaces):
+            self._cleanup.callback(_remove, namespace)
+            _run("ip", "netns", "add", namespace)
+        _configure("ip", self._bridge, "link add name bridge type bridge", "link set bridge addrgenmode none up")
+        for host, namespace in enumerate(namespaces):
+            # No IPv6 address, whose packets would be counted. Linux's usual congestion control, whatever the machine's.
+            _configure(
+                "ip",
+                namespace,
+                "link set lo up",
+                f"link add name {INTERFACE} type veth peer name port{host} netns {self._bridge}",
+                f"link set {INTERFACE} addrgenmode none gso_max_size {FRAME_BYTES} up",
+                f"address add {self.address(host)}/24 dev {INTERFACE} noprefixroute",
+                f"route add 10.77.0.0/24 dev {INTERFACE} congctl cubic",
+            )
+            _configure("ip", self._bridge, f"link set port{host} master bridge addrgenmode none up")
+            # A new connection shall not start from what TCP has learned of a link that had another shape.
+            _run(*self.on_host(host, ["sh", "-c", "echo 1 > /proc/sys/net/ipv4/tcp_no_metrics_save"]))
+
+    def namespace(self, host: int) -> str:
+        """The name of a host's network namespace, as `ip netns` lists it."""
+        if not 0 <= host < self.hosts:
+            raise ValueError(f"Invalid {host=}. Must be within [0, {self.hosts - 1}].")
+        return f"{self._name}-host{host}"
+
+    def address(self, host: int) -> str:
+        """A host's IPv4 address, which the other hosts reach."""
+        return f"10.77.0.{host + 1}"
+
+    def on_host(self, host: int, command: Sequence[str]) -> list[str]:
+        """The command that becomes a command on a host, with the same process id."""
+        return ["ip", "netns", "exec", self.namespace(host), *command]
+
+    def shape(self, rate: str | None = None, delay: str | None = None, loss: str | None = None) -> None:
+        """Gives every link a new shape, at once and also for open connections; without arguments, none at all.
+
+        Args:
+            rate: Of each direction of a link, such as "200mbit" or "2.5gbit". It counts Ethernet frames: with packets
+                of 1500 bytes TCP gets 95.6 % of it. After a pause up to 20 kB, or 0.25 ms, pass without waiting.
+            delay: From any host to another, such as "100us" or "5ms"; a round trip takes two.
+            loss: Probability that a frame of TCP's (up to 16 kB) does not arrive, such as "0.1%".
+
+        Raises:
+            RuntimeError: For a delay or loss where the kernel has no netem.
+        """
+        for host in range(self.hosts):
+            _configure("tc", self.namespace(host), *_shape(INTERFACE, rate))
+            _configure("tc", self._bridge, *_shape(f"port{host}", rate, delay, loss))
+
+    def link_down(self, host: int) -> None:
+        """Pulls a host's cable: its interface loses its carrier, and packets to and from it are lost."""
+        _configure("ip", self._bridge, f"link set port{host} down")
+
+    def link_up(self, host: int) -> None:
+        """Plugs the cable in again; the link keeps its shape."""
+        _configure("ip", self._bridge, f"link set port{host} up")
+
+    def bytes_sent(self, host: int) -> int:
+        """Bytes that a host has sent since the lab began, with headers (once per frame that TCP handed over)."""
+        return self._counter(host, "tx")
+
+    def bytes_received(self, host: int) -> int:
+        """Bytes that have reached a host since the lab began, counted as `bytes_sent` does."""
+        return self._counter(host, "rx")
+
+    def _counter(self, host: int, direction: str) -> int:
+        report = _run("ip", "-n", self.namespace(host), "-j", "-s", "link", "show", "dev", INTERFACE)
+        return json.loads(report)[0]["stats64"][direction]["bytes"]
+
+    def start(
+        self,
+        command: Sequence[str],
+        workers_per_host: int = 1,
+        env: Mapping[str, str] | None = None,
+        pin: bool = True,
+        echo: bool = False,
+    ) -> Workers:
+        """Starts a command on every host; the arguments are those of `Workers`."""
+        variables = {"MASTER_ADDR": self.address(0), "MASTER_PORT": str(next(self._ports))}
+        variables |= {"GLOO_SOCKET_IFNAME": INTERFACE, **(env or {})}
+        commands = [self.on_host(host, command) for host in range(self.hosts)]
+        workers = Workers(commands, workers_per_host, variables, pin, echo)
+        self._cleanup.callback(workers.end)
+        return workers
+
+    def run(self, command: Sequence[str], timeout: float | None = None, **options: Any) -> list[str]:
+        """Runs a command on every host as `start` does, and returns what each worker wrote, by rank.
+
+        Raises:
+            RuntimeError: If a worker fails; the others are ended.
+            TimeoutError: After `timeout` seconds; all workers are ended.
+        """
+        workers = self.start(command, **options)
+        status = workers.wait(timeout)
+        outputs = ["".join(lines) for lines in workers.lines]
+        if workers.failed_rank is not None:
+            raise RuntimeError(f"Rank {workers.failed_rank} ended with {status=}:\n{outputs[workers.failed_rank]}")
+        return outputs
+
+
+def clean() -> list[str]:
+    """Removes the namespaces of labs whose process lives no more, ends what runs in them, and returns their names."""
+    names = [entry["name"] for entry in json.loads(_run("ip", "-j", "netns", "list") or "[]")]
+    labs = [re.fullmatch(rf"{PREFIX}-(\d+)-\d+-\w+", name) for name in names]
+    left = [lab[0] for lab in labs if lab and not os.path.exists(f"/proc/{lab[1]}")]
+    for name in left:
+        _remove(name)
+    return left
+
+
+def _shape(device: str, rate: str | None, delay: str | None = None, loss: str | None = None) -> list[str]:
+    """Lines for `tc` that shape what leaves a device."""
+    kinds = {"rate": (rate, "[kmg]bit"), "delay": (delay, "(us|ms|s)"), "loss": (loss, "%")}
+    for name, (value, unit) in kinds.items():
+        if value is not None and not re.fullmatch(rf"\d+(\.\d+)?{unit}", value):
+            raise ValueError(f"Invalid {name}={value!r}. Must be a number and its unit: {unit}.")
+    lines, place = [], "root"
+    if delay or loss:
+        # Frames wait for their time in netem, then for their turn in tbf, which keeps the rate.
+        words = ["delay", delay] * bool(delay) + ["loss", loss] * bool(loss)
+        lines.append(f"qdisc replace dev {device} root noqueue")
+        lines.append(f"qdisc replace dev {device} root handle 1: netem {' '.join(words)} limit {QUEUE_FRAMES}")
+        place = "parent 1:"
+    if rate:
+        bytes_per_second = float(rate[:-4]) * UNITS[rate[-4]] / 8
+        burst = max(MIN_BURST_BYTES, int(BURST_SECONDS * bytes_per_second))
+        lines.append(f"qdisc replace dev {device} {place} tbf rate {rate} burst {burst} limit {QUEUE_BYTES}")
+    return lines or [f"qdisc replace dev {device} root noqueue"]
+
+
+def _read(process: subprocess.Popen[str], lines: list[str], label: str | None) -> None:
+    with process.stdout as stream:
+        for line in stream:
+            lines.append(line)
+            if label is not None:
+                sys.stdout.write(f"{label}{line.rstrip()}\n")
+                sys.stdout.flush()
+
+
+def _configure(program: str, namespace: str, *lines: str) -> None:
+    """Lets `ip` or `tc` carry out lines within a namespace."""
+    _run(program, "-n", namespace, "-batch", "-", lines="\n".join(lines))
+
+
+def _run(*command: str, lines: str = "") -> str:
+    """What a command writes to stdout, given lines."""
+    # In a session of its own, so that Ctrl-C does not reach the commands that clean up.
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, check=False, start_new_session=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)}: {' '.join(done.stderr.split())} {lines}".rstrip())
+    return done.stdout
+
+
+def _remove(namespace: str) -> None:
+    """Kills what still runs in a namespace and removes it, if it is there."""
+    with contextlib.suppress(RuntimeError):
+        for process in _run("ip", "netns", "pids", namespace).split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(process), signal.SIGKILL)
+        _run("ip", "netns", "delete", namespace)
+
+
+def _leave(number: int, _: object) -> None:
+    """Handles SIGTERM: blocks are left as they are after Ctrl-C."""
+    raise SystemExit(128 + number)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command on every host of a lab, or on loopback, and returns its exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--workers-per-host", type=int, default=1)
+    parser.add_argument("--rate", help="of each direction of a link, such as 1gbit")
+    parser.add_argument("--delay", help="between two hosts, such as 0.1ms")
+    parser.add_argument("--loss", help="such as 0.1%%")
+    parser.add_argument("--no-pin", action="store_true", help="let every worker use all processor cores")
+    parser.add_argument("--clean", action="store_true", help="remove what killed labs have left, and do nothing else")
+    parser.add_argument("command", nargs="*", help="program and arguments, after --")
+    options = parser.parse_args(arguments)
+    if options.clean:
+        print("\n".join(clean()) or "Nothing to remove.")
+        return 0
+    if not options.command:
+        parser.error("a command is needed, after --")
+    start = {"workers_per_host": options.workers_per_host, "pin": not options.no_pin, "echo": True}
+    signal.signal(signal.SIGTERM, _leave)
+    try:
+        if reason := NetworkLab.unavailable_reason():
+            print(f"{reason} Running on loopback, unshaped.", file=sys.stderr)
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = str(free.getsockname()[1])
+            variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+            return Workers([options.command] * options.hosts, variables=variables, **start).wait()
+        if (options.delay or options.loss) and (reason := NetworkLab.unavailable_reason(delay=True)):
+            parser.error(reason)
+        with NetworkLab(options.hosts) as lab:
+            lab.shape(options.rate, options.delay, options.loss)
+            return lab.start(options.command, **start).wait()
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+if __name__ == "__main__":
+    sys.exit(main())

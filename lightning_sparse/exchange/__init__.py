@@ -1,0 +1,22 @@
+"""How a selection travels: every worker's payload becomes the same averaged gradient on every worker.
+
+The only room that issues collectives. Every worker must issue the same ones in the same order, from the body of DDP's
+communication hook and from nowhere else. (Gloo matches collectives by order, and one issued in a future's callback
+runs in whatever order the callbacks happen to run.)
+"""
+
+from lightning_sparse.exchange.agreement import require_agreement
+from lightning_sparse.exchange.exchange import EXCHANGE_MODES, Exchange, ExchangeMode
+from lightning_sparse.exchange.reduce_scatter import largest_slice
+from lightning_sparse.exchange.shipment import LARGEST_SLICE, NUM_SELECTED, Shipment
+
+__all__ = [
+    "EXCHANGE_MODES",
+    "LARGEST_SLICE",
+    "NUM_SELECTED",
+    "Exchange",
+    "ExchangeMode",
+    "Shipment",
+    "largest_slice",
+    "require_agreement",
+]

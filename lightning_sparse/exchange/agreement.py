@@ -1,0 +1,30 @@
+"""Whether all workers were started alike, asked once at set-up."""
+
+from typing import Any
+
+import torch.distributed as dist
+
+
+def require_agreement(settings: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
+    """Raises on every worker if the workers' settings differ. Collective: every worker calls this at set-up.
+
+    Args:
+        settings: plain values by name.
+        group: the process group; None is the default group.
+
+    Raises:
+        RuntimeError: names every setting that differs, with the value of each rank.
+    """
+    gathered: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(gathered, settings, group=group)
+    names = sorted({name for one in gathered for name in one})
+    differing = [name for name in names if any(one.get(name) != gathered[0].get(name) for one in gathered)]
+    if differing:
+        lines = [
+            f"  {name}: " + ", ".join(f"rank {rank}: {one.get(name)!r}" for rank, one in enumerate(gathered))
+            for name in differing
+        ]
+        raise RuntimeError(
+            "The workers disagree on how gradients are exchanged. Start all of them with the same model, settings and "
+            "versions. What differs:\n" + "\n".join(lines)
+        )

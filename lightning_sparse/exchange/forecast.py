@@ -1,0 +1,51 @@
+"""How much room a payload should have: the last step's largest selection, with slack learnt from its changes."""
+
+from lightning_sparse.payload import CAPACITY_STEP
+
+SMALLEST_CAPACITY = 16
+MEAN_WEIGHT = 0.2
+DEVIATION_WEIGHT = 0.1
+SLACK_DEVIATIONS = 4.0
+"""In mean absolute deviations: for Gaussian noise 3.2 standard deviations, an overflow in a thousand steps."""
+
+
+class Forecast:
+    """Forecasts a count that all workers saw in every step so far.
+
+    Room for the running mean and four times the running mean deviation from it. So a steady count costs next to no
+    padding, and a restless one seldom overflows; an overflow costs another round, not correctness. A count that halves
+    or doubles from one step to the next begins anew.
+
+    Attributes:
+        last: the count of the last step.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.last = 0
+        self._mean = self._deviation = 0.0
+        self._begin(count)
+
+    def observe(self, count: int) -> None:
+        """Adds the count of a step."""
+        if not self._mean / 2 <= count <= 2 * self._mean:
+            self._begin(count)
+            return
+        self.last = count
+        deviation = abs(count - self._mean)
+        self._mean += MEAN_WEIGHT * (count - self._mean)
+        self._deviation += DEVIATION_WEIGHT * (deviation - self._deviation)
+
+    def _begin(self, count: int) -> None:
+        self.last = count
+        self._mean = float(count)
+        self._deviation = count / 16
+
+    def capacity(self, limit: int) -> int:
+        """Returns the room for the next step, a multiple of CAPACITY_STEP; at most ``limit`` rounded up."""
+        room = max(self._mean, self.last) + SLACK_DEVIATIONS * self._deviation
+        return aligned(min(max(SMALLEST_CAPACITY, round(room)), limit))
+
+
+def aligned(count: int) -> int:
+    """Returns the count rounded up to a multiple of CAPACITY_STEP."""
+    return -(-count // CAPACITY_STEP) * CAPACITY_STEP

@@ -1,0 +1,152 @@
+"""The route for nodes of several workers: dense inside a node, sparse between nodes."""
+
+import os
+import socket
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_sparse.exchange.buffers import Buffers
+from lightning_sparse.exchange.forecast import aligned
+from lightning_sparse.exchange.reduce_scatter import slice_elements
+from lightning_sparse.exchange.shipment import Shipment, Workers
+from lightning_sparse.payload import PayloadFormat
+from lightning_sparse.sparsifiers import Selection
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The two kinds of sub-groups: the workers of this node, and the workers of this local rank on every node."""
+
+    inside: Workers
+    between: Workers
+
+
+def find_nodes(group: dist.ProcessGroup | None = None) -> Nodes:
+    """Groups the workers by node. Collective: every worker of the group calls this at set-up.
+
+    A node is what has one host name and, where the launcher says it (torchrun's GROUP_RANK, Lightning's NODE_RANK), one
+    node rank.
+
+    Raises:
+        ValueError: on every worker: the nodes do not all have the same number of workers.
+    """
+    node = (socket.gethostname(), os.environ.get("GROUP_RANK", os.environ.get("NODE_RANK", "")))
+    nodes: list[tuple[str, str]] = [node] * dist.get_world_size(group)
+    dist.all_gather_object(nodes, node, group=group)
+    members: dict[tuple[str, str], list[int]] = {}
+    for rank, one in enumerate(nodes):
+        members.setdefault(one, []).append(rank)
+    if len({len(ranks) for ranks in members.values()}) > 1:
+        listed = ", ".join(f"{name} {index}: ranks {ranks}" for (name, index), ranks in members.items())
+        raise ValueError(
+            f'exchange="hierarchical" needs the same number of workers on every node, got {listed}. '
+            'Start as many everywhere, or use exchange="auto".'
+        )
+    rank = dist.get_rank(group)
+    inside = members[node]
+    local_rank = inside.index(rank)
+    return Nodes(_sub_group(group, inside), _sub_group(group, [ranks[local_rank] for ranks in members.values()]))
+
+
+def _sub_group(group: dist.ProcessGroup | None, ranks: list[int]) -> Workers:
+    global_ranks = [rank if group is None else dist.get_global_rank(group, rank) for rank in ranks]
+    # Only its members make a sub-group: every worker makes its own two.
+    made = dist.new_group(global_ranks, use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)  # a non-member would get a number
+    return Workers(made, dist.get_rank(made), len(ranks))
+
+
+class HierarchicalShipment(Shipment):
+    """Sums the masked gradients of a node's workers densely, and sends the sums between nodes sparsely.
+
+    ::
+
+        node A: workers 0 … L-1   all-reduce of masked gradients           fast links, dense
+        local rank l: slice l     its non-zero sums to local rank l of     slow links, sparse; each worker of a node
+                                  every other node                         carries an L-th
+        node A: workers 0 … L-1   all-gather of the slices                 fast links, dense
+
+    Every worker keeps its own residual and selects its own coordinates: only the way differs, and the order in which
+    the sums are made (first within nodes, then over nodes), the same for every worker.
+
+    Args:
+        nodes: the sub-groups.
+    """
+
+    is_masked = True
+    has_sizes = True
+
+    def __init__(
+        self,
+        bucket: int,
+        payload_format: PayloadFormat,
+        out: Tensor,
+        workers: Workers,
+        buffers: Buffers,
+        *,
+        nodes: Nodes,
+    ) -> None:
+        super().__init__(bucket, payload_format, out, workers, buffers)
+        self._nodes = nodes
+        self._slice_elements = slice_elements(payload_format.num_elements, nodes.inside.num_workers)
+        self._format = PayloadFormat(self._slice_elements, out.dtype)
+        self._work: dist.Work | None = None
+        self._selection = Selection(torch.empty(0, dtype=torch.int64), torch.empty(0))
+        self._slice = out
+        self._sizes: list[int] = []
+
+    def start(self) -> None:
+        """Issues the all-reduce inside the node."""
+        if self._nodes.inside.num_workers > 1:
+            self._work = dist.all_reduce(self.out, group=self._nodes.inside.group, async_op=True)
+            self.sent_bytes += self.out.numel() * self.out.itemsize
+
+    def prepare(self, header: Tensor) -> int:
+        """Picks the non-zero sums of this worker's slice; returns their number."""
+        if self._work is not None:
+            self._work.wait()
+        start = self._nodes.inside.rank * self._slice_elements
+        part = self.out[start : start + self._slice_elements]
+        self._slice = self.take("slice", self._slice_elements, self.out.dtype)
+        self._slice.zero_()
+        self._slice[: part.numel()].copy_(part)
+        indices = self._slice.nonzero().squeeze(1)  # NaN is not zero
+        self._selection = Selection(indices, self._slice[indices])
+        return indices.numel()
+
+    def second(self, header: Tensor, sizes: list[int]) -> None:
+        """Sends the slice to its peers on other nodes, sparse or dense, whichever is less; spreads it in the node."""
+        inside, between = self._nodes.inside, self._nodes.between
+        if between.num_workers > 1:
+            room = aligned(max(sizes))
+            size = self._format.payload_bytes(room)
+            gathered_bytes = (between.num_workers - 1) * size
+            dense_bytes = 2 * (between.num_workers - 1) / between.num_workers * self._slice.numel() * self.out.itemsize
+            if gathered_bytes < dense_bytes:
+                payload = self.take("payload", size, torch.uint8)
+                self._format.fill(payload, self._selection)
+                gathered = self.take("gathered", size * between.num_workers, torch.uint8)
+                between.all_gather(gathered, payload).wait()
+                self._slice.zero_()
+                for received in gathered.view(between.num_workers, size).unbind():
+                    count = int(self._format.parts(received).counts.sum())
+                    self._slice.scatter_add_(0, *self._format.unpack(received, self.out.dtype, count))
+                self.sent_bytes += size
+            else:
+                dist.all_reduce(self._slice, group=between.group)
+                self.sent_bytes += self._slice.numel() * self._slice.itemsize
+        self._whole = self.take("slices", self._slice_elements * inside.num_workers, self.out.dtype)
+        if inside.num_workers > 1:
+            self._work = inside.all_gather(self._whole, self._slice)
+            self.sent_bytes += self._slice.numel() * self._slice.itemsize
+        else:
+            self._whole, self._work = self._slice, None
+
+    def finish(self, header: Tensor) -> None:
+        """Copies the slices into place and divides by n."""
+        if self._work is not None:
+            self._work.wait()
+        torch.div(self._whole[: self.out.numel()], self.workers.num_workers, out=self.out)

@@ -1,0 +1,104 @@
+"""One bucket on its way through one step: what every route has in common."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_sparse.exchange.buffers import Buffers
+from lightning_sparse.payload import PayloadFormat
+from lightning_sparse.sparsifiers import Selection
+
+NUM_SELECTED, LARGEST_SLICE = range(2)
+"""The fields of a header that the exchange itself reads: k, and the most coordinates in any of n equal slices."""
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The process group of the exchange and what follows from it."""
+
+    group: dist.ProcessGroup | None
+    rank: int
+    num_workers: int
+
+    def all_gather(self, out: Tensor, part: Tensor) -> dist.Work:
+        """Starts gathering equal parts into out, in rank order. Collective."""
+        work = dist.all_gather_into_tensor(out, part, group=self.group, async_op=True)
+        assert work is not None  # None is for those outside the group
+        return work
+
+
+class Shipment(ABC):
+    """A bucket's exchange in one step. Collective: all workers make the same shipments and call the same methods.
+
+    1. the caller writes what it sends: into ``payload``, or for a masked route into ``out``
+    2. ``start``     in the bucket's hook: the first collective goes out, backward continues
+    3. ``prepare``   in the last bucket's hook: the first collective is over; tells how much a second one must carry
+    4. ``second``    the second round, where one is needed
+    5. ``finish``    the average is in ``out``
+
+    Args:
+        bucket: the bucket's place in DDP's order.
+        payload_format: the format of its payload.
+        out: float32 or float64, shape (d,): receives the average.
+        workers: who takes part.
+        buffers: memory to use again in each step.
+
+    Attributes:
+        is_masked: whether the caller writes a masked gradient into ``out`` instead of a payload.
+        has_sizes: whether ``prepare`` must be followed by telling every worker's answer to all.
+        sent_bytes: bytes that this worker handed to collectives.
+        rest: what the payload had no room for; set by the caller, asked for only where something is.
+    """
+
+    is_masked: ClassVar[bool] = False
+    has_sizes: ClassVar[bool] = False
+
+    def __init__(
+        self, bucket: int, payload_format: PayloadFormat, out: Tensor, workers: Workers, buffers: Buffers
+    ) -> None:
+        self.bucket = bucket
+        self.format = payload_format
+        self.out = out
+        self.workers = workers
+        self.buffers = buffers
+        self.payload: Tensor | None = None
+        self.rest: Callable[[], Selection] = _nothing_left
+        self.sent_bytes = 0
+
+    @abstractmethod
+    def start(self) -> None:
+        """Issues the first collective."""
+
+    def prepare(self, header: Tensor) -> int:
+        """Waits for the first collective and returns a size that all workers must know, if ``has_sizes``.
+
+        Args:
+            header: all workers' headers of this bucket on the CPU, shape (n, H).
+        """
+        return 0
+
+    def second(self, header: Tensor, sizes: list[int]) -> None:
+        """Issues what is needed beyond the first collective.
+
+        Args:
+            header: as for :meth:`prepare`.
+            sizes: what :meth:`prepare` returned on every worker.
+        """
+        return
+
+    @abstractmethod
+    def finish(self, header: Tensor) -> None:
+        """Waits for what is under way and writes the average into ``out``."""
+
+    def take(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+        """Returns memory for this bucket by name; see :class:`Buffers`."""
+        return self.buffers.take((self.bucket, name), numel, dtype, self.out.device)
+
+
+def _nothing_left() -> Selection:
+    raise AssertionError("nobody said what the payload had no room for")

@@ -1,0 +1,217 @@
+"""Every route of the exchange against the plain one, for n = 1 to 4 workers and densities that jump."""
+
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_sparse.exchange import Exchange
+from lightning_sparse.exchange.hierarchical import find_nodes
+from lightning_sparse.exchange.plain import plain_average
+from lightning_sparse.payload import PayloadFormat, round_to_wire
+from lightning_sparse.sparsifiers import Selection
+from lightning_sparse.step_stats import FIXED_FIELDS
+from tests.workers import run_workers
+
+NUM_SLICES_FIELD = 1
+COLLECTIVES = ("all_gather_into_tensor", "all_gather", "all_reduce", "all_to_all_single")
+
+
+def selection_of(seed, rank, size, density, dtype, wire):
+    """What a worker sends: the same in every process that asks."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    share = density if rank % 2 == 0 else density * (0.0 if seed % 5 == 0 else 1.0)  # now and then nothing
+    indices = (torch.rand(size, generator=generator) < share).nonzero().squeeze(1)
+    values = torch.randn(indices.numel(), generator=generator, dtype=dtype)
+    if seed % 7 == 3 and values.numel() > 1:
+        values[0], values[1] = float("nan"), float("inf")
+    return Selection(indices, round_to_wire(values, wire))
+
+
+def header_of(selection, size, slices):
+    header = torch.arange(FIXED_FIELDS, dtype=torch.float64) + dist.get_rank()
+    elements = -(-size // slices)
+    header[0] = selection.indices.numel()
+    header[1] = max((int(((selection.indices // elements) == j).sum()) for j in range(slices)), default=0)
+    return header
+
+
+def exchange_once(exchange, selections, sizes, dtype, wire):
+    """One step of several buckets; returns the averages, the headers and the bytes."""
+    outs = [torch.full((size,), 3.0, dtype=dtype) for size in sizes]
+    headers = [header_of(one, size, exchange.workers.num_workers) for one, size in zip(selections, sizes, strict=True)]
+    exchange.begin()
+    for bucket, (selection, size, out, header) in enumerate(zip(selections, sizes, outs, headers, strict=True)):
+        is_last = bucket == len(sizes) - 1
+        shipment = exchange.open(bucket, size, wire, header.numel(), out, is_last=is_last)
+        if shipment.is_masked:
+            out.zero_()
+            out[selection.indices] = selection.values
+        else:
+            shipment.format.fill(shipment.payload, selection)
+            room = shipment.format.capacity(shipment.payload.numel())
+            shipment.rest = lambda s=selection, c=room: Selection(s.indices[c:], s.values[c:])
+        exchange.start(shipment, header, is_last=is_last)
+    gathered, sent_bytes = exchange.finish()
+    for header, all_headers in zip(headers, gathered, strict=True):
+        assert torch.equal(all_headers[dist.get_rank()], header)
+    return outs, gathered, sent_bytes
+
+
+def _run(mode, cases):
+    """Runs cases of (sizes, densities, dtype, wire, seed); returns per step the averages and the plain ones."""
+    results = []
+    for sizes, densities, dtype, wire, seed in cases:
+        exchange = Exchange(mode)
+        for step, density in enumerate(densities):
+            selections = [
+                selection_of(seed + 10 * step + bucket, dist.get_rank(), size, density, dtype, wire)
+                for bucket, size in enumerate(sizes)
+            ]
+            outs, _, _ = exchange_once(exchange, selections, sizes, dtype, wire)
+            plain = [torch.empty_like(out) for out in outs]
+            for selection, size, out in zip(selections, sizes, plain, strict=True):
+                plain_average(PayloadFormat(size, wire), selection, out)
+            results.append((outs, plain))
+    return results
+
+
+@st.composite
+def cases(draw):
+    sizes = draw(st.lists(st.sampled_from([1, 3, 17, 1000, 65_536, 70_000]), min_size=1, max_size=3))
+    densities = draw(st.lists(st.sampled_from([0.0, 0.001, 0.01, 0.3, 1.0]), min_size=2, max_size=6))
+    dtype = draw(st.sampled_from([torch.float32, torch.float64]))
+    wire = draw(st.sampled_from([dtype, torch.bfloat16, torch.float16]))
+    return sizes, densities, dtype, wire, draw(st.integers(0, 10_000))
+
+
+ALWAYS = [
+    ([70_000, 17], [0.0, 1.0, 0.0, 0.001, 1.0, 0.3, 0.0], torch.float32, torch.float32, 3),
+    ([1], [1.0, 0.0, 1.0], torch.float32, torch.bfloat16, 1),
+]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 4])
+@pytest.mark.parametrize("mode", ["gather", "reduce_scatter"])
+@settings(max_examples=4)
+@given(drawn=st.lists(cases(), min_size=5, max_size=5))
+def test_sparse_routes_give_the_bits_of_the_plain_exchange(mode, num_workers, drawn):
+    ranks = run_workers(_run, num_workers, mode, ALWAYS + drawn)
+    for steps in zip(*ranks, strict=True):
+        for outs, plain in steps:
+            for out, expected, first in zip(outs, plain, steps[0][0], strict=True):
+                torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+                torch.testing.assert_close(out, first, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 4])
+@pytest.mark.parametrize("mode", ["auto", "dense"])
+@settings(max_examples=4)
+@given(drawn=st.lists(cases(), min_size=5, max_size=5))
+def test_routes_with_an_all_reduce_differ_in_the_order_of_the_sum_only(mode, num_workers, drawn):
+    ranks = run_workers(_run, num_workers, mode, ALWAYS + drawn)
+    for steps in zip(*ranks, strict=True):
+        for outs, plain in steps:
+            for out, expected, first in zip(outs, plain, steps[0][0], strict=True):
+                torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+                torch.testing.assert_close(out, first, rtol=0, atol=0, equal_nan=True)
+
+
+def _run_in_nodes(workers_per_node, drawn):
+    os.environ["GROUP_RANK"] = str(dist.get_rank() // workers_per_node)
+    nodes = find_nodes()
+    assert nodes.inside.num_workers == workers_per_node
+    assert nodes.inside.rank == dist.get_rank() % workers_per_node
+    assert nodes.between.num_workers == dist.get_world_size() // workers_per_node
+    return _run("hierarchical", drawn)
+
+
+@pytest.mark.parametrize(("num_workers", "workers_per_node"), [(4, 2), (4, 1), (2, 2), (3, 1), (1, 1)])
+@settings(max_examples=2)
+@given(drawn=st.lists(cases(), min_size=4, max_size=4))
+def test_the_hierarchical_route_sums_the_same_values(num_workers, workers_per_node, drawn):
+    ranks = run_workers(_run_in_nodes, num_workers, workers_per_node, ALWAYS + drawn)
+    for steps in zip(*ranks, strict=True):
+        for outs, plain in steps:
+            for out, expected, first in zip(outs, plain, steps[0][0], strict=True):
+                torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+                torch.testing.assert_close(out, first, rtol=0, atol=0, equal_nan=True)
+
+
+def _uneven_nodes():
+    os.environ["NODE_RANK"] = str(int(dist.get_rank() == 0))
+    with pytest.raises(ValueError, match=r"the same number of workers on every node, got .* 1: ranks \[0\]"):
+        Exchange("hierarchical")
+    return socket.gethostname()
+
+
+def test_uneven_nodes_are_refused_on_every_worker():
+    assert len(run_workers(_uneven_nodes, 3)) == 3
+
+
+def _count_collectives(mode, densities):
+    calls = []
+    for name in COLLECTIVES:
+        original = getattr(dist, name)
+
+        def counted(*args, _name=name, _original=original, **kwargs):
+            calls.append(_name)
+            return _original(*args, **kwargs)
+
+        setattr(dist, name, counted)
+    exchange, sizes = Exchange(mode), [70_000, 1000, 70_000]
+    per_step = []
+    for step, density in enumerate(densities):
+        calls.clear()
+        selections = [
+            selection_of(10 * step + bucket + 1, 0, size, density, torch.float32, torch.float32)
+            for bucket, size in enumerate(sizes)
+        ]
+        _, _, sent_bytes = exchange_once(exchange, selections, sizes, torch.float32, torch.float32)
+        per_step.append((list(calls), sent_bytes))
+    return per_step
+
+
+def test_a_usual_step_has_one_collective_a_bucket():
+    for steps in run_workers(_count_collectives, 2, "auto", [0.01, 0.01, 0.01, 0.01]):
+        first, *usual = steps
+        assert first[0] == ["all_reduce"] * 3 + ["all_gather_into_tensor"]  # no history: dense, and headers
+        for calls, _ in usual:
+            assert calls == ["all_gather_into_tensor"] * 3
+
+
+def test_an_overflow_costs_one_more_round_for_its_bucket_only():
+    for steps in run_workers(_count_collectives, 2, "gather", [0.01, 0.01, 0.2, 0.2, 0.2]):
+        assert [len(calls) for calls, _ in steps[1:]] == [3, 6, 3, 3]
+
+
+def test_auto_takes_the_dense_route_where_sparse_would_cost_more():
+    densities = [1.0, 1.0, 0.001, 0.001, 1.0, 1.0]
+    for steps in run_workers(_count_collectives, 2, "auto", densities):
+        dense_bytes = 4 * (70_000 + 1000 + 70_000)
+        routes = ["dense" if "all_reduce" in calls else "gather" for calls, _ in steps]
+        assert routes == ["dense", "dense", "dense", "gather", "dense", "dense"]
+        for route, (_, sent_bytes) in zip(routes, steps, strict=True):
+            assert dense_bytes <= sent_bytes < 1.02 * dense_bytes if route == "dense" else sent_bytes < 5000
+        # The jump: what was gathered in vain is little.
+        assert steps[4][0] == ["all_gather_into_tensor"] * 3 + ["all_reduce"] * 3
+
+
+def _padding(density):
+    exchange, size = Exchange("gather"), 1_000_000
+    bytes_per_coordinate = []
+    for _ in range(60):
+        selection = selection_of(1, 0, size, density, torch.float32, torch.float32)  # the same every time
+        _, _, sent_bytes = exchange_once(exchange, [selection], [size], torch.float32, torch.float32)
+        bytes_per_coordinate.append(sent_bytes / selection.indices.numel())
+    return bytes_per_coordinate
+
+
+def test_a_steady_density_is_sent_at_little_more_than_six_bytes_a_coordinate():
+    for bytes_per_coordinate in run_workers(_padding, 2, 0.01):
+        assert bytes_per_coordinate[-1] < 6.1
+        assert max(bytes_per_coordinate[2:]) < 9

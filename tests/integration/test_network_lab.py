@@ -1,0 +1,230 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.network_lab import NetworkLab, Workers, clean
+
+PROJECT = Path(__file__).parents[2]
+
+SHOW_ENVIRONMENT = "import json, os; print(json.dumps([dict(os.environ), sorted(os.sched_getaffinity(0))]))"
+
+KNOCK = """
+# Rank 1 knocks at a port of host 0 at which nobody listens: who is there refuses.
+import os, socket, sys, time
+if os.environ["RANK"] == "1":
+    started = time.perf_counter()
+    try:
+        socket.create_connection((os.environ["MASTER_ADDR"], 9), timeout=float(sys.argv[1]))
+    except ConnectionRefusedError:
+        print("refused", time.perf_counter() - started)
+    except OSError:
+        print("lost")
+"""
+
+EXCHANGE = """
+# Two hosts send each other some bytes at the same time, and print in how many seconds they received those.
+import os, socket, sys, threading, time
+size, address = int(sys.argv[1]), (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+if os.environ["RANK"] == "0":
+    with socket.create_server(("", address[1])) as server:
+        connection = server.accept()[0]
+else:
+    connection = None
+    while connection is None:
+        try:
+            connection = socket.create_connection(address)
+        except ConnectionRefusedError:
+            time.sleep(0.02)
+connection.sendall(b"?")
+connection.recv(1)
+started = time.perf_counter()
+sender = threading.Thread(target=connection.sendall, args=(bytes(size),))
+sender.start()
+received = 0
+while received < size:
+    received += len(connection.recv(1 << 20))
+print(time.perf_counter() - started, connection.getsockname()[0])
+sender.join()
+"""
+
+ALL_REDUCE = """
+import torch
+from torch import distributed
+distributed.init_process_group("gloo")
+ranks = torch.tensor([distributed.get_rank() + 1.0])
+distributed.all_reduce(ranks)
+print(ranks.item())
+distributed.destroy_process_group()
+"""
+
+COMMAND_LINE = """
+# Ctrl-C must work, also where the tests run in the background and SIGINT is ignored.
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from benchmarks.network_lab import main
+sys.exit(main())
+"""
+
+
+@pytest.fixture(scope="module")
+def available():
+    if reason := NetworkLab.unavailable_reason():
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def lab(available):
+    with NetworkLab(hosts=2) as lab:
+        yield lab
+
+
+def namespaces(process_id):
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    return [line.split()[0] for line in listed.splitlines() if f"-{process_id}-" in line]
+
+
+def test_a_worker_has_the_variables_of_torchrun_and_a_core_of_its_own(lab):
+    outputs = lab.run([sys.executable, "-c", SHOW_ENVIRONMENT], workers_per_host=2, env={"EXTRA": "1"})
+    for rank, output in enumerate(outputs):
+        environment, cores = json.loads(output)
+        expected = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank % 2}", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+        expected |= {"GROUP_RANK": f"{rank // 2}", "NODE_RANK": f"{rank // 2}", "MASTER_ADDR": lab.address(0)}
+        expected |= {"GLOO_SOCKET_IFNAME": "uplink", "EXTRA": "1"}
+        expected |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        assert environment.items() >= expected.items()
+        assert int(environment["MASTER_PORT"]) > 1024
+        available = sorted(os.sched_getaffinity(0))
+        assert cores == [available[rank % len(available)]]
+    unpinned = lab.run([sys.executable, "-c", SHOW_ENVIRONMENT], pin=False)
+    assert [json.loads(output)[1] for output in unpinned] == [sorted(os.sched_getaffinity(0))] * 2
+
+
+def test_a_link_keeps_its_rate_in_both_directions_and_counts(lab):
+    size = 3_000_000
+    lab.shape(rate="1gbit")
+    lab.shape(rate="20mbit")
+    before = [lab.bytes_sent(host) for host in range(2)], [lab.bytes_received(host) for host in range(2)]
+    outputs = lab.run([sys.executable, "-c", EXCHANGE, str(size)], timeout=60)
+    seconds, addresses = zip(*(output.split() for output in outputs), strict=True)
+    # A lower bound on time, so that a busy machine cannot break it: 1.2 s are due for 3 MB at 20 Mbit/s.
+    assert min(map(float, seconds)) > 1.0
+    assert addresses == (lab.address(0), lab.address(1))
+    assert addresses[0] != addresses[1]
+    for host in range(2):
+        assert size < lab.bytes_sent(host) - before[0][host] < 1.5 * size
+        assert size < lab.bytes_received(host) - before[1][host] < 1.5 * size
+    lab.shape()
+    root = subprocess.run(lab.on_host(0, ["tc", "qdisc", "show", "dev", "uplink"]), capture_output=True, text=True)
+    assert "tbf" not in root.stdout
+
+
+def test_a_round_trip_takes_twice_the_delay(lab):
+    if reason := NetworkLab.unavailable_reason(delay=True):
+        with pytest.raises(RuntimeError, match="netem"):
+            lab.shape(delay="50ms")
+        pytest.skip(reason)
+    lab.shape(rate="1gbit", delay="50ms")
+    word, seconds = lab.run([sys.executable, "-c", KNOCK, "20"])[1].split()
+    lab.shape()
+    assert word == "refused"
+    assert float(seconds) > 0.1
+
+
+def test_a_link_can_be_cut_and_mended(lab):
+    lab.link_down(1)
+    assert lab.run([sys.executable, "-c", KNOCK, "0.3"])[1].split()[0] == "lost"
+    lab.link_up(1)
+    assert lab.run([sys.executable, "-c", KNOCK, "20"])[1].split()[0] == "refused"
+
+
+def test_gloo_reduces_across_hosts(lab):
+    before = lab.bytes_sent(1)
+    outputs = lab.run([sys.executable, "-c", ALL_REDUCE], timeout=120)
+    # Before them, torch may say that there is no name server for the address of the other.
+    assert [output.splitlines()[-1] for output in outputs] == ["3.0", "3.0"]
+    assert lab.bytes_sent(1) > before
+
+
+def test_a_worker_that_fails_ends_the_others(lab):
+    command = ["sh", "-c", "echo rank $RANK; test $RANK = 1 && exit 7; sleep 60 & wait"]
+    workers = lab.start(command)
+    assert workers.wait(timeout=30) == 7
+    assert workers.failed_rank == 1
+    assert workers.processes[0].returncode == -signal.SIGTERM
+    with pytest.raises(RuntimeError, match=r"Rank 1 ended with status=7:\nrank 1"):
+        lab.run(command)
+    with pytest.raises(TimeoutError, match=r"Workers \[0, 1\] still run after 0.1 s"):
+        lab.run(["sleep", "60"], timeout=0.1)
+
+
+def test_nothing_is_left_after_an_exception(available):
+    lab = NetworkLab(hosts=1)
+    started = []
+
+    def fail_within():
+        with lab:
+            started.append(lab.start(["sleep", "60"]))
+            assert lab.namespace(0) in namespaces(os.getpid())
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_within()
+    assert lab.namespace(0) not in namespaces(os.getpid())
+    assert started[0].processes[0].returncode == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_after_a_signal(lab, number):
+    arguments = ["--rate", "1gbit", "--", "sh", "-c", "echo $$; exec sleep 60"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen([sys.executable, "-c", COMMAND_LINE, *arguments], cwd=PROJECT, **pipes) as process:
+        lines = sorted(process.stdout.readline() for _ in range(2))
+        workers = [int(line.rpartition("]")[2]) for line in lines]
+        assert [line[:9] for line in lines] == ["[host 0] ", "[host 1] "]
+        assert len(namespaces(process.pid)) == 3
+        process.send_signal(number)
+        process.wait(timeout=30)
+    if number == signal.SIGKILL:
+        assert len(namespaces(process.pid)) == 3
+        assert len([name for name in clean() if f"-{process.pid}-" in name]) == 3
+        assert lab.namespace(0) in namespaces(os.getpid())
+    else:
+        assert process.returncode == 128 + number
+    assert namespaces(process.pid) == []
+    # Killed workers of a killed lab may still wait for their new parent.
+    states = [Path(f"/proc/{worker}/stat") for worker in workers]
+    assert all(not state.exists() or state.read_text().split()[2] in "ZX" for state in states)
+
+
+def test_without_ip_the_command_runs_on_loopback():
+    command = [sys.executable, "-m", "benchmarks.network_lab", "--hosts", "2", "--workers-per-host", "1", "--"]
+    command += [sys.executable, "-c", SHOW_ENVIRONMENT]
+    environment = os.environ | {"PATH": "/nowhere"}
+    done = subprocess.run(command, env=environment, cwd=PROJECT, capture_output=True, text=True, check=True)
+    assert done.stderr == "There is no ip or no tc (Linux's package iproute2). Running on loopback, unshaped.\n"
+    lines = sorted(done.stdout.splitlines())
+    assert [line[:9] for line in lines] == ["[host 0] ", "[host 1] "]
+    for rank, line in enumerate(lines):
+        worker = json.loads(line[9:])[0]
+        assert (worker["RANK"], worker["MASTER_ADDR"], worker["GLOO_SOCKET_IFNAME"]) == (str(rank), "127.0.0.1", "lo")
+
+
+def test_a_command_that_cannot_start_ends_those_that_did():
+    with pytest.raises(FileNotFoundError):
+        Workers([["sleep", "60"], ["/nowhere"]], 1, {}, pin=True, echo=False)
+
+
+@pytest.mark.parametrize("shape", [{"rate": "1 gigabit"}, {"delay": "5"}, {"loss": "0.1"}])
+def test_a_shape_is_a_number_and_its_unit(lab, shape):
+    with pytest.raises(ValueError, match=r"Invalid \w+='.*'\. Must be a number and its unit"):
+        lab.shape(**shape)
+
+
+def test_a_lab_has_1_to_254_hosts():
+    with pytest.raises(ValueError, match=r"Invalid hosts=0\. Must be within \[1, 254\]"):
+        NetworkLab(hosts=0)

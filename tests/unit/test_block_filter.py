@@ -1,0 +1,126 @@
+"""The CPU's way against the plain definition, bit by bit."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from lightning_sparse.block_filter import BLOCK_ELEMENTS, CHUNK_ELEMENTS, BlockFilter, repair
+from lightning_sparse.sparsifiers import ThresholdRun
+
+NAN, INF = float("nan"), float("inf")
+WIRE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+SIZES = [0, 1, 7, 127, 128, 129, 1000, 5 * BLOCK_ELEMENTS, CHUNK_ELEMENTS, CHUNK_ELEMENTS + 130, 2 * CHUNK_ELEMENTS]
+
+
+@st.composite
+def cases(draw):
+    size = draw(st.sampled_from(SIZES))
+    dtype = draw(st.sampled_from([torch.float32, torch.float64]))
+    gradient_dtype = draw(st.sampled_from([dtype, torch.bfloat16, torch.float16]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    scale = draw(st.sampled_from([0.1, 1.0, 1e5]))
+    residual = torch.randn(size, generator=generator, dtype=dtype) * 0.3
+    gradient = (torch.randn(size, generator=generator, dtype=dtype) * scale).to(gradient_dtype)
+    for _ in range(draw(st.integers(0, 6)) if size else 0):
+        gradient[draw(st.integers(0, size - 1))] = draw(st.sampled_from([NAN, INF, -INF, 1.0, -1.0, -0.0, 30000.0]))
+    if size and draw(st.booleans()):
+        place = draw(st.integers(0, size - 1))
+        residual[place], gradient[place] = 0.0, 0.0  # a selected zero where λ is 0
+    cuts = sorted({0, size, *(draw(st.integers(0, size)) for _ in range(draw(st.integers(0, 3))))})
+    thresholds = st.sampled_from([0.0, 0.5, 1.0, 3.0, 1e38, INF])
+    runs = [ThresholdRun(draw(thresholds), start, end) for start, end in pairwise(cuts)] or [ThresholdRun(1.0, 0, 0)]
+    wire = draw(st.sampled_from(WIRE_DTYPES if dtype == torch.float64 else [w for w in WIRE_DTYPES if w.itemsize < 8]))
+    loss_scale = draw(st.sampled_from([None, torch.tensor(4.0), torch.tensor(3.0)]))
+    return residual, gradient, runs, loss_scale, wire
+
+
+def plainly(residual, gradient, runs, loss_scale, wire):
+    """p, what is sent (dense), the mask of what is sent, e'."""
+    g = gradient.to(residual.dtype)
+    p = residual + (g if loss_scale is None else g / loss_scale)
+    mask = torch.zeros(p.shape, dtype=torch.bool)
+    for threshold, start, end in runs:
+        mask[start:end] = ~(p[start:end].abs() < threshold)
+    limit = torch.finfo(wire).max
+    rounded = torch.where(p.isfinite(), p.clamp(-limit, limit), p).to(wire).to(p.dtype)
+    out = torch.where(mask, rounded, 0.0)
+    rest = p - out
+    return p, out, mask, torch.where(rest.isfinite(), rest, 0.0)
+
+
+def assert_same_bits(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@given(cases())
+@example((torch.zeros(300), torch.ones(300), [ThresholdRun(1.0, 0, 300)], None, torch.float32))
+@example((torch.zeros(300), -torch.ones(300), [ThresholdRun(0.0, 0, 300)], None, torch.bfloat16))
+def test_what_is_taken_out_is_what_the_definition_says(case):
+    residual, gradient, runs, loss_scale, wire = case
+    _, out, mask, rest = plainly(*case)
+    gradient_before = gradient.clone()
+    block_filter = BlockFilter()
+
+    sent = block_filter.take_out(kept := residual.clone(), gradient, runs, loss_scale, wire)
+    assert sent.indices.tolist() == mask.nonzero().squeeze(1).tolist()
+    assert_same_bits(sent.values, out[mask])
+    assert_same_bits(kept, rest)
+    assert_same_bits(gradient, gradient_before)
+
+    masked = torch.full_like(residual, 7.0)
+    counts = block_filter.take_out_masked(kept := residual.clone(), gradient, runs, loss_scale, wire, masked)
+    assert counts == [int(mask[start:end].sum()) for _, start, end in runs]
+    assert_same_bits(masked, out)
+    assert repair(kept) == int(out.isfinite().logical_not().sum())
+    assert_same_bits(kept, rest)
+    assert not block_filter.is_zero(kept)
+
+
+@pytest.mark.parametrize("density", [0.0, 0.0005, 0.02, 0.3, 1.0])
+def test_any_density_comes_out_in_one_piece(density):
+    size = 3 * CHUNK_ELEMENTS + 5 * BLOCK_ELEMENTS + 3
+    generator = torch.Generator().manual_seed(1)
+    p = torch.rand(size, generator=generator) * 0.9
+    chosen = torch.rand(size, generator=generator) < density
+    p[chosen] = -1.5
+    residual = torch.zeros(size)
+    sent = BlockFilter().take_out(residual, p, [ThresholdRun(1.0, 0, size)], None, torch.float32)
+    assert torch.equal(sent.indices, chosen.nonzero().squeeze(1))
+    assert torch.equal(residual, torch.where(chosen, 0.0, p))
+
+
+def test_the_masked_gradient_may_take_the_gradients_place():
+    gradient = torch.tensor([0.5, 2.0, NAN, -0.25])
+    residual = torch.tensor([0.5, 0.0, 0.0, 0.25])
+    counts = BlockFilter().take_out_masked(residual, gradient, [ThresholdRun(1.0, 0, 4)], None, torch.float32, gradient)
+    assert counts == [3]
+    assert_same_bits(gradient, torch.tensor([1.0, 2.0, NAN, 0.0]))
+    assert_same_bits(residual, torch.tensor([0.0, 0.0, NAN, 0.0]))
+
+
+def test_a_residual_is_known_to_be_zero_only_while_nobody_writes_into_it():
+    block_filter, runs = BlockFilter(), [ThresholdRun(0.0, 0, 200)]
+    residual, out = torch.full((200,), 0.5), torch.empty(200)
+    for _ in range(2):
+        block_filter.take_out_masked(residual, torch.ones(200), runs, None, torch.float32, out)
+        assert block_filter.is_zero(residual)
+    assert torch.equal(out, torch.ones(200))
+    residual[3:5] += 1.0  # for example taken back
+    assert not block_filter.is_zero(residual)
+    block_filter.take_out_masked(residual, torch.ones(200), runs, None, torch.float32, out)
+    assert out[2:6].tolist() == [1.0, 2.0, 2.0, 1.0]
+    assert not residual.any()
+
+
+def test_non_finite_values_are_found_when_everything_is_sent():
+    block_filter, runs = BlockFilter(), [ThresholdRun(0.0, 0, 4)]
+    residual = torch.zeros(4)
+    for _ in range(2):
+        gradient = torch.tensor([1.0, NAN, -INF, INF])
+        block_filter.take_out_masked(residual, gradient, runs, None, torch.float32, gradient)
+        assert_same_bits(gradient, torch.tensor([1.0, NAN, -INF, INF]))
+        assert repair(residual) == 3
+        assert not residual.any()

@@ -1,0 +1,85 @@
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_sparse.exchange.cost_model import Costs
+from lightning_sparse.exchange.forecast import SMALLEST_CAPACITY, Forecast
+from lightning_sparse.payload import CAPACITY_STEP
+
+
+@given(st.integers(0, 10**6), st.lists(st.integers(0, 10**6), max_size=30), st.integers(0, 10**6))
+def test_a_capacity_is_enough_for_what_was_seen_last_and_never_more_than_the_bucket(first, counts, limit):
+    forecast = Forecast(first)
+    for count in counts:
+        forecast.observe(count)
+    last = counts[-1] if counts else first
+    capacity = forecast.capacity(limit)
+    assert capacity % CAPACITY_STEP == 0
+    assert min(last, limit) <= capacity < limit + CAPACITY_STEP
+    assert capacity <= max(6 * last, SMALLEST_CAPACITY) + CAPACITY_STEP
+
+
+def test_a_steady_count_ends_without_padding():
+    forecast = Forecast(10_000)
+    for _ in range(80):
+        forecast.observe(10_000)
+    assert forecast.capacity(10**9) <= 10_000 + CAPACITY_STEP
+
+
+def test_a_fall_in_density_is_not_padded_for_long():
+    forecast = Forecast(1_000_000)
+    forecast.observe(1000)
+    assert forecast.capacity(10**9) <= 1700
+
+
+def test_a_restless_count_seldom_overflows():
+    # k of a hard threshold over steps: noise of a few per cent around a slow trend.
+    noise = random.Random(0)
+    forecast, overflows, padding = Forecast(10_000), 0, 0
+    for step in range(2000):
+        count = int(10_000 * (1 + 0.3 * step / 2000) * noise.gauss(1, 0.03))
+        overflows += count > forecast.capacity(10**9)
+        padding += max(forecast.capacity(10**9) - count, 0) / count
+        forecast.observe(count)
+    assert overflows < 2000 * 0.01
+    assert padding < 2000 * 0.15
+
+
+@pytest.mark.parametrize("num_workers", [2, 4, 16, 256])
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_the_route_goes_from_gather_to_dense_as_density_grows(num_workers, on_gpu):
+    costs = Costs(num_workers, 10**7, 4, 4)
+    routes = []
+    for exponent in range(40):
+        selected = 10**7 * 10 ** (-exponent / 8)
+        route = costs.cheapest(selected, 1.2 * selected / num_workers, on_gpu=on_gpu)
+        if not routes or routes[-1] != route:
+            routes.append(route)
+    expected = ["dense", "reduce_scatter", "gather"] if num_workers > 2 else ["dense", "gather"]
+    assert routes in (expected, ["dense", "gather"])
+    if num_workers >= 16:
+        assert "reduce_scatter" in routes
+
+
+def test_a_route_is_never_chosen_that_brings_more_bytes_than_dense():
+    for num_workers in (2, 3, 8, 64, 1024):
+        costs = Costs(num_workers, 10**7, 4, 4)
+        for density in (1e-5, 1e-4, 1e-3, 1e-2, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0):
+            k = density * 10**7
+            route = costs.cheapest(k, k / num_workers, on_gpu=False)
+            union = costs.independent_union(k)
+            brought = {
+                "dense": costs.dense_bytes(),
+                "gather": costs.gather_bytes(k),
+                "reduce_scatter": costs.scatter_bytes(k / num_workers) + costs.slices_bytes(union),
+            }
+            assert brought[route] <= costs.dense_bytes()
+
+
+def test_the_union_of_independent_selections():
+    costs = Costs(3, 1000, 4, 4)
+    assert costs.independent_union(0) == 0
+    assert costs.independent_union(1000) == 1000
+    assert costs.independent_union(100) == pytest.approx(1000 * (1 - 0.9**3))

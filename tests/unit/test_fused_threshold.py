@@ -1,0 +1,458 @@
+"""The fused kernels against plain tensors.
+
+Every test of the kernels runs on a GPU where there is one and is skipped where there is none. Without a GPU they run in
+Triton's interpreter, in a process of their own: the interpreter replaces parts of ``triton`` for all who have it.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from itertools import pairwise
+from math import inf, nan, nextafter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_sparse import fused_threshold
+from lightning_sparse.fused_threshold import FusedThreshold, is_available
+from lightning_sparse.payload import BLOCK_ELEMENTS, PayloadFormat, round_to_wire
+from lightning_sparse.residual import compensate, keep_rest
+from lightning_sparse.sparsifiers import HardThreshold, LayerLayout, Selection
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+FLOAT, DOUBLE, HALF, BRAIN = torch.float32, torch.float64, torch.float16, torch.bfloat16
+SENTINEL = 77
+
+# Overflow and NaN are what the tests are about; numpy, with which the interpreter computes, warns of them.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+
+
+def on_device(test):
+    """Marks a test that launches kernels."""
+    if INTERPRETED:
+        return test
+    missing = pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none (the interpreter runs this as well)"
+    )
+    return pytest.mark.cuda(missing(test))
+
+
+def same_bits(actual, expected):
+    """Asserts equality that tells -0.0 from 0.0 and takes all NaNs for one."""
+    actual = actual.cpu()
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    if actual.is_floating_point():
+        kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.itemsize]
+        assert torch.equal(actual.isnan(), expected.isnan())
+        actual, expected = (torch.where(one.isnan(), 0, one).view(kind) for one in (actual, expected))
+    different = (actual != expected).nonzero().flatten()
+    assert different.numel() == 0, (different[:9], actual[different[:9]], expected[different[:9]])
+
+
+@dataclass
+class Expected:
+    """What plain tensors say of a step: of whole buckets, on the CPU."""
+
+    compensated: torch.Tensor
+    selected: torch.Tensor
+    sent: torch.Tensor
+    rest: torch.Tensor
+
+    @property
+    def numbers(self):
+        return [
+            self.selected.sum().item(),
+            (~self.compensated[self.selected].isfinite()).sum().item(),
+            self.rest.double().square().sum().item(),
+        ]
+
+
+def expect(residual, gradient, runs, wire, scale=None):
+    compensated = residual + (gradient.to(residual.dtype) if scale is None else gradient.to(residual.dtype) / scale)
+    limits = torch.cat([torch.full((end - start,), limit, dtype=residual.dtype) for limit, start, end in runs])
+    selected = (compensated.abs() >= limits) | compensated.isnan()
+    sent = compensated.to(wire).to(residual.dtype)
+    overflown = sent.isinf() & compensated.isfinite()
+    sent = torch.where(overflown, compensated.sign() * torch.finfo(wire).max, sent)
+    sent = torch.where(selected, sent, 0.0)
+    rest = torch.where(selected, compensated - sent, compensated)
+    return Expected(compensated, selected, sent, torch.where(rest.isfinite(), rest, 0.0))
+
+
+def check_numbers(actual, expected):
+    assert actual.dtype == DOUBLE
+    assert actual.device.type == DEVICE
+    assert actual.tolist()[:2] == expected.numbers[:2]
+    if expected.compensated.dtype == DOUBLE or expected.numbers[2] < 1e30:  # beyond, float32 squares overflow
+        assert actual[2].item() == pytest.approx(expected.numbers[2], rel=1e-6, abs=1e-30)
+
+
+def check_select(residual, gradient, runs, wire=FLOAT, scale=None, capacity=None, fused=None):
+    """Runs ``select`` on copies and compares everything it writes; returns what plain tensors expect."""
+    expected = expect(residual, gradient, runs, wire, scale)
+    indices = expected.selected.nonzero().flatten()
+    capacity = indices.numel() + 3 if capacity is None else capacity
+    written = min(capacity, indices.numel())
+    blocks = -(-residual.numel() // BLOCK_ELEMENTS)
+    kept, given_gradient = residual.to(DEVICE, copy=True), gradient.to(DEVICE, copy=True)
+    counts = torch.full((blocks,), SENTINEL, dtype=torch.int32, device=DEVICE)
+    values = torch.full((capacity,), SENTINEL, dtype=wire, device=DEVICE)
+    offsets = torch.full((capacity,), SENTINEL, dtype=torch.int16, device=DEVICE)
+    numbers = (fused or FusedThreshold()).select(
+        kept,
+        given_gradient,
+        runs,
+        loss_scale=None if scale is None else torch.tensor([scale], device=DEVICE),
+        counts=counts,
+        values=values,
+        offsets=offsets,
+    )
+    same_bits(counts, torch.bincount(indices // BLOCK_ELEMENTS, minlength=blocks).to(torch.int32))
+    same_bits(values[:written], expected.sent[indices[:written]].to(wire))
+    assert torch.equal(offsets[:written].cpu().long() % BLOCK_ELEMENTS, indices[:written] % BLOCK_ELEMENTS)
+    assert (values[written:] == SENTINEL).all()
+    assert (offsets[written:] == SENTINEL).all()
+    expected_kept = expected.rest.clone()
+    expected_kept[indices[written:]] = expected.compensated[indices[written:]]
+    same_bits(kept, expected_kept)
+    same_bits(given_gradient, gradient)
+    check_numbers(numbers, expected)
+    return expected
+
+
+def check_mask(residual, gradient, runs, wire=FLOAT, scale=None, out=None, fused=None):
+    expected = expect(residual, gradient, runs, wire, scale)
+    kept, given_gradient = residual.to(DEVICE, copy=True), gradient.to(DEVICE, copy=True)
+    out = given_gradient if out is None else torch.full(residual.shape, SENTINEL, dtype=out, device=DEVICE)
+    loss_scale = None if scale is None else torch.tensor([scale], device=DEVICE)
+    numbers = (fused or FusedThreshold()).mask(
+        kept, given_gradient, runs, loss_scale=loss_scale, out=out, wire_dtype=wire
+    )
+    same_bits(out, expected.sent.to(out.dtype))
+    same_bits(kept, expected.rest)
+    if out is not given_gradient:
+        same_bits(given_gradient, gradient)
+    check_numbers(numbers, expected)
+
+
+def bucket(size, gradient_dtype=FLOAT, residual_dtype=FLOAT, seed=0):
+    """Residual and gradient with a standard deviation of about 1 together, and what is special here and there."""
+    generator = torch.Generator().manual_seed(seed)
+    residual = (torch.randn(size, generator=generator) * 0.8).to(residual_dtype)
+    gradient = (torch.randn(size, generator=generator) * 0.6).to(gradient_dtype)
+    special = torch.tensor([nan, inf, -inf, -0.0, 1e5, -7e4, 1e-40, 65_519.0, 65_520.0, 3.0009765625], dtype=DOUBLE)
+    places = torch.randperm(size, generator=generator)[: special.numel()]
+    residual[places] = special[: places.numel()].to(residual_dtype)
+    gradient[places] = -0.0
+    return residual, gradient
+
+
+def one_run(threshold, size):
+    return [(threshold, 0, size)]
+
+
+@on_device
+@pytest.mark.parametrize("wire", [FLOAT, BRAIN, HALF])
+@pytest.mark.parametrize(("gradient_dtype", "scale"), [(FLOAT, None), (BRAIN, None), (HALF, 3.0), (FLOAT, 1024.0)])
+def test_a_float32_residual(gradient_dtype, scale, wire):
+    residual, gradient = bucket(70_000, gradient_dtype)
+    check_select(residual, gradient, one_run(2.0, 70_000), wire, scale)
+    check_mask(residual, gradient, one_run(2.0, 70_000), wire, scale, out=FLOAT)
+
+
+@on_device
+@pytest.mark.parametrize("wire", [DOUBLE, FLOAT, BRAIN, HALF])
+@pytest.mark.parametrize("scale", [None, 3.0])
+def test_a_float64_residual(wire, scale):
+    residual, gradient = bucket(70_000, DOUBLE, DOUBLE)
+    # Halfway between two numbers of 16 bits and a little: rounded at once it goes up, by way of float32 down.
+    residual[[7, 8, 9]] = torch.tensor([2 + 2**-7 + 2**-40, 2 + 2**-10 + 2**-40, 1e300], dtype=DOUBLE)
+    gradient[[7, 8, 9]] = 0
+    check_select(residual, gradient, one_run(2 - 2**-50, 70_000), wire, scale)
+    check_mask(residual, gradient, one_run(2 - 2**-50, 70_000), wire, scale)
+
+
+@on_device
+@pytest.mark.parametrize("size", [1, 31, 32, 33, 65_535, 65_536, 65_537, 200_000])
+def test_every_size(size):
+    residual, gradient = bucket(size)
+    check_select(residual, gradient, one_run(2.5, size), BRAIN)
+    check_mask(residual, gradient, one_run(2.5, size), BRAIN, out=BRAIN)
+
+
+@on_device
+def test_an_empty_bucket():
+    empty = torch.zeros(0)
+    expected = check_select(empty, empty, [], capacity=4)
+    assert expected.numbers == [0, 0, 0]
+    check_mask(empty, empty, [])
+    fused = FusedThreshold()
+    check_select(*bucket(40), one_run(0.0, 40), fused=fused)
+    check_select(empty, empty, [], fused=fused)
+    assert fused.layer_counts(torch.zeros(3, dtype=torch.int64, device=DEVICE)).tolist() == [0, 0]
+
+
+@on_device
+@pytest.mark.parametrize("dtype", [FLOAT, DOUBLE])
+def test_the_threshold_itself_is_selected_and_what_is_just_below_is_not(dtype):
+    threshold = torch.tensor(0.1, dtype=dtype)
+    below = torch.nextafter(threshold, torch.zeros_like(threshold))
+    residual = torch.stack([threshold, -threshold, below, -below, threshold * 0, -threshold * 0]).repeat(11)
+    expected = check_select(residual, torch.zeros(66), one_run(threshold.item(), 66), dtype)
+    assert expected.selected.tolist() == [True, True, False, False, False, False] * 11
+    check_mask(residual, torch.zeros(66, dtype=dtype), one_run(threshold.item(), 66), dtype)
+
+
+@on_device
+def test_a_threshold_of_zero_sends_everything_and_a_huge_one_only_what_is_not_finite():
+    residual, gradient = bucket(66_000)
+    residual[100:1000] = gradient[100:1000] = 0
+    assert check_select(residual, gradient, one_run(0.0, 66_000)).selected.all()
+    check_mask(residual, gradient, one_run(0.0, 66_000))
+    largest = torch.finfo(FLOAT).max
+    assert check_select(residual, gradient, one_run(largest, 66_000)).numbers[:2] == [3, 3]
+    check_mask(residual, gradient, one_run(largest, 66_000))
+
+
+@on_device
+@pytest.mark.parametrize(
+    ("size", "starts"),
+    [
+        (150_000, [0, 7, 7, 40, 65_535, 65_536, 65_537, 131_072, 149_999]),
+        (150_000, [0, 0, 70_000, 150_000]),
+        (65_536, [0, 1, 33, 65_535]),
+        (131_073, [0, 131_072]),
+    ],
+)
+def test_a_threshold_for_every_run(size, starts):
+    residual, gradient = bucket(size)
+    limits = [1.0, 2.0, 0.5, 3.0, 0.0, 2.5, 1.5, 2.25, 0.25]
+    runs = [(limit, *span) for limit, span in zip(limits, pairwise([*starts, size]), strict=False)]
+    check_select(residual, gradient, runs)
+    check_mask(residual, gradient, runs)
+
+
+@on_device
+def test_runs_of_float64_keep_their_bits():
+    threshold = 0.1
+    residual = torch.full((64,), nextafter(threshold, 0), dtype=DOUBLE)
+    expected = check_select(residual, torch.zeros(64), [(threshold, 0, 32), (nextafter(threshold, 0), 32, 64)], DOUBLE)
+    assert expected.selected.tolist() == [False] * 32 + [True] * 32
+
+
+@on_device
+@pytest.mark.parametrize("wire", [FLOAT, HALF])
+@pytest.mark.parametrize("spare", [-10_000, -1, 0, 1])
+def test_what_finds_no_room_stays_and_is_counted(spare, wire):
+    residual, gradient = bucket(140_000)
+    count = int(expect(residual, gradient, one_run(2.0, 140_000), wire).selected.sum())
+    check_select(residual, gradient, one_run(2.0, 140_000), wire, capacity=max(count + spare, 0))
+
+
+@on_device
+@pytest.mark.parametrize("wire", [FLOAT, BRAIN, HALF])
+@pytest.mark.parametrize("spare", [-70, 0, 5])
+def test_the_payload_has_the_bits_of_the_plain_step(wire, spare):
+    layout = LayerLayout(("weight", "bias", "head"), (66_000, 33, 70_001))
+    sparsifier = HardThreshold(2.0, layer_thresholds={"bias": 0.0, "head": 2.5})
+    runs = [(sparsifier.threshold_of(name), start, end) for name, start, end in layout.spans()]
+    residual, gradient = bucket(layout.num_elements)
+    kept, given_gradient = residual.to(DEVICE, copy=True), gradient.to(DEVICE)
+
+    compensate(residual, gradient)
+    indices, values = sparsifier.select(residual, layout)
+    sent = round_to_wire(values, wire)
+    payload_format = PayloadFormat(layout.num_elements, wire)
+    capacity = indices.numel() + spare
+    expected = torch.zeros(payload_format.payload_bytes(capacity), dtype=torch.uint8)
+    payload_format.fill(expected, Selection(indices, sent))
+    keep_rest(residual, indices[:capacity], sent[:capacity])
+
+    payload = torch.zeros(payload_format.payload_bytes(capacity), dtype=torch.uint8, device=DEVICE)
+    parts = payload_format.parts(payload)
+    FusedThreshold().select(
+        *(kept, given_gradient, runs), loss_scale=None, counts=parts.counts, values=parts.values, offsets=parts.offsets
+    )
+    for actual, plain in zip(parts, payload_format.parts(expected), strict=True):
+        same_bits(actual, plain)
+    same_bits(kept, residual)
+
+
+@on_device
+@pytest.mark.parametrize("size", [140_000, 131_072, 5])
+def test_coordinates_of_every_layer_are_counted(size):
+    residual, gradient = bucket(size)
+    inner = [1, 2, 31, 32, 33, 64, 64, 1000, 65_504, 65_535, 65_536, 65_537, 65_600, 131_071, 131_072, 135_000]
+    boundaries = [0, 0, *(place for place in inner if place < size), size, size]
+    for threshold in (1.0, 0.0):
+        fused = FusedThreshold()
+        expected = check_select(residual, gradient, one_run(threshold, size), capacity=3, fused=fused)
+        counts = fused.layer_counts(torch.tensor(boundaries, device=DEVICE))
+        assert counts.dtype == torch.int64
+        assert counts.tolist() == [int(expected.selected[start:end].sum()) for start, end in pairwise(boundaries)]
+
+
+@on_device
+def test_the_work_space_is_shared_by_buckets_of_all_sizes_and_dtypes():
+    fused = FusedThreshold()
+    for seed, (size, dtype) in enumerate([(40, FLOAT), (130_000, FLOAT), (100, DOUBLE), (66_000, FLOAT), (1, DOUBLE)]):
+        residual, gradient = bucket(size, dtype, dtype, seed)
+        check_select(residual, gradient, one_run(1.0, size), dtype, fused=fused)
+        check_mask(residual, gradient, one_run(0.5, size), dtype, fused=fused)
+
+
+@on_device
+@pytest.mark.parametrize(("gradient_dtype", "out"), [(FLOAT, None), (FLOAT, FLOAT), (BRAIN, FLOAT), (BRAIN, None)])
+def test_a_mask_may_be_written_into_the_gradient(gradient_dtype, out):
+    residual, gradient = bucket(3000, gradient_dtype)
+    check_mask(residual, gradient, one_run(2.0, 3000), BRAIN, out=out)
+
+
+@on_device
+@settings(max_examples=60)
+@given(data=st.data())
+def test_what_is_sent_and_what_is_kept_make_up_the_compensated_gradient(data):
+    floats = st.floats(width=32) | st.sampled_from([0.5, -0.5, 1.0, -0.0, 65_504.0, 1e30])
+    residual = torch.tensor(data.draw(st.lists(floats, min_size=1, max_size=70)))
+    gradient = torch.tensor(data.draw(st.lists(floats, min_size=len(residual), max_size=len(residual))))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(residual)), max_size=4)))
+    limits = st.sampled_from([0.0, 0.5, 1.0, 1e30]) | st.floats(0, 4, width=32)
+    runs = [(data.draw(limits), *span) for span in pairwise([0, *cuts, len(residual)])]
+    wire = data.draw(st.sampled_from([FLOAT, BRAIN, HALF]))
+    expected = check_select(residual, gradient, runs, wire, capacity=data.draw(st.integers(0, len(residual) + 1)))
+    check_mask(residual, gradient, runs, wire, out=FLOAT)
+    if wire == FLOAT:
+        finite = expected.compensated.isfinite()
+        assert torch.equal((expected.sent + expected.rest)[finite], expected.compensated[finite])
+        for limit, start, end in runs:
+            assert (expected.rest[start:end].abs() < limit).all() or limit == 0 == expected.rest[start:end].abs().sum()
+
+
+@on_device
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter has nothing to wait for")
+def test_no_call_but_the_first_waits_for_the_device():
+    residual, gradient = (one.cuda() for one in bucket(200_000))
+    payload_format = PayloadFormat(200_000, BRAIN)
+    parts = payload_format.parts(torch.zeros(payload_format.payload_bytes(20_000), dtype=torch.uint8, device="cuda"))
+    boundaries, loss_scale = torch.tensor([0, 70_000, 200_000], device="cuda"), torch.ones(1, device="cuda")
+    fused = FusedThreshold()
+    try:
+        for mode in ("default", "error"):
+            torch.cuda.set_sync_debug_mode(mode)
+            for runs in (one_run(2.0, 200_000), [(2.0, 0, 70_000), (2.5, 70_000, 200_000)]):
+                fused.select(
+                    *(residual, gradient, runs),
+                    loss_scale=loss_scale,
+                    counts=parts.counts,
+                    values=parts.values,
+                    offsets=parts.offsets,
+                )
+                fused.layer_counts(boundaries)
+                fused.mask(residual, gradient, runs, loss_scale=None, out=gradient, wire_dtype=BRAIN)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    ("replaced", "message"),
+    [
+        ({"gradient": torch.zeros(9)}, r"Invalid gradient: shape \(9,\)"),
+        ({"residual": torch.zeros(20)[::2]}, r"Invalid residual: shape \(10,\), stride \(2,\)"),
+        ({"counts": torch.zeros(2, dtype=torch.int32)}, r"Invalid counts: .* Must be contiguous, of shape \(1,\)"),
+        ({"offsets": torch.zeros(3, dtype=torch.int16)}, r"Invalid offsets: .* of shape \(4,\)"),
+        ({"runs": [(1.0, 0, 9)]}, r"Invalid runs=.* from 0 to 10"),
+        ({"runs": [(1.0, 0, 4), (1.0, 5, 10)]}, r"Each must begin where the one before it ends"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused_before_anything_is_launched(replaced, message):
+    arguments = {
+        "residual": torch.zeros(10),
+        "gradient": torch.zeros(10),
+        "runs": one_run(1.0, 10),
+        "loss_scale": None,
+        "counts": torch.zeros(1, dtype=torch.int32),
+        "values": torch.zeros(4),
+        "offsets": torch.zeros(4, dtype=torch.int16),
+    }
+    with pytest.raises(ValueError, match=message):
+        FusedThreshold().select(**(arguments | replaced))
+
+
+def _import_again():
+    spec = importlib.util.spec_from_file_location("fused_threshold_again", fused_threshold.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_without_triton_the_module_can_be_imported_and_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert not _import_again().is_available(torch.device("cuda"))
+
+
+def test_a_broken_triton_is_not_taken_for_a_missing_one(monkeypatch, tmp_path):
+    (tmp_path / "triton.py").write_text("raise OSError('libcuda.so.1 is broken')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] == "triton"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(OSError, match="is broken"):
+        _import_again()
+
+
+def test_a_cpu_has_no_kernels():
+    assert not is_available(torch.device("cpu"))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
+@pytest.mark.timeout(600)
+def test_the_kernels_in_tritons_interpreter():
+    pytest.importorskip("triton", reason="triton is not installed")
+    command = [sys.executable, "-m", "pytest", __file__, "-q", "-p", "no:cacheprovider", "--tb=short", "-rf"]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.fail(f"TRITON_INTERPRET=1 {' '.join(command)}\n{done.stdout}\n{done.stderr}", pytrace=False)
+
+
+SIGNATURE = {
+    **{"residual": "*fp32", "gradient": "*bf16", "loss_scale": "*fp32", "thresholds": "*fp32", "starts": "*i64"},
+    **{"first_run": "*i32", "bits": "*i32", "counts": "*i32", "out": "*fp32", "numbers": "*fp64", "ends": "*i64"},
+    **{"values": "*bf16", "offsets": "*i16", "boundaries": "*i64", "before": "*i64"},
+    **{"num_elements": "i64", "capacity": "i32"},
+}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+@pytest.mark.parametrize(
+    ("kernel", "constants"),
+    [
+        ("_walk_block", {"out": None, "WIRE": None, "LIMIT": None, "WORDS": 128}),
+        ("_walk_block", {"bits": None, "counts": None, "WIRE": "bfloat16", "LIMIT": 3e38, "WORDS": 128}),
+        ("_pack_block", {"LIMIT": 3e38}),
+        ("_count_before", {}),
+    ],
+)
+def test_the_kernels_compile_for_a_gpu_that_is_not_there(kernel, constants, monkeypatch, tmp_path):
+    # The interpreter accepts what the compiler does not.
+    triton = pytest.importorskip("triton", reason="triton is not installed")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    function = getattr(fused_threshold, kernel)
+    constants = constants | {"BLOCK": BLOCK_ELEMENTS}
+    if isinstance(constants.get("WIRE"), str):
+        constants["WIRE"] = getattr(triton.language, constants["WIRE"])
+    source = ASTSource(
+        fn=function,
+        signature={name: "constexpr" if name in constants else SIGNATURE[name] for name in function.arg_names},
+        constexprs={(function.arg_names.index(name),): value for name, value in constants.items()},
+    )
+    compiled = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 16, "enable_fp_fusion": False})
+    assert ".target sm_90" in compiled.asm["ptx"]
