@@ -3,7 +3,8 @@
 Of 11.17 million coordinates at a density of 0.1 %, 12 % of the blocks of 128 hold a selected one. So the bucket is read
 once, in chunks that stay in the cache while p = e + g is formed and each block's largest and smallest value are found,
 and only the blocks that hold something are looked at more closely. Buffers are kept: fresh temporaries as large as the
-bucket would cost more in page faults than all of the arithmetic.
+bucket would cost more in page faults than all of the arithmetic. (``index_select`` is two to five times as fast as
+indexing with a tensor.)
 """
 
 import math
@@ -62,7 +63,7 @@ class BlockFilter:
         """
         found = [self._search(residual, gradient, run, loss_scale) for run in runs]
         indices = found[0] if len(found) == 1 else torch.cat(found) if found else residual.new_empty(0).long()
-        sent = Selection(indices, round_to_wire(residual[indices], wire_dtype))
+        sent = Selection(indices, round_to_wire(residual.index_select(0, indices), wire_dtype))
         if wire_dtype == residual.dtype:
             residual.index_fill_(0, indices, 0.0)
         else:
@@ -157,7 +158,7 @@ class BlockFilter:
             for some in torch.split(candidates, BLOCKS_PER_CHUNK):
                 rows = torch.index_select(blocks, 0, some, out=copies[: some.numel()]).view(-1)
                 places = self._reaching(rows, scratch, threshold)
-                of_block = some[places >> BLOCK_SHIFT].bitwise_left_shift_(BLOCK_SHIFT)
+                of_block = some.index_select(0, places >> BLOCK_SHIFT).bitwise_left_shift_(BLOCK_SHIFT)
                 found.append(of_block.add_(places.bitwise_and_(BLOCK_ELEMENTS - 1)))
         return torch.cat(found) if found else candidates
 
@@ -168,8 +169,8 @@ class BlockFilter:
         # Most groups of eight hold nothing: those that do are found by comparing eight bytes at once.
         words = torch.ne(mask.view(torch.int64), EIGHT_TRUE, out=self._words[: rows.numel() // 8])
         groups = words.nonzero().squeeze(1)
-        places = mask.view(-1, 8)[groups].logical_not_().view(-1).nonzero().squeeze(1)
-        return groups[places >> 3].bitwise_left_shift_(3).add_(places.bitwise_and_(7))
+        places = mask.view(-1, 8).index_select(0, groups).logical_not_().view(-1).nonzero().squeeze(1)
+        return groups.index_select(0, places >> 3).bitwise_left_shift_(3).add_(places.bitwise_and_(7))
 
     def _chunk(self, dtype: torch.dtype) -> Tensor:
         if dtype not in self._chunks:

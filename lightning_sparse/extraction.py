@@ -7,6 +7,7 @@ GPUs (:mod:`lightning_sparse.fused_threshold`), every other sparsifier is asked 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import inf, isfinite
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from lightning_sparse.block_filter import BlockFilter, repair
 from lightning_sparse.exchange import Shipment, largest_slice
+from lightning_sparse.fused_threshold import FusedThreshold, is_available
 from lightning_sparse.parameter_use import without
 from lightning_sparse.payload import round_to_wire
 from lightning_sparse.residual import compensate, keep_rest
@@ -69,14 +71,21 @@ class Extraction:
         self._per_layer = per_layer
         self._keeps_rest = keeps_rest
         self._block_filter = BlockFilter()
+        self._fused = FusedThreshold()
 
     def fill(self, bucket: BucketGradient, shipment: Shipment) -> Extracted:
         """Forms p in the residual's memory, writes what is sent into the shipment, leaves e' in the residual."""
         # A subclass that selects differently is asked, not bypassed.
         is_threshold = type(self._sparsifier).select is HardThreshold.select
-        if is_threshold and bucket.residual.device.type == "cpu":
-            if shipment.is_masked:
-                return self._mask_on_cpu(bucket, shipment)
+        is_on_cpu = bucket.residual.device.type == "cpu"
+        if is_threshold and self._keeps_rest and is_available(bucket.residual.device):
+            if shipment.payload is not None:
+                return self._take_out_on_gpu(bucket, shipment, shipment.payload)
+            if not self._per_layer:
+                return self._mask_on_gpu(bucket, shipment)
+        if is_threshold and is_on_cpu and shipment.is_masked:
+            return self._mask_on_cpu(bucket, shipment)
+        if is_threshold and is_on_cpu:
             sent = self._block_filter.take_out(
                 bucket.residual, bucket.gradient, self._runs(bucket), bucket.loss_scale, shipment.format.wire_dtype
             )
@@ -122,14 +131,73 @@ class Extraction:
         sent = out.clone() if bucket.loss_scale is not None else out  # the all-reduce overwrites it
         return Extracted(numbers, lambda: _non_zero(sent))
 
+    def _take_out_on_gpu(self, bucket: BucketGradient, shipment: Shipment, payload: Tensor) -> Extracted:
+        residual, payload_format = bucket.residual, shipment.format
+        runs = self._runs(bucket)
+        _, counts, values, offsets = payload_format.parts(payload)
+        fused = self._fused.select(
+            residual,
+            bucket.gradient,
+            runs,
+            loss_scale=bucket.loss_scale,
+            counts=counts,
+            values=values,
+            offsets=offsets,
+        )
+        numbers = LocalNumbers(*fused.unbind())
+        if self._num_slices:
+            indices = payload_format.unpack_padded(payload, values.dtype).indices
+            numbers.largest_slice = largest_slice(indices, residual.numel(), self._num_slices)
+        if self._per_layer:
+            numbers.selected_of_layers = self._fused.layer_counts(self._boundaries(bucket))
+            numbers.errors_of_layers = layer_errors(residual, bucket.layout)
+
+        # From here on the host waits, so only where a payload was too small or a step is taken back.
+        def first() -> Selection:
+            return payload_format.unpack(payload, residual.dtype, int(counts.sum()))
+
+        @cache
+        def rest() -> Selection:
+            is_left = torch.zeros(residual.shape, dtype=torch.bool, device=residual.device)
+            for threshold, start, end in runs:
+                is_left[start:end] = (residual[start:end].abs() < threshold).logical_not_()
+            is_left[first().indices] = False  # what rounding left of these may reach λ: it goes in the next step
+            indices = is_left.nonzero().squeeze(1)
+            sent = Selection(indices, round_to_wire(residual[indices], values.dtype))
+            keep_rest(residual, *sent)
+            return sent
+
+        def sent() -> Selection:
+            if int(counts.sum()) <= values.numel():
+                return first()
+            return Selection(*(torch.cat(pair) for pair in zip(first(), rest(), strict=True)))
+
+        shipment.rest = rest
+        return Extracted(numbers, sent)
+
+    def _mask_on_gpu(self, bucket: BucketGradient, shipment: Shipment) -> Extracted:
+        out = shipment.out
+        fused = self._fused.mask(
+            bucket.residual,
+            bucket.gradient,
+            self._runs(bucket),
+            loss_scale=bucket.loss_scale,
+            out=out,
+            wire_dtype=shipment.format.wire_dtype,
+        )
+        sent = out.clone() if bucket.loss_scale is not None else out  # the all-reduce overwrites it
+        return Extracted(LocalNumbers(*fused.unbind()), lambda: _non_zero(sent))
+
+    def _boundaries(self, bucket: BucketGradient) -> Tensor:
+        return torch.tensor(bucket.layout.boundaries).to(bucket.residual.device, non_blocking=True)
+
     def _numbers(self, bucket: BucketGradient, sent: Selection) -> LocalNumbers:
         non_finite = sent.values.isfinite().logical_not_().count_nonzero()
         numbers = LocalNumbers(sent.indices.numel(), non_finite, squared_norm(bucket.residual))
         if self._num_slices:
             numbers.largest_slice = largest_slice(sent.indices, bucket.layout.num_elements, self._num_slices)
         if self._per_layer:
-            boundaries = torch.tensor(bucket.layout.boundaries, device=sent.indices.device)
-            numbers.selected_of_layers = torch.searchsorted(sent.indices, boundaries).diff()
+            numbers.selected_of_layers = torch.searchsorted(sent.indices, self._boundaries(bucket)).diff()
             numbers.errors_of_layers = layer_errors(bucket.residual, bucket.layout)
         return numbers
 

@@ -276,10 +276,10 @@ def _walk_words(
         tl.store(residual + begin + at, p, mask=inside)
         tl.store(bits + begin // 32 + word, tl.sum(ones << column, 1), mask=word * 32 < length)
     else:
-        sent = tl.where(selected, _rounded(p, WIRE, LIMIT), 0.0)
+        sent = _to_wire(p, WIRE, LIMIT)
         kept = tl.where(selected, _rest(p, sent), p)
         tl.store(residual + begin + at, kept, mask=inside)
-        tl.store(out + begin + at, sent.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + begin + at, tl.where(selected, sent, 0.0).to(out.dtype.element_ty), mask=inside)
     return tl.sum(ones, 1), tl.sum((~_is_finite(p)).to(tl.int32), 1), kept
 
 
@@ -304,10 +304,10 @@ def _pack_block(
         without_lowest = marks & (marks - 1)
         at = word * 32 + _bit_count((marks ^ without_lowest) - 1)
         p = tl.load(residual + begin + at, mask=marked, other=0.0)
-        sent = _rounded(p, values.dtype.element_ty, LIMIT)
+        sent = _to_wire(p, values.dtype.element_ty, LIMIT)
         rest = _rest(p, sent)
         fits = marked & (place < room)
-        tl.store(values + earlier + place, sent.to(values.dtype.element_ty), mask=fits)
+        tl.store(values + earlier + place, sent, mask=fits)
         tl.store(offsets + earlier + place, at.to(tl.int16), mask=fits)
         tl.store(residual + begin + at, rest, mask=fits)
         squares += rest * rest
@@ -348,17 +348,17 @@ def _is_finite(values: tl.tensor) -> tl.tensor:
 
 
 @_jit
-def _rounded(p: tl.tensor, WIRE: tl.constexpr, LIMIT: tl.constexpr) -> tl.tensor:
+def _to_wire(p: tl.tensor, WIRE: tl.constexpr, LIMIT: tl.constexpr) -> tl.tensor:
     # As round_to_wire: finite values stay finite. PyTorch, too, rounds float64 by way of float32.
     sent = p
     if p.dtype != WIRE:
         clamped = tl.minimum(tl.maximum(p, -LIMIT), LIMIT)
-        sent = tl.where(_is_finite(p), clamped, p).to(tl.float32).to(WIRE).to(p.dtype)
+        sent = tl.where(_is_finite(p), clamped, p).to(tl.float32).to(WIRE)
     return sent
 
 
 @_jit
 def _rest(p: tl.tensor, sent: tl.tensor) -> tl.tensor:
     # As keep_rest: 0 where the difference is not finite.
-    rest = p - sent
+    rest = p - sent.to(p.dtype)
     return tl.where(_is_finite(rest), rest, 0.0)

@@ -79,7 +79,7 @@ def keep_rest(compensated: Tensor, indices: Tensor, sent: Tensor) -> Tensor:
         indices: int64, shape (k,), unique: the selected coordinates.
         sent: out at those places, shape (k,), the compensated gradient's dtype.
     """
-    rest = compensated[indices] - sent
+    rest = compensated.index_select(0, indices) - sent
     compensated[indices] = torch.where(rest.isfinite(), rest, torch.zeros_like(rest))
     return compensated
 

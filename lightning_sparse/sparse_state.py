@@ -127,7 +127,11 @@ class SparseState:
         self._subscribers.append(receiver)
 
     def close(self) -> None:
-        """Takes off the model what this state put there, apart from the hook itself, which DDP cannot remove."""
+        """Takes off the model what this state put there, apart from the hook itself, which DDP cannot remove.
+
+        No backward may follow.
+        """
+        self._exchange.close()
         if self._use is not None:
             self._use.close()
 

@@ -36,8 +36,10 @@ class SparseDDPStrategy(DDPStrategy):
             ``gradient_clip_val`` acts on the averaged gradient). It needs the whole gradient, so that the exchange
             cannot begin before backward has ended.
         value_dtype: what values travel in. What rounding to a half precision leaves is kept and sent later.
-        exchange: ``"gather"`` sends indices and values, ``"dense"`` a masked whole gradient, ``"auto"`` whichever
-            brings fewer bytes to a worker, judged bucket by bucket from the step before.
+        exchange: the route that selected values take. ``"gather"``: every worker's to all others;
+            ``"reduce_scatter"``: each to the worker that sums its part of the bucket, and the sums to all;
+            ``"dense"``: a masked whole gradient in an all-reduce; ``"hierarchical"``: dense inside a node, sparse
+            between nodes; ``"auto"``: for each bucket the cheapest of the first three, judged by the step before.
         **kwargs: every argument of Lightning's ``DDPStrategy`` and, through it, of ``DistributedDataParallel``
             (``find_unused_parameters``, ``static_graph``, ``bucket_cap_mb``, ``process_group_backend``, …).
 

@@ -9,12 +9,13 @@ from typing import Literal
 
 Route = Literal["gather", "reduce_scatter", "dense"]
 
-CPU_ENCODE_BYTES = 6.0
-CPU_DECODE_BYTES = 3.0
-"""What selecting and packing a coordinate, and adding a received one, cost on a CPU, in bytes that a network carries in
-that time. Measured at 16 ns and 4 ns on a 3 GHz core (benchmarks/selection.py, payload.py), with 1.3 to 2.7 ns a byte:
-what a Gloo all-reduce takes at 10 Gbit/s. On slower networks the same coordinates count for less, so that there a
-bucket goes dense earlier than it had to: never slower than plain DDP, not always as fast as it could be."""
+CPU_ENCODE_BYTES = 16.0
+CPU_DECODE_BYTES = 4.0
+"""What selecting and packing a coordinate, and adding a received one, cost on a CPU, in bytes that travel in that time:
+34 ns and 8 ns at a density of 20 % (benchmarks/selection.py), where a Gloo all-reduce needs 2.1 ns a byte at 10 Gbit/s.
+On a slower network the same coordinates weigh less, so that there a bucket goes dense earlier than it had to. That
+keeps a step from ever being much slower than plain DDP's, and costs some of what could be saved above a density of
+10 %."""
 GPU_BYTES = 0.25
 """The same on a GPU, whose memory is two orders of magnitude faster than a network."""
 

@@ -65,6 +65,12 @@ class Exchange:
         self._shipments: list[Shipment] = []
         self._headers: list[Tensor] = []
 
+    def close(self) -> None:
+        """Ends the sub-groups of nodes, if there are any."""
+        if self._nodes is not None:
+            self._nodes.close()
+            self._nodes = None
+
     def begin(self) -> None:
         """Forgets a step that was broken off in its middle."""
         self._shipments.clear()

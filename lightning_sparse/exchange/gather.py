@@ -11,6 +11,9 @@ from lightning_sparse.exchange.shipment import NUM_SELECTED, Shipment, Workers
 from lightning_sparse.payload import PayloadFormat
 from lightning_sparse.sparsifiers import Selection
 
+SPARSE_SHARE = 0.02
+"""Up to this many coordinates from all workers together, as a share of the bucket, each is divided by itself."""
+
 
 class GatherShipment(Shipment):
     """Gathers payloads of a capacity that was forecast; what did not fit follows in an exact second round.
@@ -93,7 +96,14 @@ class GatherShipment(Shipment):
             self.out.zero_()
             if self.out.device.type == "cpu" and not self._rests:
                 # One addition over all payloads, which a CPU does in their order.
-                self._add(self.format.unpack_many(payloads, self.out.dtype, counts))
+                everything = self.format.unpack_many(payloads, self.out.dtype, counts)
+                self._add(everything)
+                if sum(counts) < SPARSE_SHARE * self.out.numel():
+                    # Dividing only what is there saves a pass over the bucket. An index that several workers sent is
+                    # read as often before it is written, each time with the same quotient.
+                    quotients = self.out.index_select(0, everything.indices).div_(self.workers.num_workers)
+                    self.out.index_copy_(0, everything.indices, quotients)
+                    return
             else:
                 # A GPU adds in no order: the places of one addition must be unique, so each payload is one.
                 for rank, (payload, count) in enumerate(zip(payloads, counts, strict=True)):

@@ -23,6 +23,11 @@ class Nodes:
     inside: Workers
     between: Workers
 
+    def close(self) -> None:
+        """Ends both sub-groups."""
+        for workers in (self.inside, self.between):
+            dist.destroy_process_group(workers.group)
+
 
 def find_nodes(group: dist.ProcessGroup | None = None) -> Nodes:
     """Groups the workers by node. Collective: every worker of the group calls this at set-up.

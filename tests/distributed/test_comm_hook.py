@@ -286,7 +286,9 @@ def _errors():
         register_comm_hook(ddp, 0.1)
     with pytest.raises(ValueError, match=r"needs the learning rates. Pass optimizer="):
         register_comm_hook(ddp, HardThreshold(0.1), error_feedback="learning_rate")
-    with pytest.raises(ValueError, match=r"Invalid exchange='sparse'. Must be one of 'auto', 'gather', 'reduce_scatter',"):
+    with pytest.raises(
+        ValueError, match=r"Invalid exchange='sparse'. Must be one of 'auto', 'gather', 'reduce_scatter',"
+    ):
         register_comm_hook(ddp, HardThreshold(0.1), exchange="sparse")
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         reduced = DistributedDataParallel(torch.nn.Linear(2, 2))

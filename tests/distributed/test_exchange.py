@@ -2,6 +2,7 @@
 
 import os
 import socket
+import zlib
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ from lightning_sparse.sparsifiers import Selection
 from lightning_sparse.step_stats import FIXED_FIELDS
 from tests.workers import run_workers
 
-NUM_SLICES_FIELD = 1
 COLLECTIVES = ("all_gather_into_tensor", "all_gather", "all_reduce", "all_to_all_single")
 
 
@@ -62,22 +62,30 @@ def exchange_once(exchange, selections, sizes, dtype, wire):
     return outs, gathered, sent_bytes
 
 
-def _run(mode, cases):
-    """Runs cases of (sizes, densities, dtype, wire, seed); returns per step the averages and the plain ones."""
-    results = []
-    for sizes, densities, dtype, wire, seed in cases:
-        exchange = Exchange(mode)
-        for step, density in enumerate(densities):
-            selections = [
-                selection_of(seed + 10 * step + bucket, dist.get_rank(), size, density, dtype, wire)
-                for bucket, size in enumerate(sizes)
-            ]
-            outs, _, _ = exchange_once(exchange, selections, sizes, dtype, wire)
-            plain = [torch.empty_like(out) for out in outs]
-            for selection, size, out in zip(selections, sizes, plain, strict=True):
-                plain_average(PayloadFormat(size, wire), selection, out)
-            results.append((outs, plain))
-    return results
+def _run(modes, cases):
+    """Runs cases of (sizes, densities, dtype, wire, seed) on every route; returns checksums of all averages."""
+    checksums = []
+    for mode in modes:
+        is_exact = mode in ("gather", "reduce_scatter")
+        for sizes, densities, dtype, wire, seed in cases:
+            exchange = Exchange(mode)
+            for step, density in enumerate(densities):
+                selections = [
+                    selection_of(seed + 10 * step + bucket, dist.get_rank(), size, density, dtype, wire)
+                    for bucket, size in enumerate(sizes)
+                ]
+                outs, _, _ = exchange_once(exchange, selections, sizes, dtype, wire)
+                for selection, size, out in zip(selections, sizes, outs, strict=True):
+                    plain = torch.empty_like(out)
+                    plain_average(PayloadFormat(size, wire), selection, plain)
+                    plain, out = (one.nan_to_num(nan=123.0) for one in (plain, out))
+                    if is_exact:
+                        assert torch.equal(plain, out), (mode, sizes, densities, step)
+                    else:
+                        torch.testing.assert_close(out, plain, rtol=1e-5, atol=1e-6)
+                    checksums.append(zlib.crc32(out.numpy().tobytes()))
+            exchange.close()
+    return checksums
 
 
 @st.composite
@@ -96,29 +104,13 @@ ALWAYS = [
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 4])
-@pytest.mark.parametrize("mode", ["gather", "reduce_scatter"])
 @settings(max_examples=4)
-@given(drawn=st.lists(cases(), min_size=5, max_size=5))
-def test_sparse_routes_give_the_bits_of_the_plain_exchange(mode, num_workers, drawn):
-    ranks = run_workers(_run, num_workers, mode, ALWAYS + drawn)
-    for steps in zip(*ranks, strict=True):
-        for outs, plain in steps:
-            for out, expected, first in zip(outs, plain, steps[0][0], strict=True):
-                torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
-                torch.testing.assert_close(out, first, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 4])
-@pytest.mark.parametrize("mode", ["auto", "dense"])
-@settings(max_examples=4)
-@given(drawn=st.lists(cases(), min_size=5, max_size=5))
-def test_routes_with_an_all_reduce_differ_in_the_order_of_the_sum_only(mode, num_workers, drawn):
-    ranks = run_workers(_run, num_workers, mode, ALWAYS + drawn)
-    for steps in zip(*ranks, strict=True):
-        for outs, plain in steps:
-            for out, expected, first in zip(outs, plain, steps[0][0], strict=True):
-                torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
-                torch.testing.assert_close(out, first, rtol=0, atol=0, equal_nan=True)
+@given(drawn=st.lists(cases(), min_size=3, max_size=3))
+def test_every_route_gives_what_the_plain_exchange_gives(num_workers, drawn):
+    """The sparse routes to the last bit; those with an all-reduce up to the order of the sum. All replicas alike."""
+    ranks = run_workers(_run, num_workers, ["gather", "reduce_scatter", "auto", "dense"], ALWAYS + drawn)
+    assert ranks[0]
+    assert all(checksums == ranks[0] for checksums in ranks)
 
 
 def _run_in_nodes(workers_per_node, drawn):
@@ -127,19 +119,16 @@ def _run_in_nodes(workers_per_node, drawn):
     assert nodes.inside.num_workers == workers_per_node
     assert nodes.inside.rank == dist.get_rank() % workers_per_node
     assert nodes.between.num_workers == dist.get_world_size() // workers_per_node
-    return _run("hierarchical", drawn)
+    return _run(["hierarchical"], drawn)
 
 
 @pytest.mark.parametrize(("num_workers", "workers_per_node"), [(4, 2), (4, 1), (2, 2), (3, 1), (1, 1)])
 @settings(max_examples=2)
-@given(drawn=st.lists(cases(), min_size=4, max_size=4))
+@given(drawn=st.lists(cases(), min_size=3, max_size=3))
 def test_the_hierarchical_route_sums_the_same_values(num_workers, workers_per_node, drawn):
     ranks = run_workers(_run_in_nodes, num_workers, workers_per_node, ALWAYS + drawn)
-    for steps in zip(*ranks, strict=True):
-        for outs, plain in steps:
-            for out, expected, first in zip(outs, plain, steps[0][0], strict=True):
-                torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
-                torch.testing.assert_close(out, first, rtol=0, atol=0, equal_nan=True)
+    assert ranks[0]
+    assert all(checksums == ranks[0] for checksums in ranks)
 
 
 def _uneven_nodes():
