@@ -58,6 +58,7 @@ class GatherShipment(Shipment):
         self._gathered = self.take("gathered", self.payload_bytes * self.workers.num_workers, torch.uint8)
         self._work = self.workers.all_gather(self._gathered, self.payload)
         self.sent_bytes += self.payload_bytes
+        self.out.zero_()  # while the payload travels
 
     def headers(self) -> Tensor:
         """Waits for the gather and returns all workers' header parts: float64, shape (n, H), on the device."""
@@ -93,7 +94,6 @@ class GatherShipment(Shipment):
         if not self._is_dense:
             counts: list[int] = header[:, NUM_SELECTED].long().tolist()
             payloads = self._gathered.view(self.workers.num_workers, self.payload_bytes).unbind()
-            self.out.zero_()
             if self.out.device.type == "cpu" and not self._rests:
                 # One addition over all payloads, which a CPU does in their order.
                 everything = self.format.unpack_many(payloads, self.out.dtype, counts)
