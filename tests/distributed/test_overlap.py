@@ -12,7 +12,7 @@ BACKWARD = "autograd::engine::evaluate_function: AddmmBackward0"
 
 def _events():
     layers = [torch.nn.Linear(64, 64) for _ in range(6)]
-    model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.02)
+    model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.02)  # more than one layer
     register_comm_hook(model, HardThreshold(0.01), exchange="gather")
     inputs = torch.randn(4, 64)
     for _ in range(3):
@@ -27,7 +27,7 @@ def _events():
 def test_a_bucket_is_sent_as_soon_as_it_is_ready():
     for kinds in run_workers(_events, 2):
         assert kinds.count("differentiate") == 6
-        assert kinds.count("send") >= 5
+        assert kinds.count("send") == 3  # of two layers each
         first = kinds.index("send")
-        assert kinds[first:].count("differentiate") >= 3  # half of backward is still to come
+        assert kinds[first:].count("differentiate") >= 3  # more than half of backward is still to come
         assert kinds[-1] == "send"

@@ -73,6 +73,20 @@ def same_bits(actual, expected):
     assert different.numel() == 0, (different[:9], actual[different[:9]], expected[different[:9]])
 
 
+def guarded(tensor, dtype=None):
+    """A copy on the device, or so many sentinels of a dtype, with sentinels behind that show if it is overrun."""
+    size = tensor if isinstance(tensor, int) else tensor.numel()
+    whole = torch.full((size + 64,), SENTINEL, dtype=dtype or tensor.dtype, device=DEVICE)
+    if not isinstance(tensor, int):
+        whole[:size] = tensor
+    return whole[:size]
+
+
+def check_guards(*tensors):
+    for tensor in tensors:
+        assert (tensor._base[tensor.numel() :] == SENTINEL).all()
+
+
 @dataclass
 class Expected:
     """What plain tensors say of a step: of whole buckets, on the CPU."""
@@ -120,10 +134,9 @@ def check_select(residual, gradient, runs, wire=FLOAT, scale=None, capacity=None
     capacity = indices.numel() + 3 if capacity is None else capacity
     written = min(capacity, indices.numel())
     blocks = -(-residual.numel() // BLOCK_ELEMENTS)
-    kept, given_gradient = residual.to(DEVICE, copy=True), gradient.to(DEVICE, copy=True)
-    counts = torch.full((blocks,), SENTINEL, dtype=torch.int32, device=DEVICE)
-    values = torch.full((capacity,), SENTINEL, dtype=wire, device=DEVICE)
-    offsets = torch.full((capacity,), SENTINEL, dtype=torch.int16, device=DEVICE)
+    kept, given_gradient = guarded(residual), gradient.to(DEVICE, copy=True)
+    counts, offsets = guarded(blocks, torch.int32), guarded(capacity, torch.int16)
+    values = guarded(capacity, wire)
     numbers = (fused or FusedThreshold()).select(
         kept,
         given_gradient,
@@ -133,6 +146,7 @@ def check_select(residual, gradient, runs, wire=FLOAT, scale=None, capacity=None
         values=values,
         offsets=offsets,
     )
+    check_guards(kept, counts, values, offsets)
     same_bits(counts, torch.bincount(indices // BLOCK_ELEMENTS, minlength=blocks).to(torch.int32))
     same_bits(values[:written], expected.sent[indices[:written]].to(wire))
     assert torch.equal(offsets[:written].cpu().long() % BLOCK_ELEMENTS, indices[:written] % BLOCK_ELEMENTS)
@@ -148,12 +162,13 @@ def check_select(residual, gradient, runs, wire=FLOAT, scale=None, capacity=None
 
 def check_mask(residual, gradient, runs, wire=FLOAT, scale=None, out=None, fused=None):
     expected = expect(residual, gradient, runs, wire, scale)
-    kept, given_gradient = residual.to(DEVICE, copy=True), gradient.to(DEVICE, copy=True)
-    out = given_gradient if out is None else torch.full(residual.shape, SENTINEL, dtype=out, device=DEVICE)
+    kept, given_gradient = guarded(residual), guarded(gradient)
+    out = given_gradient if out is None else guarded(residual.numel(), out)
     loss_scale = None if scale is None else torch.tensor([scale], device=DEVICE)
     numbers = (fused or FusedThreshold()).mask(
         kept, given_gradient, runs, loss_scale=loss_scale, out=out, wire_dtype=wire
     )
+    check_guards(kept, out)
     same_bits(out, expected.sent.to(out.dtype))
     same_bits(kept, expected.rest)
     if out is not given_gradient:
