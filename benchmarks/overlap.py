@@ -2,13 +2,16 @@
 
     python -m benchmarks.overlap --rate 200mbit
 
-prints when each bucket's gather was issued and when it ended, in milliseconds from the start of backward, and how much
-of its way it made while convolutions were still being differentiated. The hosts are network namespaces with shaped links.
+prints when each bucket was sent off, in milliseconds from the start of backward, how many convolutions were still to be
+differentiated then, and how many of the step's bytes had left the interface when the last of them was. The hosts are
+network namespaces with shaped links.
 """
 
 import argparse
 import json
 import sys
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,20 +26,32 @@ WARM_UP_STEPS = 5
 THRESHOLD = 0.03
 
 
-def profiled_step() -> dict[str, list[tuple[float, float]]]:
-    """Returns the intervals, in microseconds, of backward, of its convolutions and of the gathers, of one step."""
+def bytes_sent() -> int:
+    """Returns what has left this host's interfaces other than loopback so far."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
+    return sum(int(line.split(":")[1].split()[8]) for line in lines if not line.strip().startswith("lo:"))
+
+
+def profiled_step() -> dict[str, Any]:
+    """Returns the intervals, in microseconds, of backward and of its parts, and bytes sent at three times, of one step."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = DistributedDataParallel(torchvision.models.resnet18(num_classes=10))
     state = register_comm_hook(model, HardThreshold(THRESHOLD), exchange="gather")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     images, labels = torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
+    sent: list[int] = []
+    # The first convolution is the last to be differentiated.
+    model.module.conv1.weight.register_hook(lambda _: sent.append(bytes_sent()))
 
     def step() -> None:
         optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(model(images), labels)
+        sent.clear()
+        sent.append(bytes_sent())
         with record_function("backward"):
             loss.backward()
+        sent.append(bytes_sent())
         optimizer.step()
 
     for _ in range(WARM_UP_STEPS):
@@ -45,30 +60,33 @@ def profiled_step() -> dict[str, list[tuple[float, float]]]:
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         step()
     assert state.last_step is not None
-    print(f"density {state.last_step.density:.2%}, {state.last_step.payload_bytes:,} bytes", file=sys.stderr)
-    names = {"backward": "backward", "aten::convolution_backward": "convolutions", "gloo:all_gather": "gathers"}
-    intervals: dict[str, list[tuple[float, float]]] = {name: [] for name in names.values()}
+    kinds = {"backward": "backward", "aten::convolution_backward": "convolutions", "c10d::send": "sends"}
+    found: dict[str, Any] = {kind: [] for kind in kinds.values()}
     for event in profiler.events() or []:
-        if event.name in names:
-            intervals[names[event.name]].append((event.time_range.start, event.time_range.end))
-    return intervals
+        if event.name in kinds:
+            found[kinds[event.name]].append((event.time_range.start, event.time_range.end))
+    return found | {"bytes": sent, "density": state.last_step.density, "payload": state.last_step.payload_bytes}
 
 
-def report(intervals: dict[str, list[tuple[float, float]]]) -> str:
+def report(found: dict[str, Any]) -> str:
     """Returns the table."""
-    begin, end = intervals["backward"][0]
-    last_convolution = max(stop for _, stop in intervals["convolutions"])
+    begin, end = found["backward"][0]
+    convolutions = sorted(found["convolutions"])
+    last = convolutions[-1][1]
+    before, meanwhile, after = found["bytes"]
     lines = [
-        f"backward with its hooks {(end - begin) / 1e3:.1f} ms, "
-        f"its last convolution ends at {(last_convolution - begin) / 1e3:.1f} ms",
-        "bucket   issued    ended   on the way   of it while convolutions went on",
+        f"density {found['density']:.2%}, payloads of {found['payload']:,} bytes",
+        f"backward with the exchange {(end - begin) / 1e3:.1f} ms; the last of its {len(convolutions)} convolutions ends at "
+        f"{(last - begin) / 1e3:.1f} ms",
+        "bucket   sent off at   convolutions to come",
     ]
-    for bucket, (start, stop) in enumerate(sorted(intervals["gathers"])):
-        overlapped = max(0.0, min(stop, last_convolution) - start)
-        lines.append(
-            f"{bucket:6d} {(start - begin) / 1e3:8.1f} {(stop - begin) / 1e3:8.1f} {(stop - start) / 1e3:9.1f} ms"
-            f" {overlapped / max(stop - start, 1e-9):8.0%}"
-        )
+    for bucket, (start, _) in enumerate(sorted(found["sends"])):
+        to_come = sum(first > start for first, _ in convolutions)
+        lines.append(f"{bucket:6d} {(start - begin) / 1e3:10.1f} ms {to_come:22d}")
+    lines.append(
+        f"bytes that left the interface: {meanwhile - before:,} of {after - before:,} "
+        f"({(meanwhile - before) / (after - before):.0%}) while convolutions went on"
+    )
     return "\n".join(lines)
 
 
@@ -80,9 +98,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.worker:
         dist.init_process_group("gloo")
-        intervals = profiled_step()
+        found = profiled_step()
         if dist.get_rank() == 0:
-            print(json.dumps(intervals), flush=True)
+            print(json.dumps(found), flush=True)
         dist.destroy_process_group()
         return
     reason = NetworkLab.unavailable_reason()
@@ -91,9 +109,7 @@ def main() -> None:
     with NetworkLab(hosts=2) as lab:
         lab.shape(rate=None if arguments.rate == "unshaped" else arguments.rate)
         outputs = lab.run([sys.executable, "-m", "benchmarks.overlap", "--worker"])
-    *notes, last = outputs[0].strip().splitlines()
-    print(next((note for note in notes if note.startswith("density")), ""))
-    print(report(json.loads(last)))
+    print(report(json.loads(outputs[0].strip().splitlines()[-1])))
 
 
 if __name__ == "__main__":

@@ -12,12 +12,14 @@ Route = Literal["gather", "reduce_scatter", "dense"]
 CPU_ENCODE_BYTES = 16.0
 CPU_DECODE_BYTES = 4.0
 """What selecting and packing a coordinate, and adding a received one, cost on a CPU, in bytes that travel in that time:
-34 ns and 8 ns at a density of 20 % (benchmarks/selection.py), where a Gloo all-reduce needs 2.1 ns a byte at 10 Gbit/s.
-On a slower network the same coordinates weigh less, so that there a bucket goes dense earlier than it had to. That
-keeps a step from ever being much slower than plain DDP's, and costs some of what could be saved above a density of
-10 %."""
+34 ns and 8 ns at a density of 20 % (benchmarks/selection.py prints the times), where a Gloo all-reduce needs 2.1 ns a
+byte at 10 Gbit/s. On a slower network the same coordinates weigh less, so that there a bucket goes dense earlier than
+it had to. That keeps a step from ever being much slower than plain DDP's, and costs some of what could be saved above a
+density of 10 %."""
 GPU_BYTES = 0.25
 """The same on a GPU, whose memory is two orders of magnitude faster than a network."""
+ROUND_BYTES = 32_768
+"""What a round of messages costs however small they are, likewise: 50 µs at 5 Gbit/s."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +79,17 @@ class Costs:
         encode, decode = (GPU_BYTES, GPU_BYTES) if on_gpu else (CPU_ENCODE_BYTES, CPU_DECODE_BYTES)
         union = self.independent_union(selected)
         costs: dict[Route, float] = {
-            "dense": self.dense_bytes(),
-            "gather": self.gather_bytes(selected) + selected * (encode + n * decode),
+            "dense": 2 * (n - 1).bit_length() * ROUND_BYTES + self.dense_bytes(),
+            "gather": ROUND_BYTES + self.gather_bytes(selected) + selected * (encode + n * decode),
         }
         if n > 2:
+            # Sums that travel densely are copied into place, at the price of memory alone.
+            is_sparse = union * (self.sum_bytes + 2) < self.num_elements * self.sum_bytes
             costs["reduce_scatter"] = (
-                self.scatter_bytes(largest_slice)
+                4 * ROUND_BYTES  # coordinates, headers, sizes, sums
+                + self.scatter_bytes(largest_slice)
                 + self.slices_bytes(union)
                 + selected * encode
-                + (n * largest_slice + min(union, self.num_elements)) * decode
+                + (n * largest_slice + (union if is_sparse else 0)) * decode
             )
         return min(costs, key=lambda route: costs[route])

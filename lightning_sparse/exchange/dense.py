@@ -1,6 +1,5 @@
 """The dense route: the selected values as a whole gradient with zeros between them, in an all-reduce."""
 
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sparse.exchange.shipment import Shipment
@@ -17,7 +16,7 @@ class DenseShipment(Shipment):
 
     def start(self) -> None:
         """Issues the all-reduce."""
-        self._work: dist.Work = dist.all_reduce(self.out, group=self.workers.group, async_op=True)
+        self._work = self.workers.all_reduce(self.out)
         self.sent_bytes += self.out.numel() * self.out.itemsize
 
     def finish(self, header: Tensor) -> None:

@@ -27,7 +27,8 @@ from lightning_sparse.exchange.forecast import Forecast
 from lightning_sparse.exchange.gather import GatherShipment
 from lightning_sparse.exchange.hierarchical import HierarchicalShipment, Nodes, find_nodes
 from lightning_sparse.exchange.reduce_scatter import ReduceScatterShipment, slice_elements
-from lightning_sparse.exchange.shipment import LARGEST_SLICE, NUM_SELECTED, Shipment, Workers
+from lightning_sparse.exchange.shipment import LARGEST_SLICE, NUM_SELECTED, Shipment
+from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.payload import PayloadFormat
 
 ExchangeMode = Literal["auto", "gather", "reduce_scatter", "dense", "hierarchical"]

@@ -1,13 +1,13 @@
 """The usual route: every worker's payload goes to all others in one all-gather of fixed capacity."""
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sparse.exchange.buffers import Buffers
 from lightning_sparse.exchange.cost_model import Costs
 from lightning_sparse.exchange.forecast import aligned
-from lightning_sparse.exchange.shipment import NUM_SELECTED, Shipment, Workers
+from lightning_sparse.exchange.shipment import NUM_SELECTED, Shipment
+from lightning_sparse.exchange.workers import Pending, Workers
 from lightning_sparse.payload import PayloadFormat
 from lightning_sparse.sparsifiers import Selection
 
@@ -48,7 +48,7 @@ class GatherShipment(Shipment):
         self.payload: Tensor = self.take("payload", self.payload_bytes, torch.uint8)
         self._costs = costs
         self._gathered = self.payload
-        self._work: dist.Work | None = None
+        self._work: Pending | None = None
         self._rest_format = PayloadFormat(payload_format.num_elements, payload_format.wire_dtype)
         self._rests: list[Tensor] = []
         self._is_dense = False
@@ -132,5 +132,5 @@ class GatherShipment(Shipment):
         for part in (self.own(num_selected), rest):
             if part is not None:
                 self.out[part.indices] = part.values
-        self._work = dist.all_reduce(self.out, group=self.workers.group, async_op=True)
+        self._work = self.workers.all_reduce(self.out)
         self.sent_bytes += self.out.numel() * self.out.itemsize

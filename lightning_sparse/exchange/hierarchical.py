@@ -11,7 +11,8 @@ from torch import Tensor
 from lightning_sparse.exchange.buffers import Buffers
 from lightning_sparse.exchange.forecast import aligned
 from lightning_sparse.exchange.reduce_scatter import slice_elements
-from lightning_sparse.exchange.shipment import Shipment, Workers
+from lightning_sparse.exchange.shipment import Shipment
+from lightning_sparse.exchange.workers import Pending, Workers
 from lightning_sparse.payload import PayloadFormat
 from lightning_sparse.sparsifiers import Selection
 
@@ -98,7 +99,7 @@ class HierarchicalShipment(Shipment):
         self._nodes = nodes
         self._slice_elements = slice_elements(payload_format.num_elements, nodes.inside.num_workers)
         self._format = PayloadFormat(self._slice_elements, out.dtype)
-        self._work: dist.Work | None = None
+        self._work: Pending | None = None
         self._selection = Selection(torch.empty(0, dtype=torch.int64), torch.empty(0))
         self._slice = out
         self._sizes: list[int] = []
@@ -106,7 +107,7 @@ class HierarchicalShipment(Shipment):
     def start(self) -> None:
         """Issues the all-reduce inside the node."""
         if self._nodes.inside.num_workers > 1:
-            self._work = dist.all_reduce(self.out, group=self._nodes.inside.group, async_op=True)
+            self._work = self._nodes.inside.all_reduce(self.out)
             self.sent_bytes += self.out.numel() * self.out.itemsize
 
     def prepare(self, header: Tensor) -> int:
@@ -141,7 +142,7 @@ class HierarchicalShipment(Shipment):
                     self._slice.scatter_add_(0, *self._format.unpack(received, self.out.dtype, count))
                 self.sent_bytes += size
             else:
-                dist.all_reduce(self._slice, group=between.group)
+                between.all_reduce(self._slice).wait()
                 self.sent_bytes += self._slice.numel() * self._slice.itemsize
         self._whole = self.take("slices", self._slice_elements * inside.num_workers, self.out.dtype)
         if inside.num_workers > 1:

@@ -1,14 +1,14 @@
 """The route for many workers: each worker sums one slice of the bucket, then the summed slices are gathered."""
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sparse.exchange.buffers import Buffers
 from lightning_sparse.exchange.cost_model import Costs
 from lightning_sparse.exchange.forecast import aligned
 from lightning_sparse.exchange.gather import GatherShipment
-from lightning_sparse.exchange.shipment import LARGEST_SLICE, NUM_SELECTED, Workers
+from lightning_sparse.exchange.shipment import LARGEST_SLICE, NUM_SELECTED
+from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.payload import BLOCK_ELEMENTS, PayloadFormat
 from lightning_sparse.sparsifiers import Selection
 
@@ -74,7 +74,7 @@ class ReduceScatterShipment(GatherShipment):
         received = self.take("received parcels", size * n, torch.uint8)
         self._pack(parcels.view(n, size))
         self._received = received.view(n, size)
-        self._work = dist.all_to_all_single(received, parcels, group=self.workers.group, async_op=True)
+        self._work = self.workers.all_to_all(received, parcels)
         self.sent_bytes += size * n
 
     def prepare(self, header: Tensor) -> int:

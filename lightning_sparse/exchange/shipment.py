@@ -2,34 +2,18 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sparse.exchange.buffers import Buffers
+from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.payload import PayloadFormat
 from lightning_sparse.sparsifiers import Selection
 
 NUM_SELECTED, LARGEST_SLICE = range(2)
 """The fields of a header that the exchange itself reads: k, and the most coordinates in any of n equal slices."""
-
-
-@dataclass(frozen=True)
-class Workers:
-    """The process group of the exchange and what follows from it."""
-
-    group: dist.ProcessGroup | None
-    rank: int
-    num_workers: int
-
-    def all_gather(self, out: Tensor, part: Tensor) -> dist.Work:
-        """Starts gathering equal parts into out, in rank order. Collective."""
-        work = dist.all_gather_into_tensor(out, part, group=self.group, async_op=True)
-        assert work is not None  # None is for those outside the group
-        return work
 
 
 class Shipment(ABC):

@@ -1,0 +1,206 @@
+"""How many bytes does a coordinate cost on the wire?
+
+    python -m benchmarks.payload        (as root: it needs the network lab)
+
+Two hosts exchange one bucket in mode "gather" over Gloo, with a number of coordinates that stays or that varies by 3 %
+from step to step and from worker to worker. Bytes are counted where they leave the host, at its network interface,
+after as many steps as the forecast of the capacity needs to settle, and divided by the coordinates sent. They are
+
+    coordinates   the values and offsets themselves: 6 bytes each in fp32, 4 in bf16 and fp16
+    padding       room that the forecast kept and nobody used, and second rounds for what did not fit
+    header        counts a block and the step's numbers, 8-byte aligned: the same whatever is sent
+    frames        Ethernet, IP and TCP headers, acknowledgements, and what Gloo adds
+
+The target holds for coordinates and padding. A lab's interface counts headers once per frame that TCP hands over, up to
+16 kB; so everything is measured again in frames of 1500 bytes, as a cable carries them. "less empty" is what the
+interface counted, less what it counted in an exchange without coordinates (which keeps room for 16).
+"""
+
+import argparse
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks import report
+from benchmarks.network_lab import INTERFACE, NetworkLab
+from lightning_sparse.exchange import LARGEST_SLICE, NUM_SELECTED, Exchange, largest_slice
+from lightning_sparse.payload import PayloadFormat
+from lightning_sparse.sparsifiers import Selection
+from lightning_sparse.step_stats import FIXED_FIELDS
+
+RESNET_18 = 11_173_962
+TARGETS = {"float32": 6.1, "bfloat16": 4.1, "float16": 4.1}
+MARK = "RESULT "
+
+
+def interface_bytes() -> tuple[int, int]:
+    """Bytes that this host's interface has received and sent, with headers."""
+    with open("/proc/self/net/dev") as lines:
+        fields = next(line.split(":")[1].split() for line in lines if line.strip().startswith(f"{INTERFACE}:"))
+    return int(fields[0]), int(fields[8])
+
+
+def exchange_once(exchange: Exchange, selection: Selection, out: Tensor, wire_dtype: torch.dtype) -> int:
+    """Exchanges one bucket as the communication hook does; returns the bytes handed to collectives. Collective."""
+    header = torch.zeros(FIXED_FIELDS, dtype=torch.float64)
+    header[NUM_SELECTED] = selection.indices.numel()
+    header[LARGEST_SLICE] = largest_slice(selection.indices, out.numel(), exchange.workers.num_workers)
+    shipment = exchange.open(0, out.numel(), wire_dtype, header.numel(), out, is_last=True)
+    if shipment.payload is None:
+        out.zero_()
+        out[selection.indices] = selection.values
+    else:
+        shipment.format.fill(shipment.payload, selection)
+        capacity = shipment.format.capacity(shipment.payload.numel())
+        shipment.rest = lambda: Selection(selection.indices[capacity:], selection.values[capacity:])
+    exchange.start(shipment, header, is_last=True)
+    return exchange.finish()[1]
+
+
+def random_selection(num_elements: int, selected: int, seed: int) -> Selection:
+    """Coordinates at random places, drawn independently for every seed; exactly so many."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(num_elements, (selected + selected // 4 + 64,), generator=generator).unique()
+    chosen = torch.randperm(drawn.numel(), generator=generator)[:selected]
+    indices = drawn[chosen.sort().values]
+    assert indices.numel() == selected, "a density too high to be drawn like this"
+    return Selection(indices, torch.ones(selected))
+
+
+def read_results(outputs: list[str]) -> list[Any]:
+    """What each worker wrote behind the mark, by rank."""
+    return [
+        json.loads(next(line for line in text.splitlines() if line.startswith(MARK))[len(MARK) :]) for text in outputs
+    ]
+
+
+def work(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One worker's part: every case in turn; returns bytes a step of this worker."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    cases = [(dtype, 0, 0.0) for dtype in options.dtypes]
+    for density in options.densities:
+        selected = round(density * options.elements)
+        cases += [(dtype, selected, share) for share in (0.0, options.variation) for dtype in options.dtypes]
+    return [_case(*case, options) for case in cases]
+
+
+def _case(dtype: str, selected: int, variation: float, options: argparse.Namespace) -> dict[str, Any]:
+    wire_dtype, rank = getattr(torch, dtype), dist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    most = random_selection(options.elements, round(selected * (1 + 4 * variation)), seed=rank)
+    exchange, out = Exchange("gather"), torch.empty(options.elements)
+    handed: list[int] = []
+    coordinates: list[int] = []
+    counted = [0]
+    for step in range(options.warm_up + options.steps):
+        draw = torch.randn(1, generator=generator).clamp_(-3.9, 3.9).item()
+        count = round(selected * (1 + variation * draw))
+        keep = torch.randperm(most.indices.numel(), generator=generator)[:count].sort().values
+        if step == options.warm_up:
+            dist.barrier()
+            counted = [interface_bytes()[1]]
+            dist.barrier()
+        handed.append(exchange_once(exchange, Selection(most.indices[keep], most.values[keep]), out, wire_dtype))
+        coordinates.append(count)
+        if step >= options.warm_up:
+            counted.append(interface_bytes()[1])
+    payload_format = PayloadFormat(options.elements, wire_dtype, FIXED_FIELDS)
+    return {
+        "dtype": dtype,
+        "selected": selected,
+        "variation": variation,
+        "coordinate_bytes": payload_format.coordinate_bytes,
+        "header_bytes": payload_format.fixed_bytes,
+        "coordinates": coordinates,
+        "handed_bytes": handed,
+        "interface_bytes": [after - before for before, after in itertools.pairwise(counted)],
+    }
+
+
+def summarise(case: dict[str, Any], empty: dict[str, Any], warm_up: int) -> dict[str, Any]:
+    """Bytes a coordinate of one case on one host, over the steps after the warm-up."""
+    coordinates, handed = sum(case["coordinates"][warm_up:]), sum(case["handed_bytes"][warm_up:])
+    steps, counted = len(case["interface_bytes"]), sum(case["interface_bytes"])
+    header, needed = steps * case["header_bytes"], coordinates * case["coordinate_bytes"]
+    return {
+        **{name: case[name] for name in ("dtype", "selected", "variation", "header_bytes")},
+        "interface": counted / coordinates,
+        "interface_less_empty": (counted - sum(empty["interface_bytes"])) / coordinates,
+        "coordinate": case["coordinate_bytes"],
+        "padding": (handed - needed - header) / coordinates,
+        "header": header / coordinates,
+        "frames": (counted - handed) / coordinates,
+        "target": TARGETS[case["dtype"]],
+        "interface_bytes_of_a_step": report.quartiles(case["interface_bytes"]),
+        "padding_while_settling": [
+            (bytes_ - case["header_bytes"]) / count - case["coordinate_bytes"]
+            for bytes_, count in zip(case["handed_bytes"][:warm_up], case["coordinates"], strict=False)
+        ],
+    }
+
+
+def measure(options: argparse.Namespace, *, short_frames: bool) -> list[dict[str, Any]]:
+    """Runs all cases in a lab; returns host 0's summaries."""
+    with NetworkLab(hosts=2) as lab:
+        if short_frames:  # one segment a frame
+            for host in range(lab.hosts):
+                change = ["ip", "link", "set", "dev", INTERFACE, "gso_max_segs", "1"]
+                subprocess.run(lab.on_host(host, change), check=True)
+        lab.shape(rate=options.rate)
+        cases = read_results(lab.run([sys.executable, "-m", "benchmarks.payload", *sys.argv[1:], "--worker"]))[0]
+    empties = {case["dtype"]: case for case in cases if not case["selected"]}
+    return [summarise(case, empties[case["dtype"]], options.warm_up) for case in cases if case["selected"]]
+
+
+def show(cases: list[dict[str, Any]]) -> None:
+    """Prints the table of one length of frames."""
+    rows = []
+    for case in cases:
+        sizes = [case[name] for name in ("interface", "interface_less_empty", "coordinate", "padding")]
+        rest = [case[name] for name in ("header", "frames")]
+        rows.append(
+            [case["dtype"], f"{case['selected']:,}", f"{case['variation']:.0%}"]
+            + [f"{size:.3f}" for size in sizes + rest]
+            + [f"{case['coordinate'] + case['padding']:.3f}", f"<= {case['target']}"]
+        )
+    head = ["values", "k", "varies", "interface", "less empty", "coordinate", "padding", "header", "frames"]
+    print(report.table([*head, "coord. + padding", "target"], rows))
+
+
+def main() -> None:
+    """Measures in long and short frames, prints and writes; or does one worker's part."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--elements", type=int, default=RESNET_18)
+    parser.add_argument("--densities", type=float, nargs="+", default=[1e-3, 1e-2])
+    parser.add_argument("--dtypes", nargs="+", default=list(TARGETS), choices=list(TARGETS))
+    parser.add_argument("--variation", type=float, default=0.03, help="standard deviation of k, as a share of it")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--warm-up", type=int, default=60, help="steps before those that count")
+    parser.add_argument("--rate", help="of each link, such as 1gbit; unshaped by default")
+    parser.add_argument("--output", type=Path, default=report.RESULTS / "payload.json")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        print(MARK + json.dumps(work(options)), flush=True)
+        dist.destroy_process_group()
+        return
+    if reason := NetworkLab.unavailable_reason():
+        parser.error(reason)
+    results = {}
+    for name, short_frames in (("frames_of_up_to_16_kB", False), ("frames_of_1500_bytes", True)):
+        results[name] = measure(options, short_frames=short_frames)
+        print(f"\nBytes a coordinate, {name.replace('_', ' ')}")
+        show(results[name])
+    report.write(options, results)
+
+
+if __name__ == "__main__":
+    main()

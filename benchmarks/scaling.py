@@ -1,0 +1,239 @@
+"""How do the modes of the exchange scale with the number of workers, in bytes and in time?
+
+    python -m benchmarks.scaling [--densities 0.001 0.01] [--bandwidth 10] [--latency 50]
+    python -m benchmarks.scaling --check        (as root: it needs the network lab)
+
+For n = 2 … 1,024 workers: bytes that reach one worker and the time predicted for one bucket, in every mode. A star
+marks the mode that exchange="auto" takes; hierarchical is never taken by itself.
+
+Volumes are those of `lightning_sparse.exchange.cost_model.Costs`, for workers that select at random places,
+independently of each other; where they select the same places, sums are sparser than predicted. Volumes include the
+headers and sizes that some modes gather apart. Time is latency x rounds + bytes / bandwidth, of which TCP gets 95.6 %:
+
+    mode            rounds, each waiting for the one before
+    gather          n-1                                   a ring; headers ride along
+    dense           2(n-1) + (n-1)                        a ring all-reduce; headers
+    reduce_scatter  1 + 3(n-1)                            an all-to-all of all pairs at once; headers, sizes, sums
+    hierarchical    2(L-1) + (L-1) inside a node,         a ring all-reduce, a gather of slices
+                    2(n-1) + (n/L-1) between nodes        headers, sizes, a gather of sums (dense: 2(n/L-1))
+
+Every worker has a link of its own with that bandwidth in each direction, and for hierarchical a faster one to the L-1
+others of its node. What selecting and packing cost is left out, and so is whatever backward hides.
+
+The check runs the modes among 2, 4 and 8 hosts and compares bytes at the interface and seconds with the prediction.
+There every worker is a host, and a node is two hosts on the same slow network. The bytes have Ethernet, IP and TCP
+headers, which are not predicted, once per frame of up to 16 kB. The workers share this machine's cores: below some
+100 ms it is those that the times show. And in Gloo's all-gather and all-to-all a worker that comes late says that it is
+ready only behind its own data, so that of two directions one can wait for the other: up to twice the time at n = 2.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import report
+from benchmarks.network_lab import UNITS, NetworkLab
+from benchmarks.payload import MARK, RESNET_18, exchange_once, interface_bytes, random_selection, read_results
+from lightning_sparse.exchange import Exchange
+from lightning_sparse.exchange.cost_model import Costs
+from lightning_sparse.payload import PayloadFormat
+from lightning_sparse.step_stats import FIXED_FIELDS
+
+WORKERS = [2**power for power in range(1, 11)]
+CHECK_WORKERS, CHECK_NODE = (2, 4, 8), 2
+MODES = ("gather", "reduce_scatter", "dense", "hierarchical")
+HEADER_BYTES, SIZE_BYTES, FLOAT_BYTES = 8 * FIXED_FIELDS, 8, 4
+TCP_SHARE = 1448 / 1514
+"""Of a frame, what is left without Ethernet, IP and TCP headers."""
+
+
+class Traffic(NamedTuple):
+    """What a mode asks of the network: bytes into one worker and rounds, between nodes and inside them."""
+
+    outer_bytes: float
+    outer_rounds: int
+    inner_bytes: float = 0.0
+    inner_rounds: int = 0
+
+
+class Network(NamedTuple):
+    """The links of a worker: bytes a second and seconds from one worker to another, between nodes and inside them."""
+
+    outer_bandwidth: float
+    outer_latency: float
+    inner_bandwidth: float
+    inner_latency: float
+
+    def seconds(self, traffic: Traffic) -> float:
+        """The time predicted for a mode."""
+        outer = traffic.outer_rounds * self.outer_latency + traffic.outer_bytes / self.outer_bandwidth
+        return outer + traffic.inner_rounds * self.inner_latency + traffic.inner_bytes / self.inner_bandwidth
+
+
+def likely_largest(mean: float, candidates: int) -> float:
+    """The largest of so many counts of rare independent events: the mean and sqrt(2 ln candidates) deviations."""
+    return mean + math.sqrt(2 * mean * math.log(max(candidates, 1)))
+
+
+def costs_of(num_workers: int, num_elements: int) -> Costs:
+    """The package's costs of a bucket of so many float32 elements."""
+    fixed_bytes = PayloadFormat(num_elements, torch.float32).fixed_bytes
+    return Costs(num_workers, num_elements, FLOAT_BYTES, FLOAT_BYTES, fixed_bytes)
+
+
+def traffic_of(costs: Costs, selected: float, node: int) -> dict[str, Traffic]:
+    """What each mode asks of the network; hierarchical only for several whole nodes of so many workers."""
+    n = costs.num_workers
+    headers, sizes = (n - 1) * HEADER_BYTES, (n - 1) * SIZE_BYTES
+    scattered = costs.scatter_bytes(largest_of_slices(selected, n))
+    scattered += costs.slices_bytes(costs.independent_union(selected))
+    found = {
+        "gather": Traffic(costs.gather_bytes(selected) + headers, n - 1),
+        "reduce_scatter": Traffic(scattered + headers + sizes, 1 + 3 * (n - 1)),
+        "dense": Traffic(costs.dense_bytes() + headers, 3 * (n - 1)),
+    }
+    if n > node and n % node == 0:
+        # Each worker of a node carries a slice between nodes: what any of the node's workers selected in it.
+        inside = costs_of(node, costs.num_elements)
+        elements = -(-costs.num_elements // node)
+        between = costs_of(n // node, elements)
+        union = min(likely_largest(inside.independent_union(selected) / node, n), elements)
+        is_sparse = between.gather_bytes(union) < between.dense_bytes()
+        found["hierarchical"] = Traffic(
+            (between.gather_bytes(union) if is_sparse else between.dense_bytes()) + headers + sizes,
+            2 * (n - 1) + (1 if is_sparse else 2) * (n // node - 1),
+            inside.dense_bytes() + (node - 1) * elements * FLOAT_BYTES,
+            3 * (node - 1),
+        )
+    return found
+
+
+def largest_of_slices(selected: float, num_workers: int) -> float:
+    """The most that any worker is likely to have for any slice."""
+    return min(likely_largest(selected / num_workers, num_workers**2), selected)
+
+
+def simulate(density: float, network: Network, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Predictions for all numbers of workers at one density, printed as a table."""
+    print(f"\nDensity {density:.3%}: MB into one worker (hierarchical: of them from other nodes), and ms")
+    found, lines, selected = [], [], density * options.elements
+    for n in WORKERS:
+        costs = costs_of(n, options.elements)
+        traffic = traffic_of(costs, selected, options.node)
+        seconds = {mode: network.seconds(one) for mode, one in traffic.items()}
+        taken = costs.cheapest(selected, largest_of_slices(selected, n), on_gpu=options.on_gpu)
+        fastest = min((mode for mode in traffic if mode != "hierarchical"), key=lambda mode: seconds[mode])
+        cells = [str(n)]
+        for mode in MODES:
+            one = traffic.get(mode)
+            outer = f" ({one.outer_bytes / 1e6:,.2f})" if one and mode == "hierarchical" else ""
+            cells.append(f"{(one.outer_bytes + one.inner_bytes) / 1e6:,.2f}{outer}" if one else "")
+            cells.append(f"{1e3 * seconds[mode]:,.1f}{'*' if mode == taken else ' '}" if one else "")
+        gain = seconds[taken] / seconds[fastest]
+        lines.append([*cells, f"{fastest} takes 1/{gain:.2f}" if gain > 1.005 else ""])
+        modes = {mode: {**one._asdict(), "seconds": seconds[mode]} for mode, one in traffic.items()}
+        found.append({"workers": n, "density": density, "taken": taken, "fastest_of_auto": fastest, "modes": modes})
+    head = [cell for mode in (*MODES[:3], f"hierarchical, L = {options.node}") for cell in (mode, "ms ")]
+    print(report.table(["workers", *head, ""], lines))
+    return found
+
+
+def work(options: argparse.Namespace) -> dict[str, Any]:
+    """One worker's part of the check: all modes and densities; bytes received and seconds of each step."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    n, rank = dist.get_world_size(), dist.get_rank()
+    os.environ["GROUP_RANK"] = str(rank // CHECK_NODE)  # what the hierarchical mode takes for a node
+    out = torch.empty(options.check_elements)
+    found = {}
+    for density in options.densities:
+        selection = random_selection(options.check_elements, round(density * options.check_elements), seed=rank)
+        for mode in MODES if n > CHECK_NODE else MODES[:3]:
+            exchange = Exchange(mode)
+            # The sparse modes' capacities take some steps to settle; the others have none.
+            for _ in range(40 if mode in ("gather", "reduce_scatter") else 1):
+                exchange_once(exchange, selection, out, torch.float32)
+            dist.barrier()
+            before, times = interface_bytes()[0], []
+            dist.barrier()  # nobody sends before all have read
+            for _ in range(options.check_steps):
+                started = time.perf_counter()
+                exchange_once(exchange, selection, out, torch.float32)
+                times.append(time.perf_counter() - started)
+            received = (interface_bytes()[0] - before) / options.check_steps
+            found[f"{mode} {density}"] = {"bytes": received, "seconds": times}
+    return found
+
+
+def check(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Runs all modes among 2, 4 and 8 hosts, prints and returns what was measured beside what was predicted."""
+    rate = float(options.check_rate[:-4]) * UNITS[options.check_rate[-4]] / 8 * TCP_SHARE
+    network = Network(rate, options.latency / 1e6, rate, options.latency / 1e6)
+    found, lines = [], []
+    for n in CHECK_WORKERS:
+        with NetworkLab(hosts=n) as lab:
+            lab.shape(rate=options.check_rate)
+            workers = read_results(lab.run([sys.executable, "-m", "benchmarks.scaling", *sys.argv[1:], "--worker"]))
+        for density in options.densities:
+            costs = costs_of(n, options.check_elements)
+            for mode, traffic in traffic_of(costs, density * options.check_elements, CHECK_NODE).items():
+                cases = [worker[f"{mode} {density}"] for worker in workers]
+                steps = [max(step) for step in zip(*(case["seconds"] for case in cases), strict=True)]
+                bytes_ = statistics.mean(case["bytes"] for case in cases), traffic.outer_bytes + traffic.inner_bytes
+                seconds = statistics.median(steps), network.seconds(traffic)
+                row = {"mode": mode, "workers": n, "density": density, "bytes": bytes_[0], "predicted_bytes": bytes_[1]}
+                row |= {"seconds": report.quartiles(steps), "predicted_seconds": seconds[1]}
+                found.append(row)
+                cells = [mode, n, f"{density:.3%}"]
+                for unit, (measured, predicted) in ((1e6, bytes_), (1e-3, seconds)):
+                    cells += [f"{measured / unit:,.3f}", f"{predicted / unit:,.3f}", f"{measured / predicted - 1:+.1%}"]
+                lines.append(cells)
+    print(f"\nMeasured at {options.check_rate} with {options.check_elements:,} elements, nodes of {CHECK_NODE}")
+    print(report.table(["mode", "workers", "density", "MB", "predicted", "", "ms", "predicted", ""], lines))
+    return found
+
+
+def main() -> None:
+    """Prints and writes predictions, and with --check measurements; or does one worker's part of those."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--elements", type=int, default=RESNET_18)
+    parser.add_argument("--densities", type=float, nargs="+", default=[1e-3, 1e-2])
+    parser.add_argument("--bandwidth", type=float, default=10.0, help="Gbit/s of a worker's link")
+    parser.add_argument("--latency", type=float, default=50.0, help="microseconds from worker to worker")
+    parser.add_argument("--node", type=int, default=8, metavar="L", help="workers of a node, for hierarchical")
+    parser.add_argument("--inside-bandwidth", type=float, default=1000.0, help="Gbit/s of a worker inside its node")
+    parser.add_argument("--inside-latency", type=float, default=5.0, help="microseconds inside a node")
+    parser.add_argument("--on-gpu", action="store_true", help="mark the mode that is taken for tensors on a GPU")
+    parser.add_argument("--check", action="store_true", help="also measure among 2, 4 and 8 hosts")
+    parser.add_argument("--check-elements", type=int, default=4_000_000)
+    parser.add_argument("--check-rate", default="100mbit", help="slow, so that the network and not the cores decide")
+    parser.add_argument("--check-steps", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=report.RESULTS / "scaling.json")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        print(MARK + json.dumps(work(options)), flush=True)
+        dist.destroy_process_group()
+        return
+    if options.check and (reason := NetworkLab.unavailable_reason()):
+        parser.error(reason)
+    bandwidths, latencies = (options.bandwidth, options.inside_bandwidth), (options.latency, options.inside_latency)
+    links = zip(bandwidths, latencies, strict=True)
+    network = Network(*(value for pair in links for value in (pair[0] * 1e9 / 8 * TCP_SHARE, pair[1] / 1e6)))
+    results = {"predicted": [row for density in options.densities for row in simulate(density, network, options)]}
+    if options.check:
+        results["checked"] = check(options)
+    report.write(options, results)
+
+
+if __name__ == "__main__":
+    main()

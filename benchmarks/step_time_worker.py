@@ -1,0 +1,300 @@
+"""One worker's part of `benchmarks.step_time`: training steps under every method in turn, and their times.
+
+Started with torchrun's environment and the task as JSON. The first worker writes the result behind the mark.
+"""
+
+import json
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+from math import sqrt
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks import report
+from benchmarks.payload import MARK
+from lightning_sparse import HardThreshold, SparseState, TopK, register_comm_hook
+
+HARD_THRESHOLD = "hard_threshold_"
+WARM_UP_STEPS = 3  # DDP lays out its buckets anew after the first; PowerSGD begins with the third
+SETTLING_STEPS, MOST_SETTLINGS, SETTLED = 6, 16, 0.07
+LEARNING_RATE = 1e-3  # small enough for gradients, and so the density at a constant λ, to stay the same
+
+Loss = Callable[[nn.Module, torch.Generator], Tensor]
+
+
+def build(model: str, device: torch.device) -> tuple[nn.Module, Loss]:
+    """Returns a freshly initialised model and its loss on a batch drawn from a generator."""
+
+    def draw(high: int, *shape: int, generator: torch.Generator) -> Tensor:
+        return torch.randint(high, shape, generator=generator, device=device)
+
+    network: nn.Module
+    if model == "resnet18":
+        from torchvision.models import resnet18
+
+        network = resnet18(num_classes=10)
+
+        def loss(module: nn.Module, generator: torch.Generator) -> Tensor:
+            images = torch.randn(8, 3, 32, 32, generator=generator, device=device)
+            return cross_entropy(module(images), draw(10, 8, generator=generator))
+
+    elif model == "lstm":
+        from recipes.lstm_wikitext2.model import WIKITEXT2_VOCABULARY_SIZE, TiedLSTM
+
+        network = TiedLSTM()
+
+        def loss(module: nn.Module, generator: torch.Generator) -> Tensor:
+            words = draw(WIKITEXT2_VOCABULARY_SIZE, 31, 2, generator=generator)
+            return cross_entropy(module(words[:-1])[0].flatten(0, 1), words[1:].flatten())
+
+    else:
+        from recipes.ncf_movielens.model import ML_20M_ITEMS, ML_20M_USERS, NeuMF
+
+        network = NeuMF(ML_20M_USERS, ML_20M_ITEMS)
+
+        def loss(module: nn.Module, generator: torch.Generator) -> Tensor:
+            users = draw(ML_20M_USERS, 4096, generator=generator)
+            items = draw(ML_20M_ITEMS, 4096, generator=generator)
+            return binary_cross_entropy_with_logits(module(users, items), draw(2, 4096, generator=generator).float())
+
+    return network.to(device), loss
+
+
+def aimed_density(method: str) -> float | None:
+    """The density that a method's name asks for; None for those that are not to be brought to one."""
+    density = float(method.removeprefix(HARD_THRESHOLD)) if method.startswith(HARD_THRESHOLD) else 1.0
+    return density if density < 1 else None
+
+
+def sparsifier_of(method: str) -> HardThreshold | TopK | None:
+    """The sparsifier of a sparse method, None for the others. λ is 0, also where it is yet to be found."""
+    if method.startswith(HARD_THRESHOLD):
+        return HardThreshold(threshold=0.0)
+    return TopK(float(method.removeprefix("top_k_"))) if method.startswith("top_k_") else None
+
+
+class Trainee:
+    """A model of its own under one way of exchanging gradients, with all that belongs to its training."""
+
+    def __init__(self, method: str, task: dict[str, Any], device: torch.device) -> None:
+        self.method, self.device = method, device
+        torch.manual_seed(0)
+        network, self.loss = build(task["model"], device)
+        self.module = DistributedDataParallel(network, gradient_as_bucket_view=task["bucket_view"])
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=LEARNING_RATE)
+        self.generator = torch.Generator(device).manual_seed(1 + dist.get_rank())  # the same batches for all methods
+        self.state: SparseState | None = None
+        self.logged: list[dict[str, Any]] = []
+        self.seconds: list[float] = []
+        self.collectives: list[int] = []
+        self.page_faults: list[int] = []
+        if sparsifier := sparsifier_of(method):
+            self.state = register_comm_hook(self.module, sparsifier)
+        elif method == "ddp_idle":
+            self.module.register_comm_hook(None, idle_hook)
+        elif method == "ddp_bf16":
+            self.module.register_comm_hook(None, bf16_compress_hook)
+        elif method == "powersgd_4":
+            power_sgd = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+            self.module.register_comm_hook(power_sgd, powerSGD_hook)
+
+    def step(self) -> float:
+        """Makes a training step, with what a logger would keep of it; returns the seconds it took."""
+        started = time.perf_counter()
+        with self.module.no_sync() if self.method == "floor" else nullcontext():
+            self.loss(self.module, self.generator).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        stats = None if self.state is None else self.state.last_step
+        if stats is not None:
+            names = ("density", "error_norm", "threshold", "payload_bytes")
+            self.logged.append({f"sparse/{name}": getattr(stats, name) for name in names})
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    def warm_up(self) -> None:
+        """Makes the first steps, and brings a hard threshold to its density. Collective."""
+        density = aimed_density(self.method)
+        if density is not None:
+            self._guess_threshold(density)
+        for _ in range(WARM_UP_STEPS):
+            self.step()
+        if density is None:
+            return
+        for _ in range(MOST_SETTLINGS):
+            self.logged.clear()
+            for _ in range(SETTLING_STEPS):
+                self.step()
+            # Density is about E‖g‖² / (λ² d). It is the same number on all workers, and so is the new λ.
+            excess = max(self._mean("sparse/density") / density, 0.1)
+            if abs(excess - 1) < SETTLED:
+                return
+            self._change_threshold(sqrt(excess))
+
+    def _guess_threshold(self, density: float) -> None:
+        """Sets λ = sqrt(E‖g‖² / (density · d)), and residuals as many steps with it would leave them. Collective."""
+        assert self.state is not None
+        squared_norms = torch.zeros(8, dtype=torch.float64)
+        for place in range(8):
+            with self.module.no_sync():
+                self.loss(self.module, self.generator).backward()
+            gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+            squared_norms[place] = sum(gradient.double().square().sum().item() for gradient in gradients)
+            self.optimizer.zero_grad()
+        mean = squared_norms.mean().to(self.device)
+        dist.all_reduce(mean)
+        elements = sum(parameter.numel() for parameter in self.module.parameters())
+        threshold = sqrt(mean.item() / dist.get_world_size() / (density * elements))
+        set_threshold(self.state, threshold)
+        layers = self.module.module.named_parameters()
+        residuals = {name: settled_residual(one.numel(), threshold, self.generator) for name, one in layers}
+        self.state.residuals.load_state_dict(residuals)
+
+    def _change_threshold(self, factor: float) -> None:
+        assert self.state is not None
+        set_threshold(self.state, factor * self.state.sparsifier.current_threshold)
+        residuals = self.state.residuals.state_dict()
+        self.state.residuals.load_state_dict({name: one.mul_(factor) for name, one in residuals.items()})
+
+    def _mean(self, name: str) -> float:
+        return statistics.fmean(float(row[name]) for row in self.logged)
+
+
+def idle_hook(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Leaves the gradient as it is: what DDP costs by itself."""
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def set_threshold(state: SparseState, threshold: float) -> None:
+    """Gives λ to the state of one worker; all workers must do so in the same step."""
+    assert isinstance(state.sparsifier, HardThreshold)
+    state.sparsifier.fix_threshold(threshold)
+
+
+def settled_residual(num_elements: int, threshold: float, generator: torch.Generator) -> Tensor:
+    """Residuals as they are long after the start: triangular on (−λ, λ), whatever a coordinate's own deviation.
+
+    That is how a random walk of small steps is spread that begins again at 0 when it leaves (−λ, λ). From residuals
+    of 0 it would take 1/density steps to come to it.
+    """
+    drawn = torch.rand(2, num_elements, generator=generator, device=generator.device).mul_(threshold)
+    return drawn[0] - drawn[1]
+
+
+class Collectives:
+    """Counts what Python code issues through torch.distributed, and so what a step needs beyond its usual rounds."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        for name in ("all_gather_into_tensor", "all_reduce", "all_to_all_single"):
+            setattr(dist, name, self._counting(getattr(dist, name)))
+
+    def _counting(self, collective: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*arguments: Any, **options: Any) -> Any:
+            self.count += 1
+            return collective(*arguments, **options)
+
+        return counting
+
+
+def train(task: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Times steps of all methods in turn until the time is up. Collective; the result is the first worker's."""
+    trainees = [Trainee(method, task, device) for method in task["methods"]]
+    for trainee in trainees:
+        trainee.warm_up()
+        trainee.logged.clear()
+    collectives = Collectives()
+    deadline, rounds = time.monotonic() + task["seconds"], 0
+    while rounds < task["least_rounds"] or not is_over(deadline, device):
+        first = rounds % len(trainees)
+        for trainee in trainees[first:] + trainees[:first]:
+            trainee.step()  # not counted: it finds another method's data in the caches, and TCP after a pause
+            if trainee.logged:
+                trainee.logged.pop()
+            dist.barrier()
+            for _ in range(task["steps"]):
+                before = collectives.count, page_faults()
+                trainee.seconds.append(trainee.step())
+                trainee.collectives.append(collectives.count - before[0])
+                trainee.page_faults.append(page_faults() - before[1])
+        rounds += 1
+    found = {}
+    for trainee in trainees:
+        found[trainee.method] = {
+            "seconds": report.quartiles(slowest(trainee.seconds, device)),
+            "page_faults": statistics.median(trainee.page_faults),
+            "loss": trainee.loss(trainee.module.module, trainee.generator).item(),
+        }
+        if trainee.state is not None:
+            found[trainee.method] |= summarise(trainee.logged, trainee.collectives)
+    parameters = sum(parameter.numel() for parameter in trainees[0].module.parameters())
+    return {"parameters": parameters, "rounds": rounds, "methods": found}
+
+
+def summarise(logged: list[dict[str, Any]], counts: list[int]) -> dict[str, Any]:
+    """The sparse methods' own numbers, over the timed steps."""
+    usual = statistics.mode(counts)
+    return {
+        "density": report.quartiles([row["sparse/density"] for row in logged])
+        | {"mean": statistics.fmean(row["sparse/density"] for row in logged)},
+        "threshold": logged[-1]["sparse/threshold"],
+        "error_norm": logged[-1]["sparse/error_norm"],
+        "payload_bytes": report.quartiles([row["sparse/payload_bytes"] for row in logged]),
+        "collectives": usual,
+        "steps_with_more_collectives": sum(count > usual for count in counts),
+    }
+
+
+def page_faults() -> int:
+    """How often this process has touched memory so far that the kernel had yet to give it."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def is_over(deadline: float, device: torch.device) -> bool:
+    """Whether the first worker's clock says so. Collective."""
+    answer = torch.tensor([time.monotonic() > deadline], dtype=torch.int32, device=device)
+    dist.broadcast(answer, 0)
+    return bool(answer.item())
+
+
+def slowest(seconds: list[float], device: torch.device) -> list[float]:
+    """What each step took on the worker that took longest. Collective."""
+    longest = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return longest.tolist()
+
+
+def serve(answer: Callable[[dict[str, Any], torch.device], dict[str, Any]]) -> None:
+    """Does the task in the first argument of this process; the first worker prints the result. Collective."""
+    task = json.loads(sys.argv[1])
+    device = torch.device("cpu")
+    if task["device"] == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    torch.set_num_threads(1)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=task["patience"]))
+    result = answer(task, device)
+    if dist.get_rank() == 0:
+        print(MARK + json.dumps(result), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    serve(train)
