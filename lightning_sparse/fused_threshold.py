@@ -20,6 +20,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_sparse.payload import BLOCK_ELEMENTS
@@ -40,8 +41,28 @@ _PACK = {"BLOCK": BLOCK_ELEMENTS, "num_warps": 16, "enable_fp_fusion": False}
 
 
 def is_available(device: torch.device) -> bool:
-    """Whether the kernels can run for tensors of this device: it is a GPU, and triton is installed."""
-    return triton is not None and device.type == "cuda"
+    """Whether the kernels run for tensors of this device: it is a GPU, triton is installed and can build them.
+
+    Said once where they cannot be built, as without a C compiler: the plain way gives the same bits and takes longer.
+    """
+    return triton is not None and device.type == "cuda" and _can_build(device)
+
+
+@lru_cache(maxsize=64)
+def _can_build(device: torch.device) -> bool:
+    residual, counts = torch.zeros(32, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+    offsets = torch.zeros(4, dtype=torch.int16, device=device)
+    try:
+        FusedThreshold().select(
+            residual, residual, [(1.0, 0, 32)], loss_scale=None, counts=counts, values=residual[:4], offsets=offsets
+        )
+    except Exception as error:  # whatever stops a compiler
+        rank_zero_warn(
+            f"lightning_sparse: the fused kernels cannot be built for {device} and are not used: selecting takes longer "
+            f"and waits for the device. Triton says: {type(error).__name__}: {error}"
+        )
+        return False
+    return True
 
 
 class FusedThreshold:

@@ -1,39 +1,27 @@
 """Training with the fused kernels in the loop, in Triton's interpreter: the GPU's way through the whole step."""
 
-import importlib.util
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from lightning_sparse import HardThreshold, extraction
+from lightning_sparse.exchange import LARGEST_SLICE
 from lightning_sparse.extraction import BucketGradient, Extraction
 from lightning_sparse.payload import PayloadFormat
 from lightning_sparse.sparsifiers import LayerLayout
 from tests.distributed.simulation import Plan
 from tests.distributed.test_against_simulation import SCENARIOS, THRESHOLD, assert_matches_simulation, reaches
 from tests.distributed.training import train
+from tests.interpreter import INTERPRETED, run_in_interpreter
 from tests.workers import run_workers
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
-@pytest.mark.timeout(400)
+@pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
+@pytest.mark.timeout(600)
 def test_the_whole_step_in_the_interpreter():
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "passed" in run.stdout
+    run_in_interpreter(__file__)
 
 
 def fused(function, *args):
@@ -55,7 +43,7 @@ def train_with(options, dtype):
 
 if INTERPRETED:
 
-    @pytest.mark.parametrize("scenario", ["gathered", "dense", "auto", "bfloat16"])
+    @pytest.mark.parametrize("scenario", ["gathered", "dense", "bfloat16"])
     def test_training_matches_the_simulation(scenario):
         options, plan = SCENARIOS[scenario]
         results = run_workers(_train, 2, options, torch.float64)
@@ -105,6 +93,9 @@ if INTERPRETED:
         for one, other in zip(sent, cpu[4], strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
         layers = len(layout.names)
-        torch.testing.assert_close(header[:-layers], cpu[3][:-layers], rtol=1e-5, atol=1e-9)
-        if capacity >= 400:
+        if capacity < 400:
+            # What found no room is neither counted in slices (the exchange begins anew then) nor gone from layers yet.
+            header[LARGEST_SLICE], cpu[3][LARGEST_SLICE] = 0, 0
+            torch.testing.assert_close(header[:-layers], cpu[3][:-layers], rtol=1e-5, atol=1e-9)
+        else:
             torch.testing.assert_close(header, cpu[3], rtol=1e-5, atol=1e-9)

@@ -5,8 +5,6 @@ Triton's interpreter, in a process of their own: the interpreter replaces parts 
 """
 
 import importlib.util
-import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,34 +20,14 @@ from lightning_sparse.fused_threshold import FusedThreshold, is_available
 from lightning_sparse.payload import BLOCK_ELEMENTS, PayloadFormat, round_to_wire
 from lightning_sparse.residual import compensate, keep_rest
 from lightning_sparse.sparsifiers import HardThreshold, LayerLayout, Selection
+from tests.interpreter import INTERPRETED, run_in_interpreter
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 FLOAT, DOUBLE, HALF, BRAIN = torch.float32, torch.float64, torch.float16, torch.bfloat16
 SENTINEL = 77
 
 # Overflow and NaN are what the tests are about; numpy, with which the interpreter computes, warns of them.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
-
-
-if INTERPRETED:
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    def _convert_exactly(data, source, target, rounding_mode):
-        """Rounds to nearest as devices do; the interpreter itself cuts bfloat16 off and loses subnormal numbers."""
-        assert {source, target} == {tl.float32, tl.bfloat16}
-        if target == tl.bfloat16:
-            return torch.tensor(data).to(BRAIN).view(torch.int16).numpy().view("uint16")
-        return torch.tensor(data.view("int16")).view(BRAIN).to(FLOAT).numpy().view("uint32")
-
-    def _patch_scalars(tensor, *scope, patch=interpreter._patch_lang_tensor):
-        """Lets a kernel's number end a ``range``: that of Triton 3.4 is an array of one element to NumPy 2.4."""
-        patch(tensor, *scope)
-        tensor.__index__ = lambda self: int(self.handle.data.squeeze())
-
-    interpreter._convert_float = _convert_exactly
-    interpreter._patch_lang_tensor = _patch_scalars
 
 
 def on_device(test):
@@ -448,12 +426,7 @@ def test_a_cpu_has_no_kernels():
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
 @pytest.mark.timeout(600)
 def test_the_kernels_in_tritons_interpreter():
-    pytest.importorskip("triton", reason="triton is not installed")
-    command = [sys.executable, "-m", "pytest", __file__, "-q", "-p", "no:cacheprovider", "--tb=short", "-rf"]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.fail(f"TRITON_INTERPRET=1 {' '.join(command)}\n{done.stdout}\n{done.stderr}", pytrace=False)
+    run_in_interpreter(__file__)
 
 
 TYPES = {

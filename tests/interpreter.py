@@ -1,0 +1,40 @@
+"""Triton's interpreter runs kernels on a CPU; in a process of its own, as it replaces parts of ``triton`` for all."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def run_in_interpreter(file):
+    """Runs the tests of a file with INTERPRETED set; fails with their output if one of them fails."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    command = [sys.executable, "-m", "pytest", file, "-q", "-p", "no:cacheprovider", "--tb=short", "-rf"]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.fail(f"TRITON_INTERPRET=1 {' '.join(command)}\n{done.stdout}\n{done.stderr}", pytrace=False)
+
+
+if INTERPRETED:
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    def _convert_exactly(data, source, target, rounding_mode):
+        """Rounds to nearest as devices do; the interpreter itself cuts bfloat16 off and loses subnormal numbers."""
+        assert {source, target} == {tl.float32, tl.bfloat16}
+        if target == tl.bfloat16:
+            return torch.tensor(data).to(torch.bfloat16).view(torch.int16).numpy().view("uint16")
+        return torch.tensor(data.view("int16")).view(torch.bfloat16).float().numpy().view("uint32")
+
+    def _patch_scalars(tensor, *scope, patch=interpreter._patch_lang_tensor):
+        """Lets a kernel's number end a ``range``: that of Triton 3.4 is an array of one element to NumPy 2.4."""
+        patch(tensor, *scope)
+        tensor.__index__ = lambda self: int(self.handle.data.squeeze())
+
+    interpreter._convert_float = _convert_exactly
+    interpreter._patch_lang_tensor = _patch_scalars
