@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint docs clean
+.PHONY: setup demo test bench lint docs clean
 
 setup: $(STAMP)
 
@@ -19,6 +19,16 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+# Minutes to half an hour; needs root and Linux for hosts with shaped links. Results go to benchmarks/results.
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.selection
+	$(BIN)/python -m benchmarks.payload
+	$(BIN)/python -m benchmarks.scaling --check
+	$(BIN)/python -m benchmarks.overlap
+	$(BIN)/python -m benchmarks.step_time --exchange-only
+	$(BIN)/python -m benchmarks.step_time
+	$(BIN)/python -m benchmarks.chart
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

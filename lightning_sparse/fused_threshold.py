@@ -58,8 +58,8 @@ def _can_build(device: torch.device) -> bool:
         )
     except Exception as error:  # whatever stops a compiler
         rank_zero_warn(
-            f"lightning_sparse: the fused kernels cannot be built for {device} and are not used: selecting takes longer "
-            f"and waits for the device. Triton says: {type(error).__name__}: {error}"
+            f"lightning_sparse: the fused kernels cannot be built for {device} and are not used: selecting takes "
+            f"longer and waits for the device. Triton says: {type(error).__name__}: {error}"
         )
         return False
     return True
