@@ -9,7 +9,7 @@ loopback, unshaped, and a line says so. With more hosts than cores they share co
 
     resnet18   torchvision's with 10 classes and its max-pool, 8 images of 32 x 32: little compute beside its gradient
     lstm       the recipe's, 3 x 650 with WikiText-2's vocabulary, 2 columns of 30 words
-    neumf      the recipe's for MovieLens-20M, 4,096 pairs
+    neumf      the recipe's for MovieLens-20M, 16,384 pairs
 
     floor                 DDP's no_sync: the same step without any exchange
     ddp_idle              DDP with a hook that does nothing: its copies, and the buffers that it sends around
@@ -177,7 +177,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rates", nargs="+", default=RATES, help="of each link, in each direction, such as 1gbit")
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--seconds", type=float, default=75.0, help="of timing for each model and rate")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of timing for each model and rate")
     parser.add_argument("--steps", type=int, default=3, help="timed, whenever it is a method's turn")
     parser.add_argument("--bucket-view", action="store_true", help="DDP's gradient_as_bucket_view")
     parser.add_argument("--allocator", choices=["keep", "glibc"], default="keep")

@@ -2,8 +2,9 @@
 
 import statistics
 import time
+from dataclasses import dataclass
 from math import sqrt
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,8 @@ from lightning_sparse.options import ExchangeOptions
 OVERSHOOT = 0.583  # of a Gaussian random walk beyond λ, in standard deviations of a step
 
 
-class Bucket(NamedTuple):
+@dataclass(frozen=True)
+class Bucket:
     """What a communication hook asks a bucket of DDP for."""
 
     place: int
@@ -85,7 +87,9 @@ def exchange_alone(task: dict[str, Any], device: torch.device) -> dict[str, Any]
             if density := aimed_density(method):
                 threshold = 1 / sqrt(density) - OVERSHOOT
                 set_threshold(states[method], threshold)
-                residuals = {name: settled_residual(one.numel(), threshold, generator) for one, name in names.items()}
+                # They leave (−λ, λ) as far beyond as they overshoot, on average.
+                reach = threshold + OVERSHOOT
+                residuals = {name: settled_residual(one.numel(), reach, generator) for one, name in names.items()}
                 states[method].residuals.load_state_dict(residuals)
 
     def exchange(method: str) -> float:

@@ -66,9 +66,9 @@ def build(model: str, device: torch.device) -> tuple[nn.Module, Loss]:
         network = NeuMF(ML_20M_USERS, ML_20M_ITEMS)
 
         def loss(module: nn.Module, generator: torch.Generator) -> Tensor:
-            users = draw(ML_20M_USERS, 4096, generator=generator)
-            items = draw(ML_20M_ITEMS, 4096, generator=generator)
-            return binary_cross_entropy_with_logits(module(users, items), draw(2, 4096, generator=generator).float())
+            users = draw(ML_20M_USERS, 16384, generator=generator)
+            items = draw(ML_20M_ITEMS, 16384, generator=generator)
+            return binary_cross_entropy_with_logits(module(users, items), draw(2, 16384, generator=generator).float())
 
     return network.to(device), loss
 
