@@ -51,17 +51,20 @@ class BlockFilter:
         runs: Sequence[ThresholdRun],
         loss_scale: Tensor | None,
         wire_dtype: torch.dtype,
+        *,
+        clears_gradient: bool = False,
     ) -> Selection:
         """Returns what is sent, rounded to the wire dtype.
 
         Args:
             residual: e, float32 or float64, shape (m,), on the CPU. Becomes e'.
-            gradient: g in any floating dtype, shape (m,). Not modified.
+            gradient: g in any floating dtype, shape (m,).
             runs: which λ holds where; together they cover the bucket.
             loss_scale: S, one element; None is 1.
             wire_dtype: dtype in which values travel.
+            clears_gradient: whether to leave zeros in the gradient: here it is in the cache, later it is not.
         """
-        found = [self._search(residual, gradient, run, loss_scale) for run in runs]
+        found = [self._search(residual, gradient, run, loss_scale, clears_gradient) for run in runs]
         indices = found[0] if len(found) == 1 else torch.cat(found) if found else residual.new_empty(0).long()
         sent = Selection(indices, round_to_wire(residual.index_select(0, indices), wire_dtype))
         if wire_dtype == residual.dtype:
@@ -78,6 +81,7 @@ class BlockFilter:
         loss_scale: Tensor | None,
         wire_dtype: torch.dtype,
         out: Tensor,
+        divisor: int = 1,
     ) -> list[int]:
         """Writes what is sent into ``out``, with zeros between; returns how many coordinates of each run that is.
 
@@ -90,6 +94,7 @@ class BlockFilter:
             loss_scale: as for :meth:`take_out`.
             wire_dtype: as for :meth:`take_out`.
             out: the residual's dtype, shape (m,); overwritten.
+            divisor: by which ``out`` is divided while it is in the cache; the residual is not concerned.
         """
         counts = []
         scratch = self._chunk(residual.dtype)
@@ -100,14 +105,16 @@ class BlockFilter:
                 g = _unscaled(g, loss_scale, e.dtype)
                 if threshold == 0:
                     _send_all(e, g, o, wire_dtype, is_zero=is_zero)
-                    continue
-                # hardshrink keeps what is strictly larger than its argument, and NaN.
-                torch.ops.aten.hardshrink.out(e.add_(g), _next_below(threshold, e.dtype), out=o)
-                # As numbers, which add up faster than booleans.
-                count += torch.ne(o, 0, out=scratch[: o.numel()]).sum().item()
-                if wire_dtype != o.dtype:
-                    o.copy_(round_to_wire(o, wire_dtype))
-                e.sub_(o)
+                else:
+                    # hardshrink keeps what is strictly larger than its argument, and NaN.
+                    torch.ops.aten.hardshrink.out(e.add_(g), _next_below(threshold, e.dtype), out=o)
+                    # As numbers, which add up faster than booleans.
+                    count += torch.ne(o, 0, out=scratch[: o.numel()]).sum().item()
+                    if wire_dtype != o.dtype:
+                        o.copy_(round_to_wire(o, wire_dtype))
+                    e.sub_(o)
+                if divisor != 1:
+                    o.div_(divisor)
             counts.append(end - start if threshold == 0 else int(count))
         if wire_dtype == residual.dtype and all(run.threshold == 0 for run in runs):
             self._zeros[id(residual)] = (weakref.ref(residual), residual._version)
@@ -118,12 +125,15 @@ class BlockFilter:
         reference, version = self._zeros.get(id(residual), (None, -1))
         return reference is not None and reference() is residual and residual._version == version
 
-    def _search(self, residual: Tensor, gradient: Tensor, run: ThresholdRun, loss_scale: Tensor | None) -> Tensor:
+    def _search(
+        self, residual: Tensor, gradient: Tensor, run: ThresholdRun, loss_scale: Tensor | None, clears: bool
+    ) -> Tensor:
         """Forms p in a run and returns the places in the bucket where not (abs(p) < λ), ascending."""
         threshold, start, end = run
         if threshold == 0:
             for e, g in _chunks(start, end, residual, gradient):
                 e.add_(_unscaled(g, loss_scale, e.dtype))
+                _clear(g, clears)
             return torch.arange(start, end)
         num_blocks = (end - start) // BLOCK_ELEMENTS
         middle = start + num_blocks * BLOCK_ELEMENTS
@@ -131,6 +141,7 @@ class BlockFilter:
         first = 0
         for e, g in _chunks(start, middle, residual, gradient):
             e.add_(_unscaled(g, loss_scale, e.dtype))
+            _clear(g, clears)
             blocks = e.view(-1, BLOCK_ELEMENTS)
             last = first + blocks.shape[0]
             torch.amax(blocks, 1, out=highest[first:last])
@@ -139,6 +150,7 @@ class BlockFilter:
         found = [self._look_closer(residual[start:middle].view(-1, BLOCK_ELEMENTS), highest, lowest, threshold)]
         if middle < end:
             tail = residual[middle:end].add_(_unscaled(gradient[middle:end], loss_scale, residual.dtype))
+            _clear(gradient[middle:end], clears)
             found.append((tail.abs() < threshold).logical_not_().nonzero().squeeze(1).add_(middle - start))
         places = torch.cat(found) if len(found) > 1 else found[0]
         return places.add_(start)
@@ -198,6 +210,11 @@ def _send_all(residual: Tensor, gradient: Tensor, out: Tensor, wire_dtype: torch
         torch.sub(out, out, out=residual)  # NaN where it is not finite
     elif not is_zero:
         residual.zero_()
+
+
+def _clear(gradient: Tensor, clears: bool) -> None:
+    if clears:
+        gradient.zero_()
 
 
 def _unscaled(gradient: Tensor, loss_scale: Tensor | None, dtype: torch.dtype) -> Tensor:

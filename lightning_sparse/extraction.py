@@ -86,8 +86,14 @@ class Extraction:
         if is_threshold and is_on_cpu and shipment.is_masked:
             return self._mask_on_cpu(bucket, shipment)
         if is_threshold and is_on_cpu:
+            shipment.is_cleared = shipment.out is bucket.gradient
             sent = self._block_filter.take_out(
-                bucket.residual, bucket.gradient, self._runs(bucket), bucket.loss_scale, shipment.format.wire_dtype
+                bucket.residual,
+                bucket.gradient,
+                self._runs(bucket),
+                bucket.loss_scale,
+                shipment.format.wire_dtype,
+                clears_gradient=shipment.is_cleared,
             )
         else:
             sent = self._select(bucket, shipment.format.wire_dtype)
@@ -113,8 +119,16 @@ class Extraction:
     def _mask_on_cpu(self, bucket: BucketGradient, shipment: Shipment) -> Extracted:
         residual, out = bucket.residual, shipment.out
         runs = self._runs(bucket, by_layer=self._per_layer)
+        # While losses are scaled a step may have to be taken back, for which what is sent must stay as it was.
+        shipment.is_divided = bucket.loss_scale is None
         counts = self._block_filter.take_out_masked(
-            residual, bucket.gradient, runs, bucket.loss_scale, shipment.format.wire_dtype, out
+            residual,
+            bucket.gradient,
+            runs,
+            bucket.loss_scale,
+            shipment.format.wire_dtype,
+            out,
+            divisor=shipment.workers.num_workers if shipment.is_divided else 1,
         )
         squared_error = 0.0 if self._block_filter.is_zero(residual) else squared_norm(residual).item()
         non_finite = 0

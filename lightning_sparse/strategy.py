@@ -42,6 +42,8 @@ class SparseDDPStrategy(DDPStrategy):
             between nodes; ``"auto"``: for each bucket the cheapest of the first three, judged by the step before.
         **kwargs: every argument of Lightning's ``DDPStrategy`` and, through it, of ``DistributedDataParallel``
             (``find_unused_parameters``, ``static_graph``, ``bucket_cap_mb``, ``process_group_backend``, …).
+            ``gradient_as_bucket_view`` is True unless you say otherwise or allow unused parameters: it saves two copies
+            of the gradient a step.
 
     Attributes:
         state: the :class:`~lightning_sparse.sparse_state.SparseState` of the running or last ``fit``, None before.
@@ -67,6 +69,10 @@ class SparseDDPStrategy(DDPStrategy):
                 "For a threshold alone use DDPHardThresholdStrategy(threshold=0.01)."
             )
         _check_ddp_arguments(kwargs)
+        if not (kwargs.get("find_unused_parameters") or kwargs.get("static_graph")):
+            # Saves copying every gradient into its bucket and back. Where parameters may stay unused it would cost them
+            # what earlier backwards left (see ParameterUse).
+            kwargs.setdefault("gradient_as_bucket_view", True)
         self._options = ExchangeOptions(error_feedback, local_clip_norm, value_dtype, exchange)
         super().__init__(**kwargs)
         self.sparsifier = sparsifier

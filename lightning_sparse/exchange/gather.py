@@ -58,7 +58,8 @@ class GatherShipment(Shipment):
         self._gathered = self.take("gathered", self.payload_bytes * self.workers.num_workers, torch.uint8)
         self._work = self.workers.all_gather(self._gathered, self.payload)
         self.sent_bytes += self.payload_bytes
-        self.out.zero_()  # while the payload travels
+        if not self.is_cleared:
+            self.out.zero_()  # while the payload travels
 
     def headers(self) -> Tensor:
         """Waits for the gather and returns all workers' header parts: float64, shape (n, H), on the device."""

@@ -155,4 +155,6 @@ class HierarchicalShipment(Shipment):
         """Copies the slices into place and divides by n."""
         if self._work is not None:
             self._work.wait()
-        torch.div(self._whole[: self.out.numel()], self.workers.num_workers, out=self.out)
+        self.out.copy_(self._whole[: self.out.numel()])
+        if not self.is_divided:
+            self.out.div_(self.workers.num_workers)

@@ -36,6 +36,8 @@ class Shipment(ABC):
         is_masked: whether the caller writes a masked gradient into ``out`` instead of a payload.
         has_sizes: whether ``prepare`` must be followed by telling every worker's answer to all.
         sent_bytes: bytes that this worker handed to collectives.
+        is_cleared: whether the caller left zeros in ``out``.
+        is_divided: whether the caller divided what it wrote into ``out`` by n.
         rest: what the payload had no room for; set by the caller, asked for only where something is.
     """
 
@@ -52,6 +54,7 @@ class Shipment(ABC):
         self.buffers = buffers
         self.payload: Tensor | None = None
         self.rest: Callable[[], Selection] = _nothing_left
+        self.is_cleared = self.is_divided = False
         self.sent_bytes = 0
 
     @abstractmethod

@@ -43,7 +43,7 @@ def train_with(options, dtype):
 
 if INTERPRETED:
 
-    @pytest.mark.parametrize("scenario", ["gathered", "dense", "bfloat16"])
+    @pytest.mark.parametrize("scenario", ["gathered", "bfloat16"])
     def test_training_matches_the_simulation(scenario):
         options, plan = SCENARIOS[scenario]
         results = run_workers(_train, 2, options, torch.float64)
@@ -59,7 +59,7 @@ if INTERPRETED:
                 assert torch.equal(one.residuals[name], other.residuals[name])
 
     class _Shipment:
-        is_masked = False
+        is_masked, out = False, None
 
         def __init__(self, size, wire, capacity):
             self.format = PayloadFormat(size, wire)

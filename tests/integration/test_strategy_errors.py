@@ -50,7 +50,7 @@ def test_a_layer_threshold_outside_its_range_is_refused_with_its_pattern(thresho
     [
         ("error_feedback", "'gradient', 'learning_rate', 'none'"),
         ("value_dtype", "'float32', 'bfloat16', 'float16'"),
-        ("exchange", "'auto', 'gather', 'dense'"),
+        ("exchange", "'auto', 'gather', 'reduce_scatter', 'dense', 'hierarchical'"),
     ],
 )
 @pytest.mark.parametrize("word", ["sideways", "", None])

@@ -70,6 +70,11 @@ def test_what_is_taken_out_is_what_the_definition_says(case):
     assert_same_bits(kept, rest)
     assert_same_bits(gradient, gradient_before)
 
+    cleared = gradient.clone()
+    again = block_filter.take_out(residual.clone(), cleared, runs, loss_scale, wire, clears_gradient=True)
+    assert torch.equal(again.indices, sent.indices)
+    assert not cleared.any()
+
     masked = torch.full_like(residual, 7.0)
     counts = block_filter.take_out_masked(kept := residual.clone(), gradient, runs, loss_scale, wire, masked)
     assert counts == [int(mask[start:end].sum()) for _, start, end in runs]
@@ -77,6 +82,12 @@ def test_what_is_taken_out_is_what_the_definition_says(case):
     assert repair(kept) == int(out.isfinite().logical_not().sum())
     assert_same_bits(kept, rest)
     assert not block_filter.is_zero(kept)
+
+    divided = torch.empty_like(residual)
+    block_filter.take_out_masked(kept := residual.clone(), gradient, runs, loss_scale, wire, divided, divisor=3)
+    assert_same_bits(divided, out / 3)
+    repair(kept)
+    assert_same_bits(kept, rest)
 
 
 @pytest.mark.parametrize("density", [0.0, 0.0005, 0.02, 0.3, 1.0])
