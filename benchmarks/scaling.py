@@ -11,11 +11,13 @@ independently of each other; where they select the same places, sums are sparser
 headers and sizes that some modes gather apart. Time is latency x rounds + bytes / bandwidth, of which TCP gets 95.6 %:
 
     mode            rounds, each waiting for the one before
-    gather          n-1                                   a ring; headers ride along
-    dense           2(n-1) + (n-1)                        a ring all-reduce; headers
-    reduce_scatter  1 + 3(n-1)                            an all-to-all of all pairs at once; headers, sizes, sums
-    hierarchical    2(L-1) + (L-1) inside a node,         a ring all-reduce, a gather of slices
-                    2(n-1) + (n/L-1) between nodes        headers, sizes, a gather of sums (dense: 2(n/L-1))
+    gather          1                                     messages of all pairs at once; headers ride along
+    dense           2(n-1) + 1                            a ring all-reduce; headers
+    reduce_scatter  4                                     coordinates, headers, sizes, sums: messages of all pairs
+    hierarchical    2(L-1) + 1 inside a node,             a ring all-reduce, a gather of slices
+                    3 between nodes                       headers, sizes, a gather of sums (dense: 2(n/L-1) for this)
+
+NCCL gathers in rings of n-1 rounds of a few µs each.
 
 Every worker has a link of its own with that bandwidth in each direction, and for hierarchical a faster one to the L-1
 others of its node. What selecting and packing cost is left out, and so is whatever backward hides.
@@ -23,8 +25,7 @@ others of its node. What selecting and packing cost is left out, and so is whate
 The check runs the modes among 2, 4 and 8 hosts and compares bytes at the interface and seconds with the prediction.
 There every worker is a host, and a node is two hosts on the same slow network. The bytes have Ethernet, IP and TCP
 headers, which are not predicted, once per frame of up to 16 kB. The workers share this machine's cores: below some
-100 ms it is those that the times show. And in Gloo's all-gather and all-to-all a worker that comes late says that it is
-ready only behind its own data, so that of two directions one can wait for the other: up to twice the time at n = 2.
+100 ms it is those that the times show.
 """
 
 import argparse
@@ -97,9 +98,9 @@ def traffic_of(costs: Costs, selected: float, node: int) -> dict[str, Traffic]:
     scattered = costs.scatter_bytes(largest_of_slices(selected, n))
     scattered += costs.slices_bytes(costs.independent_union(selected))
     found = {
-        "gather": Traffic(costs.gather_bytes(selected) + headers, n - 1),
-        "reduce_scatter": Traffic(scattered + headers + sizes, 1 + 3 * (n - 1)),
-        "dense": Traffic(costs.dense_bytes() + headers, 3 * (n - 1)),
+        "gather": Traffic(costs.gather_bytes(selected) + headers, 1),
+        "reduce_scatter": Traffic(scattered + headers + sizes, 4),
+        "dense": Traffic(costs.dense_bytes() + headers, 2 * (n - 1) + 1),
     }
     if n > node and n % node == 0:
         # Each worker of a node carries a slice between nodes: what any of the node's workers selected in it.
@@ -110,9 +111,9 @@ def traffic_of(costs: Costs, selected: float, node: int) -> dict[str, Traffic]:
         is_sparse = between.gather_bytes(union) < between.dense_bytes()
         found["hierarchical"] = Traffic(
             (between.gather_bytes(union) if is_sparse else between.dense_bytes()) + headers + sizes,
-            2 * (n - 1) + (1 if is_sparse else 2) * (n // node - 1),
+            2 + (1 if is_sparse else 2 * (n // node - 1)),
             inside.dense_bytes() + (node - 1) * elements * FLOAT_BYTES,
-            3 * (node - 1),
+            2 * (node - 1) + 1,
         )
     return found
 
