@@ -16,28 +16,24 @@ and then, still in the hook of the last bucket:
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import rank_zero_info
 from torch import Tensor
 
-from lightning_sparse.exchange import Exchange
+from lightning_sparse.exchange import Exchange, Workers
 from lightning_sparse.extraction import BucketGradient, Extracted, Extraction
 from lightning_sparse.options import ExchangeOptions
 from lightning_sparse.parameter_use import ParameterUse
 from lightning_sparse.payload import wire_dtype
+from lightning_sparse.regrouping import BucketLike, Regrouping
 from lightning_sparse.residual import ResidualMemory, rescale, take_back
 from lightning_sparse.sparsifiers import HardThreshold, LayerLayout, Sparsifier
 from lightning_sparse.step_stats import StepStats, header_fields, squared_norm, step_stats
 from lightning_sparse.threshold_rules import ThresholdCalibration
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import GradBucket
-else:
-    from torch.distributed import GradBucket
 
 LearningRates = Mapping[Tensor, float]
 
@@ -96,6 +92,8 @@ class SparseState:
         self.residuals = ResidualMemory()
         self.calibration: ThresholdCalibration | None = None
         self.last_step: StepStats | None = None
+        # As text: what a sparsifier of the user's own is set with need not be something that a checkpoint can hold.
+        self._settings = {name: repr(value) for name, value in sparsifier.settings().items()}
         if isinstance(self.sparsifier, HardThreshold) and self.sparsifier.density is not None:
             self.calibration = ThresholdCalibration(self.sparsifier.density, self.sparsifier.calibration_steps)
         self._parameter_names = dict(parameter_names)
@@ -114,6 +112,8 @@ class SparseState:
         self._layouts: dict[tuple[int, ...], LayerLayout] = {}
         self._subscribers: list[Callable[[StepStats], None]] = []
         self._use = ParameterUse(parameter_names) if allows_unused_parameters else None
+        self._regrouping: Regrouping | None = None
+        self._bucket_names: list[tuple[str, ...]] = []
         # Of the running step:
         self._scale: Tensor | None = None
         self._rescaling: dict[str, float] = {}
@@ -135,8 +135,65 @@ class SparseState:
         if self._use is not None:
             self._use.close()
 
-    def receive(self, grad_bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Takes a bucket through the step, or puts it aside where clipping must see all of them first. Collective."""
+    @property
+    def workers(self) -> Workers:
+        """The workers of this state's exchange."""
+        return self._exchange.workers
+
+    @property
+    def parameter_sizes(self) -> dict[str, int]:
+        """Elements of every parameter that has a residual, by name."""
+        return {name: one.numel() for one, name in self._parameter_names.items() if one.requires_grad}
+
+    def shared_state(self) -> dict[str, Any]:
+        """Returns all that is the same on every worker and changes from step to step, in plain containers."""
+        threshold = self.sparsifier.threshold if isinstance(self.sparsifier, HardThreshold) else None
+        last_step = None if self.last_step is None else asdict(replace(self.last_step, layers={}))
+        return {
+            "settings": self._settings,
+            "threshold": threshold,
+            "calibration": None if self.calibration is None else self.calibration.state_dict(),
+            "learning_rates": dict(self._last_learning_rates),
+            "last_step": last_step,
+            "exchange": self._exchange.state_dict(),
+            "layout": [list(names) for names in self._bucket_names],
+        }
+
+    def load_shared_state(self, saved: Mapping[str, Any], *, same_world_size: bool) -> None:
+        """Continues from what :meth:`shared_state` returned in another run.
+
+        λ and its calibration continue where the sparsifier has the settings of then; with others those of now hold.
+
+        Args:
+            saved: the other run's.
+            same_world_size: whether it had as many workers; if not, the history of its exchange says nothing.
+        """
+        if saved["settings"] != self._settings:
+            rank_zero_info(
+                f"lightning_sparse: the sparsifier is not the one of the checkpoint: {self._settings} instead of "
+                f"{saved['settings']}. That of now is used; with a density, calibration begins anew."
+            )
+        elif isinstance(self.sparsifier, HardThreshold) and saved["threshold"] is not None:
+            self.sparsifier.fix_threshold(saved["threshold"])
+            self.calibration = None
+        elif self.calibration is not None and saved["calibration"] is not None:
+            self.calibration.load_state_dict(saved["calibration"])
+        self._last_learning_rates = dict(saved["learning_rates"])
+        if saved["last_step"] is not None:
+            self.last_step = StepStats(**saved["last_step"])
+        if same_world_size:
+            self._exchange.load_state_dict(saved["exchange"])
+            if saved["layout"]:
+                self._regrouping = Regrouping(saved["layout"], self._parameter_names)
+
+    def receive(self, grad_bucket: BucketLike) -> torch.futures.Future[Tensor]:
+        """Takes one of DDP's buckets through the step. Collective: every worker calls this for the same bucket."""
+        if self._regrouping is None or self._regrouping.is_over:
+            return self._receive(grad_bucket)
+        return self._regrouping.receive(grad_bucket, self._receive)
+
+    def _receive(self, grad_bucket: BucketLike) -> torch.futures.Future[Tensor]:
+        """Takes a bucket through the step, or puts it aside where clipping must see all of them first."""
         if grad_bucket.index() == 0:
             self._begin_step()
         bucket = self._open(grad_bucket)
@@ -158,7 +215,7 @@ class SparseState:
         if self.options.error_feedback == "learning_rate":
             self._rescaling = self._learning_rate_ratios()
 
-    def _open(self, grad_bucket: GradBucket) -> _Bucket:
+    def _open(self, grad_bucket: BucketLike) -> _Bucket:
         gradient = grad_bucket.buffer()
         parameters = grad_bucket.parameters()
         key = tuple(map(id, parameters))
@@ -227,6 +284,7 @@ class SparseState:
             threshold=self.sparsifier.current_threshold,
         )
         self.last_step = stats
+        self._bucket_names = [bucket.layout.names for bucket in buckets]
         if self.calibration is not None:
             self.calibration.observe(stats.squared_gradient_norm)
             if self.calibration.is_complete:

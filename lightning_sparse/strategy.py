@@ -3,15 +3,23 @@
 import difflib
 import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_sparse.checkpoint import (
+    KEY,
+    CheckpointOptions,
+    OnWorldSizeChange,
+    ResidualCheckpoint,
+    collect,
+    restore,
+)
 from lightning_sparse.comm_hook import attach, learning_rates_of, loss_scale_of
 from lightning_sparse.exchange import ExchangeMode
 from lightning_sparse.options import ErrorFeedback, ExchangeOptions
@@ -40,6 +48,11 @@ class SparseDDPStrategy(DDPStrategy):
             ``"reduce_scatter"``: each to the worker that sums its part of the bucket, and the sums to all;
             ``"dense"``: a masked whole gradient in an all-reduce; ``"hierarchical"``: dense inside a node, sparse
             between nodes; ``"auto"``: for each bucket the cheapest of the first three, judged by the step before.
+        residual_checkpoint: what checkpoints hold of residuals. ``"full"``: every worker's, n times the model in
+            float32, for a resume that equals a run without a stop; ``"mean"``: their mean, the model once, which keeps
+            the pending update; ``"none"``: nothing.
+        on_world_size_change: what residuals become when a run resumes with another number of workers. ``"mean"``: the
+            mean of the old on each, which keeps the pending update; ``"reset"``: zero; ``"error"``: a RuntimeError.
         **kwargs: every argument of Lightning's ``DDPStrategy`` and, through it, of ``DistributedDataParallel``
             (``find_unused_parameters``, ``static_graph``, ``bucket_cap_mb``, ``process_group_backend``, …).
             ``gradient_as_bucket_view`` is True unless you say otherwise or allow unused parameters: it saves two copies
@@ -61,6 +74,8 @@ class SparseDDPStrategy(DDPStrategy):
         local_clip_norm: float | None = None,
         value_dtype: ValueDtype = "float32",
         exchange: ExchangeMode = "auto",
+        residual_checkpoint: ResidualCheckpoint = "full",
+        on_world_size_change: OnWorldSizeChange = "mean",
         **kwargs: Any,
     ) -> None:
         if not isinstance(sparsifier, Sparsifier):
@@ -73,6 +88,7 @@ class SparseDDPStrategy(DDPStrategy):
             # Saves copying every gradient into its bucket and back. Where parameters may stay unused it would cost them
             # what earlier backwards left (see ParameterUse).
             kwargs.setdefault("gradient_as_bucket_view", True)
+        self._checkpoint_options = CheckpointOptions(residual_checkpoint, on_world_size_change)
         self._options = ExchangeOptions(error_feedback, local_clip_norm, value_dtype, exchange)
         super().__init__(**kwargs)
         self.sparsifier = sparsifier
@@ -134,12 +150,22 @@ class SparseDDPStrategy(DDPStrategy):
         super().teardown()
 
     @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        # Lightning calls this on every worker; a checkpoint of weights only has no state to resume from.
+        if self.state is not None and "optimizer_states" in checkpoint:
+            content = collect(self.state, self.state.workers, self._checkpoint_options.residual_checkpoint)
+            if content is not None:
+                checkpoint[KEY] = content
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        rank_zero_warn(
-            "lightning_sparse: checkpoints hold no residuals yet. Training resumes with residuals of zero and, with a "
-            "density, a new calibration; what was held back when the checkpoint was written is lost."
-        )
+        assert self.state is not None  # Lightning restores after the model was wrapped
+        on_world_size_change = self._checkpoint_options.on_world_size_change
+        restore(self.state, self.state.workers, checkpoint.get(KEY), on_world_size_change)
 
     @classmethod
     @override
@@ -162,6 +188,8 @@ class DDPHardThresholdStrategy(SparseDDPStrategy):
         local_clip_norm: see :class:`SparseDDPStrategy`.
         value_dtype: see :class:`SparseDDPStrategy`.
         exchange: see :class:`SparseDDPStrategy`.
+        residual_checkpoint: see :class:`SparseDDPStrategy`.
+        on_world_size_change: see :class:`SparseDDPStrategy`.
         **kwargs: see :class:`SparseDDPStrategy`.
 
     Raises:
@@ -180,6 +208,8 @@ class DDPHardThresholdStrategy(SparseDDPStrategy):
         local_clip_norm: float | None = None,
         value_dtype: ValueDtype = "float32",
         exchange: ExchangeMode = "auto",
+        residual_checkpoint: ResidualCheckpoint = "full",
+        on_world_size_change: OnWorldSizeChange = "mean",
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -188,6 +218,8 @@ class DDPHardThresholdStrategy(SparseDDPStrategy):
             local_clip_norm=local_clip_norm,
             value_dtype=value_dtype,
             exchange=exchange,
+            residual_checkpoint=residual_checkpoint,
+            on_world_size_change=on_world_size_change,
             **kwargs,
         )
 

@@ -46,6 +46,14 @@ class ThresholdCalibration:
         self.measured_steps = 0
         self._sum = 0.0
 
+    def state_dict(self) -> dict[str, float]:
+        """Returns what has been measured so far."""
+        return {"measured_steps": self.measured_steps, "sum": self._sum}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continues a measurement."""
+        self.measured_steps, self._sum = int(state["measured_steps"]), state["sum"]
+
     def observe(self, squared_gradient_norm: float) -> None:
         """Adds one step's (1/n) Σ_i ‖g_i‖² (gradient units squared); a non-finite one is not counted."""
         if isfinite(squared_gradient_norm):

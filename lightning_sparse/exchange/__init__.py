@@ -9,6 +9,7 @@ from lightning_sparse.exchange.agreement import require_agreement
 from lightning_sparse.exchange.exchange import EXCHANGE_MODES, Exchange, ExchangeMode
 from lightning_sparse.exchange.reduce_scatter import largest_slice
 from lightning_sparse.exchange.shipment import LARGEST_SLICE, NUM_SELECTED, Shipment
+from lightning_sparse.exchange.workers import Workers
 
 __all__ = [
     "EXCHANGE_MODES",
@@ -17,6 +18,7 @@ __all__ = [
     "Exchange",
     "ExchangeMode",
     "Shipment",
+    "Workers",
     "largest_slice",
     "require_agreement",
 ]

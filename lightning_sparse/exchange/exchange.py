@@ -72,6 +72,20 @@ class Exchange:
             self._nodes.close()
             self._nodes = None
 
+    def state_dict(self) -> dict[str, list[list[float]]]:
+        """Returns what was seen of former steps, from which routes and capacities follow; the same on all workers."""
+        return {
+            name: [[*key, *forecast.state()] for key, forecast in forecasts.items()]
+            for name, forecasts in (("selected", self._selected), ("slices", self._slices))
+        }
+
+    def load_state_dict(self, state: dict[str, list[list[float]]]) -> None:
+        """Continues from what another exchange of as many workers saw."""
+        for name, forecasts in (("selected", self._selected), ("slices", self._slices)):
+            for bucket, num_elements, *numbers in state[name]:
+                forecast = forecasts[int(bucket), int(num_elements)] = Forecast(0)
+                forecast.load_state(numbers)
+
     def begin(self) -> None:
         """Forgets a step that was broken off in its middle."""
         self._shipments.clear()

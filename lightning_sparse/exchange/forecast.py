@@ -35,6 +35,15 @@ class Forecast:
         self._mean += MEAN_WEIGHT * (count - self._mean)
         self._deviation += DEVIATION_WEIGHT * (deviation - self._deviation)
 
+    def state(self) -> list[float]:
+        """Returns all that the next forecast follows from."""
+        return [self.last, self._mean, self._deviation]
+
+    def load_state(self, state: list[float]) -> None:
+        """Continues from a state."""
+        last, self._mean, self._deviation = state
+        self.last = int(last)
+
     def _begin(self, count: int) -> None:
         self.last = count
         self._mean = float(count)

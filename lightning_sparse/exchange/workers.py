@@ -1,9 +1,10 @@
 """The workers of a process group, and the two collectives that sparse routes need of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -73,6 +74,33 @@ class Workers:
     def all_reduce(self, tensor: Tensor) -> Pending:
         """Starts summing a tensor over the workers, in place. Collective."""
         return Pending([dist.all_reduce(tensor, group=self.group, async_op=True)])
+
+    def gather_to_first(self, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        """Yields every worker's tensors on the first worker, in rank order, on the CPU; nothing on others. Collective.
+
+        One rank at a time: the first worker needs no memory beyond what it keeps of the results, others that of their
+        own tensors once more.
+
+        Args:
+            tensors: flat, of the same sizes and dtypes on every worker.
+        """
+        if self.rank == 0:
+            yield [tensor.cpu() for tensor in tensors]
+        dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
+        groups = [[place for place, one in enumerate(tensors) if one.dtype == dtype] for dtype in dtypes]
+        for source in range(1, self.num_workers):
+            received: dict[int, Tensor] = {}
+            for places in groups:
+                if self.rank == source:
+                    flat = torch.cat([tensors[place] for place in places])
+                    dist.send(flat, self._global_ranks[0], group=self.group)
+                elif self.rank == 0:
+                    sizes = [tensors[place].numel() for place in places]
+                    flat = tensors[places[0]].new_empty(sum(sizes))
+                    dist.recv(flat, self._global_ranks[source], group=self.group)
+                    received |= dict(zip(places, torch.split(flat.cpu(), sizes), strict=True))
+            if self.rank == 0:
+                yield [received[place] for place in range(len(tensors))]
 
     def _sends_messages(self, tensor: Tensor) -> bool:
         return tensor.device.type == "cpu" and "cpu:gloo" in self._backends

@@ -1,0 +1,182 @@
+"""Residuals, λ and counters into a checkpoint and back.
+
+The content, under one key of the checkpoint, plain containers and tensors that ``weights_only=True`` loads::
+
+    version, world_size
+    shared                 the same on every worker: settings, λ, calibration, counters, the exchange's history
+    residuals              "full": a dict of flat tensors for every rank; "mean": one such dict; "none": empty
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
+
+from lightning_sparse.exchange import Workers
+from lightning_sparse.sparse_state import SparseState
+
+ResidualCheckpoint = Literal["full", "mean", "none"]
+RESIDUAL_CHECKPOINTS: tuple[ResidualCheckpoint, ...] = ("full", "mean", "none")
+OnWorldSizeChange = Literal["mean", "reset", "error"]
+ON_WORLD_SIZE_CHANGES: tuple[OnWorldSizeChange, ...] = ("mean", "reset", "error")
+KEY = "lightning_sparse"
+VERSION = 1
+Residuals = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """What of the residuals a checkpoint holds, and what another number of workers makes of them; checked when made.
+
+    Args:
+        residual_checkpoint: ``"full"``: every worker's residuals, n times the size of the model in float32; a run that
+            resumes with as many workers equals one that never stopped. ``"mean"``: their mean, once the size of the
+            model; what is pending of the update, (1/n) Σ e_i, is kept, on which worker it is pending is not.
+            ``"none"``: no residuals; what was held back is lost at a resume.
+        on_world_size_change: ``"mean"``: every worker starts from the mean of the old residuals, so the pending update
+            stays what it was; ``"reset"``: from zero; ``"error"``: RuntimeError.
+
+    Raises:
+        ValueError: a word that is not allowed.
+    """
+
+    residual_checkpoint: ResidualCheckpoint = "full"
+    on_world_size_change: OnWorldSizeChange = "mean"
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("residual_checkpoint", RESIDUAL_CHECKPOINTS),
+            ("on_world_size_change", ON_WORLD_SIZE_CHANGES),
+        ):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(f"Invalid {name}={value!r}. Must be one of {', '.join(map(repr, allowed))}.")
+
+
+def collect(state: SparseState, workers: Workers, residual_checkpoint: ResidualCheckpoint) -> dict[str, Any] | None:
+    """Returns what a checkpoint should hold of all workers, on the first one; None on the others. Collective.
+
+    The first worker needs the memory of the content, and with ``"mean"`` of one worker's residuals beside it. Later
+    steps do not change the tensors, so they may be written while training goes on.
+
+    Args:
+        state: this worker's.
+        workers: all of them.
+        residual_checkpoint: see :class:`CheckpointOptions`.
+    """
+    residuals: list[Residuals] | Residuals = {}
+    if residual_checkpoint != "none":
+        own = state.residuals.state_dict()
+        names = sorted(own)
+        total: Residuals = {}
+        everyone: list[Residuals] = []
+        for part in workers.gather_to_first([own[name] for name in names]):
+            of_rank = dict(zip(names, part, strict=True))
+            if residual_checkpoint == "full":
+                everyone.append(of_rank)
+            else:
+                total = {name: total[name] + one.double() if total else one.double() for name, one in of_rank.items()}
+        mean = {name: (one / workers.num_workers).to(own[name].dtype) for name, one in total.items()}
+        residuals = everyone if residual_checkpoint == "full" else mean
+    if workers.rank != 0:
+        return None
+    return {
+        "version": VERSION,
+        "world_size": workers.num_workers,
+        "shared": state.shared_state(),
+        "residuals": residuals,
+    }
+
+
+def restore(
+    state: SparseState, workers: Workers, saved: Mapping[str, Any] | None, on_world_size_change: OnWorldSizeChange
+) -> None:
+    """Gives a state what a checkpoint holds for it. Not collective.
+
+    Args:
+        state: this worker's, before its first step.
+        workers: all of them.
+        saved: what :func:`collect` returned; None for the checkpoint of another strategy.
+        on_world_size_change: see :class:`CheckpointOptions`.
+
+    Raises:
+        RuntimeError: the content is of a newer version, or of another number of workers with ``"error"``.
+    """
+    if saved is None:
+        rank_zero_info(
+            "lightning_sparse: the checkpoint was written without a sparse strategy. Residuals start from zero and, "
+            "with a density, calibration begins."
+        )
+        return
+    if saved["version"] > VERSION:
+        raise RuntimeError(
+            f"The checkpoint holds residuals in format {saved['version']}, this version of lightning_sparse reads up "
+            f"to {VERSION}. Update lightning_sparse."
+        )
+    state.load_shared_state(saved["shared"], same_world_size=saved["world_size"] == workers.num_workers)
+    residuals = _residuals_for(workers, saved, on_world_size_change)
+    if residuals:
+        state.residuals.load_state_dict(_fitting(residuals, state.parameter_sizes))
+
+
+def _residuals_for(
+    workers: Workers, saved: Mapping[str, Any], on_world_size_change: OnWorldSizeChange
+) -> Mapping[str, Tensor]:
+    residuals: Sequence[Residuals] | Residuals = saved["residuals"]
+    if not residuals:
+        rank_zero_warn(
+            "lightning_sparse: the checkpoint holds no residuals (residual_checkpoint='none', or no step was made). "
+            "They start from zero; what was held back is lost."
+        )
+        return {}
+    old = saved["world_size"]
+    if old != workers.num_workers:
+        if on_world_size_change == "error":
+            raise RuntimeError(
+                f"The checkpoint is of {old} workers, this run has {workers.num_workers}, and on_world_size_change is "
+                "'error'. Start as many workers, or use on_world_size_change='mean', which keeps the pending update."
+            )
+        if on_world_size_change == "reset":
+            rank_zero_info(
+                f"lightning_sparse: {workers.num_workers} workers instead of {old}: residuals start from zero."
+            )
+            return {}
+        rank_zero_info(
+            f"lightning_sparse: {workers.num_workers} workers instead of {old}: each starts from the mean of the old "
+            "residuals, so that the pending update stays what it was."
+        )
+    if isinstance(residuals, Mapping):
+        return residuals
+    if old == workers.num_workers:
+        return residuals[workers.rank]
+    return {
+        name: (sum(one[name].double() for one in residuals) / old).to(first.dtype)
+        for name, first in residuals[0].items()
+    }
+
+
+def _fitting(residuals: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Residuals:
+    """The residuals of parameters that the model still has; says which it has not, and which are new."""
+    fitting = {name: one for name, one in residuals.items() if sizes.get(name) == one.numel()}
+    lost = {name: one for name, one in residuals.items() if name not in fitting}
+    new = [name for name in sizes if name not in fitting]
+    if lost or new:
+        norm = float(torch.stack([one.double().square().sum() for one in lost.values()]).sum().sqrt()) if lost else 0.0
+        rank_zero_warn(
+            "lightning_sparse: the model is not the one of the checkpoint. "
+            + (
+                f"Not in the model, or of another size, and lost (norm {norm:.3g}): {_listed(list(lost))}. "
+                if lost
+                else ""
+            )
+            + (f"Not in the checkpoint, so residuals of zero: {_listed(new)}. " if new else "")
+            + "All others continue."
+        )
+    return fitting
+
+
+def _listed(names: Sequence[str], most: int = 8) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,137 @@
+"""The first step after a resume in the buckets of the run that was saved.
+
+DDP begins with one bucket of everything and lays its buckets out anew after the first iteration, a resumed run too.
+Which route a bucket takes, and where an all-reduce cuts it, would then differ from the run that went on, and so would
+the last bits of sums over more than two workers. So DDP's buckets of that step are handed on in the saved layout::
+
+    DDP, first step    [ fc | conv2 | conv1 ]
+                          │     │       │        copied layer by layer, and the averages back
+    saved layout       [ fc | conv2 ] [ conv1 ]
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class BucketLike(Protocol):
+    """What the step asks of DDP's ``GradBucket``."""
+
+    def index(self) -> int:
+        """The bucket's place in the order of the step."""
+
+    def buffer(self) -> Tensor:
+        """The flat gradient, shape (m,)."""
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters whose gradients it holds, in order."""
+
+    def is_last(self) -> bool:
+        """Whether no bucket comes after it."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A bucket that DDP did not make; see :class:`BucketLike`."""
+
+    place: int
+    flat: Tensor
+    layers: list[Tensor]
+    last: bool
+
+    def index(self) -> int:
+        """See :class:`BucketLike`."""
+        return self.place
+
+    def buffer(self) -> Tensor:
+        """See :class:`BucketLike`."""
+        return self.flat
+
+    def parameters(self) -> list[Tensor]:
+        """See :class:`BucketLike`."""
+        return self.layers
+
+    def is_last(self) -> bool:
+        """See :class:`BucketLike`."""
+        return self.last
+
+
+Receiver = Callable[[BucketLike], torch.futures.Future[Tensor]]
+
+
+class Regrouping:
+    """Hands DDP's buckets on in another layout, for as long as DDP's own is not yet that one.
+
+    Args:
+        layout: parameter names, bucket by bucket, in their order.
+        names: the name of every parameter that DDP may bring.
+
+    Attributes:
+        is_over: whether buckets need not come this way any more.
+    """
+
+    def __init__(self, layout: Sequence[Sequence[str]], names: Mapping[Tensor, str]) -> None:
+        self.is_over = False
+        self._layout = [list(bucket) for bucket in layout]
+        self._names = names
+        self._waiting: list[tuple[Bucket, torch.futures.Future[Tensor]]] = []
+
+    def receive(self, bucket: BucketLike, receiver: Receiver) -> torch.futures.Future[Tensor]:
+        """Takes a bucket; with the last one hands all of them on. Collective, as the receiver is.
+
+        Args:
+            bucket: DDP's.
+            receiver: takes a bucket of the saved layout and returns the future of its average.
+        """
+        if bucket.index() == 0:
+            self._waiting.clear()
+            if self._names_of(bucket) == self._layout[0]:
+                self.is_over = True
+                return receiver(bucket)
+        buffer = bucket.buffer()
+        future: torch.futures.Future[Tensor] = torch.futures.Future(
+            devices=None if buffer.device.type == "cpu" else [buffer.device]
+        )
+        # DDP's own object need not outlive its hook.
+        own = Bucket(bucket.index(), buffer, list(bucket.parameters()), bucket.is_last())
+        self._waiting.append((own, future))
+        if bucket.is_last():
+            self._hand_on(receiver)
+        return future
+
+    def _hand_on(self, receiver: Receiver) -> None:
+        waiting, self._waiting = self._waiting, []
+        layers: dict[str, tuple[Tensor, Tensor]] = {}
+        for bucket, _ in waiting:
+            parts = torch.split(bucket.flat, [parameter.numel() for parameter in bucket.layers])
+            layers |= dict(zip(self._names_of(bucket), zip(bucket.layers, parts, strict=True), strict=True))
+        if sorted(layers) == sorted(name for names in self._layout for name in names):
+            regrouped = [
+                Bucket(
+                    place,
+                    torch.cat([layers[name][1] for name in names]),
+                    [layers[name][0] for name in names],
+                    place == len(self._layout) - 1,
+                )
+                for place, names in enumerate(self._layout)
+            ]
+            for bucket in regrouped:
+                receiver(bucket)
+            # The last of them has ended the step: every bucket holds its average.
+            for bucket, names in zip(regrouped, self._layout, strict=True):
+                averages = torch.split(bucket.flat, [parameter.numel() for parameter in bucket.layers])
+                for name, average in zip(names, averages, strict=True):
+                    layers[name][1].copy_(average)
+        else:
+            # Other parameters than in the saved run: there is nothing to be equal to.
+            self.is_over = True
+            for bucket, _ in waiting:
+                receiver(bucket)
+        for bucket, future in waiting:
+            future.set_result(bucket.flat)
+
+    def _names_of(self, bucket: BucketLike) -> list[str]:
+        return [self._names[parameter] for parameter in bucket.parameters()]
