@@ -1,0 +1,181 @@
+"""Checkpoints on every way that Lightning has for them: callbacks, command line, other strategies, a later write."""
+
+import copy
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse import HardThreshold, register_comm_hook
+from lightning_sparse.checkpoint import collect
+from tests.integration.models import SMALL_BUCKETS_MB, Classifier, Recorder, clones, nesterov, quiet_trainer
+from tests.integration.test_checkpoint import (
+    CASES,
+    END,
+    STOP,
+    ResumableData,
+    SaveAt,
+    WithSchedule,
+    assert_equal,
+    fit,
+    make_strategy,
+    run,
+)
+from tests.workers import run_workers
+
+
+def _cross(folder: str) -> None:
+    """Plain ddp reads our checkpoint, and we read one of plain ddp."""
+    case = CASES["plain"]
+    fit(case, 3, SaveAt(3, f"{folder}/sparse.ckpt"))
+    for strategy, source, target in (("ddp", "sparse", "dense"), (make_strategy(case), "dense", "again")):
+        saver = SaveAt(6 if target == "dense" else 9, f"{folder}/{target}.ckpt")
+        trainer = quiet_trainer(strategy, num_workers=2, max_steps=saver.step, callbacks=[saver])
+        trainer.fit(WithSchedule(nesterov), ResumableData(1000), ckpt_path=f"{folder}/{source}.ckpt", weights_only=True)
+        assert trainer.global_step == saver.step
+    loaded = WithSchedule.load_from_checkpoint(f"{folder}/sparse.ckpt", weights_only=True, make_optimizer=nesterov)
+    saved = torch.load(f"{folder}/sparse.ckpt", weights_only=True)["state_dict"]
+    assert_equal(clones(loaded.named_parameters()), saved)
+
+
+def test_checkpoints_are_exchanged_with_plain_ddp(tmp_path: Path) -> None:
+    run_workers(_cross, 2, str(tmp_path), process_group=False)
+    assert "lightning_sparse" not in torch.load(tmp_path / "dense.ckpt", weights_only=True)
+    again = torch.load(tmp_path / "again.ckpt", weights_only=True)["lightning_sparse"]
+    assert [len(one) for one in again["residuals"]] == [6, 6]
+
+
+def _model_checkpoint(folder: str) -> dict[str, Tensor]:
+    def trainer(max_steps: int) -> Trainer:
+        saver = ModelCheckpoint(
+            folder, "{step}", save_last=True, save_top_k=2, monitor="step", mode="max", every_n_train_steps=4
+        )
+        return quiet_trainer(
+            make_strategy(CASES["plain"]),
+            num_workers=2,
+            max_steps=max_steps,
+            callbacks=[recorder, saver],
+            enable_checkpointing=True,
+        )
+
+    recorder = Recorder()
+    trainer(8).fit(WithSchedule(nesterov), ResumableData(1000))
+    trainer(16).fit(WithSchedule(nesterov), ResumableData(1000), ckpt_path="last", weights_only=True)
+    return recorder.residuals | recorder.weights
+
+
+def test_model_checkpoint_and_last(tmp_path: Path) -> None:
+    straight = run(2, CASES["plain"], 16)
+    for one, other in zip(straight, run_workers(_model_checkpoint, 2, str(tmp_path), process_group=False), strict=True):
+        assert_equal(one["residuals"] | one["weights"], other)
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["last.ckpt", "step=12.ckpt", "step=16.ckpt"]
+
+
+class SlowCheckpointIO(TorchCheckpointIO):
+    """Begins to write only when training has gone on by some steps."""
+
+    def __init__(self, trainer: list[Trainer]) -> None:
+        self.trainer = trainer
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], *arguments: Any, **options: Any) -> None:
+        while self.trainer[0].global_step < checkpoint["global_step"] + 4:
+            time.sleep(0.001)
+        super().save_checkpoint(checkpoint, *arguments, **options)
+
+
+def _asynchronous(path: str) -> None:
+    trainers: list[Trainer] = []
+    trainer = quiet_trainer(
+        make_strategy(CASES["plain"]),
+        num_workers=2,
+        max_steps=END,
+        plugins=[AsyncCheckpointIO(SlowCheckpointIO(trainers))],
+        callbacks=[SaveAt(STOP, path)],
+    )
+    trainers.append(trainer)
+    trainer.fit(WithSchedule(nesterov), ResumableData(1000))
+
+
+def test_a_checkpoint_written_later_holds_what_was_when_it_was_asked_for(tmp_path: Path) -> None:
+    run(2, CASES["plain"], STOP, save=(STOP, str(tmp_path / "at once.ckpt")))
+    run_workers(_asynchronous, 2, str(tmp_path / "later.ckpt"), process_group=False)
+    one, other = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("at once", "later"))
+    assert one["lightning_sparse"].pop("shared") == other["lightning_sparse"].pop("shared")
+    for part in ("lightning_sparse", "state_dict", "optimizer_states", "global_step"):
+        assert_equal(one[part], other[part])
+
+
+def _collect_and_go_on() -> tuple[Any, Any]:
+    """What was collected, with nobody copying it again, before and after another step."""
+    model = DistributedDataParallel(Classifier())
+    state = register_comm_hook(model, HardThreshold(0.02))
+    (inputs, labels), *_ = ResumableData(1)
+    torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+    content = collect(state, state.workers, "full")
+    before = copy.deepcopy(content and content["residuals"])
+    torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+    return before, content and content["residuals"]
+
+
+def test_later_steps_do_not_change_what_was_collected() -> None:
+    (before, after), _ = run_workers(_collect_and_go_on, 2)
+    assert any(one.any() for one in before[0].values())
+    assert_equal(before, after)
+
+
+class DataForCli(LightningDataModule):
+    """The same batches, for LightningCLI."""
+
+    def train_dataloader(self) -> ResumableData:
+        return ResumableData(1000)
+
+
+def _command_line(folder: str, *arguments: str) -> dict[str, Tensor]:
+    """What a user's main.py does, with what a user would type."""
+    recorder = Recorder()
+    sizes = ["--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.use_distributed_sampler=false"]
+    quiet = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false", "--trainer.logger=false"]
+    strategy = [
+        "--trainer.strategy=lightning_sparse.DDPHardThresholdStrategy",
+        "--trainer.strategy.threshold=0.02",
+        f"--trainer.strategy.bucket_cap_mb={SMALL_BUCKETS_MB}",
+    ]
+    saver = [
+        "--trainer.callbacks=lightning.pytorch.callbacks.ModelCheckpoint",
+        f"--trainer.callbacks.dirpath={folder}",
+        "--trainer.callbacks.save_last=true",
+        "--trainer.callbacks.every_n_train_steps=4",
+    ]
+    LightningCLI(
+        CommandLineModel,
+        DataForCli,
+        trainer_defaults={"callbacks": [recorder]},
+        save_config_callback=None,
+        args=["fit", *sizes, *quiet, *strategy, *saver, *arguments],
+    )
+    return recorder.residuals | recorder.weights
+
+
+class CommandLineModel(WithSchedule):
+    """A model that a command line can make."""
+
+    def __init__(self) -> None:
+        super().__init__(nesterov)
+
+
+def test_a_run_from_the_command_line_resumes(tmp_path: Path) -> None:
+    straight = run(2, CASES["plain"], END)
+    folder = str(tmp_path)
+    run_workers(_command_line, 2, folder, "--trainer.max_steps=8", process_group=False)
+    resumed = run_workers(
+        _command_line, 2, folder, f"--trainer.max_steps={END}", "--ckpt_path=last", process_group=False
+    )
+    for one, other in zip(straight, resumed, strict=True):
+        assert_equal(one["residuals"] | one["weights"], other)
