@@ -23,6 +23,10 @@ else:
     from torch.distributed import GradBucket
 
 
+_DDP_SETTINGS = ("bucket_bytes_cap", "find_unused_parameters", "static_graph")
+"""Attributes of a DDP module on which it depends which buckets come when."""
+
+
 def sparse_hook(state: SparseState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """The communication hook: exchanges one bucket sparsely. Collective; DDP calls it.
 
@@ -110,6 +114,7 @@ def attach(
     require_agreement(
         sparsifier.settings()
         | asdict(options)
+        | {name: getattr(ddp_module, name) for name in _DDP_SETTINGS}
         | {"per_layer_stats": per_layer_stats, "lightning_sparse": __version__, "torch": str(torch.__version__)},
         group,
     )

@@ -3,6 +3,7 @@
 import difflib
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from lightning_sparse.checkpoint import (
     restore,
 )
 from lightning_sparse.comm_hook import attach, learning_rates_of, loss_scale_of
-from lightning_sparse.exchange import ExchangeMode
+from lightning_sparse.exchange import ExchangeMode, parameter_settings, require_agreement
 from lightning_sparse.options import ErrorFeedback, ExchangeOptions
 from lightning_sparse.payload import ValueDtype
 from lightning_sparse.sparse_state import SparseState
@@ -107,6 +108,9 @@ class SparseDDPStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         # Lightning flushes the first static-graph iteration once per strategy object, but a second fit has one too.
         self._pl_static_graph_delay_done = False
+        # Before DDP is made: it tells all workers but the first that sizes differ, and the first waits.
+        assert self.model is not None
+        require_agreement(parameter_settings(self.model) | asdict(self._checkpoint_options))
         super().configure_ddp()
 
     @override

@@ -5,7 +5,7 @@ communication hook and from nowhere else. (Gloo matches collectives by order, an
 runs in whatever order the callbacks happen to run.)
 """
 
-from lightning_sparse.exchange.agreement import require_agreement
+from lightning_sparse.exchange.agreement import parameter_settings, require_agreement
 from lightning_sparse.exchange.exchange import EXCHANGE_MODES, Exchange, ExchangeMode
 from lightning_sparse.exchange.reduce_scatter import largest_slice
 from lightning_sparse.exchange.shipment import LARGEST_SLICE, NUM_SELECTED, Shipment
@@ -20,5 +20,6 @@ __all__ = [
     "Shipment",
     "Workers",
     "largest_slice",
+    "parameter_settings",
     "require_agreement",
 ]

@@ -3,6 +3,9 @@
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
+
+MOST_NAMED = 10
 
 
 def require_agreement(settings: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
@@ -13,7 +16,7 @@ def require_agreement(settings: dict[str, Any], group: dist.ProcessGroup | None 
         group: the process group; None is the default group.
 
     Raises:
-        RuntimeError: names every setting that differs, with the value of each rank.
+        RuntimeError: names the settings that differ, the first ten of them, with the value of each rank.
     """
     gathered: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(gathered, settings, group=group)
@@ -22,9 +25,21 @@ def require_agreement(settings: dict[str, Any], group: dist.ProcessGroup | None 
     if differing:
         lines = [
             f"  {name}: " + ", ".join(f"rank {rank}: {one.get(name)!r}" for rank, one in enumerate(gathered))
-            for name in differing
+            for name in differing[:MOST_NAMED]
         ]
+        if len(differing) > MOST_NAMED:
+            lines.append(f"  and {len(differing) - MOST_NAMED} more")
         raise RuntimeError(
             "The workers disagree on how gradients are exchanged. Start all of them with the same model, settings and "
             "versions. What differs:\n" + "\n".join(lines)
         )
+
+
+def parameter_settings(module: nn.Module) -> dict[str, Any]:
+    """Returns what must be the same of a model on every worker, as settings: each parameter's shape, dtype and use."""
+    return {
+        f"parameter {name}": "not initialised"
+        if nn.parameter.is_lazy(parameter)
+        else f"{list(parameter.shape)}, {parameter.dtype}{'' if parameter.requires_grad else ', frozen'}"
+        for name, parameter in module.named_parameters()
+    }

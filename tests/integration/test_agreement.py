@@ -1,0 +1,76 @@
+"""Workers that were started differently get one error at set-up, the same on all, that names the difference."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+
+from lightning_sparse import DDPHardThresholdStrategy
+from tests.integration.models import Classifier, data, quiet_trainer
+from tests.workers import run_workers
+
+
+def wider(model: LightningModule) -> None:
+    model.last = torch.nn.Linear(24, 3)
+
+
+def longer(model: LightningModule) -> None:
+    model.another = torch.nn.Linear(3, 3)
+
+
+def frozen(model: LightningModule) -> None:
+    model.first.requires_grad_(False)
+
+
+def double(model: LightningModule) -> None:
+    model.last.double()
+
+
+def _start(change: Any, options: dict[str, Any]) -> str:
+    """The second worker has another model, or other options; returns what it is told."""
+    is_different = os.environ["RANK"] == "1"
+    model = Classifier()
+    if is_different and change is not None:
+        change(model)
+    strategy = DDPHardThresholdStrategy(**({"threshold": 0.1} | (options if is_different else {})))
+    with pytest.raises(RuntimeError, match="The workers disagree on how gradients are exchanged") as caught:
+        quiet_trainer(strategy, num_workers=2).fit(model, data())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "difference"),
+    [
+        (wider, {}, "parameter last.weight: rank 0: '[3, 40], torch.float32', rank 1: '[3, 24], torch.float32'"),
+        (longer, {}, "parameter another.weight: rank 0: None, rank 1: '[3, 3], torch.float32'"),
+        (frozen, {}, "parameter first.bias: rank 0: '[40], torch.float32', rank 1: '[40], torch.float32, frozen'"),
+        (double, {}, "parameter last.bias: rank 0: '[3], torch.float32', rank 1: '[3], torch.float64'"),
+        (None, {"threshold": 0.2}, "threshold: rank 0: 0.1, rank 1: 0.2"),
+        (None, {"exchange": "dense"}, "exchange: rank 0: 'auto', rank 1: 'dense'"),
+        (None, {"bucket_cap_mb": 1}, "bucket_bytes_cap: rank 0: 26214400, rank 1: 1048576"),
+        (None, {"find_unused_parameters": True}, "find_unused_parameters: rank 0: False, rank 1: True"),
+        (None, {"residual_checkpoint": "none"}, "residual_checkpoint: rank 0: 'full', rank 1: 'none'"),
+        (None, {"on_world_size_change": "reset"}, "on_world_size_change: rank 0: 'mean', rank 1: 'reset'"),
+    ],
+)
+def test_every_worker_is_told_what_differs(change: Any, options: dict[str, Any], difference: str) -> None:
+    first, second = run_workers(_start, 2, change, options, process_group=False, timeout=60)
+    assert first == second
+    assert difference in first
+
+
+def _many_differences() -> str:
+    layers = [torch.nn.Linear(2, 2 + int(os.environ["RANK"])) for _ in range(8)]
+    model = Classifier()
+    model.others = torch.nn.ModuleList(layers)
+    with pytest.raises(RuntimeError) as caught:
+        quiet_trainer(DDPHardThresholdStrategy(threshold=0.1), num_workers=2).fit(model, data())
+    return str(caught.value)
+
+
+def test_a_long_list_of_differences_is_cut_short() -> None:
+    for message in run_workers(_many_differences, 2, process_group=False, timeout=60):
+        assert message.count("parameter others") == 10
+        assert message.endswith("and 6 more")
