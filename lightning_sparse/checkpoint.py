@@ -1,4 +1,4 @@
-"""Residuals, λ and counters into a checkpoint and back.
+"""Residuals, λ and counters into a checkpoint and back, and a file that is whole or not there.
 
 The content, under one key of the checkpoint, plain containers and tensors that ``weights_only=True`` loads::
 
@@ -7,13 +7,17 @@ The content, under one key of the checkpoint, plain containers and tensors that 
     residuals              "full": a dict of flat tensors for every rank; "mean": one such dict; "none": empty
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_sparse.exchange import Workers
 from lightning_sparse.sparse_state import SparseState
@@ -54,6 +58,24 @@ class CheckpointOptions:
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(f"Invalid {name}={value!r}. Must be one of {', '.join(map(repr, allowed))}.")
+
+
+class WholeFileCheckpointIO(TorchCheckpointIO):
+    """Writes a checkpoint beside its place and puts it there when it is whole, so that a kill leaves the one before.
+
+    Lightning's own writes below TMPDIR and moves the file. From another file system that is a copy over the former
+    checkpoint of that name, and a kill in its middle leaves neither. Addresses such as ``s3://…`` go its way.
+    """
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        if "://" in str(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        folder, name = os.path.split(path)
+        part = os.path.join(folder, f".{name}.part")
+        super().save_checkpoint(checkpoint, part, storage_options)
+        os.replace(part, path)
 
 
 def collect(state: SparseState, workers: Workers, residual_checkpoint: ResidualCheckpoint) -> dict[str, Any] | None:

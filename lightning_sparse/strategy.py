@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -18,6 +20,7 @@ from lightning_sparse.checkpoint import (
     CheckpointOptions,
     OnWorldSizeChange,
     ResidualCheckpoint,
+    WholeFileCheckpointIO,
     collect,
     restore,
 )
@@ -152,6 +155,19 @@ class SparseDDPStrategy(DDPStrategy):
         if self.state is not None:
             self.state.close()
         super().teardown()
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = WholeFileCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = WholeFileCheckpointIO()  # keeps to what the user has put inside, if any
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
 
     @override
     def save_checkpoint(

@@ -1,0 +1,708 @@
+"""A worker that dies ends all others, and what the run saved before is enough to go on from.
+
+Workers are processes of their own with torchrun's environment variables and nobody who watches over them, so that what
+ends the others is the exchange itself; where a test is about torchrun, torchrun runs a script.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from lightning_sparse import HardThreshold, SparseDDPStrategy
+from lightning_sparse.sparsifiers import LayerLayout, Selection, Sparsifier
+from tests.integration.models import SMALL_BUCKETS_MB, Recorder, clones, quiet_trainer
+from tests.workers import run_workers
+
+PROJECT = Path(__file__).parents[2]
+GROUP_TIMEOUT = 15.0
+"""Seconds that the strategy gives the process group, unless a test is about them."""
+HANG = 90.0
+"""Seconds after which a process counts as one that hangs; far beyond what any of them needs."""
+ENDLESS = 1_000_000
+THRESHOLD = 0.5
+"""Sends about a tenth of the coordinates of a Regression a step."""
+KEY = "lightning_sparse"
+
+# ----------------------------------------------------------------------------------------- what is trained, and dies
+
+
+@dataclass
+class Fate:
+    """Where, how and in which step one worker dies; the others only pass.
+
+    Args:
+        place: ``"forward"``, ``"backward"``, ``"hook"``, ``"loader"`` or ``"loader process"``.
+        way: ``"kill"``: SIGKILL; ``"raise"``: an exception; ``"stop"``: the process stays but does nothing any more.
+        rank: whose fate it is.
+        step: when, counted from 0.
+    """
+
+    place: str = "nowhere"
+    way: str = "kill"
+    rank: int = 1
+    step: int = 3
+    now: int = field(default=-1, init=False)
+    times: int = field(default=0, init=False)
+
+    def __deepcopy__(self, memo: Any) -> "Fate":
+        return self  # a run copies its sparsifier, which is to meet the same fate
+
+    def begin(self, step: int) -> None:
+        self.now, self.times = step, 0
+
+    def meet(self, place: str, step: int | None = None) -> None:
+        if (place, int(os.environ["RANK"])) != (self.place, self.rank):
+            return
+        self.times += 1
+        if (self.now if step is None else step) != self.step or (place == "hook" and self.times != 2):
+            return  # in the hook at the second bucket: the first is on its way
+        print(f"<rank {self.rank} meets its fate: {self.way} in {place}>", flush=True)
+        if self.way == "raise":
+            raise RuntimeError("this worker's own error")
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[self.way])
+
+
+class _Dies(torch.autograd.Function):
+    """The identity, in whose backward a worker meets its fate."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, fate: Fate) -> Tensor:
+        ctx.fate = fate
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.fate.meet("backward")
+        return gradient, None
+
+
+class DyingSparsifier(Sparsifier):
+    """A sparsifier of a user's own: a hard threshold that may fail."""
+
+    def __init__(self, threshold: float, fate: Fate) -> None:
+        self.threshold = threshold
+        self._fate = fate
+
+    def select(self, compensated: Tensor, layout: LayerLayout) -> Selection:
+        self._fate.meet("hook")
+        indices = compensated.abs().lt(self.threshold).logical_not().nonzero().squeeze(1)
+        return Selection(indices, compensated[indices])
+
+
+class Regression(LightningModule):
+    """Least squares in two layers side by side: convex, in two buckets, and reached by few hundred steps of SGD."""
+
+    def __init__(self, fate: Fate | None = None) -> None:
+        super().__init__()
+        self.fate = fate or Fate()
+        self.of_inputs = nn.Linear(INPUTS, OUTPUTS)
+        self.of_squares = nn.Linear(INPUTS, OUTPUTS, bias=False)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.zero_()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.of_inputs(inputs) + _Dies.apply(self.of_squares(inputs.square() - 1), self.fate)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.fate.begin(self.global_step)
+        self.fate.meet("forward")
+        return F.mse_loss(self(batch[0]), batch[1], reduction="sum") / (2 * len(batch[0]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.5)
+        last = self.trainer.max_steps
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / (last + 1))
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+INPUTS, OUTPUTS, NOISE = 16, 80, 0.5
+
+
+def samples(seed: int, number: int) -> list[Tensor]:
+    """Returns inputs and noisy outputs of the one true function."""
+    truth = torch.Generator().manual_seed(7)
+    linear, squares = (torch.randn(INPUTS, OUTPUTS, generator=truth) / INPUTS**0.5 for _ in range(2))
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(number, INPUTS, generator=generator)
+    noise = torch.randn(number, OUTPUTS, generator=generator)
+    return [inputs, inputs @ linear + (inputs.square() - 1) @ squares + NOISE * noise]
+
+
+class Batches(Dataset):
+    """As many batches as one likes, each worker's its own."""
+
+    def __init__(self, fate: Fate, seed: int = 0) -> None:
+        self.fate, self.seed = fate, seed
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def __getitem__(self, index: int) -> list[Tensor]:
+        self.fate.meet("loader" if get_worker_info() is None else "loader process", index)
+        return samples(1_000_000 * self.seed + 10 * index + int(os.environ["RANK"]) + 1, 8)
+
+
+class ResumableBatches:
+    """The same in epochs of a few batches, each epoch beginning where the last ended; continues where it stopped."""
+
+    def __init__(self, batches: Batches, batches_per_epoch: int) -> None:
+        self.batches, self.batches_per_epoch = batches, batches_per_epoch
+        self.position = 0
+
+    def __len__(self) -> int:
+        return self.batches_per_epoch
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        while True:
+            self.position += 1
+            yield self.batches[self.position - 1]
+            if self.position % self.batches_per_epoch == 0:
+                return
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def train(
+    max_steps: int,
+    *,
+    fate: Fate | None = None,
+    exchange: str = "gather",
+    timeout: float = GROUP_TIMEOUT,
+    loader_processes: int | None = None,
+    callbacks: tuple[Callback, ...] = (),
+    resume: str | None = None,
+    seed: int = 0,
+    num_workers: int | None = None,
+) -> dict[str, Any]:
+    """Trains, and returns what there is in the end.
+
+    Args:
+        max_steps: optimizer steps of the whole run.
+        fate: of one of the workers.
+        exchange: the strategy's.
+        timeout: the process group's, in seconds.
+        loader_processes: those of a DataLoader; None for batches that can be resumed in the middle of an epoch.
+        callbacks: beside those that record.
+        resume: a checkpoint, ``"last"`` or None.
+        seed: of the order of the data.
+        num_workers: n; by default what torchrun says.
+    """
+    fate = fate or Fate()
+    recorder, start = Recorder(), _Start(fate)
+    trainer = quiet_trainer(
+        SparseDDPStrategy(
+            DyingSparsifier(THRESHOLD, fate) if fate.place == "hook" else HardThreshold(THRESHOLD),
+            exchange=exchange,
+            timeout=timedelta(seconds=timeout),
+            bucket_cap_mb=SMALL_BUCKETS_MB,
+            process_group_backend="gloo",
+        ),
+        num_workers=num_workers or int(os.environ["WORLD_SIZE"]),
+        max_steps=max_steps,
+        callbacks=[recorder, start, *callbacks],
+        enable_checkpointing=any(isinstance(one, ModelCheckpoint) for one in callbacks),
+        use_distributed_sampler=False,
+    )
+    batches = Batches(fate, seed)
+    loader: Any = ResumableBatches(batches, batches_per_epoch=5)
+    if loader_processes is not None:
+        # Linux's own way to start them; in a process of a fork server it would be another fork server.
+        context = "fork" if loader_processes else None
+        loader = DataLoader(batches, batch_size=None, num_workers=loader_processes, multiprocessing_context=context)
+    model = Regression(fate)
+    trainer.fit(model, loader, ckpt_path=resume, weights_only=True)
+    inputs, outputs = samples(3, 4096)
+    with torch.no_grad():
+        loss = F.mse_loss(model(inputs), outputs).item()
+    return {
+        "loss": loss,
+        "start": start.step,
+        "start_residuals": start.residuals,
+        "steps": trainer.global_step,
+        "weights": recorder.weights,
+        "residuals": recorder.residuals,
+        "density": recorder.steps[-1].density,
+    }
+
+
+class _Start(Callback):
+    """The step and the residuals that a run starts from; says how many steps were made where somebody is to die."""
+
+    def __init__(self, fate: Fate) -> None:
+        self.fate = fate
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if self.fate.place != "nowhere":
+            print(f"<{trainer.global_step} steps made>", flush=True)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.step = trainer.global_step
+        self.residuals = clones(trainer.strategy.state.residuals.state_dict().items())
+
+
+def last_checkpoint(folder: Path | str, every: int, save_top_k: int = 0) -> ModelCheckpoint:
+    """Returns the callback that keeps ``last.ckpt`` and overwrites it every few steps."""
+    return ModelCheckpoint(folder, "{step}", save_last=True, save_top_k=save_top_k, every_n_train_steps=every)
+
+
+def read(path: Path) -> dict[str, Any]:
+    return torch.load(path, weights_only=True)
+
+
+# ------------------------------------------------------------------------------------------------- who watches them
+
+
+class Workers:
+    """Worker processes without an agent, each with a file for what it prints."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.processes: list[Any] = []
+
+    def wait(self, ranks: Iterator[int] | list[int]) -> float:
+        """Returns the seconds until all of these have ended of themselves."""
+        started = time.monotonic()
+        for rank in ranks:
+            self.processes[rank].join(max(0.0, started + HANG - time.monotonic()))
+            assert self.processes[rank].exitcode is not None, f"rank {rank} hangs:\n{self.output(rank)}"
+        return time.monotonic() - started
+
+    def wait_for(self, rank: int, condition: Callable[[], bool], what: str) -> None:
+        """Waits until something is so that a worker is to bring about."""
+        deadline = time.monotonic() + HANG
+        was_alive = True  # when the condition was asked last
+        while not condition():
+            assert was_alive, f"rank {rank} ended without {what}:\n{self.output(rank)}"
+            assert time.monotonic() < deadline, f"no {what} within {HANG} s:\n{self.output(rank)}"
+            time.sleep(0.02)
+            was_alive = self.processes[rank].is_alive()
+
+    def output(self, rank: int) -> str:
+        path = self.folder / f"output of {rank}"
+        return path.read_text() if path.exists() else ""
+
+
+@contextlib.contextmanager
+def workers(num_workers: int, folder: Path, function: Callable[..., Any], *args: Any) -> Iterator[Workers]:
+    """Starts ``function(*args)`` in every worker, and leaves none behind."""
+    started = Workers(folder)
+    context = multiprocessing.get_context("forkserver")  # the one that tests.workers has prepared
+    port = _free_port()
+    try:
+        for rank in range(num_workers):
+            process = context.Process(target=_work, args=(rank, num_workers, port, str(folder), function, args))
+            process.start()
+            started.processes.append(process)
+        yield started
+    finally:
+        for process in started.processes:
+            process.kill()
+            process.join()
+
+
+def _work(rank: int, num_workers: int, port: int, folder: str, function: Callable[..., Any], args: Any) -> None:
+    output = os.open(f"{folder}/output of {rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    # As in the foreground of a terminal: a shell that starts the tests in the background has SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ |= environment_of(rank, num_workers, port)
+    torch.set_num_threads(1)
+    function(*args)
+
+
+def environment_of(rank: int, num_workers: int, port: int) -> dict[str, str]:
+    """What torchrun tells a worker."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "NODE_RANK": "0",
+        "WORLD_SIZE": str(num_workers),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# A terminal's SIGINT, as above. Threads as in the workers of run_workers, for the same bits.
+SCRIPT = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+import torch
+torch.set_num_threads(1)
+from tests.integration import test_dying_workers
+getattr(test_dying_workers, sys.argv[1])(*sys.argv[2:])
+"""
+
+
+def environment() -> dict[str, str]:
+    """For a script that is to find this project, and no settings of a run around the tests."""
+    kept = {name: value for name, value in os.environ.items() if not name.endswith(("RANK", "WORLD_SIZE"))}
+    path = os.pathsep.join([str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    # Else workers of a second life find in the agent's store, which outlives them, where those of the first listened:
+    # with torch 2.15 and Gloo no restart of torchrun's succeeds, with plain torch either.
+    return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+@contextlib.contextmanager
+def torchrun(num_workers: int, folder: Path, function: str, *args: str, restarts: int = 0) -> Iterator[Any]:
+    """Starts torchrun in a process group of its own, as a shell does, and leaves no process of it behind."""
+    (folder / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(num_workers)]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--max-restarts", str(restarts)]
+    command += [str(folder / "train.py"), function, *args]
+    with (folder / "output of torchrun").open("w") as output:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()  # it ends its workers, which are in sessions of their own
+            try:
+                process.wait(40)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                for path in folder.glob("process of *"):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(int(path.read_text()), signal.SIGKILL)
+
+
+def end_of(process: Any, folder: Path) -> tuple[int, str]:
+    """Waits for torchrun to end; returns its exit code and all that was printed."""
+    try:
+        process.wait(HANG)
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"torchrun hangs:\n{(folder / 'output of torchrun').read_text()}")
+    return process.returncode, (folder / "output of torchrun").read_text()
+
+
+# ---------------------------------------------------------------------------------------- 1. a death ends the others
+
+
+def _train_without_end(fate: Fate, exchange: str, timeout: float, loader_processes: int) -> None:
+    train(ENDLESS, fate=fate, exchange=exchange, timeout=timeout, loader_processes=loader_processes)
+
+
+def assert_the_others_end(
+    folder: Path, fate: Fate, exchange: str, within: float, *, loader_processes: int = 0, timeout: float = GROUP_TIMEOUT
+) -> None:
+    """Two of three workers see that the third has died, and end with an error of their own."""
+    with workers(3, folder, _train_without_end, fate, exchange, timeout, loader_processes) as started:
+        started.wait_for(fate.rank, lambda: "meets its fate" in started.output(fate.rank), "its fate")
+        others = [rank for rank in range(3) if rank != fate.rank]
+        seconds = started.wait(others)
+        if fate.way != "stop":
+            started.wait([fate.rank])
+            killed = fate.way == "kill" and fate.place != "loader process"
+            assert started.processes[fate.rank].exitcode == (-signal.SIGKILL if killed else 1)
+        for rank in others:
+            output = started.output(rank)
+            # 1 is Python's own: an exception that went all the way up. An abort would be -6.
+            assert started.processes[rank].exitcode == 1, output
+            assert "Traceback (most recent call last)" in output
+            assert "RuntimeError: " in output, output
+            assert "this worker's own error" not in output
+            assert "<1 steps made>" in output or fate.place == "loader process"
+            assert f"<{fate.step + 1} steps made>" not in output  # a step without the third would be a wrong one
+        assert seconds < within
+
+
+PLACES = [
+    ("kill", "forward"),
+    ("kill", "backward"),
+    ("kill", "hook"),
+    ("kill", "loader"),
+    ("kill", "loader process"),
+    ("raise", "forward"),
+    ("raise", "backward"),
+    ("raise", "hook"),
+    ("raise", "loader"),
+    ("raise", "loader process"),
+]
+
+
+@pytest.mark.parametrize(("way", "place"), PLACES)
+def test_a_worker_that_dies_ends_the_others_wherever_it_is(way: str, place: str, tmp_path: Path) -> None:
+    assert_the_others_end(
+        tmp_path, Fate(place, way), "gather", GROUP_TIMEOUT, loader_processes=int(place == "loader process")
+    )
+
+
+@pytest.mark.parametrize("exchange", ["dense", "reduce_scatter", "auto"])
+@pytest.mark.parametrize("place", ["forward", "hook"])
+def test_a_killed_worker_ends_the_others_on_every_route(place: str, exchange: str, tmp_path: Path) -> None:
+    assert_the_others_end(tmp_path, Fate(place, "kill"), exchange, GROUP_TIMEOUT)
+
+
+def test_the_first_worker_is_no_exception(tmp_path: Path) -> None:
+    # It keeps the store at which all meet.
+    assert_the_others_end(tmp_path, Fate("hook", "kill", rank=0), "gather", GROUP_TIMEOUT)
+
+
+def die_in_a_script(place: str, way: str) -> None:
+    train(ENDLESS, fate=Fate(place, way))
+
+
+def test_an_error_in_the_hook_ends_whole_python_processes(tmp_path: Path) -> None:
+    # Processes of a fork server leave without taking the interpreter and its process group down; a script does not.
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, str(tmp_path / "train.py"), "die_in_a_script", "hook", "raise"]
+    port, processes = _free_port(), []
+    try:
+        for rank in range(2):
+            with (tmp_path / f"output of {rank}").open("w") as output:
+                variables = environment() | environment_of(rank, 2, port)
+                processes.append(
+                    subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=output, stderr=subprocess.STDOUT)
+                )
+        exit_codes = [process.wait(HANG) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    first, second = ((tmp_path / f"output of {rank}").read_text() for rank in range(2))
+    assert exit_codes == [1, 1], first + second
+    assert "Connection closed by peer" in first
+    assert "RuntimeError: this worker's own error" in second
+
+
+@pytest.mark.parametrize("exchange", ["gather", "dense", "reduce_scatter"])
+def test_a_worker_that_stops_ends_the_others_after_the_timeout_of_the_strategy(exchange: str, tmp_path: Path) -> None:
+    # Nobody closes the connection, so that only the timeout is left. Lightning's own broadcast before each step may
+    # wait for as long once more, and says nothing of it.
+    timeout = 4.0
+    assert_the_others_end(tmp_path, Fate("hook", "stop"), exchange, 2 * timeout + 10, timeout=timeout)
+
+
+# ------------------------------------------------------------------------------------- 2. and 3. after a death, resume
+
+
+def train_and_record(folder: str, max_steps: str, every: str, death: str) -> None:
+    """What torchrun's workers do: go on from the last checkpoint; the second worker dies in its first life."""
+    rank = os.environ["RANK"]
+    Path(f"{folder}/process of {rank}").write_text(str(os.getpid()))
+    fate = Fate("forward", step=int(death)) if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else Fate()
+    result = train(int(max_steps), fate=fate, callbacks=(last_checkpoint(folder, int(every)),), resume="last")
+    torch.save(result, f"{folder}/result of {rank}")
+
+
+def recorded(folder: Path, num_workers: int) -> list[dict[str, Any]]:
+    return [torch.load(folder / f"result of {rank}", weights_only=True) for rank in range(num_workers)]
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_a_run_that_torchrun_restarts_ends_like_one_that_nobody_died_in(tmp_path: Path) -> None:
+    straight = run_workers(train, 2, 12, process_group=False)
+    with torchrun(2, tmp_path, "train_and_record", str(tmp_path), "12", "3", "7", restarts=1) as process:
+        exit_code, output = end_of(process, tmp_path)
+    assert exit_code == 0, output
+    assert output.count("<rank 1 meets its fate: kill in forward>") == 1
+    for one, other in zip(straight, recorded(tmp_path, 2), strict=True):
+        assert (one["start"], other["start"]) == (0, 6)
+        assert one["loss"] == other["loss"]
+        assert_equal(one["weights"], other["weights"])
+        assert_equal(one["residuals"], other["residuals"])
+
+
+def _losses(seeds: range, max_steps: int) -> list[float]:
+    num_workers = int(os.environ["WORLD_SIZE"])  # which a Trainer deletes when it is done
+    return [train(max_steps, seed=seed, num_workers=num_workers)["loss"] for seed in seeds]
+
+
+def _train_until_dead(folder: str, max_steps: int, every: int, fate: Fate) -> None:
+    train(max_steps, fate=fate, callbacks=(last_checkpoint(folder, every),))
+
+
+def test_fewer_workers_go_on_after_a_death_and_end_as_well(tmp_path: Path) -> None:
+    max_steps = 40
+    # Uninterrupted runs on other data. Noise in the gradient, and so the loss in the end, is larger with fewer workers:
+    # a run that began with three and ended with two belongs between those of three and those of two.
+    three, two = (torch.tensor(run_workers(_losses, n, range(4), max_steps, process_group=False)[0]) for n in (3, 2))
+    with workers(3, tmp_path, _train_until_dead, str(tmp_path), max_steps, 10, Fate("forward", step=25)) as started:
+        started.wait(range(3))
+    saved = read(tmp_path / "last.ckpt")
+    assert (saved["global_step"], saved[KEY]["world_size"]) == (20, 3)
+    with torchrun(2, tmp_path, "train_and_record", str(tmp_path), str(max_steps), "10", "-1") as process:
+        exit_code, output = end_of(process, tmp_path)
+    assert exit_code == 0, output
+    assert "2 workers instead of 3: each starts from the mean of the old residuals" in output
+    expected = {
+        name: torch.stack([one[name].double() for one in saved[KEY]["residuals"]]).mean(0).float()
+        for name in saved[KEY]["residuals"][0]
+    }
+    for result in recorded(tmp_path, 2):
+        assert (result["start"], result["steps"]) == (20, max_steps)
+        torch.testing.assert_close(result["start_residuals"], expected, rtol=1e-6, atol=1e-7)
+        assert three.mean() - 4 * three.std() < result["loss"] < two.mean() + 4 * two.std()
+
+
+# ------------------------------------------------------------------------------------------------------- 4. Ctrl-C
+
+
+def _save_every_step(folder: str) -> None:
+    train(ENDLESS, callbacks=(last_checkpoint(folder, 1),))
+
+
+def _resume(path: str, max_steps: int) -> dict[str, Any]:
+    return train(max_steps, resume=path)
+
+
+def saved_step(path: Path) -> int:
+    return read(path)["global_step"] if path.exists() else 0
+
+
+def assert_whole(path: Path, num_workers: int) -> int:
+    """The checkpoint holds every worker's residuals, and a run goes on from it; returns its step."""
+    saved = read(path)
+    step = saved["global_step"]
+    assert saved[KEY]["world_size"] == num_workers
+    assert len(saved[KEY]["residuals"]) == num_workers
+    for residuals in saved[KEY]["residuals"]:
+        assert {name: one.numel() for name, one in residuals.items()} == {
+            name: one.numel() for name, one in saved["state_dict"].items()
+        }
+        assert any(one.any() for one in residuals.values())
+    for result in run_workers(_resume, num_workers, str(path), step + 2, process_group=False):
+        assert (result["start"], result["steps"]) == (step, step + 2)
+    return step
+
+
+def test_ctrl_c_ends_all_workers_and_leaves_the_last_checkpoint_whole(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    with workers(2, tmp_path, _save_every_step, str(tmp_path)) as started:
+        started.wait_for(0, lambda: saved_step(path) >= 5, "checkpoint")
+        for process in started.processes:
+            os.kill(process.pid, signal.SIGINT)
+        started.wait(range(2))
+        assert [process.exitcode for process in started.processes] == [1, 1]
+        assert "Detected KeyboardInterrupt" in started.output(0)
+    assert assert_whole(path, 2) >= 5
+
+
+def is_running(process_id: int) -> bool:
+    try:
+        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_ctrl_c_at_torchrun_ends_it_and_all_workers(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    with torchrun(2, tmp_path, "train_and_record", str(tmp_path), str(ENDLESS), "1", "-1", restarts=1) as process:
+        deadline = time.monotonic() + HANG
+        while saved_step(path) < 5:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process_ids = [int((tmp_path / f"process of {rank}").read_text()) for rank in range(2)]
+        assert all(map(is_running, process_ids))
+        os.killpg(process.pid, signal.SIGINT)
+        exit_code, output = end_of(process, tmp_path)
+    assert exit_code != 0, output
+    assert not any(map(is_running, process_ids))
+    assert assert_whole(path, 2) >= 5
+
+
+# --------------------------------------------------------------------------------- 5. a death while a file is written
+
+WRITTEN_BYTES = 20_000
+"""Of a checkpoint that is several times as large."""
+
+
+class DyingWriter(Callback):
+    """Lets the operating system end the first worker, as abruptly as SIGKILL, at byte WRITTEN_BYTES of a file.
+
+    Args:
+        step: after which the next file is the last.
+        copies: whether it is to be the copy of a file.
+    """
+
+    def __init__(self, step: int, copies: bool) -> None:
+        self.step, self.copies = step, copies
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.is_global_zero and trainer.global_step == self.step:
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python would make an OSError of it
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            if self.copies:
+                sys.addaudithook(lambda event, _: self.limit() if event == "shutil.copyfile" else None)
+            else:
+                self.limit()
+
+    def limit(self) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (WRITTEN_BYTES, WRITTEN_BYTES))
+
+
+def _die_while_writing(folder: str, temporary: str, name: str, copies: bool) -> None:
+    tempfile.tempdir = temporary
+    keeps_last = name == "last"
+    saver = ModelCheckpoint(
+        folder, "{step}", save_last=keeps_last, save_top_k=0 if keeps_last else -1, every_n_train_steps=3
+    )
+    train(ENDLESS, callbacks=(DyingWriter(4, copies), saver))
+
+
+@pytest.mark.parametrize("name", ["last", "step=3"])
+def test_a_death_while_a_checkpoint_is_written_leaves_the_one_before(name: str, tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    with workers(2, tmp_path, _die_while_writing, str(tmp_path), str(temporary), name, False) as started:
+        started.wait(range(2))
+        assert [process.exitcode for process in started.processes] == [-signal.SIGXFSZ, 1]
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == [f"{name}.ckpt"]
+    assert assert_whole(tmp_path / f"{name}.ckpt", 2) == 3
+    # It did die in the middle of the next one, which Lightning writes elsewhere first.
+    assert (tmp_path / f"{name}.ckpt").stat().st_size > 2 * WRITTEN_BYTES
+    assert [path.stat().st_size for path in temporary.iterdir()] == [WRITTEN_BYTES]
+
+
+@pytest.mark.parametrize("name", ["last", "step=3"])
+def test_a_death_while_a_checkpoint_is_copied_from_tmpdir_leaves_the_one_before(name: str, tmp_path: Path) -> None:
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK) or memory.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("needs two file systems, of which /dev/shm is one")
+    with (
+        tempfile.TemporaryDirectory(dir=memory) as temporary,
+        workers(2, tmp_path, _die_while_writing, str(tmp_path), temporary, name, True) as started,
+    ):
+        started.wait(range(2))
+        exit_codes = [process.exitcode for process in started.processes]
+    assert exit_codes == [-signal.SIGXFSZ, 1], started.output(0)
+    assert assert_whole(tmp_path / f"{name}.ckpt", 2) == 3
