@@ -99,12 +99,13 @@ class BlockFilter:
         counts = []
         scratch = self._chunk(residual.dtype)
         is_zero = self.is_zero(residual)
+        is_zero_after = wire_dtype == residual.dtype and all(run.threshold == 0 for run in runs)
         for threshold, start, end in runs:
             count = 0.0
             for e, g, o in _chunks(start, end, residual, gradient, out):
                 g = _unscaled(g, loss_scale, e.dtype)
                 if threshold == 0:
-                    _send_all(e, g, o, wire_dtype, is_zero=is_zero)
+                    is_zero_after &= _send_all(e, g, o, wire_dtype, is_zero=is_zero)
                 else:
                     # hardshrink keeps what is strictly larger than its argument, and NaN.
                     torch.ops.aten.hardshrink.out(e.add_(g), _next_below(threshold, e.dtype), out=o)
@@ -116,7 +117,7 @@ class BlockFilter:
                 if divisor != 1:
                     o.div_(divisor)
             counts.append(end - start if threshold == 0 else int(count))
-        if wire_dtype == residual.dtype and all(run.threshold == 0 for run in runs):
+        if is_zero_after:
             self._zeros[id(residual)] = (weakref.ref(residual), residual._version)
         return counts
 
@@ -197,8 +198,12 @@ class BlockFilter:
         return highest[:num_blocks], lowest[:num_blocks]
 
 
-def _send_all(residual: Tensor, gradient: Tensor, out: Tensor, wire_dtype: torch.dtype, *, is_zero: bool) -> None:
-    """λ = 0 for one chunk, with no more passes over memory than plain DDP where the residual is zero already."""
+def _send_all(residual: Tensor, gradient: Tensor, out: Tensor, wire_dtype: torch.dtype, *, is_zero: bool) -> bool:
+    """λ = 0 for one chunk, with no more passes over memory than plain DDP where the residual is zero already.
+
+    Returns:
+        Whether the residual is all zeros now, as far as is known.
+    """
     if not is_zero:
         torch.add(residual, gradient, out=out)
     elif out.data_ptr() != gradient.data_ptr():
@@ -208,8 +213,11 @@ def _send_all(residual: Tensor, gradient: Tensor, out: Tensor, wire_dtype: torch
         residual.sub_(out.copy_(round_to_wire(out, wire_dtype)))
     elif not math.isfinite(out.sum().item()):
         torch.sub(out, out, out=residual)  # NaN where it is not finite
-    elif not is_zero:
-        residual.zero_()
+    else:
+        if not is_zero:
+            residual.zero_()
+        return True
+    return False
 
 
 def _clear(gradient: Tensor, clears: bool) -> None:

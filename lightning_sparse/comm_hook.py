@@ -119,7 +119,11 @@ def attach(
         group,
     )
     # A compiled module adds a prefix to all names; without it residuals fit the uncompiled module too.
-    names = {parameter: name.replace("_orig_mod.", "") for name, parameter in ddp_module.module.named_parameters()}
+    names = {
+        parameter: name.replace("_orig_mod.", "")
+        for name, parameter in ddp_module.module.named_parameters()
+        if name not in ddp_module.parameters_to_ignore
+    }
     state = SparseState(
         sparsifier,
         options,
@@ -129,6 +133,7 @@ def attach(
         learning_rates=learning_rates,
         per_layer_stats=per_layer_stats,
         allows_unused_parameters=bool(ddp_module.find_unused_parameters or ddp_module.static_graph),
+        is_static_graph=bool(ddp_module.static_graph),
     )
     ddp_module.register_comm_hook(state, sparse_hook)
     return state

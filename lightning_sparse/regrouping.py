@@ -1,8 +1,12 @@
-"""The first step after a resume in the buckets of the run that was saved.
+"""First steps, in which DDP's buckets are not yet those that the exchange needs: numbered, and laid out anew.
 
-DDP begins with one bucket of everything and lays its buckets out anew after the first iteration, a resumed run too.
-Which route a bucket takes, and where an all-reduce cuts it, would then differ from the run that went on, and so would
-the last bits of sums over more than two workers. So DDP's buckets of that step are handed on in the saved layout::
+**In the first iteration of a static graph** DDP gives all buckets the index 0 and, where they are several, calls none
+of them the last: :class:`Numbering` counts them.
+
+**After a resume** DDP begins with one bucket of everything, as in every run, and lays its buckets out anew after the
+first iteration. Which route a bucket takes, and where an all-reduce cuts it, would then differ from the run that went
+on, and so would the last bits of sums over more than two workers. So :class:`Regrouping` hands DDP's buckets of that
+step on in the saved layout::
 
     DDP, first step    [ fc | conv2 | conv1 ]
                           │     │       │        copied layer by layer, and the averages back
@@ -57,6 +61,32 @@ class Bucket:
     def is_last(self) -> bool:
         """See :class:`BucketLike`."""
         return self.last
+
+
+class Numbering:
+    """Tells the place of each bucket in the first step of a static graph, and which is the last.
+
+    Args:
+        num_parameters: how many parameters DDP reduces.
+
+    Attributes:
+        is_over: whether a step is complete: from the next on DDP tells it.
+    """
+
+    def __init__(self, num_parameters: int) -> None:
+        self.is_over = False
+        self._num_parameters = num_parameters
+        self._buckets: list[list[Tensor]] = []
+
+    def numbered(self, bucket: BucketLike) -> Bucket:
+        """Returns the bucket with its place; one whose parameters came before begins a new step."""
+        parameters = list(bucket.parameters())
+        if any(parameters[0] is one for known in self._buckets for one in known):
+            self._buckets.clear()  # an exception broke off the backward before
+        place = len(self._buckets)
+        self._buckets.append(parameters)
+        self.is_over = bucket.is_last() or sum(map(len, self._buckets)) == self._num_parameters
+        return Bucket(place, bucket.buffer(), parameters, self.is_over)
 
 
 Receiver = Callable[[BucketLike], torch.futures.Future[Tensor]]

@@ -29,7 +29,7 @@ from lightning_sparse.extraction import BucketGradient, Extracted, Extraction
 from lightning_sparse.options import ExchangeOptions
 from lightning_sparse.parameter_use import ParameterUse
 from lightning_sparse.payload import wire_dtype
-from lightning_sparse.regrouping import BucketLike, Regrouping
+from lightning_sparse.regrouping import BucketLike, Numbering, Regrouping
 from lightning_sparse.residual import ResidualMemory, rescale, take_back
 from lightning_sparse.sparsifiers import HardThreshold, LayerLayout, Sparsifier
 from lightning_sparse.step_stats import StepStats, header_fields, squared_norm, step_stats
@@ -66,6 +66,7 @@ class SparseState:
             ``error_feedback="learning_rate"``.
         per_layer_stats: whether :class:`StepStats` holds numbers of every layer.
         allows_unused_parameters: whether a backward may leave parameters out.
+        is_static_graph: whether DDP was told so.
 
     Attributes:
         sparsifier: this state's own sparsifier; a calibrated λ is in it once calibration has ended.
@@ -85,6 +86,7 @@ class SparseState:
         learning_rates: Callable[[], LearningRates] = dict,
         per_layer_stats: bool = False,
         allows_unused_parameters: bool = False,
+        is_static_graph: bool = False,
     ) -> None:
         self.sparsifier = copy.deepcopy(sparsifier)
         self.options = options
@@ -112,6 +114,7 @@ class SparseState:
         self._layouts: dict[tuple[int, ...], LayerLayout] = {}
         self._subscribers: list[Callable[[StepStats], None]] = []
         self._use = ParameterUse(parameter_names) if allows_unused_parameters else None
+        self._numbering = Numbering(len(self.parameter_sizes)) if is_static_graph else None
         self._regrouping: Regrouping | None = None
         self._bucket_names: list[tuple[str, ...]] = []
         # Of the running step:
@@ -188,6 +191,8 @@ class SparseState:
 
     def receive(self, grad_bucket: BucketLike) -> torch.futures.Future[Tensor]:
         """Takes one of DDP's buckets through the step. Collective: every worker calls this for the same bucket."""
+        if self._numbering is not None and not self._numbering.is_over:
+            grad_bucket = self._numbering.numbered(grad_bucket)
         if self._regrouping is None or self._regrouping.is_over:
             return self._receive(grad_bucket)
         return self._regrouping.receive(grad_bucket, self._receive)
@@ -334,6 +339,9 @@ class SparseState:
 def clip_gradient(gradients: Sequence[Tensor], max_norm: float, loss_scale: Tensor | None = None) -> None:
     """Scales the gradients in place so that their common norm is at most max_norm, as torch's clip_grad_norm_ does.
 
+    Of a gradient whose norm is no number or infinite nothing is left but what is no number itself. (torch makes NaN of
+    all of it, which would be sent, and take with it all that was held back.)
+
     Args:
         gradients: the parts of one gradient.
         max_norm: in units of the unscaled gradient.
@@ -342,6 +350,6 @@ def clip_gradient(gradients: Sequence[Tensor], max_norm: float, loss_scale: Tens
     norm = torch.stack([squared_norm(part) for part in gradients]).sum().sqrt()
     if loss_scale is not None:
         norm = norm / loss_scale
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).nan_to_num(0.0)
     for part in gradients:
         part.mul_(factor)

@@ -88,6 +88,7 @@ CASES: dict[str, dict[str, Any]] = {
     "reduce scatter": {"strategy": {"threshold": 0.02, "exchange": "reduce_scatter"}},
     "one bucket": {"strategy": {"threshold": 0.02, "bucket_cap_mb": 25}},
     "top k": {"top_k": 0.05},
+    "static graph": {"strategy": {"threshold": 0.02, "static_graph": True}},
     "copies": {"strategy": {"threshold": 0.02, "gradient_as_bucket_view": False}},
 }
 

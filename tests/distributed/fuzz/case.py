@@ -1,0 +1,299 @@
+"""What happens in a random training, drawn from its seed."""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+WIRES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPE_CHOICES = ("float32", "float64", "bfloat16", "mixed")
+SPARSIFIERS = ("threshold", "density", "top_k")
+FEEDBACKS = ("gradient", "learning_rate", "none")
+VALUE_DTYPES = ("float32", "bfloat16", "float16")
+EXCHANGES = ("auto", "gather", "dense", "reduce_scatter", "hierarchical")
+UNUSED = ("never", "find", "static")
+ZEROING = ("none", "zeros", "used")
+SIZES = (1, 2, 3, 17, 127, 128, 129, 1000, 4099)
+LARGE_SIZES = (40_000, 65_535, 65_536, 65_537, 70_001)
+BUCKET_CAPS_MB = (1e-6, 0.001, 0.02, 0.27, 25.0)
+HUGE = 1e30
+LOSS_SCALES = (2.0**10, 2.0**16, 1000.0)
+BAD_VALUES = ("nan", "inf", "-inf")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One parameter tensor, and the magnitude of its gradients."""
+
+    name: str
+    size: int
+    dtype: str
+    scale: float
+
+
+@dataclass(frozen=True)
+class Case:
+    """Everything about one training; see :func:`draw_case`.
+
+    Attributes:
+        unused: how DDP is told that layers may be left out.
+        skips: ``(step, worker, layer)`` of what a backward leaves out; step −1 stands for every step.
+        skips_late: whether that concerns only the last backward of a step, while earlier ones of it use the layer.
+        zeroing: how gradients are cleared before a step; "used" clears only those of layers that the worker will use.
+        step_scales: by what the gradients of each step are multiplied.
+        silent: ``(step, worker)`` whose gradients are zero.
+        bad: ``(step, worker, layer, value)`` of a gradient with such values in it.
+        loss_scale: what a GradScaler begins with; it halves after an overflow and doubles after growth_interval steps.
+        rates: the learning rates of even and of odd layers, by step.
+        edges: whether some coordinates sit at λ, half of it, and next to it.
+    """
+
+    seed: int
+    num_workers: int
+    layers: tuple[Layer, ...]
+    bucket_cap_mb: float
+    gradient_as_bucket_view: bool
+    unused: str
+    skips: tuple[tuple[int, int, int], ...]
+    skips_late: bool
+    zeroing: str
+    sparsifier: str
+    threshold: float
+    density: float
+    calibration_steps: int
+    layer_thresholds: tuple[tuple[str, float], ...]
+    error_feedback: str
+    value_dtype: str
+    exchange: str
+    workers_per_node: int
+    local_clip_norm: float | None
+    micro_steps: int
+    step_scales: tuple[float, ...]
+    silent: tuple[tuple[int, int], ...]
+    bad: tuple[int, int, int, str] | None
+    loss_scale: float | None
+    growth_interval: int
+    rates: tuple[tuple[float, float], ...]
+    edges: bool
+    per_layer_stats: bool
+
+    @property
+    def steps(self) -> int:
+        return len(self.step_scales)
+
+    @property
+    def num_elements(self) -> int:
+        return sum(layer.size for layer in self.layers)
+
+    @property
+    def dtype(self) -> str:
+        dtypes = {layer.dtype for layer in self.layers}
+        return dtypes.pop() if len(dtypes) == 1 else "mixed"
+
+    def backwards(self, step: int) -> range:
+        """The backwards of a step; the last one exchanges. DDP cannot accumulate in a static graph's first step."""
+        is_single = self.unused == "static" and step == 0
+        return range(self.micro_steps - 1 if is_single else 0, self.micro_steps)
+
+    def uses(self, step: int, micro: int, worker: int, layer: int) -> bool:
+        """Whether a worker's backward reaches a layer."""
+        if self.skips_late and micro < self.micro_steps - 1:
+            return True
+        return not {(step, worker, layer), (-1, worker, layer)} & set(self.skips)
+
+    def describe(self) -> str:
+        """Returns one line with what is unusual about the case."""
+        selects = {
+            "threshold": f"λ={self.threshold:.3g}",
+            "density": f"ρ={self.density:g} after {self.calibration_steps}",
+            "top_k": f"top {self.density:g}",
+        }[self.sparsifier]
+        words = [
+            f"{self.num_workers} workers, {self.steps} steps, {len(self.layers)} layers of {self.num_elements:,}",
+            self.dtype,
+            f"buckets of {self.bucket_cap_mb:g} MB{' as views' if self.gradient_as_bucket_view else ''}",
+            selects + (f" and {len(self.layer_thresholds)} of layers" if self.layer_thresholds else ""),
+            self.exchange + (f" {self.workers_per_node} a node" if self.exchange == "hierarchical" else ""),
+            f"feedback {self.error_feedback}" if self.error_feedback != "gradient" else "",
+            f"values {self.value_dtype}" if self.value_dtype != "float32" else "",
+            f"clipped to {self.local_clip_norm:.3g}" if self.local_clip_norm is not None else "",
+            f"{self.micro_steps} backwards a step" if self.micro_steps > 1 else "",
+            f"unused {self.unused}, {len(self.skips)} skips{' late' if self.skips_late else ''}, zeroing {self.zeroing}"
+            if self.unused != "never"
+            else "",
+            "jumps" if len(set(self.step_scales)) > 1 else "",
+            "silence" if self.silent else "",
+            f"{self.bad[3]} in step {self.bad[0]}" if self.bad is not None else "",
+            f"losses times {self.loss_scale:g}" if self.loss_scale is not None else "",
+        ]
+        return "; ".join(word for word in words if word)
+
+
+class Draw:
+    """Choices from a seed, made of ``random()`` alone: the one method that Python promises never to change."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def chance(self, probability: float) -> bool:
+        return self._random.random() < probability
+
+    def whole(self, low: int, high: int) -> int:
+        """Draws from low…high, both included."""
+        return low + int(self._random.random() * (high - low + 1))
+
+    def one_of(self, options: Sequence[Any]) -> Any:
+        return options[self.whole(0, len(options) - 1)]
+
+    def number(self, lowest_exponent: int, highest_exponent: int) -> float:
+        """Draws in [0.5, 1) times a power of two; in half of all cases with few enough bits for bfloat16."""
+        mantissa = 0.5 + self._random.random() / 2
+        if self.chance(0.5):
+            mantissa = int(mantissa * 128) / 128
+        return math.ldexp(mantissa, self.whole(lowest_exponent, highest_exponent))
+
+
+def draw_case(seed: int) -> Case:
+    """Returns the case of a seed: the same for ever and on every machine."""
+    draw = Draw(seed)
+    num_workers = draw.one_of((1, 2, 2, 3, 3, 4, 4))
+    steps = draw.whole(4, 12)
+    layers = _draw_layers(draw)
+    scale = layers[0].scale
+    sparsifier = draw.one_of(("threshold", "threshold", "threshold", "density", "top_k"))
+    error_feedback = draw.one_of(("gradient", "gradient", "learning_rate", "none"))
+    exchange = draw.one_of((*EXCHANGES, "auto", "gather"))
+    workers_per_node = draw.one_of([count for count in range(1, num_workers + 1) if num_workers % count == 0])
+    micro_steps = draw.one_of((1, 1, 1, 2, 3))
+    unused, skips = _draw_skips(draw, len(layers), num_workers, steps)
+    skips_late = micro_steps > 1 and bool(skips) and unused == "find" and draw.chance(0.5)
+    bad = None
+    if draw.chance(0.3):
+        possible = [index for index in range(len(layers)) if not any(index == layer for _, _, layer in skips)]
+        bad = (draw.whole(1, steps - 1), draw.whole(0, num_workers - 1), draw.one_of(possible), draw.one_of(BAD_VALUES))
+    zeroing = draw.one_of(ZEROING if unused == "find" and bad is None else ZEROING[:2])
+    loss_scale = draw.one_of(LOSS_SCALES) if draw.chance(0.3) else None
+    if loss_scale is not None and zeroing == "used":
+        zeroing = "none"  # the scaler would unscale an older gradient again
+    jumps = draw.chance(0.4)
+    elements = sum(layer.size for layer in layers)
+    return Case(
+        seed=seed,
+        num_workers=num_workers,
+        layers=layers,
+        bucket_cap_mb=draw.one_of(BUCKET_CAPS_MB),
+        gradient_as_bucket_view=draw.chance(0.5),
+        unused=unused,
+        skips=skips,
+        skips_late=skips_late,
+        zeroing=zeroing,
+        sparsifier=sparsifier,
+        threshold=_draw_threshold(draw, scale),
+        density=draw.one_of((1.0, 0.5, 0.1, 0.01, 0.001)),
+        calibration_steps=draw.whole(1, 3),
+        layer_thresholds=_draw_layer_thresholds(draw, layers, scale) if sparsifier != "top_k" else (),
+        error_feedback=error_feedback,
+        value_dtype=draw.one_of(("float32", "float32", "bfloat16", "float16")),
+        exchange=exchange,
+        workers_per_node=workers_per_node if exchange == "hierarchical" else 1,
+        local_clip_norm=scale * math.sqrt(elements) * draw.number(-4, 3) if draw.chance(0.2) else None,
+        micro_steps=micro_steps,
+        step_scales=tuple(draw.one_of((1.0, 1.0, 1e4, 1e-4)) if jumps else 1.0 for _ in range(steps)),
+        silent=tuple((step, worker) for step in range(steps) for worker in range(num_workers) if draw.chance(0.05)),
+        bad=bad,
+        loss_scale=loss_scale,
+        growth_interval=draw.one_of((2, 1000)),
+        rates=_draw_rates(draw, steps),
+        edges=draw.chance(0.7),
+        per_layer_stats=draw.chance(0.4),
+    )
+
+
+def _draw_layers(draw: Draw) -> tuple[Layer, ...]:
+    dtype_choice = draw.one_of(("float32", "float32", "float64", "bfloat16", "mixed"))
+    scale = math.ldexp(1.0, draw.whole(-10, 6))
+    layers = []
+    for index in range(draw.whole(1, 6)):
+        size = draw.one_of(LARGE_SIZES) if draw.chance(0.2) else draw.one_of(SIZES)
+        dtype = draw.one_of(tuple(DTYPES)) if dtype_choice == "mixed" else dtype_choice
+        name = f"layers.{index}.{draw.one_of(('weight', 'weight', 'bias'))}"
+        layers.append(Layer(name, size, dtype, scale if index == 0 else math.ldexp(scale, draw.whole(-2, 2))))
+    return tuple(layers)
+
+
+def _draw_skips(
+    draw: Draw, num_layers: int, num_workers: int, steps: int
+) -> tuple[str, tuple[tuple[int, int, int], ...]]:
+    unused = draw.one_of(("never", "never", "find", "find", "static"))
+    skips: list[tuple[int, int, int]] = []
+    always_used = draw.whole(0, num_layers - 1)
+    for layer in range(num_layers):
+        if unused == "never" or layer == always_used:
+            continue
+        # DDP holds all workers of a static graph to the same one.
+        for step in [-1] if unused == "static" else range(steps):
+            if draw.chance(0.35):
+                everyone = range(num_workers)
+                some = everyone if unused == "static" or draw.chance(0.5) else [draw.whole(0, num_workers - 1)]
+                skips += [(step, worker, layer) for worker in some]
+    return unused, tuple(skips)
+
+
+def _draw_threshold(draw: Draw, scale: float) -> float:
+    kind = draw.one_of(("zero", "tiny", "usual", "usual", "usual", "usual", "large", "huge"))
+    return {"zero": 0.0, "huge": HUGE}.get(
+        kind, scale * draw.number(*{"tiny": (-60, -20), "large": (4, 9)}.get(kind, (-3, 4)))
+    )
+
+
+def _draw_layer_thresholds(draw: Draw, layers: Sequence[Layer], scale: float) -> tuple[tuple[str, float], ...]:
+    if draw.chance(0.6):
+        return ()
+    patterns = ["*.bias", "layers.[0-2].*", "nothing.*", *(layer.name for layer in layers)]
+    return tuple({draw.one_of(patterns): _draw_threshold(draw, scale) for _ in range(draw.whole(1, 4))}.items())
+
+
+def _draw_rates(draw: Draw, steps: int) -> tuple[tuple[float, float], ...]:
+    rates = [(0.5, 0.25)]
+    for _ in range(steps - 1):
+        even, odd = (rate if draw.chance(0.5) else draw.one_of((0.5, 0.3, 0.125, 0.0)) for rate in rates[-1])
+        rates.append((even, even if draw.chance(0.5) else odd))
+    return tuple(rates)
+
+
+def gradient_of(case: Case, step: int, micro: int, worker: int, index: int) -> Tensor:
+    """Returns what one backward of a worker makes of a layer, before any loss scale: the same in every process."""
+    layer = case.layers[index]
+    dtype = DTYPES[layer.dtype]
+    if (step, worker) in case.silent:
+        return torch.zeros(layer.size, dtype=dtype)
+    place = (((case.seed * 64 + step) * 4 + micro) * 4 + worker) * 8 + index
+    values = torch.randn(layer.size, generator=torch.Generator().manual_seed(place)) * layer.scale
+    if place % 3 == 0:
+        values = values**3 / layer.scale**2  # some much larger than most
+    values = (values * case.step_scales[step]).to(dtype)
+    is_last = micro == case.micro_steps - 1
+    threshold = own_threshold(case, layer.name)
+    if case.edges and threshold and threshold < HUGE:
+        # What rounding makes of them is at λ or beside it, or comes to that in the second step.
+        at = torch.tensor(threshold, dtype=dtype)
+        above, below = (torch.nextafter(at, torch.tensor(limit, dtype=dtype)) for limit in (math.inf, 0.0))
+        edge = torch.stack([at, -at, at / 2, below, -above, above])[: layer.size]
+        values[: edge.numel()] = edge if is_last else 0.0
+    if case.bad is not None and case.bad[:3] == (step, worker, index) and is_last:
+        values[:: max(1, layer.size // 3)] = float(case.bad[3])
+    return values
+
+
+def own_threshold(case: Case, name: str) -> float | None:
+    """Returns the λ that is known of a layer from the start."""
+    for pattern, threshold in case.layer_thresholds:
+        if fnmatchcase(name, pattern):
+            return threshold
+    return case.threshold if case.sparsifier == "threshold" else None

@@ -1,0 +1,276 @@
+"""Whether a step of real workers is that of the simulation."""
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_sparse import StepStats
+from tests.distributed.fuzz.case import DTYPES, Case, Layer
+from tests.distributed.fuzz.simulation import (
+    Sent,
+    Simulation,
+    error_dtype,
+    precision_of,
+    squared,
+    squared_slack,
+    wire_quantum,
+)
+
+DTYPE_ROUNDING = {name: torch.finfo(dtype).eps for name, dtype in DTYPES.items()}
+
+
+class Difference(AssertionError):
+    """A step that is not what it must be."""
+
+
+@dataclass
+class Checker:
+    """Checks steps of all workers against the simulation; lives on the first worker."""
+
+    case: Case
+    simulation: Simulation = field(init=False)
+    stale: dict[str, Tensor | None] = field(default_factory=dict)
+    seen: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.simulation = Simulation(self.case)
+
+    def check(
+        self,
+        step: int,
+        scale: float | None,
+        residuals: list[dict[str, Tensor]],
+        gradients: dict[str, Tensor | None],
+        stats: StepStats,
+        threshold_after: float | None,
+    ) -> None:
+        """Raises a Difference unless the step is as it must be.
+
+        Args:
+            step: which.
+            scale: S of the step.
+            residuals: every worker's, after the step, by name.
+            gradients: what DDP left in ``.grad``, the same on every worker.
+            stats: the same on every worker.
+            threshold_after: λ of the sparsifier after the step, None if it has none yet.
+        """
+        case, simulation = self.case, self.simulation
+        workers, squared_gradient_norm = simulation.step(step, scale, residuals)
+        non_finite = sum(int((~one.sent.isfinite()).sum()) for worker in workers for one in worker.values())
+        is_taken_back = scale is not None and non_finite > 0 and case.error_feedback != "none"
+        for index, layer in enumerate(case.layers):
+            of_workers = [worker[layer.name] for worker in workers]
+            is_used = [
+                any(case.uses(step, micro, worker, index) for micro in case.backwards(step))
+                for worker in range(case.num_workers)
+            ]
+            gradient = gradients[layer.name]
+            if not any(is_used):
+                self._check_untouched(step, layer, gradient)
+            elif gradient is None:
+                raise Difference(f"step {step}, {layer.name}: no gradient, though a worker used it")
+            elif not is_taken_back and case.error_feedback != "none":
+                self._check_conservation(
+                    step, layer, of_workers, [one[layer.name] for one in residuals], gradient, scale
+                )
+            for worker, one in enumerate(of_workers):
+                actual = residuals[worker][layer.name]
+                where = f"step {step}, worker {worker}, residual of {layer.name}"
+                if not is_taken_back and is_used[worker]:
+                    self._check_bound(where, layer, actual)
+                expected = one.kept
+                if is_taken_back:
+                    expected = expected + one.sent.nan_to_num(0.0, 0.0, 0.0)
+                quantum = torch.where(one.rounding > 0, wire_quantum(one.compensated, case.value_dtype), 0.0)
+                require_close(where, actual, expected, one.rounding + quantum)
+            if any(is_used) and gradient is not None:
+                self._check_average(step, layer, of_workers, gradient, scale)
+            self.stale[layer.name] = gradient
+        self._check_stats(step, stats, workers, squared_gradient_norm, non_finite)
+        self._check_calibration(step, squared_gradient_norm, threshold_after)
+        simulation.errors = residuals
+        self.seen["steps"] += 1
+        self.seen["steps that send a part"] += 0 < stats.density < 1
+        self.seen["steps that send nothing"] += stats.density == 0
+        self.seen["non-finite steps"] += non_finite > 0
+        self.seen["steps taken back"] += is_taken_back
+        self.seen["steps with a layer that some worker leaves out"] += any(
+            not any(case.uses(step, micro, worker, index) for micro in case.backwards(step))
+            for worker in range(case.num_workers)
+            for index in range(len(case.layers))
+        )
+        self.seen["steps with clipping in force"] += any(
+            bool((one.rounding > 0).any()) for worker in workers for one in worker.values()
+        )
+
+    def _check_untouched(self, step: int, layer: Layer, gradient: Tensor | None) -> None:
+        """What no worker used has the gradient that it had, or none; as a view of the bucket it may be zero."""
+        if gradient is None or not gradient.any():
+            return
+        stale = self.stale.get(layer.name)
+        if self.case.zeroing != "used" or stale is None or not torch.equal(stale, gradient):
+            raise Difference(f"step {step}, {layer.name}: has a gradient, though no worker used it: {gradient}")
+
+    def _check_conservation(
+        self,
+        step: int,
+        layer: Layer,
+        workers: list[Sent],
+        residuals: list[Tensor],
+        gradient: Tensor,
+        scale: float | None,
+    ) -> None:
+        """e + g/S = out + e', summed over the workers, with what they really kept."""
+        n = self.case.num_workers
+        sent = [one.compensated.double() - actual.double() for one, actual in zip(workers, residuals, strict=True)]
+        average = sum(sent[1:], sent[0]) / n
+        tolerance = sum_rounding(sent, n, layer) + sum(one.rounding.double() for one in workers) / n
+        # p − out is exact but for a value far beyond what float16 holds.
+        tolerance += torch.finfo(workers[0].kept.dtype).eps * sum(one.compensated.double().abs() for one in workers)
+        is_finite = torch.stack([one.compensated.isfinite() for one in workers]).all(0)
+        factor = 1.0 if scale is None else scale
+        tolerance = (tolerance + DTYPE_ROUNDING[layer.dtype] * average.abs()) * factor
+        require_close(
+            f"step {step}, conservation in {layer.name}",
+            torch.where(is_finite, gradient.double(), 0.0),
+            torch.where(is_finite, average * factor, 0.0),
+            tolerance.nan_to_num(0.0),
+        )
+
+    def _check_bound(self, where: str, layer: Layer, actual: Tensor) -> None:
+        if self.case.sparsifier == "top_k" or self.case.value_dtype != "float32":
+            return
+        threshold = self.simulation.threshold_of(layer.name)
+        beyond = (~(actual.abs().double() < threshold) & (actual != 0)).nonzero().flatten()
+        if beyond.numel():
+            index = int(beyond[0])
+            raise Difference(f"{where}[{index}]: {actual[index].item()!r} is not below λ = {threshold!r}")
+
+    def _check_average(
+        self, step: int, layer: Layer, workers: list[Sent], gradient: Tensor, scale: float | None
+    ) -> None:
+        case, n = self.case, self.case.num_workers
+        sent = [one.sent for one in workers]
+        if case.exchange == "hierarchical" and (n, case.workers_per_node) == (4, 2):
+            total = (sent[0] + sent[1]) + (sent[2] + sent[3])
+        else:
+            total = sum(sent, torch.zeros_like(sent[0]))
+        average = total / n
+        # Two terms have one sum. Of more, the routes with an all-reduce add in an order of their own.
+        is_exact = n <= 2 or case.exchange in ("gather", "reduce_scatter") or case.workers_per_node == 2
+        tolerance = torch.zeros_like(average, dtype=torch.float64)
+        if not is_exact:
+            tolerance += sum_rounding([one.double() for one in sent], n, layer)
+        for one in workers:
+            quantum = torch.where(one.rounding > 0, wire_quantum(one.compensated, case.value_dtype), 0.0)
+            tolerance += (one.rounding + quantum).double() / n
+        tolerance = torch.where(tolerance > 0, tolerance + DTYPE_ROUNDING[layer.dtype] * average.double().abs(), 0.0)
+        if scale is not None:
+            average, tolerance = average * torch.tensor(scale, dtype=average.dtype), tolerance * scale
+        is_known = ~torch.stack([one.is_open for one in workers]).any(0)
+        require_close(
+            f"step {step}, averaged gradient of {layer.name}",
+            torch.where(is_known, gradient, 0.0),
+            torch.where(is_known, average.to(gradient.dtype), 0.0),
+            tolerance,
+        )
+
+    def _check_stats(
+        self, step: int, stats: StepStats, workers: list[dict[str, Sent]], squared_gradient_norm: float, non_finite: int
+    ) -> None:
+        case, n = self.case, self.case.num_workers
+        is_clipped = any(bool((one.rounding > 0).any()) for worker in workers for one in worker.values())
+        tolerance = 4 * self._norm_tolerance(is_clipped)
+        counts = {layer.name: sum(worker[layer.name].count for worker in workers) for layer in case.layers}
+        open_counts = {layer.name: 0 for layer in case.layers}
+        if case.sparsifier != "top_k":
+            open_counts = {name: sum(int(worker[name].is_open.sum()) for worker in workers) for name in open_counts}
+        errors = {layer.name: sum(squared(worker[layer.name].kept) for worker in workers) / n for layer in case.layers}
+        slack = {
+            layer.name: sum(squared_slack(worker[layer.name], case) for worker in workers) / n for layer in case.layers
+        }
+        bytes_of = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+        for name, value, expected in (
+            ("step", stats.step, step),
+            ("num_workers", stats.num_workers, n),
+            ("num_elements", stats.num_elements, case.num_elements),
+            ("non_finite", stats.non_finite, non_finite),
+            ("threshold", stats.threshold, self.simulation.threshold),
+            ("dense_bytes", stats.dense_bytes, sum(one.size * bytes_of[one.dtype] for one in case.layers)),
+            ("layers", sorted(stats.layers), sorted(counts) if case.per_layer_stats else []),
+        ):
+            if value != expected:
+                raise Difference(f"step {step}, statistics: {name} is {value!r} instead of {expected!r}")
+        measured = squared_gradient_norm if self.simulation.is_calibrating else 0.0
+        self._require_near(step, "squared_gradient_norm", stats.squared_gradient_norm, measured, tolerance)
+        self._require_near(
+            step, "squared_error", stats.squared_error, sum(errors.values()), tolerance, sum(slack.values())
+        )
+        self._require_count(step, "selected", stats.selected, sum(counts.values()), sum(open_counts.values()))
+        self._require_near(step, "error_norm", stats.error_norm, math.sqrt(stats.squared_error), 1e-12)
+        for name, layer in stats.layers.items():
+            self._require_count(step, f"selected of {name}", layer.selected, counts[name], open_counts[name])
+            self._require_near(
+                step, f"density of {name}", layer.density, layer.selected / n / layer.num_elements, 1e-12
+            )
+            self._require_near(
+                step, f"squared_error of {name}", layer.squared_error, errors[name], tolerance, slack[name]
+            )
+
+    def _check_calibration(self, step: int, squared_gradient_norm: float, threshold_after: float | None) -> None:
+        simulation, case = self.simulation, self.case
+        if not simulation.is_calibrating:
+            return
+        if math.isfinite(squared_gradient_norm):
+            simulation.measured.append(squared_gradient_norm)
+        if simulation.is_calibrating:
+            expected = None
+        else:
+            expected = math.sqrt(
+                sum(simulation.measured) / len(simulation.measured) / (case.density * case.num_elements)
+            )
+        if (threshold_after is None) != (expected is None):
+            raise Difference(f"step {step}: λ is {threshold_after} after calibration instead of {expected}")
+        if expected is not None and threshold_after is not None:
+            self._require_near(step, "calibrated λ", threshold_after, expected, self._norm_tolerance(True))
+            simulation.threshold = threshold_after
+
+    def _norm_tolerance(self, is_clipped: bool) -> float:
+        has_few_bits = is_clipped and self.case.local_clip_norm is not None and self.case.dtype in ("bfloat16", "mixed")
+        return 0.05 if has_few_bits else precision_of(self.case)
+
+    def _require_near(
+        self, step: int, name: str, value: float, expected: float, relative_tolerance: float, slack: float = 0.0
+    ) -> None:
+        is_near = math.isclose(value, expected, rel_tol=relative_tolerance, abs_tol=slack)
+        if not is_near and not (math.isnan(value) and math.isnan(expected)):
+            raise Difference(f"step {step}, statistics: {name} is {value!r} instead of {expected!r}")
+
+    def _require_count(self, step: int, name: str, value: int, expected: int, open_count: int) -> None:
+        if abs(value - expected) > open_count:
+            raise Difference(f"step {step}, statistics: {name} is {value} instead of {expected}")
+
+
+def sum_rounding(sent: list[Tensor], n: int, layer: Layer) -> Tensor:
+    """How far two ways of forming (1/n) Σ_i out_i may be apart.
+
+    Each has at most n − 1 additions and n divisions, and each of those is off by eps/2 of at most Σ_i |out_i|.
+    """
+    eps = torch.finfo(error_dtype(layer)).eps
+    return 2 * (n + 1) * eps * sum(one.abs() for one in sent) / n
+
+
+def require_close(where: str, actual: Tensor, expected: Tensor, tolerance: Tensor) -> None:
+    """Raises a Difference that names the first coordinate that is off by more than the tolerance, 0 for equality."""
+    is_same = (actual == expected) | (actual.isnan() & expected.isnan())
+    is_near = (actual.double() - expected.double()).abs() <= tolerance
+    wrong = (~(is_same | is_near)).nonzero().flatten()
+    if wrong.numel():
+        index = int(wrong[0])
+        raise Difference(
+            f"{where}[{index}]: {actual[index].item()!r} instead of {expected[index].item()!r}, "
+            f"tolerance {tolerance[index].item():.3g}; {wrong.numel()} of {actual.numel()} differ"
+        )

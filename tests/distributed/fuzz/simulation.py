@@ -1,0 +1,234 @@
+"""n workers in plain tensors that know all gradients, by parameter name; uses nothing of the package."""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tests.distributed.fuzz.case import WIRES, Case, Layer, gradient_of, own_threshold
+
+
+@dataclass
+class Sent:
+    """One worker's layer in one step of the simulation.
+
+    Attributes:
+        compensated: p.
+        sent: out, zeros where nothing is sent.
+        kept: e', before a step is taken back.
+        is_sent: what is selected.
+        is_open: where the worker may have selected or not, and nothing tells which.
+        rounding: how far p may be off: 0, or what a clipping factor's last bits change.
+        count: k.
+    """
+
+    compensated: Tensor
+    sent: Tensor
+    kept: Tensor
+    is_sent: Tensor
+    is_open: Tensor
+    rounding: Tensor
+    count: int
+
+
+@dataclass
+class Simulation:
+    """n workers in plain tensors.
+
+    Attributes:
+        errors: e, by worker and name.
+        threshold: λ of layers without one of their own; 0 while it is being calibrated, None for Top-k.
+    """
+
+    case: Case
+    errors: list[dict[str, Tensor]] = field(init=False)
+    threshold: float | None = field(init=False)
+    last_rates: list[float | None] = field(default_factory=lambda: [None, None])
+    measured: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.errors = [
+            {layer.name: torch.zeros(layer.size, dtype=error_dtype(layer)) for layer in self.case.layers}
+            for _ in range(self.case.num_workers)
+        ]
+        self.threshold = {"threshold": self.case.threshold, "density": 0.0, "top_k": None}[self.case.sparsifier]
+
+    @property
+    def is_calibrating(self) -> bool:
+        is_enough = len(self.measured) >= self.case.calibration_steps and sum(self.measured) > 0
+        return self.case.sparsifier == "density" and not is_enough
+
+    def step(
+        self, step: int, scale: float | None, actual: list[dict[str, Tensor]]
+    ) -> tuple[list[dict[str, Sent]], float]:
+        """Returns what every worker sends, by name, and (1/n) Σ_i ‖g_i‖².
+
+        Args:
+            step: which.
+            scale: S.
+            actual: the workers' residuals after the step, asked only where a coordinate may go either way: equal
+                magnitudes in Top-k, or λ closer than the last bits of a clipping factor.
+        """
+        ratios = self._ratios(step)
+        compensated: list[list[tuple[Tensor, Tensor, bool]]] = []
+        squared_norm, is_finite = 0.0, True
+        for worker in range(self.case.num_workers):
+            gradients = self._gradients(step, worker, scale)
+            precision = self._clip(gradients, scale)
+            squared_norm += sum(squared(one) for one in gradients.values()) / (scale or 1.0) ** 2
+            is_finite &= all(bool(one.isfinite().all()) for one in gradients.values())
+            errors = [
+                self.errors[worker][layer.name] * ratios[index % 2] for index, layer in enumerate(self.case.layers)
+            ]
+            compensated.append(
+                [
+                    (*_compensate(layer, error, gradients.get(layer.name), scale, precision), layer.name in gradients)
+                    for layer, error in zip(self.case.layers, errors, strict=True)
+                ]
+            )
+        # A step that is taken back leaves p, whatever was sent.
+        tells = self.case.error_feedback != "none" and (scale is None or is_finite)
+        workers = [
+            {
+                layer.name: self._send(layer, *one, residuals[layer.name] if tells else None)
+                for layer, one in zip(self.case.layers, of_worker, strict=True)
+            }
+            for of_worker, residuals in zip(compensated, actual, strict=True)
+        ]
+        return workers, squared_norm / self.case.num_workers
+
+    def threshold_of(self, name: str) -> float:
+        own = own_threshold(self.case, name)
+        return (self.threshold or 0.0) if own is None else own
+
+    def _ratios(self, step: int) -> list[float]:
+        ratios = [1.0, 1.0]
+        if self.case.error_feedback == "learning_rate":
+            for group, rate in enumerate(self.case.rates[step]):
+                if rate != 0:
+                    last = self.last_rates[group]
+                    ratios[group] = 1.0 if last is None else last / rate
+                    self.last_rates[group] = rate
+        return ratios
+
+    def _gradients(self, step: int, worker: int, scale: float | None) -> dict[str, Tensor]:
+        """The sums over a step's backwards of S · g, of the layers that were reached."""
+        gradients: dict[str, Tensor] = {}
+        for micro in self.case.backwards(step):
+            for index, layer in enumerate(self.case.layers):
+                if self.case.uses(step, micro, worker, index):
+                    one = gradient_of(self.case, step, micro, worker, index)
+                    one = one if scale is None else one * torch.tensor(scale, dtype=one.dtype)
+                    gradients[layer.name] = gradients[layer.name] + one if layer.name in gradients else one
+        return gradients
+
+    def _clip(self, gradients: dict[str, Tensor], scale: float | None) -> float:
+        """Clips in place; returns how precise that is, relatively: a norm depends on how it is summed."""
+        if self.case.local_clip_norm is None:
+            return 0.0
+        norm = math.sqrt(sum(squared(one) for one in gradients.values())) / (scale or 1.0)
+        factor = self.case.local_clip_norm / (norm + 1e-6)
+        if factor > 1.001:
+            return 0.0
+        for one in gradients.values():
+            one.mul_(min(factor, 1.0) if math.isfinite(norm) else 0.0)
+        return precision_of(self.case)
+
+    def _send(self, layer: Layer, p: Tensor, rounding: Tensor, is_used: bool, actual: Tensor | None) -> Sent:
+        is_sent = is_open = torch.zeros(layer.size, dtype=torch.bool)
+        count = 0
+        if is_used:
+            is_sent, is_open, count = self._select(layer, p, rounding)
+        rounded = round_values(p, self.case.value_dtype)
+        if actual is not None:
+            # Where it may go either way the worker's residual tells: nearer to p it was kept.
+            was_sent = (actual - (p - rounded)).abs() < (actual - p).abs()
+            followed = torch.where(is_open, was_sent, is_sent)
+            if self.case.sparsifier != "top_k":
+                count += int(followed.sum()) - int(is_sent.sum())
+            is_sent, is_open = followed, torch.zeros_like(is_open)
+        rest = p - rounded
+        kept = torch.where(is_sent, torch.where(rest.isfinite(), rest, 0.0), p)
+        if self.case.error_feedback == "none":
+            kept = torch.zeros_like(p)
+        sent = torch.where(is_sent, rounded, torch.zeros_like(p))
+        return Sent(p, sent, kept, is_sent, is_open, rounding, count)
+
+    def _select(self, layer: Layer, p: Tensor, rounding: Tensor) -> tuple[Tensor, Tensor, int]:
+        magnitude = p.abs().double()
+        if self.case.sparsifier != "top_k":
+            threshold = self.threshold_of(layer.name)
+            is_sent = ~(magnitude < threshold)
+            return is_sent, ((magnitude - threshold).abs() <= rounding) & (rounding > 0), int(is_sent.sum())
+        is_bad = ~magnitude.isfinite()
+        room = max(1, int(self.case.density * layer.size)) - int(is_bad.sum())
+        if room <= 0:
+            return is_bad, torch.zeros_like(is_bad), int(is_bad.sum())
+        finite = magnitude.masked_fill(is_bad, -1.0)
+        smallest = finite.sort(descending=True).values[room - 1]
+        is_sent = is_bad | (finite >= smallest)
+        slack = 2 * rounding.double().amax()
+        is_open = (finite - smallest).abs() <= slack
+        if not slack and int(is_sent.sum()) == room + int(is_bad.sum()):
+            is_open = torch.zeros_like(is_bad)  # no two of the same magnitude there
+        return is_sent, is_open, room + int(is_bad.sum())
+
+
+def squared(values: Tensor) -> float:
+    return float(values.double().square().sum())
+
+
+def _compensate(
+    layer: Layer, error: Tensor, gradient: Tensor | None, scale: float | None, precision: float
+) -> tuple[Tensor, Tensor]:
+    """Returns p, and how far it may be off."""
+    if gradient is None:
+        return error, torch.zeros_like(error)
+    g = gradient.to(error.dtype)
+    g = g if scale is None else g / torch.tensor(scale, dtype=g.dtype)
+    p = error + g
+    if not precision:
+        return p, torch.zeros_like(p)
+    ulps = 2 * torch.finfo(error.dtype).eps * (p.abs() + error.abs())
+    return p, (relative(layer, precision) * g.abs() + ulps).nan_to_num(0.0, 0.0)
+
+
+def squared_slack(one: Sent, case: Case) -> float:
+    """How far ‖e'‖² may be off where p or what is sent is: |‖e + δ‖² − ‖e‖²| <= 2 ‖e‖ ‖δ‖ + ‖δ‖²."""
+    if case.error_feedback == "none":
+        return 0.0
+    off = torch.where(one.rounding > 0, one.rounding + wire_quantum(one.compensated, case.value_dtype), 0.0)
+    off += torch.where(one.is_open, one.compensated.abs(), 0.0)
+    return 2 * math.sqrt(squared(one.kept) * squared(off)) + squared(off)
+
+
+def error_dtype(layer: Layer) -> torch.dtype:
+    return torch.float64 if layer.dtype == "float64" else torch.float32
+
+
+def precision_of(case: Case) -> float:
+    """How well squared norms are known, relatively: sums of 1,024 float32 squares, or of float64."""
+    return 1e-12 if case.dtype == "float64" else 1e-5
+
+
+def relative(layer: Layer, precision: float) -> float:
+    """How well a clipped gradient is known: a bfloat16 has 8 bits, and the factor may have as few."""
+    return 2.0**-6 if layer.dtype == "bfloat16" else precision
+
+
+def round_values(values: Tensor, value_dtype: str) -> Tensor:
+    """Returns what arrives of values; finite ones stay finite."""
+    if value_dtype not in WIRES:
+        return values
+    largest = torch.finfo(WIRES[value_dtype]).max
+    limited = torch.where(values.isinf(), values, values.clamp(-largest, largest))
+    return limited.to(WIRES[value_dtype]).to(values.dtype)
+
+
+def wire_quantum(values: Tensor, value_dtype: str) -> Tensor:
+    """How far apart what two near values round to may be."""
+    if value_dtype not in WIRES:
+        return torch.zeros_like(values)
+    info = torch.finfo(WIRES[value_dtype])
+    return (info.eps * values.abs().clamp(max=info.max) + info.smallest_normal * info.eps).nan_to_num(0.0)
