@@ -81,7 +81,7 @@ class WholeFileCheckpointIO(TorchCheckpointIO):
 def collect(state: SparseState, workers: Workers, residual_checkpoint: ResidualCheckpoint) -> dict[str, Any] | None:
     """Returns what a checkpoint should hold of all workers, on the first one; None on the others. Collective.
 
-    The first worker needs the memory of the content, and with ``"mean"`` of one worker's residuals beside it. Later
+    The first worker needs the memory of the content, and beside it little more than the largest parameter's. Later
     steps do not change the tensors, so they may be written while training goes on.
 
     Args:
@@ -89,20 +89,13 @@ def collect(state: SparseState, workers: Workers, residual_checkpoint: ResidualC
         workers: all of them.
         residual_checkpoint: see :class:`CheckpointOptions`.
     """
+    own = dict(sorted(state.residuals.layers().items()))
     residuals: list[Residuals] | Residuals = {}
-    if residual_checkpoint != "none":
-        own = state.residuals.state_dict()
-        names = sorted(own)
-        total: Residuals = {}
-        everyone: list[Residuals] = []
-        for part in workers.gather_to_first([own[name] for name in names]):
-            of_rank = dict(zip(names, part, strict=True))
-            if residual_checkpoint == "full":
-                everyone.append(of_rank)
-            else:
-                total = {name: total[name] + one.double() if total else one.double() for name, one in of_rank.items()}
-        mean = {name: (one / workers.num_workers).to(own[name].dtype) for name, one in total.items()}
-        residuals = everyone if residual_checkpoint == "full" else mean
+    if residual_checkpoint == "full":
+        residuals = [dict(zip(own, part, strict=True)) for part in workers.gather_to_first(list(own.values()))]
+    elif residual_checkpoint == "mean":
+        means = ((name, _mean_on_first(one, workers)) for name, one in own.items())
+        residuals = {name: mean for name, mean in means if workers.rank == 0}
     if workers.rank != 0:
         return None
     return {
@@ -111,6 +104,14 @@ def collect(state: SparseState, workers: Workers, residual_checkpoint: ResidualC
         "shared": state.shared_state(),
         "residuals": residuals,
     }
+
+
+def _mean_on_first(residual: Tensor, workers: Workers) -> Tensor:
+    """Returns the mean over the workers on the first one, on the CPU; what others get is undefined. Collective."""
+    total = residual.double()
+    total = total.clone() if total is residual else total
+    workers.sum_on_first(total)
+    return total.div_(workers.num_workers).to("cpu", residual.dtype)
 
 
 def restore(

@@ -48,6 +48,10 @@ class ResidualMemory:
         self._buckets[index] = (layout, flat)
         return flat
 
+    def layers(self) -> dict[str, Tensor]:
+        """Returns every parameter's residual by name, flat: the memory itself, which the next step changes."""
+        return dict(self._layers)
+
     def state_dict(self) -> dict[str, Tensor]:
         """Returns every parameter's residual by name, flat, as copies that later steps do not change."""
         return {name: residual.clone() for name, residual in self._layers.items()}

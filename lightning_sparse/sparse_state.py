@@ -148,6 +148,35 @@ class SparseState:
         """Elements of every parameter that has a residual, by name."""
         return {name: one.numel() for one, name in self._parameter_names.items() if one.requires_grad}
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns all that this worker needs to go on exactly, for loops without a Trainer: save one file a worker.
+
+        Plain containers and copies, which ``torch.load(weights_only=True)`` reads. Not collective.
+        """
+        return {
+            "world_size": self.workers.num_workers,
+            "rank": self.workers.rank,
+            "shared": self.shared_state(),
+            "residuals": self.residuals.state_dict(),
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Continues from what :meth:`state_dict` returned on the worker of the same rank, before the first step.
+
+        Raises:
+            RuntimeError: it is of another rank or of another number of workers. (For that, average the residuals of all
+                files: their mean on every worker keeps the pending update.)
+        """
+        here = {"world_size": self.workers.num_workers, "rank": self.workers.rank}
+        if {name: saved[name] for name in here} != here:
+            raise RuntimeError(
+                f"This state is of rank {saved['rank']} of {saved['world_size']} workers, and this is rank "
+                f"{here['rank']} of {here['world_size']}. Load the file of the same rank, or give "
+                "residuals.load_state_dict the mean of all files' residuals."
+            )
+        self.load_shared_state(saved["shared"], same_world_size=True)
+        self.residuals.load_state_dict(saved["residuals"])
+
     def shared_state(self) -> dict[str, Any]:
         """Returns all that is the same on every worker and changes from step to step, in plain containers."""
         threshold = self.sparsifier.threshold if isinstance(self.sparsifier, HardThreshold) else None

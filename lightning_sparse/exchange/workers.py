@@ -25,6 +25,10 @@ class Pending:
             work.wait()
 
 
+MESSAGE_BYTES = 2**26
+"""Of tensors that are gathered for a checkpoint: enough for a network to be busy, and little beside a model."""
+
+
 @dataclass(frozen=True)
 class Workers:
     """The process group of an exchange and what follows from it.
@@ -78,29 +82,34 @@ class Workers:
     def gather_to_first(self, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         """Yields every worker's tensors on the first worker, in rank order, on the CPU; nothing on others. Collective.
 
-        One rank at a time: the first worker needs no memory beyond what it keeps of the results, others that of their
-        own tensors once more.
+        One rank at a time and some tensors at a time: beyond what it keeps of the results the first worker needs
+        MESSAGE_BYTES of memory, or the largest tensor's, and others as much.
 
         Args:
             tensors: flat, of the same sizes and dtypes on every worker.
+
+        Returns:
+            Copies, which no later change of the tensors concerns.
         """
         if self.rank == 0:
-            yield [tensor.cpu() for tensor in tensors]
-        dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
-        groups = [[place for place, one in enumerate(tensors) if one.dtype == dtype] for dtype in dtypes]
+            yield [tensor.detach().to("cpu", copy=True) for tensor in tensors]
         for source in range(1, self.num_workers):
-            received: dict[int, Tensor] = {}
-            for places in groups:
+            received: list[Tensor] = []
+            for some in _messages(tensors):
                 if self.rank == source:
-                    flat = torch.cat([tensors[place] for place in places])
-                    dist.send(flat, self._global_ranks[0], group=self.group)
+                    dist.send(torch.cat(some), self._global_ranks[0], group=self.group)
                 elif self.rank == 0:
-                    sizes = [tensors[place].numel() for place in places]
-                    flat = tensors[places[0]].new_empty(sum(sizes))
+                    sizes = [tensor.numel() for tensor in some]
+                    flat = some[0].new_empty(sum(sizes))
                     dist.recv(flat, self._global_ranks[source], group=self.group)
-                    received |= dict(zip(places, torch.split(flat.cpu(), sizes), strict=True))
+                    received += torch.split(flat.cpu(), sizes)
             if self.rank == 0:
-                yield [received[place] for place in range(len(tensors))]
+                yield received
+
+    def sum_on_first(self, tensor: Tensor) -> None:
+        """Sums a tensor over the workers, in place on the first one; what others have then is undefined. Collective."""
+        if self.num_workers > 1:
+            dist.reduce(tensor, self._global_ranks[0], group=self.group)
 
     def _sends_messages(self, tensor: Tensor) -> bool:
         return tensor.device.type == "cpu" and "cpu:gloo" in self._backends
@@ -122,3 +131,16 @@ class Workers:
         works += [dist.isend(parts[other], self._global_ranks[other], group=self.group) for other in others]
         places[self.rank].copy_(parts[self.rank])
         return Pending(works)
+
+
+def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors that follow each other and go together: of one dtype, and of MESSAGE_BYTES at most if several."""
+    some: list[Tensor] = []
+    for tensor in tensors:
+        together = sum(one.nbytes for one in some) + tensor.nbytes
+        if some and (tensor.dtype != some[0].dtype or together > MESSAGE_BYTES):
+            yield some
+            some = []
+        some.append(tensor)
+    if some:
+        yield some

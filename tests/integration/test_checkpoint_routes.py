@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -128,6 +129,37 @@ def test_later_steps_do_not_change_what_was_collected() -> None:
     (before, after), _ = run_workers(_collect_and_go_on, 2)
     assert any(one.any() for one in before[0].values())
     assert_equal(before, after)
+
+
+def _peak_while_collecting(kind: str) -> tuple[int, int]:
+    """By how many bytes a worker's memory grows at most, and how large the content is."""
+    model = DistributedDataParallel(torch.nn.Linear(2, 2))
+    state = register_comm_hook(model, HardThreshold(0.02))
+    state.residuals.load_state_dict({f"layers.{index}": torch.ones(MILLION) for index in range(25)})
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = memory("VmHWM")
+    content = collect(state, state.workers, kind)
+    grown = memory("VmHWM") - before
+    residuals = [] if content is None else content["residuals"]
+    of_workers = residuals if isinstance(residuals, list) else [residuals]
+    return grown, sum(one.nbytes for of_worker in of_workers for one in of_worker.values())
+
+
+MILLION = 1_000_000
+
+
+def memory(name: str) -> int:
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)]
+    return 1024 * int(line.split()[1])
+
+
+@pytest.mark.parametrize(("kind", "copies"), [("full", 3), ("mean", 1)])
+def test_gathering_residuals_needs_less_than_one_workers_beyond_the_content(kind: str, copies: int) -> None:
+    of_one_worker = 25 * 4 * MILLION
+    for rank, (grown, content) in enumerate(run_workers(_peak_while_collecting, 3, kind)):
+        assert content == (copies * of_one_worker if rank == 0 else 0)
+        # Messages of 64 MiB, and what a process needs anyway when it first communicates.
+        assert grown - content < 0.85 * of_one_worker
 
 
 class DataForCli(LightningDataModule):

@@ -1,0 +1,73 @@
+"""A loop without a Trainer that saves the hook's state and goes on from it."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse import HardThreshold, register_comm_hook
+from tests.distributed.training import OPTIMIZERS, build_batches, build_model
+from tests.workers import run_workers
+
+STOP, END = 6, 11
+
+
+def begin(sparsifier):
+    model = DistributedDataParallel(build_model(torch.float32), bucket_cap_mb=0.0005)
+    return model, OPTIMIZERS["adam"](model.parameters()), register_comm_hook(model, sparsifier)
+
+
+def run(model, optimizer, batches):
+    for of_workers in batches:
+        inputs, targets = of_workers[dist.get_rank()]
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+
+
+def everything(model, optimizer, state):
+    return copy.deepcopy([model.module.state_dict(), optimizer.state_dict(), state.state_dict()])
+
+
+def _stop_and_go_on(sparsifier):
+    batches = build_batches(dist.get_world_size(), torch.float32, END)
+    model, optimizer, state = begin(sparsifier)
+    run(model, optimizer, batches[:STOP])
+    file = io.BytesIO()
+    torch.save(everything(model, optimizer, state), file)
+    run(model, optimizer, batches[STOP:])
+    straight = everything(model, optimizer, state)
+
+    model, optimizer, state = begin(sparsifier)
+    file.seek(0)
+    of_model, of_optimizer, of_state = torch.load(file, weights_only=True)
+    model.module.load_state_dict(of_model)
+    optimizer.load_state_dict(of_optimizer)
+    state.load_state_dict(of_state)
+    run(model, optimizer, batches[STOP:])
+    return straight, everything(model, optimizer, state)
+
+
+@pytest.mark.parametrize("sparsifier", [HardThreshold(0.2), HardThreshold(density=0.05, calibration_steps=8)])
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_a_loop_that_stops_and_goes_on_equals_one_that_does_not(num_workers, sparsifier):
+    for straight, resumed in run_workers(_stop_and_go_on, num_workers, sparsifier):
+        assert any(one.any() for one in straight[2]["residuals"].values())
+        for one, other in zip(straight, resumed, strict=True):
+            if "shared" in one:
+                assert one.pop("shared") == other.pop("shared")
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def _of_the_other_worker():
+    *_, state = begin(HardThreshold(0.2))
+    saved = state.state_dict() | {"rank": 1 - dist.get_rank()}
+    with pytest.raises(RuntimeError, match=r"This state is of rank \d of 2 workers, and this is rank \d of 2"):
+        state.load_state_dict(saved)
+
+
+def test_the_file_of_another_worker_is_refused():
+    run_workers(_of_the_other_worker, 2)
