@@ -35,7 +35,7 @@ def run_workers(
         timeout: seconds for all of them together.
     """
     with tempfile.TemporaryDirectory() as folder:
-        port = _free_port()
+        port = free_port()
         processes = [
             _context.Process(target=_work, args=(function, args, rank, num_workers, folder, port, process_group))
             for rank in range(num_workers)
@@ -72,14 +72,7 @@ def _work(
     port: int,
     process_group: bool,
 ) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "NODE_RANK": "0",
-        "WORLD_SIZE": str(num_workers),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    os.environ |= environment_of(rank, num_workers, port)
     torch.set_num_threads(1)
     try:
         if process_group:
@@ -92,7 +85,20 @@ def _work(
         os._exit(1)
 
 
-def _free_port() -> int:
+def environment_of(rank: int, num_workers: int, port: int) -> dict[str, str]:
+    """Returns what torchrun tells a worker on a machine of its own."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "NODE_RANK": "0",
+        "WORLD_SIZE": str(num_workers),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def free_port() -> int:
+    """Returns a port of this machine that nobody uses at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

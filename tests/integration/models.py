@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -217,3 +218,18 @@ def gradients(model: nn.Module, loss: Callable[[], Tensor]) -> dict[str, Tensor]
         name: torch.zeros_like(parameter).flatten() if parameter.grad is None else parameter.grad.flatten().clone()
         for name, parameter in model.named_parameters()
     }
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    """To the last bit, in tensors and in nests of them."""
+    torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+class ScaledPrecision(MixedPrecision):
+    """Scales the loss and computes in float32.
+
+    On a CPU Lightning turns 16-mixed into bf16-mixed, which has no scaler; a plugin with one of its own keeps it.
+    """
+
+    def autocast_context_manager(self) -> torch.autocast:
+        return torch.autocast("cpu", enabled=False)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 
+import lightning_sparse.comm_hook
 from lightning_sparse import DDPHardThresholdStrategy
 from tests.integration.models import Classifier, data, quiet_trainer
 from tests.workers import run_workers
@@ -28,6 +29,11 @@ def double(model: LightningModule) -> None:
     model.last.double()
 
 
+def older(model: LightningModule) -> None:
+    """Not the model but the package: the second worker has another version."""
+    lightning_sparse.comm_hook.__version__ = "0.0.1"
+
+
 def _start(change: Any, options: dict[str, Any]) -> str:
     """The second worker has another model, or other options; returns what it is told."""
     is_different = os.environ["RANK"] == "1"
@@ -47,6 +53,7 @@ def _start(change: Any, options: dict[str, Any]) -> str:
         (longer, {}, "parameter another.weight: rank 0: None, rank 1: '[3, 3], torch.float32'"),
         (frozen, {}, "parameter first.bias: rank 0: '[40], torch.float32', rank 1: '[40], torch.float32, frozen'"),
         (double, {}, "parameter last.bias: rank 0: '[3], torch.float32', rank 1: '[3], torch.float64'"),
+        (older, {}, f"lightning_sparse: rank 0: '{lightning_sparse.__version__}', rank 1: '0.0.1'"),
         (None, {"threshold": 0.2}, "threshold: rank 0: 0.1, rank 1: 0.2"),
         (None, {"exchange": "dense"}, "exchange: rank 0: 'auto', rank 1: 'dense'"),
         (None, {"bucket_cap_mb": 1}, "bucket_bytes_cap: rank 0: 26214400, rank 1: 1048576"),

@@ -18,6 +18,7 @@ from tests.integration.models import (
     Classifier,
     Recorder,
     adam,
+    assert_equal,
     data,
     nesterov,
     quiet_trainer,
@@ -139,10 +140,6 @@ def run(num_workers: int, case: dict[str, Any], max_steps: int, save: Any = None
     return run_workers(
         _fit, num_workers, case, max_steps, save, str(resume) if resume else None, options, process_group=False
     )
-
-
-def assert_equal(one: Any, other: Any) -> None:
-    torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("num_workers", [2, 3])

@@ -16,7 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import HardThreshold, register_comm_hook
 from lightning_sparse.checkpoint import collect
-from tests.integration.models import SMALL_BUCKETS_MB, Classifier, Recorder, clones, nesterov, quiet_trainer
+from tests.integration.models import (
+    SMALL_BUCKETS_MB,
+    Classifier,
+    Recorder,
+    assert_equal,
+    clones,
+    nesterov,
+    quiet_trainer,
+)
 from tests.integration.test_checkpoint import (
     CASES,
     END,
@@ -24,7 +32,6 @@ from tests.integration.test_checkpoint import (
     ResumableData,
     SaveAt,
     WithSchedule,
-    assert_equal,
     fit,
     make_strategy,
     run,

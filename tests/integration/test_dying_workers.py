@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,8 +29,8 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lightning_sparse import HardThreshold, SparseDDPStrategy
 from lightning_sparse.sparsifiers import LayerLayout, Selection, Sparsifier
-from tests.integration.models import SMALL_BUCKETS_MB, Recorder, clones, quiet_trainer
-from tests.workers import run_workers
+from tests.integration.models import SMALL_BUCKETS_MB, Recorder, assert_equal, clones, quiet_trainer
+from tests.workers import environment_of, free_port, run_workers
 
 PROJECT = Path(__file__).parents[2]
 GROUP_TIMEOUT = 15.0
@@ -312,7 +311,7 @@ def workers(num_workers: int, folder: Path, function: Callable[..., Any], *args:
     """Starts ``function(*args)`` in every worker, and leaves none behind."""
     started = Workers(folder)
     context = multiprocessing.get_context("forkserver")  # the one that tests.workers has prepared
-    port = _free_port()
+    port = free_port()
     try:
         for rank in range(num_workers):
             process = context.Process(target=_work, args=(rank, num_workers, port, str(folder), function, args))
@@ -334,24 +333,6 @@ def _work(rank: int, num_workers: int, port: int, folder: str, function: Callabl
     os.environ |= environment_of(rank, num_workers, port)
     torch.set_num_threads(1)
     function(*args)
-
-
-def environment_of(rank: int, num_workers: int, port: int) -> dict[str, str]:
-    """What torchrun tells a worker."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "NODE_RANK": "0",
-        "WORLD_SIZE": str(num_workers),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # A terminal's SIGINT, as above. Threads as in the workers of run_workers, for the same bits.
@@ -480,7 +461,7 @@ def test_an_error_in_the_hook_ends_whole_python_processes(tmp_path: Path) -> Non
     # Processes of a fork server leave without taking the interpreter and its process group down; a script does not.
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, str(tmp_path / "train.py"), "die_in_a_script", "hook", "raise"]
-    port, processes = _free_port(), []
+    port, processes = free_port(), []
     try:
         for rank in range(2):
             with (tmp_path / f"output of {rank}").open("w") as output:
@@ -521,10 +502,6 @@ def train_and_record(folder: str, max_steps: str, every: str, death: str) -> Non
 
 def recorded(folder: Path, num_workers: int) -> list[dict[str, Any]]:
     return [torch.load(folder / f"result of {rank}", weights_only=True) for rank in range(num_workers)]
-
-
-def assert_equal(one: Any, other: Any) -> None:
-    torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 def test_a_run_that_torchrun_restarts_ends_like_one_that_nobody_died_in(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.network_lab import INTERFACE, NetworkLab
 from lightning_sparse import DDPHardThresholdStrategy, StepStats
-from tests.integration.models import clones, nesterov, quiet_trainer
+from tests.integration.models import assert_equal, clones, nesterov, quiet_trainer
 from tests.workers import run_workers
 
 PROJECT = Path(__file__).parents[2]
@@ -153,10 +153,6 @@ def assert_only_time_differs(results: list[dict[str, Any]]) -> None:
         assert_equal(one["residuals"], other["residuals"])
         assert_equal(one["weights"], other["weights"])
         assert_equal(one["weights"], results[0]["weights"])
-
-
-def assert_equal(one: Any, other: Any) -> None:
-    torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 def wait_for(condition: Callable[[], bool], training: Future[Any], timeout: float = 60.0) -> None:

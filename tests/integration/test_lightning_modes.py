@@ -17,7 +17,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
@@ -29,6 +28,7 @@ from tests.integration.models import (
     ClassifierWithUnusedLayer,
     ManualClassifier,
     Recorder,
+    ScaledPrecision,
     TwoPlayers,
     TwoPlayersZeroingFirst,
     adam,
@@ -425,13 +425,6 @@ def _train_with_loss_scale() -> tuple[Run, Run, float]:
     plugin = ScaledPrecision("16-mixed", "cpu", scaler=scaler)
     scaled = train(Classifier, {"threshold": 0.05}, {"plugins": [plugin]})
     return scaled, train(Classifier, {"threshold": 0.05}), scaler.get_scale()
-
-
-class ScaledPrecision(MixedPrecision):
-    """Scales the loss and computes in float32."""
-
-    def autocast_context_manager(self) -> torch.autocast:
-        return torch.autocast("cpu", enabled=False)
 
 
 def test_a_single_worker_keeps_and_sends_as_many_do() -> None:

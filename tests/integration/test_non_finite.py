@@ -13,13 +13,12 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
-from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_sparse import DDPHardThresholdStrategy, SparseDDPStrategy, TopK
-from tests.integration.models import SMALL_BUCKETS_MB, Classifier, clones, nesterov, quiet_trainer
+from tests.integration.models import SMALL_BUCKETS_MB, Classifier, ScaledPrecision, clones, nesterov, quiet_trainer
 from tests.workers import run_workers
 
 BAD_STEP, BAD_RANK, STEPS = 3, 1, 6
@@ -75,13 +74,6 @@ class Watch(Callback):
         if state is not None:
             self.residuals.append(state.residuals.state_dict())
             self.non_finite.append(state.last_step.non_finite)
-
-
-class ScaledPrecision(MixedPrecision):
-    """The real scaler, and float32: on a CPU Lightning turns 16-mixed into bf16-mixed, which has none."""
-
-    def autocast_context_manager(self) -> torch.autocast:
-        return torch.autocast("cpu", enabled=False)
 
 
 def make_strategy(kind: str, **options: Any) -> DDPStrategy:
