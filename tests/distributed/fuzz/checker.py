@@ -161,13 +161,14 @@ class Checker:
         average = total / n
         # Two terms have one sum. Of more, the routes with an all-reduce add in an order of their own.
         is_exact = n <= 2 or case.exchange in ("gather", "reduce_scatter") or case.workers_per_node == 2
-        tolerance = torch.zeros_like(average, dtype=torch.float64)
-        if not is_exact:
-            tolerance += sum_rounding([one.double() for one in sent], n, layer)
+        off = torch.zeros_like(average, dtype=torch.float64)
         for one in workers:
             quantum = torch.where(one.rounding > 0, wire_quantum(one.compensated, case.value_dtype), 0.0)
-            tolerance += (one.rounding + quantum).double() / n
-        tolerance = torch.where(tolerance > 0, tolerance + DTYPE_ROUNDING[layer.dtype] * average.double().abs(), 0.0)
+            off += (one.rounding + quantum).double() / n
+        # A term that is off by its last bits also makes sums with larger terms round otherwise.
+        rounding = sum_rounding([one.double() for one in sent], n, layer)
+        rounding += DTYPE_ROUNDING[layer.dtype] * average.double().abs()
+        tolerance = torch.where((off > 0) | (not is_exact), off + rounding, 0.0)
         if scale is not None:
             average, tolerance = average * torch.tensor(scale, dtype=average.dtype), tolerance * scale
         is_known = ~torch.stack([one.is_open for one in workers]).any(0)
