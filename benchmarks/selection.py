@@ -30,7 +30,7 @@ from benchmarks import report
 from lightning_sparse.block_filter import BlockFilter
 from lightning_sparse.fused_threshold import FusedThreshold, is_available
 from lightning_sparse.payload import PayloadFormat, round_to_wire
-from lightning_sparse.residual import compensate, keep_rest
+from lightning_sparse.residual import Residual, compensate, keep_rest
 from lightning_sparse.sparsifiers import HardThreshold, LayerLayout
 
 RESNET_18 = 11_173_962
@@ -67,8 +67,13 @@ def ways(gradient: Tensor, selected: int, wire_dtype: torch.dtype) -> dict[str, 
     compensated = torch.empty_like(gradient)
     payload_format = PayloadFormat(size, wire_dtype)
 
+    new_residual = torch.empty_like(gradient)
+
+    def two(residual: Tensor) -> Residual:
+        return Residual(residual, new_residual)
+
     def plain(residual: Tensor) -> None:
-        indices, values = sparsifier.select(compensate(residual, gradient), layout)
+        indices, values = sparsifier.select(compensate(Residual(residual, residual), gradient), layout)
         keep_rest(residual, indices, round_to_wire(values, wire_dtype))
 
     def topk(residual: Tensor) -> Tensor:
@@ -78,17 +83,23 @@ def ways(gradient: Tensor, selected: int, wire_dtype: torch.dtype) -> dict[str, 
     if gradient.device.type == "cpu":
         found["floor"] = (lambda residual: torch.add(residual, gradient, out=compensated)), 12 * size
         blocks = BlockFilter()
-        found["take_out"] = (lambda residual: blocks.take_out(residual, gradient, runs, None, wire_dtype)), 12 * size
-        masked = (lambda residual: blocks.take_out_masked(residual, gradient, runs, None, wire_dtype, out)), 16 * size
+        found["take_out"] = (
+            (lambda residual: blocks.take_out(two(residual), gradient, runs, None, wire_dtype)),
+            12 * size,
+        )
+        masked = (
+            (lambda residual: blocks.take_out_masked(two(residual), gradient, runs, None, wire_dtype, out)),
+            16 * size,
+        )
     else:
         fused = FusedThreshold()
         payload = torch.zeros(payload_format.payload_bytes(selected), dtype=torch.uint8, device=gradient.device)
         _, counts, values, offsets = payload_format.parts(payload)
         into = {"counts": counts, "values": values, "offsets": offsets, "loss_scale": None}
         found["floor"] = compensated.copy_, 8 * size
-        found["take_out"] = (lambda residual: fused.select(residual, gradient, runs, **into)), 12 * size
+        found["take_out"] = (lambda residual: fused.select(two(residual), gradient, runs, **into)), 12 * size
         options = {"loss_scale": None, "out": out, "wire_dtype": wire_dtype}
-        masked = (lambda residual: fused.mask(residual, gradient, runs, **options)), 16 * size
+        masked = (lambda residual: fused.mask(two(residual), gradient, runs, **options)), 16 * size
     # Beyond the vectors themselves: a coordinate is written once into a payload.
     found["take_out"] = found["take_out"][0], 12 * size + selected * payload_format.coordinate_bytes
     return {**found, "take_out_masked": masked, "plain": (plain, 12 * size), "topk": (topk, 4 * size)}

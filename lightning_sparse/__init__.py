@@ -8,7 +8,7 @@ from lightning_sparse.callbacks import DensityMonitor, ErrorMonitor
 from lightning_sparse.comm_hook import register_comm_hook
 from lightning_sparse.metrics import AverageDensity, TotalError
 from lightning_sparse.sparse_state import SparseState
-from lightning_sparse.sparsifiers import HardThreshold, Sparsifier, TopK
+from lightning_sparse.sparsifiers import HardThreshold, LayerLayout, Selection, Sparsifier, TopK
 from lightning_sparse.step_stats import StepStats
 from lightning_sparse.strategy import DDPHardThresholdStrategy, SparseDDPStrategy, register_strategies
 from lightning_sparse.threshold_rules import paper_threshold
@@ -19,6 +19,8 @@ __all__ = [
     "DensityMonitor",
     "ErrorMonitor",
     "HardThreshold",
+    "LayerLayout",
+    "Selection",
     "SparseDDPStrategy",
     "SparseState",
     "Sparsifier",

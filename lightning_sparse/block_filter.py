@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.payload import round_to_wire
-from lightning_sparse.residual import keep_rest
+from lightning_sparse.residual import Residual, keep_rest
 from lightning_sparse.sparsifiers import Selection, ThresholdRun
 
 CHUNK_ELEMENTS = 2**18
@@ -33,7 +33,7 @@ EIGHT_TRUE = 0x0101010101010101
 class BlockFilter:
     """Takes the coordinates that reach a threshold out of a bucket on the CPU; holds the buffers for it.
 
-    Both methods form p = e + g / S in the residual's memory, leave e' = p − out there, and come to what
+    Both methods form p = e + g / S in the residual's second tensor, leave e' = p − out there, and come to what
     ``HardThreshold.select`` with ``round_to_wire`` and ``keep_rest`` come to, bit by bit.
     """
 
@@ -46,7 +46,7 @@ class BlockFilter:
 
     def take_out(
         self,
-        residual: Tensor,
+        residual: Residual,
         gradient: Tensor,
         runs: Sequence[ThresholdRun],
         loss_scale: Tensor | None,
@@ -57,7 +57,7 @@ class BlockFilter:
         """Returns what is sent, rounded to the wire dtype.
 
         Args:
-            residual: e, float32 or float64, shape (m,), on the CPU. Becomes e'.
+            residual: e, and where e' is formed; shapes (m,), on the CPU.
             gradient: g in any floating dtype, shape (m,).
             runs: which λ holds where; together they cover the bucket.
             loss_scale: S, one element; None is 1.
@@ -65,17 +65,18 @@ class BlockFilter:
             clears_gradient: whether to leave zeros in the gradient: here it is in the cache, later it is not.
         """
         found = [self._search(residual, gradient, run, loss_scale, clears_gradient) for run in runs]
-        indices = found[0] if len(found) == 1 else torch.cat(found) if found else residual.new_empty(0).long()
-        sent = Selection(indices, round_to_wire(residual.index_select(0, indices), wire_dtype))
-        if wire_dtype == residual.dtype:
-            residual.index_fill_(0, indices, 0.0)
+        after = residual.after
+        indices = found[0] if len(found) == 1 else torch.cat(found) if found else after.new_empty(0).long()
+        sent = Selection(indices, round_to_wire(after.index_select(0, indices), wire_dtype))
+        if wire_dtype == after.dtype:
+            after.index_fill_(0, indices, 0.0)
         else:
-            keep_rest(residual, *sent)
+            keep_rest(after, *sent)
         return sent
 
     def take_out_masked(
         self,
-        residual: Tensor,
+        residual: Residual,
         gradient: Tensor,
         runs: Sequence[ThresholdRun],
         loss_scale: Tensor | None,
@@ -85,7 +86,7 @@ class BlockFilter:
     ) -> list[int]:
         """Writes what is sent into ``out``, with zeros between; returns how many coordinates of each run that is.
 
-        Where a non-finite value was sent, the residual is left NaN: see :func:`repair`.
+        Where a non-finite value was sent, e' is left NaN: see :func:`repair`.
 
         Args:
             residual: as for :meth:`take_out`.
@@ -97,18 +98,20 @@ class BlockFilter:
             divisor: by which ``out`` is divided while it is in the cache; the residual is not concerned.
         """
         counts = []
-        scratch = self._chunk(residual.dtype)
-        is_zero = self.is_zero(residual)
-        is_zero_after = wire_dtype == residual.dtype and all(run.threshold == 0 for run in runs)
+        after = residual.after
+        scratch = self._chunk(after.dtype)
+        was_zero, is_zero = self.is_zero(residual.before), self.is_zero(after)
+        is_zero_after = wire_dtype == after.dtype and all(run.threshold == 0 for run in runs)
         for threshold, start, end in runs:
             count = 0.0
-            for e, g, o in _chunks(start, end, residual, gradient, out):
+            for before, e, g, o in _chunks(start, end, residual.before, after, gradient, out):
                 g = _unscaled(g, loss_scale, e.dtype)
                 if threshold == 0:
-                    is_zero_after &= _send_all(e, g, o, wire_dtype, is_zero=is_zero)
+                    is_zero_after &= _send_all(Residual(before, e), g, o, wire_dtype, was_zero, is_zero)
                 else:
                     # hardshrink keeps what is strictly larger than its argument, and NaN.
-                    torch.ops.aten.hardshrink.out(e.add_(g), _next_below(threshold, e.dtype), out=o)
+                    torch.add(before, g, out=e)
+                    torch.ops.aten.hardshrink.out(e, _next_below(threshold, e.dtype), out=o)
                     # As numbers, which add up faster than booleans.
                     count += torch.ne(o, 0, out=scratch[: o.numel()]).sum().item()
                     if wire_dtype != o.dtype:
@@ -118,7 +121,7 @@ class BlockFilter:
                     o.div_(divisor)
             counts.append(end - start if threshold == 0 else int(count))
         if is_zero_after:
-            self._zeros[id(residual)] = (weakref.ref(residual), residual._version)
+            self._zeros[id(after)] = (weakref.ref(after), after._version)
         return counts
 
     def is_zero(self, residual: Tensor) -> bool:
@@ -127,30 +130,32 @@ class BlockFilter:
         return reference is not None and reference() is residual and residual._version == version
 
     def _search(
-        self, residual: Tensor, gradient: Tensor, run: ThresholdRun, loss_scale: Tensor | None, clears: bool
+        self, residual: Residual, gradient: Tensor, run: ThresholdRun, loss_scale: Tensor | None, clears: bool
     ) -> Tensor:
         """Forms p in a run and returns the places in the bucket where not (abs(p) < λ), ascending."""
         threshold, start, end = run
+        before, after = residual
         if threshold == 0:
-            for e, g in _chunks(start, end, residual, gradient):
-                e.add_(_unscaled(g, loss_scale, e.dtype))
+            for first, e, g in _chunks(start, end, before, after, gradient):
+                torch.add(first, _unscaled(g, loss_scale, e.dtype), out=e)
                 _clear(g, clears)
             return torch.arange(start, end)
         num_blocks = (end - start) // BLOCK_ELEMENTS
         middle = start + num_blocks * BLOCK_ELEMENTS
-        highest, lowest = self._block_extremes(num_blocks, residual.dtype)
-        first = 0
-        for e, g in _chunks(start, middle, residual, gradient):
-            e.add_(_unscaled(g, loss_scale, e.dtype))
+        highest, lowest = self._block_extremes(num_blocks, after.dtype)
+        done = 0
+        for first, e, g in _chunks(start, middle, before, after, gradient):
+            torch.add(first, _unscaled(g, loss_scale, e.dtype), out=e)
             _clear(g, clears)
             blocks = e.view(-1, BLOCK_ELEMENTS)
-            last = first + blocks.shape[0]
-            torch.amax(blocks, 1, out=highest[first:last])
-            torch.amin(blocks, 1, out=lowest[first:last])
-            first = last
-        found = [self._look_closer(residual[start:middle].view(-1, BLOCK_ELEMENTS), highest, lowest, threshold)]
+            last = done + blocks.shape[0]
+            torch.amax(blocks, 1, out=highest[done:last])
+            torch.amin(blocks, 1, out=lowest[done:last])
+            done = last
+        found = [self._look_closer(after[start:middle].view(-1, BLOCK_ELEMENTS), highest, lowest, threshold)]
         if middle < end:
-            tail = residual[middle:end].add_(_unscaled(gradient[middle:end], loss_scale, residual.dtype))
+            g = _unscaled(gradient[middle:end], loss_scale, after.dtype)
+            tail = torch.add(before[middle:end], g, out=after[middle:end])
             _clear(gradient[middle:end], clears)
             found.append((tail.abs() < threshold).logical_not_().nonzero().squeeze(1).add_(middle - start))
         places = torch.cat(found) if len(found) > 1 else found[0]
@@ -198,24 +203,27 @@ class BlockFilter:
         return highest[:num_blocks], lowest[:num_blocks]
 
 
-def _send_all(residual: Tensor, gradient: Tensor, out: Tensor, wire_dtype: torch.dtype, *, is_zero: bool) -> bool:
-    """λ = 0 for one chunk, with no more passes over memory than plain DDP where the residual is zero already.
+def _send_all(
+    residual: Residual, gradient: Tensor, out: Tensor, wire_dtype: torch.dtype, was_zero: bool, is_zero: bool
+) -> bool:
+    """λ = 0 for one chunk, with no more passes over memory than plain DDP where both residuals are zero already.
 
     Returns:
-        Whether the residual is all zeros now, as far as is known.
+        Whether e' is all zeros, as far as is known.
     """
-    if not is_zero:
-        torch.add(residual, gradient, out=out)
+    before, after = residual
+    if not was_zero:
+        torch.add(before, gradient, out=out)
     elif out.data_ptr() != gradient.data_ptr():
         out.copy_(gradient)
     if wire_dtype != out.dtype:
-        residual.copy_(out)
-        residual.sub_(out.copy_(round_to_wire(out, wire_dtype)))
+        after.copy_(out)
+        after.sub_(out.copy_(round_to_wire(out, wire_dtype)))
     elif not math.isfinite(out.sum().item()):
-        torch.sub(out, out, out=residual)  # NaN where it is not finite
+        torch.sub(out, out, out=after)  # NaN where it is not finite
     else:
         if not is_zero:
-            residual.zero_()
+            after.zero_()
         return True
     return False
 

@@ -5,9 +5,14 @@ The content, under one key of the checkpoint, plain containers and tensors that 
     version, world_size
     shared                 the same on every worker: settings, λ, calibration, counters, the exchange's history
     residuals              "full": a dict of flat tensors for every rank; "mean": one such dict; "none": empty
+    why_no_residuals       None, or why they are missing though they were asked for
+
+Residuals are those of the last whole step, in the order of each parameter's indices (before version 2: as the parameter
+lay in memory).
 """
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +25,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.exchange import Workers
+from lightning_sparse.residual import Residuals
 from lightning_sparse.sparse_state import SparseState
 
 ResidualCheckpoint = Literal["full", "mean", "none"]
@@ -27,8 +33,11 @@ RESIDUAL_CHECKPOINTS: tuple[ResidualCheckpoint, ...] = ("full", "mean", "none")
 OnWorldSizeChange = Literal["mean", "reset", "error"]
 ON_WORLD_SIZE_CHANGES: tuple[OnWorldSizeChange, ...] = ("mean", "reset", "error")
 KEY = "lightning_sparse"
-VERSION = 1
-Residuals = dict[str, Tensor]
+VERSION = 2
+PATIENCE = 300.0
+"""Seconds that a worker waits for all others to come and save. Validation may keep one that long."""
+PATIENCE_IN_TROUBLE = 15.0
+"""The same while an exception or a signal is handled: likely nobody else comes, and who stops a job soon kills it."""
 
 
 @dataclass(frozen=True)
@@ -78,32 +87,78 @@ class WholeFileCheckpointIO(TorchCheckpointIO):
         os.replace(part, path)
 
 
-def collect(state: SparseState, workers: Workers, residual_checkpoint: ResidualCheckpoint) -> dict[str, Any] | None:
-    """Returns what a checkpoint should hold of all workers, on the first one; None on the others. Collective.
+def collect(state: SparseState, residual_checkpoint: ResidualCheckpoint, patience: float) -> dict[str, Any] | None:
+    """Returns what a checkpoint should hold of all workers, on the first one; None on the others.
 
-    The first worker needs the memory of the content, and beside it little more than the largest parameter's. Later
-    steps do not change the tensors, so they may be written while training goes on.
+    Every worker should call this. Where one does not, or where they are not at the same step, the content has no
+    residuals and says why; nobody waits for longer than their patience. The first worker needs the memory of the
+    content, and beside it little more than the largest parameter's. Later steps do not change the tensors, so they may
+    be written while training goes on.
 
     Args:
         state: this worker's.
-        workers: all of them.
         residual_checkpoint: see :class:`CheckpointOptions`.
+        patience: seconds to wait for others.
     """
-    own = dict(sorted(state.residuals.layers().items()))
+    why_not = None
+    if residual_checkpoint != "none":
+        if state.is_exchanging or _is_in_trouble():
+            patience = min(patience, PATIENCE_IN_TROUBLE)
+        status = {"optimizer steps": state.settlement.num_steps, "between optimizer steps": state.is_certain}
+        why_not = state.meeting.hold(status, patience).why_not
+        if why_not is None and not state.is_certain:
+            why_not = "the workers are in the middle of an optimizer's step"
     residuals: list[Residuals] | Residuals = {}
-    if residual_checkpoint == "full":
-        residuals = [dict(zip(own, part, strict=True)) for part in workers.gather_to_first(list(own.values()))]
-    elif residual_checkpoint == "mean":
-        means = ((name, _mean_on_first(one, workers)) for name, one in own.items())
-        residuals = {name: mean for name, mean in means if workers.rank == 0}
-    if workers.rank != 0:
+    if residual_checkpoint != "none" and why_not is None:
+        own = dict(sorted(state.saved_residuals().items()))
+        workers = state.meeting.workers_apart() if state.workers.num_workers > 1 else state.workers
+        if residual_checkpoint == "full":
+            residuals = [dict(zip(own, part, strict=True)) for part in workers.gather_to_first(list(own.values()))]
+        else:
+            means = ((name, _mean_on_first(one, workers)) for name, one in own.items())
+            residuals = {name: mean for name, mean in means if workers.rank == 0}
+    if state.workers.rank != 0:
         return None
+    if why_not is not None:
+        rank_zero_warn(
+            f"lightning_sparse: the checkpoint is written without residuals: {why_not}. A run that resumes from it "
+            "begins with residuals of zero; what was held back is lost."
+        )
     return {
         "version": VERSION,
-        "world_size": workers.num_workers,
+        "world_size": state.workers.num_workers,
         "shared": state.shared_state(),
         "residuals": residuals,
+        "why_no_residuals": why_not,
     }
+
+
+def content_without_state(world_size: int) -> dict[str, Any]:
+    """Returns what a checkpoint holds that is saved where no worker lives any more, as after a fit by fork or spawn."""
+    why_not = "it was saved after training, by a process that was no worker: their residuals ended with them"
+    rank_zero_warn(
+        f"lightning_sparse: the checkpoint is written without residuals: {why_not}. Have a ModelCheckpoint save them "
+        "while training goes on, or start workers by torchrun or strategy='ddp_hardthreshold'."
+    )
+    return {
+        "version": VERSION,
+        "world_size": world_size,
+        "shared": None,
+        "residuals": {},
+        "why_no_residuals": why_not,
+    }
+
+
+def _is_in_trouble() -> bool:
+    """Whether an exception is being handled, or a signal by Lightning."""
+    if sys.exc_info()[0] is not None:
+        return True
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if str(frame.f_globals.get("__name__")).endswith("signal_connector"):
+            return True
+    return False
 
 
 def _mean_on_first(residual: Tensor, workers: Workers) -> Tensor:
@@ -114,35 +169,41 @@ def _mean_on_first(residual: Tensor, workers: Workers) -> Tensor:
     return total.div_(workers.num_workers).to("cpu", residual.dtype)
 
 
-def restore(
-    state: SparseState, workers: Workers, saved: Mapping[str, Any] | None, on_world_size_change: OnWorldSizeChange
-) -> None:
-    """Gives a state what a checkpoint holds for it. Not collective.
+def restore(state: SparseState, saved: Mapping[str, Any] | None, on_world_size_change: OnWorldSizeChange) -> None:
+    """Makes a state what a checkpoint holds, and nothing else: what came before is forgotten. Not collective.
 
     Args:
-        state: this worker's, before its first step.
-        workers: all of them.
+        state: this worker's, between two steps.
         saved: what :func:`collect` returned; None for the checkpoint of another strategy.
         on_world_size_change: see :class:`CheckpointOptions`.
 
     Raises:
         RuntimeError: the content is of a newer version, or of another number of workers with ``"error"``.
     """
+    if saved is not None and saved["version"] > VERSION:
+        raise RuntimeError(
+            f"The checkpoint holds residuals in format {saved['version']}, this version of lightning_sparse reads up "
+            f"to {VERSION}. Update lightning_sparse."
+        )
+    state.reset()
     if saved is None:
         rank_zero_info(
             "lightning_sparse: the checkpoint was written without a sparse strategy. Residuals start from zero and, "
             "with a density, calibration begins."
         )
         return
-    if saved["version"] > VERSION:
-        raise RuntimeError(
-            f"The checkpoint holds residuals in format {saved['version']}, this version of lightning_sparse reads up "
-            f"to {VERSION}. Update lightning_sparse."
-        )
-    state.load_shared_state(saved["shared"], same_world_size=saved["world_size"] == workers.num_workers)
+    workers = state.workers
+    if saved["shared"] is not None:
+        state.load_shared_state(saved["shared"], same_world_size=saved["world_size"] == workers.num_workers)
+        if saved["shared"]["last_step"] is None:
+            return  # no step had been made: there were no residuals yet
     residuals = _residuals_for(workers, saved, on_world_size_change)
     if residuals:
-        state.residuals.load_state_dict(_fitting(residuals, state.parameter_sizes))
+        fitting = _fitting(residuals, state.parameter_sizes)
+        if saved["version"] == 1:
+            state.residuals.load_state_dict(fitting)
+        else:
+            state.load_residuals(fitting)
 
 
 def _residuals_for(
@@ -150,9 +211,10 @@ def _residuals_for(
 ) -> Mapping[str, Tensor]:
     residuals: Sequence[Residuals] | Residuals = saved["residuals"]
     if not residuals:
+        why = saved.get("why_no_residuals") or "residual_checkpoint='none'"
         rank_zero_warn(
-            "lightning_sparse: the checkpoint holds no residuals (residual_checkpoint='none', or no step was made). "
-            "They start from zero; what was held back is lost."
+            f"lightning_sparse: the checkpoint holds no residuals ({why}). They start from zero; what was held back is "
+            "lost."
         )
         return {}
     old = saved["world_size"]

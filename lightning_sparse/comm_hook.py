@@ -97,7 +97,7 @@ def attach(
     per_layer_stats: bool,
 ) -> SparseState:
     """Registers :func:`sparse_hook` with a fresh state; :func:`register_comm_hook` for callers that look up S late."""
-    ddp_module = getattr(ddp_module, "_forward_module", ddp_module)  # Fabric's wrapper
+    ddp_module = _unwrapped(ddp_module)
     if not isinstance(ddp_module, DistributedDataParallel):
         raise TypeError(
             f"Expected a torch.nn.parallel.DistributedDataParallel module, got {type(ddp_module).__name__}. "
@@ -110,6 +110,7 @@ def attach(
             'torch._dynamo.config.optimize_ddp is "python_reducer", with which DDP has no buckets to exchange. '
             'Set it to "ddp_optimizer" (the default) before the model is wrapped.'
         )
+    refuse_sparse_gradients(ddp_module.module)
     group = ddp_module.process_group
     require_agreement(
         sparsifier.settings()
@@ -136,7 +137,35 @@ def attach(
         is_static_graph=bool(ddp_module.static_graph),
     )
     ddp_module.register_comm_hook(state, sparse_hook)
+    state.settlement.follow(ddp_module)
     return state
+
+
+def refuse_sparse_gradients(module: torch.nn.Module) -> None:
+    """Raises if a layer makes sparse gradients, which DDP's buckets hold in another way than all others.
+
+    Raises:
+        ValueError: names the layer and says what to do.
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.sparse:
+            if not layer.weight.requires_grad:
+                continue
+            raise ValueError(
+                f"The layer {name!r} is {type(layer).__name__}(sparse=True), whose gradient is a sparse tensor. Make "
+                "it with sparse=False: the exchange then sends only rows whose gradients reach the threshold. Use "
+                "Adam or SGD instead of SparseAdam, or Lightning's 'ddp' for sparse gradients."
+            )
+
+
+def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """Returns what Fabric (``_forward_module``) and ``torch.compile`` (``_orig_mod``) have wrapped."""
+    while not isinstance(module, DistributedDataParallel):
+        inner = getattr(module, "_forward_module", None) or getattr(module, "_orig_mod", None)
+        if not isinstance(inner, torch.nn.Module):
+            break
+        module = inner
+    return module
 
 
 def learning_rates_of(optimizers: Iterable[Optimizer]) -> dict[Tensor, float]:

@@ -5,9 +5,8 @@ GPUs (:mod:`lightning_sparse.fused_threshold`), every other sparsifier is asked 
 :meth:`~lightning_sparse.sparsifiers.Sparsifier.select`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import inf, isfinite
 
 import torch
@@ -18,8 +17,8 @@ from lightning_sparse.exchange import Shipment, largest_slice
 from lightning_sparse.fused_threshold import FusedThreshold, is_available
 from lightning_sparse.parameter_use import without
 from lightning_sparse.payload import round_to_wire
-from lightning_sparse.residual import compensate, keep_rest
-from lightning_sparse.sparsifiers import HardThreshold, LayerLayout, Selection, Sparsifier, ThresholdRun
+from lightning_sparse.residual import Residual, compensate, keep_rest
+from lightning_sparse.sparsifiers import HardThreshold, LayerLayout, Selection, Sparsifier, ThresholdRun, TopK, in_order
 from lightning_sparse.step_stats import LocalNumbers, layer_errors, squared_norm
 
 
@@ -30,29 +29,16 @@ class BucketGradient:
     Attributes:
         layout: its layers.
         gradient: g · S, shape (m,).
-        residual: e, float32 or float64, shape (m,); becomes e'.
+        residual: e, and where e' is formed; float32 or float64, shapes (m,).
         unused: ``(start, end)`` of layers that send nothing in this step.
         loss_scale: S, one element; None is 1.
     """
 
     layout: LayerLayout
     gradient: Tensor
-    residual: Tensor
+    residual: Residual
     unused: Sequence[tuple[int, int]]
     loss_scale: Tensor | None
-
-
-@dataclass(frozen=True)
-class Extracted:
-    """What was taken out of a bucket.
-
-    Attributes:
-        numbers: this worker's numbers of the bucket.
-        sent: returns what was sent, for taking it back; to be asked only while losses are scaled.
-    """
-
-    numbers: LocalNumbers
-    sent: Callable[[], Selection]
 
 
 class Extraction:
@@ -73,12 +59,12 @@ class Extraction:
         self._block_filter = BlockFilter()
         self._fused = FusedThreshold()
 
-    def fill(self, bucket: BucketGradient, shipment: Shipment) -> Extracted:
-        """Forms p in the residual's memory, writes what is sent into the shipment, leaves e' in the residual."""
+    def fill(self, bucket: BucketGradient, shipment: Shipment) -> LocalNumbers:
+        """Forms p, writes what is sent into the shipment, leaves e' in the residual; returns the numbers of this."""
         # A subclass that selects differently is asked, not bypassed.
         is_threshold = type(self._sparsifier).select is HardThreshold.select
-        is_on_cpu = bucket.residual.device.type == "cpu"
-        if is_threshold and self._keeps_rest and is_available(bucket.residual.device):
+        is_on_cpu = bucket.gradient.device.type == "cpu"
+        if is_threshold and self._keeps_rest and is_available(bucket.gradient.device):
             if shipment.payload is not None:
                 return self._take_out_on_gpu(bucket, shipment, shipment.payload)
             if not self._per_layer:
@@ -98,7 +84,7 @@ class Extraction:
         else:
             sent = self._select(bucket, shipment.format.wire_dtype)
         if not self._keeps_rest:
-            bucket.residual.zero_()
+            bucket.residual.after.zero_()
         if shipment.payload is None:
             shipment.out.zero_()
             shipment.out[sent.indices] = sent.values
@@ -106,51 +92,50 @@ class Extraction:
             shipment.format.fill(shipment.payload, sent)
             capacity = shipment.format.capacity(shipment.payload.numel())
             shipment.rest = lambda: Selection(sent.indices[capacity:], sent.values[capacity:])
-        return Extracted(self._numbers(bucket, sent), lambda: sent)
+        return self._numbers(bucket, sent)
 
     def _select(self, bucket: BucketGradient, wire_dtype: torch.dtype) -> Selection:
         compensated = compensate(bucket.residual, bucket.gradient, bucket.loss_scale)
         selected = self._sparsifier.select(compensated, bucket.layout)
+        if type(self._sparsifier).select not in (HardThreshold.select, TopK.select):
+            selected = in_order(selected, bucket.layout.num_elements)
         selected = without(selected, bucket.unused, bucket.layout.num_elements)
         sent = Selection(selected.indices, round_to_wire(selected.values, wire_dtype))
         keep_rest(compensated, *sent)
         return sent
 
-    def _mask_on_cpu(self, bucket: BucketGradient, shipment: Shipment) -> Extracted:
-        residual, out = bucket.residual, shipment.out
-        runs = self._runs(bucket, by_layer=self._per_layer)
-        # While losses are scaled a step may have to be taken back, for which what is sent must stay as it was.
-        shipment.is_divided = bucket.loss_scale is None
+    def _mask_on_cpu(self, bucket: BucketGradient, shipment: Shipment) -> LocalNumbers:
+        after = bucket.residual.after
+        shipment.is_divided = True
         counts = self._block_filter.take_out_masked(
-            residual,
+            bucket.residual,
             bucket.gradient,
-            runs,
+            self._runs(bucket, by_layer=self._per_layer),
             bucket.loss_scale,
             shipment.format.wire_dtype,
-            out,
-            divisor=shipment.workers.num_workers if shipment.is_divided else 1,
+            shipment.out,
+            divisor=shipment.workers.num_workers,
         )
-        squared_error = 0.0 if self._block_filter.is_zero(residual) else squared_norm(residual).item()
+        squared_error = 0.0 if self._block_filter.is_zero(after) else squared_norm(after).item()
         non_finite = 0
         if not isfinite(squared_error):
-            non_finite = repair(residual)
-            squared_error = squared_norm(residual).item()
+            non_finite = repair(after)
+            squared_error = squared_norm(after).item()
         if not self._keeps_rest:
-            residual.zero_()
+            after.zero_()
             squared_error = 0.0
         numbers = LocalNumbers(sum(counts), non_finite, squared_error)
         if self._per_layer:
             numbers.selected_of_layers = torch.tensor(counts)
-            numbers.errors_of_layers = layer_errors(residual, bucket.layout)
-        sent = out.clone() if bucket.loss_scale is not None else out  # the all-reduce overwrites it
-        return Extracted(numbers, lambda: _non_zero(sent))
+            numbers.errors_of_layers = layer_errors(after, bucket.layout)
+        return numbers
 
-    def _take_out_on_gpu(self, bucket: BucketGradient, shipment: Shipment, payload: Tensor) -> Extracted:
-        residual, payload_format = bucket.residual, shipment.format
+    def _take_out_on_gpu(self, bucket: BucketGradient, shipment: Shipment, payload: Tensor) -> LocalNumbers:
+        residual, payload_format = bucket.residual.after, shipment.format
         runs = self._runs(bucket)
         _, counts, values, offsets = payload_format.parts(payload)
         fused = self._fused.select(
-            residual,
+            bucket.residual,
             bucket.gradient,
             runs,
             loss_scale=bucket.loss_scale,
@@ -166,11 +151,10 @@ class Extraction:
             numbers.selected_of_layers = self._fused.layer_counts(self._boundaries(bucket))
             numbers.errors_of_layers = layer_errors(residual, bucket.layout)
 
-        # From here on the host waits, so only where a payload was too small or a step is taken back.
+        # From here on the host waits, so only where a payload was too small.
         def first() -> Selection:
             return payload_format.unpack(payload, residual.dtype, int(counts.sum()))
 
-        @cache
         def rest() -> Selection:
             is_left = torch.zeros(residual.shape, dtype=torch.bool, device=residual.device)
             for threshold, start, end in runs:
@@ -181,43 +165,36 @@ class Extraction:
             keep_rest(residual, *sent)
             return sent
 
-        def sent() -> Selection:
-            if int(counts.sum()) <= values.numel():
-                return first()
-            return Selection(*(torch.cat(pair) for pair in zip(first(), rest(), strict=True)))
-
         shipment.rest = rest
-        return Extracted(numbers, sent)
+        return numbers
 
-    def _mask_on_gpu(self, bucket: BucketGradient, shipment: Shipment) -> Extracted:
-        out = shipment.out
+    def _mask_on_gpu(self, bucket: BucketGradient, shipment: Shipment) -> LocalNumbers:
         fused = self._fused.mask(
             bucket.residual,
             bucket.gradient,
             self._runs(bucket),
             loss_scale=bucket.loss_scale,
-            out=out,
+            out=shipment.out,
             wire_dtype=shipment.format.wire_dtype,
         )
-        sent = out.clone() if bucket.loss_scale is not None else out  # the all-reduce overwrites it
-        return Extracted(LocalNumbers(*fused.unbind()), lambda: _non_zero(sent))
+        return LocalNumbers(*fused.unbind())
 
     def _boundaries(self, bucket: BucketGradient) -> Tensor:
-        return torch.tensor(bucket.layout.boundaries).to(bucket.residual.device, non_blocking=True)
+        return torch.tensor(bucket.layout.boundaries).to(bucket.gradient.device, non_blocking=True)
 
     def _numbers(self, bucket: BucketGradient, sent: Selection) -> LocalNumbers:
         non_finite = sent.values.isfinite().logical_not_().count_nonzero()
-        numbers = LocalNumbers(sent.indices.numel(), non_finite, squared_norm(bucket.residual))
+        numbers = LocalNumbers(sent.indices.numel(), non_finite, squared_norm(bucket.residual.after))
         if self._num_slices:
             numbers.largest_slice = largest_slice(sent.indices, bucket.layout.num_elements, self._num_slices)
         if self._per_layer:
             numbers.selected_of_layers = torch.searchsorted(sent.indices, self._boundaries(bucket)).diff()
-            numbers.errors_of_layers = layer_errors(bucket.residual, bucket.layout)
+            numbers.errors_of_layers = layer_errors(bucket.residual.after, bucket.layout)
         return numbers
 
     def _runs(self, bucket: BucketGradient, *, by_layer: bool = False) -> Sequence[ThresholdRun]:
         assert isinstance(self._sparsifier, HardThreshold)
-        dtype = bucket.residual.dtype
+        dtype = bucket.residual.after.dtype
         if not bucket.unused:
             return self._sparsifier.runs(bucket.layout, dtype, by_layer=by_layer)
         # Unused layers are runs of their own with a threshold that nothing reaches: their residuals are finite.
@@ -226,8 +203,3 @@ class Extraction:
             ThresholdRun(inf, start, end) if (start, end) in unused else ThresholdRun(threshold, start, end)
             for threshold, start, end in self._sparsifier.runs(bucket.layout, dtype, by_layer=True)
         ]
-
-
-def _non_zero(masked: Tensor) -> Selection:
-    indices = masked.nonzero().squeeze(1)
-    return Selection(indices, masked[indices])

@@ -4,7 +4,7 @@ The same bits as ``compensate``, ``HardThreshold.select``, ``round_to_wire``, ``
 one after the other, with nearly all memory traffic in one pass: 12 bytes an element where the gradient is float32, 10
 where it is bfloat16, and some 100 bytes for each coordinate of a sparse selection.
 
-1. ``_walk_block`` forms p in the residual's memory, and marks what is selected with one bit an element.
+1. ``_walk_block`` forms p where e' is to be, and marks what is selected with one bit an element.
 2. ``torch.cumsum`` over the counts tells each block where in the payload its coordinates begin.
 3. ``_pack_block`` writes values and offsets there and keeps the rest.
 
@@ -24,6 +24,7 @@ from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_sparse.payload import BLOCK_ELEMENTS
+from lightning_sparse.residual import Residual
 
 try:
     import triton  # type: ignore[import-untyped]
@@ -52,10 +53,9 @@ def is_available(device: torch.device) -> bool:
 def _can_build(device: torch.device) -> bool:
     residual, counts = torch.zeros(32, device=device), torch.zeros(1, dtype=torch.int32, device=device)
     offsets = torch.zeros(4, dtype=torch.int16, device=device)
+    places = {"counts": counts, "values": residual[:4], "offsets": offsets}
     try:
-        FusedThreshold().select(
-            residual, residual, [(1.0, 0, 32)], loss_scale=None, counts=counts, values=residual[:4], offsets=offsets
-        )
+        FusedThreshold().select(Residual(residual, residual), residual, [(1.0, 0, 32)], loss_scale=None, **places)
     except Exception as error:  # whatever stops a compiler
         rank_zero_warn(
             f"lightning_sparse: the fused kernels cannot be built for {device} and are not used: selecting takes "
@@ -77,7 +77,7 @@ class FusedThreshold:
 
     def select(
         self,
-        residual: Tensor,
+        residual: Residual,
         gradient: Tensor,
         runs: Sequence[Run],
         *,
@@ -93,7 +93,7 @@ class FusedThreshold:
         over is not written to.
 
         Args:
-            residual: e, float32 or float64, shape (m,), contiguous. Becomes e'.
+            residual: e, and where e' is formed: float32 or float64, shapes (m,), contiguous.
             gradient: g in any floating dtype, shape (m,), contiguous. Not modified.
             runs: neighbouring runs that together cover the bucket.
             loss_scale: S, one element on the same device; None is 1.
@@ -108,22 +108,23 @@ class FusedThreshold:
         Raises:
             ValueError: runs that do not cover the bucket, shapes that do not match, a tensor that is not contiguous.
         """
-        size, blocks = residual.numel(), -(-residual.numel() // BLOCK_ELEMENTS)
-        _check_flat(size, residual=residual, gradient=gradient)
+        before, after = residual
+        size, blocks = after.numel(), -(-after.numel() // BLOCK_ELEMENTS)
+        _check_flat(size, residual=before, new_residual=after, gradient=gradient)
         _check_flat(blocks, counts=counts)
         _check_flat(values.numel(), values=values, offsets=offsets)
         self._last_blocks = blocks
         if not size:
-            return residual.new_zeros(3, dtype=torch.float64)
-        tables = _threshold_tables(tuple(runs), size, residual.dtype, residual.device)
-        bits = self._reserve("bits", blocks * BLOCK_ELEMENTS // 32, torch.int32, residual.device)
-        ends = self._reserve("ends", blocks, torch.int64, residual.device)
-        numbers = self._reserve("numbers", 3 * blocks, torch.float64, residual.device).view(3, blocks)
-        inputs = (residual, gradient, loss_scale, *tables)
+            return after.new_zeros(3, dtype=torch.float64)
+        tables = _threshold_tables(tuple(runs), size, after.dtype, after.device)
+        bits = self._reserve("bits", blocks * BLOCK_ELEMENTS // 32, torch.int32, after.device)
+        ends = self._reserve("ends", blocks, torch.int64, after.device)
+        numbers = self._reserve("numbers", 3 * blocks, torch.float64, after.device).view(3, blocks)
+        inputs = (before, after, gradient, loss_scale, *tables)
         _launch(_walk_block, blocks, *inputs, bits, counts, None, numbers, size, WIRE=None, LIMIT=None, **_WALK)
         torch.cumsum(counts, 0, out=ends)
         outputs, limit = (values, offsets, numbers), torch.finfo(values.dtype).max
-        _launch(_pack_block, blocks, residual, bits, counts, ends, *outputs, size, values.numel(), LIMIT=limit, **_PACK)
+        _launch(_pack_block, blocks, after, bits, counts, ends, *outputs, size, values.numel(), LIMIT=limit, **_PACK)
         return numbers.sum(1)
 
     def layer_counts(self, boundaries: Tensor) -> Tensor:
@@ -140,7 +141,7 @@ class FusedThreshold:
 
     def mask(
         self,
-        residual: Tensor,
+        residual: Residual,
         gradient: Tensor,
         runs: Sequence[Run],
         *,
@@ -161,17 +162,14 @@ class FusedThreshold:
         Returns:
             As :meth:`select`.
         """
-        size, blocks = residual.numel(), -(-residual.numel() // BLOCK_ELEMENTS)
-        _check_flat(size, residual=residual, gradient=gradient, out=out)
+        before, after = residual
+        size, blocks = after.numel(), -(-after.numel() // BLOCK_ELEMENTS)
+        _check_flat(size, residual=before, new_residual=after, gradient=gradient, out=out)
         if not size:
-            return residual.new_zeros(3, dtype=torch.float64)
-        inputs = (
-            residual,
-            gradient,
-            loss_scale,
-            *_threshold_tables(tuple(runs), size, residual.dtype, residual.device),
-        )
-        numbers = self._reserve("numbers", 3 * blocks, torch.float64, residual.device).view(3, blocks)
+            return after.new_zeros(3, dtype=torch.float64)
+        tables = _threshold_tables(tuple(runs), size, after.dtype, after.device)
+        inputs = (before, after, gradient, loss_scale, *tables)
+        numbers = self._reserve("numbers", 3 * blocks, torch.float64, after.device).view(3, blocks)
         wire = {"WIRE": getattr(tl, str(wire_dtype).removeprefix("torch.")), "LIMIT": torch.finfo(wire_dtype).max}
         _launch(_walk_block, blocks, *inputs, None, None, out, numbers, size, **wire, **_WALK)
         return numbers.sum(1)
@@ -223,8 +221,8 @@ def _jit(kernel: Callable[..., Any]) -> Any:
 
 @_jit
 def _walk_block(
-    residual: tl.tensor, gradient: tl.tensor, loss_scale: tl.tensor, thresholds: tl.tensor, starts: tl.tensor,
-    first_run: tl.tensor, bits: tl.tensor, counts: tl.tensor, out: tl.tensor, numbers: tl.tensor,
+    former: tl.tensor, residual: tl.tensor, gradient: tl.tensor, loss_scale: tl.tensor, thresholds: tl.tensor,
+    starts: tl.tensor, first_run: tl.tensor, bits: tl.tensor, counts: tl.tensor, out: tl.tensor, numbers: tl.tensor,
     num_elements: tl.tensor, WIRE: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Forms p of a block; marks what is selected or, where there is an ``out``, writes it there and keeps the rest."""
@@ -238,7 +236,7 @@ def _walk_block(
     whole = length // 32 * 32
     for tile in range(0, whole, WORDS * 32):
         ones, wrong, kept = _walk_words(
-            residual, gradient, loss_scale, thresholds, starts, first_run, bits, out,
+            former, residual, gradient, loss_scale, thresholds, starts, first_run, bits, out,
             begin, tile // 32 + tl.arange(0, WORDS), whole, WIRE, LIMIT,
         )  # fmt: skip
         selected_of_word += ones
@@ -249,7 +247,7 @@ def _walk_block(
     squares = tl.sum(tl.sum(squares_of_place.to(tl.float64), 1), 0)
     if whole < length:
         ones, wrong, kept = _walk_words(
-            residual, gradient, loss_scale, thresholds, starts, first_run, bits, out,
+            former, residual, gradient, loss_scale, thresholds, starts, first_run, bits, out,
             begin, whole // 32 + tl.arange(0, 1), length, WIRE, LIMIT,
         )  # fmt: skip
         selected += tl.sum(ones, 0)
@@ -265,15 +263,15 @@ def _walk_block(
 
 @_jit
 def _walk_words(
-    residual: tl.tensor, gradient: tl.tensor, loss_scale: tl.tensor, thresholds: tl.tensor, starts: tl.tensor,
-    first_run: tl.tensor, bits: tl.tensor, out: tl.tensor,
+    former: tl.tensor, residual: tl.tensor, gradient: tl.tensor, loss_scale: tl.tensor, thresholds: tl.tensor,
+    starts: tl.tensor, first_run: tl.tensor, bits: tl.tensor, out: tl.tensor,
     begin: tl.tensor, word: tl.tensor, length: tl.tensor, WIRE: tl.constexpr, LIMIT: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Walks words of 32 elements; returns how many in each are selected and non-finite, and what of them is kept."""
     column = tl.arange(0, 32)[None, :]
     at = word[:, None] * 32 + column
     inside = at < length
-    p = tl.load(residual + begin + at, mask=inside, other=0.0)
+    p = tl.load(former + begin + at, mask=inside, other=0.0)
     g = tl.load(gradient + begin + at, mask=inside, other=0.0).to(p.dtype)
     if loss_scale is not None:
         scale = tl.load(loss_scale).to(p.dtype)

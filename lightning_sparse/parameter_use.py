@@ -35,9 +35,9 @@ class ParameterUse:
             if parameter.requires_grad
         ]
 
-    def unused_spans(self, layout: LayerLayout) -> list[tuple[int, int]]:
-        """Returns ``(start, end)`` of every layer of a bucket that was not reached since the last exchange."""
-        return [(start, end) for name, start, end in layout.spans() if name not in self._used]
+    def unused_spans(self, layout: LayerLayout) -> dict[str, tuple[int, int]]:
+        """Returns name and ``(start, end)`` of every layer of a bucket that was not reached since the last exchange."""
+        return {name: (start, end) for name, start, end in layout.spans() if name not in self._used}
 
     def forget(self) -> None:
         """Begins anew; called when an exchange is over."""

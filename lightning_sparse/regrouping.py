@@ -20,6 +20,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lightning_sparse.residual import real_numel
+
 
 class BucketLike(Protocol):
     """What the step asks of DDP's ``GradBucket``."""
@@ -98,13 +100,18 @@ class Regrouping:
     Args:
         layout: parameter names, bucket by bucket, in their order.
         names: the name of every parameter that DDP may bring.
+        most_steps: after so many DDP lays its buckets out as it will have them from then on, or has done so before.
+            They may be others than the saved ones, as with another ``bucket_cap_mb``.
 
     Attributes:
         is_over: whether buckets need not come this way any more.
     """
 
-    def __init__(self, layout: Sequence[Sequence[str]], names: Mapping[Tensor, str]) -> None:
+    def __init__(self, layout: Sequence[Sequence[str]], names: Mapping[Tensor, str], most_steps: int = 1) -> None:
         self.is_over = False
+        self._most_steps = most_steps
+        self._steps = 0
+        self._first_names: list[str] | None = None
         self._layout = [list(bucket) for bucket in layout]
         self._names = names
         self._waiting: list[tuple[Bucket, torch.futures.Future[Tensor]]] = []
@@ -118,9 +125,12 @@ class Regrouping:
         """
         if bucket.index() == 0:
             self._waiting.clear()
-            if self._names_of(bucket) == self._layout[0]:
+            names = self._names_of(bucket)
+            has_changed = self._first_names not in (None, names)
+            if names == self._layout[0] or has_changed or self._steps == self._most_steps:
                 self.is_over = True
                 return receiver(bucket)
+            self._first_names = names
         buffer = bucket.buffer()
         future: torch.futures.Future[Tensor] = torch.futures.Future(
             devices=None if buffer.device.type == "cpu" else [buffer.device]
@@ -134,9 +144,10 @@ class Regrouping:
 
     def _hand_on(self, receiver: Receiver) -> None:
         waiting, self._waiting = self._waiting, []
+        self._steps += 1
         layers: dict[str, tuple[Tensor, Tensor]] = {}
         for bucket, _ in waiting:
-            parts = torch.split(bucket.flat, [parameter.numel() for parameter in bucket.layers])
+            parts = torch.split(bucket.flat, [real_numel(one) for one in bucket.layers])
             layers |= dict(zip(self._names_of(bucket), zip(bucket.layers, parts, strict=True), strict=True))
         if sorted(layers) == sorted(name for names in self._layout for name in names):
             regrouped = [
@@ -152,7 +163,7 @@ class Regrouping:
                 receiver(bucket)
             # The last of them has ended the step: every bucket holds its average.
             for bucket, names in zip(regrouped, self._layout, strict=True):
-                averages = torch.split(bucket.flat, [parameter.numel() for parameter in bucket.layers])
+                averages = torch.split(bucket.flat, [real_numel(one) for one in bucket.layers])
                 for name, average in zip(names, averages, strict=True):
                     layers[name][1].copy_(average)
         else:

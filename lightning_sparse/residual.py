@@ -1,76 +1,198 @@
-"""Error-feedback memory: what earlier steps did not send, one residual per parameter."""
+"""Error-feedback memory: what earlier steps did not send, one residual per parameter, and how it was before."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.sparsifiers import LayerLayout
 
+Residuals = dict[str, Tensor]
+"""By parameter name, flat."""
+
+
+class Residual(NamedTuple):
+    """A bucket's residual on its way through a backward, flat: float32, or float64 where the gradient is.
+
+    Attributes:
+        before: e, what is read.
+        after: what p = e + g and then e' are formed in; may be the same memory.
+    """
+
+    before: Tensor
+    after: Tensor
+
 
 class ResidualMemory:
-    """The residuals e of this worker, keyed by parameter name and held in one flat tensor per bucket.
+    """The residuals e of this worker, keyed by parameter name and held in two flat tensors per bucket.
 
     DDP decides which parameters share a bucket and changes its mind after the first iteration. So the name is the key,
-    and a bucket's flat residual is put together again from its layers whenever the bucket's layout is new::
+    and a bucket's flat residuals are put together again from their layers whenever the bucket's layout is new::
 
         iteration 0   [ conv1 | conv2 | fc ]          one bucket holds everything
                           │       │      │            views by name
-        iteration 1   [ fc | conv2 ]  [ conv1 ]       copied layer by layer, once; the old tensor is freed
+        iteration 1   [ fc | conv2 ]  [ conv1 ]       copied layer by layer, once; the old tensors are freed
 
-    A residual is float32, or float64 where the gradient is.
+    A backward must be undone if no optimizer ever steps on its gradient (:mod:`lightning_sparse.settlement`), so it
+    reads one tensor and writes the other, and what is *settled* stays as it was. A step turns the two round::
+
+        backward      settled e ── + g, − out ──▶ open e'
+        step          open e' is what is settled now, and the next backward writes where e was
+        no step       e still is what is settled
+
+    Layer by layer, since parameters of one bucket may have different optimizers; only where those disagree is anything
+    copied. A further backward before the step goes on from e' in place.
+
+    Args:
+        forgets: for a step that keeps nothing: one tensor of zeros, to which every bucket returns.
     """
 
-    def __init__(self) -> None:
-        self._buckets: dict[int, tuple[LayerLayout, Tensor]] = {}
-        self._layers: dict[str, Tensor] = {}
+    def __init__(self, *, forgets: bool = False) -> None:
+        self._forgets = forgets
+        self._buckets: dict[int, _Bucket] = {}
+        self._places: dict[str, tuple[_Bucket, int, int]] = {}
+        self._loaded: dict[str, Tensor] = {}
 
-    def bucket(self, index: int, layout: LayerLayout, gradient: Tensor) -> Tensor:
-        """Returns the flat residual of a bucket: shape (layout.num_elements,), on the gradient's device.
+    def bucket(self, index: int, layout: LayerLayout, gradient: Tensor) -> Residual:
+        """Begins a backward of a bucket: returns its residual, each tensor of shape (layout.num_elements,).
 
-        The tensor is the memory itself: what is written into it is kept. A parameter seen for the first time has a
-        residual of zeros.
+        The second is the memory itself: what is written into it becomes what is open once :meth:`keep` is called. A
+        parameter seen for the first time has a residual of zeros.
 
         Args:
             index: the bucket's place in DDP's order.
             layout: its layers.
             gradient: a tensor of the bucket's dtype and device.
         """
-        known_layout, flat = self._buckets.get(index, (None, None))
-        if flat is not None and known_layout == layout and flat.device == gradient.device:
-            return flat
-        dtype = torch.float64 if gradient.dtype == torch.float64 else torch.float32
-        flat = torch.zeros(layout.num_elements, dtype=dtype, device=gradient.device)
-        for name, start, end in layout.spans():
-            if name in self._layers:
-                flat[start:end] = self._layers[name]
-            self._layers[name] = flat[start:end]
-        self._buckets[index] = (layout, flat)
-        return flat
+        held = self._buckets.get(index)
+        if held is None or held.layout != layout or held.settled.device != gradient.device:
+            held = self._buckets[index] = self._lay_out(layout, gradient)
+        return held.begin()
+
+    def keep(self, index: int, unused: Iterable[str] = ()) -> None:
+        """Ends a backward of a bucket: its new residuals are open, but for layers that it did not reach."""
+        self._buckets[index].keep(set(unused))
+
+    def settle(self, names: set[str]) -> None:
+        """Makes what is open for these parameters the settled residual."""
+        for bucket in self._held():
+            settled = bucket.open & names
+            bucket.open -= settled
+            bucket.in_other |= settled
+
+    def undo(self, names: set[str]) -> None:
+        """Forgets what is open for these parameters."""
+        for bucket in self._held():
+            bucket.open -= names
+
+    def abandon(self) -> None:
+        """Forgets everything open, also of a backward that was broken off in its middle."""
+        for bucket in self._held():
+            bucket.open.clear()
+            if self._forgets:
+                bucket.settled.zero_()
 
     def layers(self) -> dict[str, Tensor]:
-        """Returns every parameter's residual by name, flat: the memory itself, which the next step changes."""
-        return dict(self._layers)
+        """Returns every parameter's settled residual by name, flat: the memory itself, which later steps change."""
+        placed = {name: bucket.settled_part(name, *span) for name, (bucket, *span) in self._places.items()}
+        return self._loaded | placed
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns every parameter's residual by name, flat, as copies that later steps do not change."""
-        return {name: residual.clone() for name, residual in self._layers.items()}
+        """Returns every parameter's settled residual by name, flat, as copies that later steps do not change."""
+        return {name: residual.clone() for name, residual in self.layers().items()}
+
+    def latest(self) -> dict[str, Tensor]:
+        """Returns what :meth:`state_dict` will return if optimizers step on all that is open now."""
+        placed = {name: bucket.latest_part(name, *span) for name, (bucket, *span) in self._places.items()}
+        return {name: residual.clone() for name, residual in (self._loaded | placed).items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Replaces all residuals; they are laid out into buckets when those are next asked for."""
         self._buckets.clear()
-        self._layers = {name: residual.detach().clone().flatten() for name, residual in state.items()}
+        self._places.clear()
+        self._loaded = {name: residual.detach().clone().flatten() for name, residual in state.items()}
+
+    def _lay_out(self, layout: LayerLayout, gradient: Tensor) -> "_Bucket":
+        dtype = torch.float64 if gradient.dtype == torch.float64 else torch.float32
+        settled = torch.zeros(layout.num_elements, dtype=dtype, device=gradient.device)
+        bucket = _Bucket(layout, settled, settled if self._forgets else torch.zeros_like(settled))
+        for name, start, end in layout.spans():
+            if name in self._loaded:
+                settled[start:end] = self._loaded.pop(name)
+            elif name in self._places:
+                former, *span = self._places[name]
+                settled[start:end] = former.settled_part(name, *span)
+                if name in former.open:
+                    bucket.other[start:end] = former.latest_part(name, *span)
+                    bucket.open.add(name)
+            self._places[name] = (bucket, start, end)
+        held = self._held()  # without those whose layers have all moved
+        self._buckets = {index: one for index, one in self._buckets.items() if one in held}
+        return bucket
+
+    def _held(self) -> set["_Bucket"]:
+        return {bucket for bucket, _, _ in self._places.values()}
 
 
-def compensate(residual: Tensor, gradient: Tensor, loss_scale: Tensor | None = None) -> Tensor:
-    """Returns the compensated gradient p = e + g / S, formed in the residual's memory.
+class _Bucket:
+    """The two residuals of one bucket, and of which layers which of them holds.
 
     Args:
-        residual: e, float32 or float64, shape (m,). Becomes p.
+        layout: its layers.
+        settled: what is settled, but for layers that are ``in_other``.
+        other: what is open for the layers that are ``open``, and settled for those that are ``in_other``.
+    """
+
+    def __init__(self, layout: LayerLayout, settled: Tensor, other: Tensor) -> None:
+        self.layout = layout
+        self.settled = settled
+        self.other = other
+        self.open: set[str] = set()
+        self.in_other: set[str] = set()
+
+    def begin(self) -> Residual:
+        if self.settled is self.other:
+            return Residual(self.settled, self.settled)
+        if len(self.in_other) == len(self.layout.names):  # the usual step: nothing is copied
+            self.settled, self.other = self.other, self.settled
+            self.in_other.clear()
+        for name, start, end in self.layout.spans() if self.in_other else ():
+            if name in self.in_other:
+                self.settled[start:end] = self.other[start:end]
+        self.in_other.clear()
+        if not self.open:
+            return Residual(self.settled, self.other)
+        for name, start, end in self.layout.spans():
+            if name not in self.open:
+                self.other[start:end] = self.settled[start:end]
+        return Residual(self.other, self.other)
+
+    def keep(self, unused: set[str]) -> None:
+        if self.settled is self.other:
+            return
+        # Nothing was added to or sent of what was not reached: there is nothing to be undone, nor to wait for.
+        idle = unused - self.open
+        self.in_other = idle
+        self.open = set(self.layout.names) - idle
+
+    def settled_part(self, name: str, start: int, end: int) -> Tensor:
+        return (self.other if name in self.in_other else self.settled)[start:end]
+
+    def latest_part(self, name: str, start: int, end: int) -> Tensor:
+        return (self.other if name in self.in_other or name in self.open else self.settled)[start:end]
+
+
+def compensate(residual: Residual, gradient: Tensor, loss_scale: Tensor | None = None) -> Tensor:
+    """Returns the compensated gradient p = e + g / S, formed in ``residual.after``.
+
+    Args:
+        residual: e; shapes (m,).
         gradient: g of the same bucket in any floating dtype, shape (m,). Not modified.
         loss_scale: S, one element on the same device; None is 1.
     """
-    return residual.add_(gradient if loss_scale is None else gradient.to(residual.dtype) / loss_scale)
+    unscaled = gradient if loss_scale is None else gradient.to(residual.before.dtype) / loss_scale
+    return torch.add(residual.before, unscaled, out=residual.after)
 
 
 def keep_rest(compensated: Tensor, indices: Tensor, sent: Tensor) -> Tensor:
@@ -86,12 +208,6 @@ def keep_rest(compensated: Tensor, indices: Tensor, sent: Tensor) -> Tensor:
     rest = compensated.index_select(0, indices) - sent
     compensated[indices] = torch.where(rest.isfinite(), rest, torch.zeros_like(rest))
     return compensated
-
-
-def take_back(residual: Tensor, indices: Tensor, sent: Tensor) -> Tensor:
-    """Returns the residual as if nothing had been sent, formed in place: the finite sent values are added back."""
-    residual[indices] += torch.where(sent.isfinite(), sent, torch.zeros_like(sent))
-    return residual
 
 
 def rescale(residual: Tensor, layout: LayerLayout, factors: Mapping[str, float]) -> Tensor:
@@ -110,3 +226,51 @@ def rescale(residual: Tensor, layout: LayerLayout, factors: Mapping[str, float])
         if value != 1.0:
             residual[start:end].mul_(value)
     return residual
+
+
+def real_numel(parameter: Tensor) -> int:
+    """Returns how many real numbers a parameter's gradient has in DDP's buckets: two an element if it is complex."""
+    return parameter.numel() * (2 if parameter.is_complex() else 1)
+
+
+def is_dense(parameter: Tensor) -> bool:
+    """Returns whether a parameter fills its memory without gaps or overlaps, in whatever order of its dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def in_logical_order(residual: Tensor, parameter: Tensor) -> Tensor:
+    """Returns a residual in the order of its parameter's indices, whatever the parameter's memory format.
+
+    DDP lays a gradient out as its parameter lies in memory (``channels_last``, transposed). A checkpoint must not.
+
+    Args:
+        residual: flat, as it is in a bucket; two numbers an element where the parameter is complex.
+        parameter: whose it is.
+    """
+    if parameter.is_contiguous() or not is_dense(parameter):
+        return residual
+    return _as_laid_out(residual, parameter).flatten(0, parameter.dim() - 1).flatten()
+
+
+def in_memory_order(residual: Tensor, parameter: Tensor) -> Tensor:
+    """Returns a residual as DDP lays it out in a bucket; the inverse of :func:`in_logical_order`."""
+    if parameter.is_contiguous() or not is_dense(parameter):
+        return residual
+    laid_out = torch.empty_like(residual)
+    view = _as_laid_out(laid_out, parameter)
+    view.copy_(residual.view(view.shape))
+    return laid_out
+
+
+def _as_laid_out(flat: Tensor, parameter: Tensor) -> Tensor:
+    """Returns a view of shape parameter.shape, with a last dimension of 2 more where the parameter is complex."""
+    if parameter.is_complex():
+        strides = [2 * stride for stride in parameter.stride()]
+        return flat.as_strided([*parameter.shape, 2], [*strides, 1])
+    return flat.as_strided(parameter.shape, parameter.stride())

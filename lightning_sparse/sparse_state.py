@@ -10,12 +10,12 @@ DDP's communication hook brings the buckets one by one, in the same order on all
 and then, still in the hook of the last bucket:
 
 5. account       from the headers of all workers: the numbers of the step, calibration
-6. take back     if a worker found a non-finite value and losses are scaled, the optimizer will skip this step: the
-                 residuals become what they were before anything was sent
+
+What this did is open until an optimizer steps on the gradient, and undone if none does (settlement.py).
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -24,16 +24,19 @@ import torch.distributed as dist
 from lightning.fabric.utilities import rank_zero_info
 from torch import Tensor
 
-from lightning_sparse.exchange import Exchange, Workers
-from lightning_sparse.extraction import BucketGradient, Extracted, Extraction
+from lightning_sparse.calibrator import Calibrator
+from lightning_sparse.clipping import clip_gradient
+from lightning_sparse.exchange import Exchange, Meeting, Workers
+from lightning_sparse.extraction import BucketGradient, Extraction
+from lightning_sparse.learning_rates import LastLearningRates
 from lightning_sparse.options import ExchangeOptions
 from lightning_sparse.parameter_use import ParameterUse
 from lightning_sparse.payload import wire_dtype
 from lightning_sparse.regrouping import BucketLike, Numbering, Regrouping
-from lightning_sparse.residual import ResidualMemory, rescale, take_back
-from lightning_sparse.sparsifiers import HardThreshold, LayerLayout, Sparsifier
+from lightning_sparse.residual import Residual, ResidualMemory, in_logical_order, in_memory_order, real_numel, rescale
+from lightning_sparse.settlement import Settlement
+from lightning_sparse.sparsifiers import LayerLayout, Sparsifier
 from lightning_sparse.step_stats import StepStats, header_fields, squared_norm, step_stats
-from lightning_sparse.threshold_rules import ThresholdCalibration
 
 LearningRates = Mapping[Tensor, float]
 
@@ -46,11 +49,10 @@ class _Bucket:
     layout: LayerLayout
     gradient: Tensor
     future: torch.futures.Future[Tensor]
-    residual: Tensor
-    unused: list[tuple[int, int]]
+    residual: Residual
+    unused: dict[str, tuple[int, int]]
     is_last: bool
     average: Tensor
-    extracted: Extracted | None = None
 
 
 class SparseState:
@@ -71,7 +73,8 @@ class SparseState:
     Attributes:
         sparsifier: this state's own sparsifier; a calibrated λ is in it once calibration has ended.
         residuals: what was not sent so far.
-        calibration: the running calibration, None when there is none.
+        settlement: decides what of it is part of training.
+        meeting: where workers meet before one of them saves a checkpoint.
         last_step: the numbers of the last exchange, None before the first.
     """
 
@@ -91,15 +94,17 @@ class SparseState:
         self.sparsifier = copy.deepcopy(sparsifier)
         self.options = options
         self.per_layer_stats = per_layer_stats
-        self.residuals = ResidualMemory()
-        self.calibration: ThresholdCalibration | None = None
+        self.residuals = ResidualMemory(forgets=options.error_feedback == "none")
+        self.settlement = Settlement(parameter_names, self._settle, self._undo)
         self.last_step: StepStats | None = None
         # As text: what a sparsifier of the user's own is set with need not be something that a checkpoint can hold.
         self._settings = {name: repr(value) for name, value in sparsifier.settings().items()}
-        if isinstance(self.sparsifier, HardThreshold) and self.sparsifier.density is not None:
-            self.calibration = ThresholdCalibration(self.sparsifier.density, self.sparsifier.calibration_steps)
+        self._calibrator = Calibrator(self.sparsifier, speaks=dist.get_rank(group) == 0)
         self._parameter_names = dict(parameter_names)
+        # As they are now: who freezes a layer later on does not take it out of DDP.
+        self._parameters = {name: one for one, name in parameter_names.items() if one.requires_grad}
         self._exchange = Exchange(options.exchange, group)
+        self.meeting = Meeting(self._exchange.workers)
         self._extraction = Extraction(
             self.sparsifier,
             num_slices=self._exchange.workers.num_workers if self._exchange.counts_slices else 0,
@@ -107,10 +112,10 @@ class SparseState:
             keeps_rest=options.error_feedback != "none",
         )
         self._averages: dict[int, Tensor] = {}
-        self._is_rank_zero = dist.get_rank(group) == 0
         self._loss_scale = loss_scale
         self._learning_rates = learning_rates
-        self._last_learning_rates: dict[str, float] = {}
+        self._rates = LastLearningRates()
+        self._has_said_undone = False
         self._layouts: dict[tuple[int, ...], LayerLayout] = {}
         self._subscribers: list[Callable[[StepStats], None]] = []
         self._use = ParameterUse(parameter_names) if allows_unused_parameters else None
@@ -118,6 +123,7 @@ class SparseState:
         self._regrouping: Regrouping | None = None
         self._bucket_names: list[tuple[str, ...]] = []
         # Of the running step:
+        self._is_exchanging = self._is_moving = False
         self._scale: Tensor | None = None
         self._rescaling: dict[str, float] = {}
         self._buckets: list[_Bucket] = []
@@ -135,6 +141,8 @@ class SparseState:
         No backward may follow.
         """
         self._exchange.close()
+        self.settlement.close()
+        self.meeting.close()
         if self._use is not None:
             self._use.close()
 
@@ -145,8 +153,55 @@ class SparseState:
 
     @property
     def parameter_sizes(self) -> dict[str, int]:
-        """Elements of every parameter that has a residual, by name."""
-        return {name: one.numel() for one, name in self._parameter_names.items() if one.requires_grad}
+        """Elements of every parameter's residual, by name: two for each of a complex parameter."""
+        return {name: real_numel(one) for name, one in self._parameters.items()}
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether :meth:`saved_residuals` belongs to the weights as they are now.
+
+        Not in the middle of an optimizer's step. In the middle of a backward it does: that of the last whole step.
+        """
+        return self.settlement.is_certain and not self._is_moving
+
+    def commit(self) -> None:
+        """Makes all that backwards have exchanged so far part of training, as an optimizer's step does.
+
+        For loops in which no ``torch.optim.Optimizer`` steps on the module's own parameters (weights updated by hand,
+        an optimizer with copies of them): call it after each update. And for those that keep gradients aside, drop
+        them and use them all the same: call it after each backward, before ``zero_grad``.
+        """
+        self.settlement.settle_all()
+
+    @property
+    def is_exchanging(self) -> bool:
+        """Whether a backward has begun to exchange its gradients and has not ended, or an exception broke it off."""
+        return self._is_exchanging
+
+    def expect_backward(self) -> None:
+        """Tells that a forward or a backward of the module follows; DDP's own forward does so by itself."""
+        self.settlement.expect_backward()
+
+    def reset(self) -> None:
+        """Returns to the state before the first step: no residuals, no history, a calibration that begins anew."""
+        self.settlement.undo_all()
+        self.load_residuals({})
+        self._calibrator.begin()
+        self._exchange.load_state_dict({"selected": [], "slices": []})
+        self._rates.load_state_dict({})
+        self._regrouping = None
+        self._bucket_names.clear()
+        self.last_step = None
+
+    def saved_residuals(self) -> dict[str, Tensor]:
+        """Returns every parameter's settled residual by name: flat, in the order of the parameter's indices."""
+        return {name: in_logical_order(one, self._parameters[name]) for name, one in self.residuals.layers().items()}
+
+    def load_residuals(self, saved: Mapping[str, Tensor]) -> None:
+        """Replaces all residuals by those that :meth:`saved_residuals` returned, here or in another run."""
+        self.residuals.load_state_dict(
+            {name: in_memory_order(one, self._parameters[name]) for name, one in saved.items()}
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that this worker needs to go on exactly, for loops without a Trainer: save one file a worker.
@@ -154,10 +209,11 @@ class SparseState:
         Plain containers and copies, which ``torch.load(weights_only=True)`` reads. Not collective.
         """
         return {
+            "version": 2,
             "world_size": self.workers.num_workers,
             "rank": self.workers.rank,
             "shared": self.shared_state(),
-            "residuals": self.residuals.state_dict(),
+            "residuals": {name: one.clone() for name, one in self.saved_residuals().items()},
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -172,20 +228,19 @@ class SparseState:
             raise RuntimeError(
                 f"This state is of rank {saved['rank']} of {saved['world_size']} workers, and this is rank "
                 f"{here['rank']} of {here['world_size']}. Load the file of the same rank, or give "
-                "residuals.load_state_dict the mean of all files' residuals."
+                "load_residuals the mean of all files' residuals."
             )
+        self.reset()
         self.load_shared_state(saved["shared"], same_world_size=True)
-        self.residuals.load_state_dict(saved["residuals"])
+        self.load_residuals(saved["residuals"])
 
     def shared_state(self) -> dict[str, Any]:
         """Returns all that is the same on every worker and changes from step to step, in plain containers."""
-        threshold = self.sparsifier.threshold if isinstance(self.sparsifier, HardThreshold) else None
         last_step = None if self.last_step is None else asdict(replace(self.last_step, layers={}))
         return {
             "settings": self._settings,
-            "threshold": threshold,
-            "calibration": None if self.calibration is None else self.calibration.state_dict(),
-            "learning_rates": dict(self._last_learning_rates),
+            **self._calibrator.state_dict(),
+            "learning_rates": self._rates.state_dict(),
             "last_step": last_step,
             "exchange": self._exchange.state_dict(),
             "layout": [list(names) for names in self._bucket_names],
@@ -205,18 +260,17 @@ class SparseState:
                 f"lightning_sparse: the sparsifier is not the one of the checkpoint: {self._settings} instead of "
                 f"{saved['settings']}. That of now is used; with a density, calibration begins anew."
             )
-        elif isinstance(self.sparsifier, HardThreshold) and saved["threshold"] is not None:
-            self.sparsifier.fix_threshold(saved["threshold"])
-            self.calibration = None
-        elif self.calibration is not None and saved["calibration"] is not None:
-            self.calibration.load_state_dict(saved["calibration"])
-        self._last_learning_rates = dict(saved["learning_rates"])
+        else:
+            self._calibrator.load_state_dict(saved)
+        self._rates.load_state_dict(saved["learning_rates"])
         if saved["last_step"] is not None:
             self.last_step = StepStats(**saved["last_step"])
         if same_world_size:
             self._exchange.load_state_dict(saved["exchange"])
             if saved["layout"]:
-                self._regrouping = Regrouping(saved["layout"], self._parameter_names)
+                # A static graph's buckets are laid out anew one step later.
+                most_steps = 1 if self._numbering is None else 2
+                self._regrouping = Regrouping(saved["layout"], self._parameter_names, most_steps)
 
     def receive(self, grad_bucket: BucketLike) -> torch.futures.Future[Tensor]:
         """Takes one of DDP's buckets through the step. Collective: every worker calls this for the same bucket."""
@@ -230,7 +284,9 @@ class SparseState:
         """Takes a bucket through the step, or puts it aside where clipping must see all of them first."""
         if grad_bucket.index() == 0:
             self._begin_step()
+        self._is_moving = True
         bucket = self._open(grad_bucket)
+        self._is_moving = False
         self._buckets.append(bucket)
         if self.options.local_clip_norm is None:
             self._process(bucket)
@@ -243,11 +299,19 @@ class SparseState:
         return bucket.future
 
     def _begin_step(self) -> None:
-        self._buckets.clear()  # an exception may have broken off the last backward in its middle
+        if self._is_exchanging:  # an exception has broken off the last backward in its middle
+            self._buckets.clear()
+            self.settlement.undo_all()
+            self.residuals.abandon()
+            self._rates.undo_all()
+        self.settlement.begin_exchange()
+        self._is_exchanging = True
         self._exchange.begin()
         self._scale = self._loss_scale()
         if self.options.error_feedback == "learning_rate":
-            self._rescaling = self._learning_rate_ratios()
+            rates = self._learning_rates()
+            named = {self._parameter_names[one]: rate for one, rate in rates.items() if one in self._parameter_names}
+            self._rescaling = self._rates.ratios(named)
 
     def _open(self, grad_bucket: BucketLike) -> _Bucket:
         gradient = grad_bucket.buffer()
@@ -255,14 +319,15 @@ class SparseState:
         key = tuple(map(id, parameters))
         if key not in self._layouts:
             names = tuple(self._parameter_names[parameter] for parameter in parameters)
-            self._layouts[key] = LayerLayout(names, tuple(parameter.numel() for parameter in parameters))
+            self._layouts[key] = LayerLayout(names, tuple(map(real_numel, parameters)))
         layout = self._layouts[key]
+        assert gradient.numel() == layout.num_elements, f"{gradient.numel()=} of {layout}"
         future: torch.futures.Future[Tensor] = torch.futures.Future(
             devices=None if gradient.device.type == "cpu" else [gradient.device]
         )
         residual = self.residuals.bucket(grad_bucket.index(), layout, gradient)
-        unused = [] if self._use is None else self._use.unused_spans(layout)
-        for start, end in unused:
+        unused = {} if self._use is None else self._use.unused_spans(layout)
+        for start, end in unused.values():
             gradient[start:end].zero_()
         return _Bucket(
             grad_bucket.index(), layout, gradient, future, residual, unused, grad_bucket.is_last(), average=gradient
@@ -270,29 +335,33 @@ class SparseState:
 
     def _process(self, bucket: _Bucket) -> None:
         gradient, residual, layout = bucket.gradient, bucket.residual, bucket.layout
+        dtype = residual.after.dtype
         squared_gradient_norm = None
-        if self.calibration is not None:
+        if self._calibrator.is_running:
             squared_gradient_norm = squared_norm(gradient)
             if self._scale is not None:
                 squared_gradient_norm /= self._scale.double().square()
-        bucket.average = gradient if gradient.dtype == residual.dtype else self._average_buffer(bucket)
+        bucket.average = gradient if gradient.dtype == dtype else self._average_buffer(bucket)
         shipment = self._exchange.open(
             bucket.index,
             layout.num_elements,
-            wire_dtype(self.options.value_dtype, residual.dtype),
+            wire_dtype(self.options.value_dtype, dtype),
             header_fields(layout, self.per_layer_stats),
             bucket.average,
             is_last=bucket.is_last,
         )
 
         # 1. compensate, 2. select, 3. keep the rest
-        rescale(residual, layout, self._rescaling)
-        bucket.extracted = self._extraction.fill(
-            BucketGradient(layout, gradient, residual, bucket.unused, self._scale), shipment
+        if any(factor != 1.0 for factor in self._rescaling.values()):
+            residual = Residual(
+                rescaled := rescale(residual.after.copy_(residual.before), layout, self._rescaling), rescaled
+            )
+        numbers = self._extraction.fill(
+            BucketGradient(layout, gradient, residual, list(bucket.unused.values()), self._scale), shipment
         )
 
         # 4. exchange: it begins
-        header = bucket.extracted.numbers.header(squared_gradient_norm, residual.device)
+        header = numbers.header(squared_gradient_norm, gradient.device)
         self._exchange.start(shipment, header, is_last=bucket.is_last)
 
     def _end_step(self) -> None:
@@ -319,16 +388,14 @@ class SparseState:
         )
         self.last_step = stats
         self._bucket_names = [bucket.layout.names for bucket in buckets]
-        if self.calibration is not None:
-            self.calibration.observe(stats.squared_gradient_norm)
-            if self.calibration.is_complete:
-                self._fix_threshold(self.calibration, stats.num_elements)
+        self._calibrator.observe(stats)
 
-        # 6. take back
-        if self._scale is not None and stats.non_finite and self.options.error_feedback != "none":
-            for bucket in buckets:
-                if bucket.extracted is not None:
-                    take_back(bucket.residual, *bucket.extracted.sent())
+        for bucket in buckets:
+            self.residuals.keep(bucket.index, bucket.unused)
+        unused = {name for bucket in buckets for name in bucket.unused}
+        self._rates.settle(unused)
+        self._is_exchanging = False
+        self.settlement.end_exchange({name for bucket in buckets for name in bucket.layout.names} - unused)
 
         for bucket in buckets:
             bucket.future.set_result(bucket.gradient)
@@ -338,47 +405,23 @@ class SparseState:
     def _average_buffer(self, bucket: _Bucket) -> Tensor:
         """Memory for an average that does not fit the gradient's own dtype."""
         held = self._averages.get(bucket.index)
-        if held is None or held.shape != bucket.residual.shape or held.dtype != bucket.residual.dtype:
-            held = self._averages[bucket.index] = torch.empty_like(bucket.residual)
+        if held is None or held.shape != bucket.residual.after.shape or held.dtype != bucket.residual.after.dtype:
+            held = self._averages[bucket.index] = torch.empty_like(bucket.residual.after)
         return held
 
-    def _fix_threshold(self, calibration: ThresholdCalibration, num_elements: int) -> None:
-        assert isinstance(self.sparsifier, HardThreshold)
-        threshold = calibration.threshold(num_elements)
-        self.sparsifier.fix_threshold(threshold)
-        self.calibration = None
-        if self._is_rank_zero:
+    def _settle(self, names: set[str]) -> None:
+        self.residuals.settle(names)
+        self._rates.settle(names)
+
+    def _undo(self, names: set[str]) -> None:
+        self.residuals.undo(names)
+        self._rates.undo(names)
+        has_overflowed = self._scale is not None and self.last_step is not None and self.last_step.non_finite
+        if not (has_overflowed or self._has_said_undone or self._is_exchanging):
+            self._has_said_undone = True
+            listed = ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")
             rank_zero_info(
-                f"lightning_sparse: calibrated the threshold to {threshold:.6g} over {calibration.measured_steps} "
-                f"steps, for a density of {calibration.density:g} of {num_elements:,} elements."
+                f"lightning_sparse: gradients were dropped before an optimizer stepped on them ({listed}): they do not "
+                "train, as under DDP. If you keep gradients aside and use them later, call state.commit() after each "
+                "backward. Said once; see docs/reliability.md."
             )
-
-    def _learning_rate_ratios(self) -> dict[str, float]:
-        """lr_{t-1} / lr_t by parameter name. A step with lr 0 has no ratio: it leaves residuals and lr_{t-1} alone."""
-        ratios: dict[str, float] = {}
-        for parameter, learning_rate in self._learning_rates().items():
-            name = self._parameter_names.get(parameter)
-            if name is None or learning_rate == 0:
-                continue
-            ratios[name] = self._last_learning_rates.get(name, learning_rate) / learning_rate
-            self._last_learning_rates[name] = learning_rate
-        return ratios
-
-
-def clip_gradient(gradients: Sequence[Tensor], max_norm: float, loss_scale: Tensor | None = None) -> None:
-    """Scales the gradients in place so that their common norm is at most max_norm, as torch's clip_grad_norm_ does.
-
-    Of a gradient whose norm is no number or infinite nothing is left but what is no number itself. (torch makes NaN of
-    all of it, which would be sent, and take with it all that was held back.)
-
-    Args:
-        gradients: the parts of one gradient.
-        max_norm: in units of the unscaled gradient.
-        loss_scale: S by which the gradients are still multiplied; None is 1.
-    """
-    norm = torch.stack([squared_norm(part) for part in gradients]).sum().sqrt()
-    if loss_scale is not None:
-        norm = norm / loss_scale
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).nan_to_num(0.0)
-    for part in gradients:
-        part.mul_(factor)

@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -11,17 +12,21 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_sparse.checkpoint import (
     KEY,
+    PATIENCE,
     CheckpointOptions,
     OnWorldSizeChange,
     ResidualCheckpoint,
     WholeFileCheckpointIO,
     collect,
+    content_without_state,
     restore,
 )
 from lightning_sparse.comm_hook import attach, learning_rates_of, loss_scale_of
@@ -31,6 +36,8 @@ from lightning_sparse.payload import ValueDtype
 from lightning_sparse.sparse_state import SparseState
 from lightning_sparse.sparsifiers import HardThreshold, Sparsifier, TopK
 from lightning_sparse.step_stats import StepStats
+
+MOST_UNLOGGED = 256
 
 
 class SparseDDPStrategy(DDPStrategy):
@@ -59,8 +66,8 @@ class SparseDDPStrategy(DDPStrategy):
             mean of the old on each, which keeps the pending update; ``"reset"``: zero; ``"error"``: a RuntimeError.
         **kwargs: every argument of Lightning's ``DDPStrategy`` and, through it, of ``DistributedDataParallel``
             (``find_unused_parameters``, ``static_graph``, ``bucket_cap_mb``, ``process_group_backend``, …).
-            ``gradient_as_bucket_view`` is True unless you say otherwise or allow unused parameters: it saves two copies
-            of the gradient a step.
+            ``gradient_as_bucket_view``, which saves two copies of the gradient a step, is True unless you say otherwise
+            where nothing can notice: in automatic optimization, and if no parameter may stay unused.
 
     Attributes:
         state: the :class:`~lightning_sparse.sparse_state.SparseState` of the running or last ``fit``, None before.
@@ -88,17 +95,15 @@ class SparseDDPStrategy(DDPStrategy):
                 "For a threshold alone use DDPHardThresholdStrategy(threshold=0.01)."
             )
         _check_ddp_arguments(kwargs)
-        if not (kwargs.get("find_unused_parameters") or kwargs.get("static_graph")):
-            # Saves copying every gradient into its bucket and back. Where parameters may stay unused it would cost them
-            # what earlier backwards left (see ParameterUse).
-            kwargs.setdefault("gradient_as_bucket_view", True)
         self._checkpoint_options = CheckpointOptions(residual_checkpoint, on_world_size_change)
         self._options = ExchangeOptions(error_feedback, local_clip_norm, value_dtype, exchange)
         super().__init__(**kwargs)
         self.sparsifier = sparsifier
         self.state: SparseState | None = None
         self._per_layer_stats = False
-        self._unlogged_steps: list[StepStats] = []
+        # Of exchanges that no step has logged yet; only a loop that logs nothing lets them become many.
+        self._unlogged_steps: deque[StepStats] = deque(maxlen=MOST_UNLOGGED)
+        self._is_stepping = False
 
     def request_layer_stats(self) -> None:
         """Asks for per-layer numbers in :class:`StepStats` from the next ``fit`` on; call it on every worker.
@@ -117,6 +122,23 @@ class SparseDDPStrategy(DDPStrategy):
         super().configure_ddp()
 
     @override
+    def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
+        given = self._ddp_kwargs
+        # Saves copying every gradient into its bucket and back. A program that keeps gradients over a further backward
+        # would find them changed, which only manual optimization lets it do; and where parameters may stay unused it
+        # would cost them what earlier backwards left (see ParameterUse).
+        if (
+            self.lightning_module is not None
+            and self.lightning_module.automatic_optimization
+            and not (given.get("find_unused_parameters") or given.get("static_graph"))
+        ):
+            self._ddp_kwargs = {"gradient_as_bucket_view": True} | given
+        try:
+            return super()._setup_model(model)
+        finally:
+            self._ddp_kwargs = given
+
+    @override
     def _register_ddp_hooks(self) -> None:
         # Lightning's own method registers hooks on CUDA only; elsewhere it would silently train densely.
         assert isinstance(self.model, DistributedDataParallel)
@@ -130,6 +152,14 @@ class SparseDDPStrategy(DDPStrategy):
             per_layer_stats=self._per_layer_stats,
         )
         self.state.subscribe(self._unlogged_steps.append)
+        self.state.settlement.on_step = self._on_any_step
+
+    @override
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        super().pre_backward(closure_loss)
+        if self.state is not None:
+            # Lightning prepares DDP for a backward in manual optimization, without a forward of DDP's own.
+            self.state.expect_backward()
 
     @override
     def optimizer_step(
@@ -139,18 +169,38 @@ class SparseDDPStrategy(DDPStrategy):
         model: Any = None,
         **kwargs: Any,
     ) -> Any:
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self._unlogged_steps and self.lightning_module is not None:
-            # The same numbers on every worker already: no sync_dist, no collective. batch_size only stops Lightning
-            # from searching the batch for one.
-            numbers = step_metrics(self._unlogged_steps)
-            self._unlogged_steps.clear()
-            if self.lightning_module.trainer.barebones:
-                return output  # for which nobody logs: Lightning would warn of a call that the user never made
-            log = self.lightning_module.log
-            for name, value in numbers.items():
-                log(name, value, prog_bar=name == "sparse/density", on_step=True, on_epoch=False, batch_size=1)
+        self._is_stepping = True
+        try:
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        finally:
+            self._is_stepping = False
+        self._log_steps()
         return output
+
+    def _on_any_step(self) -> None:
+        # Not all come through the strategy: self.optimizers(use_pl_optimizer=False) hands out torch's own.
+        if not self._is_stepping:
+            self._log_steps()
+
+    def _log_steps(self) -> None:
+        """Logs the numbers of the exchanges since the last step, if there are any and Lightning lets us here."""
+        module = self.lightning_module
+        if not self._unlogged_steps or module is None:
+            return
+        if module.trainer.barebones:
+            self._unlogged_steps.clear()  # nobody logs: Lightning would warn of a call that the user never made
+            return
+        allowed = _FxValidator.functions.get(module._current_fx_name or "")
+        if allowed is None:
+            return  # the next step logs these too
+        on_step = True in allowed["allowed_on_step"]
+        # The same numbers on every worker already: no sync_dist, no collective. batch_size only stops Lightning from
+        # searching the batch for one.
+        for name, value in step_metrics(list(self._unlogged_steps)).items():
+            module.log(
+                name, value, prog_bar=name == "sparse/density", on_step=on_step, on_epoch=not on_step, batch_size=1
+            )
+        self._unlogged_steps.clear()
 
     @override
     def teardown(self) -> None:
@@ -176,18 +226,26 @@ class SparseDDPStrategy(DDPStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         # Lightning calls this on every worker; a checkpoint of weights only has no state to resume from.
-        if self.state is not None and "optimizer_states" in checkpoint:
-            content = collect(self.state, self.state.workers, self._checkpoint_options.residual_checkpoint)
+        if "optimizer_states" in checkpoint:
+            content = self._residual_content(checkpoint)
             if content is not None:
                 checkpoint[KEY] = content
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _residual_content(self, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
+        if self.state is not None:
+            patience = min(PATIENCE, self._timeout.total_seconds()) if self._timeout is not None else PATIENCE
+            return collect(self.state, self._checkpoint_options.residual_checkpoint, patience)
+        if isinstance(self.launcher, _MultiProcessingLauncher) and checkpoint.get("global_step"):
+            return content_without_state(self.world_size)
+        return None
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         assert self.state is not None  # Lightning restores after the model was wrapped
         on_world_size_change = self._checkpoint_options.on_world_size_change
-        restore(self.state, self.state.workers, checkpoint.get(KEY), on_world_size_change)
+        restore(self.state, checkpoint.get(KEY), on_world_size_change)
 
     @classmethod
     @override

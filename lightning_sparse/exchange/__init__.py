@@ -7,6 +7,7 @@ runs in whatever order the callbacks happen to run.)
 
 from lightning_sparse.exchange.agreement import parameter_settings, require_agreement
 from lightning_sparse.exchange.exchange import EXCHANGE_MODES, Exchange, ExchangeMode
+from lightning_sparse.exchange.meeting import Meeting
 from lightning_sparse.exchange.reduce_scatter import largest_slice
 from lightning_sparse.exchange.shipment import LARGEST_SLICE, NUM_SELECTED, Shipment
 from lightning_sparse.exchange.workers import Workers
@@ -17,6 +18,7 @@ __all__ = [
     "NUM_SELECTED",
     "Exchange",
     "ExchangeMode",
+    "Meeting",
     "Shipment",
     "Workers",
     "largest_slice",

@@ -36,10 +36,15 @@ def require_agreement(settings: dict[str, Any], group: dist.ProcessGroup | None 
 
 
 def parameter_settings(module: nn.Module) -> dict[str, Any]:
-    """Returns what must be the same of a model on every worker, as settings: each parameter's shape, dtype and use."""
+    """Returns what must be the same of a model on every worker, as settings: each parameter's shape, dtype and use.
+
+    Not of parameters that DDP is told to ignore, as the experts of a mixture that live on one worker each.
+    """
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     return {
         f"parameter {name}": "not initialised"
         if nn.parameter.is_lazy(parameter)
         else f"{list(parameter.shape)}, {parameter.dtype}{'' if parameter.requires_grad else ', frozen'}"
         for name, parameter in module.named_parameters()
+        if name not in ignored
     }

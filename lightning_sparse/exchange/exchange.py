@@ -80,8 +80,9 @@ class Exchange:
         }
 
     def load_state_dict(self, state: dict[str, list[list[float]]]) -> None:
-        """Continues from what another exchange of as many workers saw."""
+        """Continues from what another exchange of as many workers saw; nothing else is known any more."""
         for name, forecasts in (("selected", self._selected), ("slices", self._slices)):
+            forecasts.clear()
             for bucket, num_elements, *numbers in state[name]:
                 forecast = forecasts[int(bucket), int(num_elements)] = Forecast(0)
                 forecast.load_state(numbers)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -78,6 +79,16 @@ class Workers:
     def all_reduce(self, tensor: Tensor) -> Pending:
         """Starts summing a tensor over the workers, in place. Collective."""
         return Pending([dist.all_reduce(tensor, group=self.group, async_op=True)])
+
+    def broadcast_object(self, objects: list[Any]) -> None:
+        """Replaces the list's content by the first worker's, on all. Collective."""
+        dist.broadcast_object_list(objects, self._global_ranks[0], group=self.group)
+
+    def apart(self) -> "Workers":
+        """Returns the same workers in a new group, with connections of its own. Collective."""
+        made = dist.new_group(self._global_ranks, use_local_synchronization=True)
+        assert isinstance(made, dist.ProcessGroup)  # a non-member would get a number
+        return Workers(made, self.rank, self.num_workers)
 
     def gather_to_first(self, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         """Yields every worker's tensors on the first worker, in rank order, on the CPU; nothing on others. Collective.

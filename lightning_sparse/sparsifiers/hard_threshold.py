@@ -92,6 +92,12 @@ class HardThreshold(Sparsifier):
         self.threshold = threshold
         self._runs.clear()
 
+    def forget_calibration(self) -> None:
+        """Returns to what the sparsifier was made with: with a density, λ is not known yet."""
+        if self.density is not None:
+            self.threshold = None
+            self._runs.clear()
+
     def threshold_of(self, name: str) -> float:
         """λ of the layer with this parameter name, in gradient units."""
         for pattern, value in self.layer_thresholds.items():
@@ -146,5 +152,5 @@ def _round_up(threshold: float, dtype: torch.dtype) -> float:
         return threshold
     rounded = torch.tensor(threshold, dtype=dtype)
     if rounded.item() < threshold:
-        rounded = torch.nextafter(rounded, torch.tensor(inf))
+        rounded = torch.nextafter(rounded, torch.tensor(inf, dtype=dtype))  # whatever the default dtype is
     return rounded.item()

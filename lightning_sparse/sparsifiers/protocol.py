@@ -1,10 +1,12 @@
 """The protocol between a sparsifier and the rest: a compensated bucket and its layout in, a selection out."""
 
+import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -43,12 +45,44 @@ class Selection(NamedTuple):
     """The coordinates of one bucket that this worker sends.
 
     Attributes:
-        indices: int64, shape (k,), strictly ascending positions in the bucket.
+        indices: int64, shape (k,), positions in the bucket, each once; best ascending, else they are sorted.
         values: shape (k,), dtype of the compensated gradient: its values there, before any rounding.
     """
 
     indices: Tensor
     values: Tensor
+
+
+def in_order(selection: Selection, num_elements: int) -> Selection:
+    """Returns a selection with ascending indices, as the rest of the package needs them. Waits for a GPU.
+
+    Args:
+        selection: of a sparsifier that may not keep to the order, such as ``compensated.abs().topk(k).indices``.
+        num_elements: of its bucket.
+
+    Raises:
+        TypeError: indices that are not int64, or indices and values that are no flat tensors of one length.
+        ValueError: an index outside the bucket, or one that is there twice.
+    """
+    indices, values = selection
+    if indices.dtype != torch.int64 or indices.dim() != 1 or values.shape != indices.shape:
+        raise TypeError(
+            f"A sparsifier selected indices of {indices.dtype}, shape {tuple(indices.shape)}, and values of shape "
+            f"{tuple(values.shape)}. Return a Selection of int64 indices and of values, both of shape (k,)."
+        )
+    if not indices.numel():
+        return selection
+    if bool((indices.diff() <= 0).any()):
+        indices, order = indices.sort()
+        values = values[order]
+        twice = indices[1:][indices.diff() == 0]
+        if twice.numel():
+            raise ValueError(f"A sparsifier selected index {int(twice[0])} twice. Return each index once.")
+    first, last = int(indices[0]), int(indices[-1])
+    if first < 0 or last >= num_elements:
+        wrong = first if first < 0 else last
+        raise ValueError(f"A sparsifier selected index {wrong} of a bucket. Must be within 0 and {num_elements - 1}.")
+    return Selection(indices, values)
 
 
 class Sparsifier(ABC):
@@ -76,7 +110,30 @@ class Sparsifier(ABC):
         return None
 
     def settings(self) -> dict[str, object]:
-        """Everything that must be the same on all workers, as plain values."""
+        """Everything that must be the same on all workers, as plain values: all attributes without a leading ``_``.
+
+        What is no plain value is described: a tensor by shape, dtype and content, any other object by its class and,
+        if it is a sparsifier or a dataclass, by what it holds.
+        """
         return {"sparsifier": type(self).__name__} | {
-            name: value for name, value in sorted(vars(self).items()) if not name.startswith("_")
+            name: _described(value) for name, value in sorted(vars(self).items()) if not name.startswith("_")
         }
+
+
+def _described(value: object) -> object:
+    """Returns something that is equal on all workers exactly if the value is, as far as that can be told."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _described(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_described(one) for one in value]
+    if isinstance(value, Tensor):
+        digest = hashlib.sha256(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        return f"tensor of shape {list(value.shape)}, {value.dtype}, content {digest.hexdigest()[:12]}"
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, Sparsifier):
+        return value.settings()
+    if is_dataclass(value) and not isinstance(value, type):
+        return {"class": name} | {one.name: _described(getattr(value, one.name)) for one in fields(value)}
+    return getattr(value, "__qualname__", name)

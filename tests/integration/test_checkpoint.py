@@ -238,7 +238,7 @@ def _fit_renamed(path: str) -> tuple[dict[str, Tensor], list[str]]:
     class Restore(Callback):
         def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
             with pytest.warns(UserWarning, match="the model is not the one of the checkpoint") as caught:
-                restore(trainer.strategy.state, trainer.strategy.state.workers, content, "mean")
+                restore(trainer.strategy.state, content, "mean")
             messages.extend(str(one.message) for one in caught)
             self.residuals = trainer.strategy.state.residuals.state_dict()
 

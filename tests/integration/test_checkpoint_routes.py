@@ -127,7 +127,7 @@ def _collect_and_go_on() -> tuple[Any, Any]:
     (inputs, labels), *_ = ResumableData(1)
     for _ in range(2):  # after the first step DDP lays its buckets out anew, and residuals move to other memory
         torch.nn.functional.cross_entropy(model(inputs), labels).backward()
-    content = collect(state, state.workers, "full")
+    content = collect(state, "full", 60.0)
     before = copy.deepcopy(content and content["residuals"])
     torch.nn.functional.cross_entropy(model(inputs), labels).backward()
     return before, content and content["residuals"]
@@ -146,7 +146,7 @@ def _peak_while_collecting(kind: str) -> tuple[int, int]:
     state.residuals.load_state_dict({f"layers.{index}": torch.ones(MILLION) for index in range(25)})
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = memory("VmHWM")
-    content = collect(state, state.workers, kind)
+    content = collect(state, kind, 60.0)
     grown = memory("VmHWM") - before
     residuals = [] if content is None else content["residuals"]
     of_workers = residuals if isinstance(residuals, list) else [residuals]

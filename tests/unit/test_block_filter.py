@@ -8,6 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lightning_sparse.block_filter import BLOCK_ELEMENTS, CHUNK_ELEMENTS, BlockFilter, repair
+from lightning_sparse.residual import Residual
 from lightning_sparse.sparsifiers import ThresholdRun
 
 NAN, INF = float("nan"), float("inf")
@@ -64,19 +65,26 @@ def test_what_is_taken_out_is_what_the_definition_says(case):
     gradient_before = gradient.clone()
     block_filter = BlockFilter()
 
-    sent = block_filter.take_out(kept := residual.clone(), gradient, runs, loss_scale, wire)
+    residual_before = residual.clone()
+
+    def into_new():
+        return Residual(residual, torch.full_like(residual, NAN))
+
+    sent = block_filter.take_out(new := into_new(), gradient, runs, loss_scale, wire)
+    kept = new.after
     assert sent.indices.tolist() == mask.nonzero().squeeze(1).tolist()
     assert_same_bits(sent.values, out[mask])
     assert_same_bits(kept, rest)
     assert_same_bits(gradient, gradient_before)
 
     cleared = gradient.clone()
-    again = block_filter.take_out(residual.clone(), cleared, runs, loss_scale, wire, clears_gradient=True)
+    again = block_filter.take_out(in_place(residual.clone()), cleared, runs, loss_scale, wire, clears_gradient=True)
     assert torch.equal(again.indices, sent.indices)
     assert not cleared.any()
 
     masked = torch.full_like(residual, 7.0)
-    counts = block_filter.take_out_masked(kept := residual.clone(), gradient, runs, loss_scale, wire, masked)
+    counts = block_filter.take_out_masked(new := into_new(), gradient, runs, loss_scale, wire, masked)
+    kept = new.after
     assert counts == [int(mask[start:end].sum()) for _, start, end in runs]
     assert_same_bits(masked, out)
     assert repair(kept) == int(out.isfinite().logical_not().sum())
@@ -84,10 +92,18 @@ def test_what_is_taken_out_is_what_the_definition_says(case):
     assert not block_filter.is_zero(kept)
 
     divided = torch.empty_like(residual)
-    block_filter.take_out_masked(kept := residual.clone(), gradient, runs, loss_scale, wire, divided, divisor=3)
+    block_filter.take_out_masked(
+        new := in_place(residual.clone()), gradient, runs, loss_scale, wire, divided, divisor=3
+    )
+    kept = new.after
     assert_same_bits(divided, out / 3)
     repair(kept)
     assert_same_bits(kept, rest)
+    assert_same_bits(residual, residual_before)
+
+
+def in_place(residual):
+    return Residual(residual, residual)
 
 
 @pytest.mark.parametrize("density", [0.0, 0.0005, 0.02, 0.3, 1.0])
@@ -98,7 +114,7 @@ def test_any_density_comes_out_in_one_piece(density):
     chosen = torch.rand(size, generator=generator) < density
     p[chosen] = -1.5
     residual = torch.zeros(size)
-    sent = BlockFilter().take_out(residual, p, [ThresholdRun(1.0, 0, size)], None, torch.float32)
+    sent = BlockFilter().take_out(in_place(residual), p, [ThresholdRun(1.0, 0, size)], None, torch.float32)
     assert torch.equal(sent.indices, chosen.nonzero().squeeze(1))
     assert torch.equal(residual, torch.where(chosen, 0.0, p))
 
@@ -106,7 +122,8 @@ def test_any_density_comes_out_in_one_piece(density):
 def test_the_masked_gradient_may_take_the_gradients_place():
     gradient = torch.tensor([0.5, 2.0, NAN, -0.25])
     residual = torch.tensor([0.5, 0.0, 0.0, 0.25])
-    counts = BlockFilter().take_out_masked(residual, gradient, [ThresholdRun(1.0, 0, 4)], None, torch.float32, gradient)
+    runs = [ThresholdRun(1.0, 0, 4)]
+    counts = BlockFilter().take_out_masked(in_place(residual), gradient, runs, None, torch.float32, gradient)
     assert counts == [3]
     assert_same_bits(gradient, torch.tensor([1.0, 2.0, NAN, 0.0]))
     assert_same_bits(residual, torch.tensor([0.0, 0.0, NAN, 0.0]))
@@ -116,14 +133,26 @@ def test_a_residual_is_known_to_be_zero_only_while_nobody_writes_into_it():
     block_filter, runs = BlockFilter(), [ThresholdRun(0.0, 0, 200)]
     residual, out = torch.full((200,), 0.5), torch.empty(200)
     for _ in range(2):
-        block_filter.take_out_masked(residual, torch.ones(200), runs, None, torch.float32, out)
+        block_filter.take_out_masked(in_place(residual), torch.ones(200), runs, None, torch.float32, out)
         assert block_filter.is_zero(residual)
     assert torch.equal(out, torch.ones(200))
-    residual[3:5] += 1.0  # for example taken back
+    residual[3:5] += 1.0  # for example loaded
     assert not block_filter.is_zero(residual)
-    block_filter.take_out_masked(residual, torch.ones(200), runs, None, torch.float32, out)
+    block_filter.take_out_masked(in_place(residual), torch.ones(200), runs, None, torch.float32, out)
     assert out[2:6].tolist() == [1.0, 2.0, 2.0, 1.0]
     assert not residual.any()
+
+
+def test_with_two_residuals_in_turn_each_is_known_to_be_zero_or_not():
+    block_filter, runs, out = BlockFilter(), [ThresholdRun(0.0, 0, 200)], torch.empty(200)
+    one, other = torch.full((200,), 0.5), torch.full((200,), NAN)
+    for before, after, expected in ((one, other, 1.5), (other, one, 1.0), (one, other, 1.0)):
+        block_filter.take_out_masked(Residual(before, after), torch.ones(200), runs, None, torch.float32, out)
+        assert torch.equal(out, torch.full((200,), expected))
+        assert not after.any()
+    other[7] = 2.0
+    block_filter.take_out_masked(Residual(other, one), torch.ones(200), runs, None, torch.float32, out)
+    assert out[7] == 3.0
 
 
 def test_non_finite_values_are_found_when_everything_is_sent():
@@ -131,7 +160,7 @@ def test_non_finite_values_are_found_when_everything_is_sent():
     residual = torch.zeros(4)
     for _ in range(2):
         gradient = torch.tensor([1.0, NAN, -INF, INF])
-        block_filter.take_out_masked(residual, gradient, runs, None, torch.float32, gradient)
+        block_filter.take_out_masked(in_place(residual), gradient, runs, None, torch.float32, gradient)
         assert_same_bits(gradient, torch.tensor([1.0, NAN, -INF, INF]))
         assert repair(residual) == 3
         assert not residual.any()

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from lightning_sparse import fused_threshold
 from lightning_sparse.fused_threshold import FusedThreshold, is_available
 from lightning_sparse.payload import BLOCK_ELEMENTS, PayloadFormat, round_to_wire
-from lightning_sparse.residual import compensate, keep_rest
+from lightning_sparse.residual import Residual, compensate, keep_rest
 from lightning_sparse.sparsifiers import HardThreshold, LayerLayout, Selection
 from tests.interpreter import INTERPRETED, run_in_interpreter
 
@@ -112,11 +112,12 @@ def check_select(residual, gradient, runs, wire=FLOAT, scale=None, capacity=None
     capacity = indices.numel() + 3 if capacity is None else capacity
     written = min(capacity, indices.numel())
     blocks = -(-residual.numel() // BLOCK_ELEMENTS)
-    kept, given_gradient = guarded(residual), gradient.to(DEVICE, copy=True)
+    before, kept = residual.to(DEVICE, copy=True), guarded(torch.full_like(residual, nan))
+    given_gradient = gradient.to(DEVICE, copy=True)
     counts, offsets = guarded(blocks, torch.int32), guarded(capacity, torch.int16)
     values = guarded(capacity, wire)
     numbers = (fused or FusedThreshold()).select(
-        kept,
+        Residual(before, kept),
         given_gradient,
         runs,
         loss_scale=None if scale is None else torch.tensor([scale], device=DEVICE),
@@ -134,6 +135,7 @@ def check_select(residual, gradient, runs, wire=FLOAT, scale=None, capacity=None
     expected_kept[indices[written:]] = expected.compensated[indices[written:]]
     same_bits(kept, expected_kept)
     same_bits(given_gradient, gradient)
+    same_bits(before, residual)
     check_numbers(numbers, expected)
     return expected
 
@@ -144,7 +146,7 @@ def check_mask(residual, gradient, runs, wire=FLOAT, scale=None, out=None, fused
     out = given_gradient if out is None else guarded(residual.numel(), out)
     loss_scale = None if scale is None else torch.tensor([scale], device=DEVICE)
     numbers = (fused or FusedThreshold()).mask(
-        kept, given_gradient, runs, loss_scale=loss_scale, out=out, wire_dtype=wire
+        Residual(kept, kept), given_gradient, runs, loss_scale=loss_scale, out=out, wire_dtype=wire
     )
     check_guards(kept, out)
     same_bits(out, expected.sent.to(out.dtype))
@@ -279,7 +281,7 @@ def test_the_payload_has_the_bits_of_the_plain_step(wire, spare):
     residual, gradient = bucket(layout.num_elements)
     kept, given_gradient = residual.to(DEVICE, copy=True), gradient.to(DEVICE)
 
-    compensate(residual, gradient)
+    compensate(Residual(residual, residual), gradient)
     indices, values = sparsifier.select(residual, layout)
     sent = round_to_wire(values, wire)
     payload_format = PayloadFormat(layout.num_elements, wire)
@@ -291,7 +293,11 @@ def test_the_payload_has_the_bits_of_the_plain_step(wire, spare):
     payload = torch.zeros(payload_format.payload_bytes(capacity), dtype=torch.uint8, device=DEVICE)
     parts = payload_format.parts(payload)
     FusedThreshold().select(
-        *(kept, given_gradient, runs), loss_scale=None, counts=parts.counts, values=parts.values, offsets=parts.offsets
+        *(Residual(kept, kept), given_gradient, runs),
+        loss_scale=None,
+        counts=parts.counts,
+        values=parts.values,
+        offsets=parts.offsets,
     )
     for actual, plain in zip(parts, payload_format.parts(expected), strict=True):
         same_bits(actual, plain)
@@ -351,7 +357,8 @@ def test_what_is_sent_and_what_is_kept_make_up_the_compensated_gradient(data):
 @on_device
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter has nothing to wait for")
 def test_no_call_but_the_first_waits_for_the_device():
-    residual, gradient = (one.cuda() for one in bucket(200_000))
+    start, gradient = (one.cuda() for one in bucket(200_000))
+    residual = Residual(start, torch.empty_like(start))
     payload_format = PayloadFormat(200_000, BRAIN)
     parts = payload_format.parts(torch.zeros(payload_format.payload_bytes(20_000), dtype=torch.uint8, device="cuda"))
     boundaries, loss_scale = torch.tensor([0, 70_000, 200_000], device="cuda"), torch.ones(1, device="cuda")
@@ -368,7 +375,9 @@ def test_no_call_but_the_first_waits_for_the_device():
                     offsets=parts.offsets,
                 )
                 fused.layer_counts(boundaries)
-                fused.mask(residual, gradient, runs, loss_scale=None, out=gradient, wire_dtype=BRAIN)
+                fused.mask(
+                    Residual(residual, residual), gradient, runs, loss_scale=None, out=gradient, wire_dtype=BRAIN
+                )
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -377,7 +386,10 @@ def test_no_call_but_the_first_waits_for_the_device():
     ("replaced", "message"),
     [
         ({"gradient": torch.zeros(9)}, r"Invalid gradient: shape \(9,\)"),
-        ({"residual": torch.zeros(20)[::2]}, r"Invalid residual: shape \(10,\), stride \(2,\)"),
+        (
+            {"residual": Residual(torch.zeros(20)[::2], torch.zeros(10))},
+            r"Invalid residual: shape \(10,\), stride \(2,\)",
+        ),
         ({"counts": torch.zeros(2, dtype=torch.int32)}, r"Invalid counts: .* Must be contiguous, of shape \(1,\)"),
         ({"offsets": torch.zeros(3, dtype=torch.int16)}, r"Invalid offsets: .* of shape \(4,\)"),
         ({"runs": [(1.0, 0, 9)]}, r"Invalid runs=.* from 0 to 10"),
@@ -386,7 +398,7 @@ def test_no_call_but_the_first_waits_for_the_device():
 )
 def test_what_does_not_fit_together_is_refused_before_anything_is_launched(replaced, message):
     arguments = {
-        "residual": torch.zeros(10),
+        "residual": Residual(torch.zeros(10), torch.zeros(10)),
         "gradient": torch.zeros(10),
         "runs": one_run(1.0, 10),
         "loss_scale": None,
@@ -430,7 +442,7 @@ def test_the_kernels_in_tritons_interpreter():
 
 
 TYPES = {
-    "*fp32": ("residual", "loss_scale", "thresholds", "out"),
+    "*fp32": ("former", "residual", "loss_scale", "thresholds", "out"),
     "*fp64": ("numbers",),
     "*bf16": ("gradient", "values"),
     "*i64": ("starts", "ends", "boundaries", "before"),

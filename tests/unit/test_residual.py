@@ -7,7 +7,15 @@ from hypothesis import strategies as st
 
 from lightning_sparse import HardThreshold, TopK
 from lightning_sparse.payload import round_to_wire, wire_dtype
-from lightning_sparse.residual import ResidualMemory, compensate, keep_rest, rescale, take_back
+from lightning_sparse.residual import (
+    Residual,
+    ResidualMemory,
+    compensate,
+    in_logical_order,
+    in_memory_order,
+    keep_rest,
+    rescale,
+)
 from lightning_sparse.sparsifiers import LayerLayout
 from tests.unit.strategies import DTYPES, layouts, thresholds, values
 
@@ -25,7 +33,9 @@ def steps(draw, *, finite):
 
 def run_step(layout, residual, gradient, sparsifier, value_dtype="float32", scale=None):
     """One worker's step on copies: returns p as it should be, out as a dense tensor, e', and what was sent."""
-    compensated = compensate(residual.clone(), gradient, scale)
+    before = residual.clone()
+    compensated = compensate(Residual(residual, torch.full_like(residual, torch.nan)), gradient, scale)
+    assert torch.equal(residual, before)
     expected = compensated.clone()
     indices, selected = sparsifier.select(compensated, layout)
     sent = round_to_wire(selected, wire_dtype(value_dtype, compensated.dtype))
@@ -62,19 +72,8 @@ def test_no_residual_is_ever_nan_or_infinite(step, sparsifier, value_dtype):
 def test_a_zero_gradient_after_a_step_sends_nothing(step, threshold):
     layout, residual, gradient = step
     *_, kept, _, _ = run_step(layout, residual, gradient, HardThreshold(threshold))
-    indices, _ = HardThreshold(threshold).select(compensate(kept, torch.zeros_like(gradient)), layout)
+    indices, _ = HardThreshold(threshold).select(compensate(Residual(kept, kept), torch.zeros_like(gradient)), layout)
     assert indices.numel() == 0
-
-
-@given(steps(finite=False), SPARSIFIERS, st.sampled_from(["float32", "bfloat16"]))
-def test_taking_back_leaves_the_compensated_gradient_with_zero_where_it_was_not_finite(step, sparsifier, value_dtype):
-    expected, _, kept, indices, sent = run_step(*step, sparsifier, value_dtype)
-    restored = take_back(kept, indices, sent)
-    wanted = torch.where(expected.isfinite(), expected, 0.0)
-    if value_dtype == "float32" or expected.dtype == torch.float32:
-        assert torch.equal(restored, wanted)
-    else:
-        torch.testing.assert_close(restored, wanted, rtol=1e-15, atol=0)
 
 
 @given(steps(finite=True), st.sampled_from([1.0, 256.0, 65536.0]))
@@ -101,7 +100,7 @@ def test_a_value_beyond_float16_is_sent_in_parts_and_never_as_infinity():
 
 def test_a_bfloat16_gradient_is_compensated_in_float32():
     residual = torch.full((1,), 1e-3)
-    compensate(residual, torch.tensor([1.0], dtype=torch.bfloat16))
+    compensate(Residual(residual, residual), torch.tensor([1.0], dtype=torch.bfloat16))
     assert residual.dtype == torch.float32
     assert residual.item() == pytest.approx(1.001, rel=1e-6)
 
@@ -109,20 +108,114 @@ def test_a_bfloat16_gradient_is_compensated_in_float32():
 ONE = LayerLayout(("a", "b", "c"), (2, 3, 1))
 
 
+def filled(memory, index, layout, values):
+    """A backward that leaves these residuals in a bucket."""
+    memory.bucket(index, layout, torch.zeros(len(values))).after.copy_(torch.tensor(values))
+    memory.keep(index)
+
+
 def test_residuals_move_with_their_layer_when_buckets_change():
     memory = ResidualMemory()
-    memory.bucket(0, ONE, torch.zeros(6)).copy_(torch.arange(6.0))
+    filled(memory, 0, ONE, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
+    memory.settle({"a", "b", "c"})
     first, second = LayerLayout(("c", "a"), (1, 2)), LayerLayout(("b",), (3,))
-    assert memory.bucket(0, first, torch.zeros(3)).tolist() == [5.0, 0.0, 1.0]
-    assert memory.bucket(1, second, torch.zeros(3)).tolist() == [2.0, 3.0, 4.0]
+    assert memory.bucket(0, first, torch.zeros(3)).before.tolist() == [5.0, 0.0, 1.0]
+    assert memory.bucket(1, second, torch.zeros(3)).before.tolist() == [2.0, 3.0, 4.0]
 
 
-def test_a_bucket_is_the_memory_itself_until_its_layout_changes():
+def test_a_step_turns_the_two_tensors_round_and_copies_nothing():
     memory = ResidualMemory()
-    flat = memory.bucket(0, ONE, torch.zeros(6))
-    assert memory.bucket(0, ONE, torch.zeros(6)).data_ptr() == flat.data_ptr()
-    flat[0] = 3.0
-    assert memory.state_dict()["a"].tolist() == [3.0, 0.0]
+    first = memory.bucket(0, ONE, torch.zeros(6))
+    memory.keep(0)
+    memory.settle({"a", "b", "c"})
+    second = memory.bucket(0, ONE, torch.zeros(6))
+    assert (second.before.data_ptr(), second.after.data_ptr()) == (first.after.data_ptr(), first.before.data_ptr())
+
+
+names = st.sets(st.sampled_from(["a", "b", "c"]))
+EVENTS = st.one_of(
+    st.tuples(st.just("backward"), names),
+    st.tuples(st.sampled_from(["settle", "undo"]), names),
+    st.tuples(st.sampled_from(["abandon", "breaks off", "moves"]), st.just(set())),
+)
+LAYOUTS = [{0: ONE}, {0: LayerLayout(("c", "a"), (1, 2)), 1: LayerLayout(("b",), (3,))}]
+
+
+@given(st.lists(EVENTS, max_size=12))
+def test_what_is_settled_is_what_the_steps_were_for_and_what_is_undone_leaves_no_trace(events):
+    memory = ResidualMemory()
+    sizes = dict(zip(ONE.names, ONE.sizes, strict=True))
+    settled = {name: torch.zeros(size) for name, size in sizes.items()}
+    open_ = {}
+    buckets, gradient = LAYOUTS[0], 1.0
+    has_run = False
+    for event, chosen in events:
+        if event == "moves":
+            buckets = LAYOUTS[1] if buckets is LAYOUTS[0] else LAYOUTS[0]
+        elif event in ("backward", "breaks off"):
+            has_run = True
+            for index, layout in buckets.items():
+                residual = memory.bucket(index, layout, torch.zeros(layout.num_elements))
+                added = torch.zeros(layout.num_elements)
+                for name, start, end in layout.spans():
+                    added[start:end] = 0.0 if name in chosen else gradient
+                torch.add(residual.before, added, out=residual.after)
+            if event == "breaks off":
+                memory.abandon()
+                open_ = {}
+                continue
+            for index, layout in buckets.items():
+                memory.keep(index, chosen & set(layout.names))
+            for name in sizes.keys() - chosen:
+                open_[name] = open_.get(name, settled[name]) + gradient
+            gradient *= 2
+        elif event == "settle":
+            memory.settle(chosen)
+            settled |= {name: open_.pop(name) for name in chosen & open_.keys()}
+        else:
+            gone = set(sizes) if event == "abandon" else chosen
+            memory.abandon() if event == "abandon" else memory.undo(chosen)
+            open_ = {name: one for name, one in open_.items() if name not in gone}
+        if has_run:
+            for name, one in memory.state_dict().items():
+                assert torch.equal(one, settled[name]), (event, name)
+            for name, one in memory.latest().items():
+                assert torch.equal(one, open_.get(name, settled[name])), (event, name)
+
+
+def test_a_memory_that_forgets_has_one_tensor_of_zeros():
+    memory = ResidualMemory(forgets=True)
+    before, after = memory.bucket(0, ONE, torch.zeros(6))
+    assert before is after
+    after.fill_(1.0)  # and here an exception breaks the backward off
+    memory.abandon()
+    assert not memory.bucket(0, ONE, torch.zeros(6)).before.any()
+
+
+@pytest.mark.parametrize(
+    "parameter",
+    [
+        torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.zeros(3, 4).t(),
+        torch.zeros(2, 3, 2).permute(2, 0, 1),
+        torch.zeros(3, 4, dtype=torch.complex64).t(),
+        torch.zeros(4, 1, 3).expand(4, 2, 3),
+        torch.zeros(5),
+        torch.zeros(()),
+    ],
+    ids=lambda one: f"{tuple(one.shape)}, {tuple(one.stride())}, {one.dtype}",
+)
+def test_a_residual_is_saved_in_the_order_of_indices_whatever_the_memory_format(parameter):
+    numbers = torch.arange(float(parameter.numel() * (2 if parameter.is_complex() else 1)))
+    wanted = torch.view_as_complex(numbers.view(-1, 2)) if parameter.is_complex() else numbers
+    laid_out = in_memory_order(numbers, parameter)
+    assert torch.equal(in_logical_order(laid_out, parameter), numbers)
+    if parameter.is_contiguous() or 0 in parameter.stride():
+        assert torch.equal(laid_out, numbers)
+    else:  # DDP views a bucket by the parameter's own strides
+        bucket = torch.view_as_complex(laid_out.view(-1, 2)) if parameter.is_complex() else laid_out
+        view = bucket.as_strided(parameter.shape, parameter.stride())
+        assert torch.equal(view, wanted.view(parameter.shape))
 
 
 @pytest.mark.parametrize(
@@ -130,19 +223,23 @@ def test_a_bucket_is_the_memory_itself_until_its_layout_changes():
     [(torch.float32, torch.float32), (torch.float64, torch.float64), (torch.bfloat16, torch.float32)],
 )
 def test_residuals_are_float32_or_float64_where_the_gradient_is(gradient_dtype, residual_dtype):
-    assert ResidualMemory().bucket(0, ONE, torch.zeros(6, dtype=gradient_dtype)).dtype == residual_dtype
+    assert {one.dtype for one in ResidualMemory().bucket(0, ONE, torch.zeros(6, dtype=gradient_dtype))} == {
+        residual_dtype
+    }
 
 
 def test_state_survives_a_round_trip_and_is_a_copy():
     memory = ResidualMemory()
-    memory.bucket(0, ONE, torch.zeros(6)).copy_(torch.arange(6.0))
+    filled(memory, 0, ONE, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
+    memory.settle({"a", "b", "c"})
     state = memory.state_dict()
     frozen = copy.deepcopy(state)
-    memory.bucket(0, ONE, torch.zeros(6)).zero_()
+    for one in memory.layers().values():
+        one.zero_()
     assert all(torch.equal(state[name], frozen[name]) for name in frozen)
     restored = ResidualMemory()
     restored.load_state_dict(state)
-    assert restored.bucket(0, ONE, torch.zeros(6)).tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert restored.bucket(0, ONE, torch.zeros(6)).before.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
 @pytest.mark.parametrize(

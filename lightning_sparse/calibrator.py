@@ -1,0 +1,67 @@
+"""Calibration of a sparsifier's λ in a running training."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.fabric.utilities import rank_zero_info
+
+from lightning_sparse.sparsifiers import HardThreshold, Sparsifier
+from lightning_sparse.step_stats import StepStats
+from lightning_sparse.threshold_rules import ThresholdCalibration
+
+
+class Calibrator:
+    """Sets the λ of a hard threshold that was asked for by a density; for other sparsifiers does nothing.
+
+    Args:
+        sparsifier: whose λ is set.
+        speaks: whether to say the result.
+    """
+
+    def __init__(self, sparsifier: Sparsifier, *, speaks: bool) -> None:
+        self._sparsifier = sparsifier if isinstance(sparsifier, HardThreshold) else None
+        self._speaks = speaks
+        self._running: ThresholdCalibration | None = None
+        self.begin()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether λ is not known yet, so that every step must measure ‖g‖²."""
+        return self._running is not None
+
+    def begin(self) -> None:
+        """Forgets a calibrated λ and begins anew."""
+        self._running = None
+        if self._sparsifier is not None and self._sparsifier.density is not None:
+            self._sparsifier.forget_calibration()
+            self._running = ThresholdCalibration(self._sparsifier.density, self._sparsifier.calibration_steps)
+
+    def observe(self, stats: StepStats) -> None:
+        """Adds the numbers of a step; fixes λ with the last of them."""
+        if self._running is None or self._sparsifier is None:
+            return
+        self._running.observe(stats.squared_gradient_norm)
+        if self._running.is_complete:
+            calibration, self._running = self._running, None
+            threshold = calibration.threshold(stats.num_elements)
+            self._sparsifier.fix_threshold(threshold)
+            if self._speaks:
+                rank_zero_info(
+                    f"lightning_sparse: calibrated the threshold to {threshold:.6g} over {calibration.measured_steps} "
+                    f"steps, for a density of {calibration.density:g} of {stats.num_elements:,} elements."
+                )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns λ and the running calibration, each None where there is none."""
+        return {
+            "threshold": None if self._sparsifier is None else self._sparsifier.threshold,
+            "calibration": None if self._running is None else self._running.state_dict(),
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Continues from the state of a calibrator whose sparsifier was set alike."""
+        if self._sparsifier is not None and saved["threshold"] is not None:
+            self._sparsifier.fix_threshold(saved["threshold"])
+            self._running = None
+        elif self._running is not None and saved["calibration"] is not None:
+            self._running.load_state_dict(saved["calibration"])

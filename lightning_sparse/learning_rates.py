@@ -1,0 +1,49 @@
+"""The learning rates of the last steps, for residuals that are kept in units of the learning rate."""
+
+from collections.abc import Mapping
+
+
+class LastLearningRates:
+    """Remembers lr_{t-1} by parameter name, where t counts the steps that an optimizer made on that parameter.
+
+    Algorithm 1 of Sahu et al. (NeurIPS 2021) keeps residuals in units of lr · gradient; in gradient units that is to
+    multiply them by lr_{t-1} / lr_t. Like a residual, a new rate is open until its backward is settled.
+    """
+
+    def __init__(self) -> None:
+        self._settled: dict[str, float] = {}
+        self._open: dict[str, float] = {}
+
+    def ratios(self, rates: Mapping[str, float]) -> dict[str, float]:
+        """Returns lr_{t-1} / lr_t by name for a backward whose step will have these rates; 1 for a first step.
+
+        A rate of 0 has no ratio: such a step leaves the residual and lr_{t-1} alone.
+        """
+        ratios = {}
+        for name, rate in rates.items():
+            if rate != 0:
+                ratios[name] = self._open.get(name, self._settled.get(name, rate)) / rate
+                self._open[name] = rate
+        return ratios
+
+    def settle(self, names: set[str]) -> None:
+        """Makes the open rates of these parameters those of their last step."""
+        for name in names & self._open.keys():
+            self._settled[name] = self._open.pop(name)
+
+    def undo(self, names: set[str]) -> None:
+        """Forgets the open rates of these parameters."""
+        for name in names & self._open.keys():
+            del self._open[name]
+
+    def undo_all(self) -> None:
+        """Forgets all open rates."""
+        self._open.clear()
+
+    def state_dict(self) -> dict[str, float]:
+        """Returns the settled rates."""
+        return dict(self._settled)
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Replaces all rates."""
+        self._settled, self._open = dict(state), {}

@@ -1,0 +1,236 @@
+"""When a gradient becomes part of training: the one place where that is decided, for every kind of loop.
+
+Plain DDP has no memory: a gradient counts if an optimizer steps on it and is gone if none does. Error feedback has one,
+so what a backward put into residuals, and what it took out to send, must share the fate of its gradient:
+
+1. A backward has exchanged gradients: what it did is *open*, for each parameter that it reached.
+2. An optimizer that owns the parameter steps: it is *settled*, part of training for good.
+3. The next backward finds the gradient gone (``zero_grad``, a step skipped because losses overflowed, a backward that
+   an exception broke off): it is *undone*, as if that backward had never been.
+4. The next backward finds it still there, and adds to it: both together stay open.
+
+Steps are seen by hooks that torch calls for every optimizer. Gradients that are gone are looked for only if a backward
+begins while something is open, as between two optimizers, and before that backward adds to the first of them. Usually
+nothing is open then, and all that this costs is a note of each gradient's version.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from lightning.fabric.utilities import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+UNDONE_WITHOUT_A_STEP = 3
+"""After so many backwards that were undone, and no step ever, it is likely that the steps cannot be seen."""
+
+
+class _Mark(NamedTuple):
+    """By which a gradient is known again that nobody has written to."""
+
+    address: int
+    version: int
+
+
+class Settlement:
+    """Follows backwards and optimizer steps of one DDP module and tells what becomes of each parameter's residual.
+
+    Args:
+        parameters: the name of every parameter that DDP may bring.
+        settle: is told the names of parameters whose last backwards are part of training from now on.
+        undo: is told the names of those whose last backwards never were.
+
+    Attributes:
+        num_steps: how many optimizer steps concerned these parameters so far; the same on all workers that are at the
+            same point.
+        on_step: called after every such step.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[Tensor, str],
+        settle: Callable[[set[str]], None],
+        undo: Callable[[set[str]], None],
+    ) -> None:
+        self.num_steps = 0
+        self.on_step: Callable[[], None] = _nothing
+        self._names = {id(parameter): name for parameter, name in parameters.items()}
+        self._parameters = {name: parameter for parameter, name in parameters.items()}
+        self._settle, self._undo = settle, undo
+        self._open: set[str] = set()
+        self._marks: dict[str, _Mark] = {}
+        self._watch: list[torch.utils.hooks.RemovableHandle] = []
+        self._has_looked = False
+        self._num_exchanges = self._undone_without_a_step = 0
+        self._is_stepping = self._is_changing = False
+        # Of a running optimizer step: how many exchanges came before it, and what was without a gradient then.
+        self._before_step: dict[int, tuple[int, set[str]]] = {}
+        # torch keeps these hooks for as long as the process lives; they must not keep a model that long.
+        this = weakref.ref(self)
+        self._hooks = [
+            register_optimizer_step_pre_hook(_calling(this, Settlement._step_begins)),
+            register_optimizer_step_post_hook(_calling(this, Settlement._step_ends)),
+        ]
+        self._remove_hooks = weakref.finalize(self, _remove, self._hooks)
+
+    def follow(self, module: torch.nn.Module) -> None:
+        """Is told of every forward of this module."""
+        this = weakref.ref(self)
+
+        def forward_begins(*_: Any) -> None:
+            settlement = this()
+            if settlement is not None and torch.is_grad_enabled():
+                settlement.expect_backward()
+
+        hook = torch.compiler.disable(forward_begins)  # type: ignore[no-untyped-call]
+        self._hooks.append(module.register_forward_pre_hook(hook))
+
+    def close(self) -> None:
+        """Follows no more steps."""
+        self._unwatch()
+        self._remove_hooks()
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether what is settled now belongs to the weights as they are now.
+
+        Not so inside an optimizer's step, which may have changed some of the weights, nor while settling.
+        """
+        return not self._is_changing and not (self._is_stepping and self._open)
+
+    def expect_backward(self) -> None:
+        """Told before a forward or a backward: if anything is open, the first gradient to come has us look."""
+        self._has_looked = False
+        if not self._open or self._watch:
+            return
+        for name in self._open:
+            parameter = self._parameters[name]
+            if parameter.requires_grad:
+                # Called before the new gradient is added to what is there.
+                self._watch.append(parameter.register_hook(self._gradient_comes))  # type: ignore[no-untyped-call]
+
+    def begin_exchange(self) -> None:
+        """Told when the first bucket comes: decides what becomes of everything that is open."""
+        if self._open and not self._has_looked:
+            self._look()  # this backward reached none of it
+
+    def end_exchange(self, used: Iterable[str]) -> None:
+        """Told when all gradients have been exchanged: what this did for the parameters in use is open."""
+        self._unwatch()
+        self._num_exchanges += 1
+        self._open.update(used)
+        self._marks.clear()
+        # In a static graph's first iteration Lightning has DDP flush its buckets after the backward.
+        with suppress(RuntimeError):
+            # DDP puts the averages in place at the end of backward, by a callback that it asks for after this one.
+            _at_end_of_backward(lambda: _at_end_of_backward(self._mark))
+
+    def settle_all(self) -> None:
+        """Makes everything open part of training."""
+        self._change(self._settle, set(self._open))
+
+    def undo_all(self) -> None:
+        """Undoes everything open."""
+        self._change(self._undo, set(self._open))
+
+    def _mark(self) -> None:
+        for name in self._open:
+            gradient = self._parameters[name].grad
+            if gradient is not None:
+                self._marks[name] = _Mark(gradient.data_ptr(), gradient._version)
+
+    def _gradient_comes(self, _: Tensor) -> None:
+        if not self._has_looked:
+            self._look()
+
+    def _look(self) -> None:
+        """Undoes what is open for parameters whose gradient is gone."""
+        self._has_looked = True
+        gone: set[str] = set()
+        changed: dict[str, Tensor] = {}
+        for name in self._open:
+            gradient = self._parameters[name].grad
+            if gradient is None:
+                gone.add(name)
+            elif self._marks.get(name) != _Mark(gradient.data_ptr(), gradient._version):
+                changed[name] = gradient
+        if changed:
+            # Clipped, or set to zero. An average may be zero in one parameter, but hardly in all that were written to.
+            with torch.no_grad():
+                is_zero = [bool(one.count_nonzero() == 0) for one in changed.values()]
+            if all(is_zero):
+                gone |= changed.keys()
+        self._change(self._undo, gone)
+        if gone and not self.num_steps and not self._is_stepping:
+            self._undone_without_a_step += 1
+            if self._undone_without_a_step == UNDONE_WITHOUT_A_STEP:
+                rank_zero_warn(
+                    f"lightning_sparse: the gradients of {UNDONE_WITHOUT_A_STEP} backwards were dropped, and no "
+                    "torch.optim.Optimizer has stepped on these parameters: what was not sent of them is lost. If you "
+                    "update weights without an optimizer, or an optimizer holds copies of them, call "
+                    "state.commit() after each update (strategy.state, or what register_comm_hook returned)."
+                )
+
+    def _step_begins(self, optimizer: Optimizer) -> None:
+        self._is_stepping = True
+        absent = {name for name, parameter in self._of(optimizer) if name in self._open and parameter.grad is None}
+        self._before_step[id(optimizer)] = (self._num_exchanges, absent)
+
+    def _step_ends(self, optimizer: Optimizer) -> None:
+        num_exchanges, absent = self._before_step.pop(id(optimizer), (self._num_exchanges, set()))
+        names = {name for name, _ in self._of(optimizer)}
+        # A fused optimizer is told of an overflow and skips the step by itself.
+        found_inf = getattr(optimizer, "found_inf", None)
+        if names and not (isinstance(found_inf, Tensor) and bool(found_inf)):
+            if num_exchanges == self._num_exchanges:  # else it ran a closure, which made new ones
+                self._change(self._undo, self._open & absent)
+            self._change(self._settle, self._open & names)
+            self.num_steps += 1
+            self.on_step()
+        # All: one that an exception ended would stay.
+        self._before_step.clear()
+        self._is_stepping = False
+
+    def _of(self, optimizer: Optimizer) -> Iterable[tuple[str, Tensor]]:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = self._names.get(id(parameter))
+                if name is not None:
+                    yield name, parameter
+
+    def _change(self, tell: Callable[[set[str]], None], names: set[str]) -> None:
+        if names:
+            self._is_changing = True
+            tell(names)
+            self._open -= names
+            self._is_changing = False
+
+    def _unwatch(self) -> None:
+        _remove(self._watch)
+        self._watch.clear()
+
+
+def _calling(this: "weakref.ref[Settlement]", method: Callable[[Settlement, Optimizer], None]) -> Any:
+    def hook(optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
+        settlement = this()
+        if settlement is not None:
+            method(settlement, optimizer)
+
+    return torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+
+
+def _nothing() -> None:
+    pass
+
+
+def _remove(handles: Iterable[torch.utils.hooks.RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _at_end_of_backward(call: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(call)
