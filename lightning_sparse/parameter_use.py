@@ -6,6 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lightning_sparse.exchange import Workers
 from lightning_sparse.sparsifiers import LayerLayout, Selection
 
 
@@ -15,10 +16,12 @@ class ParameterUse:
     For a parameter that no worker used DDP ignores what comes back from the exchange, so whatever was sent of its
     residual would be lost. And if it still has a gradient from an earlier step (two optimizers in turn, ``zero_grad``
     before backward) DDP puts that one into the bucket: it was exchanged when it was new and must not enter the residual
-    as well.
+    as well. Only in the second of several backwards before a step it must, on a worker that left out what another one
+    used: both then add to what the first backward made. Who used what must be known for that, so such a backward
+    exchanges nothing before it has ended.
 
-    With ``gradient_as_bucket_view`` such an older gradient *is* the bucket and becomes zero. So do not combine it with
-    several backwards per optimizer step of which a later one leaves out what an earlier one used.
+    With ``gradient_as_bucket_view`` the gradient of a step before, if nobody set it to zero, *is* the bucket, and
+    becomes zero.
 
     A hook on each parameter does the noting; DDP's own knowledge of unused parameters is out of reach. Only needed with
     ``find_unused_parameters`` or ``static_graph``: otherwise DDP insists that every parameter is used.
@@ -38,6 +41,18 @@ class ParameterUse:
     def unused_spans(self, layout: LayerLayout) -> dict[str, tuple[int, int]]:
         """Returns name and ``(start, end)`` of every layer of a bucket that was not reached since the last exchange."""
         return {name: (start, end) for name, start, end in layout.spans() if name not in self._used}
+
+    def share(self, workers: Workers, names: Sequence[str], device: torch.device) -> None:
+        """Takes what any worker reached for reached. Collective; to be called when a backward has reached all it will.
+
+        Args:
+            workers: whose backwards.
+            names: of all parameters, in the same order on all workers.
+            device: on which the workers communicate.
+        """
+        is_used = torch.tensor([float(name in self._used) for name in names], device=device)
+        workers.all_reduce(is_used).wait()
+        self._used.update(name for name, count in zip(names, is_used.tolist(), strict=True) if count)
 
     def forget(self) -> None:
         """Begins anew; called when an exchange is over."""

@@ -47,6 +47,7 @@ class Settlement:
     Attributes:
         num_steps: how many optimizer steps concerned these parameters so far; the same on all workers that are at the
             same point.
+        num_open: how many exchanges there were since the last such step; likewise.
         on_step: called after every such step.
     """
 
@@ -56,7 +57,7 @@ class Settlement:
         settle: Callable[[set[str]], None],
         undo: Callable[[set[str]], None],
     ) -> None:
-        self.num_steps = 0
+        self.num_steps = self.num_open = 0
         self.on_step: Callable[[], None] = _nothing
         self._names = {id(parameter): name for parameter, name in parameters.items()}
         self._parameters = {name: parameter for parameter, name in parameters.items()}
@@ -122,6 +123,7 @@ class Settlement:
         """Told when all gradients have been exchanged: what this did for the parameters in use is open."""
         self._unwatch()
         self._num_exchanges += 1
+        self.num_open += 1
         self._open.update(used)
         self._marks.clear()
         # In a static graph's first iteration Lightning has DDP flush its buckets after the backward.
@@ -131,6 +133,7 @@ class Settlement:
 
     def settle_all(self) -> None:
         """Makes everything open part of training."""
+        self.num_open = 0
         self._change(self._settle, set(self._open))
 
     def undo_all(self) -> None:
@@ -190,6 +193,7 @@ class Settlement:
                 self._change(self._undo, self._open & absent)
             self._change(self._settle, self._open & names)
             self.num_steps += 1
+            self.num_open = 0
             self.on_step()
         # All: one that an exception ended would stay.
         self._before_step.clear()

@@ -16,7 +16,7 @@ What this did is open until an optimizer steps on the gradient, and undone if no
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -53,6 +53,7 @@ class _Bucket:
     unused: dict[str, tuple[int, int]]
     is_last: bool
     average: Tensor
+    put_back: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
 class SparseState:
@@ -76,6 +77,7 @@ class SparseState:
         settlement: decides what of it is part of training.
         meeting: where workers meet before one of them saves a checkpoint.
         last_step: the numbers of the last exchange, None before the first.
+        is_exchanging: whether a backward has begun to exchange gradients and has not ended, or was broken off.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class SparseState:
         self._settings = {name: repr(value) for name, value in sparsifier.settings().items()}
         self._calibrator = Calibrator(self.sparsifier, speaks=dist.get_rank(group) == 0)
         self._parameter_names = dict(parameter_names)
-        # As they are now: who freezes a layer later on does not take it out of DDP.
+        # As of now: who freezes a layer later on does not take it out of DDP.
         self._parameters = {name: one for one, name in parameter_names.items() if one.requires_grad}
         self._exchange = Exchange(options.exchange, group)
         self.meeting = Meeting(self._exchange.workers)
@@ -123,7 +125,7 @@ class SparseState:
         self._regrouping: Regrouping | None = None
         self._bucket_names: list[tuple[str, ...]] = []
         # Of the running step:
-        self._is_exchanging = self._is_moving = False
+        self.is_exchanging = self._is_moving = self._waits_for_all = False
         self._scale: Tensor | None = None
         self._rescaling: dict[str, float] = {}
         self._buckets: list[_Bucket] = []
@@ -172,11 +174,6 @@ class SparseState:
         them and use them all the same: call it after each backward, before ``zero_grad``.
         """
         self.settlement.settle_all()
-
-    @property
-    def is_exchanging(self) -> bool:
-        """Whether a backward has begun to exchange its gradients and has not ended, or an exception broke it off."""
-        return self._is_exchanging
 
     def expect_backward(self) -> None:
         """Tells that a forward or a backward of the module follows; DDP's own forward does so by itself."""
@@ -281,17 +278,24 @@ class SparseState:
         return self._regrouping.receive(grad_bucket, self._receive)
 
     def _receive(self, grad_bucket: BucketLike) -> torch.futures.Future[Tensor]:
-        """Takes a bucket through the step, or puts it aside where clipping must see all of them first."""
+        """Takes a bucket through the step, or puts it aside where something must be known of all of them first."""
         if grad_bucket.index() == 0:
             self._begin_step()
         self._is_moving = True
         bucket = self._open(grad_bucket)
         self._is_moving = False
         self._buckets.append(bucket)
-        if self.options.local_clip_norm is None:
+        if not self._waits_for_all:
+            self._leave_out_unused(bucket)
             self._process(bucket)
         elif grad_bucket.is_last():
-            clip_gradient([one.gradient for one in self._buckets], self.options.local_clip_norm, self._scale)
+            is_shared = self._use is not None and self.settlement.num_open > 0
+            if self._use is not None and is_shared:
+                self._use.share(self.workers, list(self.parameter_sizes), bucket.gradient.device)
+            for one in self._buckets:
+                self._leave_out_unused(one, keeps_gradient=is_shared)
+            if self.options.local_clip_norm is not None:
+                clip_gradient([one.gradient for one in self._buckets], self.options.local_clip_norm, self._scale)
             for one in self._buckets:
                 self._process(one)
         if grad_bucket.is_last():
@@ -299,19 +303,20 @@ class SparseState:
         return bucket.future
 
     def _begin_step(self) -> None:
-        if self._is_exchanging:  # an exception has broken off the last backward in its middle
+        if self.is_exchanging:  # an exception has broken off the last backward in its middle
             self._buckets.clear()
             self.settlement.undo_all()
             self.residuals.abandon()
             self._rates.undo_all()
         self.settlement.begin_exchange()
-        self._is_exchanging = True
+        self.is_exchanging = True
+        is_further_backward = self._use is not None and self.settlement.num_open > 0
+        self._waits_for_all = is_further_backward or self.options.local_clip_norm is not None
         self._exchange.begin()
         self._scale = self._loss_scale()
         if self.options.error_feedback == "learning_rate":
-            rates = self._learning_rates()
-            named = {self._parameter_names[one]: rate for one, rate in rates.items() if one in self._parameter_names}
-            self._rescaling = self._rates.ratios(named)
+            named = ((self._parameter_names.get(one), rate) for one, rate in self._learning_rates().items())
+            self._rescaling = self._rates.ratios({name: rate for name, rate in named if name is not None})
 
     def _open(self, grad_bucket: BucketLike) -> _Bucket:
         gradient = grad_bucket.buffer()
@@ -326,12 +331,18 @@ class SparseState:
             devices=None if gradient.device.type == "cpu" else [gradient.device]
         )
         residual = self.residuals.bucket(grad_bucket.index(), layout, gradient)
-        unused = {} if self._use is None else self._use.unused_spans(layout)
-        for start, end in unused.values():
-            gradient[start:end].zero_()
         return _Bucket(
-            grad_bucket.index(), layout, gradient, future, residual, unused, grad_bucket.is_last(), average=gradient
+            grad_bucket.index(), layout, gradient, future, residual, {}, grad_bucket.is_last(), average=gradient
         )
+
+    def _leave_out_unused(self, bucket: _Bucket, *, keeps_gradient: bool = False) -> None:
+        if self._use is not None:
+            bucket.unused = self._use.unused_spans(bucket.layout)
+            for start, end in bucket.unused.values():
+                part = bucket.gradient[start:end]
+                if keeps_gradient:  # which may be the parameter's own, and nobody used it: DDP puts nothing there
+                    bucket.put_back.append((part, part.clone()))
+                part.zero_()
 
     def _process(self, bucket: _Bucket) -> None:
         gradient, residual, layout = bucket.gradient, bucket.residual, bucket.layout
@@ -376,6 +387,8 @@ class SparseState:
                 bucket.average.mul_(self._scale)
             if bucket.average is not bucket.gradient:
                 bucket.gradient.copy_(bucket.average)
+            for part, gradient in bucket.put_back:
+                part.copy_(gradient)
 
         # 5. account
         stats = step_stats(
@@ -394,7 +407,7 @@ class SparseState:
             self.residuals.keep(bucket.index, bucket.unused)
         unused = {name for bucket in buckets for name in bucket.unused}
         self._rates.settle(unused)
-        self._is_exchanging = False
+        self.is_exchanging = False
         self.settlement.end_exchange({name for bucket in buckets for name in bucket.layout.names} - unused)
 
         for bucket in buckets:
@@ -417,7 +430,7 @@ class SparseState:
         self.residuals.undo(names)
         self._rates.undo(names)
         has_overflowed = self._scale is not None and self.last_step is not None and self.last_step.non_finite
-        if not (has_overflowed or self._has_said_undone or self._is_exchanging):
+        if not (has_overflowed or self._has_said_undone or self.is_exchanging):
             self._has_said_undone = True
             listed = ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")
             rank_zero_info(

@@ -156,7 +156,7 @@ class Recorder(Callback):
         state = getattr(trainer.strategy, "state", None)
         if state is not None:
             state.subscribe(self.steps.append)
-            state.subscribe(lambda _: self.largest_residuals.append(largest(state.residuals.state_dict())))
+            state.subscribe(lambda _: self.largest_residuals.append(largest(state.residuals.latest())))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Read here: teardown unwraps the model.

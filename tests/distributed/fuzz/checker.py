@@ -52,7 +52,7 @@ class Checker:
         Args:
             step: which.
             scale: S of the step.
-            residuals: every worker's, after the step, by name.
+            residuals: every worker's, after the backward, by name.
             gradients: what DDP left in ``.grad``, the same on every worker.
             stats: the same on every worker.
             threshold_after: λ of the sparsifier after the step, None if it has none yet.
@@ -60,7 +60,6 @@ class Checker:
         case, simulation = self.case, self.simulation
         workers, squared_gradient_norm = simulation.step(step, scale, residuals)
         non_finite = sum(int((~one.sent.isfinite()).sum()) for worker in workers for one in worker.values())
-        is_taken_back = scale is not None and non_finite > 0 and case.error_feedback != "none"
         for index, layer in enumerate(case.layers):
             of_workers = [worker[layer.name] for worker in workers]
             is_used = [
@@ -72,18 +71,16 @@ class Checker:
                 self._check_untouched(step, layer, gradient)
             elif gradient is None:
                 raise Difference(f"step {step}, {layer.name}: no gradient, though a worker used it")
-            elif not is_taken_back and case.error_feedback != "none":
+            elif case.error_feedback != "none":
                 self._check_conservation(
                     step, layer, of_workers, [one[layer.name] for one in residuals], gradient, scale
                 )
             for worker, one in enumerate(of_workers):
                 actual = residuals[worker][layer.name]
                 where = f"step {step}, worker {worker}, residual of {layer.name}"
-                if not is_taken_back and is_used[worker]:
+                if is_used[worker]:
                     self._check_bound(where, layer, actual)
                 expected = one.kept
-                if is_taken_back:
-                    expected = expected + one.sent.nan_to_num(0.0, 0.0, 0.0)
                 quantum = torch.where(one.rounding > 0, wire_quantum(one.compensated, case.value_dtype), 0.0)
                 require_close(where, actual, expected, one.rounding + quantum)
             if any(is_used) and gradient is not None:
@@ -91,12 +88,11 @@ class Checker:
             self.stale[layer.name] = gradient
         self._check_stats(step, stats, workers, squared_gradient_norm, non_finite)
         self._check_calibration(step, squared_gradient_norm, threshold_after)
-        simulation.errors = residuals
+        simulation.latest = residuals
         self.seen["steps"] += 1
         self.seen["steps that send a part"] += 0 < stats.density < 1
         self.seen["steps that send nothing"] += stats.density == 0
         self.seen["non-finite steps"] += non_finite > 0
-        self.seen["steps taken back"] += is_taken_back
         self.seen["steps with a layer that some worker leaves out"] += any(
             not any(case.uses(step, micro, worker, index) for micro in case.backwards(step))
             for worker in range(case.num_workers)
@@ -105,6 +101,25 @@ class Checker:
         self.seen["steps with clipping in force"] += any(
             bool((one.rounding > 0).any()) for worker in workers for one in worker.values()
         )
+
+    def check_settled(self, step: int, has_stepped: bool, residuals: list[dict[str, Tensor]]) -> None:
+        """Raises a Difference unless what is settled after the optimizer is as it must be.
+
+        Args:
+            step: which.
+            has_stepped: whether the optimizer did; not where losses overflowed.
+            residuals: every worker's, after the step, by name.
+        """
+        self.simulation.settle(has_stepped)
+        for worker, (actual, expected) in enumerate(zip(residuals, self.simulation.errors, strict=True)):
+            for name, one in expected.items():
+                require_close(
+                    f"step {step}, worker {worker}, settled residual of {name}",
+                    actual[name],
+                    one,
+                    torch.zeros_like(one),
+                )
+        self.seen["steps undone"] += not has_stepped
 
     def _check_untouched(self, step: int, layer: Layer, gradient: Tensor | None) -> None:
         """What no worker used has the gradient that it had, or none; as a view of the bucket it may be zero."""

@@ -16,7 +16,7 @@ class Sent:
     Attributes:
         compensated: p.
         sent: out, zeros where nothing is sent.
-        kept: e', before a step is taken back.
+        kept: e'.
         is_sent: what is selected.
         is_open: where the worker may have selected or not, and nothing tells which.
         rounding: how far p may be off: 0, or what a clipping factor's last bits change.
@@ -37,14 +37,17 @@ class Simulation:
     """n workers in plain tensors.
 
     Attributes:
-        errors: e, by worker and name.
+        errors: e as the optimizer's steps have settled it, by worker and name.
+        latest: e' after the last backward, likewise; set by who compares it with the real one.
+        stale: the gradient of every parameter after the last optimizer step, skipped or not.
         threshold: λ of layers without one of their own; 0 while it is being calibrated, None for Top-k.
     """
 
     case: Case
     errors: list[dict[str, Tensor]] = field(init=False)
+    latest: list[dict[str, Tensor]] = field(default_factory=list)
+    stale: dict[str, Tensor | None] = field(default_factory=dict)
     threshold: float | None = field(init=False)
-    last_rates: list[float | None] = field(default_factory=lambda: [None, None])
     measured: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -53,6 +56,13 @@ class Simulation:
             for _ in range(self.case.num_workers)
         ]
         self.threshold = {"threshold": self.case.threshold, "density": 0.0, "top_k": None}[self.case.sparsifier]
+        workers = range(self.case.num_workers)
+        # What waits for an optimizer, by worker and name; and lr of the last step, settled and waiting.
+        self._open: list[dict[str, Tensor]] = [{} for _ in workers]
+        self._rates: list[dict[str, float]] = [{} for _ in workers]
+        self._open_rates: list[dict[str, float]] = [{} for _ in workers]
+        self._reached: list[set[str]] = [set() for _ in workers]
+        self._has_skipped = False
 
     @property
     def is_calibrating(self) -> bool:
@@ -70,16 +80,17 @@ class Simulation:
             actual: the workers' residuals after the step, asked only where a coordinate may go either way: equal
                 magnitudes in Top-k, or λ closer than the last bits of a clipping factor.
         """
-        ratios = self._ratios(step)
+        self._drop_what_is_zeroed(step)
         compensated: list[list[tuple[Tensor, Tensor, bool]]] = []
-        squared_norm, is_finite = 0.0, True
+        squared_norm = 0.0
         for worker in range(self.case.num_workers):
             gradients = self._gradients(step, worker, scale)
             precision = self._clip(gradients, scale)
             squared_norm += sum(squared(one) for one in gradients.values()) / (scale or 1.0) ** 2
-            is_finite &= all(bool(one.isfinite().all()) for one in gradients.values())
+            ratios = self._ratios(step, worker)
             errors = [
-                self.errors[worker][layer.name] * ratios[index % 2] for index, layer in enumerate(self.case.layers)
+                self._open[worker].get(layer.name, self.errors[worker][layer.name]) * ratios[layer.name]
+                for layer in self.case.layers
             ]
             compensated.append(
                 [
@@ -87,8 +98,8 @@ class Simulation:
                     for layer, error in zip(self.case.layers, errors, strict=True)
                 ]
             )
-        # A step that is taken back leaves p, whatever was sent.
-        tells = self.case.error_feedback != "none" and (scale is None or is_finite)
+            self._reached[worker] = set(gradients)
+        tells = self.case.error_feedback != "none"
         workers = [
             {
                 layer.name: self._send(layer, *one, residuals[layer.name] if tells else None)
@@ -102,14 +113,43 @@ class Simulation:
         own = own_threshold(self.case, name)
         return (self.threshold or 0.0) if own is None else own
 
-    def _ratios(self, step: int) -> list[float]:
-        ratios = [1.0, 1.0]
+    def settle(self, has_stepped: bool) -> None:
+        """The optimizer steps, or does not because losses overflowed."""
+        for worker, latest in enumerate(self.latest):
+            errors, rates, open_rates = self.errors[worker], self._rates[worker], self._open_rates[worker]
+            for name, one in latest.items():
+                if name in self._reached[worker]:
+                    self._open[worker][name] = one
+                elif name not in self._open[worker]:  # nothing that could be undone
+                    errors[name] = one
+                    if name in open_rates:
+                        rates[name] = open_rates.pop(name)
+            if has_stepped:
+                errors.update(self._open[worker])
+                rates.update(open_rates)
+                self._open[worker].clear()
+                open_rates.clear()
+        self._has_skipped = not has_stepped
+
+    def _drop_what_is_zeroed(self, step: int) -> None:
+        for worker in range(self.case.num_workers):
+            for index, layer in enumerate(self.case.layers):
+                if self.case.zeroing != "used" or self._is_used(step, worker, index):
+                    self._open[worker].pop(layer.name, None)
+                    self._open_rates[worker].pop(layer.name, None)
+
+    def _is_used(self, step: int, worker: int, index: int) -> bool:
+        return any(self.case.uses(step, micro, worker, index) for micro in self.case.backwards(step))
+
+    def _ratios(self, step: int, worker: int) -> dict[str, float]:
+        ratios = {layer.name: 1.0 for layer in self.case.layers}
         if self.case.error_feedback == "learning_rate":
-            for group, rate in enumerate(self.case.rates[step]):
+            for index, layer in enumerate(self.case.layers):
+                rate, name = self.case.rates[step][index % 2], layer.name
                 if rate != 0:
-                    last = self.last_rates[group]
-                    ratios[group] = 1.0 if last is None else last / rate
-                    self.last_rates[group] = rate
+                    last = self._open_rates[worker].get(name, self._rates[worker].get(name, rate))
+                    ratios[name] = last / rate
+                    self._open_rates[worker][name] = rate
         return ratios
 
     def _gradients(self, step: int, worker: int, scale: float | None) -> dict[str, Tensor]:
@@ -121,6 +161,12 @@ class Simulation:
                     one = gradient_of(self.case, step, micro, worker, index)
                     one = one if scale is None else one * torch.tensor(scale, dtype=one.dtype)
                     gradients[layer.name] = gradients[layer.name] + one if layer.name in gradients else one
+        for index, layer in enumerate(self.case.layers):
+            # After a skipped step a gradient that nobody set to zero is still to be part of one, if others add to it.
+            stale = self.stale.get(layer.name)
+            others = any(self._is_used(step, other, index) for other in range(self.case.num_workers))
+            if self._has_skipped and self.case.zeroing == "used" and stale is not None and others:
+                gradients.setdefault(layer.name, stale.clone())
         return gradients
 
     def _clip(self, gradients: dict[str, Tensor], scale: float | None) -> float:

@@ -6,6 +6,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,6 +36,27 @@ class Model(torch.nn.Module):
     def forward(self, inputs: list[Tensor | None]) -> Tensor:
         terms = [(w * x).sum().double() for w, x in zip(self.parameters(), inputs, strict=True) if x is not None]
         return torch.stack(terms).sum()
+
+
+@dataclass
+class Step:
+    """What a worker saw of a step.
+
+    Attributes:
+        scale: S.
+        gradients: what DDP left in ``.grad``.
+        gradients_after: what was there after the optimizer: unscaled, where losses are scaled.
+        has_stepped: whether the optimizer did.
+        latest: all residuals after the backward, in the order of the layers, as float64: shape (d,).
+        settled: those after the optimizer.
+    """
+
+    scale: float | None
+    gradients: dict[str, Tensor | None]
+    gradients_after: dict[str, Tensor | None]
+    has_stepped: bool
+    latest: Tensor
+    settled: Tensor
 
 
 class Training:
@@ -76,8 +98,8 @@ class Training:
             per_layer_stats=case.per_layer_stats,
         )
 
-    def step(self, step: int) -> tuple[float | None, dict[str, Tensor | None]]:
-        """Runs the backwards and the optimizer of a step; returns S, and what DDP left in ``.grad``."""
+    def step(self, step: int) -> "Step":
+        """Runs the backwards and the optimizer of a step."""
         case = self.case
         for group, rate in zip(self.optimizer.param_groups, case.rates[step], strict=False):
             group["lr"] = rate
@@ -100,18 +122,22 @@ class Training:
                 loss = self.model(inputs)
                 (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         scale = None if self.scaler is None else self.scaler.get_scale()
-        gradients = {name: None if p.grad is None else p.grad.clone() for name, p in self.parameters.items()}
+        gradients = self._gradients()
+        latest = self._flat(self.state.residuals.latest())
         if self.scaler is not None:
             self.scaler.step(self.optimizer)
             self.scaler.update()
-        elif all(one is None or bool(one.isfinite().all()) for one in gradients.values()):
+        else:
             self.optimizer.step()
-        return scale, gradients
+        has_stepped = scale is None or all(one is None or bool(one.isfinite().all()) for one in gradients.values())
+        settled = self._flat(self.state.residuals.state_dict())
+        return Step(scale, gradients, self._gradients(), has_stepped, latest, settled)
 
-    def residuals(self) -> Tensor:
-        """All residuals in the order of the layers, as float64: shape (d,)."""
-        held = self.state.residuals.state_dict()
-        return torch.cat([held[layer.name].double() for layer in self.case.layers])
+    def _gradients(self) -> dict[str, Tensor | None]:
+        return {name: None if p.grad is None else p.grad.clone() for name, p in self.parameters.items()}
+
+    def _flat(self, residuals: dict[str, Tensor]) -> Tensor:
+        return torch.cat([residuals[layer.name].double() for layer in self.case.layers])
 
     def checksums(self, gradients: dict[str, Tensor | None]) -> list[tuple[str, int]]:
         """What must be the same on all workers."""
@@ -138,12 +164,12 @@ def run_case(case: Case) -> tuple[str | None, Counter[str]]:
     checker = Checker(case)
     difference: str | None = None
     for step in range(case.steps):
-        scale, gradients = training.step(step)
-        flat = training.residuals()
+        seen = training.step(step)
+        flat = torch.stack([seen.latest, seen.settled])
         collected = [torch.empty_like(flat) for _ in range(case.num_workers)] if training.worker == 0 else None
         dist.gather(flat, collected)
         checksums: list[Any] = [None] * case.num_workers
-        dist.all_gather_object(checksums, training.checksums(gradients))
+        dist.all_gather_object(checksums, training.checksums(seen.gradients))
         verdict: list[str | None] = [None]
         if collected is not None:
             try:
@@ -154,12 +180,14 @@ def run_case(case: Case) -> tuple[str | None, Counter[str]]:
                 assert training.state.last_step is not None
                 checker.check(
                     step,
-                    scale,
-                    [dict(_split(case, one)) for one in collected],
-                    gradients,
+                    seen.scale,
+                    [dict(_split(case, latest)) for latest, _ in collected],
+                    seen.gradients,
                     training.state.last_step,
                     getattr(training.state.sparsifier, "threshold", None),
                 )
+                checker.check_settled(step, seen.has_stepped, [dict(_split(case, settled)) for _, settled in collected])
+                checker.simulation.stale = seen.gradients_after
             except Difference as found:
                 verdict = [str(found)]
         dist.broadcast_object_list(verdict)
