@@ -1,0 +1,424 @@
+"""Manual optimization: who steps when and on what, and what is dropped before anybody does."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.integration.models import TwoPlayers, nesterov, sgd
+from tests.integration.programs.trainer import BATCHES, ManualStudent, commit, fit_without_validation, trains, witness_of
+from tests.integration.programs.world import Row, Run
+
+
+class TugOfWar(LightningModule):
+    """Constant gradients: the generator's loss pulls the judge back by just as much as its own will pull it on."""
+
+    def __init__(self, set_to_none: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.set_to_none = set_to_none
+        self.generator, self.judge = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(8))
+        self.pull = torch.linspace(0.2, 1.2, 8)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        generator_optimizer, judge_optimizer = self.optimizers()
+        generator_optimizer.zero_grad(set_to_none=self.set_to_none)
+        self.manual_backward((self.generator * self.pull).sum() - (self.judge * self.pull).sum())
+        generator_optimizer.step()
+        judge_optimizer.zero_grad(set_to_none=self.set_to_none)
+        self.manual_backward((self.judge * self.pull).sum())
+        judge_optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return sgd([self.generator]), sgd([self.judge])
+
+
+def pulled_all_the_way(runs: list[Run]) -> None:
+    pull = 2 * BATCHES * torch.linspace(0.2, 1.2, 8)
+    for run in runs:
+        for name in ("generator", "judge"):
+            kept = torch.stack([one.residuals.get(name, torch.zeros(8)) for one in runs]).mean(0)
+            torch.testing.assert_close(kept - run.state[name], pull)
+
+
+class UntoggledPlayers(TwoPlayers):
+    """Each optimizer drops what the other's loss has left behind on its parameters."""
+
+    def __init__(self, set_to_none: bool, reaches_both: bool = False) -> None:
+        super().__init__()
+        self.set_to_none, self.reaches_both = set_to_none, reaches_both
+
+    def judge_loss(self, inputs: Tensor) -> Tensor:
+        if not self.reaches_both:
+            return super().judge_loss(inputs)
+        return (F.softplus(-self.judge(inputs)) + F.softplus(self.judge(self.generator(inputs)))).mean()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        for optimizer, loss in zip(self.optimizers(), (self.generator_loss, self.judge_loss), strict=True):
+            optimizer.zero_grad(set_to_none=self.set_to_none)
+            self.manual_backward(loss(batch[0]))
+            optimizer.step()
+
+
+class Toggling(TwoPlayers):
+    """Notes which players' parameters want a gradient while one is trained."""
+
+    def generator_loss(self, inputs: Tensor) -> Tensor:
+        self._say("generator")
+        return super().generator_loss(inputs)
+
+    def judge_loss(self, inputs: Tensor) -> Tensor:
+        self._say("judge")
+        return super().judge_loss(inputs)
+
+    def _say(self, trained: str) -> None:
+        wanting = [name for name in ("generator", "judge") if next(getattr(self, name).parameters()).requires_grad]
+        witness_of(self).said.append(f"{trained} is trained, {' and '.join(wanting)} wants a gradient")
+
+
+def both_moved(runs: list[Run]) -> None:
+    for run in runs:
+        assert run.global_step == 2 * 2 * BATCHES
+        assert run.moved("generator.0.weight")
+        assert run.moved("judge.0.weight")
+
+
+def toggled(runs: list[Run]) -> None:
+    both_moved(runs)
+    turns = [f"{player} is trained, {player} wants a gradient" for player in ("generator", "judge")]
+    for run in runs:
+        assert run.said == turns * 2 * BATCHES
+
+
+class TwoOptimizers(ManualStudent):
+    """One backward for two optimizers, of which the second steps in every other batch."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        often, seldom = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        for optimizer in (often, seldom)[: 1 + batch_idx % 2]:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return nesterov(self.first.parameters()), sgd([*self.middle.parameters(), *self.last.parameters()])
+
+
+def stepped_with_both(runs: list[Run]) -> None:
+    for run in runs:
+        assert run.global_step == 2 * (BATCHES + BATCHES // 2)
+        assert run.moved("first.weight")
+        assert run.moved("last.weight")
+
+
+class Ascending(ManualStudent):
+    """Sharpness-aware minimization: the first gradient only says where to look for the second."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        steps = ascend(self)
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        descend(self, steps)
+        optimizer.step()
+        witness_of(self).seen["ascents"].append(float(torch.stack([one.norm() for one in steps]).norm()))
+
+
+@torch.no_grad()
+def ascend(module: nn.Module, radius: float = 0.05) -> list[Tensor]:
+    norm = torch.stack([one.grad.norm() for one in module.parameters()]).norm() + 1e-12
+    steps = [one.grad * (radius / norm) for one in module.parameters()]
+    for parameter, step in zip(module.parameters(), steps, strict=True):
+        parameter.add_(step)
+    return steps
+
+
+@torch.no_grad()
+def descend(module: nn.Module, steps: list[Tensor]) -> None:
+    for parameter, step in zip(module.parameters(), steps, strict=True):
+        parameter.sub_(step)
+
+
+def ascended(runs: list[Run]) -> None:
+    for run in runs:
+        assert len(run.seen["ascents"]) == run.global_step == 2 * BATCHES
+        assert all(abs(one - 0.05) < 1e-4 for one in run.seen["ascents"])
+
+
+class TwoBackwards(ManualStudent):
+    """Two synchronized backwards before each step."""
+
+    def __init__(self, clips: bool = False) -> None:
+        super().__init__()
+        self.clips = clips
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        if self.clips:
+            witness_of(self).seen["norms"].append(nn.utils.clip_grad_norm_(self.parameters(), 0.2))
+        self.manual_backward(self.loss([-batch[0], batch[1]]))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def stepped_once_a_batch(runs: list[Run]) -> None:
+    for run in runs:
+        assert run.global_step == 2 * BATCHES
+        assert run.kind == "ddp" or run.num_exchanges == 4 * BATCHES
+
+
+def clipped_between(runs: list[Run]) -> None:
+    stepped_once_a_batch(runs)
+    for run in runs:
+        assert min(run.seen["norms"]) > 0.2
+
+
+class Sometimes(ManualStudent):
+    """Has a layer that some backwards do not reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sometimes = nn.Linear(8, 3)
+        with torch.no_grad():
+            for parameter in self.sometimes.parameters():
+                parameter.copy_(torch.linspace(-0.4, 0.4, parameter.numel()).view_as(parameter))
+
+    def loss_with(self, batch: list[Tensor], is_used: bool) -> Tensor:
+        loss = self.loss(batch)
+        witness_of(self).said.append("used" if is_used else "left out")
+        return loss + 0.5 * F.cross_entropy(self.sometimes(batch[0]), batch[1]) if is_used else loss
+
+
+class LeavesOutInTheSecond(Sometimes):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss_with(batch, True))
+        self.manual_backward(self.loss_with([-batch[0], batch[1]], self.global_rank == 0))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class LeavesOutWhatWaits(Sometimes):
+    """A layer whose optimizer steps seldom is left out by one worker while its gradient waits for that."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        often, seldom = self.optimizers()
+        self.manual_backward(self.loss_with(batch, batch_idx % 2 == 0 or self.global_rank == 0))
+        for optimizer in (often, seldom)[: 1 + batch_idx % 2]:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        main = [*self.first.parameters(), *self.middle.parameters(), *self.last.parameters()]
+        return nesterov(main), sgd(self.sometimes.parameters())
+
+
+class LeavesOutWhatWasKept(Sometimes):
+    """Steps on gradients that it does not set to zero afterwards; one worker leaves a layer out."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        if batch_idx % 4 == 0:
+            optimizer.zero_grad()
+        self.manual_backward(self.loss_with(batch, batch_idx % 2 == 0 or self.global_rank == 0))
+        optimizer.step()
+
+
+def left_out_by_one_worker(runs: list[Run]) -> None:
+    assert "left out" not in runs[0].said
+    assert runs[1].said.count("left out") == runs[1].said.count("used") == len(runs[1].said) // 2 > 0
+    assert all(run.moved("sometimes.weight") for run in runs)
+
+
+class KeepsGradientsAside(ManualStudent):
+    """Projects conflicting gradients of two tasks (PCGrad), each of which is taken from ``.grad``."""
+
+    def __init__(self, commits: bool) -> None:
+        super().__init__()
+        self.commits = commits
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        gradients = []
+        for loss in (self.loss(batch), self(batch[0]).square().mean()):
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            if self.commits:
+                commit(self.trainer.strategy)
+            gradients.append([one.grad for one in self.parameters()])
+        for parameter, one, other in zip(self.parameters(), *gradients, strict=True):
+            overlap = (one * other).sum().clamp(max=0)
+            witness_of(self).seen["conflicts"].append(float(overlap))
+            parameter.grad = one - overlap / (other.square().sum() + 1e-12) * other + other
+        optimizer.step()
+
+
+class DetachesGradients(ManualStudent):
+    """Adds up two tasks' gradients, and calls ``detach_`` on what the first leaves."""
+
+    def __init__(self, commits: bool) -> None:
+        super().__init__()
+        self.commits = commits
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        for loss in (self.loss(batch), self(batch[0]).square().mean()):
+            self.manual_backward(loss)
+            if self.commits:
+                commit(self.trainer.strategy)
+            for parameter in self.parameters():
+                parameter.grad.detach_()
+        optimizer.step()
+
+
+def had_conflicts(runs: list[Run]) -> None:
+    stepped_once_a_batch(runs)
+    for run in runs:
+        assert min(run.seen["conflicts"]) < 0
+
+
+class StepsAtTheEnd(ManualStudent):
+    """Accumulates three synchronized backwards, and steps on what is left over when an epoch ends."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        if batch_idx % 3 == 2:
+            self._step()
+
+    def on_train_epoch_end(self) -> None:
+        witness_of(self).said.append(f"left over: {any(one.grad is not None for one in self.parameters())}")
+        self._step()
+
+    def _step(self) -> None:
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+
+def stepped_on_what_was_left(runs: list[Run]) -> None:
+    for run in runs:
+        assert run.said == ["left over: True"] * 2
+        assert run.global_step == 2 * 2  # Lightning does not count those at the end
+        assert len(run.stepped_on) == 2 * 3
+
+
+class WithTorchsOwnOptimizer(ManualStudent):
+    """Steps past Lightning, which then counts no steps."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        assert type(optimizer) is torch.optim.SGD
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+    def on_train_end(self) -> None:
+        waiting = getattr(self.trainer.strategy, "_unlogged_steps", ())
+        witness_of(self).said.append(f"waiting to be logged: {len(waiting)}")
+
+
+def logged_past_lightning(runs: list[Run]) -> None:
+    for run in runs:
+        assert run.global_step == 0
+        assert len(run.stepped_on) == 2 * BATCHES
+        assert run.said == ["waiting to be logged: 0"]
+        if run.kind in ("zero", "sparse"):
+            assert run.metrics["sparse/density"] == pytest.approx(run.densities[-1])
+
+
+class ClipsOneZeroesTheOther(UntoggledPlayers):
+    """Between two backwards one player's gradient is clipped, which waits for a step, and the other's is dropped."""
+
+    def __init__(self) -> None:
+        super().__init__(set_to_none=False)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        generator_optimizer, judge_optimizer = self.optimizers()
+        generator_optimizer.zero_grad(set_to_none=False)
+        self.manual_backward(self.generator_loss(batch[0]))
+        witness_of(self).seen["norms"].append(nn.utils.clip_grad_norm_(self.generator.parameters(), 0.01))
+        judge_optimizer.zero_grad(set_to_none=False)
+        self.manual_backward(self.judge_loss(batch[0]))
+        generator_optimizer.step()
+        judge_optimizer.step()
+
+
+def clipped_one(runs: list[Run]) -> None:
+    both_moved(runs)
+    for run in runs:
+        assert min(run.seen["norms"]) > 0.01
+
+
+class FrozenAtFitStart(ManualStudent):
+    """DDP, which is there already, has been told of the layer."""
+
+    def on_fit_start(self) -> None:
+        self.middle.requires_grad_(False)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+def left_frozen(runs: list[Run]) -> None:
+    for run in runs:
+        assert not run.moved("middle.weight")
+        assert run.moved("first.weight")
+
+
+_unused = {"find_unused_parameters": True}
+_plain = {"drive": fit_without_validation}
+
+ROWS = {
+    **{
+        f"constant players, {words}": Row(
+            trains(partial(TugOfWar, none), **_plain, **_unused), pulled_all_the_way, 1.0, undoes=True, leaves_out=True
+        )
+        for none, words in ((True, "gradients dropped"), (False, "gradients zeroed"))
+    },
+    **{
+        f"untoggled players, {words}": Row(
+            trains(partial(UntoggledPlayers, none), **_plain, **_unused), both_moved, 0.01, undoes=True, leaves_out=True
+        )
+        for none, words in ((True, "gradients dropped"), (False, "gradients zeroed"))
+    },
+    **{
+        f"players that reach each other, {words}": Row(
+            trains(partial(UntoggledPlayers, none, True), **_plain), both_moved, 0.01, undoes=True
+        )
+        for none, words in ((True, "gradients dropped"), (False, "gradients zeroed"))
+    },
+    "one player clipped, the other zeroed": Row(
+        trains(ClipsOneZeroesTheOther, **_plain, **_unused), clipped_one, 0.01, undoes=True, leaves_out=True
+    ),
+    "toggled optimizers": Row(trains(Toggling, **_unused), toggled, 0.01, leaves_out=True),
+    "two optimizers": Row(trains(TwoOptimizers), stepped_with_both),
+    "ascent before descent": Row(trains(Ascending, **_plain), ascended, undoes=True),
+    "two backwards": Row(trains(TwoBackwards, **_plain), stepped_once_a_batch),
+    "two backwards, clipped between": Row(trains(partial(TwoBackwards, True), **_plain), clipped_between),
+    "second backward leaves out": Row(
+        trains(LeavesOutInTheSecond, **_plain, **_unused), left_out_by_one_worker, leaves_out=True
+    ),
+    "left out while it waits": Row(
+        trains(LeavesOutWhatWaits, **_plain, **_unused), left_out_by_one_worker, leaves_out=True
+    ),
+    "left out after a step": Row(
+        trains(LeavesOutWhatWasKept, **_plain, **_unused), left_out_by_one_worker, leaves_out=True
+    ),
+    "gradients kept aside": Row(trains(partial(KeepsGradientsAside, False), **_plain), had_conflicts, undoes=True),
+    "gradients kept aside and committed": Row(trains(partial(KeepsGradientsAside, True), **_plain), had_conflicts),
+    "detached gradients": Row(trains(partial(DetachesGradients, False), **_plain), stepped_once_a_batch),
+    "detached gradients, committed": Row(trains(partial(DetachesGradients, True), **_plain), stepped_once_a_batch),
+    "step at the end of an epoch": Row(trains(StepsAtTheEnd, **_plain), stepped_on_what_was_left),
+    "torch's own optimizer": Row(trains(WithTorchsOwnOptimizer, **_plain), logged_past_lightning),
+    "frozen at fit start": Row(trains(FrozenAtFitStart, **_plain, **_unused), left_frozen, leaves_out=True),
+}

@@ -1,0 +1,252 @@
+"""What sparse training with error feedback should come to, in plain tensors: no DDP, nothing of the package.
+
+A module is left as it is. Every backward of a worker runs alone, and then masked dense tensors are gathered from all::
+
+    backward   content = what lay in .grad + g      of every parameter that any worker used
+               p = e + content / S                  e of the backward before, if its gradient still waits for a step
+               out = p where abs(p) >= λ            .grad = S · (Σ of all workers' out, in rank order) / n
+               e' = p − out                         open
+    step       settles e' of the optimizer's parameters
+    backward   undoes what is open where the gradient is gone
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+Select = Callable[[Tensor], Tensor]
+"""Which elements of the flat p of all parameters in use are sent."""
+
+
+def at_least(threshold: float) -> Select:
+    # In float64, where λ is exact; what is no number is sent.
+    return lambda compensated: (compensated.double().abs() < threshold).logical_not()
+
+
+class Oracle:
+    """This worker's error feedback for one module.
+
+    Attributes:
+        settled: e by parameter name, as real numbers.
+        sent: how many coordinates all workers have sent so far; ``offered``: of how many.
+        num_undone: how often a parameter's backward was undone.
+    """
+
+    def __init__(self, module: nn.Module, select: Select, scale: Callable[[], float] = lambda: 1.0) -> None:
+        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        named = module.named_parameters()
+        self.parameters = {
+            name.replace("_orig_mod.", ""): one for name, one in named if one.requires_grad and name not in ignored
+        }
+        self.settled = {name: torch.zeros_like(real(one.detach())) for name, one in self.parameters.items()}
+        self.sent = self.offered = self.num_undone = self.num_exchanges = 0
+        self.synchronizes = True
+        self._select, self._scale = select, scale
+        self._open: dict[str, Tensor] = {}
+        self._zeroed: set[str] = set()
+        self._had_gradient: set[str] = set()
+        self._old: dict[str, Tensor | None] = {}
+
+    # Told by whoever runs the training.
+
+    def begin_backward(self) -> None:
+        self._undo({name for name in self._open if self._is_gone(name)})
+        self._zeroed.clear()
+        self._old = {name: one.grad for name, one in self.parameters.items()}
+        for one in self.parameters.values():
+            one.grad = None
+
+    def end_backward(self, *, failed: bool = False) -> None:
+        used = {name for name, one in self.parameters.items() if one.grad is not None}
+        for name, one in self.parameters.items():
+            new, one.grad = one.grad, self._old[name]
+            if one.grad is None:
+                one.grad = new
+            elif new is not None:
+                one.grad.copy_(one.grad + new.detach())
+        self._old.clear()
+        if self.synchronizes and not failed:
+            self.exchange(used)
+
+    def step_ends(self, optimizer: Optimizer) -> None:
+        mine = {id(one): name for name, one in self.parameters.items()}
+        names = {mine.get(id(one)) for group in optimizer.param_groups for one in group["params"]} & self._open.keys()
+        if any(not self._is_finite(name) for name in names) and self._scale() != 1.0:
+            return  # a fused optimizer skips such a step by itself
+        self._undo({name for name in names if self._is_gone(name)})
+        self.settle(names & self._open.keys())
+
+    def zero_grad(self, optimizer: Optimizer) -> None:
+        """Told when an optimizer has set gradients to zero in their places, which cannot be seen in those that were."""
+        self._zeroed |= {
+            name
+            for name, one in self.parameters.items()
+            if any(one is other for group in optimizer.param_groups for other in group["params"])
+        }
+
+    def settle(self, names: Any = None) -> None:
+        for name in set(self._open if names is None else names):
+            self.settled[name] = self._open.pop(name)
+
+    # What it does.
+
+    def exchange(self, used: set[str], *, is_active: bool = True) -> bool:
+        """Returns whether any worker is still active; an idle one only answers to the others (``Join``)."""
+        flags = torch.tensor([float(is_active)] + [float(name in used) for name in self.parameters])
+        dist.all_reduce(flags)
+        if not flags[0]:
+            return False
+        shared = [name for name, flag in zip(self.parameters, flags[1:].tolist(), strict=True) if flag]
+        compensated = {name: self._open.get(name, self.settled[name]) + self._content(name, is_active) for name in shared}
+        flat = torch.cat([one.flatten() for one in compensated.values()])
+        is_sent = self._select(flat)
+        out = torch.where(is_sent, flat, 0)
+        outs = [torch.empty_like(out) for _ in range(dist.get_world_size())]
+        dist.all_gather(outs, out)
+        total = torch.zeros_like(out)
+        for one in outs:
+            total += one
+        average = total / len(outs) * self._scale()
+        rest = torch.where(is_sent, 0, flat)
+        sizes = [one.numel() for one in compensated.values()]
+        for name, mine, theirs in zip(shared, rest.split(sizes), average.split(sizes), strict=True):
+            parameter = self.parameters[name]
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            real(parameter.grad).copy_(theirs.view_as(real(parameter.grad)))
+            self._open[name] = mine.view_as(self.settled[name]).clone()
+            if theirs.any():
+                self._had_gradient.add(name)
+            else:
+                self._had_gradient.discard(name)
+        self.sent += int(is_sent.sum())
+        self.offered += is_sent.numel()
+        self.num_exchanges += 1
+        return True
+
+    def answer_others(self) -> None:
+        """Takes part, with nothing of its own, for as long as others have batches; then all have the last one's weights."""
+        num_answers = 0
+        while self.exchange(set(), is_active=False):
+            num_answers += 1
+        last = torch.tensor(-1.0 if num_answers else float(dist.get_rank()))
+        dist.all_reduce(last, dist.ReduceOp.MAX)
+        for one in self.parameters.values():
+            dist.broadcast(one.detach(), int(last))
+
+    def _content(self, name: str, is_active: bool) -> Tensor:
+        gradient = self.parameters[name].grad if is_active else None
+        return torch.zeros_like(self.settled[name]) if gradient is None else real(gradient.detach()) / self._scale()
+
+    def _undo(self, names: set[str]) -> None:
+        self.num_undone += len(names)
+        for name in names:
+            del self._open[name]
+
+    def _is_gone(self, name: str) -> bool:
+        gradient = self.parameters[name].grad
+        if gradient is None or name in self._zeroed:
+            return True
+        return name in self._had_gradient and not gradient.any()
+
+    def _is_finite(self, name: str) -> bool:
+        gradient = self.parameters[name].grad
+        return gradient is None or bool(real(gradient).isfinite().all())
+
+
+def real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def follow_steps(optimizer: Optimizer, oracle: Oracle) -> None:
+    optimizer.register_step_post_hook(lambda *_: oracle.step_ends(optimizer))
+
+
+def follow_zeroing(optimizer: Any, oracle: Oracle) -> None:
+    zero_grad = optimizer.zero_grad
+
+    def told(set_to_none: bool = True) -> None:
+        zero_grad(set_to_none)
+        if not set_to_none:
+            oracle.zero_grad(optimizer)
+
+    optimizer.zero_grad = told
+
+
+class OracleStrategy(DDPStrategy):
+    """Trains every worker's own copy of the module as it is; the oracle exchanges."""
+
+    def __init__(self, make_oracle: Callable[..., Oracle]) -> None:
+        self._followed: set[Optimizer] = set()
+        super().__init__()
+        self.make_oracle = make_oracle
+        self.oracle: Oracle | None = None
+        self._saved: dict[str, Tensor] | None = None
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        self.oracle = self.make_oracle(model, scale=self._scale)
+        return model
+
+    def _register_ddp_hooks(self) -> None:
+        pass
+
+    def _scale(self) -> float:
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return 1.0 if scaler is None else scaler.get_scale()
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        DDPStrategy.optimizers.fset(self, optimizers)
+        for one in optimizers:
+            for optimizer in {one, getattr(one, "base_optimizer", one)} - self._followed:
+                follow_steps(optimizer, self.oracle)
+                follow_zeroing(optimizer, self.oracle)
+                self._followed.add(optimizer)
+        for one in self._lightning_optimizers:  # what a user gets, with methods of its own
+            follow_zeroing(one, self.oracle)
+
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        with backward_of(self.oracle):
+            return super().backward(*args, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        self.oracle.synchronizes = False
+        try:
+            yield
+        finally:
+            self.oracle.synchronizes = True
+
+    # A search for a learning rate goes back to where it began.
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self._saved = {name: one.clone() for name, one in self.oracle.settled.items()}
+        super().save_checkpoint(*args, **kwargs)
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        self.oracle._open.clear()
+        self.oracle.settled = {name: one.clone() for name, one in self._saved.items()}
+
+
+@contextmanager
+def backward_of(*oracles: Oracle) -> Iterator[None]:
+    for one in oracles:
+        one.begin_backward()
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        for one in oracles:
+            one.end_backward(failed=failed)

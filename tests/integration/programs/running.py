@@ -1,0 +1,83 @@
+"""Runs rows of the table in workers that are started once for many of them."""
+
+import gc
+import logging
+import os
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.integration.programs.world import Kind, Row, Run
+from tests.workers import run_workers
+
+Outcome = dict[Kind, Run] | str
+"""What one worker saw in each kind of world, or its traceback."""
+
+NUM_WORKERS = 2
+PATIENCE = timedelta(seconds=40)
+"""Where one worker has failed and the other does not notice: then the row has failed, but not those after it."""
+
+
+def run_rows(names: Sequence[str], folder: str) -> list[dict[str, Outcome]]:
+    """Returns, for each of two workers, the outcome of every row."""
+    return run_workers(_run_all, NUM_WORKERS, list(names), folder, process_group=False, timeout=170)
+
+
+def _run_all(names: Sequence[str], folder: str) -> dict[str, Outcome]:
+    from tests.integration.programs.table import ROWS  # by name, as rows cannot be pickled
+
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    return {name: _run(ROWS[name], f"{folder}/{index}") for index, name in enumerate(names)}
+
+
+def _run(row: Row, store: str) -> Outcome:
+    rank = int(os.environ["RANK"])
+    # A group for each row: one that fails takes its own connections with it, so that the others hear of it.
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_WORKERS, timeout=PATIENCE)
+    outcome: Outcome
+    try:
+        outcome = {kind: _run_in(row, kind) for kind in row.worlds}
+    except BaseException:
+        outcome = traceback.format_exc()
+    dist.destroy_process_group()
+    gc.collect()
+    return outcome
+
+
+def _run_in(row: Row, kind: Kind) -> Run:
+    os.environ["WORLD_SIZE"] = str(NUM_WORKERS)  # Lightning takes it away when a Trainer has done
+    torch.manual_seed(5)
+    world = row.world(kind)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        row.program(world)
+    run = world.finish()
+    run.warnings = {str(warning.message).splitlines()[0] for warning in caught}
+    return run
+
+
+def compare(right: Run, other: Run) -> None:
+    """To the last bit: there are two workers, and a sum of two has one order."""
+    assert_same("weights and buffers", other.state, right.state)
+    assert_same("gradients stepped on", other.stepped_on, right.stepped_on)
+    assert_same("what was seen", dict(other.seen), dict(right.seen))
+    assert other.said == right.said
+    assert (other.global_step, other.epochs) == (right.global_step, right.epochs)
+    assert_same("metrics", own_metrics(other.metrics), own_metrics(right.metrics))
+
+
+def own_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not name.startswith("sparse/")}
+
+
+def assert_same(what: str, one: Any, other: Any) -> None:
+    torch.testing.assert_close(
+        one, other, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{what}: {text}"
+    )

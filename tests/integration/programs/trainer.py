@@ -1,0 +1,157 @@
+"""Programs for a Trainer: a LightningModule, options and what is done with them."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_sparse import SparseDDPStrategy
+from tests.integration.models import Classifier, ManualClassifier, data, nesterov, quiet_trainer
+from tests.integration.programs.oracle import OracleStrategy
+from tests.integration.programs.world import World
+
+BATCHES = 8
+"""Of a worker in an epoch of ``data()``."""
+
+
+class Witness(Callback):
+    """Notes what a user's own callbacks could see of a training."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.seen = world.run.seen
+        self.said = world.run.said
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        strategy = trainer.strategy
+        if self.world.kind != "oracle":
+            # Read here: teardown unwraps the model.
+            self.world.run.comm_hooks.append(strategy.model._get_ddp_logging_data().get("comm_hook"))
+        if isinstance(strategy, SparseDDPStrategy):
+            self.world.follow_state(strategy.state)
+        for optimizer in trainer.optimizers:
+            self.world.note_steps(optimizer)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.seen["steps before the epoch"].append(trainer.global_step)
+        self.seen["weights before the epoch"].append(flat(pl_module))
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self.seen["learning rates"].append(torch.tensor([group["lr"] for group in trainer.optimizers[0].param_groups]))
+        self.seen["samples"].append(len(batch[0]))
+        self.seen["inputs"].append(batch[0].clone())
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        self.seen["gradients"].append(gradient(pl_module))
+
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        if any(parameter.grad is not None for parameter in pl_module.parameters()):
+            self.seen["applied gradients"].append(gradient(pl_module))
+
+    def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, *_: Any) -> None:
+        self.seen["validation samples"].append(len(batch[0]))
+
+    def on_test_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, *_: Any) -> None:
+        self.seen["test samples"].append(len(batch[0]))
+
+    def on_predict_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, *_: Any) -> None:
+        self.seen["predicted samples"].append(len(batch[0]))
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.said.append(f"on_exception: {type(exception).__name__}: {exception}")
+
+
+def witness_of(module: LightningModule) -> Witness:
+    return next(one for one in module.trainer.callbacks if isinstance(one, Witness))
+
+
+def commit(strategy: Any) -> None:
+    """Makes what backwards did so far part of training, where there is anything to be told so."""
+    if isinstance(strategy, SparseDDPStrategy):
+        strategy.state.commit()
+    elif isinstance(strategy, OracleStrategy):
+        strategy.oracle.settle()
+
+
+def flat(module: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+
+def gradient(module: nn.Module) -> Tensor:
+    """The whole gradient, with zeros where there is none."""
+    parts = [(one, one.grad) for one in module.parameters()]
+    return torch.cat([(torch.zeros_like(one) if grad is None else grad).detach().flatten() for one, grad in parts])
+
+
+class Student(Classifier):
+    """Trained with an optimizer that has a memory, so that a wrong gradient has consequences."""
+
+    def __init__(self, make_optimizer: Callable[..., torch.optim.Optimizer] = nesterov) -> None:
+        super().__init__(make_optimizer)
+
+
+class ManualStudent(ManualClassifier):
+    def __init__(self, make_optimizer: Callable[..., torch.optim.Optimizer] = nesterov) -> None:
+        super().__init__(make_optimizer)
+
+
+MakeTrainer = Callable[[], Trainer]
+Drive = Callable[[MakeTrainer, Any, Witness], Trainer]
+
+
+def fit(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
+    trainer = make_trainer()
+    trainer.fit(model, data(), data(16))
+    return trainer
+
+
+def fit_without_validation(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
+    trainer = make_trainer()
+    trainer.fit(model, data())
+    return trainer
+
+
+def fail_to_fit(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
+    """The exception is noted by ``on_exception``."""
+    trainer = make_trainer()
+    with suppress(ValueError, RuntimeError):
+        trainer.fit(model, data())
+    return trainer
+
+
+def trains(
+    make_model: Callable[[], LightningModule] = Student,
+    options: Callable[[], dict[str, Any]] = dict,
+    drive: Drive = fit,
+    **ddp_options: Any,
+) -> Callable[[World], None]:
+    """Returns a program for a Trainer.
+
+    Args:
+        make_model: what is trained.
+        options: of the Trainer; called for every one, so that it has callbacks of its own.
+        drive: what is done with Trainers and model; returns the last Trainer.
+        **ddp_options: of the strategy.
+    """
+
+    def program(world: World) -> None:
+        model = make_model()
+        witness = Witness(world)
+        world.follow_module(model)
+
+        def make_trainer() -> Trainer:
+            defaults = {"max_steps": -1, "max_epochs": 2, "num_sanity_val_steps": 0}
+            settings = defaults | options()
+            callbacks = [witness, *settings.pop("callbacks", [])]
+            return quiet_trainer(world.strategy(**ddp_options), num_workers=2, callbacks=callbacks, **settings)
+
+        trainer = drive(make_trainer, model, witness)
+        run = world.run
+        run.global_step, run.epochs = trainer.global_step, trainer.current_epoch
+        run.metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
+
+    return program

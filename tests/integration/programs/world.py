@@ -1,0 +1,260 @@
+"""Where a program runs: under plain DDP, under the sparse exchange or under the oracle; and what is seen of it there.
+
+A program is a function of a :class:`World`: a training as a user would write it, but for the words in which the four
+kinds of world differ (wrapping a module, or a strategy; a backward; ``no_sync``).
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_sparse import HardThreshold, SparseDDPStrategy, Sparsifier, SparseState, StepStats, register_comm_hook
+from tests.integration.models import SMALL_BUCKETS_MB
+from tests.integration.programs.oracle import Oracle, OracleStrategy, Select, at_least, backward_of, follow_steps, follow_zeroing
+
+Kind = Literal["ddp", "zero", "sparse", "oracle"]
+PAIRS: tuple[tuple[Kind, Kind], ...] = (("ddp", "zero"), ("oracle", "sparse"))
+"""Which two must agree; the first is the one that is right."""
+
+
+@dataclass
+class Run:
+    """What one worker saw of a training.
+
+    Attributes:
+        stepped_on: the gradients that optimizers saw, step by step.
+        seen: whatever the program noted; compared as well.
+        said: likewise, in words.
+        share_sent: of all coordinates of all workers.
+    """
+
+    kind: Kind
+    comm_hooks: list[str | None] = field(default_factory=list)
+    densities: list[float] = field(default_factory=list)
+    initial: dict[str, Tensor] = field(default_factory=dict)
+    state: dict[str, Tensor] = field(default_factory=dict)
+    residuals: dict[str, Tensor] = field(default_factory=dict)
+    stepped_on: list[list[Tensor | None]] = field(default_factory=list)
+    global_step: int = 0
+    epochs: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    seen: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    said: list[str] = field(default_factory=list)
+    warnings: set[str] = field(default_factory=set)
+    sent: int = 0
+    offered: int = 0
+    num_exchanges: int = 0
+    num_undone: int = 0
+
+    def moved(self, name: str) -> bool:
+        return not torch.equal(self.state[name], self.initial[name])
+
+    @property
+    def share_sent(self) -> float:
+        return self.sent / max(self.offered, 1)
+
+
+class World:
+    """One kind of data-parallel training.
+
+    Args:
+        kind: which.
+        make_sparsifier: what is sent in the sparse kind.
+        select: the same for the oracle.
+    """
+
+    def __init__(self, kind: Kind, make_sparsifier: Callable[[], Sparsifier], select: Select) -> None:
+        self.kind = kind
+        self.run = Run(kind)
+        self._make_sparsifier, self._select = make_sparsifier, select
+        self._oracles: list[tuple[str, Oracle]] = []
+        self._states: list[tuple[str, SparseState]] = []
+        self._modules: list[tuple[str, nn.Module]] = []
+        self._watched: set[int] = set()
+
+    @property
+    def is_sparse(self) -> bool:
+        return self.kind in ("zero", "sparse")
+
+    def sparsifier(self) -> Sparsifier:
+        return HardThreshold(0.0) if self.kind == "zero" else self._make_sparsifier()
+
+    # For a Trainer.
+
+    def strategy(self, **ddp_options: Any) -> DDPStrategy:
+        if self.kind == "oracle":
+            return OracleStrategy(partial(self._make_oracle, ""))
+        ddp_options = {"bucket_cap_mb": SMALL_BUCKETS_MB} | ddp_options
+        if self.kind == "ddp":
+            return DDPStrategy(**ddp_options)
+        if self.kind == "sparse":
+            ddp_options["exchange"] = "gather"
+        return SparseDDPStrategy(self.sparsifier(), **ddp_options)
+
+    # For a loop of one's own.
+
+    def wrap(
+        self, model: nn.Module, name: str = "", grad_scaler: torch.amp.GradScaler | None = None, **ddp_options: Any
+    ) -> nn.Module:
+        """Returns the module to call; several in one program have names."""
+        self.follow_module(model, name)
+        if self.kind == "oracle":
+            scale = (lambda: 1.0) if grad_scaler is None else grad_scaler.get_scale
+            return self._make_oracle(name, model, scale=scale, returns=model)
+        wrapped = DistributedDataParallel(model, **{"bucket_cap_mb": SMALL_BUCKETS_MB} | ddp_options)
+        return self.hook(wrapped, name, grad_scaler)
+
+    def hook(
+        self, wrapped: nn.Module, name: str = "", grad_scaler: torch.amp.GradScaler | None = None
+    ) -> nn.Module:
+        """Makes what is DDP already exchange sparsely where that is what this world does."""
+        if self.is_sparse:
+            state = register_comm_hook(
+                wrapped,
+                self.sparsifier(),
+                grad_scaler=grad_scaler,
+                exchange="gather" if self.kind == "sparse" else "auto",
+            )
+            self.follow_state(state, name)
+        return wrapped
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        with self.backwards():
+            loss.backward(**options)
+
+    def backwards(self) -> Any:
+        """A context of one backward, for those who do not call ``loss.backward()`` themselves."""
+        return backward_of(*(oracle for _, oracle in self._oracles)) if self._oracles else nullcontext()
+
+    @contextmanager
+    def no_sync(self, module: nn.Module) -> Iterator[None]:
+        if self.kind != "oracle":
+            with module.no_sync():
+                yield
+            return
+        for _, oracle in self._oracles:
+            oracle.synchronizes = False
+        yield
+        for _, oracle in self._oracles:
+            oracle.synchronizes = True
+
+    @contextmanager
+    def join(self, module: nn.Module) -> Iterator[None]:
+        """``Join`` for loops of unequal length."""
+        if self.kind != "oracle":
+            with Join([module]):
+                yield
+            return
+        yield
+        [(_, oracle)] = self._oracles
+        oracle.answer_others()
+
+    def watch(self, *optimizers: Optimizer) -> None:
+        """Notes the gradients that they step on, and tells the oracle of their steps."""
+        for optimizer in optimizers:
+            for _, oracle in self._oracles:
+                follow_steps(optimizer, oracle)
+                follow_zeroing(optimizer, oracle)
+            self.note_steps(optimizer)
+
+    def commit(self) -> None:
+        for _, oracle in self._oracles:
+            oracle.settle()
+        for _, state in self._states:
+            state.commit()
+
+    # What is noted.
+
+    def follow_module(self, module: nn.Module, name: str = "") -> None:
+        self._modules.append((name, module))
+        self.run.initial |= {name + key: one.detach().clone() for key, one in module.state_dict().items()}
+
+    def follow_state(self, state: SparseState, name: str = "") -> None:
+        self._states.append((name, state))
+        state.subscribe(self._note_exchange)
+
+    def note_steps(self, optimizer: Optimizer) -> None:
+        if id(optimizer) in self._watched:
+            return
+        self._watched.add(id(optimizer))
+
+        def note(optimizer: Optimizer, *_: Any) -> None:
+            gradients = [one.grad for group in optimizer.param_groups for one in group["params"]]
+            self.run.stepped_on.append([None if one is None else one.detach().clone() for one in gradients])
+
+        optimizer.register_step_post_hook(note)
+
+    def finish(self) -> Run:
+        """Notes how it ended."""
+        run = self.run
+        for name, module in self._modules:
+            run.state |= {name + key: one.detach().clone() for key, one in module.state_dict().items()}
+        for name, oracle in self._oracles:
+            run.residuals |= {name + key: one.flatten().clone() for key, one in oracle.settled.items()}
+            run.sent += oracle.sent
+            run.offered += oracle.offered
+            run.num_exchanges += oracle.num_exchanges
+            run.num_undone += oracle.num_undone
+        for name, state in self._states:
+            run.residuals |= {name + key: one.clone() for key, one in state.saved_residuals().items()}
+        return run
+
+    def _make_oracle(
+        self, name: str, model: nn.Module, scale: Callable[[], float] = lambda: 1.0, returns: Any = None
+    ) -> Any:
+        oracle = Oracle(model, self._select, scale)
+        self._oracles.append((name, oracle))
+        return oracle if returns is None else returns
+
+    def _note_exchange(self, step: StepStats) -> None:
+        self.run.densities.append(step.density)
+        self.run.num_exchanges += 1
+        self.run.sent += step.selected
+        self.run.offered += step.num_workers * step.num_elements
+
+
+@dataclass(frozen=True)
+class Row:
+    """One situation.
+
+    Args:
+        program: the training.
+        check: is given the runs of both workers in one kind of world, and fails unless the row's subject took effect.
+        threshold: λ of the sparse exchange and of its oracle: one that sends a good part and holds back a good part.
+            None where only λ = 0 is compared, for the reason that stands beside it.
+        undoes: whether the oracle undoes backwards, as the program drops their gradients.
+        make_sparsifier: instead of a hard threshold.
+        select: the same for the oracle.
+        leaves_out: whether some backward does not reach all parameters, so that not all is sent at λ = 0.
+        kinds: in which worlds it runs.
+    """
+
+    program: Callable[[World], None]
+    check: Callable[[list[Run]], None]
+    threshold: float | None = 0.05
+    undoes: bool = False
+    make_sparsifier: Callable[[], Sparsifier] | None = None
+    select: Select | None = None
+    leaves_out: bool = False
+    kinds: tuple[Kind, ...] = ("ddp", "zero", "oracle", "sparse")
+
+    def world(self, kind: Kind) -> World:
+        threshold = 0.0 if self.threshold is None else self.threshold
+        return World(
+            kind, self.make_sparsifier or partial(HardThreshold, threshold), self.select or at_least(threshold)
+        )
+
+    @property
+    def worlds(self) -> tuple[Kind, ...]:
+        """DDP first, as Lightning gives some warnings once in a process."""
+        return tuple(kind for kind in self.kinds if self.threshold is not None or kind in ("ddp", "zero"))

@@ -1,0 +1,93 @@
+"""Whatever plain DDP trains right, the sparse exchange does: with λ = 0 the same, with λ > 0 what error feedback says.
+
+Each row of the table (tests/integration/programs) is a program, and runs in four worlds on two workers each::
+
+    ddp      plain                                   zero     sparse, λ = 0: equal to ddp in every bit
+    oracle   error feedback in plain tensors         sparse   λ > 0: equal to the oracle in every bit
+
+A new situation is one new entry.
+"""
+
+from contextlib import contextmanager
+
+import pytest
+
+from tests.integration.programs.running import Outcome, assert_same, compare, run_rows
+from tests.integration.programs.table import ROWS
+from tests.integration.programs.world import PAIRS
+
+CHUNK = 12
+"""Rows that share one start of workers."""
+
+
+@pytest.fixture(scope="module")
+def outcomes(request, tmp_path_factory):
+    """Returns a function that gives the outcomes of a row on both workers, and runs it with its neighbours for that."""
+    wanted = [
+        item.callspec.params["name"] for item in request.session.items if item.path == request.node.path
+    ]
+    known: dict[str, list[Outcome] | Exception] = {}
+
+    def look_up(name: str) -> list[Outcome]:
+        if name not in known:
+            place = wanted.index(name)
+            chunk = [one for one in wanted[place : place + CHUNK] if one not in known]
+            try:
+                workers = run_rows(chunk, str(tmp_path_factory.mktemp("stores")))
+                known.update({one: [worker[one] for worker in workers] for one in chunk})
+            except Exception as error:
+                known.update(dict.fromkeys(chunk, error))
+        found = known[name]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    return look_up
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_program_trains_as_it_should(name, outcomes):
+    row, workers = ROWS[name], outcomes(name)
+    failures = [f"worker {rank}: {one}" for rank, one in enumerate(workers) if isinstance(one, str)]
+    assert not failures, "\n".join(failures)
+    for kind in row.worlds:
+        with about(f"in the world of {kind}"):
+            row.check([worker[kind] for worker in workers])
+    for right, other in PAIRS:
+        if {right, other} <= set(row.worlds):
+            for worker in workers:
+                with about(f"{other} against {right}"):
+                    compare(worker[right], worker[other])
+    for worker in workers:
+        if "zero" in row.worlds:
+            assert_sent_densely(row, worker["ddp"], worker["zero"])
+        if "sparse" in row.worlds:
+            assert_sent_sparsely(row, worker["ddp"], worker["oracle"], worker["sparse"])
+            assert worker["sparse"].sent == sum(one["oracle"].sent for one in workers)
+
+
+@contextmanager
+def about(what):
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"{what}: {error}") from error
+
+
+def assert_sent_densely(row, ddp, zero):
+    assert ddp.comm_hooks == [None] * len(zero.comm_hooks)
+    assert zero.comm_hooks == ["sparse_hook"] * len(ddp.comm_hooks)
+    assert not any(residual.any() for residual in zero.residuals.values())
+    # Each backward is sent whole, but for parameters that it did not reach.
+    assert row.leaves_out or all(density == 1.0 for density in zero.densities)
+    assert zero.warnings <= ddp.warnings
+
+
+def assert_sent_sparsely(row, ddp, oracle, sparse):
+    assert_same("residuals", sparse.residuals, oracle.residuals)
+    assert sparse.num_exchanges == oracle.num_exchanges
+    # Of what this worker had to offer.
+    assert 0.05 < oracle.share_sent < 0.95, f"λ sends {oracle.share_sent:.1%}, which tells little"
+    assert any(residual.any() for residual in oracle.residuals.values())
+    assert (oracle.num_undone > 0) == row.undoes
+    assert sparse.warnings <= ddp.warnings
