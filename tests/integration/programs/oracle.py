@@ -46,7 +46,7 @@ class Oracle:
         }
         self.settled = {name: torch.zeros_like(real(one.detach())) for name, one in self.parameters.items()}
         self.sent = self.offered = self.num_undone = self.num_exchanges = 0
-        self.synchronizes = True
+        self._synchronizes = True
         self._select, self._scale = select, scale
         self._open: dict[str, Tensor] = {}
         self._zeroed: set[str] = set()
@@ -71,7 +71,7 @@ class Oracle:
             elif new is not None:
                 one.grad.copy_(one.grad + new.detach())
         self._old.clear()
-        if self.synchronizes and not failed:
+        if self._synchronizes and not failed:
             self.exchange(used)
 
     def step_ends(self, optimizer: Optimizer) -> None:
@@ -93,6 +93,14 @@ class Oracle:
     def settle(self, names: Any = None) -> None:
         for name in set(self._open if names is None else names):
             self.settled[name] = self._open.pop(name)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self._synchronizes = False
+        try:
+            yield
+        finally:
+            self._synchronizes = True
 
     # What it does.
 
@@ -219,13 +227,8 @@ class OracleStrategy(DDPStrategy):
         with backward_of(self.oracle):
             return super().backward(*args, **kwargs)
 
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        self.oracle.synchronizes = False
-        try:
-            yield
-        finally:
-            self.oracle.synchronizes = True
+    def block_backward_sync(self) -> Any:
+        return self.oracle.no_sync()
 
     # A search for a learning rate goes back to where it began.
 

@@ -6,7 +6,7 @@ kinds of world differ (wrapping a module, or a strategy; a backward; ``no_sync``
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -104,27 +104,24 @@ class World:
     # For a loop of one's own.
 
     def wrap(
-        self, model: nn.Module, name: str = "", grad_scaler: torch.amp.GradScaler | None = None, **ddp_options: Any
+        self,
+        model: nn.Module,
+        name: str = "",
+        grad_scaler: torch.amp.GradScaler | None = None,
+        make_ddp: Callable[..., nn.Module] = DistributedDataParallel,
+        **ddp_options: Any,
     ) -> nn.Module:
         """Returns the module to call; several in one program have names."""
         self.follow_module(model, name)
         if self.kind == "oracle":
-            scale = (lambda: 1.0) if grad_scaler is None else grad_scaler.get_scale
-            return self._make_oracle(name, model, scale=scale, returns=model)
-        wrapped = DistributedDataParallel(model, **{"bucket_cap_mb": SMALL_BUCKETS_MB} | ddp_options)
-        return self.hook(wrapped, name, grad_scaler)
-
-    def hook(
-        self, wrapped: nn.Module, name: str = "", grad_scaler: torch.amp.GradScaler | None = None
-    ) -> nn.Module:
-        """Makes what is DDP already exchange sparsely where that is what this world does."""
+            self._make_oracle(name, model, scale=(lambda: 1.0) if grad_scaler is None else grad_scaler.get_scale)
+            return model
+        if make_ddp is DistributedDataParallel:
+            ddp_options = {"bucket_cap_mb": SMALL_BUCKETS_MB} | ddp_options
+        wrapped = make_ddp(model, **ddp_options)
         if self.is_sparse:
-            state = register_comm_hook(
-                wrapped,
-                self.sparsifier(),
-                grad_scaler=grad_scaler,
-                exchange="gather" if self.kind == "sparse" else "auto",
-            )
+            exchange = "gather" if self.kind == "sparse" else "auto"
+            state = register_comm_hook(wrapped, self.sparsifier(), grad_scaler=grad_scaler, exchange=exchange)
             self.follow_state(state, name)
         return wrapped
 
@@ -142,11 +139,10 @@ class World:
             with module.no_sync():
                 yield
             return
-        for _, oracle in self._oracles:
-            oracle.synchronizes = False
-        yield
-        for _, oracle in self._oracles:
-            oracle.synchronizes = True
+        with ExitStack() as stack:
+            for _, oracle in self._oracles:
+                stack.enter_context(oracle.no_sync())
+            yield
 
     @contextmanager
     def join(self, module: nn.Module) -> Iterator[None]:
@@ -209,12 +205,10 @@ class World:
             run.residuals |= {name + key: one.clone() for key, one in state.saved_residuals().items()}
         return run
 
-    def _make_oracle(
-        self, name: str, model: nn.Module, scale: Callable[[], float] = lambda: 1.0, returns: Any = None
-    ) -> Any:
+    def _make_oracle(self, name: str, model: nn.Module, scale: Callable[[], float]) -> Oracle:
         oracle = Oracle(model, self._select, scale)
         self._oracles.append((name, oracle))
-        return oracle if returns is None else returns
+        return oracle
 
     def _note_exchange(self, step: StepStats) -> None:
         self.run.densities.append(step.density)

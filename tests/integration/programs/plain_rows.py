@@ -1,0 +1,395 @@
+"""Loops of one's own around DistributedDataParallel: who steps when, what is dropped, and what is not synchronized."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn import functional as F
+
+from tests.integration.models import Classifier, adam, nesterov, sgd
+from tests.integration.programs.manual_rows import ascend, descend
+from tests.integration.programs.world import Row, Run, World
+
+BATCHES = 10
+
+Batch = list[Tensor]
+Body = Callable[[World, nn.Module, torch.optim.Optimizer, Batch, int], None]
+
+
+def batches(num_batches: int = BATCHES) -> Iterator[Batch]:
+    """Of this worker alone."""
+    generator = torch.Generator().manual_seed(31 + dist.get_rank())
+    for _ in range(num_batches):
+        yield [torch.randn(4, 8, generator=generator), torch.randint(0, 3, (4,), generator=generator)]
+
+
+class Net(Classifier):
+    """Has a layer that not every forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sometimes = nn.Linear(8, 3)
+        with torch.no_grad():
+            for parameter in self.sometimes.parameters():
+                parameter.copy_(torch.linspace(-0.4, 0.4, parameter.numel()).view_as(parameter))
+
+    def forward(self, inputs: Tensor, is_used: bool = True) -> Tensor:
+        outputs = super().forward(inputs)
+        return outputs + self.sometimes(inputs) if is_used else outputs
+
+
+def loss_of(module: nn.Module, batch: Batch, *arguments: Any) -> Tensor:
+    return F.cross_entropy(module(batch[0], *arguments), batch[1])
+
+
+def loops(
+    body: Body,
+    make_model: Callable[[], nn.Module] = Classifier,
+    make_optimizer: Callable[..., torch.optim.Optimizer] = nesterov,
+    **ddp_options: Any,
+) -> Callable[[World], None]:
+    """Returns a program that calls the body with each batch and its number."""
+
+    def program(world: World) -> None:
+        module = world.wrap(make_model(), **ddp_options)
+        optimizer = make_optimizer(module.parameters())
+        world.watch(optimizer)
+        for index, batch in enumerate(batches()):
+            body(world, module, optimizer, batch, index)
+
+    return program
+
+
+def stepped(times: int, runs: list[Run]) -> None:
+    for run in runs:
+        assert len(run.stepped_on) == times
+        assert run.kind == "ddp" or run.num_exchanges >= times
+        assert all(run.moved(name) for name in run.initial)
+
+
+def exchanged(times: int, steps: int, runs: list[Run]) -> None:
+    stepped(steps, runs)
+    for run in runs:
+        assert run.kind == "ddp" or run.num_exchanges == times
+
+
+every_batch = partial(stepped, BATCHES)
+
+
+def usual(world: World, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, index: int) -> None:
+    optimizer.zero_grad()
+    world.backward(loss_of(module, batch))
+    optimizer.step()
+
+
+def ascent_first(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
+    optimizer.zero_grad()
+    world.backward(loss_of(module, batch))
+    steps = ascend(module)
+    optimizer.zero_grad()
+    world.backward(loss_of(module, batch))
+    descend(module, steps)
+    optimizer.step()
+
+
+def two_backwards(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
+    world.backward(loss_of(module, batch))
+    world.backward(loss_of(module, [-batch[0], batch[1]]))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def two_backwards_clipped(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
+    world.backward(loss_of(module, batch))
+    world.run.seen["norms"].append(nn.utils.clip_grad_norm_(module.parameters(), 0.2))
+    world.backward(loss_of(module, [-batch[0], batch[1]]))
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=index % 2 == 0)
+
+
+def second_leaves_out(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
+    world.backward(loss_of(module, batch))
+    world.backward(loss_of(module, [-batch[0], batch[1]], dist.get_rank() == 0))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def all_leave_out(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
+    optimizer.zero_grad()
+    world.backward(loss_of(module, batch, index % 5 == 0))
+    optimizer.step()
+
+
+def measure_what_is_left_out(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
+    """A gradient that is asked for by itself is no backward, and an old one that lies there is not to come again."""
+    is_used = index % 2 == 0
+    if is_used:
+        optimizer.zero_grad()
+    else:
+        layer = module.sometimes if world.kind == "oracle" else module.module.sometimes
+        [norm] = torch.autograd.grad(layer(batch[0]).square().mean(), [layer.weight])
+        world.run.seen["norms"].append(norm.norm())
+    world.backward(loss_of(module, batch, is_used))
+    optimizer.step()
+
+
+def measure_before_zeroing(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
+    """A gradient that is asked for by itself comes while another, which will be dropped, still lies there."""
+    loss = loss_of(module, batch)
+    parts = torch.autograd.grad(loss, list(module.parameters()), retain_graph=True)
+    world.run.seen["norms"].append(torch.stack([one.norm() for one in parts]).norm())
+    optimizer.zero_grad()
+    world.backward(loss)
+    if index % 2:
+        optimizer.step()
+
+
+def accumulates(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
+    if index % 2 == 0:
+        with world.no_sync(module):
+            world.backward(loss_of(module, batch))
+        return
+    world.backward(loss_of(module, batch))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def accumulates_between(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
+    """Synchronized, local, synchronized, and one step on all three."""
+    world.backward(loss_of(module, batch))
+    with world.no_sync(module):
+        world.backward(loss_of(module, [-batch[0], batch[1]]))
+    world.backward(loss_of(module, [2 * batch[0], batch[1]]))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def drops_before_it_accumulates(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
+    """The first gradient is dropped, and the one that comes next is local."""
+    world.backward(loss_of(module, batch))
+    optimizer.zero_grad(set_to_none=index % 2 == 0)
+    with world.no_sync(module):
+        world.backward(loss_of(module, [-batch[0], batch[1]]))
+    world.backward(loss_of(module, [2 * batch[0], batch[1]]))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def zeroes_bad_gradients(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
+    """Steps all the same, on zeros."""
+    world.backward(loss_of(module, batch))
+    if index % 3 == 1:
+        optimizer.zero_grad(set_to_none=False)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def drops_bad_gradients(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
+    """Steps all the same, on nothing."""
+    world.backward(loss_of(module, batch))
+    if index % 3 == 1:
+        optimizer.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def two_forwards(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
+    optimizer.zero_grad()
+    world.backward(loss_of(module, batch) + loss_of(module, [-batch[0], batch[1]]))
+    optimizer.step()
+
+
+def closure(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
+    def evaluate() -> Tensor:
+        world.run.said.append(f"closure {index}")
+        optimizer.zero_grad()
+        loss = loss_of(module, batch)
+        world.backward(loss)
+        return loss
+
+    optimizer.step(evaluate)
+
+
+def several_closures_a_step(runs: list[Run]) -> None:
+    every_batch(runs)
+    for run in runs:
+        assert len(run.said) > 2 * BATCHES
+
+
+class Breaks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ZeroDivisionError
+
+
+def goes_on_after_a_failure(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
+    """A backward fails before the first gradient is there, on all workers."""
+    optimizer.zero_grad(set_to_none=index % 2 == 0)
+    loss = loss_of(module, batch)
+    try:
+        world.backward(Breaks.apply(loss) if index % 3 == 1 else loss)
+    except ZeroDivisionError:
+        world.run.said.append("failed")
+        return
+    optimizer.step()
+
+
+def goes_on_after_a_local_failure(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
+    """A backward that is not synchronized fails in its middle, and what it has left behind is dropped."""
+    world.backward(loss_of(module, batch))
+    if index % 3 == 1:
+        optimizer.zero_grad()
+        try:
+            with world.no_sync(module):
+                hidden = module(batch[0])  # noqa: F841 as DDP wants a forward of its own
+                model = module if world.kind == "oracle" else module.module
+                hidden = Breaks.apply(model.first(batch[0]).tanh())
+                world.backward(model.last(model.middle(hidden)).sum())
+        except ZeroDivisionError:
+            world.run.said.append("failed")
+        optimizer.zero_grad()
+        return
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def failed_and_went_on(runs: list[Run]) -> None:
+    stepped(BATCHES - 3, runs)
+    for run in runs:
+        assert run.said == ["failed"] * 3
+
+
+def updates_a_copy(world: World) -> None:
+    """The optimizer has copies of the weights, as in one kind of mixed precision."""
+    model = Classifier()
+    module = world.wrap(model)
+    copies = [one.detach().clone() for one in model.parameters()]
+    optimizer = nesterov(copies)
+    world.watch(optimizer)
+    for batch in batches():
+        model.zero_grad()
+        world.backward(loss_of(module, batch))
+        for copy, one in zip(copies, model.parameters(), strict=True):
+            copy.grad = one.grad.clone()
+        optimizer.step()
+        with torch.no_grad():
+            for copy, one in zip(copies, model.parameters(), strict=True):
+                one.copy_(copy)
+        world.commit()
+
+
+def two_modules(world: World) -> None:
+    """Two DDP modules, and one backward through both."""
+    models = {"one.": Classifier(), "other.": Classifier()}
+    modules = [world.wrap(model, name) for name, model in models.items()]
+    optimizers = [nesterov(modules[0].parameters()), sgd(modules[1].parameters())]
+    world.watch(*optimizers)
+    for batch in batches():
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        world.backward(loss_of(modules[0], batch) + loss_of(modules[1], [-batch[0], batch[1]]))
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def uneven_inputs(world: World) -> None:
+    module = world.wrap(Classifier())
+    optimizer = nesterov(module.parameters())
+    world.watch(optimizer)
+    with world.join(module):
+        for batch in batches(BATCHES - 4 * dist.get_rank()):
+            usual(world, module, optimizer, batch, 0)
+
+
+def joined(runs: list[Run]) -> None:
+    assert [len(run.stepped_on) for run in runs] == [BATCHES, BATCHES - 4]
+    torch.testing.assert_close(runs[0].state, runs[1].state, rtol=0, atol=0)
+
+
+def clamps(make_model: Callable[[], nn.Module] = Classifier) -> nn.Module:
+    model = make_model()
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+    return model
+
+
+def without_the_last(parameters: Any) -> torch.optim.Optimizer:
+    """The last parameter has no optimizer: its gradient grows, and is sent, for ever."""
+    return nesterov(list(parameters)[:-1])
+
+
+def left_the_last(runs: list[Run]) -> None:
+    for run in runs:
+        assert len(run.stepped_on) == BATCHES
+        assert [name for name in run.initial if not run.moved(name)] == ["last.bias"]
+
+
+def sharded(parameters: Any) -> torch.optim.Optimizer:
+    return ZeroRedundancyOptimizer(parameters, torch.optim.Adam, lr=0.01)
+
+
+_unused = {"find_unused_parameters": True}
+_views = {"gradient_as_bucket_view": True}
+
+ROWS = {
+    "plain loop": Row(loops(usual), every_batch),
+    "plain loop, one bucket": Row(loops(usual, bucket_cap_mb=25), every_batch),
+    "plain loop, static graph": Row(loops(usual, static_graph=True), every_batch),
+    "plain loop, foreach": Row(
+        loops(usual, make_optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True)), every_batch
+    ),
+    "plain loop, fused": Row(loops(usual, make_optimizer=partial(torch.optim.Adam, lr=0.01, fused=True)), every_batch),
+    "plain loop, sharded optimizer": Row(loops(usual, make_optimizer=sharded), every_batch),
+    "plain loop, hooks that clamp": Row(loops(usual, clamps), every_batch),
+    "plain loop, a parameter without optimizer": Row(loops(usual, make_optimizer=without_the_last), left_the_last),
+    "plain ascent before descent": Row(
+        loops(ascent_first), partial(exchanged, 2 * BATCHES, BATCHES), undoes=True
+    ),
+    "plain two backwards": Row(loops(two_backwards), partial(exchanged, 2 * BATCHES, BATCHES)),
+    "plain two backwards, bucket views": Row(loops(two_backwards, **_views), partial(exchanged, 2 * BATCHES, BATCHES)),
+    "plain two backwards, clipped between": Row(
+        loops(two_backwards_clipped, **_views), partial(exchanged, 2 * BATCHES, BATCHES)
+    ),
+    **{
+        f"plain second backward leaves out{words}": Row(
+            loops(second_leaves_out, Net, **_unused, **views),
+            partial(exchanged, 2 * BATCHES, BATCHES),
+            leaves_out=True,
+        )
+        for words, views in (("", {}), (", bucket views", _views))
+    },
+    "plain layer that nobody uses for a while": Row(loops(all_leave_out, Net, **_unused), every_batch, leaves_out=True),
+    "plain gradient asked for by itself": Row(
+        loops(measure_what_is_left_out, Net, sgd, **_unused), every_batch, leaves_out=True
+    ),
+    "plain gradient asked for before zeroing": Row(
+        loops(measure_before_zeroing), partial(exchanged, BATCHES, BATCHES // 2), undoes=True
+    ),
+    "plain accumulation": Row(loops(accumulates), partial(exchanged, BATCHES // 2, BATCHES // 2)),
+    "plain accumulation between": Row(loops(accumulates_between), partial(exchanged, 2 * BATCHES, BATCHES)),
+    "plain accumulation after a drop": Row(
+        loops(drops_before_it_accumulates), partial(exchanged, 2 * BATCHES, BATCHES), undoes=True
+    ),
+    "plain step on zeros": Row(loops(zeroes_bad_gradients), every_batch, undoes=True),
+    "plain step on nothing": Row(loops(drops_bad_gradients), every_batch, undoes=True),
+    "plain two forwards": Row(loops(two_forwards), every_batch),
+    "plain LBFGS": Row(
+        loops(closure, make_optimizer=partial(torch.optim.LBFGS, lr=0.1, max_iter=3)),
+        several_closures_a_step,
+        undoes=True,
+    ),
+    "plain failing backward": Row(loops(goes_on_after_a_failure), failed_and_went_on),
+    "plain failing local backward": Row(loops(goes_on_after_a_local_failure), failed_and_went_on, undoes=True),
+    "plain copies of the weights": Row(updates_a_copy, every_batch),
+    "plain two modules": Row(two_modules, partial(stepped, 2 * BATCHES)),
+    "plain uneven inputs": Row(uneven_inputs, joined),
+}
+assert adam
