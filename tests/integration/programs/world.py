@@ -230,6 +230,7 @@ class Row:
         make_sparsifier: instead of a hard threshold.
         select: the same for the oracle.
         leaves_out: whether some backward does not reach all parameters, so that not all is sent at λ = 0.
+        is_refused: whether the sparse exchange says no, so that there is nothing to compare with ddp.
         kinds: in which worlds it runs.
     """
 
@@ -240,6 +241,7 @@ class Row:
     make_sparsifier: Callable[[], Sparsifier] | None = None
     select: Select | None = None
     leaves_out: bool = False
+    is_refused: bool = False
     kinds: tuple[Kind, ...] = ("ddp", "zero", "oracle", "sparse")
 
     def world(self, kind: Kind) -> World:
