@@ -10,7 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.integration.models import TwoPlayers, nesterov, sgd
-from tests.integration.programs.trainer import BATCHES, ManualStudent, commit, fit_without_validation, trains, witness_of
+from tests.integration.programs.trainer import (
+    BATCHES,
+    ManualStudent,
+    commit,
+    fit_without_validation,
+    trains,
+    witness_of,
+)
 from tests.integration.programs.world import Row, Run
 
 

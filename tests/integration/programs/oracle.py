@@ -34,7 +34,9 @@ class Oracle:
 
     Attributes:
         settled: e by parameter name, as real numbers.
-        sent: how many coordinates all workers have sent so far; ``offered``: of how many.
+        sent: how many coordinates this worker has sent so far.
+        held: how many it has held back, as often as it has.
+        offered: of how many.
         num_undone: how often a parameter's backward was undone.
     """
 
@@ -45,7 +47,7 @@ class Oracle:
             name.replace("_orig_mod.", ""): one for name, one in named if one.requires_grad and name not in ignored
         }
         self.settled = {name: torch.zeros_like(real(one.detach())) for name, one in self.parameters.items()}
-        self.sent = self.offered = self.num_undone = self.num_exchanges = 0
+        self.sent = self.held = self.offered = self.num_undone = self.num_exchanges = 0
         self._synchronizes = True
         self._select, self._scale = select, scale
         self._open: dict[str, Tensor] = {}
@@ -90,6 +92,11 @@ class Oracle:
             if any(one is other for group in optimizer.param_groups for other in group["params"])
         }
 
+    def begin_anew(self, settled: dict[str, Tensor]) -> None:
+        self.settled = settled
+        self._open.clear()
+        self.sent = self.held = self.offered = self.num_undone = self.num_exchanges = 0
+
     def settle(self, names: Any = None) -> None:
         for name in set(self._open if names is None else names):
             self.settled[name] = self._open.pop(name)
@@ -111,7 +118,9 @@ class Oracle:
         if not flags[0]:
             return False
         shared = [name for name, flag in zip(self.parameters, flags[1:].tolist(), strict=True) if flag]
-        compensated = {name: self._open.get(name, self.settled[name]) + self._content(name, is_active) for name in shared}
+        compensated = {
+            name: self._open.get(name, self.settled[name]) + self._content(name, is_active) for name in shared
+        }
         flat = torch.cat([one.flatten() for one in compensated.values()])
         is_sent = self._select(flat)
         out = torch.where(is_sent, flat, 0)
@@ -134,12 +143,13 @@ class Oracle:
             else:
                 self._had_gradient.discard(name)
         self.sent += int(is_sent.sum())
+        self.held += int(rest.count_nonzero())
         self.offered += is_sent.numel()
         self.num_exchanges += 1
         return True
 
     def answer_others(self) -> None:
-        """Takes part, with nothing of its own, for as long as others have batches; then all have the last one's weights."""
+        """Takes part, with nothing of its own, while others have batches; then all have the last one's weights."""
         num_answers = 0
         while self.exchange(set(), is_active=False):
             num_answers += 1
@@ -223,9 +233,11 @@ class OracleStrategy(DDPStrategy):
         for one in self._lightning_optimizers:  # what a user gets, with methods of its own
             follow_zeroing(one, self.oracle)
 
-    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        with backward_of(self.oracle):
-            return super().backward(*args, **kwargs)
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        with backward_of(self.oracle):  # what comes after is to see what was exchanged
+            self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
+        return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
 
     def block_backward_sync(self) -> Any:
         return self.oracle.no_sync()
@@ -238,8 +250,7 @@ class OracleStrategy(DDPStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        self.oracle._open.clear()
-        self.oracle.settled = {name: one.clone() for name, one in self._saved.items()}
+        self.oracle.begin_anew({name: one.clone() for name, one in self._saved.items()})
 
 
 @contextmanager

@@ -249,7 +249,7 @@ def goes_on_after_a_local_failure(world: World, module: nn.Module, optimizer: An
         optimizer.zero_grad()
         try:
             with world.no_sync(module):
-                hidden = module(batch[0])  # noqa: F841 as DDP wants a forward of its own
+                hidden = module(batch[0])
                 model = module if world.kind == "oracle" else module.module
                 hidden = Breaks.apply(model.first(batch[0]).tanh())
                 world.backward(model.last(model.middle(hidden)).sum())
@@ -350,9 +350,7 @@ ROWS = {
     "plain loop, sharded optimizer": Row(loops(usual, make_optimizer=sharded), every_batch),
     "plain loop, hooks that clamp": Row(loops(usual, clamps), every_batch),
     "plain loop, a parameter without optimizer": Row(loops(usual, make_optimizer=without_the_last), left_the_last),
-    "plain ascent before descent": Row(
-        loops(ascent_first), partial(exchanged, 2 * BATCHES, BATCHES), undoes=True
-    ),
+    "plain ascent before descent": Row(loops(ascent_first), partial(exchanged, 2 * BATCHES, BATCHES), undoes=True),
     "plain two backwards": Row(loops(two_backwards), partial(exchanged, 2 * BATCHES, BATCHES)),
     "plain two backwards, bucket views": Row(loops(two_backwards, **_views), partial(exchanged, 2 * BATCHES, BATCHES)),
     "plain two backwards, clipped between": Row(

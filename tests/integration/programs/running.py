@@ -6,7 +6,6 @@ import os
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -45,7 +44,7 @@ def _run(row: Row, store: str) -> Outcome:
     try:
         outcome = {kind: _run_in(row, kind) for kind in row.worlds}
     except BaseException:
-        outcome = traceback.format_exc()
+        outcome = traceback.format_exc(limit=-6)
     dist.destroy_process_group()
     gc.collect()
     return outcome
@@ -78,6 +77,4 @@ def own_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def assert_same(what: str, one: Any, other: Any) -> None:
-    torch.testing.assert_close(
-        one, other, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{what}: {text}"
-    )
+    torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{what}: {text}")

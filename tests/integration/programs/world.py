@@ -18,9 +18,17 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparse import HardThreshold, SparseDDPStrategy, Sparsifier, SparseState, StepStats, register_comm_hook
+from lightning_sparse import HardThreshold, SparseDDPStrategy, SparseState, Sparsifier, StepStats, register_comm_hook
 from tests.integration.models import SMALL_BUCKETS_MB
-from tests.integration.programs.oracle import Oracle, OracleStrategy, Select, at_least, backward_of, follow_steps, follow_zeroing
+from tests.integration.programs.oracle import (
+    Oracle,
+    OracleStrategy,
+    Select,
+    at_least,
+    backward_of,
+    follow_steps,
+    follow_zeroing,
+)
 
 Kind = Literal["ddp", "zero", "sparse", "oracle"]
 PAIRS: tuple[tuple[Kind, Kind], ...] = (("ddp", "zero"), ("oracle", "sparse"))
@@ -35,7 +43,8 @@ class Run:
         stepped_on: the gradients that optimizers saw, step by step.
         seen: whatever the program noted; compared as well.
         said: likewise, in words.
-        share_sent: of all coordinates of all workers.
+        notes: what is not compared.
+        sent: how many coordinates, by this worker in the oracle, by all in the sparse kinds.
     """
 
     kind: Kind
@@ -50,18 +59,16 @@ class Run:
     metrics: dict[str, float] = field(default_factory=dict)
     seen: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
     said: list[str] = field(default_factory=list)
+    notes: list[Any] = field(default_factory=list)
     warnings: set[str] = field(default_factory=set)
     sent: int = 0
+    held: int = 0
     offered: int = 0
     num_exchanges: int = 0
     num_undone: int = 0
 
     def moved(self, name: str) -> bool:
         return not torch.equal(self.state[name], self.initial[name])
-
-    @property
-    def share_sent(self) -> float:
-        return self.sent / max(self.offered, 1)
 
 
 class World:
@@ -198,6 +205,7 @@ class World:
         for name, oracle in self._oracles:
             run.residuals |= {name + key: one.flatten().clone() for key, one in oracle.settled.items()}
             run.sent += oracle.sent
+            run.held += oracle.held
             run.offered += oracle.offered
             run.num_exchanges += oracle.num_exchanges
             run.num_undone += oracle.num_undone

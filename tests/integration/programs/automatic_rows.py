@@ -1,0 +1,313 @@
+"""Automatic optimization in which an optimizer or a module does as it likes with the closure; and tuning."""
+
+import tempfile
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.tuner import Tuner
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_sparse import HardThreshold
+from tests.integration.models import Classifier, clones, data, nesterov
+from tests.integration.programs.layer_rows import compiled, fresh_compiler
+from tests.integration.programs.manual_rows import ManualStudent
+from tests.integration.programs.trainer import (
+    BATCHES,
+    MakeTrainer,
+    Student,
+    Witness,
+    fail_to_fit,
+    fit_without_validation,
+    trains,
+    witness_of,
+)
+from tests.integration.programs.world import Row, Run
+
+
+class AscendingOptimizer(torch.optim.Optimizer):
+    """Sharpness-aware minimization: evaluates its closure twice a step, the first time only to ascend."""
+
+    def __init__(self, parameters: Any, radius: float = 0.05) -> None:
+        super().__init__(list(parameters), {"lr": 0.1})
+        self.radius = radius
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        evaluate = torch.enable_grad()(closure)
+        loss = evaluate()
+        parameters = [one for group in self.param_groups for one in group["params"]]
+        norm = torch.stack([one.grad.norm() for one in parameters]).norm()
+        ascents = [one.grad * (self.radius / norm) for one in parameters]
+        torch._foreach_add_(parameters, ascents)
+        evaluate()
+        torch._foreach_sub_(parameters, ascents)
+        self.base_optimizer.step()
+        return loss
+
+
+class CountsClosures(Student):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        witness_of(self).said.append(f"batch {batch_idx}")
+        return super().training_step(batch, batch_idx)
+
+
+def several_a_step(at_least: int, runs: list[Run]) -> None:
+    for run in runs:
+        assert run.global_step == 2 * BATCHES
+        assert len(run.said) >= at_least * 2 * BATCHES
+        assert run.moved("first.weight")
+
+
+class SkipsSteps(Student):
+    """Evaluates the closure in every batch, and steps in two of three."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 3 == 1:
+            optimizer_closure()
+        else:
+            optimizer.step(closure=optimizer_closure)
+
+
+class SkipsStepsAndZeroes(SkipsSteps):
+    """In batches that are skipped gradients are not dropped but set to zero."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=batch_idx % 3 != 2)
+
+
+class SkipsStepsAndKeeps(SkipsSteps):
+    """What a batch that is skipped leaves is added to by the next one, unless an epoch ends between."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 3 != 2:
+            optimizer.zero_grad()
+
+
+def skipped_a_third(runs: list[Run]) -> None:
+    for run in runs:
+        assert len(run.stepped_on) == 2 * (BATCHES - 3)
+        assert run.kind not in ("zero", "sparse", "oracle") or run.num_exchanges == 2 * BATCHES
+
+
+class DropsBadGradients(Student):
+    """A recipe that many use: what does not look right is dropped after the backward."""
+
+    def on_after_backward(self) -> None:
+        is_bad = self.trainer.fit_loop.batch_idx % 3 == 1
+        witness_of(self).said.append("dropped" if is_bad else "kept")
+        if is_bad:
+            self.zero_grad()
+
+
+def dropped_a_third(runs: list[Run]) -> None:
+    for run in runs:
+        assert run.said.count("dropped") == 2 * 3
+        assert run.global_step == 2 * BATCHES
+
+
+class ReturnsNothing(Student):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        return None if batch_idx == 2 else super().training_step(batch, batch_idx)
+
+
+class ReturnsNothingManually(ManualStudent):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        if batch_idx % 3 == 2:
+            return
+        self.optimizers().zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+
+
+def skipped_batches(runs: list[Run]) -> None:
+    for run in runs:
+        assert run.global_step == 2 * (BATCHES - 2)
+
+
+def forbidden_by_lightning(message: str, runs: list[Run]) -> None:
+    for run in runs:
+        assert [message in one for one in run.said] == [True]
+
+
+class WithLearningRate(Student):
+    def __init__(self) -> None:
+        super().__init__(make_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=self.lr, momentum=0.5))
+        self.lr, self.batch_size = 0.05, 4
+
+    def train_dataloader(self) -> DataLoader:
+        return data(batch_size=self.batch_size)
+
+
+def find_then_fit(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
+    trainer = make_trainer()
+    before = clones(model.state_dict().items())
+    found = Tuner(trainer).lr_find(model, min_lr=1e-3, max_lr=0.5, num_training=6, update_attr=False)
+    witness.seen["losses of the search"] += found.results["loss"]
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    model.lr = 0.07
+    return fit_and_tell(lambda: trainer, model, witness)
+
+
+def fit_and_tell(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
+    trainer = make_trainer()
+    trainer.fit(model)
+    witness.said.append(f"learning rate {model.lr}")
+    return trainer
+
+
+class Beginning(Callback):
+    """Notes, when training begins, what the sparse exchange remembers."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        state = getattr(trainer.strategy, "state", None)
+        if state is not None:
+            kept = max((float(one.abs().max()) for one in state.saved_residuals().values()), default=0.0)
+            notes = {"last step": state.last_step, "kept": kept, "threshold": state.sparsifier.current_threshold}
+            witness_of(pl_module).world.run.notes.append(notes)
+
+
+def with_finder() -> dict[str, Any]:
+    finder = LearningRateFinder(min_lr=1e-3, max_lr=0.5, num_training_steps=16)
+    return {"callbacks": [finder, Beginning()], "default_root_dir": tempfile.mkdtemp()}
+
+
+def searched_first(runs: list[Run]) -> None:
+    for run in runs:
+        assert len(run.seen["losses of the search"]) == 6
+        assert len(set(run.seen["losses of the search"])) == 6
+        assert run.said == ["learning rate 0.07"]
+        assert run.global_step == 2 * BATCHES
+
+
+def began_anew(threshold: float | None, runs: list[Run]) -> None:
+    for run in runs:
+        assert run.global_step == 2 * BATCHES
+        assert run.said != ["learning rate 0.05"]
+        if run.kind in ("zero", "sparse"):
+            expected = 0.0 if run.kind == "zero" or threshold is None else threshold
+            assert run.notes == [{"last step": None, "kept": 0.0, "threshold": expected}]
+
+
+def calibrated_again(runs: list[Run]) -> None:
+    began_anew(None, runs)
+    for run in runs:
+        # Everything is sent while λ is calibrated.
+        assert run.densities[:4] == [1.0] * 4
+        assert max(run.densities[4:]) < 0.9
+
+
+class CompiledInside(Student):
+    def __init__(self) -> None:
+        super().__init__()
+        self.graphs: list[int] = []
+        self.middle = compiled(self.middle, self.graphs)
+
+    def on_train_end(self) -> None:
+        witness_of(self).said.append(f"graphs were compiled: {bool(self.graphs)}")
+
+
+def fit_compiled(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
+    with fresh_compiler():
+        return fit_without_validation(make_trainer, model, witness)
+
+
+def compiled_inside(runs: list[Run]) -> None:
+    for run in runs:
+        assert run.said == ["graphs were compiled: True"]
+        assert run.moved("middle._orig_mod.weight")
+
+
+class WithPrivateLayer(Student):
+    """A layer of another shape on each worker, which DDP is told to leave alone."""
+
+    def configure_model(self) -> None:
+        rank = self.trainer.global_rank
+        self.private = nn.Linear(8, 3 + 2 * rank)
+        with torch.no_grad():
+            for parameter in self.private.parameters():
+                parameter.copy_(torch.linspace(-0.3, 0.3, parameter.numel()).view_as(parameter))
+        ignored = ["private.weight", "private.bias"]
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, ignored)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) + self.private(inputs).square().mean(1, keepdim=True) * torch.arange(3)
+
+    def on_train_end(self) -> None:
+        witness_of(self).said.append(f"private: {tuple(self.private.weight.shape)}")
+
+
+def kept_private(runs: list[Run]) -> None:
+    assert [run.said for run in runs] == [["private: (3, 8)"], ["private: (5, 8)"]]
+    assert not any(name.startswith("private") for run in runs for name in run.residuals)
+
+
+class WithSparseEmbedding(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(40, 8, sparse=True)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(self.words((10 * inputs).long().remainder(40)).mean(1))
+
+
+def refused_with_advice(runs: list[Run]) -> None:
+    for run in runs:
+        if run.kind == "ddp":
+            assert not run.said
+            assert run.global_step == 2 * BATCHES
+        else:
+            assert "'words' is Embedding(sparse=True)" in run.said[0]
+            assert "sparse=False" in run.said[0]
+
+
+def root_dir() -> dict[str, Any]:
+    return {"default_root_dir": tempfile.mkdtemp()}
+
+
+_fit = {"drive": fit_without_validation}
+
+ROWS = {
+    "optimizer that ascends first": Row(
+        trains(partial(CountsClosures, AscendingOptimizer), **_fit), partial(several_a_step, 2), undoes=True
+    ),
+    "LBFGS": Row(
+        trains(partial(CountsClosures, partial(torch.optim.LBFGS, lr=0.1, max_iter=3)), **_fit),
+        partial(several_a_step, 3),
+        undoes=True,
+    ),
+    "steps skipped": Row(trains(SkipsSteps, **_fit), skipped_a_third, undoes=True),
+    "steps skipped, gradients zeroed": Row(trains(SkipsStepsAndZeroes, **_fit), skipped_a_third, undoes=True),
+    "steps skipped, gradients kept": Row(trains(SkipsStepsAndKeeps, **_fit), skipped_a_third, undoes=True),
+    "gradients dropped after backward": Row(trains(DropsBadGradients, **_fit), dropped_a_third, undoes=True),
+    "nothing returned": Row(
+        trains(ReturnsNothing, drive=fail_to_fit), partial(forbidden_by_lightning, "returning None"), None
+    ),
+    "nothing done": Row(trains(ReturnsNothingManually, **_fit), skipped_batches),
+    "learning rate found before": Row(trains(WithLearningRate, root_dir, find_then_fit), searched_first),
+    "learning rate found inside": Row(
+        trains(WithLearningRate, with_finder, fit_and_tell), partial(began_anew, 0.05), 0.05
+    ),
+    "learning rate found inside a calibration": Row(
+        trains(WithLearningRate, with_finder, fit_and_tell),
+        calibrated_again,
+        make_sparsifier=partial(HardThreshold, density=0.3, calibration_steps=4),
+        kinds=("sparse",),
+    ),
+    "batch size finder": Row(
+        trains(WithLearningRate, lambda: {"callbacks": [BatchSizeFinder()]} | root_dir(), fail_to_fit),
+        partial(forbidden_by_lightning, "not supported with distributed strategies"),
+        None,
+    ),
+    "compiled layer": Row(trains(CompiledInside, drive=fit_compiled, bucket_cap_mb=25), compiled_inside),
+    "private layer under a Trainer": Row(trains(WithPrivateLayer, **_fit), kept_private),
+    "embedding with sparse gradients under a Trainer": Row(
+        trains(WithSparseEmbedding, drive=fail_to_fit), refused_with_advice, None, is_refused=True
+    ),
+}
+assert nesterov

@@ -1,0 +1,287 @@
+"""What a LightningModule may do to itself under a Trainer: norms, frozen layers, hooks, failures."""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
+from lightning.pytorch.plugins.layer_sync import LayerSync
+from torch import Tensor, nn
+
+from tests.integration.models import Classifier, data, nesterov
+from tests.integration.programs.running import assert_same
+from tests.integration.programs.trainer import (
+    BATCHES,
+    MakeTrainer,
+    Student,
+    Witness,
+    fail_to_fit,
+    fit,
+    fit_without_validation,
+    gradient,
+    trains,
+    witness_of,
+)
+from tests.integration.programs.world import Row, Run
+
+
+class SumOverWorkers(torch.autograd.Function):
+    """Sums over all workers, and so does its backward, as synchronized batch normalization needs."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        total = tensor.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        total = gradient.clone()
+        dist.all_reduce(total)
+        return total
+
+
+class SynchronizedNorm(nn.BatchNorm1d):
+    """Batch normalization over the batches of all workers, which torch itself has for GPUs only."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(inputs)
+        samples = len(inputs) * dist.get_world_size()
+        mean = SumOverWorkers.apply(inputs.sum(0)) / samples
+        variance = SumOverWorkers.apply((inputs - mean).square().sum(0)) / samples
+        with torch.no_grad():
+            self.num_batches_tracked += 1
+            # None under SWA: the mean of all batches.
+            momentum = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+            self.running_mean.lerp_(mean, momentum)
+            self.running_var.lerp_(variance * samples / (samples - 1), momentum)
+        return (inputs - mean) * (variance + self.eps).rsqrt() * self.weight + self.bias
+
+
+class SynchronizeNorms(LayerSync):
+    """What ``Trainer(sync_batchnorm=True)`` does, for CPUs."""
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        return self._convert(model, nn.BatchNorm1d, SynchronizedNorm)
+
+    def revert(self, model: nn.Module) -> nn.Module:
+        return self._convert(model, SynchronizedNorm, nn.BatchNorm1d)
+
+    def _convert(self, model: nn.Module, old: type, new: type) -> nn.Module:
+        for module in model.modules():
+            if type(module) is old:
+                module.__class__ = new
+        return model
+
+
+class Normalized(Student):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(40)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(self.middle(self.norm(self.first(inputs)).tanh()).tanh())
+
+    def on_train_start(self) -> None:
+        witness_of(self).said.append(type(self.norm).__name__)
+
+
+class PartlyFrozen(Student):
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle.requires_grad_(False)
+
+
+class WithBackbone(Classifier):
+    backbone = property(lambda self: self.first)
+
+    def configure_optimizers(self) -> Any:
+        return nesterov([parameter for parameter in self.parameters() if parameter.requires_grad])
+
+
+class FreezeForAnEpoch(BaseFinetuning):
+    """Freezes a layer only once DDP has wrapped the model, so that DDP exchanges it as soon as it is trained."""
+
+    def freeze_before_training(self, pl_module: LightningModule) -> None:
+        pass
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        (self.freeze if epoch == 0 else self.make_trainable)(pl_module.first)
+
+
+class Hooked(Student):
+    """Notes what the module's own hooks see of the gradient."""
+
+    def on_after_backward(self) -> None:
+        witness_of(self).seen["after backward"].append(gradient(self))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        witness_of(self).seen["before the step"].append(gradient(self))
+
+
+class Trouble(Exception):
+    pass
+
+
+class Failing(Student):
+    """Fails in its fourth step; not if it has failed before."""
+
+    has_failed = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 3 and not self.has_failed:
+            self.has_failed = True
+            self.fail()
+        return super().training_step(batch, batch_idx)
+
+    def fail(self) -> None:
+        raise Trouble("on every worker")
+
+
+class FailingBackward(Failing):
+    """Its fourth backward meets a NaN when the gradients of later layers are on their way already."""
+
+    is_broken = False
+
+    def fail(self) -> None:
+        self.is_broken = True
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        if self.is_broken:
+            self.is_broken = False
+            hidden = hidden + (0 * hidden).sqrt()
+        return self.last(self.middle(hidden.tanh()).tanh())
+
+
+class FailingOnOne(Student):
+    """The loss of one worker is not a number once."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("nan") if (self.global_step, self.global_rank) == (5, 1) else loss
+
+
+def fit_twice(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
+    trainer = fit(make_trainer, model, witness)
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(model, data(), data(16))
+    return trainer
+
+
+def fit_after_an_exception(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
+    try:
+        fit(make_trainer, model, witness)
+    except (Trouble, RuntimeError, ValueError) as error:
+        witness.said.append(f"raised: {type(error).__name__}: {error}")
+    witness.said.append(f"there is a process group: {dist.is_initialized()}")
+    witness.seen["steps before the exception"].append(len(witness.seen["gradients"]))
+    return fit(make_trainer, model, witness)
+
+
+def synchronized(runs: list[Run]) -> None:
+    assert not torch.equal(runs[0].seen["inputs"][-1], runs[1].seen["inputs"][-1])
+    for run in runs:
+        assert run.said == ["SynchronizedNorm"]
+        assert run.moved("norm.running_mean")
+        assert torch.equal(run.state["norm.running_mean"], runs[0].state["norm.running_mean"])
+        assert torch.equal(run.state["norm.running_var"], runs[0].state["norm.running_var"])
+
+
+def normalized_by_worker(runs: list[Run]) -> None:
+    assert [run.said for run in runs] == [["BatchNorm1d"]] * 2
+    assert not torch.equal(runs[0].state["norm.running_mean"], runs[1].state["norm.running_mean"])
+
+
+def converted_and_refused(runs: list[Run]) -> None:
+    # So says DDP when it is given one.
+    for run in runs:
+        assert run.said == ["on_exception: ValueError: SyncBatchNorm layers only work with GPU modules"]
+        assert run.global_step == 0
+
+
+def left_out(runs: list[Run]) -> None:
+    for run in runs:
+        assert not run.moved("middle.weight")
+        assert run.moved("first.weight")
+
+
+def unfrozen(runs: list[Run]) -> None:
+    for run in runs:
+        size = run.initial["first.weight"].numel()
+        first_layer = [weights[:size] for weights in run.seen["weights before the epoch"]]
+        assert torch.equal(first_layer[0], first_layer[1])
+        assert not torch.equal(first_layer[1], first_layer[2])
+        assert not torch.equal(run.seen["weights before the epoch"][0], run.seen["weights before the epoch"][1])
+
+
+def trained_again(runs: list[Run]) -> None:
+    for run in runs:
+        assert len(run.comm_hooks) == 2
+        assert run.global_step == 4 * BATCHES
+        assert len(run.seen["gradients"]) == 4 * BATCHES
+
+
+def seen_by_hooks(runs: list[Run]) -> None:
+    for run in runs:
+        after_backward = run.seen["after backward"]
+        assert len(after_backward) == 2 * BATCHES
+        # Every second backward is exchanged; the others leave what this worker alone has.
+        assert_same("gradients", after_backward[1::2], run.seen["before the step"])
+        assert_same("gradients", after_backward[1::2], runs[0].seen["after backward"][1::2])
+    for one, other in zip(*[run.seen["after backward"][::2] for run in runs], strict=True):
+        assert not torch.equal(one, other)
+
+
+def failed(message: str, runs: list[Run]) -> None:
+    for run in runs:
+        assert run.said[0].startswith(f"on_exception: {message}")
+        assert run.said[1].startswith(f"raised: {message}")
+        assert len(run.said) == 3
+        assert run.seen["steps before the exception"] == [3]
+        # A training of its own.
+        assert len(run.comm_hooks) == 2
+        assert len(run.seen["gradients"]) == 3 + 2 * BATCHES
+        assert all(weight.isfinite().all() for weight in run.state.values())
+
+
+def not_a_number_anywhere(runs: list[Run]) -> None:
+    for run in runs:
+        assert [bool(one.isnan().any()) for one in run.seen["gradients"]] == [False] * 5 + [True] * 11
+        assert all(weight.isnan().all() for weight in run.state.values())
+
+
+ROWS = {
+    # A validation would begin with the first worker's statistics on both; so does every step of DDP, unlike the oracle.
+    "batch norm": Row(trains(Normalized, drive=fit_without_validation), normalized_by_worker, None),
+    "synchronized batch norm": Row(
+        trains(Normalized, lambda: {"plugins": [SynchronizeNorms()]}, fit_without_validation), synchronized
+    ),
+    # There is no DDP that could refuse it in the oracle.
+    "sync_batchnorm": Row(
+        trains(Normalized, lambda: {"sync_batchnorm": True}, fail_to_fit), converted_and_refused, None
+    ),
+    "frozen layer": Row(trains(PartlyFrozen), left_out),
+    "backbone finetuning": Row(
+        trains(WithBackbone, lambda: {"max_epochs": 3, "callbacks": [BackboneFinetuning(1, lambda epoch: 1.5)]}),
+        unfrozen,
+    ),
+    "finetuning of what DDP knows": Row(
+        trains(Student, lambda: {"max_epochs": 3, "callbacks": [FreezeForAnEpoch()]}, find_unused_parameters=True),
+        unfrozen,
+        leaves_out=True,
+    ),
+    "two fits": Row(trains(drive=fit_twice), trained_again),
+    "hooks of the module": Row(trains(Hooked, lambda: {"accumulate_grad_batches": 2}), seen_by_hooks),
+    "exception in a step": Row(
+        trains(Failing, drive=fit_after_an_exception), partial(failed, "Trouble: on every worker")
+    ),
+    "anomaly in a backward": Row(
+        trains(FailingBackward, lambda: {"detect_anomaly": True}, fit_after_an_exception),
+        partial(failed, "RuntimeError: Function "),
+    ),
+    "not a number on one worker": Row(trains(FailingOnOne), not_a_number_anywhere),
+}

@@ -1,0 +1,267 @@
+"""What a Trainer may be asked for: clipping, schedules, limits, accumulation, evaluation, when to stop."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, StochasticWeightAveraging
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from tests.integration.models import Classifier, data
+from tests.integration.programs.running import assert_same
+from tests.integration.programs.trainer import (
+    BATCHES,
+    MakeTrainer,
+    Student,
+    Witness,
+    fit,
+    fit_without_validation,
+    trains,
+)
+from tests.integration.programs.world import Row, Run
+
+
+class OwnBatches(Student):
+    """Batches of another size on each worker."""
+
+    def train_dataloader(self) -> DataLoader:
+        samples = (3, 5)[self.trainer.global_rank]
+        return data(6 * samples, samples)
+
+
+class Scheduled(Student):
+    def __init__(self, config: dict[str, Any], make_scheduler: Callable[..., Any]) -> None:
+        super().__init__()
+        self.config, self.make_scheduler = config, make_scheduler
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer(self.parameters())
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.make_scheduler(optimizer), **self.config}}
+
+
+class StopsItself(Student):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.trainer.should_stop = self.global_step == 10
+        return super().training_step(batch, batch_idx)
+
+
+class LogsTraining(Student):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+
+def fit_shuffled(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
+    trainer = make_trainer()
+    trainer.fit(model, DataLoader(data().dataset, 4, shuffle=True), data())
+    return trainer
+
+
+def fit_uneven(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
+    trainer = make_trainer()
+    trainer.fit(model, data(27), data(9))
+    return trainer
+
+
+def fit_own_batches(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
+    trainer = make_trainer()
+    trainer.fit(model)
+    return trainer
+
+
+def evaluate_before_and_after_fit(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
+    trainer = make_trainer()
+    for when in ("before", "after"):
+        [validated] = trainer.validate(model, data(20), verbose=False)
+        [tested] = trainer.test(model, data(24), verbose=False)
+        predicted = trainer.predict(model, data(28))
+        witness.seen[f"evaluation {when}"] += [validated["val_loss"], tested["test_loss"], *predicted]
+        if when == "before":
+            trainer.fit(model, data(), data(16))
+    return trainer
+
+
+def fit_test_and_predict(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
+    trainer = fit(make_trainer, model, witness)
+    trainer.test(model, data(), verbose=False)
+    trainer.predict(model, data())
+    return trainer
+
+
+def clipped_by_norm(runs: list[Run]) -> None:
+    for run in runs:
+        norms = [float(one.norm()) for one in run.seen["gradients"]]
+        applied = [float(one.norm()) for one in run.seen["applied gradients"]]
+        assert len(applied) == len(norms) - 1 == 2 * BATCHES - 1  # the last stays
+        assert min(norms) > 0.1
+        assert applied == pytest.approx([0.1] * len(applied), rel=1e-4)
+
+
+def clipped_by_value(runs: list[Run]) -> None:
+    for run in runs:
+        pairs = list(zip(run.seen["gradients"], run.seen["applied gradients"], strict=False))
+        assert len(pairs) == 2 * BATCHES - 1
+        for before, applied in pairs:
+            assert before.abs().max() > 0.02
+            assert_same("clipped", applied, before.clamp(-0.02, 0.02))
+
+
+def stopped_early(runs: list[Run]) -> None:
+    for run in runs:
+        assert 2 < run.epochs < 20
+        assert run.epochs == runs[0].epochs
+
+
+def averaged_weights(runs: list[Run]) -> None:
+    for run in runs:
+        assert run.seen["steps before the epoch"] == [0, BATCHES, 2 * BATCHES, 3 * BATCHES]
+        weights = run.seen["weights before the epoch"]
+        assert not torch.equal(weights[-1], weights[-2])
+        average = torch.stack(weights[1:]).double().mean(0).float()
+        final = torch.cat([run.state[name].flatten() for name in dict(Classifier().named_parameters())])
+        torch.testing.assert_close(final, average, rtol=1e-5, atol=1e-6)
+
+
+def saw_the_same_two_batches(runs: list[Run]) -> None:
+    for run in runs:
+        assert run.seen["samples"] == [4] * 2 * 2
+        assert_same("inputs", run.seen["inputs"][:2], run.seen["inputs"][2:])
+        assert run.seen["validation samples"] == [4] * 2 * 2
+    assert not torch.equal(runs[0].seen["inputs"][0], runs[1].seen["inputs"][0])
+
+
+def limited(runs: list[Run]) -> None:
+    for run in runs:
+        assert run.global_step == 2 * 3
+        assert run.seen["validation samples"] == [4] * 2
+        assert run.seen["test samples"] == [4] * 2
+        assert run.seen["predicted samples"] == [4]
+
+
+def padded(runs: list[Run]) -> None:
+    for run in runs:
+        assert run.seen["samples"] == [4, 4, 4, 2] * 2
+        assert run.seen["validation samples"] == [4, 1] * 2
+
+
+def unequal(runs: list[Run]) -> None:
+    assert [run.seen["samples"] for run in runs] == [[3] * 12, [5] * 12]
+
+
+def evaluated(runs: list[Run]) -> None:
+    for run in runs:
+        before, after = run.seen["evaluation before"], run.seen["evaluation after"]
+        assert len(before) == len(after) == 2 + 4
+        assert before[0] != after[0]
+        assert before[1] != after[1]
+        assert run.global_step == 2 * BATCHES
+
+
+def lowered(expected: list[float], runs: list[Run]) -> None:
+    for run in runs:
+        assert [float(rate) for rate in run.seen["learning rates"]] == pytest.approx(expected)
+
+
+def accumulated(steps: list[int], total: int, runs: list[Run]) -> None:
+    for run in runs:
+        assert run.seen["steps before the epoch"] == steps
+        assert run.global_step == len(run.seen["gradients"]) == total
+        assert len(run.seen["samples"]) == BATCHES * len(steps)
+
+
+def stopped_after(steps: int, runs: list[Run]) -> None:
+    for run in runs:
+        assert run.global_step == steps
+
+
+def bare(runs: list[Run]) -> None:
+    for run in runs:
+        assert run.global_step == 2 * BATCHES
+        assert run.metrics == {}
+
+
+def logged(runs: list[Run]) -> None:
+    for run in runs:
+        assert run.metrics.keys() >= {"val_loss", "train_loss", "train_loss_step", "train_loss_epoch"}
+
+
+ROWS = {
+    "clipping by norm": Row(
+        trains(Student, lambda: {"gradient_clip_val": 0.1}, fit_without_validation), clipped_by_norm
+    ),
+    "clipping by value": Row(
+        trains(
+            Student,
+            lambda: {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"},
+            fit_without_validation,
+        ),
+        clipped_by_value,
+    ),
+    "early stopping": Row(
+        trains(Student, lambda: {"max_epochs": 20, "callbacks": [EarlyStopping("val_loss", patience=2)]}),
+        stopped_early,
+    ),
+    "stochastic weight averaging": Row(
+        trains(
+            Student,
+            lambda: {
+                "max_epochs": 4,
+                "callbacks": [StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2, annealing_epochs=1)],
+            },
+        ),
+        averaged_weights,
+    ),
+    "overfit_batches": Row(trains(Student, lambda: {"overfit_batches": 2}, fit_shuffled), saw_the_same_two_batches),
+    "a share of overfit_batches": Row(
+        trains(Student, lambda: {"overfit_batches": 0.25}, fit_shuffled), saw_the_same_two_batches
+    ),
+    "limits": Row(
+        trains(
+            Student,
+            lambda: {
+                "limit_train_batches": 3,
+                "limit_val_batches": 0.5,
+                "limit_test_batches": 2,
+                "limit_predict_batches": 1,
+            },
+            fit_test_and_predict,
+        ),
+        limited,
+    ),
+    "uneven last batch": Row(trains(drive=fit_uneven), padded),
+    "batches of unequal size": Row(
+        trains(OwnBatches, lambda: {"use_distributed_sampler": False}, fit_own_batches), unequal
+    ),
+    "evaluation before and after": Row(trains(drive=evaluate_before_and_after_fit), evaluated),
+    "schedule by steps": Row(
+        trains(
+            partial(Scheduled, {"interval": "step"}, partial(torch.optim.lr_scheduler.StepLR, step_size=3, gamma=0.5))
+        ),
+        partial(lowered, [0.1 * 0.5 ** (step // 3) for step in range(2 * BATCHES)]),
+    ),
+    "schedule by a plateau": Row(
+        trains(
+            partial(
+                Scheduled,
+                {"monitor": "val_loss"},
+                partial(torch.optim.lr_scheduler.ReduceLROnPlateau, factor=0.5, patience=0),
+            ),
+            lambda: {"max_epochs": 5},
+        ),
+        partial(lowered, [rate for rate in (0.1, 0.1, 0.1, 0.05, 0.025) for _ in range(BATCHES)]),
+    ),
+    "accumulation": Row(trains(Student, lambda: {"accumulate_grad_batches": 3}), partial(accumulated, [0, 3], 6)),
+    "scheduled accumulation": Row(
+        trains(Student, lambda: {"max_epochs": 3, "callbacks": [GradientAccumulationScheduler({0: 1, 1: 2, 2: 4})]}),
+        partial(accumulated, [0, 8, 12], 14),
+    ),
+    "should_stop": Row(trains(StopsItself, lambda: {"max_epochs": 5}), partial(stopped_after, 11)),
+    "fast_dev_run": Row(trains(Student, lambda: {"fast_dev_run": 3}), partial(stopped_after, 3)),
+    "logging": Row(trains(LogsTraining), logged),
+    "barebones": Row(trains(Student, lambda: {"barebones": True}, fit_without_validation), bare),
+}
