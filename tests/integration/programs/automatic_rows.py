@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_sparse import HardThreshold
-from tests.integration.models import Classifier, clones, data, nesterov
+from tests.integration.models import Classifier, clones, data
 from tests.integration.programs.layer_rows import compiled, fresh_compiler
 from tests.integration.programs.manual_rows import ManualStudent
 from tests.integration.programs.trainer import (
@@ -310,4 +310,3 @@ ROWS = {
         trains(WithSparseEmbedding, drive=fail_to_fit), refused_with_advice, None, is_refused=True
     ),
 }
-assert nesterov

@@ -363,6 +363,57 @@ def clipped_one(runs: list[Run]) -> None:
         assert min(run.seen["norms"]) > 0.01
 
 
+class FreezesBetween(UntoggledPlayers):
+    """The judge is frozen when a batch begins in which it alone is trained, and what it had is dropped only then."""
+
+    def __init__(self) -> None:
+        super().__init__(set_to_none=True)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        generator_optimizer, judge_optimizer = self.optimizers()
+        self.judge.requires_grad_(True)
+        if batch_idx % 2 == 0:
+            self.manual_backward(self.generator_loss(batch[0]))
+            if batch_idx % 4 == 2:
+                generator_optimizer.step()
+                generator_optimizer.zero_grad()
+        else:
+            self.generator.requires_grad_(False)
+            judge_optimizer.zero_grad()
+            self.manual_backward(self.judge_loss(batch[0]))
+            judge_optimizer.step()
+            self.generator.requires_grad_(True)
+        self.judge.requires_grad_(False)
+
+
+def trained_by_turns(runs: list[Run]) -> None:
+    for run in runs:
+        assert run.global_step == 2 * (BATCHES // 2 + BATCHES // 4)
+        assert run.moved("generator.0.weight")
+        assert run.moved("judge.0.weight")
+
+
+class SharesALayer(ManualStudent):
+    """Two optimizers have the first layer both, and step one after the other on one gradient."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        one, other = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        one.step()
+        other.step()
+        one.zero_grad()
+        other.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        shared = list(self.first.parameters())
+        return sgd([*shared, *self.middle.parameters()]), nesterov([*shared, *self.last.parameters()])
+
+
+def stepped_with_each(runs: list[Run]) -> None:
+    for run in runs:
+        assert len(run.stepped_on) == 2 * 2 * BATCHES
+
+
 class FrozenAtFitStart(ManualStudent):
     """DDP, which is there already, has been told of the layer."""
 
@@ -427,5 +478,9 @@ ROWS = {
     "detached gradients, committed": Row(trains(partial(DetachesGradients, True), **_plain), stepped_once_a_batch),
     "step at the end of an epoch": Row(trains(StepsAtTheEnd, **_plain), stepped_on_what_was_left),
     "torch's own optimizer": Row(trains(WithTorchsOwnOptimizer, **_plain), logged_past_lightning),
+    "frozen between": Row(
+        trains(FreezesBetween, **_plain, **_unused), trained_by_turns, 0.01, undoes=True, leaves_out=True
+    ),
+    "layer of two optimizers": Row(trains(SharesALayer, **_plain), stepped_with_each),
     "frozen at fit start": Row(trains(FrozenAtFitStart, **_plain, **_unused), left_frozen, leaves_out=True),
 }

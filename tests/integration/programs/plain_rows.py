@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F
 
-from tests.integration.models import Classifier, adam, nesterov, sgd
+from tests.integration.models import Classifier, nesterov, sgd
 from tests.integration.programs.manual_rows import ascend, descend
 from tests.integration.programs.world import Row, Run, World
 
@@ -114,6 +114,15 @@ def two_backwards_clipped(world: World, module: nn.Module, optimizer: Any, batch
 def second_leaves_out(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
     world.backward(loss_of(module, batch))
     world.backward(loss_of(module, [-batch[0], batch[1]], dist.get_rank() == 0))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def drops_then_leaves_out(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
+    world.backward(loss_of(module, batch))
+    if index % 2:
+        optimizer.zero_grad()
+        world.backward(loss_of(module, [-batch[0], batch[1]], False))
     optimizer.step()
     optimizer.zero_grad()
 
@@ -351,19 +360,32 @@ ROWS = {
     "plain loop, hooks that clamp": Row(loops(usual, clamps), every_batch),
     "plain loop, a parameter without optimizer": Row(loops(usual, make_optimizer=without_the_last), left_the_last),
     "plain ascent before descent": Row(loops(ascent_first), partial(exchanged, 2 * BATCHES, BATCHES), undoes=True),
-    "plain two backwards": Row(loops(two_backwards), partial(exchanged, 2 * BATCHES, BATCHES)),
-    "plain two backwards, bucket views": Row(loops(two_backwards, **_views), partial(exchanged, 2 * BATCHES, BATCHES)),
+    **{
+        f"plain two backwards, {exchange}{words}": Row(
+            loops(two_backwards, **views), partial(exchanged, 2 * BATCHES, BATCHES), exchange=exchange
+        )
+        for exchange in ("auto", "gather", "dense", "reduce_scatter")
+        for words, views in (("", {}), (", bucket views", _views))
+    },
     "plain two backwards, clipped between": Row(
         loops(two_backwards_clipped, **_views), partial(exchanged, 2 * BATCHES, BATCHES)
     ),
     **{
-        f"plain second backward leaves out{words}": Row(
+        f"plain second backward leaves out, {exchange}{words}": Row(
             loops(second_leaves_out, Net, **_unused, **views),
             partial(exchanged, 2 * BATCHES, BATCHES),
+            exchange=exchange,
             leaves_out=True,
         )
+        for exchange in ("gather", "dense")
         for words, views in (("", {}), (", bucket views", _views))
     },
+    "plain dropped, then left out": Row(
+        loops(drops_then_leaves_out, Net, **_unused),
+        partial(exchanged, BATCHES * 3 // 2, BATCHES),
+        undoes=True,
+        leaves_out=True,
+    ),
     "plain layer that nobody uses for a while": Row(loops(all_leave_out, Net, **_unused), every_batch, leaves_out=True),
     "plain gradient asked for by itself": Row(
         loops(measure_what_is_left_out, Net, sgd, **_unused), every_batch, leaves_out=True
@@ -390,4 +412,3 @@ ROWS = {
     "plain two modules": Row(two_modules, partial(stepped, 2 * BATCHES)),
     "plain uneven inputs": Row(uneven_inputs, joined),
 }
-assert adam

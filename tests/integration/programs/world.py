@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse import HardThreshold, SparseDDPStrategy, SparseState, Sparsifier, StepStats, register_comm_hook
+from lightning_sparse.exchange import ExchangeMode
 from tests.integration.models import SMALL_BUCKETS_MB
 from tests.integration.programs.oracle import (
     Oracle,
@@ -78,10 +79,13 @@ class World:
         kind: which.
         make_sparsifier: what is sent in the sparse kind.
         select: the same for the oracle.
+        exchange: the route that it takes.
     """
 
-    def __init__(self, kind: Kind, make_sparsifier: Callable[[], Sparsifier], select: Select) -> None:
-        self.kind = kind
+    def __init__(
+        self, kind: Kind, make_sparsifier: Callable[[], Sparsifier], select: Select, exchange: ExchangeMode
+    ) -> None:
+        self.kind, self.exchange = kind, exchange
         self.run = Run(kind)
         self._make_sparsifier, self._select = make_sparsifier, select
         self._oracles: list[tuple[str, Oracle]] = []
@@ -104,9 +108,7 @@ class World:
         ddp_options = {"bucket_cap_mb": SMALL_BUCKETS_MB} | ddp_options
         if self.kind == "ddp":
             return DDPStrategy(**ddp_options)
-        if self.kind == "sparse":
-            ddp_options["exchange"] = "gather"
-        return SparseDDPStrategy(self.sparsifier(), **ddp_options)
+        return SparseDDPStrategy(self.sparsifier(), exchange=self.exchange, **ddp_options)
 
     # For a loop of one's own.
 
@@ -127,8 +129,7 @@ class World:
             ddp_options = {"bucket_cap_mb": SMALL_BUCKETS_MB} | ddp_options
         wrapped = make_ddp(model, **ddp_options)
         if self.is_sparse:
-            exchange = "gather" if self.kind == "sparse" else "auto"
-            state = register_comm_hook(wrapped, self.sparsifier(), grad_scaler=grad_scaler, exchange=exchange)
+            state = register_comm_hook(wrapped, self.sparsifier(), grad_scaler=grad_scaler, exchange=self.exchange)
             self.follow_state(state, name)
         return wrapped
 
@@ -237,6 +238,7 @@ class Row:
         undoes: whether the oracle undoes backwards, as the program drops their gradients.
         make_sparsifier: instead of a hard threshold.
         select: the same for the oracle.
+        exchange: the route of both sparse kinds. With two workers all come to the same bits.
         leaves_out: whether some backward does not reach all parameters, so that not all is sent at λ = 0.
         is_refused: whether the sparse exchange says no, so that there is nothing to compare with ddp.
         kinds: in which worlds it runs.
@@ -248,15 +250,15 @@ class Row:
     undoes: bool = False
     make_sparsifier: Callable[[], Sparsifier] | None = None
     select: Select | None = None
+    exchange: ExchangeMode = "auto"
     leaves_out: bool = False
     is_refused: bool = False
     kinds: tuple[Kind, ...] = ("ddp", "zero", "oracle", "sparse")
 
     def world(self, kind: Kind) -> World:
         threshold = 0.0 if self.threshold is None else self.threshold
-        return World(
-            kind, self.make_sparsifier or partial(HardThreshold, threshold), self.select or at_least(threshold)
-        )
+        make_sparsifier = self.make_sparsifier or partial(HardThreshold, threshold)
+        return World(kind, make_sparsifier, self.select or at_least(threshold), self.exchange)
 
     @property
     def worlds(self) -> tuple[Kind, ...]:
