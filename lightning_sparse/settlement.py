@@ -47,7 +47,6 @@ class Settlement:
     Attributes:
         num_steps: how many optimizer steps concerned these parameters so far; the same on all workers that are at the
             same point.
-        num_open: how many exchanges there were since the last such step; likewise.
         on_step: called after every such step.
     """
 
@@ -57,12 +56,13 @@ class Settlement:
         settle: Callable[[set[str]], None],
         undo: Callable[[set[str]], None],
     ) -> None:
-        self.num_steps = self.num_open = 0
+        self.num_steps = 0
         self.on_step: Callable[[], None] = _nothing
         self._names = {id(parameter): name for parameter, name in parameters.items()}
         self._parameters = {name: parameter for parameter, name in parameters.items()}
         self._settle, self._undo = settle, undo
         self._open: set[str] = set()
+        self._waiting: set[str] = set()
         self._marks: dict[str, _Mark] = {}
         self._watch: list[torch.utils.hooks.RemovableHandle] = []
         self._has_looked = False
@@ -103,6 +103,11 @@ class Settlement:
         """
         return not self._is_changing and not (self._is_stepping and self._open)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a parameter that any worker used has seen no step since; the same on all workers."""
+        return bool(self._waiting)
+
     def expect_backward(self) -> None:
         """Told before a forward or a backward: if anything is open, the first gradient to come has us look."""
         self._has_looked = False
@@ -119,12 +124,17 @@ class Settlement:
         if self._open and not self._has_looked:
             self._look()  # this backward reached none of it
 
-    def end_exchange(self, used: Iterable[str]) -> None:
-        """Told when all gradients have been exchanged: what this did for the parameters in use is open."""
+    def end_exchange(self, used: set[str], used_by_any: set[str]) -> None:
+        """Told when all gradients have been exchanged: what this did for the parameters in use is open.
+
+        Args:
+            used: names of parameters that this worker's backward reached.
+            used_by_any: of those that any worker's reached.
+        """
         self._unwatch()
         self._num_exchanges += 1
-        self.num_open += 1
-        self._open.update(used)
+        self._open |= used
+        self._waiting |= used_by_any
         self._marks.clear()
         # In a static graph's first iteration Lightning has DDP flush its buckets after the backward.
         with suppress(RuntimeError):
@@ -133,7 +143,7 @@ class Settlement:
 
     def settle_all(self) -> None:
         """Makes everything open part of training."""
-        self.num_open = 0
+        self._waiting.clear()
         self._change(self._settle, set(self._open))
 
     def undo_all(self) -> None:
@@ -193,7 +203,7 @@ class Settlement:
                 self._change(self._undo, self._open & absent)
             self._change(self._settle, self._open & names)
             self.num_steps += 1
-            self.num_open = 0
+            self._waiting -= names
             self.on_step()
         # All: one that an exception ended would stay.
         self._before_step.clear()

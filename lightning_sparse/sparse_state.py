@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lightning_sparse.calibrator import Calibrator
 from lightning_sparse.clipping import clip_gradient
-from lightning_sparse.exchange import Exchange, Meeting, Workers
+from lightning_sparse.exchange import Buffers, Exchange, Meeting, Workers
 from lightning_sparse.extraction import BucketGradient, Extraction
 from lightning_sparse.learning_rates import LastLearningRates
 from lightning_sparse.options import ExchangeOptions
@@ -113,7 +113,7 @@ class SparseState:
             per_layer=per_layer_stats,
             keeps_rest=options.error_feedback != "none",
         )
-        self._averages: dict[int, Tensor] = {}
+        self._averages = Buffers()
         self._loss_scale = loss_scale
         self._learning_rates = learning_rates
         self._rates = LastLearningRates()
@@ -289,7 +289,7 @@ class SparseState:
             self._leave_out_unused(bucket)
             self._process(bucket)
         elif grad_bucket.is_last():
-            is_shared = self._use is not None and self.settlement.num_open > 0
+            is_shared = self._use is not None and self.settlement.is_waiting
             if self._use is not None and is_shared:
                 self._use.share(self.workers, list(self.parameter_sizes), bucket.gradient.device)
             for one in self._buckets:
@@ -310,7 +310,7 @@ class SparseState:
             self._rates.undo_all()
         self.settlement.begin_exchange()
         self.is_exchanging = True
-        is_further_backward = self._use is not None and self.settlement.num_open > 0
+        is_further_backward = self._use is not None and self.settlement.is_waiting
         self._waits_for_all = is_further_backward or self.options.local_clip_norm is not None
         self._exchange.begin()
         self._scale = self._loss_scale()
@@ -352,12 +352,13 @@ class SparseState:
             squared_gradient_norm = squared_norm(gradient)
             if self._scale is not None:
                 squared_gradient_norm /= self._scale.double().square()
-        bucket.average = gradient if gradient.dtype == dtype else self._average_buffer(bucket)
+        if gradient.dtype != dtype:  # the average does not fit it
+            bucket.average = self._averages.take(bucket.index, gradient.numel(), dtype, gradient.device)
         shipment = self._exchange.open(
             bucket.index,
             layout.num_elements,
             wire_dtype(self.options.value_dtype, dtype),
-            header_fields(layout, self.per_layer_stats),
+            header_fields(layout, self.per_layer_stats) + (0 if self._use is None else len(layout.names)),
             bucket.average,
             is_last=bucket.is_last,
         )
@@ -373,12 +374,12 @@ class SparseState:
 
         # 4. exchange: it begins
         header = numbers.header(squared_gradient_norm, gradient.device)
+        if self._use is not None:
+            header = torch.cat([header, self._use.marks(layout, gradient.device)])
         self._exchange.start(shipment, header, is_last=bucket.is_last)
 
     def _end_step(self) -> None:
         buckets, self._buckets = self._buckets, []
-        if self._use is not None:
-            self._use.forget()
 
         # 4. exchange: it ends, with the step's only wait for the device
         headers, payload_bytes = self._exchange.finish()
@@ -390,10 +391,16 @@ class SparseState:
             for part, gradient in bucket.put_back:
                 part.copy_(gradient)
 
+        layouts = [bucket.layout for bucket in buckets]
+        names = {name for layout in layouts for name in layout.names}
+        used_by_any = names
+        if self._use is not None:
+            headers, used_by_any = self._use.end(layouts, headers)
+
         # 5. account
         stats = step_stats(
             0 if self.last_step is None else self.last_step.step + 1,
-            [bucket.layout for bucket in buckets],
+            layouts,
             headers,
             payload_bytes=payload_bytes,
             dense_bytes=sum(bucket.gradient.numel() * bucket.gradient.itemsize for bucket in buckets),
@@ -408,19 +415,12 @@ class SparseState:
         unused = {name for bucket in buckets for name in bucket.unused}
         self._rates.settle(unused)
         self.is_exchanging = False
-        self.settlement.end_exchange({name for bucket in buckets for name in bucket.layout.names} - unused)
+        self.settlement.end_exchange(names - unused, used_by_any)
 
         for bucket in buckets:
             bucket.future.set_result(bucket.gradient)
         for receiver in self._subscribers:
             receiver(stats)
-
-    def _average_buffer(self, bucket: _Bucket) -> Tensor:
-        """Memory for an average that does not fit the gradient's own dtype."""
-        held = self._averages.get(bucket.index)
-        if held is None or held.shape != bucket.residual.after.shape or held.dtype != bucket.residual.after.dtype:
-            held = self._averages[bucket.index] = torch.empty_like(bucket.residual.after)
-        return held
 
     def _settle(self, names: set[str]) -> None:
         self.residuals.settle(names)
