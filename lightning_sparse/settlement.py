@@ -159,6 +159,8 @@ class Settlement:
     def _gradient_comes(self, _: Tensor) -> None:
         if not self._has_looked:
             self._look()
+            # Without an exchange (``no_sync``) the gradient is added to what is there, which is no change by the user.
+            _at_end_of_backward(self._mark)
 
     def _look(self) -> None:
         """Undoes what is open for parameters whose gradient is gone."""

@@ -192,7 +192,8 @@ class SparseState:
 
     def saved_residuals(self) -> dict[str, Tensor]:
         """Returns every parameter's settled residual by name: flat, in the order of the parameter's indices."""
-        return {name: in_logical_order(one, self._parameters[name]) for name, one in self.residuals.layers().items()}
+        known, held = self._parameters, self.residuals.layers()
+        return {name: in_logical_order(one, known[name]) if name in known else one for name, one in held.items()}
 
     def load_residuals(self, saved: Mapping[str, Tensor]) -> None:
         """Replaces all residuals by those that :meth:`saved_residuals` returned, here or in another run."""

@@ -103,6 +103,8 @@ def test_the_public_surface():
         "DensityMonitor",
         "ErrorMonitor",
         "HardThreshold",
+        "LayerLayout",
+        "Selection",
         "SparseDDPStrategy",
         "SparseState",
         "Sparsifier",
