@@ -1,6 +1,6 @@
 """Error-feedback memory: what earlier steps did not send, one residual per parameter, and how it was before."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -266,6 +266,19 @@ def in_memory_order(residual: Tensor, parameter: Tensor) -> Tensor:
     view = _as_laid_out(laid_out, parameter)
     view.copy_(residual.view(view.shape))
     return laid_out
+
+
+def reordered(
+    residuals: Mapping[str, Tensor], parameters: Mapping[str, Tensor], order: Callable[[Tensor, Tensor], Tensor]
+) -> Residuals:
+    """Returns the residuals in another order; one whose parameter is not known stays as it is.
+
+    Args:
+        residuals: by name.
+        parameters: likewise.
+        order: :func:`in_logical_order` or :func:`in_memory_order`.
+    """
+    return {name: order(one, parameters[name]) if name in parameters else one for name, one in residuals.items()}
 
 
 def _as_laid_out(flat: Tensor, parameter: Tensor) -> Tensor:

@@ -33,7 +33,15 @@ from lightning_sparse.options import ExchangeOptions
 from lightning_sparse.parameter_use import ParameterUse
 from lightning_sparse.payload import wire_dtype
 from lightning_sparse.regrouping import BucketLike, Numbering, Regrouping
-from lightning_sparse.residual import Residual, ResidualMemory, in_logical_order, in_memory_order, real_numel, rescale
+from lightning_sparse.residual import (
+    Residual,
+    ResidualMemory,
+    in_logical_order,
+    in_memory_order,
+    real_numel,
+    reordered,
+    rescale,
+)
 from lightning_sparse.settlement import Settlement
 from lightning_sparse.sparsifiers import LayerLayout, Sparsifier
 from lightning_sparse.step_stats import StepStats, header_fields, squared_norm, step_stats
@@ -192,8 +200,7 @@ class SparseState:
 
     def saved_residuals(self) -> dict[str, Tensor]:
         """Returns every parameter's settled residual by name: flat, in the order of the parameter's indices."""
-        known, held = self._parameters, self.residuals.layers()
-        return {name: in_logical_order(one, known[name]) if name in known else one for name, one in held.items()}
+        return reordered(self.residuals.layers(), self._parameters, in_logical_order)
 
     def load_residuals(self, saved: Mapping[str, Tensor]) -> None:
         """Replaces all residuals by those that :meth:`saved_residuals` returned, here or in another run."""
