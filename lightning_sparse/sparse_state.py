@@ -33,15 +33,7 @@ from lightning_sparse.options import ExchangeOptions
 from lightning_sparse.parameter_use import ParameterUse
 from lightning_sparse.payload import wire_dtype
 from lightning_sparse.regrouping import BucketLike, Numbering, Regrouping
-from lightning_sparse.residual import (
-    Residual,
-    ResidualMemory,
-    in_logical_order,
-    in_memory_order,
-    real_numel,
-    reordered,
-    rescale,
-)
+from lightning_sparse.residual import Residual, ResidualMemory, real_numel, rescale
 from lightning_sparse.settlement import Settlement
 from lightning_sparse.sparsifiers import LayerLayout, Sparsifier
 from lightning_sparse.step_stats import StepStats, header_fields, squared_norm, step_stats
@@ -104,7 +96,6 @@ class SparseState:
         self.sparsifier = copy.deepcopy(sparsifier)
         self.options = options
         self.per_layer_stats = per_layer_stats
-        self.residuals = ResidualMemory(forgets=options.error_feedback == "none")
         self.settlement = Settlement(parameter_names, self._settle, self._undo)
         self.last_step: StepStats | None = None
         # As text: what a sparsifier of the user's own is set with need not be something that a checkpoint can hold.
@@ -113,6 +104,7 @@ class SparseState:
         self._parameter_names = dict(parameter_names)
         # As of now: who freezes a layer later on does not take it out of DDP.
         self._parameters = {name: one for one, name in parameter_names.items() if one.requires_grad}
+        self.residuals = ResidualMemory(self._parameters, forgets=options.error_feedback == "none")
         self._exchange = Exchange(options.exchange, group)
         self.meeting = Meeting(self._exchange.workers)
         self._extraction = Extraction(
@@ -168,7 +160,7 @@ class SparseState:
 
     @property
     def is_certain(self) -> bool:
-        """Whether :meth:`saved_residuals` belongs to the weights as they are now.
+        """Whether what is settled belongs to the weights as they are now.
 
         Not in the middle of an optimizer's step. In the middle of a backward it does: that of the last whole step.
         """
@@ -190,23 +182,13 @@ class SparseState:
     def reset(self) -> None:
         """Returns to the state before the first step: no residuals, no history, a calibration that begins anew."""
         self.settlement.undo_all()
-        self.load_residuals({})
+        self.residuals.load_state_dict({})
         self._calibrator.begin()
         self._exchange.load_state_dict({"selected": [], "slices": []})
         self._rates.load_state_dict({})
         self._regrouping = None
         self._bucket_names.clear()
         self.last_step = None
-
-    def saved_residuals(self) -> dict[str, Tensor]:
-        """Returns every parameter's settled residual by name: flat, in the order of the parameter's indices."""
-        return reordered(self.residuals.layers(), self._parameters, in_logical_order)
-
-    def load_residuals(self, saved: Mapping[str, Tensor]) -> None:
-        """Replaces all residuals by those that :meth:`saved_residuals` returned, here or in another run."""
-        self.residuals.load_state_dict(
-            {name: in_memory_order(one, self._parameters[name]) for name, one in saved.items()}
-        )
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that this worker needs to go on exactly, for loops without a Trainer: save one file a worker.
@@ -218,7 +200,7 @@ class SparseState:
             "world_size": self.workers.num_workers,
             "rank": self.workers.rank,
             "shared": self.shared_state(),
-            "residuals": {name: one.clone() for name, one in self.saved_residuals().items()},
+            "residuals": self.residuals.state_dict(),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -233,11 +215,11 @@ class SparseState:
             raise RuntimeError(
                 f"This state is of rank {saved['rank']} of {saved['world_size']} workers, and this is rank "
                 f"{here['rank']} of {here['world_size']}. Load the file of the same rank, or give "
-                "load_residuals the mean of all files' residuals."
+                "residuals.load_state_dict the mean of all files' residuals."
             )
         self.reset()
         self.load_shared_state(saved["shared"], same_world_size=True)
-        self.load_residuals(saved["residuals"])
+        self.residuals.load_state_dict(saved["residuals"])
 
     def shared_state(self) -> dict[str, Any]:
         """Returns all that is the same on every worker and changes from step to step, in plain containers."""
