@@ -9,9 +9,9 @@ so what a backward put into residuals, and what it took out to send, must share 
    an exception broke off): it is *undone*, as if that backward had never been.
 4. The next backward finds it still there, and adds to it: both together stay open.
 
-Steps are seen by hooks that torch calls for every optimizer. Gradients that are gone are looked for only if a backward
-begins while something is open, as between two optimizers, and before that backward adds to the first of them. Usually
-nothing is open then, and all that this costs is a note of each gradient's version.
+Steps are seen by hooks that torch calls for every optimizer. Gradients that are gone are looked for only if a forward
+or a backward begins while something is open, as between two optimizers, and before the backward adds to the first of
+them. Usually nothing is open then, and all that this costs is a note of each gradient's version.
 """
 
 import weakref
@@ -87,8 +87,13 @@ class Settlement:
             if settlement is not None and torch.is_grad_enabled():
                 settlement.expect_backward()
 
-        hook = torch.compiler.disable(forward_begins)  # type: ignore[no-untyped-call]
-        self._hooks.append(module.register_forward_pre_hook(hook))
+        def forward_ends(*_: Any) -> None:
+            settlement = this()
+            if settlement is not None and torch.is_grad_enabled():
+                settlement.backward_is_prepared()
+
+        before, after = map(torch.compiler.disable, (forward_begins, forward_ends))
+        self._hooks += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
 
     def close(self) -> None:
         """Follows no more steps."""
@@ -109,15 +114,23 @@ class Settlement:
         return bool(self._waiting)
 
     def expect_backward(self) -> None:
-        """Told before a forward or a backward: if anything is open, the first gradient to come has us look."""
-        self._has_looked = False
-        if not self._open or self._watch:
+        """Told before DDP prepares for a backward: looks what is gone, and again when the first gradient comes."""
+        if not self._open:
             return
-        for name in self._open:
-            parameter = self._parameters[name]
-            if parameter.requires_grad:
-                # Called before the new gradient is added to what is there.
-                self._watch.append(parameter.register_hook(self._gradient_comes))  # type: ignore[no-untyped-call]
+        self._look()
+        self._has_looked = False
+        if not self._watch:
+            # On all parameters: before the first gradient is added, and before DDP deals with those that get none.
+            self._watch += [
+                parameter.register_hook(self._gradient_comes)  # type: ignore[no-untyped-call]
+                for parameter in self._parameters.values()
+                if parameter.requires_grad
+            ]
+
+    def backward_is_prepared(self) -> None:
+        """Told when DDP has prepared: it may have put gradients elsewhere, as its buckets are laid out anew once."""
+        if self._open:
+            self._mark()
 
     def begin_exchange(self) -> None:
         """Told when the first bucket comes: decides what becomes of everything that is open."""

@@ -175,10 +175,6 @@ class SparseState:
         """
         self.settlement.settle_all()
 
-    def expect_backward(self) -> None:
-        """Tells that a forward or a backward of the module follows; DDP's own forward does so by itself."""
-        self.settlement.expect_backward()
-
     def reset(self) -> None:
         """Returns to the state before the first step: no residuals, no history, a calibration that begins anew."""
         self.settlement.undo_all()

@@ -218,6 +218,10 @@ def draw_case(seed: int) -> Case:
     more = Draw(seed + 2**32)
     has_two_optimizers = more.chance(0.4)
     attempts = _draw_attempts(more, steps, has_two_optimizers)
+    keeps = more.chance(0.5)
+    if keeps and not all(map(all, attempts)) and zeroing == "zeros":
+        # A bucket has one version for all views of it, by which zero gradients are known to be untouched.
+        zeroing = "none"
     resumes = ()
     if more.chance(0.25):
         moment = more.one_of(("after the backward of", "after"))
@@ -255,7 +259,7 @@ def draw_case(seed: int) -> Case:
         per_layer_stats=draw.chance(0.4),
         attempts=attempts,
         has_two_optimizers=has_two_optimizers,
-        keeps=more.chance(0.5),
+        keeps=keeps,
         discards=tuple(step for step in range(steps) if more.chance(0.2)) if more.chance(0.35) else (),
         resumes=resumes,
     )

@@ -152,9 +152,9 @@ class Simulation:
         self._waiting |= self._waiting_next
         for worker, latest in enumerate(self.latest):
             for name, one in latest.items():
-                if name in self._reached[worker]:
+                if name in self._reached[worker] or name in self._open[worker]:
                     self._open[worker][name] = one
-                elif name not in self._open[worker]:  # nothing that could be undone
+                else:  # nothing that could be undone
                     self.errors[worker][name] = one
                     if name in self._open_rates[worker]:
                         self._rates[worker][name] = self._open_rates[worker].pop(name)
