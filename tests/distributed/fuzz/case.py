@@ -219,21 +219,22 @@ def draw_case(seed: int) -> Case:
     has_two_optimizers = more.chance(0.4)
     attempts = _draw_attempts(more, steps, has_two_optimizers)
     keeps = more.chance(0.5)
-    if keeps and not all(map(all, attempts)) and zeroing == "zeros":
-        # A bucket has one version for all views of it, by which zero gradients are known to be untouched.
-        zeroing = "none"
     resumes = ()
     if more.chance(0.25):
         moment = more.one_of(("after the backward of", "after"))
         resumes = ((more.whole(0, steps - 2), moment, more.one_of(BUCKET_CAPS_MB)),)
     jumps = draw.chance(0.4)
     elements = sum(layer.size for layer in layers)
+    bucket_cap_mb, is_view = draw.one_of(BUCKET_CAPS_MB), draw.chance(0.5)
+    if is_view and keeps and not all(map(all, attempts)) and zeroing == "zeros":
+        # A bucket has one version for all views of it, by which gradients of zeros are known to be untouched.
+        zeroing = "none"
     return Case(
         seed=seed,
         num_workers=num_workers,
         layers=layers,
-        bucket_cap_mb=draw.one_of(BUCKET_CAPS_MB),
-        gradient_as_bucket_view=draw.chance(0.5),
+        bucket_cap_mb=bucket_cap_mb,
+        gradient_as_bucket_view=is_view,
         unused=unused,
         skips=skips,
         skips_late=skips_late,
