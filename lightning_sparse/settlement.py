@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -78,22 +79,22 @@ class Settlement:
         ]
         self._remove_hooks = weakref.finalize(self, _remove, self._hooks)
 
-    def follow(self, module: torch.nn.Module) -> None:
+    def follow(self, module: DistributedDataParallel) -> None:
         """Is told of every forward of this module."""
         this = weakref.ref(self)
 
-        def forward_begins(*_: Any) -> None:
+        def forward_begins(module: DistributedDataParallel, _: Any) -> None:
             settlement = this()
             if settlement is not None and torch.is_grad_enabled():
                 settlement.expect_backward()
+                if module.gradient_as_bucket_view and settlement._open and module.reducer._rebuild_buckets():
+                    # Gradients lie elsewhere now. DDP does this next, once in its life; only here can it be told from
+                    # what the user does: Lightning's whole training_step is inside of the forward.
+                    module._has_rebuilt_buckets = True
+                    settlement.backward_is_prepared()
 
-        def forward_ends(*_: Any) -> None:
-            settlement = this()
-            if settlement is not None and torch.is_grad_enabled():
-                settlement.backward_is_prepared()
-
-        before, after = map(torch.compiler.disable, (forward_begins, forward_ends))
-        self._hooks += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+        hook = torch.compiler.disable(forward_begins)  # type: ignore[no-untyped-call]
+        self._hooks.append(module.register_forward_pre_hook(hook))
 
     def close(self) -> None:
         """Follows no more steps."""
@@ -128,7 +129,7 @@ class Settlement:
             ]
 
     def backward_is_prepared(self) -> None:
-        """Told when DDP has prepared: it may have put gradients elsewhere, as its buckets are laid out anew once."""
+        """Told when DDP has prepared, right after: it may have put gradients into other buckets."""
         if self._open:
             self._mark()
 
