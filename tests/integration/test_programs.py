@@ -16,20 +16,21 @@ from tests.integration.programs.running import Outcome, assert_same, compare, ru
 from tests.integration.programs.table import ROWS
 from tests.integration.programs.world import PAIRS
 
-CHUNK = 12
+CHUNK = 10
 """Rows that share one start of workers."""
+
+CHUNKS = {name: place // CHUNK for place, name in enumerate(ROWS)}
 
 
 @pytest.fixture(scope="module")
 def outcomes(request, tmp_path_factory):
-    """Returns a function that gives the outcomes of a row on both workers, and runs it with its neighbours for that."""
+    """Returns a function that gives the outcomes of a row on both workers, and runs its chunk for that."""
     wanted = [item.callspec.params["name"] for item in request.session.items if item.path == request.node.path]
     known: dict[str, list[Outcome] | Exception] = {}
 
     def look_up(name: str) -> list[Outcome]:
         if name not in known:
-            place = wanted.index(name)
-            chunk = [one for one in wanted[place : place + CHUNK] if one not in known]
+            chunk = [one for one in wanted if CHUNKS[one] == CHUNKS[name]]
             try:
                 workers = run_rows(chunk, str(tmp_path_factory.mktemp("stores")))
                 known.update({one: [worker[one] for worker in workers] for one in chunk})
@@ -43,7 +44,10 @@ def outcomes(request, tmp_path_factory):
     return look_up
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.xdist_group(f"programs {CHUNKS[name]}")) for name in ROWS]
+)
 def test_a_program_trains_as_it_should(name, outcomes):
     row, workers = ROWS[name], outcomes(name)
     failures = [f"worker {rank}: {one}" for rank, one in enumerate(workers) if isinstance(one, str)]

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 
 from lightning_sparse import HardThreshold
 from tests.integration.models import Classifier, clones, data
-from tests.integration.programs.layer_rows import compiled, fresh_compiler
 from tests.integration.programs.manual_rows import ManualStudent
 from tests.integration.programs.trainer import (
     BATCHES,
@@ -26,6 +25,7 @@ from tests.integration.programs.trainer import (
     witness_of,
 )
 from tests.integration.programs.world import Row, Run
+from tests.integration.programs.wrapper_rows import compiled, fresh_compiler
 
 
 class AscendingOptimizer(torch.optim.Optimizer):
@@ -167,7 +167,7 @@ class Beginning(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         state = getattr(trainer.strategy, "state", None)
         if state is not None:
-            kept = max((float(one.abs().max()) for one in state.saved_residuals().values()), default=0.0)
+            kept = max((float(one.abs().max()) for one in state.residuals.state_dict().values()), default=0.0)
             notes = {"last step": state.last_step, "kept": kept, "threshold": state.sparsifier.current_threshold}
             witness_of(pl_module).world.run.notes.append(notes)
 

@@ -1,22 +1,17 @@
 """What a model may be made of, and what may wrap it."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from lightning_sparse import Sparsifier
-from lightning_sparse.sparsifiers import LayerLayout, Selection
-from tests.integration.models import Classifier, nesterov, sgd
-from tests.integration.programs.plain_rows import BATCHES, batches, every_batch, loops, loss_of, two_backwards, usual
+from tests.integration.models import Classifier, sgd
+from tests.integration.programs.loops import BATCHES, every_batch, loops, two_backwards, usual
 from tests.integration.programs.world import Row, Run, World
 
 
@@ -130,67 +125,6 @@ def computed_twice(runs: list[Run]) -> None:
         assert run.seen["times in the middle"] == [2 * step for step in range(1, BATCHES + 1)]
 
 
-class PartlyCompiled(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.graphs: list[int] = []
-        self.middle = compiled(self.middle, self.graphs)
-
-
-def compiled(module: nn.Module, graphs: list[int]) -> Any:
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(len(inputs))
-        return graph
-
-    return torch.compile(module, backend=backend)
-
-
-def compiled_part(world: World) -> None:
-    with fresh_compiler():
-        model = PartlyCompiled()
-        loops(usual, lambda: model, bucket_cap_mb=25)(world)  # with tiny buckets torch does not compile under DDP
-        world.run.said.append(f"graphs were compiled: {bool(model.graphs)}")
-
-
-def compiled_ddp(world: World) -> None:
-    """The whole DDP module is compiled, and the hook is given to what comes of it."""
-    graphs: list[int] = []
-    with fresh_compiler():
-        # With tiny buckets torch's own DDP optimizer refuses to compile.
-        loops(usual, make_ddp=lambda model: compiled(DistributedDataParallel(model, bucket_cap_mb=25), graphs))(world)
-        world.run.said.append(f"graphs were compiled: {bool(graphs) or world.kind == 'oracle'}")
-
-
-def fabric_with_compiled_model(world: World) -> None:
-    graphs: list[int] = []
-    fabric = Fabric(accelerator="cpu", strategy="ddp", devices=2)
-    fabric.launch()
-    with fresh_compiler():
-        model = compiled(Classifier(), graphs)
-        module = world.wrap(model, make_ddp=fabric.setup_module)
-        optimizer = nesterov(model.parameters())
-        world.watch(optimizer)
-        stepping = fabric.setup_optimizers(optimizer)
-        for batch in batches():
-            stepping.zero_grad()
-            with world.backwards():
-                fabric.backward(loss_of(module, batch))
-            stepping.step()
-    world.run.said.append(f"graphs were compiled: {bool(graphs)}")
-
-
-@contextmanager
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def compiled_and_trained(runs: list[Run]) -> None:
-    every_batch(runs)
-    assert [run.said for run in runs] == [["graphs were compiled: True"]] * 2
-
-
 class WithPrivateLayer(Classifier):
     """A layer of another shape on each worker, which DDP is told to leave alone."""
 
@@ -241,70 +175,6 @@ def refused_with_advice(runs: list[Run]) -> None:
             assert "sparse=False" in run.said[0]
 
 
-class AtTheThreshold(nn.Module):
-    """Its gradients are the same in every step, and one of them is λ."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(5, dtype=dtype))
-        self.slopes = torch.tensor([0.7, -0.7, 0.5, 1.5, 0.1], dtype=dtype)
-
-    def forward(self) -> Tensor:
-        return (self.weight * self.slopes).sum()
-
-
-def in_double(dtype: torch.dtype, world: World) -> None:
-    usual_dtype = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        module = world.wrap(AtTheThreshold(dtype))
-        optimizer = sgd(module.parameters())
-        world.watch(optimizer)
-        for _ in range(BATCHES):
-            optimizer.zero_grad()
-            world.backward(module())
-            optimizer.step()
-    finally:
-        torch.set_default_dtype(usual_dtype)
-
-
-def sent_at_the_threshold(is_sent_at_once: bool, runs: list[Run]) -> None:
-    every_batch(runs)
-    for run in runs:
-        if run.kind in ("oracle", "sparse"):
-            # In float32 0.7 is a little less than 0.7.
-            assert [bool(one) for one in run.stepped_on[0][0]] == [is_sent_at_once, is_sent_at_once, False, True, False]
-
-
-@dataclass
-class Share:
-    """A rule that a sparsifier may hold as an object."""
-
-    part: float
-
-    def of(self, elements: int) -> int:
-        return int(self.part * elements)
-
-
-class LargestFirst(Sparsifier):
-    """Selects by size, and in that order; holds a tensor and an object."""
-
-    def __init__(self, weights: Tensor | None = None, rule: Any = None) -> None:
-        self.weights = torch.ones(2) if weights is None else weights
-        self.rule = rule or Share(0.25)
-
-    def select(self, compensated: Tensor, layout: LayerLayout) -> Selection:
-        indices = compensated.abs().mul(self.weights[0]).topk(self.rule.of(len(compensated))).indices
-        assert bool((indices.diff() < 0).any())
-        return Selection(indices, compensated[indices])
-
-
-def largest(compensated: Tensor) -> Tensor:
-    is_sent = torch.zeros(compensated.shape, dtype=torch.bool)
-    is_sent[compensated.abs().topk(int(0.25 * len(compensated))).indices] = True
-    return is_sent
-
-
 def own(model: Callable[[], nn.Module], **options: Any) -> Callable[[World], None]:
     return loops(usual, lambda: seeded(model()), **options)
 
@@ -318,25 +188,7 @@ ROWS = {
     "gradient penalty": Row(loops(usual, Penalized, sgd), every_batch),
     "reentrant checkpointing": Row(loops(checkpointing, partial(Checkpointed, True)), computed_twice),
     "checkpointing": Row(loops(checkpointing, partial(Checkpointed, False)), computed_twice),
-    "compiled part": Row(compiled_part, compiled_and_trained),
-    "compiled DDP": Row(compiled_ddp, compiled_and_trained),
-    "Fabric with a compiled model": Row(fabric_with_compiled_model, compiled_and_trained),
     "private layer": Row(loops(usual, WithPrivateLoss), private_and_trained),
     "embedding": Row(own(partial(Embedded, False)), every_batch, 0.02),
     "embedding with sparse gradients": Row(refused, refused_with_advice, None, is_refused=True),
-    "float64 by default, at the threshold": Row(
-        partial(in_double, torch.float64), partial(sent_at_the_threshold, True), 0.7
-    ),
-    "float32 in float64 by default, at the threshold": Row(
-        partial(in_double, torch.float32), partial(sent_at_the_threshold, False), 0.7
-    ),
-    "sparsifier that does not sort": Row(
-        own(Classifier, bucket_cap_mb=25), every_batch, make_sparsifier=LargestFirst, select=largest
-    ),
-    "sparsifier with a tensor and an object": Row(
-        own(Classifier, bucket_cap_mb=25),
-        every_batch,
-        make_sparsifier=partial(LargestFirst, torch.full((3,), 2.0), Share(0.25)),
-        select=largest,
-    ),
 }

@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.integration.models import TwoPlayers, nesterov, sgd
+from tests.integration.models import nesterov, sgd
 from tests.integration.programs.trainer import (
     BATCHES,
     ManualStudent,
@@ -19,86 +18,6 @@ from tests.integration.programs.trainer import (
     witness_of,
 )
 from tests.integration.programs.world import Row, Run
-
-
-class TugOfWar(LightningModule):
-    """Constant gradients: the generator's loss pulls the judge back by just as much as its own will pull it on."""
-
-    def __init__(self, set_to_none: bool) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.set_to_none = set_to_none
-        self.generator, self.judge = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(8))
-        self.pull = torch.linspace(0.2, 1.2, 8)
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        generator_optimizer, judge_optimizer = self.optimizers()
-        generator_optimizer.zero_grad(set_to_none=self.set_to_none)
-        self.manual_backward((self.generator * self.pull).sum() - (self.judge * self.pull).sum())
-        generator_optimizer.step()
-        judge_optimizer.zero_grad(set_to_none=self.set_to_none)
-        self.manual_backward((self.judge * self.pull).sum())
-        judge_optimizer.step()
-
-    def configure_optimizers(self) -> Any:
-        return sgd([self.generator]), sgd([self.judge])
-
-
-def pulled_all_the_way(runs: list[Run]) -> None:
-    pull = 2 * BATCHES * torch.linspace(0.2, 1.2, 8)
-    for run in runs:
-        for name in ("generator", "judge"):
-            kept = torch.stack([one.residuals.get(name, torch.zeros(8)) for one in runs]).mean(0)
-            torch.testing.assert_close(kept - run.state[name], pull)
-
-
-class UntoggledPlayers(TwoPlayers):
-    """Each optimizer drops what the other's loss has left behind on its parameters."""
-
-    def __init__(self, set_to_none: bool, reaches_both: bool = False) -> None:
-        super().__init__()
-        self.set_to_none, self.reaches_both = set_to_none, reaches_both
-
-    def judge_loss(self, inputs: Tensor) -> Tensor:
-        if not self.reaches_both:
-            return super().judge_loss(inputs)
-        return (F.softplus(-self.judge(inputs)) + F.softplus(self.judge(self.generator(inputs)))).mean()
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        for optimizer, loss in zip(self.optimizers(), (self.generator_loss, self.judge_loss), strict=True):
-            optimizer.zero_grad(set_to_none=self.set_to_none)
-            self.manual_backward(loss(batch[0]))
-            optimizer.step()
-
-
-class Toggling(TwoPlayers):
-    """Notes which players' parameters want a gradient while one is trained."""
-
-    def generator_loss(self, inputs: Tensor) -> Tensor:
-        self._say("generator")
-        return super().generator_loss(inputs)
-
-    def judge_loss(self, inputs: Tensor) -> Tensor:
-        self._say("judge")
-        return super().judge_loss(inputs)
-
-    def _say(self, trained: str) -> None:
-        wanting = [name for name in ("generator", "judge") if next(getattr(self, name).parameters()).requires_grad]
-        witness_of(self).said.append(f"{trained} is trained, {' and '.join(wanting)} wants a gradient")
-
-
-def both_moved(runs: list[Run]) -> None:
-    for run in runs:
-        assert run.global_step == 2 * 2 * BATCHES
-        assert run.moved("generator.0.weight")
-        assert run.moved("judge.0.weight")
-
-
-def toggled(runs: list[Run]) -> None:
-    both_moved(runs)
-    turns = [f"{player} is trained, {player} wants a gradient" for player in ("generator", "judge")]
-    for run in runs:
-        assert run.said == turns * 2 * BATCHES
 
 
 class TwoOptimizers(ManualStudent):
@@ -340,59 +259,6 @@ def logged_past_lightning(runs: list[Run]) -> None:
             assert run.metrics["sparse/density"] == pytest.approx(run.densities[-1])
 
 
-class ClipsOneZeroesTheOther(UntoggledPlayers):
-    """Between two backwards one player's gradient is clipped, which waits for a step, and the other's is dropped."""
-
-    def __init__(self) -> None:
-        super().__init__(set_to_none=False)
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        generator_optimizer, judge_optimizer = self.optimizers()
-        generator_optimizer.zero_grad(set_to_none=False)
-        self.manual_backward(self.generator_loss(batch[0]))
-        witness_of(self).seen["norms"].append(nn.utils.clip_grad_norm_(self.generator.parameters(), 0.01))
-        judge_optimizer.zero_grad(set_to_none=False)
-        self.manual_backward(self.judge_loss(batch[0]))
-        generator_optimizer.step()
-        judge_optimizer.step()
-
-
-def clipped_one(runs: list[Run]) -> None:
-    both_moved(runs)
-    for run in runs:
-        assert min(run.seen["norms"]) > 0.01
-
-
-class FreezesBetween(UntoggledPlayers):
-    """The judge is frozen when a batch begins in which it alone is trained, and what it had is dropped only then."""
-
-    def __init__(self) -> None:
-        super().__init__(set_to_none=True)
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        generator_optimizer, judge_optimizer = self.optimizers()
-        self.judge.requires_grad_(True)
-        if batch_idx % 2 == 0:
-            self.manual_backward(self.generator_loss(batch[0]))
-            if batch_idx % 4 == 2:
-                generator_optimizer.step()
-                generator_optimizer.zero_grad()
-        else:
-            self.generator.requires_grad_(False)
-            judge_optimizer.zero_grad()
-            self.manual_backward(self.judge_loss(batch[0]))
-            judge_optimizer.step()
-            self.generator.requires_grad_(True)
-        self.judge.requires_grad_(False)
-
-
-def trained_by_turns(runs: list[Run]) -> None:
-    for run in runs:
-        assert run.global_step == 2 * (BATCHES // 2 + BATCHES // 4)
-        assert run.moved("generator.0.weight")
-        assert run.moved("judge.0.weight")
-
-
 class SharesALayer(ManualStudent):
     """Two optimizers have the first layer both, and step one after the other on one gradient."""
 
@@ -437,28 +303,6 @@ _unused = {"find_unused_parameters": True}
 _plain = {"drive": fit_without_validation}
 
 ROWS = {
-    **{
-        f"constant players, {words}": Row(
-            trains(partial(TugOfWar, none), **_plain, **_unused), pulled_all_the_way, 1.0, undoes=True, leaves_out=True
-        )
-        for none, words in ((True, "gradients dropped"), (False, "gradients zeroed"))
-    },
-    **{
-        f"untoggled players, {words}": Row(
-            trains(partial(UntoggledPlayers, none), **_plain, **_unused), both_moved, 0.01, undoes=True, leaves_out=True
-        )
-        for none, words in ((True, "gradients dropped"), (False, "gradients zeroed"))
-    },
-    **{
-        f"players that reach each other, {words}": Row(
-            trains(partial(UntoggledPlayers, none, True), **_plain), both_moved, 0.01, undoes=True
-        )
-        for none, words in ((True, "gradients dropped"), (False, "gradients zeroed"))
-    },
-    "one player clipped, the other zeroed": Row(
-        trains(ClipsOneZeroesTheOther, **_plain, **_unused), clipped_one, 0.01, undoes=True, leaves_out=True
-    ),
-    "toggled optimizers": Row(trains(Toggling, **_unused), toggled, 0.01, leaves_out=True),
     "two optimizers": Row(trains(TwoOptimizers), stepped_with_both),
     "ascent before descent": Row(trains(Ascending, **_plain), ascended, undoes=True),
     "two backwards": Row(trains(TwoBackwards, **_plain), stepped_once_a_batch),
@@ -478,9 +322,6 @@ ROWS = {
     "detached gradients, committed": Row(trains(partial(DetachesGradients, True), **_plain), stepped_once_a_batch),
     "step at the end of an epoch": Row(trains(StepsAtTheEnd, **_plain), stepped_on_what_was_left),
     "torch's own optimizer": Row(trains(WithTorchsOwnOptimizer, **_plain), logged_past_lightning),
-    "frozen between": Row(
-        trains(FreezesBetween, **_plain, **_unused), trained_by_turns, 0.01, undoes=True, leaves_out=True
-    ),
     "layer of two optimizers": Row(trains(SharesALayer, **_plain), stepped_with_each),
     "frozen at fit start": Row(trains(FrozenAtFitStart, **_plain, **_unused), left_frozen, leaves_out=True),
 }

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.integration.models import Classifier, ScaledPrecision, nesterov, sgd
-from tests.integration.programs.plain_rows import BATCHES, batches, loss_of
+from tests.integration.programs.loops import BATCHES, batches, loss_of
 from tests.integration.programs.trainer import BATCHES as TRAINER_BATCHES
 from tests.integration.programs.trainer import Student, fit_without_validation, trains, witness_of
 from tests.integration.programs.world import Row, Run, World

@@ -82,8 +82,8 @@ def flat(module: nn.Module) -> Tensor:
 
 def gradient(module: nn.Module) -> Tensor:
     """The whole gradient, with zeros where there is none."""
-    parts = [(one, one.grad) for one in module.parameters()]
-    return torch.cat([(torch.zeros_like(one) if grad is None else grad).detach().flatten() for one, grad in parts])
+    parts = [torch.zeros_like(one) if one.grad is None else one.grad.detach().to_dense() for one in module.parameters()]
+    return torch.cat([one.flatten() for one in parts])
 
 
 class Student(Classifier):

@@ -211,7 +211,7 @@ class World:
             run.num_exchanges += oracle.num_exchanges
             run.num_undone += oracle.num_undone
         for name, state in self._states:
-            run.residuals |= {name + key: one.clone() for key, one in state.saved_residuals().items()}
+            run.residuals |= {name + key: one.clone() for key, one in state.residuals.state_dict().items()}
         return run
 
     def _make_oracle(self, name: str, model: nn.Module, scale: Callable[[], float]) -> Oracle:
