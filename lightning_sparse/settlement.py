@@ -110,6 +110,11 @@ class Settlement:
         return not self._is_changing and not (self._is_stepping and self._open)
 
     @property
+    def open_names(self) -> frozenset[str]:
+        """The parameters for which a backward of this worker is open."""
+        return frozenset(self._open)
+
+    @property
     def is_waiting(self) -> bool:
         """Whether a parameter that any worker used has seen no step since; the same on all workers."""
         return bool(self._waiting)

@@ -399,7 +399,7 @@ class SparseState:
         for bucket in buckets:
             self.residuals.keep(bucket.index, bucket.unused)
         unused = {name for bucket in buckets for name in bucket.unused}
-        self._rates.settle(unused)
+        self._rates.settle(unused - self.settlement.open_names)
         self.is_exchanging = False
         self.settlement.end_exchange(names - unused, used_by_any)
 

@@ -247,10 +247,12 @@ class Simulation:
         if actual is not None:
             # Where it may go either way the worker's residual tells: nearer to p it was kept.
             was_sent = (actual - (p - rounded)).abs() < (actual - p).abs()
-            followed = torch.where(is_open, was_sent, is_sent)
+            # What rounds to zero leaves the same either way.
+            tells = is_open & (rounded != 0)
+            followed = torch.where(tells, was_sent, is_sent)
             if self.case.sparsifier != "top_k":
                 count += int(followed.sum()) - int(is_sent.sum())
-            is_sent, is_open = followed, torch.zeros_like(is_open)
+            is_sent, is_open = followed, is_open & ~tells
         rest = p - rounded
         kept = torch.where(is_sent, torch.where(rest.isfinite(), rest, 0.0), p)
         if self.case.error_feedback == "none":
