@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,14 @@ def lab(available):
 def namespaces(process_id):
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     return [line.split()[0] for line in listed.splitlines() if f"-{process_id}-" in line]
+
+
+def is_alive(state):
+    """Whether a process is neither gone nor dead, by its file in /proc."""
+    try:
+        return state.read_text().split()[2] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):  # also while it is read
+        return False
 
 
 def test_a_worker_has_the_variables_of_torchrun_and_a_core_of_its_own(lab):
@@ -185,7 +194,7 @@ def test_nothing_is_left_after_a_signal(lab, number):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     with subprocess.Popen([sys.executable, "-c", COMMAND_LINE, *arguments], cwd=PROJECT, **pipes) as process:
         lines = sorted(process.stdout.readline() for _ in range(2))
-        workers = [int(line.rpartition("]")[2]) for line in lines]
+        states = [Path(f"/proc/{line.rpartition(']')[2].strip()}/stat") for line in lines]
         assert [line[:9] for line in lines] == ["[host 0] ", "[host 1] "]
         assert len(namespaces(process.pid)) == 3
         process.send_signal(number)
@@ -197,9 +206,11 @@ def test_nothing_is_left_after_a_signal(lab, number):
     else:
         assert process.returncode == 128 + number
     assert namespaces(process.pid) == []
-    # Killed workers of a killed lab may still wait for their new parent.
-    states = [Path(f"/proc/{worker}/stat") for worker in workers]
-    assert all(not state.exists() or state.read_text().split()[2] in "ZX" for state in states)
+    # Killed workers of a killed lab need a moment to die, and may then still wait for their new parent.
+    deadline = time.monotonic() + (20 if number == signal.SIGKILL else 0)
+    while any(is_alive(state) for state in states):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_without_ip_the_command_runs_on_loopback():
