@@ -27,7 +27,10 @@ from lightning_sparse.residual import ResidualMemory
 from lightning_sparse.settlement import Settlement
 from lightning_sparse.sparse_state import SparseState
 
-COLLECTIVES = ["irecv", "isend", "send", "recv", "reduce", "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all_single", "broadcast_object_list", "new_group", "destroy_process_group"]
+COLLECTIVES = (
+    *("irecv", "isend", "send", "recv", "reduce", "all_reduce", "all_gather", "all_gather_into_tensor"),
+    *("all_gather_object", "all_to_all_single", "broadcast_object_list", "new_group", "destroy_process_group"),
+)
 PARTS: list[tuple[Any, str]] = [
     (SparseState, "receive"),
     (SparseState, "_begin_step"),
@@ -57,6 +60,8 @@ PARTS: list[tuple[Any, str]] = [
 WINDOWS = ("set-up", "step 0", "step 1", "save 1", "step 2", "step 3", "save 2", "step 4", "step 5", "end")
 """Of a training of six steps that saves after the second and the fourth."""
 SAVES = {2: "save 1", 4: "save 2"}
+AFTERWARDS = "afterwards"
+"""From the moment that a fault strikes, as while a checkpoint is saved because of it, to the next batch."""
 
 
 @dataclass(frozen=True, order=True)
@@ -73,10 +78,22 @@ class Point:
 
 @dataclass(frozen=True)
 class Fault:
-    """What strikes which workers, and where: ``"raise"``, ``"SIGUSR1"``, ``"SIGINT"`` or ``"SIGKILL"``."""
+    """What strikes which workers, and where.
+
+    Args:
+        way: ``"raise"``, ``"SIGUSR1"``, ``"SIGINT"`` or ``"SIGKILL"``.
+        points: by rank; None for a worker that is not struck.
+        then: a second fault, which strikes once the first has.
+    """
 
     way: str
-    points: tuple[Point | None, ...]  # by rank
+    points: tuple[Point | None, ...]
+    then: "Fault | None" = None
+
+    def strokes(self, rank: int) -> list[tuple[str, Point]]:
+        """Returns what strikes this worker, in order."""
+        point, later = self.points[rank], [] if self.then is None else self.then.strokes(rank)
+        return later if point is None else [(self.way, point), *later]
 
     @property
     def ranks(self) -> list[int]:
@@ -87,9 +104,10 @@ class Fault:
         return len(set(self.points)) == 1 and self.points[0] is not None
 
     def __str__(self) -> str:
+        then = "" if self.then is None else f", then {self.then}"
         if self.is_everywhere:
-            return f"{self.way} on all at {self.points[0]}"
-        return f"{self.way} " + ", ".join(f"on {rank} at {self.points[rank]}" for rank in self.ranks)
+            return f"{self.way} on all at {self.points[0]}{then}"
+        return f"{self.way} " + ", ".join(f"on {rank} at {self.points[rank]}" for rank in self.ranks) + then
 
 
 class Injected(RuntimeError):
@@ -98,10 +116,9 @@ class Injected(RuntimeError):
 
 @dataclass
 class Injector:
-    """Lets a fault strike this worker, once; without one notes all points that it comes by."""
+    """Lets faults strike this worker, each once, and notes all points that it comes by."""
 
-    way: str
-    point: Point | None
+    strokes: list[tuple[str, Point]]
     log: Path
     window: str = "set-up"
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -111,13 +128,14 @@ class Injector:
         here = Point(self.window, name, self.counts[self.window, name])
         self.counts[self.window, name] += 1
         self.trace.append(here)
-        if here != self.point:
+        if not self.strokes or here != self.strokes[0][1]:
             return
-        self.point = None
+        way, _ = self.strokes.pop(0)
+        self.window = AFTERWARDS
         self.log.write_text(str(time.time()))
-        if self.way == "raise":
+        if way == "raise":
             raise Injected(f"injected at {here}")
-        os.kill(os.getpid(), getattr(signal, self.way))
+        os.kill(os.getpid(), getattr(signal, way))
 
     def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

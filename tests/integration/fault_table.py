@@ -11,9 +11,10 @@ import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from tests.integration.fault_injector import Case, Outcome, inject, trace
-from tests.integration.fault_points import Fault, Point
+from tests.integration.fault_points import AFTERWARDS, Fault, Point
 
 CASES = [
     Case("gather"),
@@ -32,7 +33,6 @@ CASES = [
 WAYS = ("raise", "SIGUSR1", "SIGINT", "SIGKILL")
 WINDOWS = ("set-up", "step 0", "step 1", "save 1", "step 2", "save 2", "end")
 """The other steps are like the third."""
-PLAIN = Case("ddp")
 
 
 def points_of(traces: Sequence[Sequence[Point]], windows: Sequence[str]) -> list[Point]:
@@ -73,20 +73,44 @@ def faults_of(case: Case, windows: Sequence[str], per_point: int, seed: int, ske
     return list(faults)
 
 
-def exists_in_plain_ddp(point: Point | None) -> bool:
-    if point is None:
-        return True
-    return not any(part in point.name for part in (".", "before irecv", "all_gather", "futures", "_recv"))
+def second_faults_of(case: Case, per_point: int, seed: int) -> list[Fault]:
+    """Returns faults that strike while a checkpoint is saved because of a first one, which all workers have met."""
+    generator = random.Random(seed)
+    faults = []
+    for first in ("raise", "SIGUSR1"):
+        point = Point("step 2", "backward", 1)
+        fault = Fault(first, (point,) * case.num_workers)
+        sets = [set(one) for one in trace(case, fault)]
+        for second in points_of(sorted_traces(sets), [AFTERWARDS]):
+            kinds = [
+                (way, number)
+                for way, number in itertools.product(WAYS, range(3))
+                if all(second in sets[rank] for rank, one in enumerate(who(number, case)) if one)
+            ]
+            for way, number in generator.sample(kinds, min(per_point, len(kinds))):
+                then = Fault(way, tuple(second if one else None for one in who(number, case)))
+                faults.append(replace(fault, then=then))
+    return faults
+
+
+def sorted_traces(sets: list[set[Point]]) -> list[list[Point]]:
+    return [sorted(one) for one in sets]
+
+
+def strikes_first_again(fault: Fault) -> bool:
+    """Whether a second fault strikes the first worker; in plain ddp no other takes part in a save."""
+    return fault.then is not None and fault.then.points[0] is not None
 
 
 def compare(ours: Outcome, plain: Outcome) -> None:
     """Notes where plain ddp left a correct file and we none."""
     if not plain.has_struck or plain.saved is None or plain.saved.step is None:
         return
-    if ours.saved is None:
-        ours.problems.append(f"no file, and plain ddp wrote {plain.saved.name} at {plain.saved.step}")
-    elif ours.saved.step != plain.saved.step:
-        ours.problems.append(f"file of step {ours.saved.step}, plain ddp's of {plain.saved.step}")
+    same = ours.file(plain.saved.name)
+    if same is None:
+        ours.problems.append(f"no {plain.saved.name}, and plain ddp wrote it at {plain.saved.step}")
+    elif same.step != plain.saved.step:
+        ours.problems.append(f"{same.name} of step {same.step}, plain ddp's of {plain.saved.step}")
 
 
 def kind_of(outcome: Outcome) -> str:
@@ -111,7 +135,8 @@ def print_table(outcomes: Sequence[Outcome]) -> None:
             where = "all, at unlike points"
         else:
             where = "rank 0" if one.fault.ranks == [0] else "another rank"
-        rows[f"{one.fault.way} on {where}"].append(one)
+        then = "" if one.fault.then is None else f", then {one.fault.then.way}"
+        rows[f"{one.fault.way} on {where}{then}"].append(one)
     rows = dict(sorted(rows.items())) | {"all": list(outcomes)}
     print("| fault | times | survived |", " | ".join(columns), "| finished | longest, s |")
     print("|---|---|---|" + "---|" * (len(columns) + 2))
@@ -138,6 +163,7 @@ def main() -> None:
     parser.add_argument("--per-point", type=int, default=1, help="faults at each point, of twelve")
     parser.add_argument("--share", type=float, default=1.0, help="of all faults, drawn at random")
     parser.add_argument("--skewed", type=int, default=10, help="faults that strike workers at unlike points, per case")
+    parser.add_argument("--second", action="store_true", help="also a second fault, while the first is handled")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--at-a-time", type=int, default=4)
     parser.add_argument("--way", choices=WAYS, help="with --point: one fault alone")
@@ -145,6 +171,7 @@ def main() -> None:
     parser.add_argument("--point", help='such as "step 2: backward (1)"; several, one a rank, separated by semicolons')
     arguments = parser.parse_args()
     outcomes: list[Outcome] = []
+    num_compared = 0
     for case in (one for one in CASES if arguments.route in str(one)):
         started = time.monotonic()
         if arguments.point:
@@ -153,11 +180,18 @@ def main() -> None:
             faults = faults_of(
                 case, arguments.windows.split(","), arguments.per_point, arguments.seed, arguments.skewed
             )
+            if arguments.second:
+                faults += second_faults_of(case, arguments.per_point, arguments.seed)
             faults = random.Random(arguments.seed).sample(faults, round(arguments.share * len(faults)))
         some = inject(case, faults, arguments.at_a_time)
-        like = [one for one in some if case.num_workers == 2 and all(map(exists_in_plain_ddp, one.fault.points))]
-        for ours, plain in zip(like, inject(PLAIN, [one.fault for one in like], arguments.at_a_time), strict=True):
-            compare(ours, plain)
+        in_plain = Case("ddp", case.num_workers, saver=case.saver)
+        known = {point for one in trace(in_plain) for point in one} | {None}
+        like = [one for one in some if known.issuperset(one.fault.points) and not strikes_first_again(one.fault)]
+        alone = list(dict.fromkeys(replace(one.fault, then=None) for one in like))
+        plain = dict(zip(alone, inject(in_plain, alone, arguments.at_a_time), strict=True))
+        for one in like:
+            compare(one, plain[replace(one.fault, then=None)])
+        num_compared += len(like)
         for one in some:
             if one.problems or arguments.point:
                 print(one, *dict.fromkeys(one.problems), sep="\n    ", flush=True)
@@ -165,6 +199,7 @@ def main() -> None:
         print(f"{case}: {survived} of {len(some)} survived, {time.monotonic() - started:.0f} s", flush=True)
         outcomes += some
     print_table(outcomes)
+    print(f"{num_compared} of them compared with plain ddp")
 
 
 def _fault(arguments: argparse.Namespace, case: Case) -> Fault:
