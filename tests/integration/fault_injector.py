@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
@@ -28,7 +29,7 @@ import lightning_sparse.strategy
 from lightning_sparse import HardThreshold, SparseDDPStrategy
 from lightning_sparse.sparsifiers import LayerLayout, Selection
 from tests.integration.fault_points import Fault, Injector, Point, Watcher
-from tests.integration.fault_training import SIZES, Endless, Exact, State, first_state, simulate, zeros
+from tests.integration.fault_training import SIZES, ByHand, Endless, Exact, State, first_state, simulate, zeros
 from tests.integration.models import SMALL_BUCKETS_MB, quiet_trainer
 from tests.workers import environment_of, free_port
 
@@ -50,6 +51,7 @@ class Case:
         hosts: how many of them, for the hierarchical route.
         residual_checkpoint: the strategy's.
         own_select: whether the sparsifier is a user's own, for which compensating and selecting are apart.
+        manual: whether the module optimizes by itself, and so steps after the backward, not around it.
         saver: what saves on an exception: ``"on_exception"`` or ``"model_checkpoint"``.
     """
 
@@ -58,6 +60,7 @@ class Case:
     hosts: int = 1
     residual_checkpoint: str = "full"
     own_select: bool = False
+    manual: bool = False
     saver: str = "on_exception"
 
     @property
@@ -69,7 +72,7 @@ class Case:
         return THRESHOLD if self.is_sparse else 0.0
 
     def __str__(self) -> str:
-        extra = [f"{self.hosts} hosts"] * (self.hosts > 1) + ["own select"] * self.own_select
+        extra = [f"{self.hosts} hosts"] * (self.hosts > 1) + ["own select"] * self.own_select + ["manual"] * self.manual
         extra += [self.residual_checkpoint] * (self.residual_checkpoint != "full") + [self.saver][
             : self.saver[0] == "m"
         ]
@@ -87,7 +90,24 @@ class OwnSelect(HardThreshold):
 # --------------------------------------------------------------------------------------------------------- in a worker
 
 
-def fit(case: Case, folder: Path, injector: Injector, max_steps: int, ckpt_path: str | None = None) -> dict[str, Any]:
+class SaveAll(Callback):
+    """Saves after every step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
+
+
+def fit(
+    case: Case,
+    folder: Path,
+    injector: Injector,
+    max_steps: int,
+    ckpt_path: str | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> dict[str, Any]:
     """Trains with torchrun's and SLURM's environment variables set; returns what there is in the end."""
     common = {"timeout": timedelta(seconds=GROUP_TIMEOUT), "bucket_cap_mb": SMALL_BUCKETS_MB}
     strategy: DDPStrategy = DDPStrategy(process_group_backend="gloo", **common)
@@ -107,14 +127,14 @@ def fit(case: Case, folder: Path, injector: Injector, max_steps: int, ckpt_path:
         strategy,
         num_workers=case.num_workers,
         max_steps=max_steps,
-        callbacks=[watcher, saver] if ckpt_path is None else [],
-        enable_checkpointing=ckpt_path is None,
+        callbacks=list(callbacks) or [watcher, saver],
+        enable_checkpointing=not callbacks,
         plugins=[SLURMEnvironment(auto_requeue=True, requeue_signal=signal.SIGUSR1)],
         default_root_dir=folder,
         use_distributed_sampler=False,
         gradient_clip_val=None,
     )
-    model = Exact(injector.tell)
+    model = (ByHand if case.manual else Exact)(injector.tell)
     trainer.fit(model, Endless(), ckpt_path=ckpt_path, weights_only=True)
     state = getattr(strategy, "state", None)
     residuals = {} if state is None else {name: one.clone() for name, one in state.saved_residuals().items()}
@@ -156,6 +176,10 @@ def _train(rank: int, case: Case, folder: Path, fault: Fault) -> None:
             (folder / f"trace of {rank}").write_text(json.dumps([vars(one) for one in injector.trace]))
 
 
+def _save_all(rank: int, case: Case, folder: Path) -> None:
+    fit(case, folder, Injector([], folder / "none"), STEPS, callbacks=[SaveAll(folder)])
+
+
 def _resume(rank: int, case: Case, folder: Path, paths: list[str]) -> None:
     for number, path in enumerate(paths):
         # Lightning finds the newest of these by itself.
@@ -163,7 +187,7 @@ def _resume(rank: int, case: Case, folder: Path, paths: list[str]) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             injector = Injector([], folder / "none")
-            result = fit(case, Path(path).parent, injector, RESUMED_STEPS, ckpt_path)
+            result = fit(case, Path(path).parent, injector, RESUMED_STEPS, ckpt_path, [Callback()])
         torch.save(result | {"warnings": [str(one.message) for one in caught]}, folder / f"{number} of {rank}")
 
 
@@ -224,6 +248,7 @@ class File:
         global_step: what the file says of that.
         holds: ``"residuals"``, ``"nothing yet"`` (before the first step), or why there are none.
         content: tells files of the same content.
+        is_ahead: whether what it says of the last step, of calibration, … is not that of the weights' step.
         delay: seconds after the fault at which it was there.
     """
 
@@ -232,6 +257,7 @@ class File:
     global_step: int
     holds: str
     content: str
+    is_ahead: bool = False
     delay: float = 0.0
 
     @property
@@ -261,7 +287,7 @@ class Outcome:
         return self.file("on_exception") or self.file("hpc") or self.file("model")
 
     def __str__(self) -> str:
-        files = "; ".join(f"{one.name} at {one.step}: {one.holds}" for one in self.files)
+        files = "; ".join(f"{one.name} at {one.step}{'+' * one.is_ahead}: {one.holds}" for one in self.files)
         return f"{self.case} | {self.fault} | {self.seconds:.1f} s {self.exit_codes} | {files}"
 
 
@@ -279,6 +305,7 @@ class Judge:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.states = simulate(first_state(case.num_workers), range(STEPS), case.threshold)
+        self.shared: dict[int, Any] = {}
         self.resumed: dict[str, list[str]] = {"": []}
 
     def read(self, path: Path, problems: list[str]) -> File | None:
@@ -299,14 +326,15 @@ class Judge:
             # An exception before there was an optimizer: nobody, plain ddp neither, resumes from such a file.
             return File(path.name, step, saved["global_step"], "nothing yet", "")
         content = saved.get(KEY)
-        holds = "ddp"
+        holds, is_ahead = "ddp", False
         if self.case.is_sparse:
             holds = self._residuals(content, step, path.name, problems)
+            is_ahead = bool(step) and content["shared"] != self.shared[step]
         digest = hashlib.sha256(repr((step, saved["global_step"], holds, content and content["shared"])).encode())
         if step is None:
             for one in (*state.weights.values(), *state.momentum.values()):
                 digest.update(one.numpy().tobytes())
-        return File(path.name, step, saved["global_step"], holds, digest.hexdigest())
+        return File(path.name, step, saved["global_step"], holds, digest.hexdigest(), is_ahead)
 
     def _residuals(self, content: Any, step: int | None, name: str, problems: list[str]) -> str:
         if content is None:
@@ -349,6 +377,16 @@ class Judge:
             residuals = [residuals] * self.case.num_workers
         residuals = residuals or [{}] * self.case.num_workers
         return State(saved["state_dict"], zeros() | momentum, [zeros() | one for one in residuals])
+
+    def prepare(self) -> None:
+        """Trains without a fault, for what is the same on all workers after every step."""
+        if not self.case.is_sparse:
+            return
+        with tempfile.TemporaryDirectory() as name:
+            run(self.case, Path(name), _save_all)
+            files = [torch.load(path, weights_only=True) for path in Path(name).glob("*.ckpt")]
+            self.shared = {saved["global_step"]: saved[KEY]["shared"] for saved in files}
+            assert sorted(self.shared) == list(range(1, STEPS + 1)), (Path(name) / "output of 0").read_text()
 
     def check_end(self, result: dict[str, Any], rank: int, expected: State, what: str) -> list[str]:
         problems = []
@@ -422,13 +460,17 @@ def mean(residuals: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {name: (sum(one[name].double() for one in residuals) / len(residuals)).float() for name in SIZES}
 
 
-def inject(case: Case, faults: Sequence[Fault], at_a_time: int = 4) -> list[Outcome]:
+def inject(rows: Sequence[tuple[Case, Fault]], at_a_time: int = 4) -> list[Outcome]:
     """Lets every fault happen in a training of its own, some of them at a time, as most of them wait."""
-    judge = Judge(case)
+    judges = {case: Judge(case) for case, _ in rows}
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(at_a_time) as pool:
-        folders = [Path(name) / str(number) for number in range(len(faults))]
+        folders = [Path(name) / str(number) for number in range(len(rows))]
         for folder in folders:
             folder.mkdir()
-        outcomes = list(pool.map(judge.strike, faults, folders))
-        judge.resume(list(zip(outcomes, folders, strict=True)))
+        list(pool.map(Judge.prepare, judges.values()))
+        outcomes = list(pool.map(lambda row, folder: judges[row[0]].strike(row[1], folder), rows, folders))
+        of_case: dict[Case, list[tuple[Outcome, Path]]] = {case: [] for case in judges}
+        for outcome, folder in zip(outcomes, folders, strict=True):
+            of_case[outcome.case].append((outcome, folder))
+        list(pool.map(lambda case: judges[case].resume(of_case[case]), judges))
     return outcomes

@@ -25,6 +25,7 @@ CASES = [
     Case("hierarchical", hosts=2),
     Case("gather", residual_checkpoint="mean"),
     Case("gather", saver="model_checkpoint"),
+    Case("gather", manual=True),
     Case("gather", 3),
     Case("dense", 3),
     Case("reduce_scatter", 3),
@@ -97,6 +98,11 @@ def sorted_traces(sets: list[set[Point]]) -> list[list[Point]]:
     return [sorted(one) for one in sets]
 
 
+def plain_of(case: Case) -> Case:
+    """Returns the same case with Lightning's own strategy."""
+    return Case("ddp", case.num_workers, manual=case.manual, saver=case.saver)
+
+
 def strikes_first_again(fault: Fault) -> bool:
     """Whether a second fault strikes the first worker; in plain ddp no other takes part in a save."""
     return fault.then is not None and fault.then.points[0] is not None
@@ -106,6 +112,8 @@ def compare(ours: Outcome, plain: Outcome) -> None:
     """Notes where plain ddp left a correct file and we none."""
     if not plain.has_struck or plain.saved is None or plain.saved.step is None:
         return
+    if ours.finished:
+        return  # it went on where plain ddp could not
     same = ours.file(plain.saved.name)
     if same is None:
         ours.problems.append(f"no {plain.saved.name}, and plain ddp wrote it at {plain.saved.step}")
@@ -152,6 +160,9 @@ def print_table(outcomes: Sequence[Outcome]) -> None:
         for file in one.files
         if file.holds not in ("residuals", "nothing yet")
     )
+    ahead = [file for one in outcomes for file in one.files if file.is_ahead]
+    with_residuals = sum(file.has_residuals for file in ahead)
+    print(f"{len(ahead)} files, {with_residuals} with residuals, tell of a later step than that of their weights")
     for reason, times in why.most_common():
         print(f"{times} files: {reason}")
 
@@ -166,7 +177,7 @@ def main() -> None:
     parser.add_argument("--second", action="store_true", help="also a second fault, while the first is handled")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--at-a-time", type=int, default=4)
-    parser.add_argument("--way", choices=WAYS, help="with --point: one fault alone")
+    parser.add_argument("--way", choices=(*WAYS, "SIGSTOP"), help="with --point: one fault alone")
     parser.add_argument("--ranks", default="all")
     parser.add_argument("--point", help='such as "step 2: backward (1)"; several, one a rank, separated by semicolons')
     arguments = parser.parse_args()
@@ -183,12 +194,13 @@ def main() -> None:
             if arguments.second:
                 faults += second_faults_of(case, arguments.per_point, arguments.seed)
             faults = random.Random(arguments.seed).sample(faults, round(arguments.share * len(faults)))
-        some = inject(case, faults, arguments.at_a_time)
-        in_plain = Case("ddp", case.num_workers, saver=case.saver)
+        some = inject([(case, fault) for fault in faults], arguments.at_a_time)
+        in_plain = plain_of(case)
         known = {point for one in trace(in_plain) for point in one} | {None}
         like = [one for one in some if known.issuperset(one.fault.points) and not strikes_first_again(one.fault)]
         alone = list(dict.fromkeys(replace(one.fault, then=None) for one in like))
-        plain = dict(zip(alone, inject(in_plain, alone, arguments.at_a_time), strict=True))
+        struck = inject([(in_plain, fault) for fault in alone], arguments.at_a_time)
+        plain = dict(zip(alone, struck, strict=True))
         for one in like:
             compare(one, plain[replace(one.fault, then=None)])
         num_compared += len(like)

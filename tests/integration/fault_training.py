@@ -120,6 +120,23 @@ class Exact(LightningModule):
         return OneByOne(self.parameters(), self.tell)
 
 
+class ByHand(Exact):
+    """The same in manual optimization."""
+
+    def __init__(self, tell: Callable[[str], None] = lambda name: None) -> None:
+        super().__init__(tell)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = super().training_step(batch, batch_idx)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.tell("between backward and step")
+        optimizer.step()
+        self.tell("after the step")
+
+
 class OneByOne(torch.optim.Optimizer):
     """SGD with momentum that tells between one parameter and the next."""
 
