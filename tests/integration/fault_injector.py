@@ -37,7 +37,7 @@ KEY = "lightning_sparse"
 THRESHOLD = 1.125
 STEPS, RESUMED_STEPS = 6, 9
 GROUP_TIMEOUT, PATIENCE, PATIENCE_IN_TROUBLE = 8.0, 5.0, 2.5
-HANG = 60.0
+HANG = 45.0
 """Seconds after which workers count as hanging: several timeouts may follow each other, Lightning's barriers too."""
 
 
