@@ -37,7 +37,7 @@ WINDOWS = ("set-up", "step 0", "step 1", "save 1", "step 2", "save 2", "end")
 
 
 def points_of(traces: Sequence[Sequence[Point]], windows: Sequence[str]) -> list[Point]:
-    """Returns every point that some worker comes by, once; of looks into the store, as many as it takes, the first."""
+    """Returns every point that some worker comes by, once; of looks into the store, as many as it takes, one."""
     points = dict.fromkeys(point for one in traces for point in one if point.window in windows)
     return [point for point in points if not ("store." in point.name and point.k)]
 
