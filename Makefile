@@ -3,22 +3,34 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+INSTALL := -m pip install --quiet --disable-pip-version-check
+# Each test runs in one of as many processes as there are cores; for a debugger: make test ARGS="-n 0 --pdb -k name".
+PYTEST := -m pytest --numprocesses auto --dist loadgroup
 
-.PHONY: setup demo test bench lint docs clean
+.PHONY: setup demo test test-oldest bench lint docs clean
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml requirements/constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	    --constraint requirements/constraints.txt --editable ".[recipes,dev]"
+	$(BIN)/python $(INSTALL) --constraint requirements/constraints.txt --editable ".[recipes,dev]"
 	touch $(STAMP)
 
 demo: $(STAMP)
 	$(BIN)/python -m recipes.demo
 
+# ARGS goes to pytest: make test ARGS="-k checkpoint"
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python $(PYTEST) $(ARGS)
+
+# The same with the oldest versions that pyproject.toml allows, in an environment of their own.
+test-oldest: $(VENV)-oldest/.installed
+	$(VENV)-oldest/bin/python $(PYTEST) $(ARGS)
+
+$(VENV)-oldest/.installed: pyproject.toml requirements/oldest.txt
+	$(PYTHON) -m venv $(VENV)-oldest
+	$(VENV)-oldest/bin/python $(INSTALL) --constraint requirements/oldest.txt --editable ".[recipes,dev]"
+	touch $@
 
 # Minutes to half an hour; needs root and Linux for hosts with shaped links. Results go to benchmarks/results.
 bench: $(STAMP)
@@ -36,9 +48,8 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 docs: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	    --constraint requirements/constraints.txt --editable ".[docs]"
+	$(BIN)/python $(INSTALL) --constraint requirements/constraints.txt --editable ".[docs]"
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) build dist site demo_output
+	rm -rf $(VENV) $(VENV)-oldest build dist site demo_output

@@ -110,7 +110,7 @@ def collect(state: SparseState, residual_checkpoint: ResidualCheckpoint, patienc
             why_not = "the workers are in the middle of an optimizer's step"
     residuals: list[Residuals] | Residuals = {}
     if residual_checkpoint != "none" and why_not is None:
-        own = dict(sorted(state.saved_residuals().items()))
+        own = dict(sorted(state.residuals.layers().items()))
         workers = state.meeting.workers_apart() if state.workers.num_workers > 1 else state.workers
         if residual_checkpoint == "full":
             residuals = [dict(zip(own, part, strict=True)) for part in workers.gather_to_first(list(own.values()))]
@@ -200,10 +200,7 @@ def restore(state: SparseState, saved: Mapping[str, Any] | None, on_world_size_c
     residuals = _residuals_for(workers, saved, on_world_size_change)
     if residuals:
         fitting = _fitting(residuals, state.parameter_sizes)
-        if saved["version"] == 1:
-            state.residuals.load_state_dict(fitting)
-        else:
-            state.load_residuals(fitting)
+        state.residuals.load_state_dict(fitting, is_as_in_memory=saved["version"] == 1)
 
 
 def _residuals_for(

@@ -161,8 +161,9 @@ def refuse_sparse_gradients(module: torch.nn.Module) -> None:
 def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     """Returns what Fabric (``_forward_module``) and ``torch.compile`` (``_orig_mod``) have wrapped."""
     while not isinstance(module, DistributedDataParallel):
-        inner = getattr(module, "_forward_module", None) or getattr(module, "_orig_mod", None)
-        if not isinstance(inner, torch.nn.Module):
+        held = vars(module)["_modules"]  # not by attribute: a compiled module hands out those of what it holds
+        inner = held.get("_forward_module", held.get("_orig_mod"))
+        if inner is None:
             break
         module = inner
     return module

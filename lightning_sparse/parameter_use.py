@@ -42,6 +42,11 @@ class ParameterUse:
         """Returns name and ``(start, end)`` of every layer of a bucket that was not reached since the last exchange."""
         return {name: (start, end) for name, start, end in layout.spans() if name not in self._used}
 
+    def marks(self, bucket_layout: LayerLayout, device: torch.device) -> Tensor:
+        """Returns what a header tells of a bucket's layers: 1 where this backward reached one, float64, shape (L,)."""
+        marks = [float(name in self._used) for name in bucket_layout.names]
+        return torch.tensor(marks, dtype=torch.float64).to(device, non_blocking=True)
+
     def share(self, workers: Workers, names: Sequence[str], device: torch.device) -> None:
         """Takes what any worker reached for reached. Collective; to be called when a backward has reached all it will.
 
@@ -54,9 +59,19 @@ class ParameterUse:
         workers.all_reduce(is_used).wait()
         self._used.update(name for name, count in zip(names, is_used.tolist(), strict=True) if count)
 
-    def forget(self) -> None:
-        """Begins anew; called when an exchange is over."""
+    def end(self, layouts: Sequence[LayerLayout], headers: Sequence[Tensor]) -> tuple[list[Tensor], set[str]]:
+        """Begins anew, when an exchange is over; returns all headers without marks, and the names that any worker used.
+
+        Args:
+            layouts: of the buckets.
+            headers: of each bucket all workers' headers, on the CPU: shape (n, H + L).
+        """
         self._used.clear()
+        used: set[str] = set()
+        for layout, header in zip(layouts, headers, strict=True):
+            counts = header[:, header.shape[1] - len(layout.names) :].sum(0).tolist()
+            used.update(name for name, count in zip(layout.names, counts, strict=True) if count)
+        return [one[:, : one.shape[1] - len(layout.names)] for layout, one in zip(layouts, headers, strict=True)], used
 
     def close(self) -> None:
         """Removes the hooks from the parameters."""

@@ -45,10 +45,12 @@ class ResidualMemory:
     copied. A further backward before the step goes on from e' in place.
 
     Args:
+        parameters: by name; those whose memory format is not the usual one must be there.
         forgets: for a step that keeps nothing: one tensor of zeros, to which every bucket returns.
     """
 
-    def __init__(self, *, forgets: bool = False) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor] | None = None, *, forgets: bool = False) -> None:
+        self._parameters = dict(parameters or {})
         self._forgets = forgets
         self._buckets: dict[int, _Bucket] = {}
         self._places: dict[str, tuple[_Bucket, int, int]] = {}
@@ -93,25 +95,39 @@ class ResidualMemory:
             if self._forgets:
                 bucket.settled.zero_()
 
-    def layers(self) -> dict[str, Tensor]:
-        """Returns every parameter's settled residual by name, flat: the memory itself, which later steps change."""
-        placed = {name: bucket.settled_part(name, *span) for name, (bucket, *span) in self._places.items()}
-        return self._loaded | placed
+    def layers(self) -> Residuals:
+        """Returns every parameter's settled residual by name: flat, in the order of the parameter's indices.
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Returns every parameter's settled residual by name, flat, as copies that later steps do not change."""
+        Where that is the order in memory too it is the memory itself, which later steps change.
+        """
+        placed = {name: bucket.settled_part(name, *span) for name, (bucket, *span) in self._places.items()}
+        return self._in_logical_order(self._loaded | placed)
+
+    def state_dict(self) -> Residuals:
+        """Returns what :meth:`layers` does as copies that later steps do not change."""
         return {name: residual.clone() for name, residual in self.layers().items()}
 
-    def latest(self) -> dict[str, Tensor]:
+    def latest(self) -> Residuals:
         """Returns what :meth:`state_dict` will return if optimizers step on all that is open now."""
         placed = {name: bucket.latest_part(name, *span) for name, (bucket, *span) in self._places.items()}
-        return {name: residual.clone() for name, residual in (self._loaded | placed).items()}
+        return {name: one.clone() for name, one in self._in_logical_order(self._loaded | placed).items()}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Replaces all residuals; they are laid out into buckets when those are next asked for."""
+    def load_state_dict(self, state: Mapping[str, Tensor], *, is_as_in_memory: bool = False) -> None:
+        """Replaces all residuals; they are laid out into buckets when those are next asked for.
+
+        Args:
+            state: what :meth:`state_dict` returned, here or in another run.
+            is_as_in_memory: whether residuals are in the order in which parameters lie in memory instead.
+        """
         self._buckets.clear()
         self._places.clear()
         self._loaded = {name: residual.detach().clone().flatten() for name, residual in state.items()}
+        for name in () if is_as_in_memory else self._loaded.keys() & self._parameters.keys():
+            self._loaded[name] = in_memory_order(self._loaded[name], self._parameters[name])
+
+    def _in_logical_order(self, residuals: Residuals) -> Residuals:
+        known = self._parameters
+        return {name: in_logical_order(one, known[name]) if name in known else one for name, one in residuals.items()}
 
     def _lay_out(self, layout: LayerLayout, gradient: Tensor) -> "_Bucket":
         dtype = torch.float64 if gradient.dtype == torch.float64 else torch.float32

@@ -9,9 +9,9 @@ so what a backward put into residuals, and what it took out to send, must share 
    an exception broke off): it is *undone*, as if that backward had never been.
 4. The next backward finds it still there, and adds to it: both together stay open.
 
-Steps are seen by hooks that torch calls for every optimizer. Gradients that are gone are looked for only if a backward
-begins while something is open, as between two optimizers, and before that backward adds to the first of them. Usually
-nothing is open then, and all that this costs is a note of each gradient's version.
+Steps are seen by hooks that torch calls for every optimizer. Gradients that are gone are looked for only if a forward
+or a backward begins while something is open, as between two optimizers, and before the backward adds to the first of
+them. Usually nothing is open then, and all that this costs is a note of each gradient's version.
 """
 
 import weakref
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -47,7 +48,6 @@ class Settlement:
     Attributes:
         num_steps: how many optimizer steps concerned these parameters so far; the same on all workers that are at the
             same point.
-        num_open: how many exchanges there were since the last such step; likewise.
         on_step: called after every such step.
     """
 
@@ -57,12 +57,13 @@ class Settlement:
         settle: Callable[[set[str]], None],
         undo: Callable[[set[str]], None],
     ) -> None:
-        self.num_steps = self.num_open = 0
+        self.num_steps = 0
         self.on_step: Callable[[], None] = _nothing
         self._names = {id(parameter): name for parameter, name in parameters.items()}
         self._parameters = {name: parameter for parameter, name in parameters.items()}
         self._settle, self._undo = settle, undo
         self._open: set[str] = set()
+        self._waiting: set[str] = set()
         self._marks: dict[str, _Mark] = {}
         self._watch: list[torch.utils.hooks.RemovableHandle] = []
         self._has_looked = False
@@ -78,14 +79,19 @@ class Settlement:
         ]
         self._remove_hooks = weakref.finalize(self, _remove, self._hooks)
 
-    def follow(self, module: torch.nn.Module) -> None:
+    def follow(self, module: DistributedDataParallel) -> None:
         """Is told of every forward of this module."""
         this = weakref.ref(self)
 
-        def forward_begins(*_: Any) -> None:
+        def forward_begins(module: DistributedDataParallel, _: Any) -> None:
             settlement = this()
             if settlement is not None and torch.is_grad_enabled():
                 settlement.expect_backward()
+                if module.gradient_as_bucket_view and settlement._open and module.reducer._rebuild_buckets():
+                    # Gradients lie elsewhere now. DDP does this next, once in its life; only here can it be told from
+                    # what the user does: Lightning's whole training_step is inside of the forward.
+                    module._has_rebuilt_buckets = True
+                    settlement.backward_is_prepared()
 
         hook = torch.compiler.disable(forward_begins)  # type: ignore[no-untyped-call]
         self._hooks.append(module.register_forward_pre_hook(hook))
@@ -103,28 +109,51 @@ class Settlement:
         """
         return not self._is_changing and not (self._is_stepping and self._open)
 
+    @property
+    def open_names(self) -> frozenset[str]:
+        """The parameters for which a backward of this worker is open."""
+        return frozenset(self._open)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a parameter that any worker used has seen no step since; the same on all workers."""
+        return bool(self._waiting)
+
     def expect_backward(self) -> None:
-        """Told before a forward or a backward: if anything is open, the first gradient to come has us look."""
-        self._has_looked = False
-        if not self._open or self._watch:
+        """Told before DDP prepares for a backward: looks what is gone, and again when the first gradient comes."""
+        if not self._open:
             return
-        for name in self._open:
-            parameter = self._parameters[name]
-            if parameter.requires_grad:
-                # Called before the new gradient is added to what is there.
-                self._watch.append(parameter.register_hook(self._gradient_comes))  # type: ignore[no-untyped-call]
+        self._look()
+        self._has_looked = False
+        if not self._watch:
+            # On all parameters: before the first gradient is added, and before DDP deals with those that get none.
+            self._watch += [
+                parameter.register_hook(self._gradient_comes)  # type: ignore[no-untyped-call]
+                for parameter in self._parameters.values()
+                if parameter.requires_grad
+            ]
+
+    def backward_is_prepared(self) -> None:
+        """Told when DDP has prepared, right after: it may have put gradients into other buckets."""
+        if self._open:
+            self._mark()
 
     def begin_exchange(self) -> None:
         """Told when the first bucket comes: decides what becomes of everything that is open."""
         if self._open and not self._has_looked:
             self._look()  # this backward reached none of it
 
-    def end_exchange(self, used: Iterable[str]) -> None:
-        """Told when all gradients have been exchanged: what this did for the parameters in use is open."""
+    def end_exchange(self, used: set[str], used_by_any: set[str]) -> None:
+        """Told when all gradients have been exchanged: what this did for the parameters in use is open.
+
+        Args:
+            used: names of parameters that this worker's backward reached.
+            used_by_any: of those that any worker's reached.
+        """
         self._unwatch()
         self._num_exchanges += 1
-        self.num_open += 1
-        self._open.update(used)
+        self._open |= used
+        self._waiting |= used_by_any
         self._marks.clear()
         # In a static graph's first iteration Lightning has DDP flush its buckets after the backward.
         with suppress(RuntimeError):
@@ -133,7 +162,7 @@ class Settlement:
 
     def settle_all(self) -> None:
         """Makes everything open part of training."""
-        self.num_open = 0
+        self._waiting.clear()
         self._change(self._settle, set(self._open))
 
     def undo_all(self) -> None:
@@ -149,6 +178,8 @@ class Settlement:
     def _gradient_comes(self, _: Tensor) -> None:
         if not self._has_looked:
             self._look()
+            # Without an exchange (``no_sync``) the gradient is added to what is there, which is no change by the user.
+            _at_end_of_backward(self._mark)
 
     def _look(self) -> None:
         """Undoes what is open for parameters whose gradient is gone."""
@@ -193,7 +224,7 @@ class Settlement:
                 self._change(self._undo, self._open & absent)
             self._change(self._settle, self._open & names)
             self.num_steps += 1
-            self.num_open = 0
+            self._waiting -= names
             self.on_step()
         # All: one that an exception ended would stay.
         self._before_step.clear()

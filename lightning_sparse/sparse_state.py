@@ -26,14 +26,14 @@ from torch import Tensor
 
 from lightning_sparse.calibrator import Calibrator
 from lightning_sparse.clipping import clip_gradient
-from lightning_sparse.exchange import Exchange, Meeting, Workers
+from lightning_sparse.exchange import Buffers, Exchange, Meeting, Workers
 from lightning_sparse.extraction import BucketGradient, Extraction
 from lightning_sparse.learning_rates import LastLearningRates
 from lightning_sparse.options import ExchangeOptions
 from lightning_sparse.parameter_use import ParameterUse
 from lightning_sparse.payload import wire_dtype
 from lightning_sparse.regrouping import BucketLike, Numbering, Regrouping
-from lightning_sparse.residual import Residual, ResidualMemory, in_logical_order, in_memory_order, real_numel, rescale
+from lightning_sparse.residual import Residual, ResidualMemory, real_numel, rescale
 from lightning_sparse.settlement import Settlement
 from lightning_sparse.sparsifiers import LayerLayout, Sparsifier
 from lightning_sparse.step_stats import StepStats, header_fields, squared_norm, step_stats
@@ -96,7 +96,6 @@ class SparseState:
         self.sparsifier = copy.deepcopy(sparsifier)
         self.options = options
         self.per_layer_stats = per_layer_stats
-        self.residuals = ResidualMemory(forgets=options.error_feedback == "none")
         self.settlement = Settlement(parameter_names, self._settle, self._undo)
         self.last_step: StepStats | None = None
         # As text: what a sparsifier of the user's own is set with need not be something that a checkpoint can hold.
@@ -105,6 +104,7 @@ class SparseState:
         self._parameter_names = dict(parameter_names)
         # As of now: who freezes a layer later on does not take it out of DDP.
         self._parameters = {name: one for one, name in parameter_names.items() if one.requires_grad}
+        self.residuals = ResidualMemory(self._parameters, forgets=options.error_feedback == "none")
         self._exchange = Exchange(options.exchange, group)
         self.meeting = Meeting(self._exchange.workers)
         self._extraction = Extraction(
@@ -113,7 +113,7 @@ class SparseState:
             per_layer=per_layer_stats,
             keeps_rest=options.error_feedback != "none",
         )
-        self._averages: dict[int, Tensor] = {}
+        self._averages = Buffers()
         self._loss_scale = loss_scale
         self._learning_rates = learning_rates
         self._rates = LastLearningRates()
@@ -160,7 +160,7 @@ class SparseState:
 
     @property
     def is_certain(self) -> bool:
-        """Whether :meth:`saved_residuals` belongs to the weights as they are now.
+        """Whether what is settled belongs to the weights as they are now.
 
         Not in the middle of an optimizer's step. In the middle of a backward it does: that of the last whole step.
         """
@@ -175,30 +175,16 @@ class SparseState:
         """
         self.settlement.settle_all()
 
-    def expect_backward(self) -> None:
-        """Tells that a forward or a backward of the module follows; DDP's own forward does so by itself."""
-        self.settlement.expect_backward()
-
     def reset(self) -> None:
         """Returns to the state before the first step: no residuals, no history, a calibration that begins anew."""
         self.settlement.undo_all()
-        self.load_residuals({})
+        self.residuals.load_state_dict({})
         self._calibrator.begin()
         self._exchange.load_state_dict({"selected": [], "slices": []})
         self._rates.load_state_dict({})
         self._regrouping = None
         self._bucket_names.clear()
         self.last_step = None
-
-    def saved_residuals(self) -> dict[str, Tensor]:
-        """Returns every parameter's settled residual by name: flat, in the order of the parameter's indices."""
-        return {name: in_logical_order(one, self._parameters[name]) for name, one in self.residuals.layers().items()}
-
-    def load_residuals(self, saved: Mapping[str, Tensor]) -> None:
-        """Replaces all residuals by those that :meth:`saved_residuals` returned, here or in another run."""
-        self.residuals.load_state_dict(
-            {name: in_memory_order(one, self._parameters[name]) for name, one in saved.items()}
-        )
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that this worker needs to go on exactly, for loops without a Trainer: save one file a worker.
@@ -210,7 +196,7 @@ class SparseState:
             "world_size": self.workers.num_workers,
             "rank": self.workers.rank,
             "shared": self.shared_state(),
-            "residuals": {name: one.clone() for name, one in self.saved_residuals().items()},
+            "residuals": self.residuals.state_dict(),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -225,11 +211,11 @@ class SparseState:
             raise RuntimeError(
                 f"This state is of rank {saved['rank']} of {saved['world_size']} workers, and this is rank "
                 f"{here['rank']} of {here['world_size']}. Load the file of the same rank, or give "
-                "load_residuals the mean of all files' residuals."
+                "residuals.load_state_dict the mean of all files' residuals."
             )
         self.reset()
         self.load_shared_state(saved["shared"], same_world_size=True)
-        self.load_residuals(saved["residuals"])
+        self.residuals.load_state_dict(saved["residuals"])
 
     def shared_state(self) -> dict[str, Any]:
         """Returns all that is the same on every worker and changes from step to step, in plain containers."""
@@ -289,7 +275,7 @@ class SparseState:
             self._leave_out_unused(bucket)
             self._process(bucket)
         elif grad_bucket.is_last():
-            is_shared = self._use is not None and self.settlement.num_open > 0
+            is_shared = self._use is not None and self.settlement.is_waiting
             if self._use is not None and is_shared:
                 self._use.share(self.workers, list(self.parameter_sizes), bucket.gradient.device)
             for one in self._buckets:
@@ -310,7 +296,7 @@ class SparseState:
             self._rates.undo_all()
         self.settlement.begin_exchange()
         self.is_exchanging = True
-        is_further_backward = self._use is not None and self.settlement.num_open > 0
+        is_further_backward = self._use is not None and self.settlement.is_waiting
         self._waits_for_all = is_further_backward or self.options.local_clip_norm is not None
         self._exchange.begin()
         self._scale = self._loss_scale()
@@ -352,12 +338,13 @@ class SparseState:
             squared_gradient_norm = squared_norm(gradient)
             if self._scale is not None:
                 squared_gradient_norm /= self._scale.double().square()
-        bucket.average = gradient if gradient.dtype == dtype else self._average_buffer(bucket)
+        if gradient.dtype != dtype:  # the average does not fit it
+            bucket.average = self._averages.take(bucket.index, gradient.numel(), dtype, gradient.device)
         shipment = self._exchange.open(
             bucket.index,
             layout.num_elements,
             wire_dtype(self.options.value_dtype, dtype),
-            header_fields(layout, self.per_layer_stats),
+            header_fields(layout, self.per_layer_stats) + (0 if self._use is None else len(layout.names)),
             bucket.average,
             is_last=bucket.is_last,
         )
@@ -373,12 +360,12 @@ class SparseState:
 
         # 4. exchange: it begins
         header = numbers.header(squared_gradient_norm, gradient.device)
+        if self._use is not None:
+            header = torch.cat([header, self._use.marks(layout, gradient.device)])
         self._exchange.start(shipment, header, is_last=bucket.is_last)
 
     def _end_step(self) -> None:
         buckets, self._buckets = self._buckets, []
-        if self._use is not None:
-            self._use.forget()
 
         # 4. exchange: it ends, with the step's only wait for the device
         headers, payload_bytes = self._exchange.finish()
@@ -390,10 +377,16 @@ class SparseState:
             for part, gradient in bucket.put_back:
                 part.copy_(gradient)
 
+        layouts = [bucket.layout for bucket in buckets]
+        names = {name for layout in layouts for name in layout.names}
+        used_by_any = names
+        if self._use is not None:
+            headers, used_by_any = self._use.end(layouts, headers)
+
         # 5. account
         stats = step_stats(
             0 if self.last_step is None else self.last_step.step + 1,
-            [bucket.layout for bucket in buckets],
+            layouts,
             headers,
             payload_bytes=payload_bytes,
             dense_bytes=sum(bucket.gradient.numel() * bucket.gradient.itemsize for bucket in buckets),
@@ -406,21 +399,14 @@ class SparseState:
         for bucket in buckets:
             self.residuals.keep(bucket.index, bucket.unused)
         unused = {name for bucket in buckets for name in bucket.unused}
-        self._rates.settle(unused)
+        self._rates.settle(unused - self.settlement.open_names)
         self.is_exchanging = False
-        self.settlement.end_exchange({name for bucket in buckets for name in bucket.layout.names} - unused)
+        self.settlement.end_exchange(names - unused, used_by_any)
 
         for bucket in buckets:
             bucket.future.set_result(bucket.gradient)
         for receiver in self._subscribers:
             receiver(stats)
-
-    def _average_buffer(self, bucket: _Bucket) -> Tensor:
-        """Memory for an average that does not fit the gradient's own dtype."""
-        held = self._averages.get(bucket.index)
-        if held is None or held.shape != bucket.residual.after.shape or held.dtype != bucket.residual.after.dtype:
-            held = self._averages[bucket.index] = torch.empty_like(bucket.residual.after)
-        return held
 
     def _settle(self, names: set[str]) -> None:
         self.residuals.settle(names)

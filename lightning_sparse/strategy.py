@@ -156,10 +156,12 @@ class SparseDDPStrategy(DDPStrategy):
 
     @override
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        # In manual optimization Lightning prepares DDP for each backward, without a forward of DDP's own.
+        if self.state is not None:
+            self.state.settlement.expect_backward()
         super().pre_backward(closure_loss)
         if self.state is not None:
-            # Lightning prepares DDP for a backward in manual optimization, without a forward of DDP's own.
-            self.state.expect_backward()
+            self.state.settlement.backward_is_prepared()
 
     @override
     def optimizer_step(

@@ -5,3 +5,13 @@ from hypothesis import settings
 # No deadline: the machine may be busy. In continuous integration the examples are the same in every run, elsewhere new.
 settings.register_profile("project", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("project")
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    import torch
+
+    torch.set_num_threads(1)  # threads that wait for a core which another process has cost more than they bring
+
+
+def pytest_collection_modifyitems(items):
+    """The long ones first: at the end nothing is left that all wait for."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)

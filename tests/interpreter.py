@@ -36,5 +36,13 @@ if INTERPRETED:
         patch(tensor, *scope)
         tensor.__index__ = lambda self: int(self.handle.data.squeeze())
 
+    def _patch_once(function, patch=interpreter._patch_lang):
+        """Leaves alone what is patched already: a function that a kernel calls would have all of it done once more."""
+        names = function.__globals__.values()
+        languages = [language for language in (tl, tl.core) if any(name is language for name in names)]
+        unpatched = any(tl.core.is_builtin(language.load) for language in languages)
+        return patch(function) if unpatched else None
+
     interpreter._convert_float = _convert_exactly
     interpreter._patch_lang_tensor = _patch_scalars
+    interpreter._patch_lang = _patch_once

@@ -1,16 +1,18 @@
 """Runs a function in several worker processes at once and returns what each returned.
 
-Processes come from a fork server that has imported torch and Lightning once and computed nothing: starting a worker
-takes a fraction of a second, and no thread of the test process is forked along.
+Processes come from a fork server that has imported what tests need once and computed nothing: starting a worker takes
+a fraction of a second, it has met no other test, and no thread of the test process is forked along.
 """
 
+import contextlib
 import multiprocessing
 import os
 import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "lightning.pytorch", "lightning_sparse"])
+_context.set_forkserver_preload(["tests.preload"])
 
 
 def run_workers(
@@ -34,23 +36,16 @@ def run_workers(
             are set, from which a Trainer starts its own.
         timeout: seconds for all of them together.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        port = free_port()
+    with tempfile.TemporaryDirectory() as folder, reserved_port() as port:
         processes = [
             _context.Process(target=_work, args=(function, args, rank, num_workers, folder, port, process_group))
             for rank in range(num_workers)
         ]
         for process in processes:
             process.start()
-        deadline = time.monotonic() + timeout
         try:
-            while any(process.is_alive() for process in processes):
-                if any(process.exitcode for process in processes):
-                    time.sleep(1.0)  # a worker that fails lets the others report first, if they can
-                    break
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"workers did not finish within {timeout} s")
-                processes[0].join(0.02)
+            if not _wait_until_one_fails(processes, timeout):
+                raise TimeoutError(f"workers did not finish within {timeout} s")
         finally:
             for process in processes:
                 process.kill()
@@ -61,6 +56,18 @@ def run_workers(
         if any(process.exitcode for process in processes):
             raise AssertionError(f"workers died with exit codes {[process.exitcode for process in processes]}")
         return [torch.load(f"{folder}/{rank}.result", weights_only=False) for rank in range(num_workers)]
+
+
+def _wait_until_one_fails(processes: Sequence[Any], timeout: float) -> bool:
+    """Waits for all processes; returns whether they have ended, or one of them has failed, in so many seconds."""
+    deadline = time.monotonic() + timeout
+    failed = False
+    while running := [process for process in processes if process.exitcode is None]:
+        if not failed and any(process.exitcode for process in processes):
+            failed, deadline = True, time.monotonic() + 1.0  # the others report too, if they can
+        if not connection.wait([process.sentinel for process in running], max(0.0, deadline - time.monotonic())):
+            return failed
+    return True
 
 
 def _work(
@@ -97,8 +104,11 @@ def environment_of(rank: int, num_workers: int, port: int) -> dict[str, str]:
     }
 
 
-def free_port() -> int:
-    """Returns a port of this machine that nobody uses at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """Keeps a port of this machine, on which only those listen who are told of it."""
+    with socket.socket() as holder:
+        # Bound and not listening: the system gives the port to nobody else, and who names it may listen there.
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("", 0))
+        yield int(holder.getsockname()[1])

@@ -6,6 +6,7 @@ runs in whatever order the callbacks happen to run.)
 """
 
 from lightning_sparse.exchange.agreement import parameter_settings, require_agreement
+from lightning_sparse.exchange.buffers import Buffers
 from lightning_sparse.exchange.exchange import EXCHANGE_MODES, Exchange, ExchangeMode
 from lightning_sparse.exchange.meeting import Meeting
 from lightning_sparse.exchange.reduce_scatter import largest_slice
@@ -16,6 +17,7 @@ __all__ = [
     "EXCHANGE_MODES",
     "LARGEST_SLICE",
     "NUM_SELECTED",
+    "Buffers",
     "Exchange",
     "ExchangeMode",
     "Meeting",

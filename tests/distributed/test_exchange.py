@@ -104,6 +104,7 @@ ALWAYS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 4])
 @settings(max_examples=4)
 @given(drawn=st.lists(cases(), min_size=3, max_size=3))

@@ -20,6 +20,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_whole_step_in_the_interpreter():
     run_in_interpreter(__file__)

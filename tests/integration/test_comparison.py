@@ -19,6 +19,8 @@ def compare(output):
     return subprocess.run(command, capture_output=True, text=True, cwd=PROJECT, check=False)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(300)
 def test_a_comparison_runs_every_variant_once_and_can_be_drawn(tmp_path):
     first = compare(tmp_path)
     assert first.returncode == 0, first.stderr
@@ -41,6 +43,7 @@ def test_a_comparison_runs_every_variant_once_and_can_be_drawn(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
 def test_a_variant_that_fails_shows_what_the_run_said_and_leaves_nothing(tmp_path):
     command = [
         sys.executable,

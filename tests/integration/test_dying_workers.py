@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from lightning_sparse import HardThreshold, SparseDDPStrategy
 from lightning_sparse.sparsifiers import LayerLayout, Selection, Sparsifier
 from tests.integration.models import SMALL_BUCKETS_MB, Recorder, assert_equal, clones, quiet_trainer
-from tests.workers import environment_of, free_port, run_workers
+from tests.workers import environment_of, reserved_port, run_workers
 
 PROJECT = Path(__file__).parents[2]
 GROUP_TIMEOUT = 15.0
@@ -311,17 +311,17 @@ def workers(num_workers: int, folder: Path, function: Callable[..., Any], *args:
     """Starts ``function(*args)`` in every worker, and leaves none behind."""
     started = Workers(folder)
     context = multiprocessing.get_context("forkserver")  # the one that tests.workers has prepared
-    port = free_port()
-    try:
-        for rank in range(num_workers):
-            process = context.Process(target=_work, args=(rank, num_workers, port, str(folder), function, args))
-            process.start()
-            started.processes.append(process)
-        yield started
-    finally:
-        for process in started.processes:
-            process.kill()
-            process.join()
+    with reserved_port() as port:
+        try:
+            for rank in range(num_workers):
+                process = context.Process(target=_work, args=(rank, num_workers, port, str(folder), function, args))
+                process.start()
+                started.processes.append(process)
+            yield started
+        finally:
+            for process in started.processes:
+                process.kill()
+                process.join()
 
 
 def _work(rank: int, num_workers: int, port: int, folder: str, function: Callable[..., Any], args: Any) -> None:
@@ -457,23 +457,25 @@ def die_in_a_script(place: str, way: str) -> None:
     train(ENDLESS, fate=Fate(place, way))
 
 
+@pytest.mark.long
 def test_an_error_in_the_hook_ends_whole_python_processes(tmp_path: Path) -> None:
     # Processes of a fork server leave without taking the interpreter and its process group down; a script does not.
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, str(tmp_path / "train.py"), "die_in_a_script", "hook", "raise"]
-    port, processes = free_port(), []
-    try:
-        for rank in range(2):
-            with (tmp_path / f"output of {rank}").open("w") as output:
-                variables = environment() | environment_of(rank, 2, port)
-                processes.append(
-                    subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=output, stderr=subprocess.STDOUT)
-                )
-        exit_codes = [process.wait(HANG) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    processes = []
+    with reserved_port() as port:
+        try:
+            for rank in range(2):
+                with (tmp_path / f"output of {rank}").open("w") as output:
+                    variables = environment() | environment_of(rank, 2, port)
+                    processes.append(
+                        subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=output, stderr=subprocess.STDOUT)
+                    )
+            exit_codes = [process.wait(HANG) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
     first, second = ((tmp_path / f"output of {rank}").read_text() for rank in range(2))
     assert exit_codes == [1, 1], first + second
     assert "Connection closed by peer" in first
@@ -504,6 +506,7 @@ def recorded(folder: Path, num_workers: int) -> list[dict[str, Any]]:
     return [torch.load(folder / f"result of {rank}", weights_only=True) for rank in range(num_workers)]
 
 
+@pytest.mark.long
 def test_a_run_that_torchrun_restarts_ends_like_one_that_nobody_died_in(tmp_path: Path) -> None:
     straight = run_workers(train, 2, 12, process_group=False)
     with torchrun(2, tmp_path, "train_and_record", str(tmp_path), "12", "3", "7", restarts=1) as process:
@@ -526,6 +529,7 @@ def _train_until_dead(folder: str, max_steps: int, every: int, fate: Fate) -> No
     train(max_steps, fate=fate, callbacks=(last_checkpoint(folder, every),))
 
 
+@pytest.mark.long
 def test_fewer_workers_go_on_after_a_death_and_end_as_well(tmp_path: Path) -> None:
     max_steps = 40
     # Uninterrupted runs on other data. Noise in the gradient, and so the loss in the end, is larger with fewer workers:
@@ -600,6 +604,7 @@ def is_running(process_id: int) -> bool:
     return state != "Z"
 
 
+@pytest.mark.long
 def test_ctrl_c_at_torchrun_ends_it_and_all_workers(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     with torchrun(2, tmp_path, "train_and_record", str(tmp_path), str(ENDLESS), "1", "-1", restarts=1) as process:

@@ -9,6 +9,7 @@ PROJECT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("command", "script"),
     [(TORCHRUN, "plain_ddp.py"), ([sys.executable], "with_fabric.py")],

@@ -23,6 +23,7 @@ from lightning_sparse import DDPHardThresholdStrategy, StepStats
 from tests.integration.models import assert_equal, clones, nesterov, quiet_trainer
 from tests.workers import run_workers
 
+pytestmark = pytest.mark.xdist_group("network")  # one lab at a time
 PROJECT = Path(__file__).parents[2]
 RECIPE = PROJECT / "recipes" / "resnet18_cifar10" / "demo.yaml"
 FOLDER = "FOLDER_OF_THE_WITNESSES"

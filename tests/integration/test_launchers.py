@@ -44,6 +44,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp_hardthreshold", "ddp_hardthreshold_spawn", "ddp_topk_fork"])
 def test_every_worker_that_a_launcher_starts_has_the_hook(strategy: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"

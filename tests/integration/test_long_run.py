@@ -2,11 +2,14 @@
 
 import math
 
+import pytest
+
 from tests.integration.long_run import run
 
 STEPS = 800
 
 
+@pytest.mark.long
 def test_nothing_grows_drifts_or_parts_company() -> None:
     results = run(STEPS, num_workers=3)
     for marks in zip(*(marks for marks, _ in results), strict=True):

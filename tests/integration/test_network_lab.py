@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.network_lab import NetworkLab, Workers, clean
 
+pytestmark = pytest.mark.xdist_group("network")  # one lab at a time
 PROJECT = Path(__file__).parents[2]
 
 SHOW_ENVIRONMENT = "import json, os; print(json.dumps([dict(os.environ), sorted(os.sched_getaffinity(0))]))"

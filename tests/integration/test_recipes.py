@@ -205,6 +205,7 @@ class TestFit:
         assert fit.exchanged.threshold == 0
         assert fit.exchanged.density == 1
 
+    @pytest.mark.long
     @pytest.mark.parametrize(
         ("overrides", "sparse"), [((), True), (("--trainer.strategy=ddp",), False)], ids=["sparse", "dense"]
     )

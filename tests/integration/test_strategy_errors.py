@@ -175,3 +175,15 @@ def test_the_name_is_unknown_until_the_package_is_imported() -> None:
         "assert 'ddp_hardthreshold' in registry\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("family", ["ddp_hardthreshold", "ddp_topk"])
+@pytest.mark.parametrize("form", ["", "_spawn", "_fork", "_notebook"])
+@pytest.mark.parametrize("ending", ["", "_find_unused_parameters_true", "_find_unused_parameters_false"])
+def test_a_name_hands_ddp_the_arguments_that_lightnings_own_does(family: str, form: str, ending: str) -> None:
+    """What Lightning's own ``test_ddp_kwargs_from_registry`` asks of its names."""
+    own, lightnings = (
+        Trainer(strategy=name + form + ending, accelerator="cpu", logger=False).strategy for name in (family, "ddp")
+    )
+    assert own._ddp_kwargs == lightnings._ddp_kwargs
+    assert own._start_method == lightnings._start_method

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 PROJECT = Path(__file__).parents[2]
+pytestmark = pytest.mark.xdist_group("wheel")  # which is built once
 
 
 @pytest.fixture(scope="module")

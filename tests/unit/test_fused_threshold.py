@@ -436,6 +436,7 @@ def test_a_cpu_has_no_kernels():
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_kernels_in_tritons_interpreter():
     run_in_interpreter(__file__)

@@ -25,6 +25,8 @@ BUCKET_CAPS_MB = (1e-6, 0.001, 0.02, 0.27, 25.0)
 HUGE = 1e30
 LOSS_SCALES = (2.0**10, 2.0**16, 1000.0)
 BAD_VALUES = ("nan", "inf", "-inf")
+DISCARDED = 3
+"""The number, among the backwards of a step, of one whose gradients are dropped."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,12 @@ class Case:
         loss_scale: what a GradScaler begins with; it halves after an overflow and doubles after growth_interval steps.
         rates: the learning rates of even and of odd layers, by step.
         edges: whether some coordinates sit at λ, half of it, and next to it.
+        attempts: by step, whether even and odd layers see a step of their optimizer.
+        has_two_optimizers: one for even and one for odd layers.
+        keeps: whether gradients that saw no step are part of the next one; else they are dropped.
+        discards: steps before which a backward is made whose gradients are dropped.
+        resumes: ``(step, moment, bucket_cap_mb)``: the training is saved in this step, after its backward or after its
+            optimizer, and goes on in a new DDP module with other buckets.
     """
 
     seed: int
@@ -82,6 +90,11 @@ class Case:
     rates: tuple[tuple[float, float], ...]
     edges: bool
     per_layer_stats: bool
+    attempts: tuple[tuple[bool, bool], ...]
+    has_two_optimizers: bool
+    keeps: bool
+    discards: tuple[int, ...]
+    resumes: tuple[tuple[int, str, float], ...]
 
     @property
     def steps(self) -> int:
@@ -98,7 +111,8 @@ class Case:
 
     def backwards(self, step: int) -> range:
         """The backwards of a step; the last one exchanges. DDP cannot accumulate in a static graph's first step."""
-        is_single = self.unused == "static" and step == 0
+        is_first = step == 0 or any(at == step - 1 for at, _, _ in self.resumes)
+        is_single = self.unused == "static" and is_first
         return range(self.micro_steps - 1 if is_single else 0, self.micro_steps)
 
     def uses(self, step: int, micro: int, worker: int, layer: int) -> bool:
@@ -106,6 +120,18 @@ class Case:
         if self.skips_late and micro < self.micro_steps - 1:
             return True
         return not {(step, worker, layer), (-1, worker, layer)} & set(self.skips)
+
+    def is_used(self, step: int, worker: int, layer: int) -> bool:
+        """Whether any of a worker's backwards of a step reaches a layer."""
+        return any(self.uses(step, micro, worker, layer) for micro in self.backwards(step))
+
+    def is_zeroed(self, step: int, worker: int, layer: int) -> bool:
+        """Whether a worker clears the gradient of a layer before the first backward of a step that counts."""
+        if step in self.discards:
+            return True
+        if step and self.keeps and not self.attempts[step - 1][layer % 2]:
+            return False
+        return self.zeroing != "used" or self.is_used(step, worker, layer)
 
     def describe(self) -> str:
         """Returns one line with what is unusual about the case."""
@@ -131,6 +157,13 @@ class Case:
             "silence" if self.silent else "",
             f"{self.bad[3]} in step {self.bad[0]}" if self.bad is not None else "",
             f"losses times {self.loss_scale:g}" if self.loss_scale is not None else "",
+            "two optimizers" if self.has_two_optimizers else "",
+            f"{sum(not all(one) for one in self.attempts)} steps without an optimizer's, "
+            f"gradients {'kept' if self.keeps else 'dropped'}"
+            if not all(map(all, self.attempts))
+            else "",
+            f"{len(self.discards)} discarded" if self.discards else "",
+            *(f"resumed {moment} {step} with buckets of {cap:g} MB" for step, moment, cap in self.resumes),
         ]
         return "; ".join(word for word in words if word)
 
@@ -181,14 +214,27 @@ def draw_case(seed: int) -> Case:
     loss_scale = draw.one_of(LOSS_SCALES) if draw.chance(0.3) else None
     if loss_scale is not None and zeroing == "used":
         zeroing = "none"  # the scaler would unscale an older gradient again
+    # Choices of their own, so that what a seed drew before these were thought of stays as it was.
+    more = Draw(seed + 2**32)
+    has_two_optimizers = more.chance(0.4)
+    attempts = _draw_attempts(more, steps, has_two_optimizers)
+    keeps = more.chance(0.5)
+    resumes = ()
+    if more.chance(0.25):
+        moment = more.one_of(("after the backward of", "after"))
+        resumes = ((more.whole(0, steps - 2), moment, more.one_of(BUCKET_CAPS_MB)),)
     jumps = draw.chance(0.4)
     elements = sum(layer.size for layer in layers)
+    bucket_cap_mb, is_view = draw.one_of(BUCKET_CAPS_MB), draw.chance(0.5)
+    if is_view and keeps and not all(map(all, attempts)) and zeroing == "zeros":
+        # A bucket has one version for all views of it, by which gradients of zeros are known to be untouched.
+        zeroing = "none"
     return Case(
         seed=seed,
         num_workers=num_workers,
         layers=layers,
-        bucket_cap_mb=draw.one_of(BUCKET_CAPS_MB),
-        gradient_as_bucket_view=draw.chance(0.5),
+        bucket_cap_mb=bucket_cap_mb,
+        gradient_as_bucket_view=is_view,
         unused=unused,
         skips=skips,
         skips_late=skips_late,
@@ -212,7 +258,23 @@ def draw_case(seed: int) -> Case:
         rates=_draw_rates(draw, steps),
         edges=draw.chance(0.7),
         per_layer_stats=draw.chance(0.4),
+        attempts=attempts,
+        has_two_optimizers=has_two_optimizers,
+        keeps=keeps,
+        discards=tuple(step for step in range(steps) if more.chance(0.2)) if more.chance(0.35) else (),
+        resumes=resumes,
     )
+
+
+def _draw_attempts(draw: Draw, steps: int, has_two_optimizers: bool) -> tuple[tuple[bool, bool], ...]:
+    if draw.chance(0.6):
+        return ((True, True),) * steps
+    attempts = []
+    for _ in range(steps):
+        even = draw.chance(0.6)
+        odd = (draw.chance(0.6) or not even) if has_two_optimizers else even
+        attempts.append((even, odd))
+    return tuple(attempts)
 
 
 def _draw_layers(draw: Draw) -> tuple[Layer, ...]:

@@ -32,7 +32,7 @@ class Checker:
 
     case: Case
     simulation: Simulation = field(init=False)
-    stale: dict[str, Tensor | None] = field(default_factory=dict)
+    exchanges: int = 0
     seen: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -62,13 +62,10 @@ class Checker:
         non_finite = sum(int((~one.sent.isfinite()).sum()) for worker in workers for one in worker.values())
         for index, layer in enumerate(case.layers):
             of_workers = [worker[layer.name] for worker in workers]
-            is_used = [
-                any(case.uses(step, micro, worker, index) for micro in case.backwards(step))
-                for worker in range(case.num_workers)
-            ]
+            is_used = [case.is_used(step, worker, index) for worker in range(case.num_workers)]
             gradient = gradients[layer.name]
             if not any(is_used):
-                self._check_untouched(step, layer, gradient)
+                self._check_untouched(step, index, gradient)
             elif gradient is None:
                 raise Difference(f"step {step}, {layer.name}: no gradient, though a worker used it")
             elif case.error_feedback != "none":
@@ -85,16 +82,17 @@ class Checker:
                 require_close(where, actual, expected, one.rounding + quantum)
             if any(is_used) and gradient is not None:
                 self._check_average(step, layer, of_workers, gradient, scale)
-            self.stale[layer.name] = gradient
         self._check_stats(step, stats, workers, squared_gradient_norm, non_finite)
         self._check_calibration(step, squared_gradient_norm, threshold_after)
         simulation.latest = residuals
+        simulation.end_backward()
+        self.exchanges += 1
         self.seen["steps"] += 1
         self.seen["steps that send a part"] += 0 < stats.density < 1
         self.seen["steps that send nothing"] += stats.density == 0
         self.seen["non-finite steps"] += non_finite > 0
         self.seen["steps with a layer that some worker leaves out"] += any(
-            not any(case.uses(step, micro, worker, index) for micro in case.backwards(step))
+            not case.is_used(step, worker, index)
             for worker in range(case.num_workers)
             for index in range(len(case.layers))
         )
@@ -102,32 +100,40 @@ class Checker:
             bool((one.rounding > 0).any()) for worker in workers for one in worker.values()
         )
 
-    def check_settled(self, step: int, has_stepped: bool, residuals: list[dict[str, Tensor]]) -> None:
-        """Raises a Difference unless what is settled after the optimizer is as it must be.
+    def check_discarded(self, step: int, scale: float | None, threshold_after: float | None) -> None:
+        """A backward whose gradients are dropped: raises a Difference if calibration is not as it must be."""
+        squared_gradient_norm = self.simulation.discard(step, scale)
+        self._check_calibration(step, squared_gradient_norm, threshold_after)
+        self.exchanges += 1
+        self.seen["discarded backwards"] += 1
+
+    def check_settled(
+        self, step: int, has_stepped: tuple[bool, bool], residuals: list[dict[str, Tensor]], what: str = "settled"
+    ) -> None:
+        """Raises a Difference unless what is settled after the optimizers is as it must be.
 
         Args:
             step: which.
-            has_stepped: whether the optimizer did; not where losses overflowed.
+            has_stepped: whether the optimizers of even and of odd layers did.
             residuals: every worker's, after the step, by name.
+            what: for the message.
         """
         self.simulation.settle(has_stepped)
         for worker, (actual, expected) in enumerate(zip(residuals, self.simulation.errors, strict=True)):
             for name, one in expected.items():
-                require_close(
-                    f"step {step}, worker {worker}, settled residual of {name}",
-                    actual[name],
-                    one,
-                    torch.zeros_like(one),
-                )
-        self.seen["steps undone"] += not has_stepped
+                where = f"step {step}, worker {worker}, {what} residual of {name}"
+                require_close(where, actual[name], one, torch.zeros_like(one))
+        self.seen["optimizer steps"] += sum(has_stepped)
+        self.seen["steps in which an optimizer made none"] += not all(has_stepped)
 
-    def _check_untouched(self, step: int, layer: Layer, gradient: Tensor | None) -> None:
+    def _check_untouched(self, step: int, index: int, gradient: Tensor | None) -> None:
         """What no worker used has the gradient that it had, or none; as a view of the bucket it may be zero."""
         if gradient is None or not gradient.any():
             return
-        stale = self.stale.get(layer.name)
-        if self.case.zeroing != "used" or stale is None or not torch.equal(stale, gradient):
-            raise Difference(f"step {step}, {layer.name}: has a gradient, though no worker used it: {gradient}")
+        name = self.case.layers[index].name
+        stale = self.simulation.stale.get(name)
+        if self.case.is_zeroed(step, 0, index) or stale is None or not torch.equal(stale, gradient):
+            raise Difference(f"step {step}, {name}: has a gradient, though no worker used it: {gradient}")
 
     def _check_conservation(
         self,
@@ -210,7 +216,7 @@ class Checker:
         }
         bytes_of = {name: dtype.itemsize for name, dtype in DTYPES.items()}
         for name, value, expected in (
-            ("step", stats.step, step),
+            ("step", stats.step, self.exchanges),
             ("num_workers", stats.num_workers, n),
             ("num_elements", stats.num_elements, case.num_elements),
             ("non_finite", stats.non_finite, non_finite),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tests.distributed.fuzz.case import WIRES, Case, Layer, gradient_of, own_threshold
+from tests.distributed.fuzz.case import DISCARDED, DTYPES, WIRES, Case, Layer, gradient_of, own_threshold
 
 
 @dataclass
@@ -62,7 +62,8 @@ class Simulation:
         self._rates: list[dict[str, float]] = [{} for _ in workers]
         self._open_rates: list[dict[str, float]] = [{} for _ in workers]
         self._reached: list[set[str]] = [set() for _ in workers]
-        self._has_skipped = False
+        # What any worker used since its last step.
+        self._waiting: set[str] = set()
 
     @property
     def is_calibrating(self) -> bool:
@@ -99,6 +100,7 @@ class Simulation:
                 ]
             )
             self._reached[worker] = set(gradients)
+            self._waiting_next = self._used_by_any(step)
         tells = self.case.error_feedback != "none"
         workers = [
             {
@@ -113,33 +115,77 @@ class Simulation:
         own = own_threshold(self.case, name)
         return (self.threshold or 0.0) if own is None else own
 
-    def settle(self, has_stepped: bool) -> None:
-        """The optimizer steps, or does not because losses overflowed."""
+    def discard(self, step: int, scale: float | None) -> float:
+        """A backward whose gradients are dropped leaves no trace, but for what calibration measures.
+
+        Returns:
+            (1/n) Σ_i ‖g_i‖².
+        """
+        self.lose_open()
+        self._waiting |= self._used_by_any(step)
+        norms = []
+        for worker in range(self.case.num_workers):
+            gradients = self._of_one_backward(step, DISCARDED, worker, scale)
+            self._clip(gradients, scale)
+            for name, ratio in self._ratios(step, worker).items():
+                if name not in gradients:  # there was nothing that could be undone
+                    self.errors[worker][name] = self.errors[worker][name] * ratio
+                    if name in self._open_rates[worker]:
+                        self._rates[worker][name] = self._open_rates[worker][name]
+            norms.append(sum(squared(one) for one in gradients.values()) / (scale or 1.0) ** 2)
+        self.lose_open()
+        return sum(norms) / self.case.num_workers
+
+    def lose_open(self) -> None:
+        """Gradients are gone, and what they did with them."""
+        for one in (*self._open, *self._open_rates):
+            one.clear()
+        self.stale = {}
+
+    def resume(self) -> None:
+        """Everything but what is saved is gone."""
+        self.lose_open()
+        self._waiting.clear()
+
+    def end_backward(self) -> None:
+        """What the workers have done with their residuals is open, for layers that they reached."""
+        self._waiting |= self._waiting_next
         for worker, latest in enumerate(self.latest):
-            errors, rates, open_rates = self.errors[worker], self._rates[worker], self._open_rates[worker]
             for name, one in latest.items():
-                if name in self._reached[worker]:
+                if name in self._reached[worker] or name in self._open[worker]:
                     self._open[worker][name] = one
-                elif name not in self._open[worker]:  # nothing that could be undone
-                    errors[name] = one
-                    if name in open_rates:
-                        rates[name] = open_rates.pop(name)
-            if has_stepped:
-                errors.update(self._open[worker])
-                rates.update(open_rates)
-                self._open[worker].clear()
-                open_rates.clear()
-        self._has_skipped = not has_stepped
+                else:  # nothing that could be undone
+                    self.errors[worker][name] = one
+                    if name in self._open_rates[worker]:
+                        self._rates[worker][name] = self._open_rates[worker].pop(name)
+
+    def settle(self, has_stepped: tuple[bool, bool]) -> None:
+        """The optimizers of even and of odd layers step, or do not."""
+        for index, layer in enumerate(self.case.layers):
+            if not has_stepped[index % 2]:
+                continue
+            name = layer.name
+            self._waiting.discard(name)
+            for worker in range(self.case.num_workers):
+                if name in self._open[worker]:
+                    self.errors[worker][name] = self._open[worker].pop(name)
+                if name in self._open_rates[worker]:
+                    self._rates[worker][name] = self._open_rates[worker].pop(name)
+
+    def _used_by_any(self, step: int) -> set[str]:
+        workers = range(self.case.num_workers)
+        return {
+            layer.name
+            for index, layer in enumerate(self.case.layers)
+            if any(self.case.is_used(step, worker, index) for worker in workers)
+        }
 
     def _drop_what_is_zeroed(self, step: int) -> None:
         for worker in range(self.case.num_workers):
             for index, layer in enumerate(self.case.layers):
-                if self.case.zeroing != "used" or self._is_used(step, worker, index):
+                if self.case.is_zeroed(step, worker, index) or self.stale.get(layer.name) is None:
                     self._open[worker].pop(layer.name, None)
                     self._open_rates[worker].pop(layer.name, None)
-
-    def _is_used(self, step: int, worker: int, index: int) -> bool:
-        return any(self.case.uses(step, micro, worker, index) for micro in self.case.backwards(step))
 
     def _ratios(self, step: int, worker: int) -> dict[str, float]:
         ratios = {layer.name: 1.0 for layer in self.case.layers}
@@ -153,20 +199,31 @@ class Simulation:
         return ratios
 
     def _gradients(self, step: int, worker: int, scale: float | None) -> dict[str, Tensor]:
-        """The sums over a step's backwards of S · g, of the layers that were reached."""
+        """What DDP exchanges: the sums over a step's backwards of S · g, and what was there before them."""
         gradients: dict[str, Tensor] = {}
-        for micro in self.case.backwards(step):
-            for index, layer in enumerate(self.case.layers):
-                if self.case.uses(step, micro, worker, index):
-                    one = gradient_of(self.case, step, micro, worker, index)
-                    one = one if scale is None else one * torch.tensor(scale, dtype=one.dtype)
-                    gradients[layer.name] = gradients[layer.name] + one if layer.name in gradients else one
+        used_by_any = self._used_by_any(step)
         for index, layer in enumerate(self.case.layers):
-            # After a skipped step a gradient that nobody set to zero is still to be part of one, if others add to it.
             stale = self.stale.get(layer.name)
-            others = any(self._is_used(step, other, index) for other in range(self.case.num_workers))
-            if self._has_skipped and self.case.zeroing == "used" and stale is not None and others:
-                gradients.setdefault(layer.name, stale.clone())
+            if stale is None or self.case.is_zeroed(step, worker, index):
+                stale = None
+            # Where this worker leaves out what others use, they add to its gradient if one is to be added to at all.
+            is_used = self.case.is_used(step, worker, index)
+            if not is_used and self._waiting and layer.name in used_by_any:
+                gradients[layer.name] = torch.zeros(layer.size, dtype=DTYPES[layer.dtype])
+                is_used = True
+            if is_used and stale is not None:
+                gradients[layer.name] = stale.clone()
+        for micro in self.case.backwards(step):
+            for name, one in self._of_one_backward(step, micro, worker, scale).items():
+                gradients[name] = gradients[name] + one if name in gradients else one
+        return gradients
+
+    def _of_one_backward(self, step: int, micro: int, worker: int, scale: float | None) -> dict[str, Tensor]:
+        gradients = {}
+        for index, layer in enumerate(self.case.layers):
+            if self.case.uses(step, micro, worker, index):
+                one = gradient_of(self.case, step, micro, worker, index)
+                gradients[layer.name] = one if scale is None else one * torch.tensor(scale, dtype=one.dtype)
         return gradients
 
     def _clip(self, gradients: dict[str, Tensor], scale: float | None) -> float:
@@ -190,10 +247,12 @@ class Simulation:
         if actual is not None:
             # Where it may go either way the worker's residual tells: nearer to p it was kept.
             was_sent = (actual - (p - rounded)).abs() < (actual - p).abs()
-            followed = torch.where(is_open, was_sent, is_sent)
+            # What rounds to zero leaves the same either way.
+            tells = is_open & (rounded != 0)
+            followed = torch.where(tells, was_sent, is_sent)
             if self.case.sparsifier != "top_k":
                 count += int(followed.sum()) - int(is_sent.sum())
-            is_sent, is_open = followed, torch.zeros_like(is_open)
+            is_sent, is_open = followed, is_open & ~tells
         rest = p - rounded
         kept = torch.where(is_sent, torch.where(rest.isfinite(), rest, 0.0), p)
         if self.case.error_feedback == "none":

@@ -1,10 +1,11 @@
-"""One worker's side of a case: DDP, the package, an optimizer."""
+"""One worker's side of a case: DDP, the package, optimizers."""
 
+import copy
 import math
 import os
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import HardThreshold, TopK, register_comm_hook
-from tests.distributed.fuzz.case import DTYPES, Case, gradient_of
+from tests.distributed.fuzz.case import DISCARDED, DTYPES, Case, gradient_of
 from tests.distributed.fuzz.checker import Checker, Difference
 from tests.distributed.fuzz.simulation import error_dtype
 
@@ -46,17 +47,19 @@ class Step:
         scale: S.
         gradients: what DDP left in ``.grad``.
         gradients_after: what was there after the optimizer: unscaled, where losses are scaled.
-        has_stepped: whether the optimizer did.
+        has_stepped: whether the optimizers of even and of odd layers did.
         latest: all residuals after the backward, in the order of the layers, as float64: shape (d,).
-        settled: those after the optimizer.
+        settled: those after the optimizers.
+        saved: the state between backward and optimizers.
     """
 
     scale: float | None
     gradients: dict[str, Tensor | None]
     gradients_after: dict[str, Tensor | None]
-    has_stepped: bool
+    has_stepped: tuple[bool, bool]
     latest: Tensor
     settled: Tensor
+    saved: dict[str, Any]
 
 
 class Training:
@@ -66,19 +69,25 @@ class Training:
         self.case = case
         self.worker = dist.get_rank()
         os.environ["GROUP_RANK"] = str(self.worker // case.workers_per_node)
+        self.scaler = None
+        if case.loss_scale is not None:
+            self.scaler = torch.amp.GradScaler("cpu", init_scale=case.loss_scale, growth_interval=case.growth_interval)
+        self._start(case.bucket_cap_mb)
+
+    def _start(self, bucket_cap_mb: float) -> None:
+        case = self.case
         self.model = DistributedDataParallel(
             Model(case),
-            bucket_cap_mb=case.bucket_cap_mb,
+            bucket_cap_mb=bucket_cap_mb,
             gradient_as_bucket_view=case.gradient_as_bucket_view,
             find_unused_parameters=case.unused == "find",
             static_graph=case.unused == "static",
         )
         self.parameters = dict(self.model.module.named_parameters())
         groups = [{"params": list(self.parameters.values())[first::2]} for first in (0, 1)]
-        self.optimizer = torch.optim.SGD([group for group in groups if group["params"]], lr=0.5)
-        self.scaler = None
-        if case.loss_scale is not None:
-            self.scaler = torch.amp.GradScaler("cpu", init_scale=case.loss_scale, growth_interval=case.growth_interval)
+        groups = [group for group in groups if group["params"]]
+        of_optimizers = [[group] for group in groups] if case.has_two_optimizers else [groups]
+        self.optimizers = [torch.optim.SGD(one, lr=0.5) for one in of_optimizers]
         self.state = register_comm_hook(
             self.model,
             TopK(case.density)
@@ -93,45 +102,95 @@ class Training:
             local_clip_norm=case.local_clip_norm,
             value_dtype=case.value_dtype,
             exchange=case.exchange,
-            optimizer=self.optimizer if case.error_feedback == "learning_rate" else None,
+            optimizer=self.optimizers if case.error_feedback == "learning_rate" else None,
             grad_scaler=self.scaler,
             per_layer_stats=case.per_layer_stats,
         )
 
+    @property
+    def threshold(self) -> float | None:
+        """λ, None if there is none yet."""
+        return getattr(self.state.sparsifier, "threshold", None)
+
+    def scale(self) -> float | None:
+        """S."""
+        return None if self.scaler is None else self.scaler.get_scale()
+
+    def discard(self, step: int) -> None:
+        """Makes a backward whose gradients nobody steps on, and drops them and all others."""
+        self._zero(lambda index: True)
+        self._set_rates(step)
+        self._backward(step, DISCARDED)
+
+    def resume(self, saved: dict[str, Any], bucket_cap_mb: float) -> None:
+        """Goes on from a state in a new DDP module."""
+        weights = {name: parameter.detach() for name, parameter in self.parameters.items()}
+        self.state.close()
+        self._start(bucket_cap_mb)
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(weights[name])
+        self.state.load_state_dict(saved)
+
     def step(self, step: int) -> "Step":
-        """Runs the backwards and the optimizer of a step."""
+        """Runs the backwards and the optimizers of a step."""
         case = self.case
-        for group, rate in zip(self.optimizer.param_groups, case.rates[step], strict=False):
+        self._set_rates(step)
+        self._zero(lambda index: case.is_zeroed(step, self.worker, index))
+        for micro in case.backwards(step):
+            with self.model.no_sync() if micro < case.micro_steps - 1 else nullcontext():
+                self._backward(step, micro)
+        scale = self.scale()
+        gradients = self._gradients()
+        latest = self._flat(self.state.residuals.latest())
+        saved = copy.deepcopy(self.state.state_dict())
+        has_stepped = self._step_optimizers(case.attempts[step])
+        settled = self._flat(self.state.residuals.state_dict())
+        return Step(scale, gradients, self._gradients(), has_stepped, latest, settled, saved)
+
+    def _set_rates(self, step: int) -> None:
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        for group, rate in zip(groups, self.case.rates[step], strict=False):
             group["lr"] = rate
+
+    def _zero(self, is_zeroed: Callable[[int], bool]) -> None:
         for index, parameter in enumerate(self.parameters.values()):
-            will_be_used = any(case.uses(step, micro, self.worker, index) for micro in case.backwards(step))
-            if parameter.grad is None or (case.zeroing == "used" and not will_be_used):
+            if parameter.grad is None or not is_zeroed(index):
                 continue
-            if case.zeroing == "zeros":
+            if self.case.zeroing == "zeros":
                 parameter.grad.zero_()
             else:
                 parameter.grad = None
-        for micro in case.backwards(step):
-            inputs = [
-                gradient_of(case, step, micro, self.worker, index)
-                if case.uses(step, micro, self.worker, index)
-                else None
-                for index in range(len(case.layers))
-            ]
-            with self.model.no_sync() if micro < case.micro_steps - 1 else nullcontext():
-                loss = self.model(inputs)
-                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-        scale = None if self.scaler is None else self.scaler.get_scale()
-        gradients = self._gradients()
-        latest = self._flat(self.state.residuals.latest())
-        if self.scaler is not None:
-            self.scaler.step(self.optimizer)
+
+    def _backward(self, step: int, micro: int) -> None:
+        inputs = [
+            gradient_of(self.case, step, micro, self.worker, index)
+            if self.case.uses(step, micro, self.worker, index)
+            else None
+            for index in range(len(self.case.layers))
+        ]
+        loss = self.model(inputs)
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def _step_optimizers(self, attempts: tuple[bool, bool]) -> tuple[bool, bool]:
+        has_stepped = [False, False]
+        for first, optimizer in enumerate(self.optimizers):
+            groups = [first] if self.case.has_two_optimizers else [0, 1]
+            if not attempts[groups[0]]:
+                continue
+            gradients = [one.grad for group in optimizer.param_groups for one in group["params"]]
+            is_finite = all(one is None or bool(one.isfinite().all()) for one in gradients)
+            if self.scaler is None:
+                optimizer.step()
+            elif any(one is not None for one in gradients):
+                self.scaler.step(optimizer)
+            for group in groups:
+                has_stepped[group] = self.scaler is None or (is_finite and any(one is not None for one in gradients))
+        if self.scaler is not None and any(
+            self.scaler._per_optimizer_states[id(one)]["found_inf_per_device"] for one in self.optimizers
+        ):
             self.scaler.update()
-        else:
-            self.optimizer.step()
-        has_stepped = scale is None or all(one is None or bool(one.isfinite().all()) for one in gradients.values())
-        settled = self._flat(self.state.residuals.state_dict())
-        return Step(scale, gradients, self._gradients(), has_stepped, latest, settled)
+        return has_stepped[0], has_stepped[1]
 
     def _gradients(self) -> dict[str, Tensor | None]:
         return {name: None if p.grad is None else p.grad.clone() for name, p in self.parameters.items()}
@@ -164,38 +223,66 @@ def run_case(case: Case) -> tuple[str | None, Counter[str]]:
     checker = Checker(case)
     difference: str | None = None
     for step in range(case.steps):
-        seen = training.step(step)
-        flat = torch.stack([seen.latest, seen.settled])
-        collected = [torch.empty_like(flat) for _ in range(case.num_workers)] if training.worker == 0 else None
-        dist.gather(flat, collected)
-        checksums: list[Any] = [None] * case.num_workers
-        dist.all_gather_object(checksums, training.checksums(seen.gradients))
-        verdict: list[str | None] = [None]
-        if collected is not None:
-            try:
-                for worker, one in enumerate(checksums):
-                    for mine, other in zip(checksums[0], one, strict=True):
-                        if mine != other:
-                            raise Difference(f"step {step}: workers 0 and {worker} differ in {mine[0]} ({other[0]})")
-                assert training.state.last_step is not None
-                checker.check(
-                    step,
-                    seen.scale,
-                    [dict(_split(case, latest)) for latest, _ in collected],
-                    seen.gradients,
-                    training.state.last_step,
-                    getattr(training.state.sparsifier, "threshold", None),
-                )
-                checker.check_settled(step, seen.has_stepped, [dict(_split(case, settled)) for _, settled in collected])
-                checker.simulation.stale = seen.gradients_after
-            except Difference as found:
-                verdict = [str(found)]
-        dist.broadcast_object_list(verdict)
-        difference = verdict[0]
+        difference = _run_step(step, training, checker)
         if difference is not None:
             break
     training.state.close()
     return difference, checker.seen
+
+
+def _run_step(step: int, training: Training, checker: Checker) -> str | None:
+    """Runs a step as one worker; returns what went wrong, the same on every worker. Collective."""
+    case = training.case
+    after_discard = None
+    if step in case.discards:
+        training.discard(step)
+        after_discard = training.scale(), training.threshold
+    seen = training.step(step)
+    threshold_after, stats = training.threshold, training.state.last_step
+    assert stats is not None
+    resumed = None
+    for at, moment, bucket_cap_mb in case.resumes:
+        if at == step:
+            saved = seen.saved if moment == "after the backward of" else copy.deepcopy(training.state.state_dict())
+            training.resume(saved, bucket_cap_mb)
+            resumed = training._flat(training.state.residuals.state_dict())
+            seen.has_stepped = (False, False) if saved is seen.saved else seen.has_stepped
+            seen.settled = resumed
+    flat = torch.stack([seen.latest, seen.settled])
+    collected = [torch.empty_like(flat) for _ in range(case.num_workers)] if training.worker == 0 else None
+    dist.gather(flat, collected)
+    checksums: list[Any] = [None] * case.num_workers
+    dist.all_gather_object(checksums, training.checksums(seen.gradients))
+    verdict: list[str | None] = [None]
+    if collected is not None:
+        try:
+            for worker, one in enumerate(checksums):
+                for mine, other in zip(checksums[0], one, strict=True):
+                    if mine != other:
+                        raise Difference(f"step {step}: workers 0 and {worker} differ in {mine[0]} ({other[0]})")
+            if after_discard is not None:
+                checker.check_discarded(step, *after_discard)
+            checker.check(
+                step,
+                seen.scale,
+                [dict(_split(case, latest)) for latest, _ in collected],
+                seen.gradients,
+                stats,
+                threshold_after,
+            )
+            if resumed is not None:
+                checker.seen["resumes onto other buckets"] += 1
+                if seen.has_stepped == (False, False):
+                    checker.simulation.resume()
+            settled = [dict(_split(case, settled)) for _, settled in collected]
+            checker.check_settled(step, seen.has_stepped, settled, "settled" if resumed is None else "resumed")
+            checker.simulation.stale = seen.gradients_after
+            if resumed is not None:
+                checker.simulation.resume()
+        except Difference as found:
+            verdict = [str(found)]
+    dist.broadcast_object_list(verdict)
+    return verdict[0]
 
 
 def _split(case: Case, flat: Tensor) -> Iterator[tuple[str, Tensor]]:

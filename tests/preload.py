@@ -1,0 +1,21 @@
+"""What the fork server of tests.workers imports, so that no worker has to: most of what workers need."""
+
+import contextlib
+import gc
+import importlib
+
+for _name in (
+    "hypothesis",
+    "jsonargparse",
+    "lightning.pytorch.cli",
+    "lightning_sparse",
+    "pytest",
+    "sklearn.datasets",
+    "torch.utils.tensorboard",
+    "torchvision.datasets",
+):
+    with contextlib.suppress(ImportError):  # a worker that needs it says so
+        importlib.import_module(_name)
+
+# The garbage collector of a worker would write to every page that it shares with the server.
+gc.freeze()
