@@ -31,7 +31,7 @@ from lightning_sparse.sparsifiers import LayerLayout, Selection
 from tests.integration.fault_points import Fault, Injector, Point, Watcher
 from tests.integration.fault_training import SIZES, ByHand, Endless, Exact, State, first_state, simulate, zeros
 from tests.integration.models import SMALL_BUCKETS_MB, quiet_trainer
-from tests.workers import environment_of, free_port
+from tests.workers import environment_of, reserved_port
 
 KEY = "lightning_sparse"
 THRESHOLD = 1.125
@@ -137,7 +137,7 @@ def fit(
     model = (ByHand if case.manual else Exact)(injector.tell)
     trainer.fit(model, Endless(), ckpt_path=ckpt_path, weights_only=True)
     state = getattr(strategy, "state", None)
-    residuals = {} if state is None else {name: one.clone() for name, one in state.saved_residuals().items()}
+    residuals = {} if state is None else state.residuals.state_dict()
     weights = {name: one.detach().clone() for name, one in model.named_parameters()}
     return {"weights": weights, "residuals": residuals, "steps": trainer.global_step}
 
@@ -205,22 +205,22 @@ class Ended:
 def run(case: Case, folder: Path, function: Callable[..., None], *args: Any, limit: float = HANG) -> Ended:
     """Runs a function in every worker until all have ended, and leaves none behind."""
     context = multiprocessing.get_context("forkserver")  # the one that tests.workers has prepared
-    port = free_port()
     started = time.monotonic()
-    processes = [
-        context.Process(target=_be_a_worker, args=(rank, case, port, str(folder), function, args))
-        for rank in range(case.num_workers)
-    ]
-    try:
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(max(0.0, started + limit - time.monotonic()))
-        return Ended(time.monotonic() - started, [process.exitcode for process in processes])
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    with reserved_port() as port:
+        processes = [
+            context.Process(target=_be_a_worker, args=(rank, case, port, str(folder), function, args))
+            for rank in range(case.num_workers)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            for process in processes:
+                process.join(max(0.0, started + limit - time.monotonic()))
+            return Ended(time.monotonic() - started, [process.exitcode for process in processes])
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
 
 
 def trace(case: Case, fault: Fault | None = None) -> list[list[Point]]:

@@ -6,18 +6,26 @@ expected beyond that is in the rows. Hundreds of points more: ``python -m tests.
 """
 
 import functools
+import inspect
 import random
 from typing import NamedTuple
 
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.integration.fault_injector import HANG, THRESHOLD, Case, Outcome, inject
 from tests.integration.fault_points import AFTERWARDS, Fault, Point
 from tests.integration.fault_table import compare, faults_of, plain_of, strikes_first_again
 from tests.integration.fault_training import Layers, first_state, simulate
 
+pytestmark = [
+    pytest.mark.xdist_group("interrupts"),  # all are struck together
+    pytest.mark.long,
+    pytest.mark.timeout(400),
+]
 AT_A_TIME = 8
 """Most workers wait for others that do not come: two cores are enough."""
+HAS_SAVE_ON_EXCEPTION = "save_on_exception" in inspect.signature(ModelCheckpoint).parameters
 FIRST, LAST, ALL = "first", "last", "all"
 
 IN_BACKWARD = Point("step 2", "backward", 1)
@@ -177,6 +185,7 @@ def samples() -> list[tuple[Case, Fault]]:
 def outcomes() -> dict[tuple[Case, Fault], Outcome]:
     """All that the tests below ask for, struck together."""
     rows = [(row.case, row.fault) for row in [*ROWS.values(), *(row for _, row in KNOWN.values())]]
+    rows = [(case, fault) for case, fault in rows if case.saver != "model_checkpoint" or HAS_SAVE_ON_EXCEPTION]
     plain = [(plain_of(case), Fault(fault.way, fault.points)) for case, fault in rows if in_plain_ddp(fault)]
     pairs = list(dict.fromkeys([*rows, *plain, *samples()]))
     # Those that wait first.
@@ -192,6 +201,8 @@ def in_plain_ddp(fault: Fault) -> bool:
 
 
 def check(row: Row) -> None:
+    if row.case.saver == "model_checkpoint" and not HAS_SAVE_ON_EXCEPTION:
+        pytest.skip("this Lightning's ModelCheckpoint has no save_on_exception")
     outcome = outcomes()[row.case, row.fault]
     if in_plain_ddp(row.fault):
         compare(outcome, outcomes()[plain_of(row.case), Fault(row.fault.way, row.fault.points)])
@@ -219,6 +230,7 @@ def test_whoever_is_struck_leaves_a_right_checkpoint(name: str) -> None:
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_what_is_not_right_yet(name: str, request: pytest.FixtureRequest) -> None:
+    outcomes()  # whose failure nobody expects
     reason, row = KNOWN[name]
     request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     check(row)
