@@ -1,0 +1,248 @@
+"""Where in a training a fault can strike: the package's functions and collectives, told of before and after each."""
+
+import functools
+import os
+import signal
+import sys
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import lightning.fabric.plugins.io.torch_io as torch_io
+import lightning.pytorch.trainer.connectors.signal_connector as signal_connector
+import torch.distributed as dist
+from lightning.pytorch import Callback, Trainer
+
+from lightning_sparse import checkpoint, extraction, strategy
+from lightning_sparse.block_filter import BlockFilter
+from lightning_sparse.exchange import meeting
+from lightning_sparse.exchange.exchange import Exchange
+from lightning_sparse.exchange.workers import Pending, Workers
+from lightning_sparse.residual import ResidualMemory
+from lightning_sparse.settlement import Settlement
+from lightning_sparse.sparse_state import SparseState
+
+COLLECTIVES = (
+    *("irecv", "isend", "send", "recv", "reduce", "all_reduce", "all_gather", "all_gather_into_tensor"),
+    *("all_gather_object", "all_to_all_single", "broadcast_object_list", "new_group", "destroy_process_group"),
+)
+PARTS: list[tuple[Any, str]] = [
+    (SparseState, "receive"),
+    (SparseState, "_begin_step"),
+    (SparseState, "_open"),
+    (SparseState, "_end_step"),
+    (BlockFilter, "take_out"),
+    (BlockFilter, "take_out_masked"),
+    (extraction, "compensate"),
+    (extraction, "keep_rest"),
+    (Exchange, "open"),
+    (Exchange, "start"),
+    (Exchange, "finish"),
+    (Pending, "wait"),
+    (ResidualMemory, "keep"),
+    (ResidualMemory, "settle"),
+    (Settlement, "end_exchange"),
+    (Settlement, "_mark"),
+    (Settlement, "_step_begins"),
+    (Settlement, "_step_ends"),
+    (meeting.Meeting, "hold"),
+    (meeting.Meeting, "workers_apart"),
+    (strategy, "collect"),
+    (Workers, "sum_on_first"),
+    (checkpoint.WholeFileCheckpointIO, "save_checkpoint"),
+    (torch_io, "_atomic_save"),
+]
+WINDOWS = ("set-up", "step 0", "step 1", "save 1", "step 2", "step 3", "save 2", "step 4", "step 5", "end")
+"""Of a training of six steps that saves after the second and the fourth."""
+SAVES = {2: "save 1", 4: "save 2"}
+AFTERWARDS = "afterwards"
+"""From the moment that a fault strikes, as while a checkpoint is saved because of it, to the next batch."""
+
+
+@dataclass(frozen=True, order=True)
+class Point:
+    """The k-th time that a worker comes by a name in a window."""
+
+    window: str
+    name: str
+    k: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.window}: {self.name}" + (f" ({self.k})" if self.k else "")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What strikes which workers, and where.
+
+    Args:
+        way: ``"raise"``, ``"SIGUSR1"``, ``"SIGINT"`` or ``"SIGKILL"``.
+        points: by rank; None for a worker that is not struck.
+        then: a second fault, which strikes once the first has.
+    """
+
+    way: str
+    points: tuple[Point | None, ...]
+    then: "Fault | None" = None
+
+    def strokes(self, rank: int) -> list[tuple[str, Point]]:
+        """Returns what strikes this worker, in order."""
+        point, later = self.points[rank], [] if self.then is None else self.then.strokes(rank)
+        return later if point is None else [(self.way, point), *later]
+
+    @property
+    def ranks(self) -> list[int]:
+        return [rank for rank, point in enumerate(self.points) if point is not None]
+
+    @property
+    def is_everywhere(self) -> bool:
+        return len(set(self.points)) == 1 and self.points[0] is not None
+
+    def __str__(self) -> str:
+        then = "" if self.then is None else f", then {self.then}"
+        if self.is_everywhere:
+            return f"{self.way} on all at {self.points[0]}{then}"
+        return f"{self.way} " + ", ".join(f"on {rank} at {self.points[rank]}" for rank in self.ranks) + then
+
+
+class Injected(RuntimeError):
+    """A worker's own error."""
+
+
+@dataclass
+class Injector:
+    """Lets faults strike this worker, each once, and notes all points that it comes by."""
+
+    strokes: list[tuple[str, Point]]
+    log: Path
+    window: str = "set-up"
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    trace: list[Point] = field(default_factory=list)
+
+    def tell(self, name: str) -> None:
+        here = Point(self.window, name, self.counts[self.window, name])
+        self.counts[self.window, name] += 1
+        self.trace.append(here)
+        if not self.strokes or here != self.strokes[0][1]:
+            return
+        way, _ = self.strokes.pop(0)
+        self.window = AFTERWARDS
+        self.log.write_text(str(time.time()))
+        if way == "raise":
+            raise Injected(f"injected at {here}")
+        os.kill(os.getpid(), getattr(signal, way))
+
+    def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def told(*args: Any, **kwargs: Any) -> Any:
+            self.tell(f"before {name}")
+            result = function(*args, **kwargs)
+            self.tell(f"after {name}")
+            return result
+
+        return told
+
+    def collective(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        told = self.around(name, function)
+
+        @functools.wraps(function)
+        def of_the_package(*args: Any, **kwargs: Any) -> Any:
+            # Lightning and DDP issue some of their own.
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            return (told if caller.startswith("lightning_sparse") else function)(*args, **kwargs)
+
+        return of_the_package
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Replaces functions of the package and of torch by such that tell."""
+        injector = self
+
+        class Store(meeting.PrefixStore):
+            def set(self, key: str, value: str) -> None:
+                name = key.split("/")[-1]
+                injector.tell(f"before store.set {name}")
+                super().set(key, value)
+                injector.tell(f"after store.set {name}")
+
+            def add(self, key: str, amount: int) -> int:
+                injector.tell("before store.add")
+                result = super().add(key, amount)
+                injector.tell("after store.add")
+                return result
+
+            def check(self, keys: list[str]) -> bool:
+                injector.tell("before store.check")
+                return super().check(keys)
+
+        with ExitStack() as stack:
+            for owner, name in PARTS:
+                label = f"{owner.__name__.rpartition('.')[2]}.{name}"
+                stack.enter_context(patch.object(owner, name, self.around(label, getattr(owner, name))))
+            for name in COLLECTIVES:
+                stack.enter_context(patch.object(dist, name, self.collective(name, getattr(dist, name))))
+            stack.enter_context(patch.object(os, "replace", self.collective("os.replace", os.replace)))
+            stack.enter_context(patch.object(meeting, "PrefixStore", Store))
+            stack.enter_context(patch.object(signal_connector, "call", lambda command: 0))  # there is no scontrol
+            yield
+
+
+class _Pickled(OrderedDict):
+    """Something in a checkpoint that tells when it is written, and is read as an empty OrderedDict."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        super().__init__()
+        self.tell = tell
+
+    def __reduce__(self) -> Any:
+        self.tell("while written")
+        return OrderedDict, ()
+
+
+class Watcher(Callback):
+    """Says in which window a training is, tells of callbacks, and saves after the second and the fourth step."""
+
+    def __init__(self, injector: Injector, folder: Path) -> None:
+        self.injector, self.path = injector, folder / "regular.ckpt"
+
+    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
+        state = getattr(trainer.strategy, "state", None)
+        if state is not None:
+            state.subscribe(lambda stats: self.injector.tell("futures are complete"))
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self.injector.window = f"step {trainer.global_step}"
+        self.injector.tell("on_train_batch_start")
+
+    def on_before_backward(self, *_: Any) -> None:
+        self.injector.tell("on_before_backward")
+
+    def on_after_backward(self, *_: Any) -> None:
+        self.injector.tell("on_after_backward")
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self.injector.tell("on_before_optimizer_step")
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        self.injector.tell("on_before_zero_grad")
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        self.injector.tell("on_save_checkpoint")
+        checkpoint["told"] = _Pickled(self.injector.tell)
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.injector.tell("on_train_batch_end")
+        if trainer.global_step in SAVES:
+            self.injector.window = SAVES[trainer.global_step]
+            self.injector.tell("before save_checkpoint")
+            trainer.save_checkpoint(self.path)
+            self.injector.tell("after save_checkpoint")
+
+    def on_train_end(self, *_: Any) -> None:
+        self.injector.window = "end"
+        self.injector.tell("on_train_end")

@@ -1,0 +1,229 @@
+"""Faults at every point of a training, by hundreds, and a table of what became of them.
+
+python -m tests.integration.fault_table --per-point 1              # every point once, in turn in every way
+python -m tests.integration.fault_table --route gather --way raise --ranks 1 --point "step 2: backward (1)"
+"""
+
+import argparse
+import itertools
+import random
+import re
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from tests.integration.fault_injector import Case, Outcome, inject, trace
+from tests.integration.fault_points import AFTERWARDS, Fault, Point
+
+CASES = [
+    Case("gather"),
+    Case("gather", own_select=True),
+    Case("dense"),
+    Case("auto"),
+    Case("reduce_scatter"),
+    Case("hierarchical", hosts=2),
+    Case("gather", residual_checkpoint="mean"),
+    Case("gather", saver="model_checkpoint"),
+    Case("gather", manual=True),
+    Case("gather", 3),
+    Case("dense", 3),
+    Case("reduce_scatter", 3),
+    Case("hierarchical", 3),
+]
+WAYS = ("raise", "SIGUSR1", "SIGINT", "SIGKILL")
+WINDOWS = ("set-up", "step 0", "step 1", "save 1", "step 2", "save 2", "end")
+"""The other steps are like the third."""
+
+
+def points_of(traces: Sequence[Sequence[Point]], windows: Sequence[str]) -> list[Point]:
+    """Returns every point that some worker comes by, once; of looks into the store, as many as it takes, one."""
+    points = dict.fromkeys(point for one in traces for point in one if point.window in windows)
+    return [point for point in points if not ("store." in point.name and point.k)]
+
+
+def who(number: int, case: Case) -> list[bool]:
+    """Returns which workers are struck: the first, the last, all."""
+    return [number == 2 or rank == (0, case.num_workers - 1)[number] for rank in range(case.num_workers)]
+
+
+def faults_of(case: Case, windows: Sequence[str], per_point: int, seed: int, skewed: int) -> list[Fault]:
+    """Returns faults at every point, each way and each choice of workers in turn, and at unlike points of workers."""
+    traces = trace(case)
+    sets = [set(one) for one in traces]
+    generator = random.Random(seed)
+    kinds = list(itertools.product(WAYS, range(3)))
+    turn: Iterator[tuple[str, int]] = itertools.chain.from_iterable(
+        generator.sample(kinds, len(kinds)) for _ in itertools.count()
+    )
+    faults: dict[Fault, None] = {}
+    for point in points_of(traces, windows):
+        found = 0
+        for way, number in itertools.islice(turn, 4 * len(kinds)):
+            if found == per_point:
+                break
+            struck = who(number, case)
+            if all(point in sets[rank] for rank in range(case.num_workers) if struck[rank]):
+                fault = Fault(way, tuple(point if one else None for one in struck))
+                found += fault not in faults
+                faults[fault] = None
+    for _ in range(skewed):
+        window = generator.choice([one for one in windows if one != "set-up"])
+        chosen = tuple(generator.choice(points_of([one], [window])) for one in traces)
+        faults[Fault(generator.choice(WAYS[:3]), chosen)] = None
+    return list(faults)
+
+
+def second_faults_of(case: Case, per_point: int, seed: int) -> list[Fault]:
+    """Returns faults that strike while a checkpoint is saved because of a first one, which all workers have met."""
+    generator = random.Random(seed)
+    faults = []
+    for first in ("raise", "SIGUSR1"):
+        point = Point("step 2", "backward", 1)
+        fault = Fault(first, (point,) * case.num_workers)
+        sets = [set(one) for one in trace(case, fault)]
+        for second in points_of(sorted_traces(sets), [AFTERWARDS]):
+            kinds = [
+                (way, number)
+                for way, number in itertools.product(WAYS, range(3))
+                if all(second in sets[rank] for rank, one in enumerate(who(number, case)) if one)
+            ]
+            for way, number in generator.sample(kinds, min(per_point, len(kinds))):
+                then = Fault(way, tuple(second if one else None for one in who(number, case)))
+                faults.append(replace(fault, then=then))
+    return faults
+
+
+def sorted_traces(sets: list[set[Point]]) -> list[list[Point]]:
+    return [sorted(one) for one in sets]
+
+
+def plain_of(case: Case) -> Case:
+    """Returns the same case with Lightning's own strategy."""
+    return Case("ddp", case.num_workers, manual=case.manual, saver=case.saver)
+
+
+def strikes_first_again(fault: Fault) -> bool:
+    """Whether a second fault strikes the first worker; in plain ddp no other takes part in a save."""
+    return fault.then is not None and fault.then.points[0] is not None
+
+
+def compare(ours: Outcome, plain: Outcome) -> None:
+    """Notes where plain ddp left a correct file and we none."""
+    if not plain.has_struck or plain.saved is None or plain.saved.step is None:
+        return
+    if ours.finished:
+        return  # it went on where plain ddp could not
+    same = ours.file(plain.saved.name)
+    if same is None:
+        ours.problems.append(f"no {plain.saved.name}, and plain ddp wrote it at {plain.saved.step}")
+    elif same.step != plain.saved.step:
+        ours.problems.append(f"{same.name} of step {same.step}, plain ddp's of {plain.saved.step}")
+
+
+def kind_of(outcome: Outcome) -> str:
+    """In one word what the fault left."""
+    if not outcome.has_struck:
+        return "not met"
+    saved = outcome.saved
+    if saved is None:
+        return "older file" if outcome.files else "no file"
+    if saved.has_residuals or saved.holds == "nothing yet":
+        return "residuals"
+    return "says why not"
+
+
+def print_table(outcomes: Sequence[Outcome]) -> None:
+    columns = ("residuals", "says why not", "older file", "no file", "not met")
+    rows: dict[str, list[Outcome]] = defaultdict(list)
+    for one in outcomes:
+        if one.fault.is_everywhere:
+            where = "all"
+        elif len(one.fault.ranks) > 1:
+            where = "all, at unlike points"
+        else:
+            where = "rank 0" if one.fault.ranks == [0] else "another rank"
+        then = "" if one.fault.then is None else f", then {one.fault.then.way}"
+        rows[f"{one.fault.way} on {where}{then}"].append(one)
+    rows = dict(sorted(rows.items())) | {"all": list(outcomes)}
+    print("| fault | times | survived |", " | ".join(columns), "| finished | longest, s |")
+    print("|---|---|---|" + "---|" * (len(columns) + 2))
+    for name, some in rows.items():
+        counts = Counter(kind_of(one) for one in some)
+        survived = sum(not one.problems for one in some)
+        cells = [name, len(some), survived, *(counts[column] for column in columns)]
+        cells += [sum(one.finished for one in some), f"{max(one.seconds for one in some):.0f}"]
+        print("| " + " | ".join(map(str, cells)) + " |")
+    why = Counter(
+        re.sub(r"\{.*?\}|\d+(\.\d+)?", "…", file.holds)
+        for one in outcomes
+        for file in one.files
+        if file.holds not in ("residuals", "nothing yet")
+    )
+    ahead = [file for one in outcomes for file in one.files if file.is_ahead]
+    with_residuals = sum(file.has_residuals for file in ahead)
+    print(f"{len(ahead)} files, {with_residuals} with residuals, tell of a later step than that of their weights")
+    for reason, times in why.most_common():
+        print(f"{times} files: {reason}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--route", help="part of the name of the cases to run", default="")
+    parser.add_argument("--windows", default=",".join(WINDOWS), help="of a training, separated by commas")
+    parser.add_argument("--per-point", type=int, default=1, help="faults at each point, of twelve")
+    parser.add_argument("--share", type=float, default=1.0, help="of all faults, drawn at random")
+    parser.add_argument("--skewed", type=int, default=10, help="faults that strike workers at unlike points, per case")
+    parser.add_argument("--second", action="store_true", help="also a second fault, while the first is handled")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--at-a-time", type=int, default=4)
+    parser.add_argument("--way", choices=(*WAYS, "SIGSTOP"), help="with --point: one fault alone")
+    parser.add_argument("--ranks", default="all")
+    parser.add_argument("--point", help='such as "step 2: backward (1)"; several, one a rank, separated by semicolons')
+    arguments = parser.parse_args()
+    outcomes: list[Outcome] = []
+    num_compared = 0
+    for case in (one for one in CASES if arguments.route in str(one)):
+        started = time.monotonic()
+        if arguments.point:
+            faults = [_fault(arguments, case)]
+        else:
+            faults = faults_of(
+                case, arguments.windows.split(","), arguments.per_point, arguments.seed, arguments.skewed
+            )
+            if arguments.second:
+                faults += second_faults_of(case, arguments.per_point, arguments.seed)
+            faults = random.Random(arguments.seed).sample(faults, round(arguments.share * len(faults)))
+        some = inject([(case, fault) for fault in faults], arguments.at_a_time)
+        in_plain = plain_of(case)
+        known = {point for one in trace(in_plain) for point in one} | {None}
+        like = [one for one in some if known.issuperset(one.fault.points) and not strikes_first_again(one.fault)]
+        alone = list(dict.fromkeys(replace(one.fault, then=None) for one in like))
+        struck = inject([(in_plain, fault) for fault in alone], arguments.at_a_time)
+        plain = dict(zip(alone, struck, strict=True))
+        for one in like:
+            compare(one, plain[replace(one.fault, then=None)])
+        num_compared += len(like)
+        for one in some:
+            if one.problems or arguments.point:
+                print(one, *dict.fromkeys(one.problems), sep="\n    ", flush=True)
+        survived = sum(not one.problems for one in some)
+        print(f"{case}: {survived} of {len(some)} survived, {time.monotonic() - started:.0f} s", flush=True)
+        outcomes += some
+    print_table(outcomes)
+    print(f"{num_compared} of them compared with plain ddp")
+
+
+def _fault(arguments: argparse.Namespace, case: Case) -> Fault:
+    points = []
+    for text in arguments.point.split(";"):
+        match = re.fullmatch(r"(.*?): (.*?)(?: \((\d+)\))?", text.strip())
+        assert match is not None, text
+        points.append(Point(match[1], match[2], int(match[3] or 0)))
+    points = points if len(points) > 1 else points * case.num_workers
+    struck = range(case.num_workers) if arguments.ranks == "all" else list(map(int, arguments.ranks.split(",")))
+    return Fault(arguments.way, tuple(point if rank in struck else None for rank, point in enumerate(points)))
+
+
+if __name__ == "__main__":
+    main()

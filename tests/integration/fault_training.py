@@ -1,0 +1,172 @@
+"""A training whose every number is exact, by Lightning and in plain tensors: what a file holds can be told to the bit.
+
+Gradients, and so sums and residuals, are multiples of 3/16 that float32 holds exactly: no order of additions and no
+division by two or three workers rounds. They depend on the worker, on the step and on the sign of each weight.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+UNIT = 3 / 16
+SIZES = {"first": 700, "middle": 1500, "last": 1100}
+"""With SMALL_BUCKETS_MB every one is a bucket of its own."""
+RATE, MOMENTUM = 0.5, 0.5
+Layers = dict[str, Tensor]
+
+
+def first_weights() -> Layers:
+    generator = torch.Generator().manual_seed(5)
+    return {name: UNIT * torch.randint(-8, 9, (size,), generator=generator) for name, size in SIZES.items()}
+
+
+def slopes(rank: int, step: int) -> Layers:
+    """The part of a gradient that does not depend on the weights."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return {name: UNIT * torch.randint(-6, 7, (size,), generator=generator) for name, size in SIZES.items()}
+
+
+# ------------------------------------------------------------------------------------------------------ plain tensors
+
+
+@dataclass
+class State:
+    """All there is after some optimizer steps, in the eyes of nobody."""
+
+    weights: Layers
+    momentum: Layers
+    residuals: list[Layers]
+
+
+def zeros() -> Layers:
+    return {name: torch.zeros(size) for name, size in SIZES.items()}
+
+
+def first_state(num_workers: int) -> State:
+    return State(first_weights(), zeros(), [zeros() for _ in range(num_workers)])
+
+
+def next_state(state: State, step: int, threshold: float) -> State:
+    """One step of n workers, each of which sends what reaches the threshold and keeps the rest."""
+    num_workers = len(state.residuals)
+    weights, momentum, residuals = zeros(), zeros(), [zeros() for _ in range(num_workers)]
+    for name, weight in state.weights.items():
+        total = torch.zeros_like(weight)
+        for rank in range(num_workers):
+            compensated = state.residuals[rank][name] + slopes(rank, step)[name] + UNIT * weight.sign()
+            is_sent = compensated.abs() >= threshold
+            total += torch.where(is_sent, compensated, 0.0)
+            residuals[rank][name] = torch.where(is_sent, 0.0, compensated)
+        momentum[name] = MOMENTUM * state.momentum[name] + total / num_workers
+        weights[name] = weight - RATE * momentum[name]
+    return State(weights, momentum, residuals)
+
+
+def simulate(state: State, steps: range, threshold: float) -> list[State]:
+    """Returns the state given and those after every step."""
+    states = [state]
+    for step in steps:
+        states.append(next_state(states[-1], step, threshold))
+    return states
+
+
+# ---------------------------------------------------------------------------------------------------------- Lightning
+
+
+class _Marked(torch.autograd.Function):
+    """The identity, in whose backward something is told."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, tell: Callable[[str], None], name: str) -> Tensor:
+        ctx.tell, ctx.name = tell, name
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        ctx.tell(ctx.name)
+        return gradient, None, None
+
+
+class Exact(LightningModule):
+    """The same training; tells where it is."""
+
+    def __init__(self, tell: Callable[[str], None] = lambda name: None) -> None:
+        super().__init__()
+        self.tell = tell
+        for name, weight in first_weights().items():
+            self.register_parameter(name, nn.Parameter(weight))
+
+    def forward(self, slope: Layers) -> Tensor:
+        total = torch.zeros(())
+        for name in SIZES:
+            weight = getattr(self, name)
+            total = _Marked.apply(
+                total + (weight * slope[name]).sum() + UNIT * weight.abs().sum(), self.tell, "backward"
+            )
+            self.tell("forward")
+        return total
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.tell("training_step begins")
+        loss = self(slopes(self.trainer.global_rank, self.trainer.global_step))
+        self.tell("training_step ends")
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return OneByOne(self.parameters(), self.tell)
+
+
+class ByHand(Exact):
+    """The same in manual optimization."""
+
+    def __init__(self, tell: Callable[[str], None] = lambda name: None) -> None:
+        super().__init__(tell)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = super().training_step(batch, batch_idx)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.tell("between backward and step")
+        optimizer.step()
+        self.tell("after the step")
+
+
+class OneByOne(torch.optim.Optimizer):
+    """SGD with momentum that tells between one parameter and the next."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter], tell: Callable[[str], None]) -> None:
+        super().__init__(parameters, {"lr": RATE})
+        self.tell = tell
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        self.tell("optimizer begins")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.tell("optimizer has a gradient")
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is None:
+                continue
+            state = self.state[parameter]
+            state.setdefault("momentum", torch.zeros_like(parameter)).mul_(MOMENTUM).add_(parameter.grad)
+            parameter.sub_(RATE * state["momentum"])
+            self.tell("optimizer changed a weight")
+        return loss
+
+
+class Endless:
+    """Batches that say nothing: what is trained on follows from the worker and the step."""
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(1_000_000))
