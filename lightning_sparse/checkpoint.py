@@ -104,7 +104,7 @@ def collect(state: SparseState, residual_checkpoint: ResidualCheckpoint, patienc
     if residual_checkpoint != "none":
         if state.is_exchanging or _is_in_trouble():
             patience = min(patience, PATIENCE_IN_TROUBLE)
-        status = {"optimizer steps": state.settlement.num_steps, "between optimizer steps": state.is_certain}
+        status = {"progress": state.settlement.progress, "between optimizer steps": state.is_certain}
         why_not = state.meeting.hold(status, patience).why_not
         if why_not is None and not state.is_certain:
             why_not = "the workers are in the middle of an optimizer's step"

@@ -33,7 +33,8 @@ class ParameterUse:
     def __init__(self, parameters: Mapping[Tensor, str]) -> None:
         self._used: set[str] = set()
         self._hooks = [
-            parameter.register_hook(partial(_note, self._used, name))  # type: ignore[no-untyped-call]
+            # Not a hook for the gradient itself: torch.autograd.grad calls that too.
+            parameter.register_post_accumulate_grad_hook(partial(_note, self._used, name))
             for parameter, name in parameters.items()
             if parameter.requires_grad
         ]
@@ -92,5 +93,5 @@ def without(selection: Selection, spans: Sequence[tuple[int, int]], num_elements
     return Selection(indices[kept], values[kept])
 
 
-def _note(used: set[str], name: str, gradient: Tensor) -> None:
+def _note(used: set[str], name: str, parameter: Tensor) -> None:
     used.add(name)

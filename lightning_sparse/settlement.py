@@ -22,19 +22,27 @@ from typing import Any, NamedTuple
 import torch
 from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-UNDONE_WITHOUT_A_STEP = 3
+UNDONE_WITHOUT_A_STEP = 20
 """After so many backwards that were undone, and no step ever, it is likely that the steps cannot be seen."""
+CAREFUL_EXCHANGES = 2
+"""The norms of gradients are noted after the first exchanges, and later if a gradient ever waited for its step."""
 
 
 class _Mark(NamedTuple):
-    """By which a gradient is known again that nobody has written to."""
+    """By which is known whether anybody has written to a gradient, and to its weights."""
 
     address: int
     version: int
+    weight_version: int
+
+
+def _mark_of(parameter: Tensor, gradient: Tensor) -> _Mark:
+    return _Mark(gradient.data_ptr(), gradient._version, parameter._version)
 
 
 class Settlement:
@@ -46,9 +54,9 @@ class Settlement:
         undo: is told the names of those whose last backwards never were.
 
     Attributes:
-        num_steps: how many optimizer steps concerned these parameters so far; the same on all workers that are at the
-            same point.
-        on_step: called after every such step.
+        progress: for every parameter the number of the exchange that was settled last, added up; the same on all workers
+            whose parameters have seen the same steps.
+        on_step: called after every step that concerns these parameters.
     """
 
     def __init__(
@@ -57,20 +65,22 @@ class Settlement:
         settle: Callable[[set[str]], None],
         undo: Callable[[set[str]], None],
     ) -> None:
-        self.num_steps = 0
+        self.progress = 0
         self.on_step: Callable[[], None] = _nothing
         self._names = {id(parameter): name for parameter, name in parameters.items()}
         self._parameters = {name: parameter for parameter, name in parameters.items()}
         self._settle, self._undo = settle, undo
         self._open: set[str] = set()
         self._waiting: set[str] = set()
+        self._settled_at: dict[str, int] = {}
+        self._owners: dict[str, int] = {}
         self._marks: dict[str, _Mark] = {}
+        self._norms: dict[str, Tensor] = {}
+        self._has_waited = False
         self._watch: list[torch.utils.hooks.RemovableHandle] = []
         self._has_looked = False
         self._num_exchanges = self._undone_without_a_step = 0
         self._is_stepping = self._is_changing = False
-        # Of a running optimizer step: how many exchanges came before it, and what was without a gradient then.
-        self._before_step: dict[int, tuple[int, set[str]]] = {}
         # torch keeps these hooks for as long as the process lives; they must not keep a model that long.
         this = weakref.ref(self)
         self._hooks = [
@@ -123,12 +133,14 @@ class Settlement:
         """Told before DDP prepares for a backward: looks what is gone, and again when the first gradient comes."""
         if not self._open:
             return
+        self._has_waited = True
         self._look()
         self._has_looked = False
         if not self._watch:
-            # On all parameters: before the first gradient is added, and before DDP deals with those that get none.
+            # On all parameters: before the first gradient is added, and before DDP deals with those that get none. Not
+            # on the tensors: their hooks are called by torch.autograd.grad too, which adds nothing.
             self._watch += [
-                parameter.register_hook(self._gradient_comes)  # type: ignore[no-untyped-call]
+                get_gradient_edge(parameter).node.register_prehook(self._gradient_comes)
                 for parameter in self._parameters.values()
                 if parameter.requires_grad
             ]
@@ -155,27 +167,37 @@ class Settlement:
         self._open |= used
         self._waiting |= used_by_any
         self._marks.clear()
+        self._norms.clear()
         # In a static graph's first iteration Lightning has DDP flush its buckets after the backward.
         with suppress(RuntimeError):
             # DDP puts the averages in place at the end of backward, by a callback that it asks for after this one.
-            _at_end_of_backward(lambda: _at_end_of_backward(self._mark))
+            _at_end_of_backward(lambda: _at_end_of_backward(self._note))
 
     def settle_all(self) -> None:
         """Makes everything open part of training."""
-        self._waiting.clear()
+        self._advance(set(self._waiting))
         self._change(self._settle, set(self._open))
 
     def undo_all(self) -> None:
         """Undoes everything open."""
         self._change(self._undo, set(self._open))
 
+    def _note(self) -> None:
+        """Notes all that is open, when DDP has put the averages in place."""
+        self._mark()
+        if self._has_waited or self._num_exchanges <= CAREFUL_EXCHANGES:
+            gradients = {name: self._parameters[name].grad for name in self._open}
+            held = {name: one.detach() for name, one in gradients.items() if one is not None}
+            # Read, and waited for on a GPU, only if one of them turns out to be zero later on.
+            self._norms = dict(zip(held, torch._foreach_norm(list(held.values())), strict=True)) if held else {}
+
     def _mark(self) -> None:
         for name in self._open:
-            gradient = self._parameters[name].grad
-            if gradient is not None:
-                self._marks[name] = _Mark(gradient.data_ptr(), gradient._version)
+            parameter = self._parameters[name]
+            if parameter.grad is not None:
+                self._marks[name] = _mark_of(parameter, parameter.grad)
 
-    def _gradient_comes(self, _: Tensor) -> None:
+    def _gradient_comes(self, _: Any) -> None:
         if not self._has_looked:
             self._look()
             # Without an exchange (``no_sync``) the gradient is added to what is there, which is no change by the user.
@@ -185,21 +207,17 @@ class Settlement:
         """Undoes what is open for parameters whose gradient is gone."""
         self._has_looked = True
         gone: set[str] = set()
-        changed: dict[str, Tensor] = {}
+        changed: dict[int | None, dict[str, Tensor]] = {}
         for name in self._open:
-            gradient = self._parameters[name].grad
-            if gradient is None:
+            parameter, mark = self._parameters[name], self._marks.get(name)
+            if parameter.grad is None:
                 gone.add(name)
-            elif self._marks.get(name) != _Mark(gradient.data_ptr(), gradient._version):
-                changed[name] = gradient
-        if changed:
-            # Clipped, or set to zero. An average may be zero in one parameter, but hardly in all that were written to.
-            with torch.no_grad():
-                is_zero = [bool(one.count_nonzero() == 0) for one in changed.values()]
-            if all(is_zero):
-                gone |= changed.keys()
+            elif mark is None or mark[:2] != _mark_of(parameter, parameter.grad)[:2]:
+                changed.setdefault(self._owners.get(name), {})[name] = parameter.grad
+        for of_optimizer in changed.values():
+            gone |= self._zeroed(of_optimizer)
         self._change(self._undo, gone)
-        if gone and not self.num_steps and not self._is_stepping:
+        if gone and not self.progress and not self._is_stepping:
             self._undone_without_a_step += 1
             if self._undone_without_a_step == UNDONE_WITHOUT_A_STEP:
                 rank_zero_warn(
@@ -209,26 +227,40 @@ class Settlement:
                     "state.commit() after each update (strategy.state, or what register_comm_hook returned)."
                 )
 
+    def _zeroed(self, changed: dict[str, Tensor]) -> set[str]:
+        """Returns which of an optimizer's gradients that were written to in place were set to zero, not scaled."""
+        with torch.no_grad():
+            zero = {name for name, one in changed.items() if not one.any()}
+        were_not = {name for name in zero if name in self._norms and bool(self._norms[name] != 0)}
+        # An average that was zero before tells nothing. Then the optimizer's other gradients tell.
+        return zero if were_not or len(zero) == len(changed) else set()
+
     def _step_begins(self, optimizer: Optimizer) -> None:
         self._is_stepping = True
-        absent = {name for name, parameter in self._of(optimizer) if name in self._open and parameter.grad is None}
-        self._before_step[id(optimizer)] = (self._num_exchanges, absent)
 
     def _step_ends(self, optimizer: Optimizer) -> None:
-        num_exchanges, absent = self._before_step.pop(id(optimizer), (self._num_exchanges, set()))
-        names = {name for name, _ in self._of(optimizer)}
+        self._is_stepping = False
+        parameters = dict(self._of(optimizer))
         # A fused optimizer is told of an overflow and skips the step by itself.
         found_inf = getattr(optimizer, "found_inf", None)
-        if names and not (isinstance(found_inf, Tensor) and bool(found_inf)):
-            if num_exchanges == self._num_exchanges:  # else it ran a closure, which made new ones
-                self._change(self._undo, self._open & absent)
-            self._change(self._settle, self._open & names)
-            self.num_steps += 1
-            self._waiting -= names
-            self.on_step()
-        # All: one that an exception ended would stay.
-        self._before_step.clear()
-        self._is_stepping = False
+        if not parameters or (isinstance(found_inf, Tensor) and bool(found_inf)):
+            return
+        self._owners.update(dict.fromkeys(parameters, id(optimizer)))
+        # An optimizer passes over what has no gradient; some drop gradients themselves after the update.
+        self._change(self._undo, {name for name in self._open & parameters.keys() if self._was_passed_over(name)})
+        self._change(self._settle, self._open & parameters.keys())
+        self._advance(self._waiting & parameters.keys())
+        self.on_step()
+
+    def _was_passed_over(self, name: str) -> bool:
+        parameter, mark = self._parameters[name], self._marks.get(name)
+        return parameter.grad is None and (mark is None or mark.weight_version == parameter._version)
+
+    def _advance(self, names: set[str]) -> None:
+        for name in names:
+            self.progress += self._num_exchanges - self._settled_at.get(name, 0)
+            self._settled_at[name] = self._num_exchanges
+        self._waiting -= names
 
     def _of(self, optimizer: Optimizer) -> Iterable[tuple[str, Tensor]]:
         for group in optimizer.param_groups:

@@ -196,12 +196,11 @@ class SparseDDPStrategy(DDPStrategy):
         if allowed is None:
             return  # the next step logs these too
         on_step = True in allowed["allowed_on_step"]
-        # The same numbers on every worker already: no sync_dist, no collective. batch_size only stops Lightning from
-        # searching the batch for one.
+        # The same numbers on every worker already: no sync_dist, no collective, but at the end of an epoch, where
+        # Lightning warns without. batch_size only stops it from searching the batch for one.
+        options = {"on_step": on_step, "on_epoch": not on_step, "sync_dist": not on_step, "batch_size": 1}
         for name, value in step_metrics(list(self._unlogged_steps)).items():
-            module.log(
-                name, value, prog_bar=name == "sparse/density", on_step=on_step, on_epoch=not on_step, batch_size=1
-            )
+            module.log(name, value, prog_bar=name == "sparse/density", **options)
         self._unlogged_steps.clear()
 
     @override
