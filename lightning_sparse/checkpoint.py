@@ -100,23 +100,10 @@ def collect(state: SparseState, residual_checkpoint: ResidualCheckpoint, patienc
         residual_checkpoint: see :class:`CheckpointOptions`.
         patience: seconds to wait for others.
     """
-    why_not = None
-    if residual_checkpoint != "none":
-        if state.is_exchanging or _is_in_trouble():
-            patience = min(patience, PATIENCE_IN_TROUBLE)
-        status = {"progress": state.settlement.progress, "between optimizer steps": state.is_certain}
-        why_not = state.meeting.hold(status, patience).why_not
-        if why_not is None and not state.is_certain:
-            why_not = "the workers are in the middle of an optimizer's step"
     residuals: list[Residuals] | Residuals = {}
-    if residual_checkpoint != "none" and why_not is None:
-        own = dict(sorted(state.residuals.layers().items()))
-        workers = state.meeting.workers_apart() if state.workers.num_workers > 1 else state.workers
-        if residual_checkpoint == "full":
-            residuals = [dict(zip(own, part, strict=True)) for part in workers.gather_to_first(list(own.values()))]
-        else:
-            means = ((name, _mean_on_first(one, workers)) for name, one in own.items())
-            residuals = {name: mean for name, mean in means if workers.rank == 0}
+    why_not = None
+    if residual_checkpoint != "none" and state.has_residuals:
+        residuals, why_not = _gathered(state, residual_checkpoint, patience)
     if state.workers.rank != 0:
         return None
     if why_not is not None:
@@ -131,6 +118,46 @@ def collect(state: SparseState, residual_checkpoint: ResidualCheckpoint, patienc
         "residuals": residuals,
         "why_no_residuals": why_not,
     }
+
+
+def _gathered(
+    state: SparseState, residual_checkpoint: ResidualCheckpoint, patience: float
+) -> tuple[list[Residuals] | Residuals, str | None]:
+    """Returns the residuals on the first worker and nothing on others, or nothing and why not."""
+    if state.is_saving:  # a signal came in its middle; the others know of one save only
+        return {}, "it was saved in the middle of another save"
+    state.is_saving = True
+    try:
+        if state.is_exchanging or _is_in_trouble():
+            patience = min(patience, PATIENCE_IN_TROUBLE)
+        status = {"progress": state.settlement.progress, "between optimizer steps": state.is_certain}
+        why_not = state.meeting.hold(status, patience).why_not
+        if why_not is None and not status["between optimizer steps"]:
+            why_not = "the workers are in the middle of an optimizer's step"
+        if why_not is not None:
+            return {}, why_not
+        # All of them: in the first step workers may have laid out different buckets already.
+        own = dict(sorted(state.residuals.all_layers().items()))
+        try:
+            return _sent_to_first(own, state, residual_checkpoint), None
+        except RuntimeError as error:
+            if state.workers.rank != 0:
+                raise
+            # A worker died or left on the way. The file is worth having without residuals, as plain DDP's is.
+            state.meeting.give_up_apart()
+            return {}, f"gathering them failed: {str(error).splitlines()[0]}"
+    finally:
+        state.is_saving = False
+
+
+def _sent_to_first(
+    own: Residuals, state: SparseState, residual_checkpoint: ResidualCheckpoint
+) -> list[Residuals] | Residuals:
+    workers = state.meeting.workers_apart() if state.workers.num_workers > 1 else state.workers
+    if residual_checkpoint == "full":
+        return [dict(zip(own, part, strict=True)) for part in workers.gather_to_first(list(own.values()))]
+    means = ((name, _mean_on_first(one, workers)) for name, one in own.items())
+    return {name: mean for name, mean in means if workers.rank == 0}
 
 
 def content_without_state(world_size: int) -> dict[str, Any]:

@@ -34,7 +34,9 @@ class ParameterUse:
         self._used: set[str] = set()
         self._hooks = [
             # Not a hook for the gradient itself: torch.autograd.grad calls that too.
-            parameter.register_post_accumulate_grad_hook(partial(_note, self._used, name))
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                partial(_note, self._used, name)
+            )
             for parameter, name in parameters.items()
             if parameter.requires_grad
         ]

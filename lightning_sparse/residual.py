@@ -47,11 +47,15 @@ class ResidualMemory:
     Args:
         parameters: by name; those whose memory format is not the usual one must be there.
         forgets: for a step that keeps nothing: one tensor of zeros, to which every bucket returns.
+
+    Attributes:
+        was_loaded: whether residuals came from elsewhere.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor] | None = None, *, forgets: bool = False) -> None:
         self._parameters = dict(parameters or {})
         self._forgets = forgets
+        self.was_loaded = False
         self._buckets: dict[int, _Bucket] = {}
         self._places: dict[str, tuple[_Bucket, int, int]] = {}
         self._loaded: dict[str, Tensor] = {}
@@ -103,6 +107,12 @@ class ResidualMemory:
         placed = {name: bucket.settled_part(name, *span) for name, (bucket, *span) in self._places.items()}
         return self._in_logical_order(self._loaded | placed)
 
+    def all_layers(self) -> Residuals:
+        """Returns what :meth:`layers` does, with zeros for parameters that no backward has brought yet."""
+        held = self.layers()
+        missing = {name: one for name, one in self._parameters.items() if name not in held}
+        return held | {name: zero_residual(one) for name, one in missing.items()}
+
     def state_dict(self) -> Residuals:
         """Returns what :meth:`layers` does as copies that later steps do not change."""
         return {name: residual.clone() for name, residual in self.layers().items()}
@@ -119,6 +129,7 @@ class ResidualMemory:
             state: what :meth:`state_dict` returned, here or in another run.
             is_as_in_memory: whether residuals are in the order in which parameters lie in memory instead.
         """
+        self.was_loaded = bool(state)
         self._buckets.clear()
         self._places.clear()
         self._loaded = {name: residual.detach().clone().flatten() for name, residual in state.items()}
@@ -247,6 +258,12 @@ def rescale(residual: Tensor, layout: LayerLayout, factors: Mapping[str, float])
 def real_numel(parameter: Tensor) -> int:
     """Returns how many real numbers a parameter's gradient has in DDP's buckets: two an element if it is complex."""
     return parameter.numel() * (2 if parameter.is_complex() else 1)
+
+
+def zero_residual(parameter: Tensor) -> Tensor:
+    """Returns the residual of a parameter that no backward has reached."""
+    dtype = torch.float64 if parameter.dtype in (torch.float64, torch.complex128) else torch.float32
+    return torch.zeros(real_numel(parameter), dtype=dtype, device=parameter.device)
 
 
 def is_dense(parameter: Tensor) -> bool:

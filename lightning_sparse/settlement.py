@@ -54,9 +54,9 @@ class Settlement:
         undo: is told the names of those whose last backwards never were.
 
     Attributes:
-        progress: for every parameter the number of the exchange that was settled last, added up; the same on all workers
-            whose parameters have seen the same steps.
-        on_step: called after every step that concerns these parameters.
+        progress: for every parameter the number of the exchange that was settled last, added up; the same on all
+            workers whose parameters have seen the same steps.
+        on_step: what is called after every step that concerns these parameters.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Settlement:
         undo: Callable[[set[str]], None],
     ) -> None:
         self.progress = 0
-        self.on_step: Callable[[], None] = _nothing
+        self.on_step: list[Callable[[], None]] = []
         self._names = {id(parameter): name for parameter, name in parameters.items()}
         self._parameters = {name: parameter for parameter, name in parameters.items()}
         self._settle, self._undo = settle, undo
@@ -115,9 +115,12 @@ class Settlement:
     def is_certain(self) -> bool:
         """Whether what is settled now belongs to the weights as they are now.
 
-        Not so inside an optimizer's step, which may have changed some of the weights, nor while settling.
+        Not so once an optimizer's step has changed some of the weights, until it has ended, nor while settling.
         """
-        return not self._is_changing and not (self._is_stepping and self._open)
+        if self._is_changing or not (self._is_stepping and self._open):
+            return not self._is_changing
+        versions = [(self._parameters[name]._version, self._marks.get(name)) for name in self._open]
+        return bool(self._marks) and all(mark is None or mark.weight_version == one for one, mark in versions)
 
     @property
     def open_names(self) -> frozenset[str]:
@@ -175,8 +178,8 @@ class Settlement:
 
     def settle_all(self) -> None:
         """Makes everything open part of training."""
-        self._advance(set(self._waiting))
         self._change(self._settle, set(self._open))
+        self._advance(set(self._waiting))
 
     def undo_all(self) -> None:
         """Undoes everything open."""
@@ -250,7 +253,6 @@ class Settlement:
         self._change(self._undo, {name for name in self._open & parameters.keys() if self._was_passed_over(name)})
         self._change(self._settle, self._open & parameters.keys())
         self._advance(self._waiting & parameters.keys())
-        self.on_step()
 
     def _was_passed_over(self, name: str) -> bool:
         parameter, mark = self._parameters[name], self._marks.get(name)
@@ -261,6 +263,8 @@ class Settlement:
             self.progress += self._num_exchanges - self._settled_at.get(name, 0)
             self._settled_at[name] = self._num_exchanges
         self._waiting -= names
+        for call in self.on_step:
+            call()
 
     def _of(self, optimizer: Optimizer) -> Iterable[tuple[str, Tensor]]:
         for group in optimizer.param_groups:
@@ -288,10 +292,6 @@ def _calling(this: "weakref.ref[Settlement]", method: Callable[[Settlement, Opti
             method(settlement, optimizer)
 
     return torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
-
-
-def _nothing() -> None:
-    pass
 
 
 def _remove(handles: Iterable[torch.utils.hooks.RemovableHandle]) -> None:

@@ -78,6 +78,7 @@ class SparseState:
         meeting: where workers meet before one of them saves a checkpoint.
         last_step: the numbers of the last exchange, None before the first.
         is_exchanging: whether a backward has begun to exchange gradients and has not ended, or was broken off.
+        is_saving: whether a checkpoint is collected.
     """
 
     def __init__(
@@ -125,10 +126,12 @@ class SparseState:
         self._regrouping: Regrouping | None = None
         self._bucket_names: list[tuple[str, ...]] = []
         # Of the running step:
-        self.is_exchanging = self._is_moving = self._waits_for_all = False
+        self.is_exchanging = self.is_saving = self._is_moving = self._waits_for_all = False
         self._scale: Tensor | None = None
         self._rescaling: dict[str, float] = {}
         self._buckets: list[_Bucket] = []
+        self._note_shared_state()
+        self.settlement.on_step.append(self._note_shared_state)
 
     def subscribe(self, receiver: Callable[[StepStats], None]) -> None:
         """Calls the receiver with the numbers of every step from now on, at the end of its exchange.
@@ -175,6 +178,11 @@ class SparseState:
         """
         self.settlement.settle_all()
 
+    @property
+    def has_residuals(self) -> bool:
+        """Whether any can be other than zero, as far as all workers know alike."""
+        return self.settlement.progress > 0 or self.residuals.was_loaded
+
     def reset(self) -> None:
         """Returns to the state before the first step: no residuals, no history, a calibration that begins anew."""
         self.settlement.undo_all()
@@ -183,8 +191,9 @@ class SparseState:
         self._exchange.load_state_dict({"selected": [], "slices": []})
         self._rates.load_state_dict({})
         self._regrouping = None
-        self._bucket_names.clear()
+        self._bucket_names = []
         self.last_step = None
+        self._note_shared_state()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that this worker needs to go on exactly, for loops without a Trainer: save one file a worker.
@@ -218,9 +227,12 @@ class SparseState:
         self.residuals.load_state_dict(saved["residuals"])
 
     def shared_state(self) -> dict[str, Any]:
-        """Returns all that is the same on every worker and changes from step to step, in plain containers."""
+        """Returns what was the same on every worker when an optimizer stepped last, in plain containers."""
+        return self._shared
+
+    def _note_shared_state(self) -> None:
         last_step = None if self.last_step is None else asdict(replace(self.last_step, layers={}))
-        return {
+        self._shared = {
             "settings": self._settings,
             **self._calibrator.state_dict(),
             "learning_rates": self._rates.state_dict(),
@@ -254,6 +266,7 @@ class SparseState:
                 # A static graph's buckets are laid out anew one step later.
                 most_steps = 1 if self._numbering is None else 2
                 self._regrouping = Regrouping(saved["layout"], self._parameter_names, most_steps)
+        self._note_shared_state()
 
     def receive(self, grad_bucket: BucketLike) -> torch.futures.Future[Tensor]:
         """Takes one of DDP's buckets through the step. Collective: every worker calls this for the same bucket."""

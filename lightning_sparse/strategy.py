@@ -152,7 +152,7 @@ class SparseDDPStrategy(DDPStrategy):
             per_layer_stats=self._per_layer_stats,
         )
         self.state.subscribe(self._unlogged_steps.append)
-        self.state.settlement.on_step = self._on_any_step
+        self.state.settlement.on_step.append(self._on_any_step)
 
     @override
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
@@ -198,9 +198,16 @@ class SparseDDPStrategy(DDPStrategy):
         on_step = True in allowed["allowed_on_step"]
         # The same numbers on every worker already: no sync_dist, no collective, but at the end of an epoch, where
         # Lightning warns without. batch_size only stops it from searching the batch for one.
-        options = {"on_step": on_step, "on_epoch": not on_step, "sync_dist": not on_step, "batch_size": 1}
         for name, value in step_metrics(list(self._unlogged_steps)).items():
-            module.log(name, value, prog_bar=name == "sparse/density", **options)
+            module.log(
+                name,
+                value,
+                prog_bar=name == "sparse/density",
+                on_step=on_step,
+                on_epoch=not on_step,
+                sync_dist=not on_step,
+                batch_size=1,
+            )
         self._unlogged_steps.clear()
 
     @override

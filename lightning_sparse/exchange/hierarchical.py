@@ -12,7 +12,7 @@ from lightning_sparse.exchange.buffers import Buffers
 from lightning_sparse.exchange.forecast import aligned
 from lightning_sparse.exchange.reduce_scatter import slice_elements
 from lightning_sparse.exchange.shipment import Shipment
-from lightning_sparse.exchange.workers import Pending, Workers
+from lightning_sparse.exchange.workers import Pending, Workers, new_group
 from lightning_sparse.payload import PayloadFormat
 from lightning_sparse.sparsifiers import Selection
 
@@ -60,8 +60,7 @@ def find_nodes(group: dist.ProcessGroup | None = None) -> Nodes:
 def _sub_group(group: dist.ProcessGroup | None, ranks: list[int]) -> Workers:
     global_ranks = [rank if group is None else dist.get_global_rank(group, rank) for rank in ranks]
     # Only its members make a sub-group: every worker makes its own two.
-    made = dist.new_group(global_ranks, use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup)  # a non-member would get a number
+    made = new_group(group, global_ranks)
     return Workers(made, dist.get_rank(made), len(ranks))
 
 

@@ -83,6 +83,10 @@ class Meeting:
             return Verdict(None)
         return self._lead(status, patience) if self._workers.rank == 0 else self._follow(status, patience)
 
+    def give_up_apart(self) -> None:
+        """Forgets the group of :meth:`workers_apart`, in which something failed; the next one is new."""
+        self._apart = None
+
     def _follow(self, status: dict[str, Any], patience: float) -> Verdict:
         mine = f"{self._workers.rank}/{self._attempts}"
         self._store.set(f"{mine}/status", json.dumps(status))

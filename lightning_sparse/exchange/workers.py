@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -86,9 +87,7 @@ class Workers:
 
     def apart(self) -> "Workers":
         """Returns the same workers in a new group, with connections of its own. Collective."""
-        made = dist.new_group(self._global_ranks, use_local_synchronization=True)
-        assert isinstance(made, dist.ProcessGroup)  # a non-member would get a number
-        return Workers(made, self.rank, self.num_workers)
+        return Workers(new_group(self.group, self._global_ranks), self.rank, self.num_workers)
 
     def gather_to_first(self, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         """Yields every worker's tensors on the first worker, in rank order, on the CPU; nothing on others. Collective.
@@ -142,6 +141,24 @@ class Workers:
         works += [dist.isend(parts[other], self._global_ranks[other], group=self.group) for other in others]
         places[self.rank].copy_(parts[self.rank])
         return Pending(works)
+
+
+def new_group(parent: dist.ProcessGroup | None, global_ranks: list[int]) -> dist.ProcessGroup:
+    """Returns a new group of these ranks with the timeout of another group. Collective for these ranks alone."""
+    made = dist.new_group(global_ranks, timeout=timeout_of(parent), use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)  # a non-member would get a number
+    return made
+
+
+def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
+    """Returns the timeout of a group's operations; None, for torch's default, where torch does not tell it."""
+    group = group or dist.group.WORLD
+    for device in ("cuda", "cpu"):
+        if group is not None and torch.device(device) in group._device_types:
+            options = getattr(group._get_backend(torch.device(device)), "options", None)
+            timeout: timedelta | None = getattr(options, "_timeout", None)
+            return timeout
+    return None
 
 
 def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -143,6 +143,7 @@ def test_what_the_package_imports_it_also_requires():
         "contextlib",
         "copy",
         "dataclasses",
+        "datetime",
         "difflib",
         "fnmatch",
         "functools",

@@ -146,17 +146,6 @@ class LeavesOutWhatWaits(Sometimes):
         return nesterov(main), sgd(self.sometimes.parameters())
 
 
-class LeavesOutWhatWasKept(Sometimes):
-    """Steps on gradients that it does not set to zero afterwards; one worker leaves a layer out."""
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        if batch_idx % 4 == 0:
-            optimizer.zero_grad()
-        self.manual_backward(self.loss_with(batch, batch_idx % 2 == 0 or self.global_rank == 0))
-        optimizer.step()
-
-
 def left_out_by_one_worker(runs: list[Run]) -> None:
     assert "left out" not in runs[0].said
     assert runs[1].said.count("left out") == runs[1].said.count("used") == len(runs[1].said) // 2 > 0
@@ -312,9 +301,6 @@ ROWS = {
     ),
     "left out while it waits": Row(
         trains(LeavesOutWhatWaits, **_plain, **_unused), left_out_by_one_worker, leaves_out=True
-    ),
-    "left out after a step": Row(
-        trains(LeavesOutWhatWasKept, **_plain, **_unused), left_out_by_one_worker, leaves_out=True
     ),
     "gradients kept aside": Row(trains(partial(KeepsGradientsAside, False), **_plain), had_conflicts, undoes=True),
     "gradients kept aside and committed": Row(trains(partial(KeepsGradientsAside, True), **_plain), had_conflicts),
