@@ -26,7 +26,7 @@ test: $(STAMP)
 # The same with the oldest versions that pyproject.toml allows, in an environment of their own. What they use of each
 # other is deprecated in places, which is no failure of ours.
 test-oldest: $(VENV)-oldest/.installed
-	$(VENV)-oldest/bin/python $(PYTEST) -W ignore::DeprecationWarning $(ARGS)
+	PYTEST_ADDOPTS="$$PYTEST_ADDOPTS -W ignore::DeprecationWarning" $(VENV)-oldest/bin/python $(PYTEST) $(ARGS)
 
 $(VENV)-oldest/.installed: pyproject.toml requirements/oldest.txt
 	$(PYTHON) -m venv $(VENV)-oldest
