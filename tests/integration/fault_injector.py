@@ -159,6 +159,7 @@ def _be_a_worker(rank: int, case: Case, port: int, folder: str, function: Callab
         "GROUP_RANK": str(rank * case.hosts // case.num_workers),
     }
     torch.set_num_threads(1)
+    tempfile.tempdir = folder  # where Lightning begins a file, which a kill leaves there
     lightning_sparse.strategy.PATIENCE = PATIENCE
     lightning_sparse.checkpoint.PATIENCE_IN_TROUBLE = PATIENCE_IN_TROUBLE
     function(rank, case, Path(folder), *args)
