@@ -1,6 +1,6 @@
 """Error-feedback memory: what earlier steps did not send, one residual per parameter, and how it was before."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -264,6 +264,21 @@ def zero_residual(parameter: Tensor) -> Tensor:
     """Returns the residual of a parameter that no backward has reached."""
     dtype = torch.float64 if parameter.dtype in (torch.float64, torch.complex128) else torch.float32
     return torch.zeros(real_numel(parameter), dtype=dtype, device=parameter.device)
+
+
+def require_strides(names: Sequence[str], parameters: Sequence[Tensor], strides: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises if a parameter no longer lies in memory as it did when DDP made its buckets, in whose order residuals are.
+
+    Raises:
+        RuntimeError: names the first such parameter and says what to do.
+    """
+    for name, parameter in zip(names, parameters, strict=True):
+        if parameter.stride() != strides.get(name, parameter.stride()):
+            raise RuntimeError(
+                f"The parameter {name!r} has strides {tuple(parameter.stride())}, and had {tuple(strides[name])} when "
+                "the model was wrapped in DDP. Change the memory format before that: in __init__, configure_model or "
+                "setup, or before fit."
+            )
 
 
 def is_dense(parameter: Tensor) -> bool:

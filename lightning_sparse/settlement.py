@@ -153,6 +153,11 @@ class Settlement:
         if self._open:
             self._mark()
 
+    def backward_has_ended(self) -> None:
+        """Told after a backward in which no callback could be asked for its end."""
+        if self._open and not self._marks:
+            self._note()
+
     def begin_exchange(self) -> None:
         """Told when the first bucket comes: decides what becomes of everything that is open."""
         if self._open and not self._has_looked:
@@ -234,9 +239,15 @@ class Settlement:
         """Returns which of an optimizer's gradients that were written to in place were set to zero, not scaled."""
         with torch.no_grad():
             zero = {name for name, one in changed.items() if not one.any()}
-        were_not = {name for name in zero if name in self._norms and bool(self._norms[name] != 0)}
-        # An average that was zero before tells nothing. Then the optimizer's other gradients tell.
-        return zero if were_not or len(zero) == len(changed) else set()
+        were_zero = {name for name in zero if name in self._norms and not bool(self._norms[name])}
+        # An average that was zero before tells nothing. Another tensor in its place is a copy of it; if it was written
+        # to, the optimizer's other gradients tell.
+        written = {name for name in changed if name not in were_zero or self._is_in_place(name)}
+        return zero & written if zero - were_zero or written <= zero else set()
+
+    def _is_in_place(self, name: str) -> bool:
+        gradient, mark = self._parameters[name].grad, self._marks.get(name)
+        return gradient is not None and mark is not None and gradient.data_ptr() == mark.address
 
     def _step_begins(self, optimizer: Optimizer) -> None:
         self._is_stepping = True
@@ -250,8 +261,8 @@ class Settlement:
             return
         self._owners.update(dict.fromkeys(parameters, id(optimizer)))
         # An optimizer passes over what has no gradient; some drop gradients themselves after the update.
-        self._change(self._undo, {name for name in self._open & parameters.keys() if self._was_passed_over(name)})
-        self._change(self._settle, self._open & parameters.keys())
+        stepped = {name for name in self._open & parameters.keys() if not self._was_passed_over(name)}
+        self._change(self._settle, stepped)
         self._advance(self._waiting & parameters.keys())
 
     def _was_passed_over(self, name: str) -> bool:

@@ -33,7 +33,7 @@ from lightning_sparse.options import ExchangeOptions
 from lightning_sparse.parameter_use import ParameterUse
 from lightning_sparse.payload import wire_dtype
 from lightning_sparse.regrouping import BucketLike, Numbering, Regrouping
-from lightning_sparse.residual import Residual, ResidualMemory, real_numel, rescale
+from lightning_sparse.residual import Residual, ResidualMemory, real_numel, require_strides, rescale
 from lightning_sparse.settlement import Settlement
 from lightning_sparse.sparsifiers import LayerLayout, Sparsifier
 from lightning_sparse.step_stats import StepStats, header_fields, squared_norm, step_stats
@@ -103,8 +103,9 @@ class SparseState:
         self._settings = {name: repr(value) for name, value in sparsifier.settings().items()}
         self._calibrator = Calibrator(self.sparsifier, speaks=dist.get_rank(group) == 0)
         self._parameter_names = dict(parameter_names)
-        # As of now: who freezes a layer later on does not take it out of DDP.
+        # As of now: a layer frozen later on stays in DDP.
         self._parameters = {name: one for one, name in parameter_names.items() if one.requires_grad}
+        self._strides = {name: one.stride() for name, one in self._parameters.items()}
         self.residuals = ResidualMemory(self._parameters, forgets=options.error_feedback == "none")
         self._exchange = Exchange(options.exchange, group)
         self.meeting = Meeting(self._exchange.workers)
@@ -263,8 +264,7 @@ class SparseState:
         if same_world_size:
             self._exchange.load_state_dict(saved["exchange"])
             if saved["layout"]:
-                # A static graph's buckets are laid out anew one step later.
-                most_steps = 1 if self._numbering is None else 2
+                most_steps = 1 if self._numbering is None else 2  # a static graph has one step more
                 self._regrouping = Regrouping(saved["layout"], self._parameter_names, most_steps)
         self._note_shared_state()
 
@@ -325,6 +325,7 @@ class SparseState:
             names = tuple(self._parameter_names[parameter] for parameter in parameters)
             self._layouts[key] = LayerLayout(names, tuple(map(real_numel, parameters)))
         layout = self._layouts[key]
+        require_strides(layout.names, parameters, self._strides)
         assert gradient.numel() == layout.num_elements, f"{gradient.numel()=} of {layout}"
         future: torch.futures.Future[Tensor] = torch.futures.Future(
             devices=None if gradient.device.type == "cpu" else [gradient.device]

@@ -164,6 +164,12 @@ class SparseDDPStrategy(DDPStrategy):
             self.state.settlement.backward_is_prepared()
 
     @override
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        super().post_backward(closure_loss)  # where the first buckets of a static graph are exchanged
+        if self.state is not None:
+            self.state.settlement.backward_has_ended()
+
+    @override
     def optimizer_step(
         self,
         optimizer: Optimizer,
