@@ -229,14 +229,13 @@ class SparseState:
 
     def shared_state(self) -> dict[str, Any]:
         """Returns what was the same on every worker when an optimizer stepped last, in plain containers."""
-        return self._shared
+        return self._shared | {"learning_rates": self._rates.state_dict()}
 
     def _note_shared_state(self) -> None:
         last_step = None if self.last_step is None else asdict(replace(self.last_step, layers={}))
         self._shared = {
             "settings": self._settings,
             **self._calibrator.state_dict(),
-            "learning_rates": self._rates.state_dict(),
             "last_step": last_step,
             "exchange": self._exchange.state_dict(),
             "layout": [list(names) for names in self._bucket_names],

@@ -33,10 +33,22 @@ class Checker:
     case: Case
     simulation: Simulation = field(init=False)
     exchanges: int = 0
+    shared: tuple[int, list[float], float | None] = field(init=False)
     seen: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.simulation = Simulation(self.case)
+        self.note_shared()
+
+    def note_shared(self) -> None:
+        """What a save holds beside residuals is as of the last optimizer step."""
+        self.shared = (self.exchanges, list(self.simulation.measured), self.simulation.threshold)
+
+    def resume(self) -> None:
+        """Goes on from what was saved."""
+        self.exchanges, measured, self.simulation.threshold = self.shared
+        self.simulation.measured = list(measured)
+        self.simulation.resume()
 
     def check(
         self,
@@ -119,6 +131,8 @@ class Checker:
             what: for the message.
         """
         self.simulation.settle(has_stepped)
+        if any(has_stepped):
+            self.note_shared()
         for worker, (actual, expected) in enumerate(zip(residuals, self.simulation.errors, strict=True)):
             for name, one in expected.items():
                 where = f"step {step}, worker {worker}, {what} residual of {name}"

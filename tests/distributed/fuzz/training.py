@@ -273,12 +273,12 @@ def _run_step(step: int, training: Training, checker: Checker) -> str | None:
             if resumed is not None:
                 checker.seen["resumes onto other buckets"] += 1
                 if seen.has_stepped == (False, False):
-                    checker.simulation.resume()
+                    checker.resume()
             settled = [dict(_split(case, settled)) for _, settled in collected]
             checker.check_settled(step, seen.has_stepped, settled, "settled" if resumed is None else "resumed")
             checker.simulation.stale = seen.gradients_after
             if resumed is not None:
-                checker.simulation.resume()
+                checker.resume()
         except Difference as found:
             verdict = [str(found)]
     dist.broadcast_object_list(verdict)
