@@ -143,7 +143,7 @@ ROWS |= {
         "gathering them failed",
     ),
     "death before residuals have a group of their own": Row(
-        GATHER, strike("SIGKILL", LAST, GATHER, Point("save 1", "before new_group")), "gathering them failed"
+        GATHER, strike("SIGKILL", LAST, GATHER, Point("save 1", "before new_group")), NOBODY_CAME
     ),
     "exception between backward and step": Row(BY_HAND, IN_MANUAL, RESIDUALS),
     "death of another while nodes are grouped": Row(
