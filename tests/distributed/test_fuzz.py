@@ -29,6 +29,7 @@ KNOWN_SEEDS = {
     20790: "the learning rate of a layer that is left out, settled while its gradient of before waits for a step",
     # Here the simulation's own bound was too narrow:
     20669: "clipped values that round to zero on the wire: nothing tells whether they were sent",
+    30067: "squares below the smallest normal float32",
     2274: "a clipped gradient, known to its last bits, between two far larger ones that nearly cancel",
     # These few would see it if:
     4: "the largest slice were not looked at, or λ were rounded to the nearest float32",
