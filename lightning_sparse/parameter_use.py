@@ -14,14 +14,13 @@ class ParameterUse:
     """Notes which parameters a backward reaches, so that the others are left alone.
 
     For a parameter that no worker used DDP ignores what comes back from the exchange, so whatever was sent of its
-    residual would be lost. And if it still has a gradient from an earlier step (two optimizers in turn, ``zero_grad``
-    before backward) DDP puts that one into the bucket: it was exchanged when it was new and must not enter the residual
-    as well. Only in the second of several backwards before a step it must, on a worker that left out what another one
-    used: both then add to what the first backward made. Who used what must be known for that, so such a backward
-    exchanges nothing before it has ended.
+    residual would be lost. And if it still has a gradient from an earlier backward (``zero_grad`` before backward, two
+    optimizers in turn, or none) DDP puts that one into the bucket. It was exchanged when it was new, so it must not
+    enter the residual as well. It is taken out of the bucket, and what becomes of it depends on the other workers:
 
-    With ``gradient_as_bucket_view`` the gradient of a step before, if nobody set it to zero, *is* the bucket, and
-    becomes zero.
+    - nobody used the parameter: it keeps the gradient that it had;
+    - some did, and added to what they had: the old gradients of those who did not belong to the average, as under DDP.
+      They follow in a dense round, once all headers have told who used and who kept what.
 
     A hook on each parameter does the noting; DDP's own knowledge of unused parameters is out of reach. Only needed with
     ``find_unused_parameters`` or ``static_graph``: otherwise DDP insists that every parameter is used.
@@ -31,7 +30,9 @@ class ParameterUse:
     """
 
     def __init__(self, parameters: Mapping[Tensor, str]) -> None:
+        self._parameters = {name: parameter for parameter, name in parameters.items()}
         self._used: set[str] = set()
+        self._old: dict[str, Tensor] = {}
         self._hooks = [
             # Not a hook for the gradient itself: torch.autograd.grad calls that too.
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
@@ -41,40 +42,85 @@ class ParameterUse:
             if parameter.requires_grad
         ]
 
-    def unused_spans(self, layout: LayerLayout) -> dict[str, tuple[int, int]]:
-        """Returns name and ``(start, end)`` of every layer of a bucket that was not reached since the last exchange."""
-        return {name: (start, end) for name, start, end in layout.spans() if name not in self._used}
+    def begin(self) -> None:
+        """Forgets what a backward that was broken off has set aside."""
+        self._old.clear()
 
-    def marks(self, bucket_layout: LayerLayout, device: torch.device) -> Tensor:
-        """Returns what a header tells of a bucket's layers: 1 where this backward reached one, float64, shape (L,)."""
-        marks = [float(name in self._used) for name in bucket_layout.names]
-        return torch.tensor(marks, dtype=torch.float64).to(device, non_blocking=True)
-
-    def share(self, workers: Workers, names: Sequence[str], device: torch.device) -> None:
-        """Takes what any worker reached for reached. Collective; to be called when a backward has reached all it will.
+    def set_aside(self, layout: LayerLayout, gradient: Tensor) -> dict[str, tuple[int, int]]:
+        """Returns name and ``(start, end)`` of every layer of a bucket that was not reached since the last exchange.
 
         Args:
-            workers: whose backwards.
-            names: of all parameters, in the same order on all workers.
-            device: on which the workers communicate.
+            layout: of the bucket.
+            gradient: of the bucket, shape (layout.num_elements,): becomes zero there.
         """
-        is_used = torch.tensor([float(name in self._used) for name in names], device=device)
-        workers.all_reduce(is_used).wait()
-        self._used.update(name for name, count in zip(names, is_used.tolist(), strict=True) if count)
+        unused = {name: (start, end) for name, start, end in layout.spans() if name not in self._used}
+        for name, (start, end) in unused.items():
+            if self._parameters[name].grad is not None:
+                self._old[name] = gradient[start:end].clone()
+            gradient[start:end].zero_()
+        return unused
 
-    def end(self, layouts: Sequence[LayerLayout], headers: Sequence[Tensor]) -> tuple[list[Tensor], set[str]]:
-        """Begins anew, when an exchange is over; returns all headers without marks, and the names that any worker used.
+    def marks(self, layout: LayerLayout, device: torch.device) -> Tensor:
+        """Returns what a header tells of a bucket's layers: float64, shape (2 L,).
+
+        First 1 where this backward reached one, then 1 where it did not and an old gradient other than zero is there.
+        """
+        marks = torch.tensor([float(name in self._used) for name in layout.names] + [0.0] * len(layout.names))
+        marks = marks.double().to(device, non_blocking=True)
+        for place, name in enumerate(layout.names, len(layout.names)):
+            if name in self._old:
+                marks[place] = self._old[name].any()
+        return marks
+
+    def end(self, layouts: Sequence[LayerLayout], headers: Sequence[Tensor]) -> tuple[list[Tensor], set[str], set[str]]:
+        """Returns all headers without marks, the names that any worker used, and those of them with old gradients.
 
         Args:
             layouts: of the buckets.
-            headers: of each bucket all workers' headers, on the CPU: shape (n, H + L).
+            headers: of each bucket all workers' headers, on the CPU: shape (n, H + 2 L).
         """
         self._used.clear()
         used: set[str] = set()
+        kept: set[str] = set()
+        fields = []
         for layout, header in zip(layouts, headers, strict=True):
-            counts = header[:, header.shape[1] - len(layout.names) :].sum(0).tolist()
-            used.update(name for name, count in zip(layout.names, counts, strict=True) if count)
-        return [one[:, : one.shape[1] - len(layout.names)] for layout, one in zip(layouts, headers, strict=True)], used
+            num_layers = len(layout.names)
+            own, marks = header.split([header.shape[1] - 2 * num_layers, 2 * num_layers], dim=1)
+            fields.append(own)
+            counts = marks.sum(0).tolist()
+            used.update(name for name, count in zip(layout.names, counts[:num_layers], strict=True) if count)
+            kept.update(name for name, count in zip(layout.names, counts[num_layers:], strict=True) if count)
+        return fields, used, kept & used
+
+    def add_old(self, workers: Workers, names: set[str], layout: LayerLayout, average: Tensor) -> int:
+        """Adds the mean of the workers' old gradients to a bucket's average; returns the bytes handed to a collective.
+
+        Args:
+            workers: who takes part. Collective.
+            names: of all layers, those that :meth:`end` returned last.
+            layout: of the bucket.
+            average: of the bucket, in units of the gradient.
+        """
+        spans = [span for span in layout.spans() if span[0] in names]
+        if not spans:
+            return 0
+        old = torch.cat(
+            [
+                self._old[name].to(average.dtype) if name in self._old else average.new_zeros(end - start)
+                for name, start, end in spans
+            ]
+        )
+        workers.all_reduce(old).wait()
+        sizes = [end - start for _, start, end in spans]
+        for (_, start, end), part in zip(spans, old.div_(workers.num_workers).split(sizes), strict=True):
+            average[start:end] += part
+        return old.numel() * old.itemsize
+
+    def put_back(self, used_by_any: set[str], layout: LayerLayout, gradient: Tensor) -> None:
+        """Gives layers that no worker used the gradient that they had, where the bucket may be the gradient itself."""
+        for name, start, end in layout.spans():
+            if name in self._old and name not in used_by_any:
+                gradient[start:end] = self._old[name]
 
     def close(self) -> None:
         """Removes the hooks from the parameters."""

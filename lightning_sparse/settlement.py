@@ -127,11 +127,6 @@ class Settlement:
         """The parameters for which a backward of this worker is open."""
         return frozenset(self._open)
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether a parameter that any worker used has seen no step since; the same on all workers."""
-        return bool(self._waiting)
-
     def expect_backward(self) -> None:
         """Told before DDP prepares for a backward: looks what is gone, and again when the first gradient comes."""
         if not self._open:

@@ -16,7 +16,7 @@ What this did is open until an optimizer steps on the gradient, and undone if no
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -53,7 +53,6 @@ class _Bucket:
     unused: dict[str, tuple[int, int]]
     is_last: bool
     average: Tensor
-    put_back: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
 class SparseState:
@@ -127,7 +126,7 @@ class SparseState:
         self._regrouping: Regrouping | None = None
         self._bucket_names: list[tuple[str, ...]] = []
         # Of the running step:
-        self.is_exchanging = self.is_saving = self._is_moving = self._waits_for_all = False
+        self.is_exchanging = self.is_saving = self._is_moving = False
         self._scale: Tensor | None = None
         self._rescaling: dict[str, float] = {}
         self._buckets: list[_Bucket] = []
@@ -283,17 +282,12 @@ class SparseState:
         bucket = self._open(grad_bucket)
         self._is_moving = False
         self._buckets.append(bucket)
-        if not self._waits_for_all:
-            self._leave_out_unused(bucket)
+        if self._use is not None:
+            bucket.unused = self._use.set_aside(bucket.layout, bucket.gradient)
+        if self.options.local_clip_norm is None:
             self._process(bucket)
         elif grad_bucket.is_last():
-            is_shared = self._use is not None and self.settlement.is_waiting
-            if self._use is not None and is_shared:
-                self._use.share(self.workers, list(self.parameter_sizes), bucket.gradient.device)
-            for one in self._buckets:
-                self._leave_out_unused(one, keeps_gradient=is_shared)
-            if self.options.local_clip_norm is not None:
-                clip_gradient([one.gradient for one in self._buckets], self.options.local_clip_norm, self._scale)
+            clip_gradient([one.gradient for one in self._buckets], self.options.local_clip_norm, self._scale)
             for one in self._buckets:
                 self._process(one)
         if grad_bucket.is_last():
@@ -308,8 +302,8 @@ class SparseState:
             self._rates.undo_all()
         self.settlement.begin_exchange()
         self.is_exchanging = True
-        is_further_backward = self._use is not None and self.settlement.is_waiting
-        self._waits_for_all = is_further_backward or self.options.local_clip_norm is not None
+        if self._use is not None:
+            self._use.begin()
         self._exchange.begin()
         self._scale = self._loss_scale()
         if self.options.error_feedback == "learning_rate":
@@ -334,15 +328,6 @@ class SparseState:
             grad_bucket.index(), layout, gradient, future, residual, {}, grad_bucket.is_last(), average=gradient
         )
 
-    def _leave_out_unused(self, bucket: _Bucket, *, keeps_gradient: bool = False) -> None:
-        if self._use is not None:
-            bucket.unused = self._use.unused_spans(bucket.layout)
-            for start, end in bucket.unused.values():
-                part = bucket.gradient[start:end]
-                if keeps_gradient:  # which may be the parameter's own, and nobody used it: DDP puts nothing there
-                    bucket.put_back.append((part, part.clone()))
-                part.zero_()
-
     def _process(self, bucket: _Bucket) -> None:
         gradient, residual, layout = bucket.gradient, bucket.residual, bucket.layout
         dtype = residual.after.dtype
@@ -357,7 +342,7 @@ class SparseState:
             bucket.index,
             layout.num_elements,
             wire_dtype(self.options.value_dtype, dtype),
-            header_fields(layout, self.per_layer_stats) + (0 if self._use is None else len(layout.names)),
+            header_fields(layout, self.per_layer_stats) + (0 if self._use is None else 2 * len(layout.names)),
             bucket.average,
             is_last=bucket.is_last,
         )
@@ -382,19 +367,19 @@ class SparseState:
 
         # 4. exchange: it ends, with the step's only wait for the device
         headers, payload_bytes = self._exchange.finish()
+        layouts = [bucket.layout for bucket in buckets]
+        used_by_any, with_old = {name for layout in layouts for name in layout.names}, set[str]()
+        if self._use is not None:
+            headers, used_by_any, with_old = self._use.end(layouts, headers)
         for bucket in buckets:
             if self._scale is not None:
                 bucket.average.mul_(self._scale)
+            if self._use is not None:
+                payload_bytes += self._use.add_old(self.workers, with_old, bucket.layout, bucket.average)
             if bucket.average is not bucket.gradient:
                 bucket.gradient.copy_(bucket.average)
-            for part, gradient in bucket.put_back:
-                part.copy_(gradient)
-
-        layouts = [bucket.layout for bucket in buckets]
-        names = {name for layout in layouts for name in layout.names}
-        used_by_any = names
-        if self._use is not None:
-            headers, used_by_any = self._use.end(layouts, headers)
+            if self._use is not None:
+                self._use.put_back(used_by_any, bucket.layout, bucket.gradient)
 
         # 5. account
         stats = step_stats(
@@ -414,6 +399,7 @@ class SparseState:
         unused = {name for bucket in buckets for name in bucket.unused}
         self._rates.settle(unused - self.settlement.open_names)
         self.is_exchanging = False
+        names = {name for layout in layouts for name in layout.names}
         self.settlement.end_exchange(names - unused, used_by_any)
 
         for bucket in buckets:

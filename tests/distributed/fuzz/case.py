@@ -223,6 +223,8 @@ def draw_case(seed: int) -> Case:
     if more.chance(0.25):
         moment = more.one_of(("after the backward of", "after"))
         resumes = ((more.whole(0, steps - 2), moment, more.one_of(BUCKET_CAPS_MB)),)
+    if unused == "find" and bad is None and loss_scale is None and Draw(seed + 2**33).chance(0.4):
+        zeroing = "used"
     jumps = draw.chance(0.4)
     elements = sum(layer.size for layer in layers)
     bucket_cap_mb, is_view = draw.one_of(BUCKET_CAPS_MB), draw.chance(0.5)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tests.distributed.fuzz.case import DISCARDED, DTYPES, WIRES, Case, Layer, gradient_of, own_threshold
+from tests.distributed.fuzz.case import DISCARDED, WIRES, Case, Layer, gradient_of, own_threshold
 
 
 @dataclass
@@ -62,8 +62,6 @@ class Simulation:
         self._rates: list[dict[str, float]] = [{} for _ in workers]
         self._open_rates: list[dict[str, float]] = [{} for _ in workers]
         self._reached: list[set[str]] = [set() for _ in workers]
-        # What any worker used since its last step.
-        self._waiting: set[str] = set()
 
     @property
     def is_calibrating(self) -> bool:
@@ -100,7 +98,6 @@ class Simulation:
                 ]
             )
             self._reached[worker] = set(gradients)
-            self._waiting_next = self._used_by_any(step)
         tells = self.case.error_feedback != "none"
         workers = [
             {
@@ -122,7 +119,6 @@ class Simulation:
             (1/n) Σ_i ‖g_i‖².
         """
         self.lose_open()
-        self._waiting |= self._used_by_any(step)
         norms = []
         for worker in range(self.case.num_workers):
             gradients = self._of_one_backward(step, DISCARDED, worker, scale)
@@ -145,11 +141,9 @@ class Simulation:
     def resume(self) -> None:
         """Everything but what is saved is gone."""
         self.lose_open()
-        self._waiting.clear()
 
     def end_backward(self) -> None:
         """What the workers have done with their residuals is open, for layers that they reached."""
-        self._waiting |= self._waiting_next
         for worker, latest in enumerate(self.latest):
             for name, one in latest.items():
                 if name in self._reached[worker] or name in self._open[worker]:
@@ -165,20 +159,11 @@ class Simulation:
             if not has_stepped[index % 2]:
                 continue
             name = layer.name
-            self._waiting.discard(name)
             for worker in range(self.case.num_workers):
                 if name in self._open[worker]:
                     self.errors[worker][name] = self._open[worker].pop(name)
                 if name in self._open_rates[worker]:
                     self._rates[worker][name] = self._open_rates[worker].pop(name)
-
-    def _used_by_any(self, step: int) -> set[str]:
-        workers = range(self.case.num_workers)
-        return {
-            layer.name
-            for index, layer in enumerate(self.case.layers)
-            if any(self.case.is_used(step, worker, index) for worker in workers)
-        }
 
     def _drop_what_is_zeroed(self, step: int) -> None:
         for worker in range(self.case.num_workers):
@@ -201,22 +186,28 @@ class Simulation:
     def _gradients(self, step: int, worker: int, scale: float | None) -> dict[str, Tensor]:
         """What DDP exchanges: the sums over a step's backwards of S · g, and what was there before them."""
         gradients: dict[str, Tensor] = {}
-        used_by_any = self._used_by_any(step)
         for index, layer in enumerate(self.case.layers):
             stale = self.stale.get(layer.name)
             if stale is None or self.case.is_zeroed(step, worker, index):
                 stale = None
-            # Where this worker leaves out what others use, they add to its gradient if one is to be added to at all.
-            is_used = self.case.is_used(step, worker, index)
-            if not is_used and self._waiting and layer.name in used_by_any:
-                gradients[layer.name] = torch.zeros(layer.size, dtype=DTYPES[layer.dtype])
-                is_used = True
-            if is_used and stale is not None:
+            if stale is not None and self.case.is_used(step, worker, index):
                 gradients[layer.name] = stale.clone()
         for micro in self.case.backwards(step):
             for name, one in self._of_one_backward(step, micro, worker, scale).items():
                 gradients[name] = gradients[name] + one if name in gradients else one
         return gradients
+
+    def old_gradient(self, step: int, index: int) -> Tensor | None:
+        """What workers still have of a layer that they leave out and others use: (1/n) Σ_i of it, or None."""
+        layer, n = self.case.layers[index], self.case.num_workers
+        stale = self.stale.get(layer.name)
+        is_used = [self.case.is_used(step, worker, index) for worker in range(n)]
+        leave_out = [worker for worker in range(n) if not is_used[worker]]
+        kept = sum(not self.case.is_zeroed(step, worker, index) for worker in leave_out)
+        if stale is None or not kept or not any(is_used):
+            return None
+        one = stale.to(error_dtype(layer))
+        return sum([one] * (kept - 1), one) / n
 
     def _of_one_backward(self, step: int, micro: int, worker: int, scale: float | None) -> dict[str, Tensor]:
         gradients = {}

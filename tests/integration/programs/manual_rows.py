@@ -131,6 +131,17 @@ class LeavesOutInTheSecond(Sometimes):
         optimizer.zero_grad()
 
 
+class LeavesOutWhatWasKept(Sometimes):
+    """After a step nothing is zeroed, and one worker leaves a layer out whose old gradient it has."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+        self.manual_backward(self.loss_with(batch, batch_idx % 2 == 0 or self.global_rank == 0))
+        optimizer.step()
+
+
 class LeavesOutWhatWaits(Sometimes):
     """A layer whose optimizer steps seldom is left out by one worker while its gradient waits for that."""
 
@@ -298,6 +309,9 @@ ROWS = {
     "two backwards, clipped between": Row(trains(partial(TwoBackwards, True), **_plain), clipped_between),
     "second backward leaves out": Row(
         trains(LeavesOutInTheSecond, **_plain, **_unused), left_out_by_one_worker, leaves_out=True
+    ),
+    "left out after a step": Row(
+        trains(LeavesOutWhatWasKept, **_plain, **_unused), left_out_by_one_worker, leaves_out=True
     ),
     "left out while it waits": Row(
         trains(LeavesOutWhatWaits, **_plain, **_unused), left_out_by_one_worker, leaves_out=True

@@ -2,10 +2,11 @@
 
 A module is left as it is. Every backward of a worker runs alone, and then masked dense tensors are gathered from all::
 
-    backward   content = what lay in .grad + g      of every parameter that any worker used
+    backward   content = what lay in .grad + g      of every parameter that this worker used
                p = e + content / S                  e of the backward before, if its gradient still waits for a step
                out = p where abs(p) >= λ            .grad = S · (Σ of all workers' out, in rank order) / n
                e' = p − out                         open
+               .grad += (Σ of what lay in .grad of workers that did not use a parameter which others used) / n
     step       settles e' of the optimizer's parameters
     backward   undoes what is open where the gradient is gone
 """
@@ -118,9 +119,13 @@ class Oracle:
         if not flags[0]:
             return False
         shared = [name for name, flag in zip(self.parameters, flags[1:].tolist(), strict=True) if flag]
+        old = {name: is_active and name not in used for name in shared}
         compensated = {
-            name: self._open.get(name, self.settled[name]) + self._content(name, is_active) for name in shared
+            name: self._open.get(name, self.settled[name]) + self._content(name, is_active and not old[name])
+            for name in shared
         }
+        added = torch.cat([real(self._gradient(name, old[name])).flatten() for name in shared])
+        dist.all_reduce(added)
         flat = torch.cat([one.flatten() for one in compensated.values()])
         is_sent = self._select(flat)
         out = torch.where(is_sent, flat, 0)
@@ -129,7 +134,7 @@ class Oracle:
         total = torch.zeros_like(out)
         for one in outs:
             total += one
-        average = total / len(outs) * self._scale()
+        average = total / len(outs) * self._scale() + added / len(outs)
         rest = torch.where(is_sent, 0, flat)
         sizes = [one.numel() for one in compensated.values()]
         for name, mine, theirs in zip(shared, rest.split(sizes), average.split(sizes), strict=True):
@@ -158,9 +163,12 @@ class Oracle:
         for one in self.parameters.values():
             dist.broadcast(one.detach(), int(last))
 
-    def _content(self, name: str, is_active: bool) -> Tensor:
-        gradient = self.parameters[name].grad if is_active else None
-        return torch.zeros_like(self.settled[name]) if gradient is None else real(gradient.detach()) / self._scale()
+    def _content(self, name: str, is_part: bool) -> Tensor:
+        return real(self._gradient(name, is_part)) / self._scale()
+
+    def _gradient(self, name: str, is_part: bool) -> Tensor:
+        gradient = self.parameters[name].grad
+        return gradient.detach() if is_part and gradient is not None else torch.zeros_like(self.parameters[name])
 
     def _undo(self, names: set[str]) -> None:
         self.num_undone += len(names)

@@ -67,6 +67,22 @@ def all_leave_out(world: World, module: nn.Module, optimizer: Any, batch: Batch,
     optimizer.step()
 
 
+def leave_out_and_keep(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
+    """Gradients are seldom zeroed. One worker leaves a layer out, then the other, then both."""
+    if index % 5 == 0:
+        optimizer.zero_grad(set_to_none=index == 0)
+    world.backward(loss_of(module, batch, index % 4 == 0 or index % 4 == 1 + dist.get_rank()))
+    optimizer.step()
+
+
+def zeroes_on_one_worker(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
+    """What one worker has dropped the other still has, and both leave it out in turn."""
+    if index % 2 == dist.get_rank():
+        optimizer.zero_grad()
+    world.backward(loss_of(module, batch, index % 3 == 0 or index % 3 == 1 + dist.get_rank()))
+    optimizer.step()
+
+
 def measure_what_is_left_out(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
     """A gradient that is asked for by itself is no backward, and an old one that lies there is not to come again."""
     is_used = index % 2 == 0
@@ -321,6 +337,16 @@ ROWS = {
         leaves_out=True,
     ),
     "plain layer that nobody uses for a while": Row(loops(all_leave_out, Net, **_unused), every_batch, leaves_out=True),
+    **{
+        f"plain layer left out and its gradient kept, {exchange}{words}": Row(
+            loops(leave_out_and_keep, Net, sgd, **options), every_batch, exchange=exchange, leaves_out=True
+        )
+        for exchange in ("auto", "gather", "dense", "reduce_scatter")
+        for words, options in (("", _unused), (", bucket views", _unused | _views))
+    },
+    "plain gradients kept by one worker": Row(
+        loops(zeroes_on_one_worker, Net, sgd, **_unused), every_batch, leaves_out=True
+    ),
     "plain gradient asked for by itself": Row(
         loops(measure_what_is_left_out, Net, sgd, **_unused), every_batch, leaves_out=True
     ),
