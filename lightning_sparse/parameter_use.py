@@ -85,7 +85,7 @@ class ParameterUse:
         fields = []
         for layout, header in zip(layouts, headers, strict=True):
             num_layers = len(layout.names)
-            own, marks = header.split([header.shape[1] - 2 * num_layers, 2 * num_layers], dim=1)
+            own, marks = torch.split(header, [header.shape[1] - 2 * num_layers, 2 * num_layers], dim=1)
             fields.append(own)
             counts = marks.sum(0).tolist()
             used.update(name for name, count in zip(layout.names, counts[:num_layers], strict=True) if count)
@@ -112,7 +112,7 @@ class ParameterUse:
         )
         workers.all_reduce(old).wait()
         sizes = [end - start for _, start, end in spans]
-        for (_, start, end), part in zip(spans, old.div_(workers.num_workers).split(sizes), strict=True):
+        for (_, start, end), part in zip(spans, torch.split(old.div_(workers.num_workers), sizes), strict=True):
             average[start:end] += part
         return old.numel() * old.itemsize
 
