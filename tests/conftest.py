@@ -1,5 +1,6 @@
 import os
 
+import pytest
 from hypothesis import settings
 
 # No deadline: the machine may be busy. In continuous integration the examples are the same in every run, elsewhere new.
@@ -7,11 +8,17 @@ settings.register_profile("project", deadline=None, derandomize="CI" in os.envir
 settings.load_profile("project")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for what tests start
+
     import torch
 
     torch.set_num_threads(1)  # threads that wait for a core which another process has cost more than they bring
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
     """The long ones first: at the end nothing is left that all wait for."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        in_groups = [item for item in items if item.get_closest_marker("xdist_group")]
+        assert all("@" in item.nodeid for item in in_groups), "pytest-xdist does not see groups in this pytest"
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
