@@ -31,9 +31,9 @@ from torch import Tensor
 from benchmarks import report
 from benchmarks.network_lab import INTERFACE, NetworkLab
 from lightning_sparse.exchange import LARGEST_SLICE, NUM_SELECTED, Exchange, largest_slice
-from lightning_sparse.payload import PayloadFormat
+from lightning_sparse.exchange.payload import PayloadFormat
+from lightning_sparse.selection.numbers import FIXED_FIELDS
 from lightning_sparse.sparsifiers import Selection
-from lightning_sparse.step_stats import FIXED_FIELDS
 
 RESNET_18 = 11_173_962
 TARGETS = {"float32": 6.1, "bfloat16": 4.1, "float16": 4.1}

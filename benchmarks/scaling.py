@@ -46,8 +46,8 @@ from benchmarks.network_lab import UNITS, NetworkLab
 from benchmarks.payload import MARK, RESNET_18, exchange_once, interface_bytes, random_selection, read_results
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.exchange.cost_model import Costs
-from lightning_sparse.payload import PayloadFormat
-from lightning_sparse.step_stats import FIXED_FIELDS
+from lightning_sparse.exchange.payload import PayloadFormat
+from lightning_sparse.selection.numbers import FIXED_FIELDS
 
 WORKERS = [2**power for power in range(1, 11)]
 CHECK_WORKERS, CHECK_NODE = (2, 4, 8), 2

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from benchmarks import report
-from lightning_sparse.block_filter import BlockFilter
-from lightning_sparse.fused_threshold import FusedThreshold, is_available
-from lightning_sparse.payload import PayloadFormat, round_to_wire
-from lightning_sparse.residual import Residual, compensate, keep_rest
+from lightning_sparse.exchange.payload import PayloadFormat, round_to_wire
+from lightning_sparse.selection.block_filter import BlockFilter
+from lightning_sparse.selection.fused_threshold import FusedThreshold, is_available
+from lightning_sparse.selection.residual import Residual, compensate, keep_rest
 from lightning_sparse.sparsifiers import HardThreshold, LayerLayout
 
 RESNET_18 = 11_173_962

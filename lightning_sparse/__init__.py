@@ -5,23 +5,33 @@ Importing this package registers ``Trainer(strategy="ddp_hardthreshold")`` and i
 
 from lightning_sparse._version import __version__ as __version__
 from lightning_sparse.callbacks import DensityMonitor, ErrorMonitor
-from lightning_sparse.comm_hook import register_comm_hook
+from lightning_sparse.ddp import SparseState, register_comm_hook
+from lightning_sparse.drift import DriftOptions, SparseModelAverager
+from lightning_sparse.engine import StepStats
 from lightning_sparse.metrics import AverageDensity, TotalError
-from lightning_sparse.sparse_state import SparseState
 from lightning_sparse.sparsifiers import HardThreshold, LayerLayout, Selection, Sparsifier, TopK
-from lightning_sparse.step_stats import StepStats
-from lightning_sparse.strategy import DDPHardThresholdStrategy, SparseDDPStrategy, register_strategies
-from lightning_sparse.threshold_rules import paper_threshold
+from lightning_sparse.sparsifiers.threshold_rules import paper_threshold
+from lightning_sparse.strategies import (
+    DDPHardThresholdStrategy,
+    LocalHardThresholdStrategy,
+    SparseDDPStrategy,
+    SparseLocalStrategy,
+    register_strategies,
+)
 
 __all__ = [
     "AverageDensity",
     "DDPHardThresholdStrategy",
     "DensityMonitor",
+    "DriftOptions",
     "ErrorMonitor",
     "HardThreshold",
     "LayerLayout",
+    "LocalHardThresholdStrategy",
     "Selection",
     "SparseDDPStrategy",
+    "SparseLocalStrategy",
+    "SparseModelAverager",
     "SparseState",
     "Sparsifier",
     "StepStats",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_sparse.step_stats import StepStats
+from lightning_sparse.engine.step_stats import StepStats
 
 
 class AverageDensity(Metric):

@@ -15,8 +15,8 @@ from lightning_sparse.callbacks.step_monitor import (
     logging_step,
     tensorboard_loggers,
 )
+from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.metrics import AverageDensity
-from lightning_sparse.step_stats import StepStats
 
 
 class DensityMonitor(StepMonitor):

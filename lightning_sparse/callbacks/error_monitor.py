@@ -7,8 +7,8 @@ from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_sparse.callbacks.step_monitor import StepMonitor, is_logging_step, log_scalars
+from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.metrics import TotalError
-from lightning_sparse.step_stats import StepStats
 
 
 class ErrorMonitor(StepMonitor):

@@ -7,8 +7,10 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from lightning_sparse.step_stats import StepStats
-from lightning_sparse.strategy import SparseDDPStrategy
+from lightning_sparse.engine.step_stats import StepStats
+from lightning_sparse.strategies import SparseDDPStrategy, SparseLocalStrategy
+
+SPARSE = (SparseDDPStrategy, SparseLocalStrategy)
 
 
 class StepMonitor(Callback):
@@ -25,14 +27,14 @@ class StepMonitor(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit" and self._wants_layer_stats and isinstance(trainer.strategy, SparseDDPStrategy):
+        if stage == "fit" and self._wants_layer_stats and isinstance(trainer.strategy, SPARSE):
             trainer.strategy.request_layer_stats()
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._new_steps.clear()
         strategy = trainer.strategy
-        if isinstance(strategy, SparseDDPStrategy) and strategy.state is not None:
+        if isinstance(strategy, SPARSE) and strategy.state is not None:
             strategy.state.subscribe(self._new_steps.append)
         else:
             rank_zero_info(

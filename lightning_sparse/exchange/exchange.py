@@ -26,10 +26,10 @@ from lightning_sparse.exchange.dense import DenseShipment, LocalShipment
 from lightning_sparse.exchange.forecast import Forecast
 from lightning_sparse.exchange.gather import GatherShipment
 from lightning_sparse.exchange.hierarchical import HierarchicalShipment, Nodes, find_nodes
+from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.reduce_scatter import ReduceScatterShipment, slice_elements
 from lightning_sparse.exchange.shipment import LARGEST_SLICE, NUM_SELECTED, Shipment
 from lightning_sparse.exchange.workers import Workers
-from lightning_sparse.payload import PayloadFormat
 
 ExchangeMode = Literal["auto", "gather", "reduce_scatter", "dense", "hierarchical"]
 EXCHANGE_MODES: tuple[ExchangeMode, ...] = ("auto", "gather", "reduce_scatter", "dense", "hierarchical")

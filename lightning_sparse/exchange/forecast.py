@@ -1,6 +1,6 @@
 """How much room a payload should have: the last step's largest selection, with slack learnt from its changes."""
 
-from lightning_sparse.payload import CAPACITY_STEP
+from lightning_sparse.exchange.payload import CAPACITY_STEP
 
 SMALLEST_CAPACITY = 16
 MEAN_WEIGHT = 0.2

@@ -6,9 +6,9 @@ from torch import Tensor
 from lightning_sparse.exchange.buffers import Buffers
 from lightning_sparse.exchange.cost_model import Costs
 from lightning_sparse.exchange.forecast import aligned
+from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.shipment import NUM_SELECTED, Shipment
 from lightning_sparse.exchange.workers import Pending, Workers
-from lightning_sparse.payload import PayloadFormat
 from lightning_sparse.sparsifiers import Selection
 
 SPARSE_SHARE = 0.02

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sparse.payload import PayloadFormat
+from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.sparsifiers import Selection
 
 

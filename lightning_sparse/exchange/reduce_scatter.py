@@ -7,9 +7,9 @@ from lightning_sparse.exchange.buffers import Buffers
 from lightning_sparse.exchange.cost_model import Costs
 from lightning_sparse.exchange.forecast import aligned
 from lightning_sparse.exchange.gather import GatherShipment
+from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat
 from lightning_sparse.exchange.shipment import LARGEST_SLICE, NUM_SELECTED
 from lightning_sparse.exchange.workers import Workers
-from lightning_sparse.payload import BLOCK_ELEMENTS, PayloadFormat
 from lightning_sparse.sparsifiers import Selection
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.exchange.buffers import Buffers
+from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.workers import Workers
-from lightning_sparse.payload import PayloadFormat
 from lightning_sparse.sparsifiers import Selection
 
 NUM_SELECTED, LARGEST_SLICE = range(2)

@@ -1,5 +1,6 @@
 """The workers of a process group, and the two collectives that sparse routes need of them."""
 
+import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -81,6 +82,32 @@ class Workers:
         """Starts summing a tensor over the workers, in place. Collective."""
         return Pending([dist.all_reduce(tensor, group=self.group, async_op=True)])
 
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Replaces tensors by their mean over the workers, the same bits on all. Collective.
+
+        Args:
+            tensors: floating-point or complex, of the same shapes and dtypes on every worker.
+        """
+        if self.num_workers == 1:
+            return
+        for some in _messages([_as_real(one) for one in tensors]):
+            flat = torch.cat([one.flatten() for one in some])
+            flat = flat if flat.dtype == torch.float64 else flat.float()
+            dist.all_reduce(flat, group=self.group)
+            flat.div_(self.num_workers)
+            for one, mean in zip(some, torch.split(flat, [one.numel() for one in some]), strict=True):
+                one.copy_(mean.view(one.shape))
+
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """Replaces tensors by the first worker's. Collective."""
+        if self.num_workers == 1:
+            return
+        for some in _messages([_as_real(one) for one in tensors]):
+            flat = torch.cat([one.flatten() for one in some])
+            dist.broadcast(flat, self._global_ranks[0], group=self.group)
+            for one, first in zip(some, torch.split(flat, [one.numel() for one in some]), strict=True):
+                one.copy_(first.view(one.shape))
+
     def broadcast_object(self, objects: list[Any]) -> None:
         """Replaces the list's content by the first worker's, on all. Collective."""
         dist.broadcast_object_list(objects, self._global_ranks[0], group=self.group)
@@ -116,6 +143,32 @@ class Workers:
             if self.rank == 0:
                 yield received
 
+    def gather_objects_to_first(self, one: Any) -> list[Any]:
+        """Returns what every worker gave, in rank order, on the first worker; an empty list on others. Collective.
+
+        One rank at a time, so the first worker needs the memory of all results and of one more.
+
+        Args:
+            one: plain containers and tensors, which ``torch.load(weights_only=True)`` reads.
+        """
+        held = [one] if self.rank == 0 else []
+        for source in range(1, self.num_workers):
+            if self.rank == source:
+                file = io.BytesIO()
+                torch.save(one, file)
+                content = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+                dist.send(torch.tensor(content.numel()), self._global_ranks[0], group=self.group)
+                for part in torch.split(content, MESSAGE_BYTES):
+                    dist.send(part, self._global_ranks[0], group=self.group)
+            elif self.rank == 0:
+                size = torch.tensor(0)
+                dist.recv(size, self._global_ranks[source], group=self.group)
+                content = torch.empty(int(size), dtype=torch.uint8)
+                for part in torch.split(content, MESSAGE_BYTES):
+                    dist.recv(part, self._global_ranks[source], group=self.group)
+                held.append(torch.load(io.BytesIO(content.numpy().tobytes()), map_location="cpu", weights_only=True))
+        return held
+
     def sum_on_first(self, tensor: Tensor) -> None:
         """Sums a tensor over the workers, in place on the first one; what others have then is undefined. Collective."""
         if self.num_workers > 1:
@@ -141,6 +194,10 @@ class Workers:
         works += [dist.isend(parts[other], self._global_ranks[other], group=self.group) for other in others]
         places[self.rank].copy_(parts[self.rank])
         return Pending(works)
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def new_group(parent: dist.ProcessGroup | None, global_ranks: list[int]) -> dist.ProcessGroup:

@@ -30,7 +30,7 @@ class HardThreshold(Sparsifier):
 
     Give either a threshold or a density. A density is turned into a threshold by calibration: for the first
     ``calibration_steps`` steps everything is sent while the mean of ‖g‖² is measured, then λ is fixed
-    (:class:`lightning_sparse.threshold_rules.ThresholdCalibration`).
+    (:class:`lightning_sparse.sparsifiers.threshold_rules.ThresholdCalibration`).
 
     Args:
         threshold: λ ≥ 0 in gradient units. 0 sends everything.

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import HardThreshold, TopK, register_comm_hook
-from lightning_sparse.payload import PayloadFormat
+from lightning_sparse.exchange.payload import PayloadFormat
 from tests.distributed.simulation import Plan, simulate
 from tests.distributed.training import OPTIMIZERS, STEPS, build_batches, build_model
 from tests.workers import run_workers

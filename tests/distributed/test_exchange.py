@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.exchange.hierarchical import find_nodes
+from lightning_sparse.exchange.payload import PayloadFormat, round_to_wire
 from lightning_sparse.exchange.plain import plain_average
-from lightning_sparse.payload import PayloadFormat, round_to_wire
+from lightning_sparse.selection.numbers import FIXED_FIELDS
 from lightning_sparse.sparsifiers import Selection
-from lightning_sparse.step_stats import FIXED_FIELDS
 from tests.workers import run_workers
 
 # Over Gloo a gather of two workers is one message from each.

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from lightning_sparse import HardThreshold, extraction
+from lightning_sparse import HardThreshold
 from lightning_sparse.exchange import LARGEST_SLICE
-from lightning_sparse.extraction import BucketGradient, Extraction
-from lightning_sparse.payload import PayloadFormat
-from lightning_sparse.residual import Residual
+from lightning_sparse.exchange.payload import PayloadFormat
+from lightning_sparse.selection import extraction
+from lightning_sparse.selection.extraction import BucketGradient, Extraction
+from lightning_sparse.selection.residual import Residual
 from lightning_sparse.sparsifiers import LayerLayout
 from tests.distributed.simulation import Plan
 from tests.distributed.test_against_simulation import SCENARIOS, THRESHOLD, assert_matches_simulation, reaches

@@ -18,14 +18,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import lightning_sparse.strategies.checkpoint
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
-import lightning_sparse.checkpoint
-import lightning_sparse.strategy
+import lightning_sparse.strategies.ddp
 from lightning_sparse import HardThreshold, SparseDDPStrategy
 from lightning_sparse.sparsifiers import LayerLayout, Selection
 from tests.integration.fault_points import Fault, Injector, Point, Watcher
@@ -160,8 +160,8 @@ def _be_a_worker(rank: int, case: Case, port: int, folder: str, function: Callab
     }
     torch.set_num_threads(1)
     tempfile.tempdir = folder  # where Lightning begins a file, which a kill leaves there
-    lightning_sparse.strategy.PATIENCE = PATIENCE
-    lightning_sparse.checkpoint.PATIENCE_IN_TROUBLE = PATIENCE_IN_TROUBLE
+    lightning_sparse.strategies.ddp.PATIENCE = PATIENCE
+    lightning_sparse.strategies.checkpoint.PATIENCE_IN_TROUBLE = PATIENCE_IN_TROUBLE
     function(rank, case, Path(folder), *args)
 
 

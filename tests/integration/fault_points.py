@@ -18,14 +18,16 @@ import lightning.pytorch.trainer.connectors.signal_connector as signal_connector
 import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 
-from lightning_sparse import checkpoint, extraction, strategy
-from lightning_sparse.block_filter import BlockFilter
+from lightning_sparse.ddp.settlement import Settlement
+from lightning_sparse.ddp.sparse_state import SparseState
+from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.exchange import meeting
 from lightning_sparse.exchange.exchange import Exchange
 from lightning_sparse.exchange.workers import Pending, Workers
-from lightning_sparse.residual import ResidualMemory
-from lightning_sparse.settlement import Settlement
-from lightning_sparse.sparse_state import SparseState
+from lightning_sparse.selection import extraction
+from lightning_sparse.selection.block_filter import BlockFilter
+from lightning_sparse.strategies import checkpoint
+from lightning_sparse.strategies import ddp as strategy
 
 COLLECTIVES = (
     *("irecv", "isend", "send", "recv", "reduce", "all_reduce", "all_gather", "all_gather_into_tensor"),

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_sparse import DDPHardThresholdStrategy, HardThreshold, SparseDDPStrategy, TopK
-from lightning_sparse.checkpoint import restore
+from lightning_sparse.strategies.checkpoint import restore
 from tests.integration.models import (
     SMALL_BUCKETS_MB,
     Classifier,

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import HardThreshold, register_comm_hook
-from lightning_sparse.checkpoint import collect
+from lightning_sparse.strategies.checkpoint import collect
 from tests.integration.models import (
     SMALL_BUCKETS_MB,
     Classifier,

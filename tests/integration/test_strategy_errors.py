@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 from lightning_sparse import DDPHardThresholdStrategy, HardThreshold, SparseDDPStrategy, TopK
-from lightning_sparse.strategy import register_strategies
+from lightning_sparse.strategies import register_strategies
 
 
 def test_threshold_and_density_together_are_refused() -> None:

@@ -7,8 +7,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_sparse.block_filter import BLOCK_ELEMENTS, CHUNK_ELEMENTS, BlockFilter, repair
-from lightning_sparse.residual import Residual
+from lightning_sparse.selection.block_filter import BLOCK_ELEMENTS, CHUNK_ELEMENTS, BlockFilter, repair
+from lightning_sparse.selection.residual import Residual
 from lightning_sparse.sparsifiers import ThresholdRun
 
 NAN, INF = float("nan"), float("inf")

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from lightning_sparse.exchange.cost_model import Costs
 from lightning_sparse.exchange.forecast import SMALLEST_CAPACITY, Forecast
-from lightning_sparse.payload import CAPACITY_STEP
+from lightning_sparse.exchange.payload import CAPACITY_STEP
 
 
 @given(st.integers(0, 10**6), st.lists(st.integers(0, 10**6), max_size=30), st.integers(0, 10**6))

@@ -15,10 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_sparse import fused_threshold
-from lightning_sparse.fused_threshold import FusedThreshold, is_available
-from lightning_sparse.payload import BLOCK_ELEMENTS, PayloadFormat, round_to_wire
-from lightning_sparse.residual import Residual, compensate, keep_rest
+from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat, round_to_wire
+from lightning_sparse.selection import fused_kernels, fused_threshold
+from lightning_sparse.selection.fused_threshold import FusedThreshold, is_available
+from lightning_sparse.selection.residual import Residual, compensate, keep_rest
 from lightning_sparse.sparsifiers import HardThreshold, LayerLayout, Selection
 from tests.interpreter import INTERPRETED, run_in_interpreter
 
@@ -410,7 +410,8 @@ def test_what_does_not_fit_together_is_refused_before_anything_is_launched(repla
         FusedThreshold().select(**(arguments | replaced))
 
 
-def _import_again():
+def _import_again(monkeypatch):
+    monkeypatch.delitem(sys.modules, fused_kernels.__name__)
     spec = importlib.util.spec_from_file_location("fused_threshold_again", fused_threshold.__file__)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -419,7 +420,7 @@ def _import_again():
 
 def test_without_triton_the_module_can_be_imported_and_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
-    assert not _import_again().is_available(torch.device("cuda"))
+    assert not _import_again(monkeypatch).is_available(torch.device("cuda"))
 
 
 def test_a_broken_triton_is_not_taken_for_a_missing_one(monkeypatch, tmp_path):
@@ -428,7 +429,7 @@ def test_a_broken_triton_is_not_taken_for_a_missing_one(monkeypatch, tmp_path):
     for name in [name for name in sys.modules if name.split(".")[0] == "triton"]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(OSError, match="is broken"):
-        _import_again()
+        _import_again(monkeypatch)
 
 
 def test_a_cpu_has_no_kernels():
@@ -457,10 +458,10 @@ TYPES = {
 @pytest.mark.parametrize(
     ("kernel", "constants"),
     [
-        ("_walk_block", {"out": None, "WIRE": None, "LIMIT": None, "WORDS": 128}),
-        ("_walk_block", {"bits": None, "counts": None, "WIRE": "bfloat16", "LIMIT": 3e38, "WORDS": 128}),
-        ("_pack_block", {"LIMIT": 3e38}),
-        ("_count_before", {}),
+        ("walk_block", {"out": None, "WIRE": None, "LIMIT": None, "WORDS": 128}),
+        ("walk_block", {"bits": None, "counts": None, "WIRE": "bfloat16", "LIMIT": 3e38, "WORDS": 128}),
+        ("pack_block", {"LIMIT": 3e38}),
+        ("count_before", {}),
     ],
 )
 def test_the_kernels_compile_for_a_gpu_that_is_not_there(kernel, constants, monkeypatch, tmp_path):
@@ -470,7 +471,7 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_there(kernel, constants, monk
     from triton.compiler import ASTSource
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    function = getattr(fused_threshold, kernel)
+    function = getattr(fused_kernels, kernel)
     constants = constants | {"BLOCK": BLOCK_ELEMENTS}
     if isinstance(constants.get("WIRE"), str):
         constants["WIRE"] = getattr(triton.language, constants["WIRE"])

@@ -3,7 +3,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_sparse.payload import BLOCK_ELEMENTS, PayloadFormat, round_to_wire, wire_dtype
+from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat, round_to_wire, wire_dtype
 from lightning_sparse.sparsifiers import Selection
 
 WIRE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -6,16 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_sparse import HardThreshold, TopK
-from lightning_sparse.payload import round_to_wire, wire_dtype
-from lightning_sparse.residual import (
-    Residual,
-    ResidualMemory,
-    compensate,
-    in_logical_order,
-    in_memory_order,
-    keep_rest,
-    rescale,
-)
+from lightning_sparse.engine.memory import ResidualMemory
+from lightning_sparse.engine.memory_format import in_logical_order, in_memory_order
+from lightning_sparse.exchange.payload import round_to_wire, wire_dtype
+from lightning_sparse.selection.residual import Residual, compensate, keep_rest, rescale
 from lightning_sparse.sparsifiers import LayerLayout
 from tests.unit.strategies import DTYPES, layouts, thresholds, values
 

@@ -3,8 +3,9 @@ import torch
 from hypothesis import given
 
 from lightning_sparse import AverageDensity, StepStats, TotalError
+from lightning_sparse.engine.step_stats import step_stats
+from lightning_sparse.selection.numbers import LocalNumbers, header_fields, layer_errors, squared_norm
 from lightning_sparse.sparsifiers import LayerLayout
-from lightning_sparse.step_stats import LocalNumbers, header_fields, layer_errors, squared_norm, step_stats
 from tests.unit.strategies import buckets
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_sparse import paper_threshold
-from lightning_sparse.threshold_rules import ThresholdCalibration
+from lightning_sparse.sparsifiers.threshold_rules import ThresholdCalibration
 
 
 def test_the_papers_rule_gives_the_papers_threshold_for_resnet18():

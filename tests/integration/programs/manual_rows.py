@@ -246,7 +246,7 @@ class WithTorchsOwnOptimizer(ManualStudent):
         optimizer.step()
 
     def on_train_end(self) -> None:
-        waiting = getattr(self.trainer.strategy, "_unlogged_steps", ())
+        waiting = getattr(self.trainer.strategy, "step_log", ())
         witness_of(self).said.append(f"waiting to be logged: {len(waiting)}")
 
 

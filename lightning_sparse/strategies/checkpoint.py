@@ -19,20 +19,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_sparse.ddp.sparse_state import SparseState
+from lightning_sparse.engine.memory import Residuals
 from lightning_sparse.exchange import Workers
-from lightning_sparse.residual import Residuals
-from lightning_sparse.sparse_state import SparseState
 
 ResidualCheckpoint = Literal["full", "mean", "none"]
 RESIDUAL_CHECKPOINTS: tuple[ResidualCheckpoint, ...] = ("full", "mean", "none")
 OnWorldSizeChange = Literal["mean", "reset", "error"]
 ON_WORLD_SIZE_CHANGES: tuple[OnWorldSizeChange, ...] = ("mean", "reset", "error")
 KEY = "lightning_sparse"
+KIND = "residuals"
 VERSION = 2
 PATIENCE = 300.0
 """Seconds that a worker waits for all others to come and save. Validation may keep one that long."""
@@ -87,6 +89,15 @@ class WholeFileCheckpointIO(TorchCheckpointIO):
         os.replace(part, path)
 
 
+def wrap_whole(io: CheckpointIO | None) -> CheckpointIO:
+    """Returns what writes files whole: in place of none, or inside of one that wraps another."""
+    if io is None:
+        return WholeFileCheckpointIO()
+    if isinstance(io, _WrappingCheckpointIO):
+        io.checkpoint_io = WholeFileCheckpointIO()  # keeps to what the user has put inside, if any
+    return io
+
+
 def collect(state: SparseState, residual_checkpoint: ResidualCheckpoint, patience: float) -> dict[str, Any] | None:
     """Returns what a checkpoint should hold of all workers, on the first one; None on the others.
 
@@ -128,7 +139,7 @@ def _gathered(
         return {}, "it was saved in the middle of another save"
     state.is_saving = True
     try:
-        if state.is_exchanging or _is_in_trouble():
+        if state.is_exchanging or is_in_trouble():
             patience = min(patience, PATIENCE_IN_TROUBLE)
         status = {"progress": state.settlement.progress, "between optimizer steps": state.is_certain}
         why_not = state.meeting.hold(status, patience).why_not
@@ -176,7 +187,7 @@ def content_without_state(world_size: int) -> dict[str, Any]:
     }
 
 
-def _is_in_trouble() -> bool:
+def is_in_trouble() -> bool:
     """Whether an exception is being handled, or a signal by Lightning."""
     if sys.exc_info()[0] is not None:
         return True
@@ -207,6 +218,8 @@ def restore(state: SparseState, saved: Mapping[str, Any] | None, on_world_size_c
     Raises:
         RuntimeError: the content is of a newer version, or of another number of workers with ``"error"``.
     """
+    if saved is not None and saved.get("kind", KIND) != KIND:
+        saved = None
     if saved is not None and saved["version"] > VERSION:
         raise RuntimeError(
             f"The checkpoint holds residuals in format {saved['version']}, this version of lightning_sparse reads up "
@@ -215,8 +228,8 @@ def restore(state: SparseState, saved: Mapping[str, Any] | None, on_world_size_c
     state.reset()
     if saved is None:
         rank_zero_info(
-            "lightning_sparse: the checkpoint was written without a sparse strategy. Residuals start from zero and, "
-            "with a density, calibration begins."
+            "lightning_sparse: the checkpoint was written without a sparse exchange of gradients. Residuals start from "
+            "zero and, with a density, calibration begins."
         )
         return
     workers = state.workers

@@ -11,10 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse._version import __version__
+from lightning_sparse.ddp.options import ErrorFeedback, ExchangeOptions
+from lightning_sparse.ddp.sparse_state import LearningRates, SparseState
 from lightning_sparse.exchange import ExchangeMode, require_agreement
-from lightning_sparse.options import ErrorFeedback, ExchangeOptions
-from lightning_sparse.payload import ValueDtype
-from lightning_sparse.sparse_state import LearningRates, SparseState
+from lightning_sparse.exchange.payload import ValueDtype
 from lightning_sparse.sparsifiers import Sparsifier
 
 if TYPE_CHECKING:

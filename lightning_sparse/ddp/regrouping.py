@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_sparse.residual import real_numel
+from lightning_sparse.engine.memory_format import real_numel
 
 
 class BucketLike(Protocol):

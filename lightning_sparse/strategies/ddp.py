@@ -1,8 +1,5 @@
-"""Lightning strategies: DDP with a sparse exchange of gradients, and the names under which Trainer finds them."""
+"""Lightning strategies: DDP with a sparse exchange of gradients."""
 
-import difflib
-import inspect
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -10,34 +7,31 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
-from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sparse.checkpoint import (
+from lightning_sparse.ddp.comm_hook import attach, learning_rates_of, loss_scale_of
+from lightning_sparse.ddp.options import ErrorFeedback, ExchangeOptions
+from lightning_sparse.ddp.sparse_state import SparseState
+from lightning_sparse.exchange import ExchangeMode, parameter_settings, require_agreement
+from lightning_sparse.exchange.payload import ValueDtype
+from lightning_sparse.sparsifiers import HardThreshold, Sparsifier
+from lightning_sparse.strategies.arguments import check_ddp_arguments
+from lightning_sparse.strategies.checkpoint import (
     KEY,
     PATIENCE,
     CheckpointOptions,
     OnWorldSizeChange,
     ResidualCheckpoint,
-    WholeFileCheckpointIO,
     collect,
     content_without_state,
     restore,
+    wrap_whole,
 )
-from lightning_sparse.comm_hook import attach, learning_rates_of, loss_scale_of
-from lightning_sparse.exchange import ExchangeMode, parameter_settings, require_agreement
-from lightning_sparse.options import ErrorFeedback, ExchangeOptions
-from lightning_sparse.payload import ValueDtype
-from lightning_sparse.sparse_state import SparseState
-from lightning_sparse.sparsifiers import HardThreshold, Sparsifier, TopK
-from lightning_sparse.step_stats import StepStats
-
-MOST_UNLOGGED = 256
+from lightning_sparse.strategies.step_log import StepLog
 
 
 class SparseDDPStrategy(DDPStrategy):
@@ -70,7 +64,7 @@ class SparseDDPStrategy(DDPStrategy):
             where nothing can notice: in automatic optimization, and if no parameter may stay unused.
 
     Attributes:
-        state: the :class:`~lightning_sparse.sparse_state.SparseState` of the running or last ``fit``, None before.
+        state: the :class:`~lightning_sparse.SparseState` of the running or last ``fit``, None before.
 
     Raises:
         ValueError: an invalid option, or a DDP argument that a sparse exchange cannot honour.
@@ -94,15 +88,14 @@ class SparseDDPStrategy(DDPStrategy):
                 f"Expected a sparsifier such as HardThreshold(threshold=0.01), got {sparsifier!r}. "
                 "For a threshold alone use DDPHardThresholdStrategy(threshold=0.01)."
             )
-        _check_ddp_arguments(kwargs)
+        check_ddp_arguments(kwargs)
         self._checkpoint_options = CheckpointOptions(residual_checkpoint, on_world_size_change)
         self._options = ExchangeOptions(error_feedback, local_clip_norm, value_dtype, exchange)
         super().__init__(**kwargs)
         self.sparsifier = sparsifier
         self.state: SparseState | None = None
         self._per_layer_stats = False
-        # Of exchanges that no step has logged yet; only a loop that logs nothing lets them become many.
-        self._unlogged_steps: deque[StepStats] = deque(maxlen=MOST_UNLOGGED)
+        self.step_log = StepLog()
         self._is_stepping = False
 
     def request_layer_stats(self) -> None:
@@ -142,7 +135,7 @@ class SparseDDPStrategy(DDPStrategy):
     def _register_ddp_hooks(self) -> None:
         # Lightning's own method registers hooks on CUDA only; elsewhere it would silently train densely.
         assert isinstance(self.model, DistributedDataParallel)
-        self._unlogged_steps.clear()
+        self.step_log.clear()
         self.state = attach(
             self.model,
             self.sparsifier,
@@ -151,7 +144,7 @@ class SparseDDPStrategy(DDPStrategy):
             learning_rates=lambda: learning_rates_of(self.optimizers),
             per_layer_stats=self._per_layer_stats,
         )
-        self.state.subscribe(self._unlogged_steps.append)
+        self.state.subscribe(self.step_log.add)
         self.state.settlement.on_step.append(self._on_any_step)
 
     @override
@@ -182,39 +175,13 @@ class SparseDDPStrategy(DDPStrategy):
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
         finally:
             self._is_stepping = False
-        self._log_steps()
+        self.step_log.write(self.lightning_module)
         return output
 
     def _on_any_step(self) -> None:
         # Not all come through the strategy: self.optimizers(use_pl_optimizer=False) hands out torch's own.
         if not self._is_stepping:
-            self._log_steps()
-
-    def _log_steps(self) -> None:
-        """Logs the numbers of the exchanges since the last step, if there are any and Lightning lets us here."""
-        module = self.lightning_module
-        if not self._unlogged_steps or module is None:
-            return
-        if module.trainer.barebones:
-            self._unlogged_steps.clear()  # nobody logs: Lightning would warn of a call that the user never made
-            return
-        allowed = _FxValidator.functions.get(module._current_fx_name or "")
-        if allowed is None:
-            return  # the next step logs these too
-        on_step = True in allowed["allowed_on_step"]
-        # The same numbers on every worker already: no sync_dist, no collective, but at the end of an epoch, where
-        # Lightning warns without. batch_size only stops it from searching the batch for one.
-        for name, value in step_metrics(list(self._unlogged_steps)).items():
-            module.log(
-                name,
-                value,
-                prog_bar=name == "sparse/density",
-                on_step=on_step,
-                on_epoch=not on_step,
-                sync_dist=not on_step,
-                batch_size=1,
-            )
-        self._unlogged_steps.clear()
+            self.step_log.write(self.lightning_module)
 
     @override
     def teardown(self) -> None:
@@ -225,10 +192,7 @@ class SparseDDPStrategy(DDPStrategy):
     @property
     @override
     def checkpoint_io(self) -> CheckpointIO:
-        if self._checkpoint_io is None:
-            self._checkpoint_io = WholeFileCheckpointIO()
-        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
-            self._checkpoint_io.checkpoint_io = WholeFileCheckpointIO()  # keeps to what the user has put inside, if any
+        self._checkpoint_io = wrap_whole(self._checkpoint_io)
         return self._checkpoint_io
 
     @checkpoint_io.setter
@@ -316,79 +280,3 @@ class DDPHardThresholdStrategy(SparseDDPStrategy):
             on_world_size_change=on_world_size_change,
             **kwargs,
         )
-
-
-def step_metrics(steps: list[StepStats]) -> dict[str, float]:
-    """Returns what is logged for one optimizer step, whose gradient may have been exchanged more than once.
-
-    Density is over all exchanges together, payload bytes are their sum, error norm and threshold those of the last.
-    """
-    last = steps[-1]
-    elements = sum(step.num_workers * step.num_elements for step in steps)
-    metrics = {
-        "sparse/density": sum(step.selected for step in steps) / max(elements, 1),
-        "sparse/error_norm": last.error_norm,
-        "sparse/payload_bytes": float(sum(step.payload_bytes for step in steps)),
-    }
-    if last.threshold is not None:
-        metrics["sparse/threshold"] = last.threshold
-    return metrics
-
-
-_REPLACED_ARGUMENTS = {
-    "ddp_comm_hook": "The sparse exchange is the communication hook, and DDP has only one. Use value_dtype='bfloat16' "
-    "to compress values further, or Lightning's DDPStrategy for another hook",
-    "ddp_comm_state": "The sparse exchange keeps its own state. Read it from strategy.state",
-    "ddp_comm_wrapper": "The sparse exchange is not wrapped. Use value_dtype='bfloat16' or 'float16' to send values in "
-    "half precision",
-    "model_averaging_period": "Gradients are exchanged in every step, so there are no models to average. Use "
-    "Lightning's DDPStrategy for post-local SGD",
-    "mixed_precision": "DDP's own mixed precision brings a communication hook of its own. Use "
-    "Trainer(precision='bf16-mixed')",
-    "skip_all_reduce_unused_params": "The hook must see every bucket. Leave it out: a hard threshold sends nothing for "
-    "unused parameters",
-}
-
-
-def _check_ddp_arguments(arguments: dict[str, Any]) -> None:
-    for name, advice in _REPLACED_ARGUMENTS.items():
-        if arguments.get(name):
-            raise ValueError(f"Got {name}={arguments[name]!r}. {advice}.")
-    known = {
-        *inspect.signature(DDPStrategy.__init__).parameters,
-        *inspect.signature(DistributedDataParallel.__init__).parameters,
-    } - {"self", "module", "kwargs", "device_ids"}
-    for name in arguments:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise TypeError(
-                f"Unknown argument {name!r}: neither this strategy, nor Lightning's DDPStrategy, nor "
-                f"DistributedDataParallel of torch {torch.__version__} takes it.{hint}"
-            )
-
-
-def _sparse_ddp(sparsifier_class: type[Sparsifier], **kwargs: Any) -> SparseDDPStrategy:
-    return SparseDDPStrategy(sparsifier_class(), **kwargs)
-
-
-def register_strategies() -> None:
-    """Registers every name with Lightning, in the twelve forms that it has for ``ddp``; again is harmless."""
-    families: dict[str, tuple[Callable[..., SparseDDPStrategy], dict[str, Any]]] = {
-        "ddp_hardthreshold": (DDPHardThresholdStrategy, {}),
-        "ddp_topk": (_sparse_ddp, {"sparsifier_class": TopK}),
-    }
-    start_methods = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
-    for family, (strategy, arguments) in families.items():
-        for suffix, start_method in start_methods.items():
-            for ending, unused in (
-                ("", {}),
-                ("_find_unused_parameters_true", {"find_unused_parameters": True}),
-                ("_find_unused_parameters_false", {"find_unused_parameters": False}),
-            ):
-                name = family + suffix + ending
-                if name not in StrategyRegistry:
-                    description = f"Sparse DDP: {name.removeprefix('ddp_')}, start method {start_method}"
-                    StrategyRegistry.register(
-                        name, strategy, description, start_method=start_method, **arguments, **unused
-                    )

@@ -5,7 +5,7 @@ from math import isfinite
 from typing import Literal
 
 from lightning_sparse.exchange import EXCHANGE_MODES, ExchangeMode
-from lightning_sparse.payload import VALUE_DTYPES, ValueDtype
+from lightning_sparse.exchange.payload import VALUE_DTYPES, ValueDtype
 
 ErrorFeedback = Literal["gradient", "learning_rate", "none"]
 ERROR_FEEDBACKS: tuple[ErrorFeedback, ...] = ("gradient", "learning_rate", "none")

@@ -15,8 +15,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lightning_sparse.payload import round_to_wire
-from lightning_sparse.residual import Residual, keep_rest
+from lightning_sparse.exchange.payload import round_to_wire
+from lightning_sparse.selection.residual import Residual, keep_rest
 from lightning_sparse.sparsifiers import Selection, ThresholdRun
 
 CHUNK_ELEMENTS = 2**18

@@ -1,7 +1,7 @@
 """Taking what this worker sends out of a bucket: p = e + g / S, the selection, and the rest that stays.
 
-Three ways come to the same bits: the hard threshold has one for CPUs (:mod:`lightning_sparse.block_filter`) and one for
-GPUs (:mod:`lightning_sparse.fused_threshold`), every other sparsifier is asked through
+Three ways come to the same bits: the hard threshold has one for CPUs (``block_filter``) and one for
+GPUs (``fused_threshold``), every other sparsifier is asked through
 :meth:`~lightning_sparse.sparsifiers.Sparsifier.select`.
 """
 
@@ -12,14 +12,13 @@ from math import inf, isfinite
 import torch
 from torch import Tensor
 
-from lightning_sparse.block_filter import BlockFilter, repair
 from lightning_sparse.exchange import Shipment, largest_slice
-from lightning_sparse.fused_threshold import FusedThreshold, is_available
-from lightning_sparse.parameter_use import without
-from lightning_sparse.payload import round_to_wire
-from lightning_sparse.residual import Residual, compensate, keep_rest
+from lightning_sparse.exchange.payload import round_to_wire
+from lightning_sparse.selection.block_filter import BlockFilter, repair
+from lightning_sparse.selection.fused_threshold import FusedThreshold, is_available
+from lightning_sparse.selection.numbers import LocalNumbers, layer_errors, squared_norm
+from lightning_sparse.selection.residual import Residual, compensate, keep_rest
 from lightning_sparse.sparsifiers import HardThreshold, LayerLayout, Selection, Sparsifier, ThresholdRun, TopK, in_order
-from lightning_sparse.step_stats import LocalNumbers, layer_errors, squared_norm
 
 
 @dataclass(frozen=True)
@@ -203,3 +202,15 @@ class Extraction:
             ThresholdRun(inf, start, end) if (start, end) in unused else ThresholdRun(threshold, start, end)
             for threshold, start, end in self._sparsifier.runs(bucket.layout, dtype, by_layer=True)
         ]
+
+
+def without(selection: Selection, spans: Sequence[tuple[int, int]], num_elements: int) -> Selection:
+    """Returns the selection without the coordinates in these spans of a bucket of so many elements."""
+    if not spans:
+        return selection
+    indices, values = selection
+    kept = torch.ones(num_elements, dtype=torch.bool, device=indices.device)
+    for start, end in spans:
+        kept[start:end] = False
+    kept = kept[indices]
+    return Selection(indices[kept], values[kept])

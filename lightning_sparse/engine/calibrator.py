@@ -5,9 +5,10 @@ from typing import Any
 
 from lightning.fabric.utilities import rank_zero_info
 
+from lightning_sparse.engine.density_control import DensityControl
+from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.sparsifiers import HardThreshold, Sparsifier
-from lightning_sparse.step_stats import StepStats
-from lightning_sparse.threshold_rules import ThresholdCalibration
+from lightning_sparse.sparsifiers.threshold_rules import ThresholdCalibration
 
 
 class Calibrator:
@@ -16,12 +17,15 @@ class Calibrator:
     Args:
         sparsifier: whose λ is set.
         speaks: whether to say the result.
+        holds_density: whether λ is corrected from then on, so that the average volume meets the density.
     """
 
-    def __init__(self, sparsifier: Sparsifier, *, speaks: bool) -> None:
+    def __init__(self, sparsifier: Sparsifier, *, speaks: bool, holds_density: bool) -> None:
         self._sparsifier = sparsifier if isinstance(sparsifier, HardThreshold) else None
         self._speaks = speaks
+        self._holds_density = holds_density
         self._running: ThresholdCalibration | None = None
+        self._control: DensityControl | None = None
         self.begin()
 
     @property
@@ -31,14 +35,20 @@ class Calibrator:
 
     def begin(self) -> None:
         """Forgets a calibrated λ and begins anew."""
-        self._running = None
+        self._running = self._control = None
         if self._sparsifier is not None and self._sparsifier.density is not None:
             self._sparsifier.forget_calibration()
+            if self._holds_density:
+                self._control = DensityControl(self._sparsifier.density)
             self._running = ThresholdCalibration(self._sparsifier.density, self._sparsifier.calibration_steps)
 
     def observe(self, stats: StepStats) -> None:
-        """Adds the numbers of a step; fixes λ with the last of them."""
-        if self._running is None or self._sparsifier is None:
+        """Adds the numbers of a step; fixes λ with the last that calibration needs, and corrects it after that."""
+        if self._sparsifier is None:
+            return
+        if self._running is None:
+            if self._control is not None and self._sparsifier.threshold:
+                self._sparsifier.fix_threshold(self._control.corrected(self._sparsifier.threshold, stats.density))
             return
         self._running.observe(stats.squared_gradient_norm)
         if self._running.is_complete:
@@ -56,6 +66,7 @@ class Calibrator:
         return {
             "threshold": None if self._sparsifier is None else self._sparsifier.threshold,
             "calibration": None if self._running is None else self._running.state_dict(),
+            "control": None if self._control is None else self._control.state_dict(),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -63,5 +74,7 @@ class Calibrator:
         if self._sparsifier is not None and saved["threshold"] is not None:
             self._sparsifier.fix_threshold(saved["threshold"])
             self._running = None
+            if self._control is not None and saved.get("control") is not None:
+                self._control.load_state_dict(saved["control"])
         elif self._running is not None and saved["calibration"] is not None:
             self._running.load_state_dict(saved["calibration"])

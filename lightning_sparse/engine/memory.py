@@ -1,27 +1,16 @@
 """Error-feedback memory: what earlier steps did not send, one residual per parameter, and how it was before."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
+from lightning_sparse.engine.memory_format import in_logical_order, in_memory_order, zero_residual
+from lightning_sparse.selection.residual import Residual
 from lightning_sparse.sparsifiers import LayerLayout
 
 Residuals = dict[str, Tensor]
 """By parameter name, flat."""
-
-
-class Residual(NamedTuple):
-    """A bucket's residual on its way through a backward, flat: float32, or float64 where the gradient is.
-
-    Attributes:
-        before: e, what is read.
-        after: what p = e + g and then e' are formed in; may be the same memory.
-    """
-
-    before: Tensor
-    after: Tensor
 
 
 class ResidualMemory:
@@ -34,7 +23,7 @@ class ResidualMemory:
                           │       │      │            views by name
         iteration 1   [ fc | conv2 ]  [ conv1 ]       copied layer by layer, once; the old tensors are freed
 
-    A backward must be undone if no optimizer ever steps on its gradient (:mod:`lightning_sparse.settlement`), so it
+    A backward must be undone if no optimizer ever steps on its gradient (:mod:`lightning_sparse.ddp.settlement`), so it
     reads one tensor and writes the other, and what is *settled* stays as it was. A step turns the two round::
 
         backward      settled e ── + g, − out ──▶ open e'
@@ -199,7 +188,7 @@ class _Bucket:
         if self.settled is self.other:
             return
         # Nothing was added to or sent of what was not reached: there is nothing to be undone, nor to wait for.
-        idle = unused - self.open
+        idle = (unused & set(self.layout.names)) - self.open
         self.in_other = idle
         self.open = set(self.layout.names) - idle
 
@@ -208,117 +197,3 @@ class _Bucket:
 
     def latest_part(self, name: str, start: int, end: int) -> Tensor:
         return (self.other if name in self.in_other or name in self.open else self.settled)[start:end]
-
-
-def compensate(residual: Residual, gradient: Tensor, loss_scale: Tensor | None = None) -> Tensor:
-    """Returns the compensated gradient p = e + g / S, formed in ``residual.after``.
-
-    Args:
-        residual: e; shapes (m,).
-        gradient: g of the same bucket in any floating dtype, shape (m,). Not modified.
-        loss_scale: S, one element on the same device; None is 1.
-    """
-    unscaled = gradient if loss_scale is None else gradient.to(residual.before.dtype) / loss_scale
-    return torch.add(residual.before, unscaled, out=residual.after)
-
-
-def keep_rest(compensated: Tensor, indices: Tensor, sent: Tensor) -> Tensor:
-    """Returns the residual e' = p − out, formed in the compensated gradient's memory.
-
-    Where a non-finite value was sent the residual restarts from 0: infinity minus infinity is no number to keep.
-
-    Args:
-        compensated: p, shape (m,). Becomes e'.
-        indices: int64, shape (k,), unique: the selected coordinates.
-        sent: out at those places, shape (k,), the compensated gradient's dtype.
-    """
-    rest = compensated.index_select(0, indices) - sent
-    compensated[indices] = torch.where(rest.isfinite(), rest, torch.zeros_like(rest))
-    return compensated
-
-
-def rescale(residual: Tensor, layout: LayerLayout, factors: Mapping[str, float]) -> Tensor:
-    """Multiplies the residual of each layer by its factor, in place; a layer without one keeps its residual.
-
-    Args:
-        residual: e of a bucket, shape (layout.num_elements,).
-        layout: its layers.
-        factors: a factor per parameter name, for example lr_{t-1} / lr_t (Algorithm 1 of Sahu et al., NeurIPS 2021,
-            keeps its residual in units of the learning rate).
-    """
-    values = [factors.get(name, 1.0) for name in layout.names]
-    if values and all(value == values[0] for value in values):
-        return residual if values[0] == 1.0 else residual.mul_(values[0])
-    for value, (_, start, end) in zip(values, layout.spans(), strict=True):
-        if value != 1.0:
-            residual[start:end].mul_(value)
-    return residual
-
-
-def real_numel(parameter: Tensor) -> int:
-    """Returns how many real numbers a parameter's gradient has in DDP's buckets: two an element if it is complex."""
-    return parameter.numel() * (2 if parameter.is_complex() else 1)
-
-
-def zero_residual(parameter: Tensor) -> Tensor:
-    """Returns the residual of a parameter that no backward has reached."""
-    dtype = torch.float64 if parameter.dtype in (torch.float64, torch.complex128) else torch.float32
-    return torch.zeros(real_numel(parameter), dtype=dtype, device=parameter.device)
-
-
-def require_strides(names: Sequence[str], parameters: Sequence[Tensor], strides: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises if a parameter no longer lies in memory as it did when DDP made its buckets, in whose order residuals are.
-
-    Raises:
-        RuntimeError: names the first such parameter and says what to do.
-    """
-    for name, parameter in zip(names, parameters, strict=True):
-        if parameter.stride() != strides.get(name, parameter.stride()):
-            raise RuntimeError(
-                f"The parameter {name!r} has strides {tuple(parameter.stride())}, and had {tuple(strides[name])} when "
-                "the model was wrapped in DDP. Change the memory format before that: in __init__, configure_model or "
-                "setup, or before fit."
-            )
-
-
-def is_dense(parameter: Tensor) -> bool:
-    """Returns whether a parameter fills its memory without gaps or overlaps, in whatever order of its dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
-
-
-def in_logical_order(residual: Tensor, parameter: Tensor) -> Tensor:
-    """Returns a residual in the order of its parameter's indices, whatever the parameter's memory format.
-
-    DDP lays a gradient out as its parameter lies in memory (``channels_last``, transposed). A checkpoint must not.
-
-    Args:
-        residual: flat, as it is in a bucket; two numbers an element where the parameter is complex.
-        parameter: whose it is.
-    """
-    if parameter.is_contiguous() or not is_dense(parameter):
-        return residual
-    return _as_laid_out(residual, parameter).flatten(0, parameter.dim() - 1).flatten()
-
-
-def in_memory_order(residual: Tensor, parameter: Tensor) -> Tensor:
-    """Returns a residual as DDP lays it out in a bucket; the inverse of :func:`in_logical_order`."""
-    if parameter.is_contiguous() or not is_dense(parameter):
-        return residual
-    laid_out = torch.empty_like(residual)
-    view = _as_laid_out(laid_out, parameter)
-    view.copy_(residual.view(view.shape))
-    return laid_out
-
-
-def _as_laid_out(flat: Tensor, parameter: Tensor) -> Tensor:
-    """Returns a view of shape parameter.shape, with a last dimension of 2 more where the parameter is complex."""
-    if parameter.is_complex():
-        strides = [2 * stride for stride in parameter.stride()]
-        return flat.as_strided([*parameter.shape, 2], [*strides, 1])
-    return flat.as_strided(parameter.shape, parameter.stride())

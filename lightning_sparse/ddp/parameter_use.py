@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.exchange import Workers
-from lightning_sparse.sparsifiers import LayerLayout, Selection
+from lightning_sparse.sparsifiers import LayerLayout
 
 
 class ParameterUse:
@@ -72,25 +72,21 @@ class ParameterUse:
                 marks[place] = self._old[name].any()
         return marks
 
-    def end(self, layouts: Sequence[LayerLayout], headers: Sequence[Tensor]) -> tuple[list[Tensor], set[str], set[str]]:
-        """Returns all headers without marks, the names that any worker used, and those of them with old gradients.
+    def end(self, layouts: Sequence[LayerLayout], notes: Sequence[Tensor]) -> tuple[set[str], set[str]]:
+        """Returns the names that any worker used, and those of them of which others have old gradients.
 
         Args:
             layouts: of the buckets.
-            headers: of each bucket all workers' headers, on the CPU: shape (n, H + 2 L).
+            notes: of each bucket all workers' :meth:`marks`, on the CPU: shape (n, 2 L).
         """
         self._used.clear()
         used: set[str] = set()
         kept: set[str] = set()
-        fields = []
-        for layout, header in zip(layouts, headers, strict=True):
-            num_layers = len(layout.names)
-            own, marks = torch.split(header, [header.shape[1] - 2 * num_layers, 2 * num_layers], dim=1)
-            fields.append(own)
-            counts = marks.sum(0).tolist()
-            used.update(name for name, count in zip(layout.names, counts[:num_layers], strict=True) if count)
-            kept.update(name for name, count in zip(layout.names, counts[num_layers:], strict=True) if count)
-        return fields, used, kept & used
+        for layout, marks in zip(layouts, notes, strict=True):
+            counts = marks.sum(0).view(2, len(layout.names)).tolist()
+            for names, of_names in zip((used, kept), counts, strict=True):
+                names.update(name for name, count in zip(layout.names, of_names, strict=True) if count)
+        return used, kept & used
 
     def add_old(self, workers: Workers, names: set[str], layout: LayerLayout, average: Tensor) -> int:
         """Adds the mean of the workers' old gradients to a bucket's average; returns the bytes handed to a collective.
@@ -127,18 +123,6 @@ class ParameterUse:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-
-
-def without(selection: Selection, spans: Sequence[tuple[int, int]], num_elements: int) -> Selection:
-    """Returns the selection without the coordinates in these spans of a bucket of so many elements."""
-    if not spans:
-        return selection
-    indices, values = selection
-    kept = torch.ones(num_elements, dtype=torch.bool, device=indices.device)
-    for start, end in spans:
-        kept[start:end] = False
-    kept = kept[indices]
-    return Selection(indices[kept], values[kept])
 
 
 def _note(used: set[str], name: str, parameter: Tensor) -> None:

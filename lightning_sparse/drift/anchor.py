@@ -1,0 +1,105 @@
+"""The anchor: the weights that all workers share, beside which each worker's own have drifted."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.sparsifiers import LayerLayout
+
+BUCKET_ELEMENTS = 25 * 2**18
+"""25 MiB of float32, as DDP's buckets. A parameter is never cut, so one that is larger has a bucket of its own."""
+
+
+@dataclass
+class AnchorBucket:
+    """Some parameters, and the flat tensors that belong to them; all of shape (layout.num_elements,).
+
+    Attributes:
+        index: its place in the order that all workers keep to.
+        layout: the parameters' names and sizes; a complex number is two coordinates.
+        parameters: this worker's θ.
+        anchor: x, the same bits on all workers: float32, or float64 where parameters are.
+        drift: where x − θ is formed, and after it the average.
+        kept: what was not sent.
+        zeros: as many, or more.
+    """
+
+    index: int
+    layout: LayerLayout
+    parameters: list[Tensor]
+    anchor: Tensor
+    drift: Tensor
+    kept: Tensor
+    zeros: Tensor
+    _views: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def read(self, out: Tensor) -> Tensor:
+        """Copies the parameters into a flat tensor, each in the order of its indices."""
+        torch._foreach_copy_(self._parts(out), [as_real(one.detach()) for one in self.parameters])
+        return out
+
+    @torch.no_grad()
+    def write(self, values: Tensor) -> None:
+        """Copies a flat tensor into the parameters."""
+        torch._foreach_copy_([as_real(one.detach()) for one in self.parameters], self._parts(values))
+
+    def by_name(self, values: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yields name and part of a flat tensor, each a view."""
+        for name, start, end in self.layout.spans():
+            yield name, values[start:end]
+
+    def _parts(self, values: Tensor) -> list[Tensor]:
+        key = values.data_ptr()
+        if key not in self._views:
+            if len(self._views) > 8:
+                self._views.clear()
+            parts = torch.split(values, list(self.layout.sizes))
+            shapes = [as_real(one.detach()).shape for one in self.parameters]
+            self._views[key] = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        return self._views[key]
+
+
+def lay_out(parameters: Mapping[str, Tensor], first_index: int = 0) -> list[AnchorBucket]:
+    """Returns buckets for parameters, with anchors that are what they are now.
+
+    Args:
+        parameters: by name, in the same order on all workers.
+        first_index: of the first bucket.
+    """
+    groups: dict[tuple[torch.dtype, torch.device], list[list[str]]] = {}
+    for name, parameter in parameters.items():
+        runs = groups.setdefault((anchor_dtype(parameter), parameter.device), [[]])
+        room = BUCKET_ELEMENTS - sum(as_real(parameters[one]).numel() for one in runs[-1])
+        if runs[-1] and as_real(parameter).numel() > room:
+            runs.append([])
+        runs[-1].append(name)
+    buckets: list[AnchorBucket] = []
+    for (dtype, device), runs in groups.items():
+        sizes = [sum(as_real(parameters[name]).numel() for name in names) for names in runs]
+        zeros = torch.zeros(max(sizes), dtype=dtype, device=device)
+        for names, size in zip(runs, sizes, strict=True):
+            layout = LayerLayout(tuple(names), tuple(as_real(parameters[name]).numel() for name in names))
+            anchor, drift, kept = (torch.zeros(size, dtype=dtype, device=device) for _ in range(3))
+            bucket = AnchorBucket(
+                first_index + len(buckets), layout, [parameters[name] for name in names], anchor, drift, kept, zeros
+            )
+            bucket.read(anchor)
+            buckets.append(bucket)
+    return buckets
+
+
+def anchor_dtype(parameter: Tensor) -> torch.dtype:
+    """Returns float64 where a parameter is that or complex128, else float32, also for half precisions."""
+    return torch.float64 if parameter.dtype in (torch.float64, torch.complex128) else torch.float32
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Returns a view with a last dimension of two more where the tensor is complex."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def drifting(named: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Returns the parameters that training moves, each once."""
+    return {name: one for name, one in named if one.requires_grad}

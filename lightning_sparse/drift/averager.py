@@ -1,0 +1,283 @@
+"""Every worker steps its own optimizer; what is exchanged is how far its weights have drifted from what all share.
+
+All workers share an anchor x. Every ``every_n_steps`` optimizer steps, on worker i::
+
+    p_i = x − θ_i                    its drift: what it did on its own, and what it has not sent yet
+    sent_i = p_i where |p_i| >= λ    e_i = p_i − sent_i
+    x ← x − outer((1/n) Σ_j sent_j)  the same bits on all workers
+    θ_i ← x − e_i                    nobody waits for what it has not sent
+
+So after an exchange no worker's weight is λ or more from the anchor, and nothing is lost: what was not sent is in the
+worker's own weights. A threshold on gradients hands Adam rare large lumps, which it normalises away; here Adam sees its
+own worker's gradients as they come.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_sparse._version import __version__
+from lightning_sparse.drift.anchor import as_real, drifting
+from lightning_sparse.drift.drift_exchange import DriftExchange
+from lightning_sparse.drift.options import DriftOptions
+from lightning_sparse.engine import Engine, StepStats
+from lightning_sparse.exchange import Meeting, Workers, parameter_settings, require_agreement
+from lightning_sparse.sparsifiers import Sparsifier
+
+
+class SparseModelAverager:
+    """Local training with a sparse exchange, for a module that is *not* wrapped in DistributedDataParallel.
+
+    Call :meth:`step` after every optimizer step, on all workers alike, also where a worker's own step was skipped.
+
+    Example::
+
+        averager = SparseModelAverager(model, HardThreshold(density=0.01), DriftOptions(every_n_steps=8))
+        for batch in loader:
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            averager.step()
+        with averager.averaged_weights():
+            validate(model)
+
+    Args:
+        module: the model, on its device. All workers take the first one's weights and buffers. Collective.
+        sparsifier: chooses what is sent of drifts, λ in the parameters' own units; copied.
+        options: see :class:`DriftOptions`.
+        group: the process group; None is the default group.
+        per_layer_stats: whether to report density and error of every layer.
+
+    Attributes:
+        num_steps: how often :meth:`step` was called.
+
+    Raises:
+        RuntimeError: workers disagree on the settings or the model (on every worker).
+        ValueError: a module that DDP wraps, or one without parameters to train.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sparsifier: Sparsifier,
+        options: DriftOptions | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        per_layer_stats: bool = False,
+    ) -> None:
+        self.options = DriftOptions() if options is None else options
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise ValueError(
+                "The module is wrapped in DistributedDataParallel, which averages gradients. Give its own."
+            )
+        if not drifting(list(module.named_parameters())):
+            raise ValueError("The module has no parameter that requires a gradient: there is nothing to average.")
+        require_agreement(
+            parameter_settings(module)
+            | sparsifier.settings()
+            | self.options.settings()
+            | {"per_layer_stats": per_layer_stats, "lightning_sparse": __version__, "torch": str(torch.__version__)},
+            group,
+        )
+        self._module = module
+        self._engine = Engine(
+            sparsifier,
+            group=group,
+            exchange=self.options.exchange,
+            value_dtype=self.options.value_dtype,
+            per_layer_stats=per_layer_stats,
+            holds_density=True,
+        )
+        self.meeting = Meeting(self.workers)
+        self.workers.broadcast([one.detach() for one in (*module.parameters(), *module.buffers())])
+        self._exchange = DriftExchange(module, self._engine, self.options)
+        self.num_steps = 0
+        self._own: list[Tensor] | None = None
+
+    @property
+    def is_exchanging(self) -> bool:
+        """Whether an exchange has begun to change weights and has not ended, or was broken off."""
+        return self._exchange.is_changing
+
+    @property
+    def largest_drift(self) -> float:
+        """The largest distance of any worker's weight from the anchor, just before the last exchange."""
+        return self._exchange.largest_drift
+
+    @property
+    def workers(self) -> Workers:
+        """The workers that take part."""
+        return self._engine.workers
+
+    @property
+    def sparsifier(self) -> Sparsifier:
+        """The averager's own sparsifier; a calibrated λ is in it."""
+        return self._engine.sparsifier
+
+    @property
+    def last_step(self) -> StepStats | None:
+        """The numbers of the last exchange, None before the first."""
+        return self._engine.last_step
+
+    def subscribe(self, receiver: Callable[[StepStats], None]) -> None:
+        """Calls the receiver with the numbers of every exchange when it is over; it must not communicate."""
+        self._engine.subscribe(receiver)
+
+    def close(self) -> None:
+        """Ends groups of the averager's own."""
+        self._engine.close()
+        self.meeting.close()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Counts an optimizer step, and exchanges drifts after every ``every_n_steps`` of them. Collective."""
+        self.num_steps += 1
+        self._exchange.land()
+        if self.num_steps % self.options.every_n_steps:
+            return
+        self._exchange.depart()
+        if not self.options.overlap:
+            self._exchange.land()
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Applies what is still travelling with ``overlap=True``. Collective."""
+        self._exchange.land()
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Within it all workers have the same weights, the mean of theirs; after it their own again. Collective.
+
+        For validation, test, predict and what is saved. One dense exchange of weights and floating-point buffers.
+        """
+        self.take_mean()
+        try:
+            yield
+        finally:
+            self.give_back()
+
+    @torch.no_grad()
+    def take_mean(self) -> None:
+        """Gives the module the mean of all workers' weights and buffers, and keeps its own apart. Collective."""
+        if self._own is None:
+            self.flush()
+            tensors = self._moving()
+            self._own = [one.clone() for one in tensors.values()]
+            self.workers.average(list(tensors.values()))
+
+    @torch.no_grad()
+    def give_back(self) -> None:
+        """Gives the module its own weights and buffers back."""
+        if self._own is not None:
+            for one, own in zip(self._moving().values(), self._own, strict=True):
+                one.copy_(own)
+            self._own = None
+
+    # What is saved.
+
+    @torch.no_grad()
+    def mean_weights(self, workers: Workers) -> dict[str, Tensor]:
+        """Returns the mean of all workers' weights and buffers by name. Collective.
+
+        Args:
+            workers: the same workers, perhaps in another group.
+        """
+        moving = self._moving()
+        if self._own is not None:
+            return moving
+        self.flush()
+        means = {name: one.clone() for name, one in moving.items()}
+        workers.average(list(means.values()))
+        return means
+
+    def own_state(self) -> dict[str, Any]:
+        """Returns copies of what this worker alone has: its weights, and what it keeps apart of its drift."""
+        self.flush()
+        weights = self._own if self._own is not None else list(self._moving().values())
+        state: dict[str, Any] = {
+            "weights": {name: one.cpu().clone() for name, one in zip(self._moving(), weights, strict=True)}
+        }
+        if not self.options.keep_drift:
+            state["kept"] = self._exchange.by_name(lambda bucket: bucket.kept)
+        return state
+
+    @torch.no_grad()
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Continues from what :meth:`own_state` returned, as far as the module still has it."""
+        moving = self._moving()
+        for name, one in state.get("weights", {}).items():
+            if name in moving and moving[name].shape == one.shape:
+                moving[name].copy_(one)
+        self._exchange.copy_by_name(state.get("kept", {}), lambda bucket: bucket.kept)
+
+    def shared_state(self) -> dict[str, Any]:
+        """Returns what is the same on every worker, in plain containers and copies."""
+        return self._engine.shared_state() | self._exchange.state_dict() | {"num_steps": self.num_steps}
+
+    @torch.no_grad()
+    def load_shared_state(self, saved: Mapping[str, Any], *, same_world_size: bool) -> None:
+        """Continues from what :meth:`shared_state` returned in another run.
+
+        Args:
+            saved: the other run's.
+            same_world_size: whether it had as many workers. If not, the anchor is what the module's weights are now.
+        """
+        self._engine.load_shared_state(saved, same_world_size=same_world_size)
+        self.num_steps = saved["num_steps"]
+        self._exchange.load_state_dict(saved, with_anchor=same_world_size)
+
+    def restart(self) -> None:
+        """Returns to before the first step, with the module's weights of now as the anchor. Not collective."""
+        self._engine.reset()
+        self._own = None
+        self._exchange.restart()
+        self.num_steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns all that this worker needs to go on exactly, for loops without a Trainer: save one file a worker.
+
+        Plain containers and copies, which ``torch.load(weights_only=True)`` reads. Collective with ``overlap=True``.
+        """
+        own = self.own_state()
+        return {
+            "world_size": self.workers.num_workers,
+            "rank": self.workers.rank,
+            "shared": self.shared_state(),
+            "own": own,
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Continues from what :meth:`state_dict` returned on the worker of the same rank; gives the module its weights.
+
+        Raises:
+            RuntimeError: it is of another rank or of another number of workers.
+        """
+        here = {"world_size": self.workers.num_workers, "rank": self.workers.rank}
+        if {name: saved[name] for name in here} != here:
+            raise RuntimeError(
+                f"This state is of rank {saved['rank']} of {saved['world_size']} workers, and this is rank "
+                f"{here['rank']} of {here['world_size']}. Load the file of the same rank, or begin with the mean of "
+                "all files' weights."
+            )
+        self.restart()
+        self.load_shared_state(saved["shared"], same_world_size=True)
+        self.load_own_state(saved["own"])
+
+    def anchor(self) -> dict[str, Tensor]:
+        """Returns x by parameter name: the weights' shapes, views of what later exchanges change."""
+        shapes = dict(self._module.named_parameters())
+        return {
+            name: part.view(as_real(shapes[name].detach()).shape)
+            for bucket in self._exchange.buckets
+            for name, part in bucket.by_name(bucket.anchor)
+        }
+
+    def _moving(self) -> dict[str, Tensor]:
+        """What training moves: anchored parameters, and floating-point buffers."""
+        parameters = {name: one for name, one in self._module.named_parameters() if name in self._exchange.names}
+        buffers = {name: one for name, one in self._module.named_buffers() if one.is_floating_point()}
+        return {name: one.detach() for name, one in (parameters | buffers).items()}

@@ -1,0 +1,166 @@
+"""One exchange of drifts: what departs, and what becomes of anchor and weights when the average is there."""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import rank_zero_warn
+from torch import Tensor, nn
+
+from lightning_sparse.drift.anchor import AnchorBucket, drifting, lay_out
+from lightning_sparse.drift.options import DriftOptions
+from lightning_sparse.engine import Engine, FlatBucket
+from lightning_sparse.selection.residual import Residual
+
+
+class DriftExchange:
+    """The anchors of a module's parameters, and how drifts from them are exchanged.
+
+    Args:
+        module: whose parameters are anchored, as they are when they first require a gradient.
+        engine: exchanges.
+        options: see :class:`DriftOptions`.
+
+    Attributes:
+        buckets: the anchored parameters.
+        names: of these.
+        is_changing: whether an exchange has begun to change weights and has not ended, or was broken off.
+        largest_drift: the largest distance of any worker's weight from the anchor, just before the last exchange.
+    """
+
+    def __init__(self, module: nn.Module, engine: Engine, options: DriftOptions) -> None:
+        self.options = options
+        self.buckets: list[AnchorBucket] = []
+        self.names: set[str] = set()
+        self.is_changing = False
+        self.largest_drift = 0.0
+        self._module, self._engine = module, engine
+        self._outer: torch.optim.Optimizer | None = None
+        self._flight: list[FlatBucket] = []
+        self._starts: list[Tensor] = []
+        self._take_in(self._new())
+
+    def depart(self) -> None:
+        """Takes out of the drifts what is sent, and starts its exchange. Collective."""
+        self.is_changing = True
+        self._take_in(self._new())
+        self._engine.begin()
+        for bucket in self.buckets:
+            bucket.read(bucket.drift)
+            if self.options.overlap:
+                self._starts.append(bucket.drift.clone())
+            torch.sub(bucket.anchor, bucket.drift, out=bucket.drift)
+            if self.options.keep_drift:
+                residual = Residual(bucket.zeros[: bucket.kept.numel()], bucket.kept)
+            else:
+                residual = Residual(bucket.kept.mul_(self.options.drift_decay), bucket.kept)
+            largest = torch.linalg.vector_norm(bucket.drift, float("inf")).double().view(1)
+            is_last = bucket is self.buckets[-1]
+            one = FlatBucket(bucket.index, bucket.layout, bucket.drift, residual, is_last, notes=largest)
+            self._flight.append(one)
+            self._engine.add(one)
+        self._average_buffers()
+        self.is_changing = False
+
+    def land(self) -> None:
+        """Moves the anchor by the average of what was sent, and this worker along with it. Collective.
+
+        Does nothing where nothing was sent off.
+        """
+        if not self._flight:
+            return
+        self.is_changing = True
+        flight, self._flight = self._flight, []
+        starts, self._starts = self._starts, []
+        notes = self._engine.finish()
+        self.largest_drift = max(float(one.max()) for one in notes)
+        self._move_anchor([one.average for one in flight])
+        for place, bucket in enumerate(self.buckets):
+            target = bucket.anchor
+            if self.options.keep_drift:
+                target = torch.sub(bucket.anchor, bucket.kept, out=bucket.drift)
+            if starts:  # it went on in the meantime
+                since = bucket.read(torch.empty_like(target)).sub_(starts[place])
+                target = since.add_(target)
+            bucket.write(target)
+        self._engine.account(dense_exchanges=self.options.every_n_steps)
+        self.is_changing = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what is the same on every worker, in plain containers and copies."""
+        return {
+            "anchor": self.by_name(lambda bucket: bucket.anchor),
+            "layout": [list(bucket.layout.names) for bucket in self.buckets],
+            "outer": None if self._outer is None else copy.deepcopy(self._outer.state_dict()),
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any], *, with_anchor: bool) -> None:
+        """Continues from what :meth:`state_dict` returned in another run.
+
+        Args:
+            saved: the other run's.
+            with_anchor: False leaves the anchor what it is.
+        """
+        if with_anchor:
+            self.copy_by_name(saved["anchor"], lambda bucket: bucket.anchor)
+        if self._outer is not None and saved["outer"] is not None:
+            if saved["layout"] == [list(bucket.layout.names) for bucket in self.buckets]:
+                self._outer.load_state_dict(saved["outer"])
+            else:
+                rank_zero_warn(
+                    "lightning_sparse: the model is not the one of the checkpoint, so the outer optimizer begins anew."
+                )
+
+    def restart(self) -> None:
+        """Makes the weights of now the anchor, and forgets what came before. Not collective."""
+        self._flight, self._starts = [], []
+        for bucket in self.buckets:
+            bucket.read(bucket.anchor)
+            bucket.kept.zero_()
+
+    def by_name(self, tensor_of: Callable[[AnchorBucket], Tensor]) -> dict[str, Tensor]:
+        """Returns copies on the CPU, each flat, in the order of the parameter's indices."""
+        parts = (part for bucket in self.buckets for part in bucket.by_name(tensor_of(bucket)))
+        return {name: part.cpu().clone() for name, part in parts}
+
+    def copy_by_name(self, saved: Mapping[str, Tensor], tensor_of: Callable[[AnchorBucket], Tensor]) -> None:
+        """Copies what :meth:`by_name` returned, as far as it still fits."""
+        for bucket in self.buckets:
+            for name, part in bucket.by_name(tensor_of(bucket)):
+                if name in saved and saved[name].numel() == part.numel():
+                    part.copy_(saved[name])
+
+    def _move_anchor(self, averages: list[Tensor]) -> None:
+        if self._outer is None:
+            for bucket, average in zip(self.buckets, averages, strict=True):
+                bucket.anchor.sub_(average)
+            return
+        for bucket, average in zip(self.buckets, averages, strict=True):
+            bucket.anchor.grad = average
+        self._outer.step()
+        for bucket in self.buckets:
+            bucket.anchor.grad = None
+
+    def _average_buffers(self) -> None:
+        self._engine.workers.average([one for one in self._module.buffers() if one.is_floating_point()])
+
+    def _new(self) -> dict[str, Tensor]:
+        named = drifting(list(self._module.named_parameters()))
+        return {name: one for name, one in named.items() if name not in self.names}
+
+    def _take_in(self, parameters: dict[str, Tensor]) -> None:
+        """Anchors parameters, the first time they require a gradient; what they have drifted by then is averaged."""
+        if not parameters:
+            return
+        if self.names:
+            self._engine.workers.average([one.detach() for one in parameters.values()])
+        self.names |= parameters.keys()
+        new = lay_out(parameters, len(self.buckets))
+        self.buckets += new
+        if self.options.outer_optimizer is not None:
+            anchors = [bucket.anchor for bucket in new]
+            if self._outer is None:
+                self._outer = self.options.outer_optimizer(anchors)
+            else:
+                self._outer.add_param_group({"params": anchors})

@@ -1,0 +1,76 @@
+"""The words that can be chosen for local training with a sparse exchange of drifts, checked when they are made."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from math import isfinite
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_sparse.exchange import EXCHANGE_MODES, ExchangeMode
+from lightning_sparse.exchange.payload import VALUE_DTYPES, ValueDtype
+
+OuterOptimizer = Callable[[Iterable[Tensor]], Optimizer]
+
+
+@dataclass(frozen=True)
+class DriftOptions:
+    """How drifts are exchanged.
+
+    Args:
+        every_n_steps: optimizer steps from one exchange to the next, at least 1.
+        keep_drift: True leaves each worker where it is but for what was sent: θ_i = x − e_i. False takes every worker
+            back to the anchor, θ_i = x, and keeps e_i apart, to be added to the next drift (SparseLoCo: Sarfi et al.,
+            *Communication efficient LLM pre-training with SparseLoCo*, 2025, arXiv:2508.15706).
+        drift_decay: β, by which e_i is multiplied before the next drift is added, in (0, 1]; with ``keep_drift=False``.
+        outer_optimizer: makes the optimizer that moves the anchor by the average drift, as if that were its gradient;
+            None subtracts it. DiLoCo (Douillard et al., 2023, arXiv:2311.08105):
+            ``partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``.
+        overlap: whether what was sent travels while the next step is computed, and is applied one step late.
+        value_dtype: what values travel in. What rounding to a half precision leaves is kept.
+        exchange: the route, as for gradients.
+
+    Raises:
+        ValueError: a number or a word that is not allowed, or two that do not go together.
+    """
+
+    every_n_steps: int = 1
+    keep_drift: bool = True
+    drift_decay: float = 1.0
+    outer_optimizer: OuterOptimizer | None = None
+    overlap: bool = False
+    value_dtype: ValueDtype = "float32"
+    exchange: ExchangeMode = "auto"
+
+    def __post_init__(self) -> None:
+        every = self.every_n_steps
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"Invalid every_n_steps={every!r}. Must be a whole number of at least 1.")
+        if not (isfinite(self.drift_decay) and 0 < self.drift_decay <= 1):
+            raise ValueError(f"Invalid drift_decay={self.drift_decay!r}. Must be within (0, 1].")
+        if self.keep_drift and self.drift_decay != 1:
+            raise ValueError(
+                f"Got drift_decay={self.drift_decay} with keep_drift=True, where drifts are the weights' own and "
+                "cannot decay. Use keep_drift=False, or leave drift_decay out."
+            )
+        if self.outer_optimizer is not None and not callable(self.outer_optimizer):
+            raise ValueError(
+                f"Invalid outer_optimizer={self.outer_optimizer!r}. Must be a function of parameters, such as "
+                "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)."
+            )
+        for name, allowed in (("value_dtype", VALUE_DTYPES), ("exchange", EXCHANGE_MODES)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"Invalid {name}={getattr(self, name)!r}. Must be one of {', '.join(map(repr, allowed))}."
+                )
+
+    def settings(self) -> dict[str, object]:
+        """Returns what must be the same on all workers, as plain values."""
+        return vars(self) | {"outer_optimizer": _described(self.outer_optimizer)}
+
+
+def _described(function: object) -> str | None:
+    if isinstance(function, partial):
+        return f"{_described(function.func)}{function.args}{dict(sorted(function.keywords.items()))}"
+    return None if function is None else getattr(function, "__qualname__", type(function).__qualname__)

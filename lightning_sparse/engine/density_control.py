@@ -1,0 +1,58 @@
+"""Keeping the average volume at the density that was asked for, once λ has been calibrated."""
+
+from math import exp, log
+
+RECENT_STEPS = 10
+"""Over about so many steps the running density is averaged."""
+HORIZON = 100
+"""In about so many steps what was sent too much or too little since calibration is made up for."""
+GAIN = 0.02
+"""λ changes by this share of the ratio, in logarithms. Density goes about with 1/λ², so gain and average make a loop of
+damping ratio 1 / sqrt(8 · GAIN · RECENT_STEPS) = 0.8."""
+FURTHEST = log(4.0)
+"""A running density that is further off than this factor counts as this far off: λ moves by 2.8 % a step at most."""
+MOST_OWED = log(2.0)
+"""The density aimed at is never further from that asked for than this factor."""
+
+
+class DensityControl:
+    """Corrects λ slowly and alike on all workers, from densities that all of them saw.
+
+    A proportional correction towards the density asked for, and towards making up for what was sent too much or too
+    little so far::
+
+        owed   = Σ (asked − seen)                          in steps at the density asked for
+        aim    = asked · exp(owed / HORIZON)               within a factor of two
+        λ      ← λ · (recent / aim) ^ GAIN
+
+    Args:
+        density: the share of coordinates to be sent on average, in (0, 1].
+    """
+
+    def __init__(self, density: float) -> None:
+        self.density = density
+        self._recent: float | None = None
+        self._owed = 0.0
+
+    def corrected(self, threshold: float, density: float) -> float:
+        """Returns λ for the next step.
+
+        Args:
+            threshold: λ of this step.
+            density: what was sent in it, in 0…1.
+        """
+        seen = density / self.density
+        self._owed += 1 - seen
+        self._recent = seen if self._recent is None else self._recent + (seen - self._recent) / RECENT_STEPS
+        aim = max(-MOST_OWED, min(MOST_OWED, self._owed / HORIZON))
+        off = log(self._recent) - aim if self._recent > 0 else -FURTHEST
+        return threshold * exp(GAIN * max(-FURTHEST, min(FURTHEST, off)))
+
+    def state_dict(self) -> dict[str, float | None]:
+        """Returns what is known of the steps so far."""
+        return {"recent": self._recent, "owed": self._owed}
+
+    def load_state_dict(self, state: dict[str, float | None]) -> None:
+        """Continues from what :meth:`state_dict` returned."""
+        self._recent = state["recent"]
+        self._owed = state["owed"] or 0.0

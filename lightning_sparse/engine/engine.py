@@ -1,0 +1,228 @@
+"""One step of sparse averaging: named flat buckets in, the same averages on all workers out.
+
+Every worker brings the same buckets in the same order. The engine does not ask what they are: gradients that DDP's hook
+brings one by one while backward runs, or how far a worker's parameters have drifted. For each:
+
+1. compensate    p = e + g / S, in the residual's memory
+2. select        the sparsifier picks coordinates of p, none of layers that are left out
+3. keep          e' = p − out stays in the residual
+4. exchange      out sets off
+
+and once all are there:
+
+5. finish        (1/n) Σ_i out_i is in all averages; the numbers of the step are known from all workers' headers
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities import rank_zero_info
+from torch import Tensor
+
+from lightning_sparse.engine.calibrator import Calibrator
+from lightning_sparse.engine.step_stats import StepStats, step_stats
+from lightning_sparse.exchange import Buffers, Exchange, ExchangeMode, Workers
+from lightning_sparse.exchange.payload import ValueDtype, wire_dtype
+from lightning_sparse.selection.extraction import BucketGradient, Extraction
+from lightning_sparse.selection.numbers import header_fields, squared_norm
+from lightning_sparse.selection.residual import Residual
+from lightning_sparse.sparsifiers import LayerLayout, Sparsifier
+
+
+@dataclass
+class FlatBucket:
+    """One bucket on its way through a step.
+
+    Attributes:
+        index: its place in the order that all workers keep to.
+        layout: its layers.
+        gradient: g · S, flat, shape (layout.num_elements,). The average may be formed in its memory.
+        residual: e, and where e' is formed; float32, or float64 where the gradient is.
+        is_last: whether no bucket of this step comes after it.
+        left_out: ``(start, end)`` of layers of which this worker sends nothing.
+        loss_scale: S, one element on the same device; None is 1.
+        notes: numbers of the caller's own for all workers, float64, on the bucket's device: they ride in the header.
+        average: (1/n) Σ_i out_i, once the step is finished, in the residual's dtype; the gradient's memory if it fits.
+    """
+
+    index: int
+    layout: LayerLayout
+    gradient: Tensor
+    residual: Residual
+    is_last: bool
+    left_out: Sequence[tuple[int, int]] = ()
+    loss_scale: Tensor | None = None
+    notes: Tensor | None = None
+    average: Tensor = None  # type: ignore[assignment]  # the engine's to give
+
+
+class Engine:
+    """What one worker needs to average sparsely, step by step. Collective: all workers make one and call it alike.
+
+    Args:
+        sparsifier: chooses what is sent. Copied, so that calibration never changes the caller's own.
+        group: the process group; None is the default group.
+        exchange: the route, see :class:`~lightning_sparse.exchange.Exchange`.
+        value_dtype: what values travel in.
+        per_layer_stats: whether :class:`StepStats` holds numbers of every layer.
+        keeps_rest: False forgets what is not sent.
+        holds_density: whether a λ that was asked for by a density is corrected after its calibration.
+
+    Attributes:
+        sparsifier: the engine's own; a calibrated λ is in it once calibration has ended.
+        last_step: the numbers of the last step, None before the first.
+    """
+
+    def __init__(
+        self,
+        sparsifier: Sparsifier,
+        *,
+        group: dist.ProcessGroup | None,
+        exchange: ExchangeMode = "auto",
+        value_dtype: ValueDtype = "float32",
+        per_layer_stats: bool = False,
+        keeps_rest: bool = True,
+        holds_density: bool = False,
+    ) -> None:
+        self.sparsifier = copy.deepcopy(sparsifier)
+        self.last_step: StepStats | None = None
+        # As text: what a sparsifier of the user's own is set with need not be something that a checkpoint can hold.
+        self._settings = {name: repr(value) for name, value in sparsifier.settings().items()}
+        self._calibrator = Calibrator(self.sparsifier, speaks=dist.get_rank(group) == 0, holds_density=holds_density)
+        self._value_dtype: ValueDtype = value_dtype
+        self._per_layer_stats = per_layer_stats
+        self._exchange = Exchange(exchange, group)
+        self._extraction = Extraction(
+            self.sparsifier,
+            num_slices=self.workers.num_workers if self._exchange.counts_slices else 0,
+            per_layer=per_layer_stats,
+            keeps_rest=keeps_rest,
+        )
+        self._averages = Buffers()
+        self._subscribers: list[Callable[[StepStats], None]] = []
+        self._buckets: list[FlatBucket] = []
+        self._headers: list[Tensor] = []
+        self._payload_bytes = 0
+
+    @property
+    def workers(self) -> Workers:
+        """The workers that take part."""
+        return self._exchange.workers
+
+    def subscribe(self, receiver: Callable[[StepStats], None]) -> None:
+        """Calls the receiver with the numbers of every step when its exchange is over; it must not communicate."""
+        self._subscribers.append(receiver)
+
+    def close(self) -> None:
+        """Ends groups of the exchange's own."""
+        self._exchange.close()
+
+    def begin(self) -> None:
+        """Begins a step; one that was broken off in its middle is forgotten."""
+        self._buckets.clear()
+        self._exchange.begin()
+
+    def add(self, bucket: FlatBucket) -> None:
+        """Takes out of a bucket what is sent, and starts its exchange. Collective."""
+        self._buckets.append(bucket)
+        gradient, layout, dtype = bucket.gradient, bucket.layout, bucket.residual.after.dtype
+        squared_gradient_norm = None
+        if self._calibrator.is_running:
+            squared_gradient_norm = squared_norm(gradient)
+            if bucket.loss_scale is not None:
+                squared_gradient_norm /= bucket.loss_scale.double().square()
+        bucket.average = gradient
+        if gradient.dtype != dtype:  # the average does not fit it
+            bucket.average = self._averages.take(bucket.index, gradient.numel(), dtype, gradient.device)
+        shipment = self._exchange.open(
+            bucket.index,
+            layout.num_elements,
+            wire_dtype(self._value_dtype, dtype),
+            header_fields(layout, self._per_layer_stats) + (0 if bucket.notes is None else bucket.notes.numel()),
+            bucket.average,
+            is_last=bucket.is_last,
+        )
+        numbers = self._extraction.fill(
+            BucketGradient(layout, gradient, bucket.residual, bucket.left_out, bucket.loss_scale), shipment
+        )
+        header = numbers.header(squared_gradient_norm, gradient.device)
+        if bucket.notes is not None:
+            header = torch.cat([header, bucket.notes])
+        self._exchange.start(shipment, header, is_last=bucket.is_last)
+
+    def finish(self) -> list[Tensor]:
+        """Ends the exchange, with the step's only wait for the device: all averages are there. Collective.
+
+        Returns:
+            All workers' notes by bucket: float64, shape (n, numbers), on the CPU.
+        """
+        headers, self._payload_bytes = self._exchange.finish()
+        lengths = [0 if bucket.notes is None else bucket.notes.numel() for bucket in self._buckets]
+        split = [
+            torch.split(header, [header.shape[1] - length, length], dim=1)
+            for header, length in zip(headers, lengths, strict=True)
+        ]
+        self._headers = [own for own, _ in split]
+        return [notes for _, notes in split]
+
+    def account(self, *, more_bytes: int = 0, dense_exchanges: int = 1) -> None:
+        """Ends the step: calibration and subscribers learn its numbers.
+
+        Args:
+            more_bytes: what this worker handed to collectives of the caller's own in this step.
+            dense_exchanges: how many dense exchanges of gradients it stands for.
+        """
+        buckets, self._buckets = self._buckets, []
+        stats = step_stats(
+            0 if self.last_step is None else self.last_step.step + 1,
+            [bucket.layout for bucket in buckets],
+            self._headers,
+            payload_bytes=self._payload_bytes + more_bytes,
+            dense_bytes=dense_exchanges * sum(bucket.gradient.nbytes for bucket in buckets),
+            threshold=self.sparsifier.current_threshold,
+        )
+        self.last_step = stats
+        self._calibrator.observe(stats)
+        for receiver in self._subscribers:
+            receiver(stats)
+
+    def reset(self) -> None:
+        """Returns to the state before the first step."""
+        self._calibrator.begin()
+        self._exchange.load_state_dict({"selected": [], "slices": []})
+        self.last_step = None
+
+    def shared_state(self) -> dict[str, Any]:
+        """Returns what the engine knows, the same on every worker, in plain containers."""
+        last_step = None if self.last_step is None else asdict(replace(self.last_step, layers={}))
+        return {
+            "settings": self._settings,
+            **self._calibrator.state_dict(),
+            "last_step": last_step,
+            "exchange": self._exchange.state_dict(),
+        }
+
+    def load_shared_state(self, saved: Mapping[str, Any], *, same_world_size: bool) -> None:
+        """Continues from what :meth:`shared_state` returned in another run.
+
+        λ and its calibration continue where the sparsifier has the settings of then; with others those of now hold.
+
+        Args:
+            saved: the other run's.
+            same_world_size: whether it had as many workers; if not, the history of its exchange says nothing.
+        """
+        if saved["settings"] != self._settings:
+            rank_zero_info(
+                f"lightning_sparse: the sparsifier is not the one of the checkpoint: {self._settings} instead of "
+                f"{saved['settings']}. That of now is used; with a density, calibration begins anew."
+            )
+        else:
+            self._calibrator.load_state_dict(saved)
+        if saved["last_step"] is not None:
+            self.last_step = StepStats(**saved["last_step"])
+        if same_world_size:
+            self._exchange.load_state_dict(saved["exchange"])

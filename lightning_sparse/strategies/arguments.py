@@ -1,0 +1,70 @@
+"""Arguments that are handed on to DDP: a misspelt or an impossible one is told of at once."""
+
+import difflib
+import inspect
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch.nn.parallel import DistributedDataParallel
+
+_REPLACED_ARGUMENTS = {
+    "ddp_comm_hook": "The sparse exchange is the communication hook, and DDP has only one. Use value_dtype='bfloat16' "
+    "to compress values further, or Lightning's DDPStrategy for another hook",
+    "ddp_comm_state": "The sparse exchange keeps its own state. Read it from strategy.state",
+    "ddp_comm_wrapper": "The sparse exchange is not wrapped. Use value_dtype='bfloat16' or 'float16' to send values in "
+    "half precision",
+    "model_averaging_period": "Gradients are exchanged in every step, so there are no models to average. Use "
+    "Lightning's DDPStrategy for post-local SGD",
+    "mixed_precision": "DDP's own mixed precision brings a communication hook of its own. Use "
+    "Trainer(precision='bf16-mixed')",
+    "skip_all_reduce_unused_params": "The hook must see every bucket. Leave it out: a hard threshold sends nothing for "
+    "unused parameters",
+}
+
+
+def check_ddp_arguments(arguments: dict[str, Any]) -> None:
+    """Raises for an argument that DDP does not know, or that a sparse exchange cannot honour.
+
+    Raises:
+        ValueError: it cannot be honoured; says what to use instead.
+        TypeError: it is not known; says which is like it.
+    """
+    for name, advice in _REPLACED_ARGUMENTS.items():
+        if arguments.get(name):
+            raise ValueError(f"Got {name}={arguments[name]!r}. {advice}.")
+    known = {
+        *inspect.signature(DDPStrategy.__init__).parameters,
+        *inspect.signature(DistributedDataParallel.__init__).parameters,
+    } - {"self", "module", "kwargs", "device_ids"}
+    for name in arguments:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise TypeError(
+                f"Unknown argument {name!r}: neither this strategy, nor Lightning's DDPStrategy, nor "
+                f"DistributedDataParallel of torch {torch.__version__} takes it.{hint}"
+            )
+
+
+def check_process_group_arguments(arguments: dict[str, Any]) -> None:
+    """Raises for an argument that means nothing without a DDP module.
+
+    Raises:
+        ValueError: it concerns DDP's own exchange.
+        TypeError: it is not known; says which is like it.
+    """
+    of_group = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
+    of_group |= {"process_group_backend", "timeout", "start_method", "find_unused_parameters"}
+    for name, value in arguments.items():
+        if name in of_group:  # without a DDP module any parameter may stay unused
+            continue
+        of_ddp = inspect.signature(DistributedDataParallel.__init__).parameters
+        if name in of_ddp or name.startswith(("ddp_", "model_")):
+            raise ValueError(
+                f"Got {name}={value!r}, which concerns a DDP module's exchange of gradients. Local training has none: "
+                "leave it out."
+            )
+        close = difflib.get_close_matches(name, of_group, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise TypeError(f"Unknown argument {name!r}: neither this strategy nor Lightning's DDPStrategy takes it.{hint}")

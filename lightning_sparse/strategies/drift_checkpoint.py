@@ -1,0 +1,175 @@
+"""What a checkpoint of local training holds: weights that all share, and what each worker has beside them.
+
+The file's own ``state_dict`` is the mean of the workers' weights, so that whoever reads it has one model. Under one
+key, plain containers and tensors that ``weights_only=True`` loads::
+
+    version, kind, world_size
+    shared          the same on every worker: the anchor, the outer optimizer, λ, calibration, counters
+    workers         for every rank its weights, what it keeps apart of its drift, its optimizers, as far as asked for
+    why_no_drifts   None, or why they are missing though they were asked for
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
+
+from lightning_sparse.drift import SparseModelAverager
+from lightning_sparse.strategies.checkpoint import PATIENCE_IN_TROUBLE, is_in_trouble
+
+DriftCheckpoint = Literal["full", "mean"]
+OptimizerCheckpoint = Literal["full", "mean", "first"]
+KIND = "drift"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class DriftCheckpointOptions:
+    """What a checkpoint holds of the workers, checked when made.
+
+    Args:
+        drift_checkpoint: ``"full"``: every worker's weights, n times the model, so that a run that resumes on as many
+            workers equals one that never stopped. ``"mean"``: their mean alone, which the file holds anyway; a resume
+            is then like a dense exchange at that moment.
+        optimizer_checkpoint: ``"full"``: every worker's optimizers, n times their size; ``"mean"``: the mean of what is
+            averaged in them; ``"first"``: the first worker's, for all.
+
+    Raises:
+        ValueError: a word that is not allowed.
+    """
+
+    drift_checkpoint: DriftCheckpoint = "full"
+    optimizer_checkpoint: OptimizerCheckpoint = "full"
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("drift_checkpoint", ("full", "mean")),
+            ("optimizer_checkpoint", ("full", "mean", "first")),
+        ):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(f"Invalid {name}={value!r}. Must be one of {', '.join(map(repr, allowed))}.")
+
+
+def put_in(
+    checkpoint: dict[str, Any], averager: SparseModelAverager, options: DriftCheckpointOptions, patience: float
+) -> dict[str, Any] | None:
+    """Gives a checkpoint the weights that all share, and returns what else it should hold, on the first worker.
+
+    Every worker should call this. Where one does not, or where they are not at the same step, the weights are those of
+    the anchor, the content has no drifts and says why; nobody waits for longer than their patience.
+
+    Args:
+        checkpoint: of Lightning, with ``state_dict`` and, where it is one to resume from, ``optimizer_states``.
+        averager: this worker's.
+        options: what to keep.
+        patience: seconds to wait for others.
+    """
+    if is_in_trouble():
+        patience = min(patience, PATIENCE_IN_TROUBLE)
+    is_whole = "optimizer_states" in checkpoint
+    status = {"steps": averager.num_steps, "whole": is_whole, "between steps": not averager.is_exchanging}
+    why_not = averager.meeting.hold(status, patience).why_not
+    if why_not is None and averager.is_exchanging:
+        why_not = "the workers are in the middle of an exchange"
+    own: list[dict[str, Any]] = []
+    if why_not is None:
+        mine = averager.own_state() if options.drift_checkpoint == "full" else {}
+        weights = averager.mean_weights(averager.meeting.workers_apart())
+        if is_whole:
+            if options.optimizer_checkpoint != "first":
+                mine["optimizer_states"] = checkpoint["optimizer_states"]
+            own = averager.meeting.workers_apart().gather_objects_to_first(mine)
+    else:
+        weights = averager.anchor()
+        if averager.workers.rank == 0:
+            rank_zero_warn(
+                f"lightning_sparse: the checkpoint is written with the anchor's weights and without drifts: {why_not}. "
+                "What workers had done since the last exchange, and what was not sent, is not in it."
+            )
+    held = checkpoint["state_dict"]
+    for name, one in weights.items():
+        if name in held and held[name].shape == one.shape:
+            held[name] = one.detach().to(held[name].dtype).clone()
+    if averager.workers.rank != 0 or not is_whole:
+        return None
+    if own and options.optimizer_checkpoint == "mean":
+        checkpoint["optimizer_states"] = _mean([one.pop("optimizer_states") for one in own])
+    return {
+        "version": VERSION,
+        "kind": KIND,
+        "world_size": averager.workers.num_workers,
+        "shared": averager.shared_state() if why_not is None else None,
+        "workers": own if any(own) else [],
+        "why_no_drifts": why_not,
+    }
+
+
+def restored(
+    averager: SparseModelAverager, checkpoint: Mapping[str, Any], saved: Mapping[str, Any] | None
+) -> Mapping[str, Any]:
+    """Makes an averager what a checkpoint holds; returns the checkpoint with this worker's optimizer states.
+
+    Args:
+        averager: this worker's, whose module has the checkpoint's weights already.
+        checkpoint: of Lightning.
+        saved: what :func:`put_in` returned; None for the checkpoint of another strategy.
+
+    Raises:
+        RuntimeError: the content is of a newer version.
+    """
+    if saved is None or saved.get("kind") != KIND:
+        rank_zero_info(
+            "lightning_sparse: the checkpoint is not one of local training. All workers begin with its weights as the "
+            "anchor and, with a density, with a calibration."
+        )
+        averager.restart()
+        return checkpoint
+    if saved["version"] > VERSION:
+        raise RuntimeError(
+            f"The checkpoint holds drifts in format {saved['version']}, this version of lightning_sparse reads up to "
+            f"{VERSION}. Update lightning_sparse."
+        )
+    workers, here = saved["workers"], averager.workers.num_workers
+    if saved["why_no_drifts"] is not None:
+        rank_zero_warn(
+            f"lightning_sparse: the checkpoint holds no drifts ({saved['why_no_drifts']}). All workers begin with its "
+            "weights as the anchor."
+        )
+    averager.restart()
+    is_same = saved["world_size"] == here
+    if saved["shared"] is not None:
+        averager.load_shared_state(saved["shared"], same_world_size=is_same)
+    if not is_same:
+        rank_zero_info(
+            f"lightning_sparse: {here} workers instead of {saved['world_size']}: all begin with the mean of the old "
+            "weights as the anchor, and with the first worker's optimizers."
+        )
+        if workers:
+            averager.load_own_state(_mean([{"kept": one.get("kept", {})} for one in workers]))
+        return checkpoint
+    if not workers:
+        return checkpoint
+    mine = workers[averager.workers.rank]
+    averager.load_own_state(mine)
+    return {**checkpoint, **{name: mine[name] for name in ("optimizer_states",) if name in mine}}
+
+
+def _mean(of_workers: Sequence[Any]) -> Any:
+    """The mean of floating-point tensors; all else is the first worker's."""
+    first = of_workers[0]
+    if isinstance(first, torch.Tensor):
+        if not (first.is_floating_point() or first.is_complex()):
+            return first
+        wide = torch.complex128 if first.is_complex() else torch.float64
+        same = [one for one in of_workers if isinstance(one, torch.Tensor) and one.shape == first.shape]
+        return (sum(one.to(wide) for one in same) / len(same)).to(first.dtype)  # type: ignore[union-attr]
+    if isinstance(first, Mapping):
+        return {
+            name: _mean([one[name] for one in of_workers if isinstance(one, Mapping) and name in one]) for name in first
+        }
+    if isinstance(first, (list, tuple)):
+        return type(first)(_mean(list(ones)) for ones in zip(*of_workers, strict=False))
+    return first

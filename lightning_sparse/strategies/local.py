@@ -1,0 +1,244 @@
+"""Lightning strategies for local training: every worker steps its own optimizer, drifts are exchanged sparsely."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.strategies import DDPStrategy
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_sparse.drift import DriftOptions, SparseModelAverager
+from lightning_sparse.drift.options import OuterOptimizer
+from lightning_sparse.exchange import ExchangeMode, require_agreement
+from lightning_sparse.exchange.payload import ValueDtype
+from lightning_sparse.sparsifiers import HardThreshold, Sparsifier
+from lightning_sparse.strategies.arguments import check_process_group_arguments
+from lightning_sparse.strategies.checkpoint import KEY, PATIENCE, wrap_whole
+from lightning_sparse.strategies.drift_checkpoint import (
+    DriftCheckpoint,
+    DriftCheckpointOptions,
+    OptimizerCheckpoint,
+    put_in,
+    restored,
+)
+from lightning_sparse.strategies.step_log import StepLog
+
+
+class SparseLocalStrategy(DDPStrategy):
+    """Local training in which workers send only those coordinates of their drift that a sparsifier selects.
+
+    There is no DDP module and no exchange of gradients: every worker steps its own optimizer, and every
+    ``every_n_steps`` optimizer steps its weights' drift from what all share is exchanged. See
+    :class:`~lightning_sparse.SparseModelAverager`. Right for Adam and its like, which need gradients as they come.
+
+    Validation, test, predict, checkpoints and what is left after ``fit`` are the mean of the workers' weights.
+
+    Logs ``sparse/density``, ``sparse/error_norm`` and ``sparse/threshold`` (parameter units), ``sparse/largest_drift``
+    (the largest distance of a weight from the anchor before the exchange) and ``sparse/payload_bytes`` with the
+    optimizer step of every exchange.
+
+    Args:
+        sparsifier: what to send, such as ``HardThreshold(density=0.01)`` or ``TopK(density=0.01)``.
+        every_n_steps: optimizer steps (of all optimizers together) from one exchange to the next.
+        keep_drift: see :class:`~lightning_sparse.drift.DriftOptions`.
+        drift_decay: see :class:`~lightning_sparse.drift.DriftOptions`.
+        outer_optimizer: see :class:`~lightning_sparse.drift.DriftOptions`.
+        overlap: see :class:`~lightning_sparse.drift.DriftOptions`.
+        value_dtype: see :class:`SparseDDPStrategy`.
+        exchange: see :class:`SparseDDPStrategy`.
+        drift_checkpoint: what checkpoints hold of drifts. ``"full"``: every worker's weights, n times the model, for a
+            resume that equals a run without a stop; ``"mean"``: their mean, which is in the file anyway.
+        optimizer_checkpoint: what they hold of optimizers, which differ between workers. ``"full"``: every worker's;
+            ``"mean"``: the mean of their tensors; ``"first"``: the first worker's.
+        **kwargs: ``process_group_backend``, ``timeout``, ``start_method``, ``parallel_devices``, … of Lightning's
+            ``DDPStrategy``. What concerns DDP's own exchange is refused.
+
+    Attributes:
+        averager: the :class:`~lightning_sparse.SparseModelAverager` of the running or last ``fit``, None before.
+
+    Raises:
+        ValueError: an invalid option, or an argument that needs a DDP module.
+        TypeError: a misspelt argument, or something that is not a sparsifier.
+    """
+
+    def __init__(
+        self,
+        sparsifier: Sparsifier,
+        *,
+        every_n_steps: int = 1,
+        keep_drift: bool = True,
+        drift_decay: float = 1.0,
+        outer_optimizer: OuterOptimizer | None = None,
+        overlap: bool = False,
+        value_dtype: ValueDtype = "float32",
+        exchange: ExchangeMode = "auto",
+        drift_checkpoint: DriftCheckpoint = "full",
+        optimizer_checkpoint: OptimizerCheckpoint = "full",
+        **kwargs: Any,
+    ) -> None:
+        if not isinstance(sparsifier, Sparsifier):
+            raise TypeError(
+                f"Expected a sparsifier such as HardThreshold(threshold=0.001), got {sparsifier!r}. "
+                "For a threshold alone use LocalHardThresholdStrategy(threshold=0.001)."
+            )
+        check_process_group_arguments(kwargs)
+        self._checkpoint_options = DriftCheckpointOptions(drift_checkpoint, optimizer_checkpoint)
+        self._options = DriftOptions(
+            every_n_steps, keep_drift, drift_decay, outer_optimizer, overlap, value_dtype, exchange
+        )
+        super().__init__(**kwargs)
+        self.sparsifier = sparsifier
+        self.averager: SparseModelAverager | None = None
+        self.step_log = StepLog()
+        self._per_layer_stats = self._has_ended = False
+
+    def request_layer_stats(self) -> None:
+        """Asks for per-layer numbers from the next ``fit`` on; call it on every worker."""
+        self._per_layer_stats = True
+
+    @property
+    def state(self) -> SparseModelAverager | None:
+        """The averager, by the name that other sparse strategies have for what they keep."""
+        return self.averager
+
+    @override
+    def configure_ddp(self) -> None:
+        assert self.model is not None
+        self.step_log.clear()
+        self._has_ended = False
+        require_agreement(asdict(self._checkpoint_options))
+        self.averager = SparseModelAverager(
+            self.model, self.sparsifier, self._options, per_layer_stats=self._per_layer_stats
+        )
+        self.averager.subscribe(self.step_log.add)
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        assert self.averager is not None
+        self.averager.step()
+        self.step_log.write(self.lightning_module, {"sparse/largest_drift": self.averager.largest_drift})
+        return output
+
+    # The same weights on all workers wherever they are looked at. In ``fit`` each gets its own back.
+
+    @override
+    def on_validation_start(self) -> None:
+        self._share_weights()
+
+    @override
+    def on_validation_end(self) -> None:
+        if self.averager is not None and not self._has_ended:
+            self.averager.give_back()
+
+    @override
+    def on_train_end(self) -> None:
+        self._share_weights()
+        self._has_ended = True
+
+    def _share_weights(self) -> None:
+        if self.averager is not None:
+            self.averager.take_mean()
+
+    @override
+    def teardown(self) -> None:
+        if self.averager is not None:
+            self.averager.close()
+        super().teardown()
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        self._checkpoint_io = wrap_whole(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        if self.averager is not None:
+            patience = min(PATIENCE, self._timeout.total_seconds()) if self._timeout is not None else PATIENCE
+            content = put_in(checkpoint, self.averager, self._checkpoint_options, patience)
+            if content is not None:
+                checkpoint[KEY] = content
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self.averager is not None  # Lightning restores after the model was set up
+        super().load_optimizer_state_dict(restored(self.averager, checkpoint, checkpoint.get(KEY)))
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Does nothing: Lightning would call the inherited method, which registers names that DDP has already."""
+
+
+class LocalHardThresholdStrategy(SparseLocalStrategy):
+    """Local training that sends what has drifted by a constant threshold λ from the weights that all share.
+
+    After an exchange no worker's weight is λ or more from the anchor: λ is in the parameters' own units and bounds how
+    far replicas part. Registered as ``Trainer(strategy="local_hardthreshold")``.
+
+    Args:
+        threshold: λ ≥ 0 in parameter units; 0 sends everything.
+        density: the share of coordinates to be sent in an exchange on average, in (0, 1]. λ is calibrated to it and
+            then corrected slowly. With neither, 0.01.
+        calibration_steps: exchanges in which everything is sent while drifts are measured.
+        layer_thresholds: λ for single layers: fnmatch patterns of parameter names, the first match wins.
+        every_n_steps: see :class:`SparseLocalStrategy`.
+        keep_drift: see :class:`SparseLocalStrategy`.
+        drift_decay: see :class:`SparseLocalStrategy`.
+        outer_optimizer: see :class:`SparseLocalStrategy`.
+        overlap: see :class:`SparseLocalStrategy`.
+        value_dtype: see :class:`SparseLocalStrategy`.
+        exchange: see :class:`SparseLocalStrategy`.
+        drift_checkpoint: see :class:`SparseLocalStrategy`.
+        optimizer_checkpoint: see :class:`SparseLocalStrategy`.
+        **kwargs: see :class:`SparseLocalStrategy`.
+
+    Raises:
+        ValueError: both threshold and density, or a number or a word that is not allowed.
+        TypeError: a misspelt argument.
+    """
+
+    def __init__(
+        self,
+        threshold: float | None = None,
+        density: float | None = None,
+        calibration_steps: int = 50,
+        layer_thresholds: dict[str, float] | None = None,
+        *,
+        every_n_steps: int = 1,
+        keep_drift: bool = True,
+        drift_decay: float = 1.0,
+        outer_optimizer: OuterOptimizer | None = None,
+        overlap: bool = False,
+        value_dtype: ValueDtype = "float32",
+        exchange: ExchangeMode = "auto",
+        drift_checkpoint: DriftCheckpoint = "full",
+        optimizer_checkpoint: OptimizerCheckpoint = "full",
+        **kwargs: Any,
+    ) -> None:
+        if threshold is None and density is None:
+            density = 0.01
+        super().__init__(
+            HardThreshold(threshold, density, calibration_steps, layer_thresholds),
+            every_n_steps=every_n_steps,
+            keep_drift=keep_drift,
+            drift_decay=drift_decay,
+            outer_optimizer=outer_optimizer,
+            overlap=overlap,
+            value_dtype=value_dtype,
+            exchange=exchange,
+            drift_checkpoint=drift_checkpoint,
+            optimizer_checkpoint=optimizer_checkpoint,
+            **kwargs,
+        )

@@ -1,0 +1,43 @@
+"""The names under which Trainer finds the strategies."""
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+
+from lightning_sparse.sparsifiers import Sparsifier, TopK
+from lightning_sparse.strategies.ddp import DDPHardThresholdStrategy, SparseDDPStrategy
+from lightning_sparse.strategies.local import LocalHardThresholdStrategy, SparseLocalStrategy
+
+
+def _sparse_ddp(sparsifier_class: type[Sparsifier], **kwargs: Any) -> SparseDDPStrategy:
+    return SparseDDPStrategy(sparsifier_class(), **kwargs)
+
+
+def _sparse_local(sparsifier_class: type[Sparsifier], **kwargs: Any) -> SparseLocalStrategy:
+    return SparseLocalStrategy(sparsifier_class(), **kwargs)
+
+
+def register_strategies() -> None:
+    """Registers every name with Lightning, in the twelve forms that it has for ``ddp``; again is harmless."""
+    families: dict[str, tuple[Callable[..., DDPStrategy], dict[str, Any]]] = {
+        "ddp_hardthreshold": (DDPHardThresholdStrategy, {}),
+        "ddp_topk": (_sparse_ddp, {"sparsifier_class": TopK}),
+        "local_hardthreshold": (LocalHardThresholdStrategy, {}),
+        "local_topk": (_sparse_local, {"sparsifier_class": TopK}),
+    }
+    start_methods = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+    for family, (strategy, arguments) in families.items():
+        for suffix, start_method in start_methods.items():
+            for ending, unused in (
+                ("", {}),
+                ("_find_unused_parameters_true", {"find_unused_parameters": True}),
+                ("_find_unused_parameters_false", {"find_unused_parameters": False}),
+            ):
+                name = family + suffix + ending
+                if name not in StrategyRegistry:
+                    kind = "Local training, sparse" if name.startswith("local") else "Sparse DDP"
+                    description = f"{kind}: {family.partition('_')[2]}, start method {start_method}"
+                    StrategyRegistry.register(
+                        name, strategy, description, start_method=start_method, **arguments, **unused
+                    )
