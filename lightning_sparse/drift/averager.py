@@ -71,9 +71,7 @@ class SparseModelAverager:
     ) -> None:
         self.options = DriftOptions() if options is None else options
         if isinstance(module, nn.parallel.DistributedDataParallel):
-            raise ValueError(
-                "The module is wrapped in DistributedDataParallel, which averages gradients. Give its own."
-            )
+            raise ValueError("The module is wrapped in DistributedDataParallel, which averages gradients. Unwrap it.")
         if not drifting(list(module.named_parameters())):
             raise ValueError("The module has no parameter that requires a gradient: there is nothing to average.")
         require_agreement(

@@ -6,12 +6,12 @@ RECENT_STEPS = 10
 """Over about so many steps the running density is averaged."""
 HORIZON = 100
 """In about so many steps what was sent too much or too little since calibration is made up for."""
-GAIN = 0.02
+GAIN = 0.04
 """λ changes by this share of the ratio, in logarithms. Density goes about with 1/λ², so gain and average make a loop of
-damping ratio 1 / sqrt(8 · GAIN · RECENT_STEPS) = 0.8."""
-FURTHEST = log(4.0)
-"""A running density that is further off than this factor counts as this far off: λ moves by 2.8 % a step at most."""
-MOST_OWED = log(2.0)
+damping ratio 1 / sqrt(8 · GAIN · RECENT_STEPS) = 0.56."""
+FURTHEST = log(16.0)
+"""A running density that is further off than this factor counts as this far off: λ moves by 12 % a step at most."""
+MOST_OWED = log(4.0)
 """The density aimed at is never further from that asked for than this factor."""
 
 
@@ -22,7 +22,7 @@ class DensityControl:
     little so far::
 
         owed   = Σ (asked − seen)                          in steps at the density asked for
-        aim    = asked · exp(owed / HORIZON)               within a factor of two
+        aim    = asked · exp(owed / HORIZON)               within a factor of four
         λ      ← λ · (recent / aim) ^ GAIN
 
     Args:

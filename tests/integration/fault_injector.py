@@ -18,13 +18,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import lightning_sparse.strategies.checkpoint
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
+import lightning_sparse.strategies.checkpoint
 import lightning_sparse.strategies.ddp
 from lightning_sparse import HardThreshold, SparseDDPStrategy
 from lightning_sparse.sparsifiers import LayerLayout, Selection

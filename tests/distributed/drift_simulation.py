@@ -1,0 +1,101 @@
+"""Local training with a sparse exchange of drifts: n workers in one process, in plain tensors, without the package."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+Select = Callable[[Tensor], Tensor]
+"""Which elements of a flat drift are sent."""
+
+
+@dataclass
+class Simulation:
+    """n workers.
+
+    Args:
+        models: each worker's, all with the same weights.
+        optimizers: each worker's.
+        select: what is sent of a drift, all parameters together.
+        every_n_steps: steps from one exchange to the next.
+        keep_drift: whether what is not sent stays in the worker's weights.
+        drift_decay: by which it is multiplied where it is kept apart.
+        outer: learning rate and momentum of Nesterov's method on the anchor; None subtracts the average.
+        is_late: whether an average is applied one step after it was sent.
+        exchanges: (x, every worker's θ, every worker's e, all before) and x after, of every exchange.
+    """
+
+    models: Sequence[nn.Module]
+    optimizers: Sequence[torch.optim.Optimizer]
+    select: Select
+    every_n_steps: int = 1
+    keep_drift: bool = True
+    drift_decay: float = 1.0
+    outer: tuple[float, float] | None = None
+    is_late: bool = False
+    sent: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.anchor = flat(self.models[0])
+        self.kept = [torch.zeros_like(self.anchor) for _ in self.models]
+        self.momentum = torch.zeros_like(self.anchor)
+        self.in_flight: tuple[Tensor, list[Tensor], list[Tensor]] | None = None
+        self.num_steps = 0
+
+    def step(self, losses: Sequence[Callable[[nn.Module], Tensor]]) -> None:
+        for model, optimizer, loss in zip(self.models, self.optimizers, losses, strict=True):
+            optimizer.zero_grad()
+            loss(model).backward()
+            optimizer.step()
+        self.num_steps += 1
+        self.land()
+        if self.num_steps % self.every_n_steps == 0:
+            self.depart()
+            if not self.is_late:
+                self.land()
+
+    def depart(self) -> None:
+        starts = [flat(model) for model in self.models]
+        drifts = [self.anchor - start for start in starts]
+        if not self.keep_drift:
+            drifts = [self.drift_decay * kept + drift for kept, drift in zip(self.kept, drifts, strict=True)]
+        masks = [self.select(drift) for drift in drifts]
+        sent = [torch.where(mask, drift, 0) for mask, drift in zip(masks, drifts, strict=True)]
+        self.kept = [torch.where(mask, 0, drift) for mask, drift in zip(masks, drifts, strict=True)]
+        self.sent.append(sum(int(mask.sum()) for mask in masks))
+        self.in_flight = sum(sent[1:], sent[0]) / len(sent), starts, self.kept
+
+    def land(self) -> None:
+        if self.in_flight is None:
+            return
+        average, starts, kept = self.in_flight
+        self.in_flight = None
+        if self.outer is None:
+            self.anchor = self.anchor - average
+        else:
+            rate, momentum = self.outer
+            self.momentum = momentum * self.momentum + average
+            self.anchor = self.anchor - rate * (average + momentum * self.momentum)
+        for model, start, rest in zip(self.models, starts, kept, strict=True):
+            target = self.anchor - rest if self.keep_drift else self.anchor
+            write(model, target + (flat(model) - start) if self.is_late else target)
+
+    def mean(self) -> Tensor:
+        self.land()
+        return torch.stack([flat(model) for model in self.models]).mean(0)
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([one.detach().flatten() for one in model.parameters()])
+
+
+@torch.no_grad()
+def write(model: nn.Module, values: Tensor) -> None:
+    parts = torch.split(values, [one.numel() for one in model.parameters()])
+    for one, part in zip(model.parameters(), parts, strict=True):
+        one.copy_(part.view(one.shape))
+
+
+def at_least(threshold: float) -> Select:
+    return lambda drift: ~(drift.abs() < threshold)

@@ -1,0 +1,381 @@
+"""Local training: anchors, drifts and what is exchanged of them, against n workers in plain tensors."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse import DriftOptions, HardThreshold, SparseModelAverager, TopK
+from tests.distributed.drift_simulation import Simulation, at_least, flat
+from tests.workers import run_workers
+
+STEPS = 13
+THRESHOLD = 0.02
+NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(12, 20)
+        self.last = nn.Linear(20, 4)
+
+    def forward(self, inputs):
+        return self.last(self.first(inputs).tanh())
+
+
+def adam(parameters):
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)
+
+
+def batch(rank, step):
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    inputs = torch.randn(8, 12, generator=generator, dtype=torch.float64)
+    return inputs, inputs[:, :4].argmax(1)
+
+
+def loss_of(model, rank, step):
+    inputs, classes = batch(rank, step)
+    return F.cross_entropy(model(inputs), classes)
+
+
+def train(make_optimizer, sparsifier, options, steps=STEPS):
+    """Returns what a worker has in the end, and after each step its weights, the anchor and the numbers."""
+    rank = dist.get_rank()
+    model = Net().double()
+    optimizer = make_optimizer(model.parameters())
+    averager = SparseModelAverager(model, sparsifier, DriftOptions(**options))
+    history = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        averager.step()
+        anchor = torch.cat([one.flatten() for one in averager.anchor().values()]).clone()
+        history.append((flat(model), anchor, averager.last_step, averager.largest_drift))
+    with averager.averaged_weights():
+        mean = flat(model)
+    return history, mean, flat(model), averager.last_step
+
+
+def simulated(num_workers, make_optimizer, **options):
+    models = [Net().double() for _ in range(num_workers)]
+    simulation = Simulation(models, [make_optimizer(one.parameters()) for one in models], **options)
+    history = []
+    for step in range(STEPS):
+        losses = [partial(loss_of, rank=rank, step=step) for rank in range(num_workers)]
+        simulation.step(losses)
+        history.append(([flat(one) for one in models], simulation.anchor))
+    return simulation, history
+
+
+CASES = {
+    "every step": ({}, {}),
+    "every third step": ({"every_n_steps": 3}, {"every_n_steps": 3}),
+    "applied late": ({"overlap": True}, {"is_late": True}),
+    "every third step, applied late": (
+        {"overlap": True, "every_n_steps": 3},
+        {"is_late": True, "every_n_steps": 3},
+    ),
+    "back to the anchor": ({"keep_drift": False}, {"keep_drift": False}),
+    "back to the anchor, decaying": (
+        {"keep_drift": False, "drift_decay": 0.5, "every_n_steps": 2},
+        {"keep_drift": False, "drift_decay": 0.5, "every_n_steps": 2},
+    ),
+    "outer optimizer": (
+        {"outer_optimizer": NESTEROV, "every_n_steps": 2},
+        {"outer": (0.7, 0.9), "every_n_steps": 2},
+    ),
+    "outer optimizer, back to the anchor, late": (
+        {"outer_optimizer": NESTEROV, "every_n_steps": 2, "keep_drift": False, "overlap": True},
+        {"outer": (0.7, 0.9), "every_n_steps": 2, "keep_drift": False, "is_late": True},
+    ),
+    "gather": ({"exchange": "gather"}, {}),
+    "dense": ({"exchange": "dense"}, {}),
+    "reduce_scatter": ({"exchange": "reduce_scatter"}, {}),
+}
+
+
+@pytest.mark.parametrize("make_optimizer", [adam, sgd], ids=["adam", "sgd"])
+@pytest.mark.parametrize("case", CASES)
+def test_training_is_that_of_workers_in_plain_tensors(case, make_optimizer):
+    options, simulation_options = CASES[case]
+    results = run_workers(train, 3, make_optimizer, HardThreshold(THRESHOLD), options)
+    simulation, expected = simulated(3, make_optimizer, select=at_least(THRESHOLD), **simulation_options)
+    for rank, (history, mean, own, last) in enumerate(results):
+        for (weights, anchor, _, _), (all_weights, expected_anchor) in zip(history, expected, strict=True):
+            torch.testing.assert_close(weights, all_weights[rank], rtol=0, atol=1e-12)
+            torch.testing.assert_close(anchor, expected_anchor, rtol=0, atol=1e-12)
+        torch.testing.assert_close(mean, simulation.mean(), rtol=0, atol=1e-12)
+        torch.testing.assert_close(own, flat(simulation.models[rank]), rtol=0, atol=1e-12)
+        assert 0.02 < last.density < 0.98
+        assert simulation.sent[-1] == last.selected
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_anchors_and_numbers_are_the_same_bits_on_all_workers(case):
+    first, *others = run_workers(train, 3, adam, HardThreshold(THRESHOLD), CASES[case][0])
+    for history, mean, _, _ in others:
+        assert torch.equal(mean, first[1])
+        for (_, anchor, step, largest), (_, other_anchor, other_step, other_largest) in zip(
+            history, first[0], strict=True
+        ):
+            assert torch.equal(anchor, other_anchor)
+            assert (step, largest) == (other_step, other_largest)
+
+
+@pytest.mark.parametrize("threshold", [0.005, 0.02, 0.3])
+def test_no_weight_is_further_than_the_threshold_from_the_anchor_after_an_exchange(threshold):
+    for history, *_ in run_workers(train, 3, adam, HardThreshold(threshold), {"every_n_steps": 2}):
+        for weights, anchor, step, largest in history[1::2]:
+            distance = (weights - anchor).abs()
+            # Below λ, but for the last bit of a weight.
+            assert (distance < threshold + 1e-15).all()
+            assert distance.max() > 0.5 * threshold or threshold > largest
+            assert (largest >= threshold) == (step.selected > 0)
+
+
+def drifts(options):
+    """Returns (x, θ) before and after the only exchange."""
+    rank = dist.get_rank()
+    model = Net().double()
+    averager = SparseModelAverager(model, HardThreshold(0.3), DriftOptions(**options))
+    anchor = torch.cat([one.flatten() for one in averager.anchor().values()]).clone()
+    with torch.no_grad():
+        for index, one in enumerate(model.parameters()):
+            one.add_(torch.randn(one.shape, generator=torch.Generator().manual_seed(7 * rank + index)))
+    before = flat(model)
+    averager.step()
+    averager.flush()
+    return anchor, before, torch.cat([one.flatten() for one in averager.anchor().values()]), flat(model)
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": True}, {"exchange": "gather"}, {"exchange": "dense"}])
+def test_nothing_is_lost(options):
+    results = run_workers(drifts, 3, options)
+    pending = [torch.stack([x - theta for x, theta in states]).mean(0) for states in _before_and_after(results)]
+    moved = results[0][0] - results[0][2]
+    torch.testing.assert_close(pending[0], moved + pending[1], rtol=0, atol=1e-13)
+    assert (pending[1] != 0).any()
+    assert (moved != 0).any()
+
+
+def _before_and_after(results):
+    return [(x, theta) for x, theta, _, _ in results], [(x, theta) for _, _, x, theta in results]
+
+
+def ddp(make_optimizer):
+    model = DistributedDataParallel(Net().double())
+    optimizer = make_optimizer(model.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, dist.get_rank(), step).backward()
+        optimizer.step()
+    return flat(model)
+
+
+def test_with_sgd_and_a_threshold_of_zero_it_is_ddp():
+    [expected, *_] = run_workers(ddp, 3, sgd)
+    for _, mean, own, _ in run_workers(train, 3, sgd, HardThreshold(0.0), {}):
+        torch.testing.assert_close(own, expected, rtol=0, atol=1e-14)
+        torch.testing.assert_close(mean, expected, rtol=0, atol=1e-14)
+
+
+def test_with_adam_and_a_threshold_of_zero_workers_step_on_their_own():
+    [expected, *_] = run_workers(ddp, 3, adam)
+    [(_, mean, *_), *_] = run_workers(train, 3, adam, HardThreshold(0.0), {})
+    simulation, _ = simulated(3, adam, select=at_least(0.0))
+    torch.testing.assert_close(mean, simulation.mean(), rtol=0, atol=1e-13)
+    assert (mean - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("value_dtype", ["float32", "bfloat16", "float16"])
+def test_other_sparsifiers_and_half_precisions_lose_nothing(value_dtype):
+    results = run_workers(train, 2, adam, TopK(0.1), {"value_dtype": value_dtype, "exchange": "gather"})
+    for history, *_ in results:
+        assert all(step.selected == 2 * (24 + 2 + 8 + 1) for _, _, step, _ in history)
+    (first, mean, *_), (other, *_) = results
+    torch.testing.assert_close((first[-1][0] + other[-1][0]) / 2, mean, rtol=0, atol=1e-14)
+    assert torch.equal(first[-1][1], other[-1][1])
+
+
+def holds_density(density):
+    rank, steps = dist.get_rank(), 400
+    model = Net().double()
+    optimizer = adam(model.parameters())
+    averager = SparseModelAverager(model, HardThreshold(density=density, calibration_steps=10))
+    seen = []
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * min(1.0, (step + 1) / 50)
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        averager.step()
+        seen.append((averager.last_step.density, averager.last_step.threshold))
+    return seen
+
+
+@pytest.mark.parametrize("density", [0.05, 0.3])
+def test_the_average_volume_is_that_asked_for_also_with_a_warm_up(density):
+    first, other = run_workers(holds_density, 2, density)
+    assert first == other
+    assert all(threshold == 0 for _, threshold in first[:10])
+    after = [one for one, _ in first[10:]]
+    assert 1 / 1.2 < sum(after) / len(after) / density < 1.2
+    assert len({threshold for _, threshold in first[10:]}) > 300
+
+
+def resumes(make_optimizer, options, stop):
+    """Trains in one go, and again in two pieces; returns both ends."""
+    rank = dist.get_rank()
+
+    def begin():
+        model = Net().double()
+        optimizer = make_optimizer(model.parameters())
+        sparsifier = HardThreshold(density=0.2, calibration_steps=4)
+        return model, optimizer, SparseModelAverager(model, sparsifier, DriftOptions(**options))
+
+    def run(model, optimizer, averager, steps):
+        for step in steps:
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+            averager.step()
+
+    ends = []
+    for is_resumed in (False, True):
+        model, optimizer, averager = begin()
+        run(model, optimizer, averager, range(stop))
+        saved = copy.deepcopy((averager.state_dict(), optimizer.state_dict()))
+        if is_resumed:
+            model, optimizer, averager = begin()
+            averager.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        run(model, optimizer, averager, range(stop, STEPS))
+        anchor = torch.cat([one.flatten() for one in averager.anchor().values()])
+        ends.append((flat(model), anchor.clone(), averager.last_step))
+    return ends
+
+
+@pytest.mark.parametrize("stop", [2, 7])
+@pytest.mark.parametrize("case", ["every step", "every third step, applied late", "back to the anchor, decaying"])
+def test_a_resumed_loop_equals_one_that_never_stopped(case, stop):
+    for whole, resumed in run_workers(resumes, 2, adam, CASES[case][0], stop):
+        assert torch.equal(whole[0], resumed[0])
+        assert torch.equal(whole[1], resumed[1])
+        assert whole[2] == resumed[2]
+
+
+def with_outer(stop):
+    return resumes(adam, CASES["outer optimizer"][0], stop)
+
+
+def test_an_outer_optimizer_is_resumed():
+    for whole, resumed in run_workers(with_outer, 2, 7):
+        assert torch.equal(whole[0], resumed[0])
+        assert torch.equal(whole[1], resumed[1])
+
+
+def several_kinds():
+    """Parameters of all dtypes, in other memory formats, tied, complex and frozen at first."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)  # the first worker's are taken
+    model = nn.Module()
+    model.usual = nn.Parameter(torch.randn(5, 3))
+    model.wide = nn.Parameter(torch.randn(7, dtype=torch.float64))
+    model.narrow = nn.Parameter(torch.randn(9).bfloat16())
+    model.spiral = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+    model.columns = nn.Parameter(torch.randn(6, 2).t())
+    model.tied = model.usual
+    model.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    model.late = nn.Parameter(torch.randn(3), requires_grad=False)
+    model.norm = nn.BatchNorm1d(3)
+    started = {name: one.detach().clone() for name, one in model.named_parameters()}
+    averager = SparseModelAverager(model, HardThreshold(0.5), DriftOptions(every_n_steps=2), per_layer_stats=True)
+    after_start = {name: one.detach().clone() for name, one in model.named_parameters()}
+    for step in range(4):
+        if step == 2:
+            model.late.requires_grad_(True)
+        with torch.no_grad():
+            for index, one in enumerate(model.parameters()):
+                if one.requires_grad:
+                    generator = torch.Generator().manual_seed(100 * rank + 10 * step + index)
+                    one.add_(torch.randn(one.shape, generator=generator).to(one.dtype))
+            model.norm.running_mean.fill_(float(rank + step))
+        averager.step()
+    weights = {name: one.detach().clone() for name, one in model.named_parameters()}
+    anchor = {name: one.clone() for name, one in averager.anchor().items()}
+    return started, after_start, weights, anchor, averager.last_step, model.norm.running_mean.clone()
+
+
+def test_parameters_of_every_kind():
+    results = run_workers(several_kinds, 2)
+    for _, after_start, weights, anchor, step, running_mean in results:
+        assert all(torch.equal(one, results[0][0][name]) for name, one in after_start.items())
+        assert set(weights) == set(anchor) == set(step.layers)
+        assert "tied" not in weights
+        for name, one in weights.items():
+            shared = torch.view_as_complex(anchor[name]) if one.is_complex() else anchor[name]
+            far = torch.view_as_real(one - shared) if one.is_complex() else one.double() - shared.double()
+            rounding = 0.05 if one.dtype == torch.bfloat16 else 1e-6
+            assert (far.abs() < 0.5 + rounding).all(), name
+            assert torch.equal(anchor[name], results[0][3][name])
+        assert running_mean.tolist() == [3.5] * 3
+    late = [weights["late"] for _, _, weights, _, _, _ in results]
+    assert (late[0] != results[0][0]["late"]).all()
+
+
+def goes_bad():
+    model = Net().double()
+    averager = SparseModelAverager(model, HardThreshold(1e30))
+    with torch.no_grad():
+        if dist.get_rank() == 1:
+            model.last.bias[2] = float("nan")
+            model.first.weight[0, 0] = float("inf")
+    averager.step()
+    return {name: one.detach().clone() for name, one in model.named_parameters()}, averager.last_step
+
+
+def test_what_is_not_finite_is_seen_by_all_in_that_exchange():
+    for weights, step in run_workers(goes_bad, 3):
+        assert weights["last.bias"].isnan().nonzero().tolist() == [[2]]
+        assert not weights["first.weight"][0, 0].isfinite()
+        assert sum(int((~one.isfinite()).sum()) for one in weights.values()) == 2
+        assert step.non_finite == 2
+
+
+def refuses():
+    messages = []
+    for make in (
+        lambda: SparseModelAverager(DistributedDataParallel(Net()), TopK(0.1)),
+        lambda: SparseModelAverager(Net().requires_grad_(False), TopK(0.1)),
+        lambda: SparseModelAverager(Net(), HardThreshold(0.1), DriftOptions(every_n_steps=1 + dist.get_rank())),
+        lambda: DriftOptions(every_n_steps=0),
+        lambda: DriftOptions(drift_decay=0.5),
+        lambda: DriftOptions(keep_drift=False, drift_decay=1.5),
+        lambda: DriftOptions(exchange="fast"),
+        lambda: DriftOptions(outer_optimizer=0.7),
+    ):
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            make()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_what_cannot_be_is_told_with_what_to_do():
+    for messages in run_workers(refuses, 2):
+        wanted = ["Unwrap", "nothing to average", "every_n_steps", "at least 1", "keep_drift=False", "(0, 1]"]
+        wanted += ["'gather'", "partial(torch.optim.SGD"]
+        for message, word in zip(messages, wanted, strict=True):
+            assert word in message
