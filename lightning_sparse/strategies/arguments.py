@@ -47,24 +47,34 @@ def check_ddp_arguments(arguments: dict[str, Any]) -> None:
             )
 
 
-def check_process_group_arguments(arguments: dict[str, Any]) -> None:
-    """Raises for an argument that means nothing without a DDP module.
+def process_group_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns what of DDP's arguments means something without a DDP module.
+
+    A command line hands on all arguments that there are: those with their default value are left out.
 
     Raises:
-        ValueError: it concerns DDP's own exchange.
+        ValueError: one that concerns DDP's own exchange.
         TypeError: it is not known; says which is like it.
     """
-    of_group = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
-    of_group |= {"process_group_backend", "timeout", "start_method", "find_unused_parameters"}
+    of_strategy = inspect.signature(DDPStrategy.__init__).parameters
+    of_ddp = inspect.signature(DistributedDataParallel.__init__).parameters
+    allowed = set(of_strategy) - {"self", "kwargs"} - _REPLACED_ARGUMENTS.keys()
+    meant = {}
     for name, value in arguments.items():
-        if name in of_group:  # without a DDP module any parameter may stay unused
-            continue
-        of_ddp = inspect.signature(DistributedDataParallel.__init__).parameters
-        if name in of_ddp or name.startswith(("ddp_", "model_")):
-            raise ValueError(
-                f"Got {name}={value!r}, which concerns a DDP module's exchange of gradients. Local training has none: "
-                "leave it out."
+        if name in allowed:
+            meant[name] = value
+        elif name == "find_unused_parameters":
+            continue  # without a DDP module any parameter may stay unused
+        elif name in of_strategy or name in of_ddp:
+            if value is not (of_strategy[name] if name in of_strategy else of_ddp[name]).default:
+                raise ValueError(
+                    f"Got {name}={value!r}, which concerns a DDP module's exchange of gradients. Local training has "
+                    "none: leave it out."
+                )
+        else:
+            close = difflib.get_close_matches(name, allowed, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise TypeError(
+                f"Unknown argument {name!r}: neither this strategy nor Lightning's DDPStrategy takes it.{hint}"
             )
-        close = difflib.get_close_matches(name, of_group, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise TypeError(f"Unknown argument {name!r}: neither this strategy nor Lightning's DDPStrategy takes it.{hint}")
+    return meant

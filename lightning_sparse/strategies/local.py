@@ -15,7 +15,7 @@ from lightning_sparse.drift.options import OuterOptimizer
 from lightning_sparse.exchange import ExchangeMode, require_agreement
 from lightning_sparse.exchange.payload import ValueDtype
 from lightning_sparse.sparsifiers import HardThreshold, Sparsifier
-from lightning_sparse.strategies.arguments import check_process_group_arguments
+from lightning_sparse.strategies.arguments import process_group_arguments
 from lightning_sparse.strategies.checkpoint import KEY, PATIENCE, wrap_whole
 from lightning_sparse.strategies.drift_checkpoint import (
     DriftCheckpoint,
@@ -84,7 +84,7 @@ class SparseLocalStrategy(DDPStrategy):
                 f"Expected a sparsifier such as HardThreshold(threshold=0.001), got {sparsifier!r}. "
                 "For a threshold alone use LocalHardThresholdStrategy(threshold=0.001)."
             )
-        check_process_group_arguments(kwargs)
+        kwargs = process_group_arguments(kwargs)
         self._checkpoint_options = DriftCheckpointOptions(drift_checkpoint, optimizer_checkpoint)
         self._options = DriftOptions(
             every_n_steps, keep_drift, drift_decay, outer_optimizer, overlap, value_dtype, exchange

@@ -1,0 +1,144 @@
+"""Windows of WikiText-2, as bytes or as words, or of a Markov chain's text, which needs no download."""
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from typing_extensions import override
+
+from recipes import MissingDataError
+from recipes.lstm_wikitext2.data import FILES, FOLDER, CorpusError, builtin_corpus, fetch_wikitext2, read_wikitext2
+from recipes.missing_data import fail_together
+
+NUM_BYTES = 256
+
+
+class Windows(Dataset[tuple[Tensor, Tensor]]):
+    """A text cut into windows of equal length; the remainder is left out.
+
+    Args:
+        tokens: the text, one-dimensional, of any integer dtype.
+        length: tokens of a window; each is predicted from those before it.
+
+    Example:
+        >>> [(inputs.tolist(), targets.tolist()) for inputs, targets in Windows(torch.arange(8), 3)]
+        [([0, 1, 2], [1, 2, 3]), ([3, 4, 5], [4, 5, 6])]
+    """
+
+    def __init__(self, tokens: Tensor, length: int) -> None:
+        self._tokens, self._length = tokens, length
+
+    def __len__(self) -> int:
+        return (len(self._tokens) - 1) // self._length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        start = index * self._length
+        window = self._tokens[start : start + self._length + 1].long()
+        return window[:-1], window[1:]
+
+
+class GPTDataModule(LightningDataModule):
+    """Batches of inputs and of targets one token further on, int64 of shape (batch_size, length).
+
+    Args:
+        root: folder of the data sets; WikiText-2 is fetched into ``<root>/wikitext-2`` unless it is there.
+        source: ``wikitext2``, or ``builtin``: 240,000 words of a Markov chain, for ``tokenizer="words"``.
+        tokenizer: ``bytes``, of which there are 256, or ``words``, torchtext's vocabulary of the training split.
+        vocabulary_size: keep so many of the most frequent words; the others become ``<unk>``. All by default.
+        length: tokens of a window.
+        batch_size: windows of a worker's batch.
+
+    Raises:
+        ValueError: a number that is out of range, or ``builtin`` with bytes.
+    """
+
+    def __init__(
+        self,
+        root: str = "data/",
+        source: Literal["wikitext2", "builtin"] = "wikitext2",
+        tokenizer: Literal["bytes", "words"] = "bytes",
+        vocabulary_size: int | None = None,
+        length: int = 64,
+        batch_size: int = 8,
+    ) -> None:
+        super().__init__()
+        for name, number in {"length": length, "batch_size": batch_size}.items():
+            if number < 1:
+                raise ValueError(f"Invalid {name}={number}. Must be at least 1.")
+        if source == "builtin" and tokenizer == "bytes":
+            raise ValueError("The builtin text has words and no bytes. Use --data.tokenizer=words with it.")
+        self.root = Path(root)
+        self.source, self.tokenizer, self.max_vocabulary_size = source, tokenizer, vocabulary_size
+        self.length, self.batch_size = length, batch_size
+        self.vocabulary_size = NUM_BYTES
+        self._texts: dict[str, Tensor] = {}
+        self._failure: MissingDataError | None = None
+
+    @override
+    def prepare_data(self) -> None:
+        """Fetches WikiText-2 unless its files are there; Lightning calls this on one process per node."""
+        if self.source == "wikitext2":
+            try:
+                fetch_wikitext2(self.root)
+            except MissingDataError as error:
+                # Raised here it would leave the other workers waiting; setup fails on all of them, and says why.
+                self._failure = error
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Reads the text; collective where there is a process group.
+
+        Raises:
+            MissingDataError: a file is not there, on this worker or another one.
+        """
+        if self._texts:
+            return
+        try:
+            self._texts = self._read()
+        except MissingDataError as error:
+            fail_together(self._failure or error)
+            raise (self._failure or error) from None
+        fail_together(None)
+
+    def _read(self) -> dict[str, Tensor]:
+        if self.tokenizer == "bytes":
+            texts = {}
+            for split, name in FILES.items():
+                path = self.root / FOLDER / name
+                if not path.exists():
+                    raise MissingDataError(f"{name} of WikiText-2 is not in {path.parent.absolute()}.")
+                texts[split] = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+        else:
+            corpus = (
+                builtin_corpus()
+                if self.source == "builtin"
+                else read_wikitext2(self.root / FOLDER, vocabulary_size=self.max_vocabulary_size)
+            )
+            self.vocabulary_size = corpus.vocabulary_size
+            texts = {"train": corpus.train, "val": corpus.val, "test": corpus.test}
+        for split, text in texts.items():
+            if len(text) <= self.length:
+                raise CorpusError(f"The {split} text has {len(text):,} tokens, too few for a window of {self.length}.")
+        return texts
+
+    @override
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+        return self._loader("train", shuffle=True)
+
+    @override
+    def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+        return self._loader("val")
+
+    @override
+    def test_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+        return self._loader("test")
+
+    def _loader(self, split: str, *, shuffle: bool = False) -> DataLoader[tuple[Tensor, Tensor]]:
+        windows = Windows(self._texts[split], self.length)
+        batch_size = self.batch_size if shuffle else 4 * self.batch_size
+        return DataLoader(windows, batch_size, shuffle=shuffle, drop_last=shuffle)

@@ -1,0 +1,142 @@
+"""A small GPT, its AdamW and its schedule: a linear warm-up, then a cosine to nothing."""
+
+from math import cos, pi
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim.lr_scheduler import LambdaLR
+from typing_extensions import override
+
+
+class GPT(nn.Module):
+    """Token and position embeddings, pre-norm transformer layers with a causal mask, and a decoder.
+
+    Args:
+        vocabulary_size: number of tokens.
+        length: most tokens of a window.
+        width: dimensions of the embeddings and of each layer; four times as many inside of a layer.
+        num_layers: layers.
+        num_heads: attention heads, of which the width is a multiple.
+
+    Raises:
+        ValueError: a size below 1, or a width that is no multiple of the heads.
+    """
+
+    def __init__(
+        self, vocabulary_size: int = 256, length: int = 64, width: int = 96, num_layers: int = 2, num_heads: int = 4
+    ) -> None:
+        super().__init__()
+        sizes = {"vocabulary_size": vocabulary_size, "length": length, "width": width, "num_layers": num_layers}
+        for name, size in (sizes | {"num_heads": num_heads}).items():
+            if size < 1:
+                raise ValueError(f"Invalid {name}={size}. Must be at least 1.")
+        if width % num_heads:
+            raise ValueError(f"Invalid {width=} with {num_heads=}. Must be a multiple of it.")
+        self.tokens = nn.Embedding(vocabulary_size, width)
+        self.positions = nn.Embedding(length, width)
+        layer = nn.TransformerEncoderLayer(
+            width, num_heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, num_layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.decoder = nn.Linear(width, vocabulary_size, bias=False)
+        # A stack of copies would begin with equal layers.
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+
+    @override
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Returns logits of the next tokens, shape (batch, time, vocabulary_size).
+
+        Args:
+            tokens: int64, shape (batch, time).
+        """
+        length = tokens.shape[1]
+        hidden = self.tokens(tokens) + self.positions.weight[:length]
+        mask = nn.Transformer.generate_square_subsequent_mask(length, device=tokens.device)
+        logits: Tensor = self.decoder(self.layers(hidden, mask, is_causal=True))
+        return logits
+
+
+class GPTLanguageModel(LightningModule):
+    """Language modelling with a small GPT.
+
+    Logs ``train/local_loss``, the first worker's, every step, and ``val/loss`` (``test/loss``), in nats a token over
+    all windows of all workers.
+
+    Args:
+        vocabulary_size: see :class:`GPT`; at least that of the data.
+        length: see :class:`GPT`.
+        width: see :class:`GPT`.
+        num_layers: see :class:`GPT`.
+        num_heads: see :class:`GPT`.
+        learning_rate: of AdamW, after the warm-up.
+        warmup_steps: optimizer steps in which it rises from zero.
+        weight_decay: of AdamW.
+
+    Raises:
+        ValueError: a number that is out of range.
+    """
+
+    def __init__(
+        self,
+        vocabulary_size: int = 256,
+        length: int = 64,
+        width: int = 96,
+        num_layers: int = 2,
+        num_heads: int = 4,
+        learning_rate: float = 3e-3,
+        warmup_steps: int = 50,
+        weight_decay: float = 0.01,
+    ) -> None:
+        super().__init__()
+        if learning_rate <= 0:
+            raise ValueError(f"Invalid {learning_rate=}. Must be above 0.")
+        if warmup_steps < 0:
+            raise ValueError(f"Invalid {warmup_steps=}. Must be at least 0.")
+        self.save_hyperparameters()
+        self.network = GPT(vocabulary_size, length, width, num_layers, num_heads)
+
+    @override
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = self._loss(batch)
+        self.log("train/local_loss", loss, on_step=True, on_epoch=False, prog_bar=True)
+        return loss
+
+    @override
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val/loss", self._loss(batch), sync_dist=True, prog_bar=True)
+
+    @override
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("test/loss", self._loss(batch), sync_dist=True)
+
+    def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        tokens, targets = batch
+        return functional.cross_entropy(self.network(tokens).flatten(0, 1), targets.flatten())
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        options: dict[str, Any] = dict(self.hparams)
+        optimizer = torch.optim.AdamW(
+            self.parameters(), options["learning_rate"], betas=(0.9, 0.95), weight_decay=options["weight_decay"]
+        )
+        total, warmup = int(self.trainer.estimated_stepping_batches), options["warmup_steps"]
+        schedule = LambdaLR(optimizer, lambda step: relative_learning_rate(step, warmup, total))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def relative_learning_rate(step: int, warmup_steps: int, total_steps: int) -> float:
+    """Returns the learning rate of a step as a share of its highest.
+
+    Example:
+        >>> [round(relative_learning_rate(step, 10, 110), 2) for step in (0, 4, 9, 10, 60, 109)]
+        [0.1, 0.5, 1.0, 1.0, 0.5, 0.0]
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    return 0.5 * (1 + cos(pi * (step - warmup_steps) / max(total_steps - warmup_steps, 1)))
