@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse._version import __version__
-from lightning_sparse.ddp.options import ErrorFeedback, ExchangeOptions
+from lightning_sparse.ddp.options import DensityControlMode, ErrorFeedback, ExchangeOptions
 from lightning_sparse.ddp.sparse_state import LearningRates, SparseState
 from lightning_sparse.exchange import ExchangeMode, require_agreement
 from lightning_sparse.exchange.payload import ValueDtype
@@ -44,6 +44,7 @@ def register_comm_hook(
     local_clip_norm: float | None = None,
     value_dtype: ValueDtype = "float32",
     exchange: ExchangeMode = "auto",
+    density_control: DensityControlMode = "calibrate",
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     per_layer_stats: bool = False,
@@ -60,6 +61,7 @@ def register_comm_hook(
         local_clip_norm: see :class:`ExchangeOptions`.
         value_dtype: see :class:`ExchangeOptions`.
         exchange: see :class:`ExchangeOptions`.
+        density_control: see :class:`ExchangeOptions`.
         optimizer: the optimizer or optimizers, whose learning rates ``error_feedback="learning_rate"`` needs.
         grad_scaler: the scaler that scales the losses, if one does, so that thresholds and residuals are in units of
             the unscaled gradient.
@@ -73,7 +75,7 @@ def register_comm_hook(
         ValueError: an invalid option, or ``error_feedback="learning_rate"`` without an optimizer.
         RuntimeError: workers disagree on the settings (on every worker), or DDP cannot hand out its buckets.
     """
-    options = ExchangeOptions(error_feedback, local_clip_norm, value_dtype, exchange)
+    options = ExchangeOptions(error_feedback, local_clip_norm, value_dtype, exchange, density_control)
     if error_feedback == "learning_rate" and optimizer is None:
         raise ValueError('error_feedback="learning_rate" needs the learning rates. Pass optimizer=… as well.')
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or [])

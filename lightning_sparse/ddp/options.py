@@ -9,6 +9,8 @@ from lightning_sparse.exchange.payload import VALUE_DTYPES, ValueDtype
 
 ErrorFeedback = Literal["gradient", "learning_rate", "none"]
 ERROR_FEEDBACKS: tuple[ErrorFeedback, ...] = ("gradient", "learning_rate", "none")
+DensityControlMode = Literal["calibrate", "hold"]
+DENSITY_CONTROLS: tuple[DensityControlMode, ...] = ("calibrate", "hold")
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,9 @@ class ExchangeOptions:
             buckets, so nothing is sent before backward has ended: the exchange no longer overlaps with it.
         value_dtype: what values travel in. ``"float32"`` sends them as the residual holds them.
         exchange: see :class:`lightning_sparse.exchange.Exchange`.
+        density_control: what becomes of a λ that was asked for by a density. ``"calibrate"`` leaves it constant after
+            its calibration, as the theory has it; ``"hold"`` corrects it slowly, so that the average volume after
+            calibration meets the density (:mod:`lightning_sparse.engine.density_control`).
 
     Raises:
         ValueError: a word or a number that is not allowed.
@@ -31,12 +36,14 @@ class ExchangeOptions:
     local_clip_norm: float | None = None
     value_dtype: ValueDtype = "float32"
     exchange: ExchangeMode = "auto"
+    density_control: DensityControlMode = "calibrate"
 
     def __post_init__(self) -> None:
         for name, allowed in (
             ("error_feedback", ERROR_FEEDBACKS),
             ("value_dtype", VALUE_DTYPES),
             ("exchange", EXCHANGE_MODES),
+            ("density_control", DENSITY_CONTROLS),
         ):
             value = getattr(self, name)
             if value not in allowed:

@@ -75,6 +75,7 @@ class SparseState:
             value_dtype=options.value_dtype,
             per_layer_stats=per_layer_stats,
             keeps_rest=options.error_feedback != "none",
+            holds_density=options.density_control == "hold",
         )
         self._parameter_names = dict(parameter_names)
         # As of now: a layer frozen later on stays in DDP.

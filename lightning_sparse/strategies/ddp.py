@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_sparse.ddp.comm_hook import attach, learning_rates_of, loss_scale_of
-from lightning_sparse.ddp.options import ErrorFeedback, ExchangeOptions
+from lightning_sparse.ddp.options import DensityControlMode, ErrorFeedback, ExchangeOptions
 from lightning_sparse.ddp.sparse_state import SparseState
 from lightning_sparse.exchange import ExchangeMode, parameter_settings, require_agreement
 from lightning_sparse.exchange.payload import ValueDtype
@@ -53,6 +53,8 @@ class SparseDDPStrategy(DDPStrategy):
             ``"reduce_scatter"``: each to the worker that sums its part of the bucket, and the sums to all;
             ``"dense"``: a masked whole gradient in an all-reduce; ``"hierarchical"``: dense inside a node, sparse
             between nodes; ``"auto"``: for each bucket the cheapest of the first three, judged by the step before.
+        density_control: what becomes of a λ that was asked for by a density. ``"calibrate"``: constant once it has been
+            calibrated; ``"hold"``: corrected slowly, so that the average volume after that meets the density.
         residual_checkpoint: what checkpoints hold of residuals. ``"full"``: every worker's, n times the model in
             float32, for a resume that equals a run without a stop; ``"mean"``: their mean, the model once, which keeps
             the pending update; ``"none"``: nothing.
@@ -79,6 +81,7 @@ class SparseDDPStrategy(DDPStrategy):
         local_clip_norm: float | None = None,
         value_dtype: ValueDtype = "float32",
         exchange: ExchangeMode = "auto",
+        density_control: DensityControlMode = "calibrate",
         residual_checkpoint: ResidualCheckpoint = "full",
         on_world_size_change: OnWorldSizeChange = "mean",
         **kwargs: Any,
@@ -90,7 +93,7 @@ class SparseDDPStrategy(DDPStrategy):
             )
         check_ddp_arguments(kwargs)
         self._checkpoint_options = CheckpointOptions(residual_checkpoint, on_world_size_change)
-        self._options = ExchangeOptions(error_feedback, local_clip_norm, value_dtype, exchange)
+        self._options = ExchangeOptions(error_feedback, local_clip_norm, value_dtype, exchange, density_control)
         super().__init__(**kwargs)
         self.sparsifier = sparsifier
         self.state: SparseState | None = None
@@ -246,6 +249,7 @@ class DDPHardThresholdStrategy(SparseDDPStrategy):
         local_clip_norm: see :class:`SparseDDPStrategy`.
         value_dtype: see :class:`SparseDDPStrategy`.
         exchange: see :class:`SparseDDPStrategy`.
+        density_control: see :class:`SparseDDPStrategy`.
         residual_checkpoint: see :class:`SparseDDPStrategy`.
         on_world_size_change: see :class:`SparseDDPStrategy`.
         **kwargs: see :class:`SparseDDPStrategy`.
@@ -266,6 +270,7 @@ class DDPHardThresholdStrategy(SparseDDPStrategy):
         local_clip_norm: float | None = None,
         value_dtype: ValueDtype = "float32",
         exchange: ExchangeMode = "auto",
+        density_control: DensityControlMode = "calibrate",
         residual_checkpoint: ResidualCheckpoint = "full",
         on_world_size_change: OnWorldSizeChange = "mean",
         **kwargs: Any,
@@ -276,6 +281,7 @@ class DDPHardThresholdStrategy(SparseDDPStrategy):
             local_clip_norm=local_clip_norm,
             value_dtype=value_dtype,
             exchange=exchange,
+            density_control=density_control,
             residual_checkpoint=residual_checkpoint,
             on_world_size_change=on_world_size_change,
             **kwargs,

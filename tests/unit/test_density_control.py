@@ -1,0 +1,70 @@
+"""λ after calibration, on coordinates that are random walks: the average volume meets the density asked for."""
+
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+
+from lightning_sparse.engine.density_control import DensityControl
+
+CALIBRATION_STEPS = 50
+
+
+def volume(density, steps, scale, drift=0.0, elements=10_000):
+    """Returns how many times the density asked for is sent on average, with and without the control."""
+    generator = np.random.default_rng(0)
+    directions = generator.standard_normal(elements) * drift
+    mean_square = np.mean([scale(step) ** 2 for step in range(CALIBRATION_STEPS)]) * np.mean(1 + directions**2)
+    thresholds = [math.sqrt(mean_square / density)] * 2
+    residuals, sent = np.zeros((2, elements)), np.zeros(2)
+    control = DensityControl(density)
+    for step in range(CALIBRATION_STEPS, steps):
+        residuals += scale(step) * (generator.standard_normal(elements) + directions)
+        selected = np.abs(residuals) >= np.array(thresholds)[:, None]
+        residuals[selected] = 0
+        sent += selected.mean(1)
+        thresholds[0] = control.corrected(thresholds[0], selected[0].mean())
+    return sent / (steps - CALIBRATION_STEPS) / density
+
+
+def cosine(steps, step):
+    return 0.5 * (1 + math.cos(math.pi * step / steps)) + 0.01
+
+
+SCALES = {
+    "constant": lambda steps, step: 1.0,
+    "warm-up": lambda steps, step: min(1.0, (step + 1) / 200),
+    "cosine": cosine,
+    "warm-up and cosine": lambda steps, step: min(1.0, (step + 1) / 100) * cosine(steps, step),
+    "growing": lambda steps, step: 1 + step / 100,
+}
+
+
+@pytest.mark.parametrize("drift", [0.0, 0.3])
+@pytest.mark.parametrize("density", [0.01, 0.001])
+@pytest.mark.parametrize("name", SCALES)
+def test_the_volume_is_within_a_fifth_of_what_was_asked_for(name, density, drift):
+    held, _ = volume(density, 1000, partial(SCALES[name], 1000), drift)
+    assert 1 / 1.2 < held < 1.2
+
+
+def test_without_it_a_warm_up_misses_by_far():
+    held, constant = volume(0.01, 1000, partial(SCALES["warm-up"], 1000))
+    assert held < 1.2
+    assert constant > 5
+
+
+def test_it_goes_on_from_where_it_was():
+    one, other = DensityControl(0.01), DensityControl(0.01)
+    threshold = 1.0
+    for density in (0.5, 0.2, 0.0, 0.01, 0.003):
+        threshold = one.corrected(threshold, density)
+    other.load_state_dict(one.state_dict())
+    assert one.corrected(threshold, 0.02) == other.corrected(threshold, 0.02)
+
+
+def test_it_is_slow():
+    control = DensityControl(0.01)
+    assert 1 < control.corrected(1.0, 1.0) < 1.12
+    assert 1 > DensityControl(0.01).corrected(1.0, 0.0) > 1 / 1.12
