@@ -1,0 +1,49 @@
+"""Local training with Adam in plain PyTorch: each worker steps on its own, drifts are exchanged sparsely.
+
+Run it on two workers of this machine:
+
+    torchrun --standalone --nproc-per-node=2 docs/examples/local_training.py
+"""
+
+import torch
+import torch.distributed as dist
+
+from lightning_sparse import AverageDensity, DriftOptions, HardThreshold, SparseModelAverager
+
+
+def main() -> None:
+    """Fits a small network to a fixed random one, each worker on its own samples."""
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    rank = dist.get_rank()
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    torch.manual_seed(0)
+    teacher = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)).to(device)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 128), torch.nn.Tanh(), torch.nn.Linear(128, 1)).to(device)
+
+    # Not wrapped in DistributedDataParallel. The averager sees to equal weights at the start.
+    averager = SparseModelAverager(model, HardThreshold(density=0.05, calibration_steps=20), DriftOptions())
+
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.005)
+    average_density = AverageDensity()
+    averager.subscribe(average_density.update)
+    torch.manual_seed(1 + rank)  # different samples from here on
+    for step in range(400):
+        inputs = torch.randn(64, 32, device=device)
+        loss = torch.nn.functional.mse_loss(model(inputs), teacher(inputs).detach())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        averager.step()  # on every worker, after each of its optimizer's steps
+        if rank == 0 and step % 100 == 0:
+            stats = averager.last_step
+            print(f"step {step}: loss {loss.item():.4f}, density {stats.density:.4f}, error {stats.error_norm:.4f}")
+    with averager.averaged_weights():  # the same on all workers: for validation, and to be saved
+        inputs = torch.randn(1024, 32, device=device)
+        loss = torch.nn.functional.mse_loss(model(inputs), teacher(inputs))
+    if rank == 0:
+        print(f"loss {loss.item():.4f}, average density {average_density.compute().item():.4f}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
