@@ -56,6 +56,8 @@ class GPT(nn.Module):
             tokens: int64, shape (batch, time).
         """
         length = tokens.shape[1]
+        if length > len(self.positions.weight):
+            raise ValueError(f"Got a window of {length} tokens, more than --model.length={len(self.positions.weight)}.")
         hidden = self.tokens(tokens) + self.positions.weight[:length]
         mask = nn.Transformer.generate_square_subsequent_mask(length, device=tokens.device)
         logits: Tensor = self.decoder(self.layers(hidden, mask, is_causal=True))
@@ -100,6 +102,13 @@ class GPTLanguageModel(LightningModule):
             raise ValueError(f"Invalid {warmup_steps=}. Must be at least 0.")
         self.save_hyperparameters()
         self.network = GPT(vocabulary_size, length, width, num_layers, num_heads)
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Raises a ValueError for data that have more tokens than this model."""
+        needed, have = getattr(self.trainer.datamodule, "vocabulary_size", 0), self.hparams["vocabulary_size"]
+        if needed > have:
+            raise ValueError(f"The data have {needed:,} tokens, more than --model.vocabulary_size={have:,}.")
 
     @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:

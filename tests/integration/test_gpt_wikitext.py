@@ -1,0 +1,145 @@
+"""The GPT recipe: its YAML files, its data, its model, and what local training makes of it."""
+
+import doctest
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import recipes.gpt_wikitext.data
+import recipes.gpt_wikitext.model
+from lightning_sparse import LocalHardThresholdStrategy
+from recipes import MissingDataError
+from recipes.gpt_wikitext.data import GPTDataModule, Windows
+from recipes.gpt_wikitext.model import GPT, GPTLanguageModel
+from tests.integration.test_recipes import fit_recipe
+from tests.workers import run_workers
+
+GPT_RECIPES = Path(__file__).parents[2] / "recipes" / "gpt_wikitext"
+DATA = os.environ.get("LIGHTNING_SPARSE_DATA")
+
+
+def test_compared_recipes_differ_in_the_strategy_only():
+    configs = {
+        name: yaml.safe_load((GPT_RECIPES / f"{name}.yaml").read_text())
+        for name in ("hard_threshold", "dense", "drift")
+    }
+    strategies = {name: config["trainer"].pop("strategy") for name, config in configs.items()}
+    assert configs["hard_threshold"] == configs["dense"] == configs["drift"]
+    assert len({str(strategy) for strategy in strategies.values()}) == 3
+
+
+def test_a_position_sees_only_those_before_it():
+    torch.manual_seed(0)
+    network = GPT(vocabulary_size=11, length=8, width=16, num_layers=2, num_heads=2).eval()
+    tokens = torch.randint(0, 11, (3, 8))
+    changed = tokens.clone()
+    changed[:, 5:] = (changed[:, 5:] + 1) % 11
+    torch.testing.assert_close(network(tokens)[:, :5], network(changed)[:, :5], rtol=0, atol=1e-6)
+    assert (network(tokens)[:, 5:] - network(changed)[:, 5:]).abs().max() > 1e-3
+
+
+def test_layers_do_not_begin_equal():
+    first, second = GPT().layers.layers
+    assert (first.linear1.weight != second.linear1.weight).any()
+    assert sum(one.numel() for one in GPT().parameters()) == 279_168
+
+
+def test_windows_are_the_text_without_gaps():
+    text = torch.randint(0, 256, (1000,), dtype=torch.uint8)
+    windows = Windows(text, 64)
+    assert len(windows) == 15
+    assert torch.equal(torch.cat([inputs for inputs, _ in windows]), text[:960].long())
+    assert torch.equal(torch.cat([targets for _, targets in windows]), text[1:961].long())
+    with pytest.raises(IndexError):
+        windows[15]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: GPTDataModule(length=0), "length=0"),
+        (lambda: GPTDataModule(source="builtin"), "tokenizer=words"),
+        (lambda: GPT(width=10, num_heads=4), "multiple"),
+        (lambda: GPT(num_layers=0), "num_layers=0"),
+        (lambda: GPTLanguageModel(learning_rate=0.0), "learning_rate"),
+        (lambda: GPT(length=4)(torch.zeros(1, 5, dtype=torch.int64)), "--model.length=4"),
+    ],
+)
+def test_refuses(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_without_the_text_it_says_where_it_belongs(tmp_path):
+    module = GPTDataModule(str(tmp_path))
+    with pytest.raises(MissingDataError, match=r"wiki\.train\.tokens"):
+        module.setup("fit")
+
+
+@pytest.mark.parametrize(
+    "module", [recipes.gpt_wikitext.data, recipes.gpt_wikitext.model], ids=lambda one: one.__name__
+)
+def test_the_examples_in_docstrings_are_true(module):
+    failed, attempted = doctest.testmod(module)
+    assert failed == 0
+    assert attempted
+
+
+BUILTIN = ("--data.source=builtin", "--data.tokenizer=words", "--model.vocabulary_size=200", "--data.length=16")
+SMALL = ("--trainer.devices=2", "--model.width=32", "--trainer.logger=false", "--trainer.enable_progress_bar=false")
+
+
+def fit_builtin(root, steps):
+    config = yaml.safe_load((GPT_RECIPES / "laptop.yaml").read_text())
+    config["trainer"]["callbacks"] = [one for one in config["trainer"]["callbacks"] if "LearningRate" not in str(one)]
+    config["trainer"]["callbacks"] = [one for one in config["trainer"]["callbacks"] if "TQDM" not in str(one)]
+    path = Path(root) / f"{os.environ['RANK']}.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return fit_recipe(
+        f"--config={path}",
+        *BUILTIN,
+        *SMALL,
+        f"--trainer.max_steps={steps}",
+        f"--trainer.val_check_interval={steps}",
+        "--trainer.limit_val_batches=20",
+        f"--trainer.default_root_dir={root}",
+        "--trainer.strategy.calibration_steps=5",
+        "--trainer.strategy.density=0.05",
+        "--model.learning_rate=0.01",
+    )
+
+
+def test_local_training_learns_a_text_without_a_download(tmp_path):
+    one, other = run_workers(fit_builtin, 2, str(tmp_path), 150, process_group=False)
+    assert one.strategy is LocalHardThresholdStrategy
+    assert one.metrics["val/loss"] == other.metrics["val/loss"] < 2.5  # 5.3 from the words' number, 1.28 at best
+    assert one.exchanged == other.exchanged
+    assert 0 < one.exchanged.density < 0.5
+
+
+def test_too_small_a_vocabulary_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["recipes"])
+    module = GPTDataModule(source="builtin", tokenizer="words", length=16)
+    module.setup("fit")
+    model = GPTLanguageModel(vocabulary_size=100)
+    model._trainer = type("Trainer", (), {"datamodule": module})()
+    with pytest.raises(ValueError, match="200 tokens"):
+        model.setup("fit")
+
+
+@pytest.mark.skipif(DATA is None, reason="LIGHTNING_SPARSE_DATA names no folder with WikiText-2")
+@pytest.mark.parametrize(("tokenizer", "size"), [("bytes", 256), ("words", 1000)])
+def test_real_text(tokenizer, size):
+    module = GPTDataModule(DATA, tokenizer=tokenizer, vocabulary_size=None if tokenizer == "bytes" else size)
+    module.prepare_data()
+    module.setup("fit")
+    assert module.vocabulary_size == size
+    inputs, targets = next(iter(module.train_dataloader()))
+    assert inputs.shape == targets.shape == (8, 64)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    if tokenizer == "bytes":
+        assert b"Homarus gammarus" in bytes(module._texts["val"][:3000].tolist())
