@@ -1,7 +1,7 @@
 """The anchor: the weights that all workers share, beside which each worker's own have drifted."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -33,7 +33,6 @@ class AnchorBucket:
     drift: Tensor
     kept: Tensor
     zeros: Tensor
-    _views: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def read(self, out: Tensor) -> Tensor:
         """Copies the parameters into a flat tensor, each in the order of its indices."""
@@ -51,14 +50,10 @@ class AnchorBucket:
             yield name, values[start:end]
 
     def _parts(self, values: Tensor) -> list[Tensor]:
-        key = values.data_ptr()
-        if key not in self._views:
-            if len(self._views) > 8:
-                self._views.clear()
-            parts = torch.split(values, list(self.layout.sizes))
-            shapes = [as_real(one.detach()).shape for one in self.parameters]
-            self._views[key] = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-        return self._views[key]
+        shapes = (as_real(one.detach()).shape for one in self.parameters)
+        return [
+            part.view(shape) for part, shape in zip(torch.split(values, list(self.layout.sizes)), shapes, strict=True)
+        ]
 
 
 def lay_out(parameters: Mapping[str, Tensor], first_index: int = 0) -> list[AnchorBucket]:

@@ -168,6 +168,22 @@ class SparseModelAverager:
             self.workers.average(list(tensors.values()))
 
     @torch.no_grad()
+    def take_anchor(self) -> None:
+        """Gives the module the anchor's weights, and keeps its own apart. Not collective.
+
+        Does nothing where the module has other weights than its own already.
+        """
+        if self._own is None:
+            self._own = [one.clone() for one in self._moving().values()]
+            for bucket in self._exchange.buckets:
+                bucket.write(bucket.anchor)
+
+    @property
+    def has_own_weights(self) -> bool:
+        """Whether the module has this worker's own weights, and not those of all."""
+        return self._own is None
+
+    @torch.no_grad()
     def give_back(self) -> None:
         """Gives the module its own weights and buffers back."""
         if self._own is not None:
@@ -176,21 +192,6 @@ class SparseModelAverager:
             self._own = None
 
     # What is saved.
-
-    @torch.no_grad()
-    def mean_weights(self, workers: Workers) -> dict[str, Tensor]:
-        """Returns the mean of all workers' weights and buffers by name. Collective.
-
-        Args:
-            workers: the same workers, perhaps in another group.
-        """
-        moving = self._moving()
-        if self._own is not None:
-            return moving
-        self.flush()
-        means = {name: one.clone() for name, one in moving.items()}
-        workers.average(list(means.values()))
-        return means
 
     def own_state(self) -> dict[str, Any]:
         """Returns copies of what this worker alone has: its weights, and what it keeps apart of its drift."""

@@ -81,7 +81,8 @@ class DriftExchange:
             if self.options.keep_drift:
                 target = torch.sub(bucket.anchor, bucket.kept, out=bucket.drift)
             if starts:  # it went on in the meantime
-                since = bucket.read(torch.empty_like(target)).sub_(starts[place])
+                unused = bucket.kept if self.options.keep_drift else bucket.drift
+                since = bucket.read(unused).sub_(starts[place])
                 target = since.add_(target)
             bucket.write(target)
         self._engine.account(dense_exchanges=self.options.every_n_steps)

@@ -9,7 +9,8 @@ key, plain containers and tensors that ``weights_only=True`` loads::
     why_no_drifts   None, or why they are missing though they were asked for
 """
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -53,47 +54,65 @@ class DriftCheckpointOptions:
                 raise ValueError(f"Invalid {name}={value!r}. Must be one of {', '.join(map(repr, allowed))}.")
 
 
-def put_in(
-    checkpoint: dict[str, Any], averager: SparseModelAverager, options: DriftCheckpointOptions, patience: float
-) -> dict[str, Any] | None:
-    """Gives a checkpoint the weights that all share, and returns what else it should hold, on the first worker.
-
-    Every worker should call this. Where one does not, or where they are not at the same step, the weights are those of
-    the anchor, the content has no drifts and says why; nobody waits for longer than their patience.
+def meet(averager: SparseModelAverager, patience: float) -> str | None:
+    """Meets all workers to save, if they come; returns None, or why not. The same on all that came.
 
     Args:
-        checkpoint: of Lightning, with ``state_dict`` and, where it is one to resume from, ``optimizer_states``.
         averager: this worker's.
-        options: what to keep.
         patience: seconds to wait for others.
     """
     if is_in_trouble():
         patience = min(patience, PATIENCE_IN_TROUBLE)
-    is_whole = "optimizer_states" in checkpoint
-    status = {"steps": averager.num_steps, "whole": is_whole, "between steps": not averager.is_exchanging}
+    status = {"steps": averager.num_steps, "in an exchange": averager.is_exchanging}
     why_not = averager.meeting.hold(status, patience).why_not
     if why_not is None and averager.is_exchanging:
         why_not = "the workers are in the middle of an exchange"
-    own: list[dict[str, Any]] = []
+    return why_not
+
+
+def shared_state_dict(
+    averager: SparseModelAverager, state_dict: Callable[[], dict[str, Any]], why_not: str | None
+) -> dict[str, Any]:
+    """Returns a module's state with the weights that all share. Collective if all came.
+
+    Args:
+        averager: this worker's.
+        state_dict: returns the module's state as it is now.
+        why_not: None if all came to save; else the weights are the anchor's.
+    """
     if why_not is None:
-        mine = averager.own_state() if options.drift_checkpoint == "full" else {}
-        weights = averager.mean_weights(averager.meeting.workers_apart())
-        if is_whole:
-            if options.optimizer_checkpoint != "first":
-                mine["optimizer_states"] = checkpoint["optimizer_states"]
-            own = averager.meeting.workers_apart().gather_objects_to_first(mine)
+        averager.take_mean()
     else:
-        weights = averager.anchor()
+        averager.take_anchor()
         if averager.workers.rank == 0:
             rank_zero_warn(
                 f"lightning_sparse: the checkpoint is written with the anchor's weights and without drifts: {why_not}. "
                 "What workers had done since the last exchange, and what was not sent, is not in it."
             )
-    held = checkpoint["state_dict"]
-    for name, one in weights.items():
-        if name in held and held[name].shape == one.shape:
-            held[name] = one.detach().to(held[name].dtype).clone()
-    if averager.workers.rank != 0 or not is_whole:
+    try:
+        return copy.deepcopy(state_dict())
+    finally:
+        averager.give_back()
+
+
+def collect(
+    averager: SparseModelAverager, checkpoint: dict[str, Any], options: DriftCheckpointOptions, why_not: str | None
+) -> dict[str, Any] | None:
+    """Returns what a checkpoint should hold beside the weights, on the first worker. Collective if all came.
+
+    Args:
+        averager: this worker's.
+        checkpoint: of Lightning, with the first worker's ``optimizer_states``, which may become the mean of all.
+        options: what to keep.
+        why_not: None if all came to save.
+    """
+    own: list[dict[str, Any]] = []
+    if why_not is None:
+        mine = averager.own_state() if options.drift_checkpoint == "full" else {}
+        if options.optimizer_checkpoint != "first":
+            mine["optimizer_states"] = checkpoint["optimizer_states"]
+        own = averager.meeting.workers_apart().gather_objects_to_first(mine)
+    if averager.workers.rank != 0:
         return None
     if own and options.optimizer_checkpoint == "mean":
         checkpoint["optimizer_states"] = _mean([one.pop("optimizer_states") for one in own])
@@ -115,7 +134,7 @@ def restored(
     Args:
         averager: this worker's, whose module has the checkpoint's weights already.
         checkpoint: of Lightning.
-        saved: what :func:`put_in` returned; None for the checkpoint of another strategy.
+        saved: what :func:`collect` returned; None for the checkpoint of another strategy.
 
     Raises:
         RuntimeError: the content is of a newer version.

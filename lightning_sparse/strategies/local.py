@@ -1,5 +1,6 @@
 """Lightning strategies for local training: every worker steps its own optimizer, drifts are exchanged sparsely."""
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -21,8 +22,10 @@ from lightning_sparse.strategies.drift_checkpoint import (
     DriftCheckpoint,
     DriftCheckpointOptions,
     OptimizerCheckpoint,
-    put_in,
+    collect,
+    meet,
     restored,
+    shared_state_dict,
 )
 from lightning_sparse.strategies.step_log import StepLog
 
@@ -94,6 +97,7 @@ class SparseLocalStrategy(DDPStrategy):
         self.averager: SparseModelAverager | None = None
         self.step_log = StepLog()
         self._per_layer_stats = self._has_ended = False
+        self._why_not: str | None = None
 
     def request_layer_stats(self) -> None:
         """Asks for per-layer numbers from the next ``fit`` on; call it on every worker."""
@@ -160,15 +164,30 @@ class SparseLocalStrategy(DDPStrategy):
         self._checkpoint_io = io
 
     @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        # Lightning asks every worker, and then calls save_checkpoint on it.
+        if self.averager is None or self._has_ended:
+            return super().lightning_module_state_dict()
+        if not self.averager.has_own_weights:  # while validation looks at the mean
+            return copy.deepcopy(super().lightning_module_state_dict())
+        self._why_not = meet(self.averager, self._patience)
+        return shared_state_dict(self.averager, super().lightning_module_state_dict, self._why_not)
+
+    @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        if self.averager is not None:
-            patience = min(PATIENCE, self._timeout.total_seconds()) if self._timeout is not None else PATIENCE
-            content = put_in(checkpoint, self.averager, self._checkpoint_options, patience)
+        if self.averager is not None and "optimizer_states" in checkpoint:
+            why_not = self._why_not or meet(self.averager, self._patience)
+            content = collect(self.averager, checkpoint, self._checkpoint_options, why_not)
             if content is not None:
                 checkpoint[KEY] = content
+        self._why_not = None
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @property
+    def _patience(self) -> float:
+        return PATIENCE if self._timeout is None else min(PATIENCE, self._timeout.total_seconds())
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
