@@ -19,6 +19,8 @@ loopback, unshaped, and a line says so. With more hosts than cores they share co
     top_k_0.001           lightning_sparse with TopK
     hard_threshold_ρ      lightning_sparse with HardThreshold, λ such that the density in the timed steps is ρ; 1 is
                           λ = 0, everything sent
+    drift_ρ               local training, which exchanges drifts of density ρ after the step; with _every_8 drifts of
+                          density 8 ρ after every eighth, and the time is the mean of eight
 
 Each way has a model of its own, started alike, and they take turns within the same processes: in each round one step
 that does not count, a barrier, then the timed steps. A step is drawing a random batch, forward, backward with the
@@ -53,7 +55,8 @@ RATES = ["200mbit", "1gbit", "10gbit", UNSHAPED]
 MODELS = ["resnet18", "lstm", "neumf"]
 FLOOR, POWER_SGD = "floor", "powersgd_4"
 HARD_THRESHOLDS = ["hard_threshold_0.01", "hard_threshold_0.001", "hard_threshold_0.0001", "hard_threshold_1"]
-METHODS = [FLOOR, "ddp_idle", "ddp_fp32", "ddp_bf16", POWER_SGD, "top_k_0.001", *HARD_THRESHOLDS]
+DRIFTS = ["drift_0.001", "drift_0.001_every_8"]
+METHODS = [FLOOR, "ddp_idle", "ddp_fp32", "ddp_bf16", POWER_SGD, "top_k_0.001", *HARD_THRESHOLDS, *DRIFTS]
 TOLERATED = 0.15
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "2000000000", "MALLOC_TOP_PAD_": "67108864"}
 
@@ -158,7 +161,8 @@ def show(model: str, rate: str, found: dict[str, Any], options: argparse.Namespa
         cells += [] if options.exchange_only else [f"{one['ratio']:.3f}"]
         if "density" in one:
             density = one["density"]["mean"]
-            aimed = float(method.rpartition("_")[2])
+            density_of, _, every = method.partition("_every_")
+            aimed = float(density_of.rpartition("_")[2]) * int(every or 1)
             cells.append(f"{density:.4%}{'' if abs(density / aimed - 1) <= TOLERATED else '!'}")
             cells.append(f"{one['payload_bytes']['median']:,.0f}")
             cells += [] if options.exchange_only else [one["steps_with_more_collectives"]]
@@ -190,14 +194,16 @@ def parse() -> argparse.Namespace:
         setattr(options, name, [one for text in getattr(options, name) for one in text.split(",") if one])
     if unknown := set(options.models) - set(MODELS):
         parser.error(f"Unknown models {sorted(unknown)}. Known are {', '.join(MODELS)}.")
-    pattern = "|".join([*METHODS[:5], r"(top_k|hard_threshold)_\d+(\.\d+)?"])
+    pattern = "|".join([*METHODS[:5], r"(top_k|hard_threshold)_\d+(\.\d+)?", r"drift_\d+(\.\d+)?(_every_\d+)?"])
     if unknown := {method for method in options.methods if not re.fullmatch(pattern, method)}:
         parser.error(f"Unknown methods {sorted(unknown)}. Known are {', '.join(METHODS)}.")
     if options.quick:
         options.seconds, options.repetitions = 0.0, 4
     if options.exchange_only:
         options.models = options.models[:1]
-        options.methods = [method for method in options.methods if method not in (FLOOR, "ddp_idle", POWER_SGD)]
+        options.methods = [
+            method for method in options.methods if method not in (FLOOR, "ddp_idle", POWER_SGD, *DRIFTS)
+        ]
     elif FLOOR not in options.methods:
         options.methods.insert(0, FLOOR)
     if options.output is None:

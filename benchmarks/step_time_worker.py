@@ -25,9 +25,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import report
 from benchmarks.payload import MARK
-from lightning_sparse import HardThreshold, SparseState, TopK, register_comm_hook
+from lightning_sparse import (
+    DriftOptions,
+    HardThreshold,
+    SparseModelAverager,
+    SparseState,
+    StepStats,
+    TopK,
+    register_comm_hook,
+)
 
 HARD_THRESHOLD = "hard_threshold_"
+DRIFT = "drift_"
 WARM_UP_STEPS = 3  # DDP lays out its buckets anew after the first; PowerSGD begins with the third
 SETTLING_STEPS, MOST_SETTLINGS, SETTLED = 6, 16, 0.07
 LEARNING_RATE = 1e-3  # small enough for gradients, and so the density at a constant λ, to stay the same
@@ -73,8 +82,22 @@ def build(model: str, device: torch.device) -> tuple[nn.Module, Loss]:
     return network.to(device), loss
 
 
+def drift_of(method: str) -> tuple[bool, float, int]:
+    """Whether a method is local training, the density of its exchanges, and after how many steps each comes.
+
+    ``drift_0.001_every_8`` sends as much as ``drift_0.001``, in an eighth of the exchanges.
+    """
+    if not method.startswith(DRIFT):
+        return False, 0.0, 1
+    density, _, every = method.removeprefix(DRIFT).partition("_every_")
+    return True, float(density) * int(every or 1), int(every or 1)
+
+
 def aimed_density(method: str) -> float | None:
     """The density that a method's name asks for; None for those that are not to be brought to one."""
+    is_drift, density, _ = drift_of(method)
+    if is_drift:
+        return density
     density = float(method.removeprefix(HARD_THRESHOLD)) if method.startswith(HARD_THRESHOLD) else 1.0
     return density if density < 1 else None
 
@@ -118,13 +141,16 @@ class Trainee:
             self.loss(self.module, self.generator).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        stats = None if self.state is None else self.state.last_step
-        if stats is not None:
-            names = ("density", "error_norm", "threshold", "payload_bytes")
-            self.logged.append({f"sparse/{name}": getattr(stats, name) for name in names})
+        self.log(None if self.state is None else self.state.last_step)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - started
+
+    def log(self, stats: StepStats | None) -> None:
+        """Keeps what a logger would."""
+        if stats is not None:
+            names = ("density", "error_norm", "threshold", "payload_bytes")
+            self.logged.append({f"sparse/{name}": getattr(stats, name) for name in names})
 
     def warm_up(self) -> None:
         """Makes the first steps, and brings a hard threshold to its density. Collective."""
@@ -148,21 +174,25 @@ class Trainee:
     def _guess_threshold(self, density: float) -> None:
         """Sets λ = sqrt(E‖g‖² / (density · d)), and residuals as many steps with it would leave them. Collective."""
         assert self.state is not None
+        elements = sum(parameter.numel() for parameter in self.module.parameters())
+        threshold = sqrt(self.squared_gradient_norm(self.module.no_sync) / (density * elements))
+        set_threshold(self.state, threshold)
+        layers = self.module.module.named_parameters()
+        residuals = {name: settled_residual(one.numel(), threshold, self.generator) for name, one in layers}
+        self.state.residuals.load_state_dict(residuals)
+
+    def squared_gradient_norm(self, without_exchange: Callable[[], Any]) -> float:
+        """E‖g‖², from a few batches of every worker. Collective."""
         squared_norms = torch.zeros(8, dtype=torch.float64)
         for place in range(8):
-            with self.module.no_sync():
+            with without_exchange():
                 self.loss(self.module, self.generator).backward()
             gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
             squared_norms[place] = sum(gradient.double().square().sum().item() for gradient in gradients)
             self.optimizer.zero_grad()
         mean = squared_norms.mean().to(self.device)
         dist.all_reduce(mean)
-        elements = sum(parameter.numel() for parameter in self.module.parameters())
-        threshold = sqrt(mean.item() / dist.get_world_size() / (density * elements))
-        set_threshold(self.state, threshold)
-        layers = self.module.module.named_parameters()
-        residuals = {name: settled_residual(one.numel(), threshold, self.generator) for name, one in layers}
-        self.state.residuals.load_state_dict(residuals)
+        return mean.item() / dist.get_world_size()
 
     def _change_threshold(self, factor: float) -> None:
         assert self.state is not None
@@ -174,6 +204,50 @@ class Trainee:
         return statistics.fmean(float(row[name]) for row in self.logged)
 
 
+class DriftTrainee(Trainee):
+    """A model of its own in local training; a step of one that exchanges every so many is the mean of so many."""
+
+    def __init__(self, method: str, task: dict[str, Any], device: torch.device) -> None:
+        self.method, self.device = method, device
+        torch.manual_seed(0)
+        self.module, self.loss = build(task["model"], device)
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=LEARNING_RATE)
+        self.generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
+        _, _, self.every = drift_of(method)
+        self.state = SparseModelAverager(self.module, HardThreshold(0.0), DriftOptions(self.every))
+        self.logged = []
+        self.seconds, self.collectives, self.page_faults = [], [], []
+
+    def step(self) -> float:
+        """Makes as many steps as lie between exchanges; returns the seconds that one took on average."""
+        started = time.perf_counter()
+        for _ in range(self.every):
+            self.loss(self.module, self.generator).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.state.step()
+        self.log(self.state.last_step)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - started) / self.every
+
+    def _guess_threshold(self, density: float) -> None:
+        mean = self.squared_gradient_norm(nullcontext) * LEARNING_RATE**2 * self.every
+        elements = sum(parameter.numel() for parameter in self.module.parameters())
+        threshold = sqrt(mean / (density * elements))
+        set_threshold(self.state, threshold)
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                drift = settled_residual(parameter.numel(), threshold, self.generator)
+                parameter.sub_(drift.view(parameter.shape))
+
+    def _change_threshold(self, factor: float) -> None:
+        set_threshold(self.state, factor * self.state.sparsifier.current_threshold)
+        with torch.no_grad():
+            for parameter, anchor in zip(self.module.parameters(), self.state.anchor().values(), strict=True):
+                parameter.copy_(anchor - factor * (anchor - parameter))
+
+
 def idle_hook(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Leaves the gradient as it is: what DDP costs by itself."""
     future: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -181,7 +255,7 @@ def idle_hook(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     return future
 
 
-def set_threshold(state: SparseState, threshold: float) -> None:
+def set_threshold(state: SparseState | SparseModelAverager, threshold: float) -> None:
     """Gives λ to the state of one worker; all workers must do so in the same step."""
     assert isinstance(state.sparsifier, HardThreshold)
     state.sparsifier.fix_threshold(threshold)
@@ -215,7 +289,8 @@ class Collectives:
 
 def train(task: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Times steps of all methods in turn until the time is up. Collective; the result is the first worker's."""
-    trainees = [Trainee(method, task, device) for method in task["methods"]]
+    kinds = [DriftTrainee if drift_of(method)[0] else Trainee for method in task["methods"]]
+    trainees = [kind(method, task, device) for kind, method in zip(kinds, task["methods"], strict=True)]
     for trainee in trainees:
         trainee.warm_up()
         trainee.logged.clear()
@@ -239,7 +314,7 @@ def train(task: dict[str, Any], device: torch.device) -> dict[str, Any]:
         found[trainee.method] = {
             "seconds": report.quartiles(slowest(trainee.seconds, device)),
             "page_faults": statistics.median(trainee.page_faults),
-            "loss": trainee.loss(trainee.module.module, trainee.generator).item(),
+            "loss": trainee.loss(getattr(trainee.module, "module", trainee.module), trainee.generator).item(),
         }
         if trainee.state is not None:
             found[trainee.method] |= summarise(trainee.logged, trainee.collectives)
