@@ -97,4 +97,4 @@ def as_real(tensor: Tensor) -> Tensor:
 
 def drifting(named: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Returns the parameters that training moves, each once."""
-    return {name: one for name, one in named if one.requires_grad}
+    return {name: one for name, one in named if one.requires_grad and one.numel()}

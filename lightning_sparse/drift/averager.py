@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lightning_sparse._version import __version__
 from lightning_sparse.drift.anchor import as_real, drifting
+from lightning_sparse.drift.bystanders import ignored_names
 from lightning_sparse.drift.drift_exchange import DriftExchange
 from lightning_sparse.drift.options import DriftOptions
 from lightning_sparse.engine import Engine, StepStats
@@ -70,8 +71,10 @@ class SparseModelAverager:
         per_layer_stats: bool = False,
     ) -> None:
         self.options = DriftOptions() if options is None else options
-        if isinstance(module, nn.parallel.DistributedDataParallel):
+        if any(isinstance(one, nn.parallel.DistributedDataParallel) for one in module.modules()):
             raise ValueError("The module is wrapped in DistributedDataParallel, which averages gradients. Unwrap it.")
+        if any(nn.parameter.is_lazy(one) for one in (*module.parameters(), *module.buffers())):
+            raise ValueError("The module has parameters that are not initialised. Run a forward pass of it first.")
         if not drifting(list(module.named_parameters())):
             raise ValueError("The module has no parameter that requires a gradient: there is nothing to average.")
         require_agreement(
@@ -91,10 +94,13 @@ class SparseModelAverager:
             holds_density=True,
         )
         self.meeting = Meeting(self.workers)
-        self.workers.broadcast([one.detach() for one in (*module.parameters(), *module.buffers())])
+        ignored = ignored_names(module)
+        held = [*module.named_parameters(), *module.named_buffers()]
+        self.workers.broadcast([one.detach() for name, one in held if name not in ignored])
         self._exchange = DriftExchange(module, self._engine, self.options)
         self.num_steps = 0
-        self._own: list[Tensor] | None = None
+        self._own: dict[str, Tensor] | None = None
+        self._shared_marks: list[tuple[int, int]] = []
 
     @property
     def is_exchanging(self) -> bool:
@@ -160,12 +166,24 @@ class SparseModelAverager:
 
     @torch.no_grad()
     def take_mean(self) -> None:
-        """Gives the module the mean of all workers' weights and buffers, and keeps its own apart. Collective."""
-        if self._own is None:
-            self.flush()
-            tensors = self._moving()
-            self._own = [one.clone() for one in tensors.values()]
-            self.workers.average(list(tensors.values()))
+        """Gives the module the mean of all workers' weights and buffers, and keeps its own apart. Collective.
+
+        Does nothing where the module has other weights than its own already.
+        """
+        if self._own is not None:
+            return
+        self._exchange.take_in_new()
+        self.flush()
+        bystanders, workers = self._exchange.bystanders, self.workers
+        mine = bystanders.prints(only_buffers=False)
+        prints = mine.new_zeros(workers.num_workers, mine.numel())
+        if mine.numel():
+            workers.all_gather(prints.view(-1), mine).wait()
+        differing = bystanders.differing(prints.cpu(), only_buffers=False)
+        tensors = self._weights() | differing
+        self._own = {name: one.clone() for name, one in tensors.items()}
+        workers.average(list(tensors.values()))
+        self._shared_marks = self._marks()
 
     @torch.no_grad()
     def take_anchor(self) -> None:
@@ -174,43 +192,60 @@ class SparseModelAverager:
         Does nothing where the module has other weights than its own already.
         """
         if self._own is None:
-            self._own = [one.clone() for one in self._moving().values()]
+            self._own = {name: one.clone() for name, one in self._weights().items()}
             for bucket in self._exchange.buckets:
                 bucket.write(bucket.anchor)
+            self._shared_marks = self._marks()
 
     @property
     def has_own_weights(self) -> bool:
         """Whether the module has this worker's own weights, and not those of all."""
         return self._own is None
 
+    @property
+    def was_written_to(self) -> bool:
+        """Whether somebody has changed the weights that all share."""
+        return self._own is not None and self._shared_marks != self._marks()
+
     @torch.no_grad()
     def give_back(self) -> None:
-        """Gives the module its own weights and buffers back."""
+        """Gives the module its own weights and buffers back, where it has not."""
         if self._own is not None:
-            for one, own in zip(self._moving().values(), self._own, strict=True):
-                one.copy_(own)
+            held = self._held()
+            for name, own in self._own.items():
+                if name in held and held[name].shape == own.shape:
+                    held[name].copy_(own)
             self._own = None
+
+    def forget_own(self) -> None:
+        """Leaves the module what it has, for good."""
+        self._own = None
 
     # What is saved.
 
     def own_state(self) -> dict[str, Any]:
         """Returns copies of what this worker alone has: its weights, and what it keeps apart of its drift."""
         self.flush()
-        weights = self._own if self._own is not None else list(self._moving().values())
-        state: dict[str, Any] = {
-            "weights": {name: one.cpu().clone() for name, one in zip(self._moving(), weights, strict=True)}
-        }
-        if not self.options.keep_drift:
-            state["kept"] = self._exchange.by_name(lambda bucket: bucket.kept)
-        return state
+        tensors = self._weights() | self._exchange.bystanders.changed() | (self._own or {})
+        return {"weights": {name: one.cpu().clone() for name, one in tensors.items()}} | self.kept_state()
+
+    def kept_state(self) -> dict[str, Any]:
+        """Returns copies of what this worker keeps apart of its drift, empty where drifts are in its weights."""
+        return {} if self.options.keep_drift else {"kept": self._exchange.by_name(lambda bucket: bucket.kept)}
 
     @torch.no_grad()
-    def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Continues from what :meth:`own_state` returned, as far as the module still has it."""
-        moving = self._moving()
-        for name, one in state.get("weights", {}).items():
-            if name in moving and moving[name].shape == one.shape:
-                moving[name].copy_(one)
+    def load_own_state(self, state: Mapping[str, Any], *, is_apart: bool = False) -> None:
+        """Continues from what :meth:`own_state` returned, as far as the module still has it.
+
+        Args:
+            state: of this worker.
+            is_apart: leaves the module the weights that it has, and its own to :meth:`give_back`.
+        """
+        held = self._held()
+        own = {name: one for name, one in state.get("weights", {}).items() if name in held}
+        self._own = {name: one.to(held[name].device) for name, one in own.items() if held[name].shape == one.shape}
+        if not is_apart:
+            self.give_back()
         self._exchange.copy_by_name(state.get("kept", {}), lambda bucket: bucket.kept)
 
     def shared_state(self) -> dict[str, Any]:
@@ -275,8 +310,14 @@ class SparseModelAverager:
             for name, part in bucket.by_name(bucket.anchor)
         }
 
-    def _moving(self) -> dict[str, Tensor]:
-        """What training moves: anchored parameters, and floating-point buffers."""
-        parameters = {name: one for name, one in self._module.named_parameters() if name in self._exchange.names}
-        buffers = {name: one for name, one in self._module.named_buffers() if one.is_floating_point()}
-        return {name: one.detach() for name, one in (parameters | buffers).items()}
+    def _weights(self) -> dict[str, Tensor]:
+        """The anchored parameters."""
+        named = self._module.named_parameters()
+        return {name: one.detach() for name, one in named if name in self._exchange.names}
+
+    def _held(self) -> dict[str, Tensor]:
+        named = (*self._module.named_parameters(), *self._module.named_buffers())
+        return {name: one.detach() for name, one in named}
+
+    def _marks(self) -> list[tuple[int, int]]:
+        return [(one.data_ptr(), one._version) for one in self._weights().values()]

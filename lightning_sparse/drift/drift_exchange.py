@@ -9,6 +9,7 @@ from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_sparse.drift.anchor import AnchorBucket, drifting, lay_out
+from lightning_sparse.drift.bystanders import Bystanders, ignored_names
 from lightning_sparse.drift.options import DriftOptions
 from lightning_sparse.engine import Engine, FlatBucket
 from lightning_sparse.selection.residual import Residual
@@ -25,6 +26,7 @@ class DriftExchange:
     Attributes:
         buckets: the anchored parameters.
         names: of these.
+        bystanders: what the module has beside them.
         is_changing: whether an exchange has begun to change weights and has not ended, or was broken off.
         largest_drift: the largest distance of any worker's weight from the anchor, just before the last exchange.
     """
@@ -39,12 +41,13 @@ class DriftExchange:
         self._outer: torch.optim.Optimizer | None = None
         self._flight: list[FlatBucket] = []
         self._starts: list[Tensor] = []
-        self._take_in(self._new())
+        self.bystanders = Bystanders(module)
+        self.take_in_new()
 
     def depart(self) -> None:
         """Takes out of the drifts what is sent, and starts its exchange. Collective."""
         self.is_changing = True
-        self._take_in(self._new())
+        self.take_in_new()
         self._engine.begin()
         for bucket in self.buckets:
             bucket.read(bucket.drift)
@@ -55,12 +58,13 @@ class DriftExchange:
                 residual = Residual(bucket.zeros[: bucket.kept.numel()], bucket.kept)
             else:
                 residual = Residual(bucket.kept.mul_(self.options.drift_decay), bucket.kept)
-            largest = torch.linalg.vector_norm(bucket.drift, float("inf")).double().view(1)
+            notes = torch.linalg.vector_norm(bucket.drift, float("inf")).double().view(1)
             is_last = bucket is self.buckets[-1]
-            one = FlatBucket(bucket.index, bucket.layout, bucket.drift, residual, is_last, notes=largest)
+            if is_last:
+                notes = torch.cat([notes, self.bystanders.prints(only_buffers=True).to(notes.device)])
+            one = FlatBucket(bucket.index, bucket.layout, bucket.drift, residual, is_last, notes=notes)
             self._flight.append(one)
             self._engine.add(one)
-        self._average_buffers()
         self.is_changing = False
 
     def land(self) -> None:
@@ -74,7 +78,8 @@ class DriftExchange:
         flight, self._flight = self._flight, []
         starts, self._starts = self._starts, []
         notes = self._engine.finish()
-        self.largest_drift = max(float(one.max()) for one in notes)
+        self.largest_drift = max(float(one[:, 0].max()) for one in notes)
+        self.bystanders.average(self._engine.workers, notes[-1][:, 1:], only_buffers=True)
         self._move_anchor([one.average for one in flight])
         for place, bucket in enumerate(self.buckets):
             target = bucket.anchor
@@ -103,6 +108,10 @@ class DriftExchange:
             saved: the other run's.
             with_anchor: False leaves the anchor what it is.
         """
+        # Those that were unfrozen before the save, and will be again.
+        held = dict(self._module.named_parameters())
+        for names in saved["layout"]:
+            self._take_in({one: held[one] for one in names if one in held and one not in self.names}, is_shared=True)
         if with_anchor:
             self.copy_by_name(saved["anchor"], lambda bucket: bucket.anchor)
         if self._outer is not None and saved["outer"] is not None:
@@ -143,18 +152,20 @@ class DriftExchange:
         for bucket in self.buckets:
             bucket.anchor.grad = None
 
-    def _average_buffers(self) -> None:
-        self._engine.workers.average([one for one in self._module.buffers() if one.is_floating_point()])
-
     def _new(self) -> dict[str, Tensor]:
-        named = drifting(list(self._module.named_parameters()))
+        ignored = ignored_names(self._module)
+        named = drifting([pair for pair in self._module.named_parameters() if pair[0] not in ignored])
         return {name: one for name, one in named.items() if name not in self.names}
 
-    def _take_in(self, parameters: dict[str, Tensor]) -> None:
+    def take_in_new(self) -> None:
+        """Anchors parameters that require a gradient by now. Collective, the same on all workers."""
+        self._take_in(self._new())
+
+    def _take_in(self, parameters: dict[str, Tensor], *, is_shared: bool = False) -> None:
         """Anchors parameters, the first time they require a gradient; what they have drifted by then is averaged."""
         if not parameters:
             return
-        if self.names:
+        if self.names and not is_shared:
             self._engine.workers.average([one.detach() for one in parameters.values()])
         self.names |= parameters.keys()
         new = lay_out(parameters, len(self.buckets))

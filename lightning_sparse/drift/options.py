@@ -1,5 +1,6 @@
 """The words that can be chosen for local training with a sparse exchange of drifts, checked when they are made."""
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -72,5 +73,6 @@ class DriftOptions:
 
 def _described(function: object) -> str | None:
     if isinstance(function, partial):
-        return f"{_described(function.func)}{function.args}{dict(sorted(function.keywords.items()))}"
+        given = f"{_described(function.func)}{function.args}{dict(sorted(function.keywords.items()))}"
+        return re.sub(r" at 0x[0-9a-f]+", "", given)  # of objects that only say where they are
     return None if function is None else getattr(function, "__qualname__", type(function).__qualname__)

@@ -65,6 +65,8 @@ def meet(averager: SparseModelAverager, patience: float) -> str | None:
         patience = min(patience, PATIENCE_IN_TROUBLE)
     status = {"steps": averager.num_steps, "in an exchange": averager.is_exchanging}
     why_not = averager.meeting.hold(status, patience).why_not
+    if why_not is None and averager.was_written_to:
+        why_not = "the weights were changed since all workers had the same"
     if why_not is None and averager.is_exchanging:
         why_not = "the workers are in the middle of an exchange"
     return why_not
@@ -108,7 +110,7 @@ def collect(
     """
     own: list[dict[str, Any]] = []
     if why_not is None:
-        mine = averager.own_state() if options.drift_checkpoint == "full" else {}
+        mine = averager.own_state() if options.drift_checkpoint == "full" else averager.kept_state()
         if options.optimizer_checkpoint != "first":
             mine["optimizer_states"] = checkpoint["optimizer_states"]
         own = averager.meeting.workers_apart().gather_objects_to_first(mine)
@@ -168,11 +170,12 @@ def restored(
         )
         if workers:
             averager.load_own_state(_mean([{"kept": one.get("kept", {})} for one in workers]))
+            averager.forget_own()
         return checkpoint
     if not workers:
         return checkpoint
     mine = workers[averager.workers.rank]
-    averager.load_own_state(mine)
+    averager.load_own_state(mine, is_apart=True)
     return {**checkpoint, **{name: mine[name] for name in ("optimizer_states",) if name in mine}}
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -120,6 +122,15 @@ class SparseLocalStrategy(DDPStrategy):
         self.averager.subscribe(self.step_log.add)
 
     @override
+    def setup_optimizers(self, trainer: Any) -> None:
+        super().setup_optimizers(trainer)
+        if any(isinstance(one, ZeroRedundancyOptimizer) for one in self.optimizers):
+            raise ValueError(
+                "ZeroRedundancyOptimizer steps each parameter on one worker only, with that worker's gradient. In "
+                "local training gradients are not averaged: use the optimizer that is inside of it."
+            )
+
+    @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         assert self.averager is not None
@@ -135,8 +146,12 @@ class SparseLocalStrategy(DDPStrategy):
 
     @override
     def on_validation_end(self) -> None:
-        if self.averager is not None and not self._has_ended:
-            self.averager.give_back()
+        self._return_weights()
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._has_ended = False  # a search for a learning rate ends as a training does, and then training begins
+        self._return_weights()  # that a checkpoint has brought
 
     @override
     def on_train_end(self) -> None:
@@ -144,12 +159,25 @@ class SparseLocalStrategy(DDPStrategy):
         self._has_ended = True
 
     def _share_weights(self) -> None:
-        if self.averager is not None:
+        if self.averager is not None and self._is_fitting and not self._has_ended:
             self.averager.take_mean()
+
+    def _return_weights(self) -> None:
+        if self.averager is not None and self._is_fitting and not self._has_ended:
+            self.averager.give_back()
+
+    @property
+    def _is_fitting(self) -> bool:
+        return self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING
 
     @override
     def teardown(self) -> None:
         if self.averager is not None:
+            if not self._has_ended and self._is_fitting:
+                # An exception has ended it, perhaps of this worker alone: what all have alike is the anchor.
+                if self.averager.num_steps:
+                    self.averager.take_anchor()
+                self.averager.forget_own()
             self.averager.close()
         super().teardown()
 

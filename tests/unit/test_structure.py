@@ -145,6 +145,7 @@ def test_what_the_package_imports_it_also_requires():
         "math",
         "os",
         "pathlib",
+        "re",
         "socket",
         "sys",
         "time",

@@ -1,0 +1,96 @@
+"""What a module has beside the weights that training moves: buffers, and frozen parameters that code updates itself."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sparse.drift.anchor import as_real
+from lightning_sparse.exchange import Workers
+
+
+def ignored_names(module: nn.Module) -> set[str]:
+    """Returns the parameters and buffers that live on one worker each, as DDP is told (experts of a mixture)."""
+    return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+class Bystanders:
+    """Buffers, and parameters that require no gradient. What differs between workers is averaged, nothing else.
+
+    So constants stay what they are to the last bit, and a statistic (batch norm) or a target network (a moving average
+    of weights) that each worker has made from its own weights is shared. Only what was there at set-up, and only where
+    it still has one size everywhere. Numbers that are not floating-point stay each worker's own.
+
+    Args:
+        module: whose.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        ignored = ignored_names(module)
+        frozen = [name for name, one in module.named_parameters() if not one.requires_grad]
+        buffers = [name for name, _ in module.named_buffers()]
+        self._buffers = [name for name in buffers if name not in ignored]
+        self._names = [name for name in frozen if name not in ignored] + self._buffers
+        tensors = self._tensors(self._names)
+        self._kinds = {name: one.is_floating_point() or one.is_complex() for name, one in tensors.items()}
+        self._at_first = {name: self._print_of([one]) for name, one in tensors.items()}
+
+    def prints(self, *, only_buffers: bool) -> Tensor:
+        """Returns what tells whether workers have the same: float64, two numbers each, on the tensors' device.
+
+        Args:
+            only_buffers: leaves frozen parameters out, which may be large.
+        """
+        tensors = list(self._floating(only_buffers).values())
+        return self._print_of(tensors) if tensors else torch.zeros(0, dtype=torch.float64)
+
+    def average(self, workers: Workers, prints: Tensor, *, only_buffers: bool) -> None:
+        """Averages what differs between workers. Collective.
+
+        Args:
+            workers: all of them.
+            prints: everybody's :meth:`prints`, shape (n, numbers), on the CPU.
+            only_buffers: as for those.
+        """
+        workers.average(list(self.differing(prints, only_buffers=only_buffers).values()))
+
+    def differing(self, prints: Tensor, *, only_buffers: bool) -> dict[str, Tensor]:
+        """Returns by name what differs between workers and has one size; the same names on all of them."""
+        if not prints.numel():
+            return {}
+        rows = prints.view(len(prints), -1, 2)
+        is_same = ((rows == rows[:1]) | (rows.isnan() & rows[:1].isnan())).all(0)
+        floating = self._floating(only_buffers)
+        return {
+            name: one
+            for (name, one), (has_one_norm, has_one_size) in zip(floating.items(), is_same.tolist(), strict=True)
+            if has_one_size and not has_one_norm
+        }
+
+    def changed(self) -> dict[str, Tensor]:
+        """Returns by name, of any dtype, what is not as it was at set-up on this worker."""
+        now = self._tensors(self._names)
+        return {name: one for name, one in now.items() if not torch.equal(self._print_of([one]), self._at_first[name])}
+
+    def _floating(self, only_buffers: bool) -> dict[str, Tensor]:
+        names = self._buffers if only_buffers else self._names
+        return self._tensors([name for name in names if self._kinds[name]])
+
+    def _tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """By name; nothing in place of what has gone, and what requires a gradient by now has an anchor."""
+        held = dict(self._module.named_parameters()) | dict(self._module.named_buffers())
+        return {name: held[name].detach() if name in held else torch.zeros(0) for name in names}
+
+    @staticmethod
+    def _print_of(tensors: Sequence[Tensor]) -> Tensor:
+        device = tensors[0].device
+        norms = [torch.linalg.vector_norm(_numbers(one)).double().to(device) for one in tensors]
+        sizes = torch.tensor([float(one.numel()) for one in tensors], dtype=torch.float64).to(device)
+        return torch.stack([torch.stack(norms), sizes], 1).flatten()
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        return as_real(tensor).flatten()
+    return tensor.flatten() if tensor.is_floating_point() else tensor.flatten().double()
