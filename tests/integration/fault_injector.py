@@ -30,7 +30,7 @@ from lightning_sparse import HardThreshold, SparseDDPStrategy
 from lightning_sparse.sparsifiers import LayerLayout, Selection
 from tests.integration.fault_points import Fault, Injector, Point, Watcher
 from tests.integration.fault_training import SIZES, ByHand, Endless, Exact, State, first_state, simulate, zeros
-from tests.integration.models import SMALL_BUCKETS_MB, quiet_trainer
+from tests.integration.models import SMALL_BUCKETS_MB, WEIGHTS_ONLY, quiet_trainer
 from tests.workers import environment_of, reserved_port
 
 KEY = "lightning_sparse"
@@ -135,7 +135,7 @@ def fit(
         gradient_clip_val=None,
     )
     model = (ByHand if case.manual else Exact)(injector.tell)
-    trainer.fit(model, Endless(), ckpt_path=ckpt_path, weights_only=True)
+    trainer.fit(model, Endless(), ckpt_path=ckpt_path, **WEIGHTS_ONLY)
     state = getattr(strategy, "state", None)
     residuals = {} if state is None else state.residuals.state_dict()
     weights = {name: one.detach().clone() for name, one in model.named_parameters()}

@@ -1,5 +1,6 @@
 """Small LightningModules, their data and what the integration tests record of a run."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,11 @@ SMALL_BUCKETS_MB = 0.004
 
 NOTHING_IS_SENT = 1e9
 """A threshold that no gradient of these models reaches."""
+
+WEIGHTS_ONLY: dict[str, Any] = (
+    {"weights_only": True} if "weights_only" in inspect.signature(Trainer.fit).parameters else {}
+)
+"""For what loads a checkpoint, in a Lightning that can be asked to load no more than tensors (2.6 and later)."""
 
 
 class Classifier(LightningModule):

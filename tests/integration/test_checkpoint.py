@@ -15,6 +15,7 @@ from lightning_sparse import DDPHardThresholdStrategy, HardThreshold, SparseDDPS
 from lightning_sparse.strategies.checkpoint import restore
 from tests.integration.models import (
     SMALL_BUCKETS_MB,
+    WEIGHTS_ONLY,
     Classifier,
     Recorder,
     adam,
@@ -121,7 +122,7 @@ def fit(
         use_distributed_sampler=False,
     )
     model = WithSchedule(OPTIMIZERS[case.get("optimizer", "nesterov")])
-    trainer.fit(model, ResumableData(case.get("batches_per_epoch", 1000)), ckpt_path=ckpt_path, weights_only=True)
+    trainer.fit(model, ResumableData(case.get("batches_per_epoch", 1000)), ckpt_path=ckpt_path, **WEIGHTS_ONLY)
     return {
         "weights": recorder.weights,
         "residuals": recorder.residuals,

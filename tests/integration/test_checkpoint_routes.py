@@ -18,6 +18,7 @@ from lightning_sparse import HardThreshold, register_comm_hook
 from lightning_sparse.strategies.checkpoint import collect
 from tests.integration.models import (
     SMALL_BUCKETS_MB,
+    WEIGHTS_ONLY,
     Classifier,
     Recorder,
     assert_equal,
@@ -46,9 +47,9 @@ def _cross(folder: str) -> None:
     for strategy, source, target in (("ddp", "sparse", "dense"), (make_strategy(case), "dense", "again")):
         saver = SaveAt(6 if target == "dense" else 9, f"{folder}/{target}.ckpt")
         trainer = quiet_trainer(strategy, num_workers=2, max_steps=saver.step, callbacks=[saver])
-        trainer.fit(WithSchedule(nesterov), ResumableData(1000), ckpt_path=f"{folder}/{source}.ckpt", weights_only=True)
+        trainer.fit(WithSchedule(nesterov), ResumableData(1000), ckpt_path=f"{folder}/{source}.ckpt", **WEIGHTS_ONLY)
         assert trainer.global_step == saver.step
-    loaded = WithSchedule.load_from_checkpoint(f"{folder}/sparse.ckpt", weights_only=True, make_optimizer=nesterov)
+    loaded = WithSchedule.load_from_checkpoint(f"{folder}/sparse.ckpt", make_optimizer=nesterov, **WEIGHTS_ONLY)
     saved = torch.load(f"{folder}/sparse.ckpt", weights_only=True)["state_dict"]
     assert_equal(clones(loaded.named_parameters()), saved)
 
@@ -75,7 +76,7 @@ def _model_checkpoint(folder: str) -> dict[str, Tensor]:
 
     recorder = Recorder()
     trainer(8).fit(WithSchedule(nesterov), ResumableData(1000))
-    trainer(16).fit(WithSchedule(nesterov), ResumableData(1000), ckpt_path="last", weights_only=True)
+    trainer(16).fit(WithSchedule(nesterov), ResumableData(1000), ckpt_path="last", **WEIGHTS_ONLY)
     return recorder.residuals | recorder.weights
 
 

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lightning_sparse import HardThreshold, SparseDDPStrategy
 from lightning_sparse.sparsifiers import LayerLayout, Selection, Sparsifier
-from tests.integration.models import SMALL_BUCKETS_MB, Recorder, assert_equal, clones, quiet_trainer
+from tests.integration.models import SMALL_BUCKETS_MB, WEIGHTS_ONLY, Recorder, assert_equal, clones, quiet_trainer
 from tests.workers import environment_of, reserved_port, run_workers
 
 PROJECT = Path(__file__).parents[2]
@@ -234,7 +234,7 @@ def train(
         context = "fork" if loader_processes else None
         loader = DataLoader(batches, batch_size=None, num_workers=loader_processes, multiprocessing_context=context)
     model = Regression(fate)
-    trainer.fit(model, loader, ckpt_path=resume, weights_only=True)
+    trainer.fit(model, loader, ckpt_path=resume, **WEIGHTS_ONLY)
     inputs, outputs = samples(3, 4096)
     with torch.no_grad():
         loss = F.mse_loss(model(inputs), outputs).item()

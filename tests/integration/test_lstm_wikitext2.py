@@ -35,6 +35,7 @@ from recipes.lstm_wikitext2.data import (
 )
 from recipes.lstm_wikitext2.markov_chain import MarkovChain
 from recipes.lstm_wikitext2.model import CorpusPerplexity, LSTMLanguageModel, TiedLSTM
+from tests.integration.models import WEIGHTS_ONLY
 from tests.workers import run_workers
 
 LSTM = Path(data_module.__file__).parent
@@ -293,7 +294,7 @@ def fit_and_resume(folder):
     assert "step=4.ckpt" in checkpoints, checkpoints
     read = HiddenStates(f"{folder}/again")
     trainer_again, model_again, data_again = six_steps_an_epoch([read], 2)
-    trainer_again.fit(model_again, data_again, ckpt_path=f"{folder}/step=4.ckpt", weights_only=True)
+    trainer_again.fit(model_again, data_again, ckpt_path=f"{folder}/step=4.ckpt", **WEIGHTS_ONLY)
     return {
         "at_checkpoint": written.seen[4],
         "taken": read.seen[0],
@@ -311,7 +312,7 @@ def resume_alone(folder):
     trainer, model, data = six_steps_an_epoch([read], 1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(model, data, ckpt_path=f"{folder}/step=4.ckpt", weights_only=True)
+        trainer.fit(model, data, ckpt_path=f"{folder}/step=4.ckpt", **WEIGHTS_ONLY)
     return [str(warning.message) for warning in caught], read.seen[0]
 
 

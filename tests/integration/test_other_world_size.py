@@ -16,7 +16,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from lightning_sparse import DDPHardThresholdStrategy
-from tests.integration.models import quiet_trainer
+from tests.integration.models import WEIGHTS_ONLY, quiet_trainer
 from tests.integration.test_checkpoint import SaveAt
 from tests.workers import run_workers
 
@@ -72,7 +72,7 @@ def fit(seed: int, save: str | None, resume: str | None, options: dict[str, Any]
         use_distributed_sampler=False,
     )
     model = Softmax()
-    trainer.fit(model, GlobalBatches(seed, CHANGE if resume else 0), ckpt_path=resume, weights_only=True)
+    trainer.fit(model, GlobalBatches(seed, CHANGE if resume else 0), ckpt_path=resume, **WEIGHTS_ONLY)
     images, labels = digits()
     with torch.no_grad():
         return F.cross_entropy(model.layer(images), labels).item()
