@@ -3,6 +3,7 @@
 import os
 import socket
 from dataclasses import dataclass
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -40,10 +41,11 @@ def find_nodes(group: dist.ProcessGroup | None = None) -> Nodes:
         ValueError: on every worker: the nodes do not all have the same number of workers.
     """
     node = (socket.gethostname(), os.environ.get("GROUP_RANK", os.environ.get("NODE_RANK", "")))
-    nodes: list[tuple[str, str]] = [node] * dist.get_world_size(group)
-    dist.all_gather_object(nodes, node, group=group)
+    own = (node, f"lightning_sparse/{uuid4().hex}")
+    everyone = [own] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, own, group=group)
     members: dict[tuple[str, str], list[int]] = {}
-    for rank, one in enumerate(nodes):
+    for rank, (one, _) in enumerate(everyone):
         members.setdefault(one, []).append(rank)
     if len({len(ranks) for ranks in members.values()}) > 1:
         listed = ", ".join(f"{name} {index}: ranks {ranks}" for (name, index), ranks in members.items())
@@ -53,14 +55,15 @@ def find_nodes(group: dist.ProcessGroup | None = None) -> Nodes:
         )
     rank = dist.get_rank(group)
     inside = members[node]
-    local_rank = inside.index(rank)
-    return Nodes(_sub_group(group, inside), _sub_group(group, [ranks[local_rank] for ranks in members.values()]))
+    between = [ranks[inside.index(rank)] for ranks in members.values()]
+    _, name = everyone[0]
+    return Nodes(_sub_group(group, inside, f"{name}/inside"), _sub_group(group, between, f"{name}/between"))
 
 
-def _sub_group(group: dist.ProcessGroup | None, ranks: list[int]) -> Workers:
+def _sub_group(group: dist.ProcessGroup | None, ranks: list[int], name: str) -> Workers:
     global_ranks = [rank if group is None else dist.get_global_rank(group, rank) for rank in ranks]
     # Only its members make a sub-group: every worker makes its own two.
-    made = new_group(group, global_ranks)
+    made = new_group(group, global_ranks, name)
     return Workers(made, dist.get_rank(made), len(ranks))
 
 

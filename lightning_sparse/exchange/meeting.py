@@ -53,8 +53,10 @@ class Meeting:
         name = [uuid4().hex]  # a store may outlive its workers: torchrun's own does, when it starts new ones
         if workers.num_workers > 1:
             workers.broadcast_object(name)
-        self._store = PrefixStore(f"lightning_sparse/{name[0]}", _get_default_store())
+        self._name = f"lightning_sparse/{name[0]}"
+        self._store = PrefixStore(self._name, _get_default_store())
         self._apart: Workers | None = None
+        self._times_apart = 0
 
     def workers_apart(self) -> Workers:
         """Returns the same workers in a group of their own, whose messages can meet no step's. Collective.
@@ -62,7 +64,8 @@ class Meeting:
         Made when it is first needed, after a meeting that all came to.
         """
         if self._apart is None:
-            self._apart = self._workers.apart()
+            self._times_apart += 1
+            self._apart = self._workers.apart(f"{self._name}/apart {self._times_apart}")
         return self._apart
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, _world
 
 
 class Pending:
@@ -112,9 +113,13 @@ class Workers:
         """Replaces the list's content by the first worker's, on all. Collective."""
         dist.broadcast_object_list(objects, self._global_ranks[0], group=self.group)
 
-    def apart(self) -> "Workers":
-        """Returns the same workers in a new group, with connections of its own. Collective."""
-        return Workers(new_group(self.group, self._global_ranks), self.rank, self.num_workers)
+    def apart(self, name: str) -> "Workers":
+        """Returns the same workers in a new group, with connections of its own. Collective.
+
+        Args:
+            name: see :func:`new_group`.
+        """
+        return Workers(new_group(self.group, self._global_ranks, name), self.rank, self.num_workers)
 
     def gather_to_first(self, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         """Yields every worker's tensors on the first worker, in rank order, on the CPU; nothing on others. Collective.
@@ -200,9 +205,24 @@ def _as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def new_group(parent: dist.ProcessGroup | None, global_ranks: list[int]) -> dist.ProcessGroup:
-    """Returns a new group of these ranks with the timeout of another group. Collective for these ranks alone."""
-    made = dist.new_group(global_ranks, timeout=timeout_of(parent), use_local_synchronization=True)
+def new_group(parent: dist.ProcessGroup | None, global_ranks: list[int], name: str) -> dist.ProcessGroup:
+    """Returns a new group of these ranks with the timeout of another group. Collective for these ranks alone.
+
+    Args:
+        parent: the other group.
+        global_ranks: the ranks.
+        name: the same on all of them, and one that no group had before: the group's keys in the store begin with it.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    backend, store = _world.pg_map[world]
+    # Up to torch 2.14 (pull request 189073) a group has the keys of one of the same ranks that ended before. Workers
+    # would find there at which address each listened then, and wait for each other for ever.
+    _world.pg_map[world] = (backend, PrefixStore(name, store))
+    try:
+        made = dist.new_group(global_ranks, timeout=timeout_of(parent), use_local_synchronization=True)
+    finally:
+        _world.pg_map[world] = (backend, store)
     assert isinstance(made, dist.ProcessGroup)  # a non-member would get a number
     return made
 
