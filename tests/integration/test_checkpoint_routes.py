@@ -112,12 +112,28 @@ def _asynchronous(path: str) -> None:
     trainer.fit(WithSchedule(nesterov), ResumableData(1000))
 
 
+def asynchronous_writing_copies(tmp_path: Path) -> bool:
+    class Keeping(TorchCheckpointIO):
+        def save_checkpoint(self, checkpoint: dict[str, Any], *arguments: Any, **options: Any) -> None:
+            kept.append(checkpoint["weight"])
+
+    weight, kept = torch.zeros(1), []
+    writer = AsyncCheckpointIO(Keeping())
+    writer.save_checkpoint({"weight": weight}, tmp_path / "nothing")
+    writer.teardown()
+    return kept[0] is not weight
+
+
 def test_a_checkpoint_written_later_holds_what_was_when_it_was_asked_for(tmp_path: Path) -> None:
     run(2, CASES["plain"], STOP, save=(STOP, str(tmp_path / "at once.ckpt")))
     run_workers(_asynchronous, 2, str(tmp_path / "later.ckpt"), process_group=False)
     one, other = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("at once", "later"))
     assert one["lightning_sparse"].pop("shared") == other["lightning_sparse"].pop("shared")
-    for part in ("lightning_sparse", "state_dict", "optimizer_states", "global_step"):
+    for part in ("lightning_sparse", "global_step"):
+        assert_equal(one[part], other[part])
+    if not asynchronous_writing_copies(tmp_path):
+        pytest.skip("This Lightning's AsyncCheckpointIO copies no weights (pull request 21079, August 2025)")
+    for part in ("state_dict", "optimizer_states"):
         assert_equal(one[part], other[part])
 
 
