@@ -33,6 +33,9 @@ from lightning_sparse.strategies.checkpoint import (
 )
 from lightning_sparse.strategies.step_log import StepLog
 
+_LIGHTNING_STARTS_STATIC_GRAPHS = "post_backward" in vars(DDPStrategy)
+"""Since pull request 21251 (Lightning 2.6). Before, a static graph in manual optimization exchanged nothing."""
+
 
 class SparseDDPStrategy(DDPStrategy):
     """DDP in which every worker sends only the coordinates that a sparsifier selects and keeps the rest for later.
@@ -162,8 +165,19 @@ class SparseDDPStrategy(DDPStrategy):
     @override
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         super().post_backward(closure_loss)  # where the first buckets of a static graph are exchanged
+        if not _LIGHTNING_STARTS_STATIC_GRAPHS:
+            self._start_static_graph()
         if self.state is not None:
             self.state.settlement.backward_has_ended()
+
+    def _start_static_graph(self) -> None:
+        if self.lightning_module is None or self.lightning_module.automatic_optimization:
+            return
+        assert isinstance(self.model, DistributedDataParallel)
+        if self.model.static_graph and not self._pl_static_graph_delay_done:
+            reducer: Any = self.model.reducer
+            reducer._delay_all_reduce()
+            self._pl_static_graph_delay_done = True
 
     @override
     def optimizer_step(

@@ -180,6 +180,8 @@ def test_the_workers_gradients_differ_so_that_a_residual_is_local() -> None:
     ],
 )
 def test_threshold_zero_trains_as_stock_ddp_does(make_model: Any, make_optimizer: Any, options: dict[str, Any]) -> None:
+    if make_model is ManualClassifier and "static_graph" in options and "post_backward" not in vars(DDPStrategy):
+        pytest.skip("This Lightning's own DDPStrategy does not exchange here (pull request 21251, September 2025)")
     make = partial(make_model, make_optimizer)
     sparse, dense = run_workers(_train_sparse_and_dense, 2, make, options, process_group=False)[0]
     assert sparse.comm_hooks == ["sparse_hook"]
