@@ -1,6 +1,7 @@
 """From MovieLens' ``ratings.csv`` to what is trained on and what is ranked; read once, then cached beside the file."""
 
 import csv
+import mmap
 import os
 import pickle
 import re
@@ -26,6 +27,7 @@ NUM_NEGATIVE_CANDIDATES = 100
 CANDIDATES_SEED = 20
 """Not the training's seed: every run, with any seed and any number of workers, ranks the same candidates."""
 
+_EXPECTED = {"int64": "a whole number of 64 bits", "float32": "a number"}
 _CACHE_VERSION = 1
 _CHUNK_ROWS = 1_000_000
 
@@ -228,6 +230,8 @@ def _read(path: Path) -> pd.DataFrame:
             f"{path}, row 1: no column {', '.join(missing)}. The header is {','.join(found)}, expected "
             f"{','.join(COLUMNS)}."
         )
+    if (with_zero := _first_zero_byte(path, found)) is not None:
+        raise InvalidRatingsError(with_zero)
     # With a choice of columns pandas would let rows with too many fields pass.
     if len(found) > len(COLUMNS):
         options["usecols"] = list(COLUMNS)
@@ -236,6 +240,8 @@ def _read(path: Path) -> pd.DataFrame:
             # All rows longer than the header: pandas would cut them off and warn.
             warnings.simplefilter("error", pd.errors.ParserWarning)
             table = pd.read_csv(path, dtype=COLUMNS, index_col=False, engine="c", **options)
+        if any(table[name].dtype != kind for name, kind in COLUMNS.items()):
+            raise ValueError("A number is too large.")  # pandas 2 makes the column one of larger numbers
     except pd.errors.ParserWarning:
         raise InvalidRatingsError(f"{_where(path, 0)}: more fields than the {len(found)} of the header.") from None
     except (ValueError, OverflowError) as error:  # pandas' ParserError is a ValueError
@@ -255,8 +261,11 @@ def _first_bad_row(path: Path, options: dict[str, Any], error: Exception) -> str
                 for name, kind in COLUMNS.items():
                     bad = np.flatnonzero(~chunk[name].fillna("").map(_is_whole if kind == "int64" else _is_number))
                     if len(bad):
-                        expected = "a whole number of 64 bits" if kind == "int64" else "a number"
-                        return f"{_where(path, start + bad[0])}: {name} {chunk[name].iloc[bad[0]]!r} is not {expected}."
+                        text = chunk[name].iloc[bad[0]]
+                        return f"{_where(path, start + bad[0])}: {name} {text!r} is not {_EXPECTED[kind]}."
+                not_finite = np.flatnonzero(np.isinf(chunk["rating"].map(float)))
+                if len(not_finite):  # pandas 2 reads no number that float64 cannot hold
+                    return f"{_where(path, start + not_finite[0])}: rating is not a finite number."
                 start += len(chunk)
     except pd.errors.ParserError:
         pass
@@ -264,6 +273,21 @@ def _first_bad_row(path: Path, options: dict[str, Any], error: Exception) -> str
         expected, line, seen = too_many.groups()
         return f"{path}, row {line}: {seen} fields, expected {expected}."
     return f"{path}: {error}"
+
+
+def _first_zero_byte(path: Path, header: list[str]) -> str | None:
+    """Returns what is wrong where there is a byte of 0, at which pandas 2 takes a number to end."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        place = content.find(b"\0")
+        if place < 0:
+            return None
+        start = content.rfind(b"\n", 0, place) + 1
+        row = content[:start].count(b"\n") + 1
+        field = content[start:place].count(b",")
+        content.seek(start)
+        fields = content.readline().rstrip(b"\r\n").decode(errors="replace").split(",")
+    name = header[field] if field < len(header) else f"field {field + 1}"
+    return f"{path}, row {row}: {name} {fields[field]!r} is not {_EXPECTED.get(COLUMNS.get(name, ''), 'text')}."
 
 
 def _is_whole(text: str) -> bool:
