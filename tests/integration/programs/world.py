@@ -242,6 +242,7 @@ class Row:
         leaves_out: whether some backward does not reach all parameters, so that not all is sent at λ = 0.
         is_refused: whether the sparse exchange says no, so that there is nothing to compare with ddp.
         kinds: in which worlds it runs.
+        missing: says why plain DDP of these versions cannot run it, if it cannot.
     """
 
     program: Callable[[World], None]
@@ -254,6 +255,7 @@ class Row:
     leaves_out: bool = False
     is_refused: bool = False
     kinds: tuple[Kind, ...] = ("ddp", "zero", "oracle", "sparse")
+    missing: Callable[[], str | None] = lambda: None
 
     def world(self, kind: Kind) -> World:
         threshold = 0.0 if self.threshold is None else self.threshold
