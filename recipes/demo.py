@@ -17,8 +17,6 @@ import yaml
 from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from recipes.resnet18_cifar10.architectures import build_network
-
 REPOSITORY = Path(__file__).parents[1]
 RECIPE = REPOSITORY / "recipes" / "resnet18_cifar10" / "demo.yaml"
 DENSE_COLOUR, SPARSE_COLOUR, MEAN_COLOUR = "0.45", "tab:blue", "navy"
@@ -80,6 +78,8 @@ def read(folder: Path) -> Run:
 
 def model_size() -> int:
     """Returns d, the elements of the recipe's gradient, which plain DDP does not log."""
+    from recipes.resnet18_cifar10.architectures import build_network  # and torch, which reading results does without
+
     width = yaml.safe_load(RECIPE.read_text())["model"]["init_args"]["width"]
     return sum(parameter.numel() for parameter in build_network("resnet18", width=width).parameters())
 

@@ -1,7 +1,5 @@
 """Data that are not there: the error, and how all workers come to know of it."""
 
-import torch.distributed as dist
-
 
 class MissingDataError(FileNotFoundError):
     """A recipe's data set is not there or cannot be used; the message says what to put where, or what is wrong."""
@@ -16,6 +14,8 @@ def fail_together(error: MissingDataError | None) -> None:
     Raises:
         MissingDataError: another worker has an error and this one has none.
     """
+    import torch.distributed as dist  # not at the top: recipes.compare and recipes.plot do without torch
+
     if not (dist.is_available() and dist.is_initialized()):
         return
     messages: list[str | None] = [None] * dist.get_world_size()
