@@ -167,8 +167,16 @@ def _sent_to_first(
     workers = state.meeting.workers_apart() if state.workers.num_workers > 1 else state.workers
     if residual_checkpoint == "full":
         return [dict(zip(own, part, strict=True)) for part in workers.gather_to_first(list(own.values()))]
-    means = ((name, _mean_on_first(one, workers)) for name, one in own.items())
-    return {name: mean for name, mean in means if workers.rank == 0}
+    # One tensor for all sums: a new one each time would be there beside those of which messages still hold on to.
+    device = next(iter(own.values())).device if own else None
+    room = torch.empty(max((one.numel() for one in own.values()), default=0), dtype=torch.float64, device=device)
+    means = {}
+    for name, one in own.items():
+        total = room[: one.numel()].copy_(one)
+        workers.sum_on_first(total)
+        if workers.rank == 0:
+            means[name] = total.div_(workers.num_workers).to("cpu", one.dtype, copy=True)
+    return means
 
 
 def content_without_state(world_size: int) -> dict[str, Any]:
@@ -197,14 +205,6 @@ def is_in_trouble() -> bool:
         if str(frame.f_globals.get("__name__")).endswith("signal_connector"):
             return True
     return False
-
-
-def _mean_on_first(residual: Tensor, workers: Workers) -> Tensor:
-    """Returns the mean over the workers on the first one, on the CPU; what others get is undefined. Collective."""
-    total = residual.double()
-    total = total.clone() if total is residual else total
-    workers.sum_on_first(total)
-    return total.div_(workers.num_workers).to("cpu", residual.dtype)
 
 
 def restore(state: SparseState, saved: Mapping[str, Any] | None, on_world_size_change: OnWorldSizeChange) -> None:
