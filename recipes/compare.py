@@ -103,7 +103,7 @@ def outcome(folder: Path, metric: str) -> Outcome:
     dense_bytes = num_steps * values["gradient_bytes"][0]
     return Outcome(
         metric=values[metric][-1],
-        density=fmean(values.get("sparse/density", [1.0])),
+        density=sum(values.get("sparse/density", [1.0] * num_steps)) / num_steps,  # also of steps without exchange
         payload_bytes=sum(values.get("sparse/payload_bytes", [dense_bytes])),
         dense_bytes=dense_bytes,
         step_time=median(values["step_time"]),
