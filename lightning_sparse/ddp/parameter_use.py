@@ -42,8 +42,8 @@ class ParameterUse:
             if parameter.requires_grad
         ]
 
-    def begin(self) -> None:
-        """Forgets what a backward that was broken off has set aside."""
+    def forget_old(self) -> None:
+        """Lets go of what was set aside: the step is over, or was broken off."""
         self._old.clear()
 
     def set_aside(self, layout: LayerLayout, gradient: Tensor) -> dict[str, tuple[int, int]]:

@@ -20,17 +20,17 @@ from lightning_sparse.ddp.parameter_use import ParameterUse
 from lightning_sparse.ddp.regrouping import BucketLike, Numbering, Regrouping
 from lightning_sparse.ddp.settlement import Settlement
 from lightning_sparse.engine.engine import Engine, FlatBucket
+from lightning_sparse.engine.holder import EngineHolder
 from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.memory_format import real_numel, require_strides
-from lightning_sparse.engine.step_stats import StepStats
-from lightning_sparse.exchange import Meeting, Workers
+from lightning_sparse.exchange import Meeting
 from lightning_sparse.selection.residual import Residual, rescale
 from lightning_sparse.sparsifiers import LayerLayout, Sparsifier
 
 LearningRates = Mapping[Tensor, float]
 
 
-class SparseState:
+class SparseState(EngineHolder):
     """Everything that one worker keeps between steps; the state of the communication hook.
 
     Args:
@@ -66,17 +66,19 @@ class SparseState:
         allows_unused_parameters: bool = False,
         is_static_graph: bool = False,
     ) -> None:
+        super().__init__(
+            Engine(
+                sparsifier,
+                group=group,
+                exchange=options.exchange,
+                value_dtype=options.value_dtype,
+                per_layer_stats=per_layer_stats,
+                keeps_rest=options.error_feedback != "none",
+                holds_density=options.density_control == "hold",
+            )
+        )
         self.options = options
         self.settlement = Settlement(parameter_names, self._settle, self._undo)
-        self._engine = Engine(
-            sparsifier,
-            group=group,
-            exchange=options.exchange,
-            value_dtype=options.value_dtype,
-            per_layer_stats=per_layer_stats,
-            keeps_rest=options.error_feedback != "none",
-            holds_density=options.density_control == "hold",
-        )
         self._parameter_names = dict(parameter_names)
         # As of now: a layer frozen later on stays in DDP.
         self._parameters = {name: one for one, name in parameter_names.items() if one.requires_grad}
@@ -102,13 +104,6 @@ class SparseState:
         self._note_shared_state()
         self.settlement.on_step.append(self._note_shared_state)
 
-    def subscribe(self, receiver: Callable[[StepStats], None]) -> None:
-        """Calls the receiver with the numbers of every step from now on, at the end of its exchange.
-
-        It runs inside backward, on every worker: it must be quick and must not communicate.
-        """
-        self._engine.subscribe(receiver)
-
     def close(self) -> None:
         """Takes off the model what this state put there, apart from the hook itself, which DDP cannot remove.
 
@@ -119,21 +114,6 @@ class SparseState:
         self.meeting.close()
         if self._use is not None:
             self._use.close()
-
-    @property
-    def workers(self) -> Workers:
-        """The workers of this state's exchange."""
-        return self._engine.workers
-
-    @property
-    def sparsifier(self) -> Sparsifier:
-        """This state's own sparsifier; a calibrated λ is in it once calibration has ended."""
-        return self._engine.sparsifier
-
-    @property
-    def last_step(self) -> StepStats | None:
-        """The numbers of the last exchange, None before the first."""
-        return self._engine.last_step
 
     @property
     def parameter_sizes(self) -> dict[str, int]:
@@ -177,13 +157,8 @@ class SparseState:
 
         Plain containers and copies, which ``torch.load(weights_only=True)`` reads. Not collective.
         """
-        return {
-            "version": 2,
-            "world_size": self.workers.num_workers,
-            "rank": self.workers.rank,
-            "shared": self.shared_state(),
-            "residuals": self.residuals.state_dict(),
-        }
+        own = {"version": 2, "shared": self.shared_state(), "residuals": self.residuals.state_dict()}
+        return self._place() | own
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continues from what :meth:`state_dict` returned on the worker of the same rank, before the first step.
@@ -192,13 +167,7 @@ class SparseState:
             RuntimeError: it is of another rank or of another number of workers. (For that, average the residuals of all
                 files: their mean on every worker keeps the pending update.)
         """
-        here = {"world_size": self.workers.num_workers, "rank": self.workers.rank}
-        if {name: saved[name] for name in here} != here:
-            raise RuntimeError(
-                f"This state is of rank {saved['rank']} of {saved['world_size']} workers, and this is rank "
-                f"{here['rank']} of {here['world_size']}. Load the file of the same rank, or give "
-                "residuals.load_state_dict the mean of all files' residuals."
-            )
+        self._require_own(saved, "give residuals.load_state_dict the mean of all files' residuals")
         self.reset()
         self.load_shared_state(saved["shared"], same_world_size=True)
         self.residuals.load_state_dict(saved["residuals"])
@@ -267,7 +236,7 @@ class SparseState:
         self.settlement.begin_exchange()
         self.is_exchanging = True
         if self._use is not None:
-            self._use.begin()
+            self._use.forget_old()
         self._engine.begin()
         self._scale = self._loss_scale()
         if self.options.error_feedback == "learning_rate":
@@ -321,6 +290,8 @@ class SparseState:
                 bucket.gradient.copy_(bucket.average)
             if self._use is not None:
                 self._use.put_back(used_by_any, bucket.layout, bucket.gradient)
+        if self._use is not None:
+            self._use.forget_old()
 
         self._bucket_names = [bucket.layout.names for bucket in buckets]
         for bucket in buckets:

@@ -12,7 +12,7 @@ worker's own weights. A threshold on gradients hands Adam rare large lumps, whic
 own worker's gradients as they come.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,12 +25,12 @@ from lightning_sparse.drift.anchor import as_real, drifting
 from lightning_sparse.drift.bystanders import ignored_names
 from lightning_sparse.drift.drift_exchange import DriftExchange
 from lightning_sparse.drift.options import DriftOptions
-from lightning_sparse.engine import Engine, StepStats
-from lightning_sparse.exchange import Meeting, Workers, parameter_settings, require_agreement
+from lightning_sparse.engine import Engine, EngineHolder
+from lightning_sparse.exchange import Meeting, parameter_settings, require_agreement
 from lightning_sparse.sparsifiers import Sparsifier
 
 
-class SparseModelAverager:
+class SparseModelAverager(EngineHolder):
     """Local training with a sparse exchange, for a module that is *not* wrapped in DistributedDataParallel.
 
     Call :meth:`step` after every optimizer step, on all workers alike, also where a worker's own step was skipped.
@@ -85,13 +85,15 @@ class SparseModelAverager:
             group,
         )
         self._module = module
-        self._engine = Engine(
-            sparsifier,
-            group=group,
-            exchange=self.options.exchange,
-            value_dtype=self.options.value_dtype,
-            per_layer_stats=per_layer_stats,
-            holds_density=True,
+        super().__init__(
+            Engine(
+                sparsifier,
+                group=group,
+                exchange=self.options.exchange,
+                value_dtype=self.options.value_dtype,
+                per_layer_stats=per_layer_stats,
+                holds_density=True,
+            )
         )
         self.meeting = Meeting(self.workers)
         ignored = ignored_names(module)
@@ -111,25 +113,6 @@ class SparseModelAverager:
     def largest_drift(self) -> float:
         """The largest distance of any worker's weight from the anchor, just before the last exchange."""
         return self._exchange.largest_drift
-
-    @property
-    def workers(self) -> Workers:
-        """The workers that take part."""
-        return self._engine.workers
-
-    @property
-    def sparsifier(self) -> Sparsifier:
-        """The averager's own sparsifier; a calibrated λ is in it."""
-        return self._engine.sparsifier
-
-    @property
-    def last_step(self) -> StepStats | None:
-        """The numbers of the last exchange, None before the first."""
-        return self._engine.last_step
-
-    def subscribe(self, receiver: Callable[[StepStats], None]) -> None:
-        """Calls the receiver with the numbers of every exchange when it is over; it must not communicate."""
-        self._engine.subscribe(receiver)
 
     def close(self) -> None:
         """Ends groups of the averager's own."""
@@ -277,12 +260,7 @@ class SparseModelAverager:
         Plain containers and copies, which ``torch.load(weights_only=True)`` reads. Collective with ``overlap=True``.
         """
         own = self.own_state()
-        return {
-            "world_size": self.workers.num_workers,
-            "rank": self.workers.rank,
-            "shared": self.shared_state(),
-            "own": own,
-        }
+        return self._place() | {"shared": self.shared_state(), "own": own}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continues from what :meth:`state_dict` returned on the worker of the same rank; gives the module its weights.
@@ -290,13 +268,7 @@ class SparseModelAverager:
         Raises:
             RuntimeError: it is of another rank or of another number of workers.
         """
-        here = {"world_size": self.workers.num_workers, "rank": self.workers.rank}
-        if {name: saved[name] for name in here} != here:
-            raise RuntimeError(
-                f"This state is of rank {saved['rank']} of {saved['world_size']} workers, and this is rank "
-                f"{here['rank']} of {here['world_size']}. Load the file of the same rank, or begin with the mean of "
-                "all files' weights."
-            )
+        self._require_own(saved, "begin with the mean of all files' weights")
         self.restart()
         self.load_shared_state(saved["shared"], same_world_size=True)
         self.load_own_state(saved["own"])

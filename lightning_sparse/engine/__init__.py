@@ -1,7 +1,8 @@
 """One step of sparse averaging, whatever is averaged, and what a worker keeps from one step to the next."""
 
 from lightning_sparse.engine.engine import Engine, FlatBucket
+from lightning_sparse.engine.holder import EngineHolder
 from lightning_sparse.engine.memory import ResidualMemory, Residuals
 from lightning_sparse.engine.step_stats import LayerStats, StepStats
 
-__all__ = ["Engine", "FlatBucket", "LayerStats", "ResidualMemory", "Residuals", "StepStats"]
+__all__ = ["Engine", "EngineHolder", "FlatBucket", "LayerStats", "ResidualMemory", "Residuals", "StepStats"]

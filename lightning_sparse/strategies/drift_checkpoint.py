@@ -63,13 +63,13 @@ def meet(averager: SparseModelAverager, patience: float) -> str | None:
     """
     if is_in_trouble():
         patience = min(patience, PATIENCE_IN_TROUBLE)
-    status = {"steps": averager.num_steps, "in an exchange": averager.is_exchanging}
+    obstacles = {  # in the status, so that the verdict on them is the same everywhere
+        "the weights were changed since all workers had the same": averager.was_written_to,
+        "the workers are in the middle of an exchange": averager.is_exchanging,
+    }
+    status = {"steps": averager.num_steps} | obstacles
     why_not = averager.meeting.hold(status, patience).why_not
-    if why_not is None and averager.was_written_to:
-        why_not = "the weights were changed since all workers had the same"
-    if why_not is None and averager.is_exchanging:
-        why_not = "the workers are in the middle of an exchange"
-    return why_not
+    return why_not or next((why for why, is_so in obstacles.items() if is_so), None)
 
 
 def shared_state_dict(
@@ -170,7 +170,6 @@ def restored(
         )
         if workers:
             averager.load_own_state(_mean([{"kept": one.get("kept", {})} for one in workers]))
-            averager.forget_own()
         return checkpoint
     if not workers:
         return checkpoint

@@ -1,0 +1,59 @@
+"""What can be asked of whoever holds an engine, whatever it averages."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning_sparse.engine.engine import Engine
+from lightning_sparse.engine.step_stats import StepStats
+from lightning_sparse.exchange import Workers
+from lightning_sparse.sparsifiers import Sparsifier
+
+
+class EngineHolder:
+    """The base of what brings buckets to an engine.
+
+    Args:
+        engine: the holder's own.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    @property
+    def workers(self) -> Workers:
+        """The workers that take part."""
+        return self._engine.workers
+
+    @property
+    def sparsifier(self) -> Sparsifier:
+        """The holder's own sparsifier; a calibrated λ is in it once calibration has ended."""
+        return self._engine.sparsifier
+
+    @property
+    def last_step(self) -> StepStats | None:
+        """The numbers of the last exchange, None before the first."""
+        return self._engine.last_step
+
+    def subscribe(self, receiver: Callable[[StepStats], None]) -> None:
+        """Calls the receiver with the numbers of every exchange from now on, when it is over.
+
+        It may run inside backward, on every worker: it must be quick and must not communicate.
+        """
+        self._engine.subscribe(receiver)
+
+    def _place(self) -> dict[str, int]:
+        return {"world_size": self.workers.num_workers, "rank": self.workers.rank}
+
+    def _require_own(self, saved: Mapping[str, Any], advice: str) -> None:
+        """Raises RuntimeError where a state was saved by another worker.
+
+        Args:
+            saved: what :meth:`_place` returned when it was saved, among others.
+            advice: what else to do with states of other workers.
+        """
+        here = self._place()
+        if {name: saved[name] for name in here} != here:
+            raise RuntimeError(
+                f"This state is of rank {saved['rank']} of {saved['world_size']} workers, and this is rank "
+                f"{here['rank']} of {here['world_size']}. Load the file of the same rank, or {advice}."
+            )
