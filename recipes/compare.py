@@ -6,11 +6,18 @@ A variant is a label and the arguments that make it, which replace or add to tho
         --variant "dense: --trainer.strategy=ddp" \
         --variant "hard threshold: --trainer.strategy.threshold=0.01" -- --data.root=data
 
+Many of them are better kept in a YAML file, ``label: arguments``, and given as ``--variants``. With a grid, every
+variant runs with all of its values for the first seed, and with that which came out best for the others::
+
+    python -m recipes.compare recipes/gpt_wikitext/laptop.yaml --metric val/loss --mode min \
+        --variants recipes/gpt_wikitext/comparison.yaml --grid model.learning_rate=0.001,0.003,0.01
+
 Runs are finished one by one and kept in ``--output``: a run that is there already is not repeated, so that a comparison
 that was stopped goes on where it was. The recipe must log every step (``log_every_n_steps: 1``).
 """
 
 import argparse
+import math
 import os
 import re
 import shlex
@@ -20,6 +27,8 @@ import sys
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import NamedTuple
+
+import yaml
 
 from recipes.demo import REPOSITORY, read
 
@@ -42,6 +51,25 @@ class Outcome(NamedTuple):
     step_time: float
 
 
+class Grid(NamedTuple):
+    """Values of an argument, of which each variant takes the best.
+
+    Attributes:
+        argument: its name on the command line, without dashes.
+        values: as they are written there.
+        mode: ``"min"`` or ``"max"``: what is best of a metric. NaN never is.
+    """
+
+    argument: str
+    values: list[str]
+    mode: str
+
+    def best(self, metrics: dict[str, float]) -> str:
+        """Returns the value with the best metric."""
+        sign = 1 if self.mode == "min" else -1
+        return min(metrics, key=lambda value: math.inf if math.isnan(metrics[value]) else sign * metrics[value])
+
+
 def main() -> None:
     """Runs what is missing and prints the table."""
     parser = argparse.ArgumentParser(
@@ -49,22 +77,69 @@ def main() -> None:
     )
     parser.add_argument("config", type=Path)
     parser.add_argument("--metric", required=True, help="as it is logged, for example val/accuracy")
-    parser.add_argument("--variant", action="append", required=True, metavar="'LABEL: ARGUMENTS'", dest="variants")
+    parser.add_argument("--variant", action="append", default=[], metavar="'LABEL: ARGUMENTS'", dest="given_variants")
+    parser.add_argument("--variants", type=Path, metavar="FILE", help="YAML with label: arguments")
+    parser.add_argument("--only", nargs="+", metavar="LABEL", help="of the variants")
+    parser.add_argument("--grid", metavar="NAME=VALUE,VALUE", help="tried with the first seed; the best for the others")
+    parser.add_argument("--mode", choices=["min", "max"], default="max", help="what is best of the metric")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--output", type=Path, default=REPOSITORY / "comparison")
     parser.epilog = "Arguments of all runs follow after --"
     given = [*sys.argv[1:], "--"]
     own_end = given.index("--")
     arguments, common = parser.parse_args(given[:own_end]), given[own_end + 1 : -1]
-    variants = dict(map(labelled, arguments.variants))
+    variants = dict(map(labelled, arguments.given_variants))
+    if arguments.variants is not None:
+        listed = yaml.safe_load(arguments.variants.read_text(encoding="utf-8"))
+        variants |= {label: shlex.split(own) for label, own in listed.items()}
+    if unknown := set(arguments.only or ()) - variants.keys():
+        parser.error(f"Unknown variants {sorted(unknown)}. There are {', '.join(variants)}.")
+    variants = {label: own for label, own in variants.items() if arguments.only is None or label in arguments.only}
+    if not variants:
+        parser.error("There is nothing to compare: give a --variant or a file of --variants.")
+    grid = None if arguments.grid is None else parsed_grid(arguments.grid, arguments.mode)
+
+    def outcome_of(label: str, seed: int, value: str | None) -> Outcome:
+        folder = arguments.output / arguments.config.parent.name / re.sub(r"[^\w.]+", "_", label)
+        own = variants[label]
+        if grid is not None and value is not None:
+            folder, own = folder / value, [*own, f"--{grid.argument}={value}"]
+        run(arguments.config, folder / str(seed), [f"--seed_everything={seed}", *common, *own])
+        return outcome(folder / str(seed), arguments.metric)
+
+    tried: dict[str, dict[str, float]] = {}
+    chosen: dict[str, str | None] = dict.fromkeys(variants)
+    if grid is not None:
+        for label in variants:
+            tried[label] = {value: outcome_of(label, arguments.seeds[0], value).metric for value in grid.values}
+            chosen[label] = grid.best(tried[label])
     outcomes: dict[str, list[Outcome]] = {label: [] for label in variants}
     # Seed by seed, so that what else the machine does falls on all variants alike.
     for seed in arguments.seeds:
-        for label, own in variants.items():
-            folder = arguments.output / arguments.config.parent.name / re.sub(r"[^\w.]+", "_", label) / str(seed)
-            run(arguments.config, folder, [f"--seed_everything={seed}", *common, *own])
-            outcomes[label].append(outcome(folder, arguments.metric))
+        for label, value in chosen.items():
+            outcomes[label].append(outcome_of(label, seed, value))
     print(table(outcomes, arguments.metric))
+    if grid is not None:
+        print(f"\n{grid_table(grid, tried, arguments.metric, arguments.seeds[0])}")
+
+
+def parsed_grid(text: str, mode: str) -> Grid:
+    """Returns the grid of ``NAME=VALUE,VALUE``."""
+    argument, _, values = text.removeprefix("--").partition("=")
+    return Grid(argument, values.split(","), mode)
+
+
+def grid_table(grid: Grid, tried: dict[str, dict[str, float]], metric: str, seed: int) -> str:
+    """Returns a Markdown table of what each value of the grid came to, the best in bold."""
+    lines = [
+        f"| {metric} by {grid.argument}, seed {seed} | {' | '.join(grid.values)} |",
+        "|---" * (len(grid.values) + 1) + "|",
+    ]
+    for label, metrics in tried.items():
+        best = grid.best(metrics)
+        cells = [f"**{one:.4f}**" if value == best else f"{one:.4f}" for value, one in metrics.items()]
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def labelled(text: str) -> tuple[str, list[str]]:

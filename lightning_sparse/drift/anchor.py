@@ -36,18 +36,39 @@ class AnchorBucket:
 
     def read(self, out: Tensor) -> Tensor:
         """Copies the parameters into a flat tensor, each in the order of its indices."""
-        torch._foreach_copy_(self._parts(out), [as_real(one.detach()) for one in self.parameters])
+        torch._foreach_copy_(self._parts(out), self._thetas())
         return out
 
     @torch.no_grad()
     def write(self, values: Tensor) -> None:
         """Copies a flat tensor into the parameters."""
-        torch._foreach_copy_([as_real(one.detach()) for one in self.parameters], self._parts(values))
+        torch._foreach_copy_(self._thetas(), self._parts(values))
+
+    @torch.no_grad()
+    def form_drift(self) -> None:
+        """Makes ``drift`` x − θ."""
+        if self.anchor.device.type == "cpu":  # what counts is how often memory is passed
+            for x, theta, drift in zip(self._parts(self.anchor), self._thetas(), self._parts(self.drift), strict=True):
+                torch.sub(x, theta, out=drift)
+        else:  # the number of launches
+            torch.sub(self.anchor, self.read(self.drift), out=self.drift)
+
+    @torch.no_grad()
+    def write_less(self, kept: Tensor) -> None:
+        """Makes the parameters x less a flat tensor of the same layout."""
+        if self.anchor.device.type == "cpu":
+            for x, theta, part in zip(self._parts(self.anchor), self._thetas(), self._parts(kept), strict=True):
+                torch.sub(x, part, out=theta)
+        else:
+            self.write(torch.sub(self.anchor, kept, out=self.drift))
 
     def by_name(self, values: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yields name and part of a flat tensor, each a view."""
         for name, start, end in self.layout.spans():
             yield name, values[start:end]
+
+    def _thetas(self) -> list[Tensor]:
+        return [as_real(one.detach()) for one in self.parameters]
 
     def _parts(self, values: Tensor) -> list[Tensor]:
         shapes = (as_real(one.detach()).shape for one in self.parameters)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.compare import Outcome, labelled, table
+from recipes.compare import Grid, Outcome, grid_table, labelled, parsed_grid, table
 
 PROJECT = Path(__file__).parents[2]
 
@@ -14,8 +14,10 @@ def compare(output):
     command = [sys.executable, "-m", "recipes.compare", "recipes/resnet18_cifar10/demo.yaml", "--seeds", "1"]
     command += ["--metric", "val/accuracy", "--output", str(output)]
     command += ["--variant", "dense: --trainer.strategy=ddp"]
-    command += ["--variant", "hard threshold, λ = 1: --trainer.strategy.threshold=1.0", "--"]
-    command += ["--trainer.max_epochs=1", "--trainer.check_val_every_n_epoch=1", "--model.width=4"]
+    (output / "variants.yaml").write_text("hard threshold, λ = 1: --trainer.strategy.threshold=1.0\nother: --wrong=1")
+    command += ["--variants", str(output / "variants.yaml"), "--only", "dense", "hard threshold, λ = 1"]
+    command += ["--grid", "model.width=4", "--"]
+    command += ["--trainer.max_epochs=1", "--trainer.check_val_every_n_epoch=1"]
     return subprocess.run(command, capture_output=True, text=True, cwd=PROJECT, check=False)
 
 
@@ -24,18 +26,21 @@ def compare(output):
 def test_a_comparison_runs_every_variant_once_and_can_be_drawn(tmp_path):
     first = compare(tmp_path)
     assert first.returncode == 0, first.stderr
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in first.stdout.splitlines()]
+    chosen, tried = first.stdout.split("\n\n")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in chosen.splitlines()]
     assert [row[0] for row in rows] == ["", "---", "dense", "hard threshold, λ = 1"]
     dense, sparse = rows[2:]
     assert dense[2:5:2] == ["100.0 %", "1.0"]
     assert float(sparse[2].split()[0]) < 5
     assert float(sparse[4]) > 5
+    for row, line in zip(rows[2:], tried.splitlines()[2:], strict=True):  # the best of the grid is what is shown
+        assert re.search(r"\*\*(.*)\*\*", line).group(1) == row[1]
 
     again = compare(tmp_path)
     assert again.stdout == first.stdout
     assert again.stderr == ""  # nothing was run
 
-    folders = [next(path.parent for path in tmp_path.rglob(f"{name}*/1")) / "1" for name in ("dense", "hard")]
+    folders = [next(tmp_path.rglob(f"{name}*/4/1")) for name in ("dense", "hard")]
     picture = tmp_path / "curves.png"
     command = [sys.executable, "-m", "recipes.plot", "--output", str(picture)]
     command += [f"{label}={folder}" for label, folder in zip(("dense", "λ = 1"), folders, strict=True)]
@@ -64,6 +69,18 @@ def test_a_table_has_mean_and_deviation_over_seeds():
     runs = [Outcome(0.5, 0.01, 2e6, 100e6, 0.030), Outcome(0.7, 0.03, 2e6, 100e6, 0.050)]
     last = table({"sparse": runs}, "accuracy").splitlines()[-1]
     assert last == "| sparse | 0.6000 ± 0.1414 | 2.00 ± 1.41 % | 2.0 | 50.0 | 40 ms |"
+
+
+@pytest.mark.parametrize(("mode", "best"), [("min", "0.01"), ("max", "0.1")])
+def test_a_grid_takes_the_best_and_never_a_run_that_diverged(mode, best):
+    grid = parsed_grid("--model.learning_rate=0.01,0.1,1", mode)
+    assert grid == Grid("model.learning_rate", ["0.01", "0.1", "1"], mode)
+    metrics = {"1": float("nan"), "0.01": 1.5, "0.1": 2.0}
+    assert grid.best(metrics) == best
+    last = grid_table(grid, {"dense": {"0.01": 1.5, "0.1": 2.0, "1": float("nan")}}, "loss", 1).splitlines()[-1]
+    assert last == (
+        "| dense | **1.5000** | 2.0000 | nan |" if mode == "min" else "| dense | 1.5000 | **2.0000** | nan |"
+    )
 
 
 @pytest.mark.parametrize(
