@@ -42,6 +42,10 @@ FRAME_BYTES = 16_384
 # Beyond the socket buffers of a few connections; a queue that is full drops, and TCP repairs.
 QUEUE_BYTES, QUEUE_FRAMES = 64_000_000, 1_000_000
 
+# A program of classic BPF: few kernels have tc's own loss (netem).
+LOAD_RANDOM, JUMP_IF_GREATER, RETURN = "32 0 0 4294963256", "37 1 0", "6 0 0"
+LOST, PASSED = 2, 0
+
 _numbers = itertools.count()
 
 
@@ -257,6 +261,21 @@ class NetworkLab:
         for host in range(self.hosts):
             _configure("tc", self.namespace(host), *_shape(INTERFACE, rate))
             _configure("tc", self._bridge, *_shape(f"port{host}", rate, delay, loss))
+
+    def lose(self, share: float) -> None:
+        """Drops a share of the frames (up to 16 kB) that reach each host; also where the kernel has no netem.
+
+        Raises:
+            RuntimeError: The kernel has no BPF in tc.
+        """
+        for host in range(self.hosts):
+            program = f"4,{LOAD_RANDOM},{JUMP_IF_GREATER} {int(2**32 * share)},{RETURN} {LOST},{RETURN} {PASSED}"
+            _configure(
+                "tc",
+                self.namespace(host),
+                f"qdisc add dev {INTERFACE} clsact",
+                f"filter add dev {INTERFACE} ingress bpf da bytecode {program!r}",
+            )
 
     def link_down(self, host: int) -> None:
         """Pulls a host's cable: its interface loses its carrier, and packets to and from it are lost."""
