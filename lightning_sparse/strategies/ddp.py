@@ -195,6 +195,10 @@ class SparseDDPStrategy(DDPStrategy):
         self.step_log.write(self.lightning_module)
         return output
 
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.step_log.begin_batch(self.lightning_module)
+
     def _on_any_step(self) -> None:
         # Not all come through the strategy: self.optimizers(use_pl_optimizer=False) hands out torch's own.
         if not self._is_stepping:

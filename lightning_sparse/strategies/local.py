@@ -150,6 +150,7 @@ class SparseLocalStrategy(DDPStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.step_log.begin_batch(self.lightning_module)
         self._has_ended = False  # a search for a learning rate ends as a training does, and then training begins
         self._return_weights()  # that a checkpoint has brought
 

@@ -1,4 +1,9 @@
-"""The numbers of exchanges, logged through the LightningModule once an optimizer has stepped."""
+"""The numbers of exchanges, logged through the LightningModule once an optimizer has stepped.
+
+What a batch has logged Lightning repeats in the rows of later batches, until it is logged anew. With an exchange every
+eighth step that would be eight rows, and whoever adds up bytes would count them eightfold. So the numbers are taken
+back once they have been in a row: each exchange is in one row at most, and in one if every step has a row.
+"""
 
 from collections import deque
 from collections.abc import Mapping
@@ -16,6 +21,9 @@ class StepLog:
 
     def __init__(self) -> None:
         self._steps: deque[StepStats] = deque(maxlen=MOST_UNLOGGED)
+        self._of_batch: list[StepStats] = []
+        self._names: set[str] = set()
+        self._row: int | None = None
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -27,6 +35,22 @@ class StepLog:
     def clear(self) -> None:
         """Forgets them."""
         self._steps.clear()
+        self._of_batch.clear()
+        self._names.clear()
+        self._row = None
+
+    def begin_batch(self, module: LightningModule | None) -> None:
+        """Takes back what has been in a row of the loggers by now."""
+        assert module is not None
+        trainer = module.trainer
+        self._of_batch.clear()
+        batch = trainer.fit_loop.epoch_loop._batches_that_stepped
+        if self._row is not None and batch > self._row and trainer._results is not None:
+            for result in trainer._results.values():
+                if result.meta.name in self._names and not result.meta.on_epoch:
+                    result.reset()
+            self._names.clear()
+        self._row = batch if trainer._logger_connector.should_update_logs else None
 
     def write(self, module: LightningModule | None, more: Mapping[str, float] | None = None) -> None:
         """Logs the numbers of the exchanges since the last step, if there are any and Lightning lets us here.
@@ -44,9 +68,14 @@ class StepLog:
         if allowed is None:
             return  # the next step logs these too
         on_step = True in allowed["allowed_on_step"]
+        steps = list(self._steps)
+        if on_step:  # several optimizers may step in a batch, and what is logged last is what is in the row
+            self._of_batch += steps
+            steps = self._of_batch
         # The same numbers on every worker already: no sync_dist, no collective, but at the end of an epoch, where
         # Lightning warns without. batch_size only stops it from searching the batch for one.
-        for name, value in (step_metrics(list(self._steps)) | dict(more or {})).items():
+        for name, value in (step_metrics(steps) | dict(more or {})).items():
+            self._names.add(name)
             module.log(
                 name,
                 value,
@@ -60,7 +89,7 @@ class StepLog:
 
 
 def step_metrics(steps: list[StepStats]) -> dict[str, float]:
-    """Returns what is logged for one optimizer step, whose gradient may have been exchanged more than once.
+    """Returns what is logged for one batch, in which there may have been more than one exchange.
 
     Density is over all exchanges together, payload bytes are their sum, error norm and threshold those of the last.
     """

@@ -1,0 +1,133 @@
+"""Rows of a logger: each exchange is in one of them at most, and who adds up bytes counts none twice."""
+
+import csv
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_sparse import DDPHardThresholdStrategy, LocalHardThresholdStrategy, StepStats
+from tests.integration.models import Classifier, TwoPlayers, quiet_trainer
+from tests.integration.test_checkpoint import ResumableData
+from tests.workers import run_workers
+
+STEPS = 13
+
+
+class EveryThird(Classifier):
+    """Steps in every third batch only, by hand; the batches before it add to the gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        if batch_idx % 3 == 2:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+class Exchanges(Callback):
+    """Which exchanges fell into which batch, of those in which an optimizer stepped."""
+
+    def __init__(self) -> None:
+        self.new: list[StepStats] = []
+        self.of_batches: list[tuple[int, list[StepStats]]] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.strategy.state.subscribe(self.new.append)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if not trainer.fit_loop._should_accumulate():
+            self.of_batches.append((trainer.fit_loop.epoch_loop._batches_that_stepped, self.new.copy()))
+            self.new.clear()
+
+
+def local(every_n_steps: int) -> Any:
+    return LocalHardThresholdStrategy(0.01, every_n_steps=every_n_steps)
+
+
+def gradients() -> Any:
+    return DDPHardThresholdStrategy(0.01, find_unused_parameters=True)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What trains.
+
+    Attributes:
+        waits: whether a gradient is exchanged in batches before the one whose step logs it.
+    """
+
+    make_model: Callable[[], LightningModule]
+    make_strategy: Callable[[], Any]
+    accumulate: int = 1
+    waits: bool = False
+
+
+PROGRAMS = {
+    "gradients": Program(Classifier, gradients),
+    "gradients, accumulated": Program(Classifier, gradients, accumulate=3),
+    "gradients, two optimizers": Program(TwoPlayers, gradients),
+    "gradients, a step in every third batch": Program(EveryThird, gradients, waits=True),
+    "drift": Program(Classifier, lambda: local(1)),
+    "drift, every third step": Program(Classifier, lambda: local(3)),
+    "drift, every fifth step, accumulated": Program(Classifier, lambda: local(5), accumulate=2),
+    "drift, two optimizers, every fourth step": Program(TwoPlayers, lambda: local(4)),
+    "drift, two optimizers, every step": Program(TwoPlayers, lambda: local(1)),
+}
+
+
+def run(name: str, log_every: int, folder: str) -> list[tuple[int, list[StepStats]]]:
+    program = PROGRAMS[name]
+    exchanges = Exchanges()
+    trainer = quiet_trainer(
+        program.make_strategy(),
+        num_workers=2,
+        max_steps=STEPS,
+        logger=CSVLogger(folder, flush_logs_every_n_steps=1),
+        log_every_n_steps=log_every,
+        accumulate_grad_batches=program.accumulate,
+        callbacks=[exchanges],
+    )
+    trainer.fit(program.make_model(), ResumableData(1000))
+    return exchanges.of_batches
+
+
+def expected_rows(
+    of_batches: list[tuple[int, list[StepStats]]], log_every: int, waits: bool
+) -> dict[int, tuple[float, float]]:
+    """Density and bytes by step: those of the last batch with an exchange that has not been in a row."""
+    rows, newest, waiting = {}, None, []
+    for batch, steps in of_batches:
+        waiting += steps
+        if waiting and (not waits or batch % 3 == 2):
+            elements = sum(step.num_workers * step.num_elements for step in waiting)
+            newest = sum(step.selected for step in waiting) / elements, sum(step.payload_bytes for step in waiting)
+            waiting = []
+        if (batch + 1) % log_every == 0 and newest is not None:
+            rows[batch], newest = newest, None
+    return rows
+
+
+@pytest.mark.parametrize("log_every", [1, 4])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_each_exchange_is_in_one_row_at_most(name: str, log_every: int, tmp_path: Path) -> None:
+    of_batches = run_workers(run, 2, name, log_every, str(tmp_path), process_group=False)[0]
+    expected = expected_rows(of_batches, log_every, PROGRAMS[name].waits)
+    with next(tmp_path.rglob("metrics.csv")).open() as file:
+        rows = [row for row in csv.DictReader(file) if row["sparse/payload_bytes"]]
+    found = {int(row["step"]): (float(row["sparse/density"]), float(row["sparse/payload_bytes"])) for row in rows}
+    assert expected
+    assert found.keys() == expected.keys()
+    for step, numbers in expected.items():
+        assert found[step] == pytest.approx(numbers, rel=1e-6), step
+    if log_every == 1:
+        logged = sum(step.payload_bytes for batch, steps in of_batches for step in steps if batch <= max(expected))
+        assert sum(size for _, size in found.values()) == pytest.approx(logged)
