@@ -1,3 +1,4 @@
+from itertools import pairwise
 from math import sqrt
 
 import pytest
@@ -108,6 +109,15 @@ def test_calibration_sends_everything_and_then_fixes_the_same_threshold_everywhe
     elements = sum(p.numel() for p in model.parameters())
     expected = sqrt(sum(squared_norms) / len(squared_norms) / (density * elements))
     assert results[0].threshold == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(("control", "changes"), [("calibrate", 0), ("hold", STEPS - 6)])
+def test_a_calibrated_threshold_stays_or_is_corrected_alike_on_all(control, changes):
+    sparsifier = HardThreshold(density=0.1, calibration_steps=5)
+    first, *others = run_workers(_train, 3, sparsifier, "nesterov", {"density_control": control})
+    thresholds = [step.threshold for step in first.steps[5:]]
+    assert sum(one != other for one, other in pairwise(thresholds)) == changes
+    assert all([step.threshold for step in other.steps[5:]] == thresholds for other in others)
 
 
 @pytest.mark.parametrize("exchange", ["gather", "dense", "auto"])

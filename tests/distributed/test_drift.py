@@ -120,6 +120,7 @@ def test_training_is_that_of_workers_in_plain_tensors(case, make_optimizer):
         torch.testing.assert_close(own, flat(simulation.models[rank]), rtol=0, atol=1e-12)
         assert 0.02 < last.density < 0.98
         assert simulation.sent[-1] == last.selected
+        assert last.dense_bytes == options.get("every_n_steps", 1) * mean.nbytes  # what DDP sends in the same steps
 
 
 @pytest.mark.parametrize("case", CASES)

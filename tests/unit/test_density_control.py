@@ -55,6 +55,20 @@ def test_without_it_a_warm_up_misses_by_far():
     assert constant > 5
 
 
+@pytest.mark.parametrize("factor", [0.1, 0.3, 3, 10])
+def test_what_a_wrong_first_threshold_sent_too_much_or_too_little_is_made_up_for(factor):
+    generator = np.random.default_rng(0)
+    residuals, sent, steps, density = np.zeros(10_000), 0.0, 1000, 0.01
+    control, threshold = DensityControl(density), factor / math.sqrt(density)
+    for _ in range(steps):
+        residuals += generator.standard_normal(residuals.size)
+        selected = np.abs(residuals) >= threshold
+        residuals[selected] = 0
+        sent += selected.mean()
+        threshold = control.corrected(threshold, selected.mean())
+    assert sent / steps == pytest.approx(density, rel=0.01)
+
+
 def test_it_goes_on_from_where_it_was():
     one, other = DensityControl(0.01), DensityControl(0.01)
     threshold = 1.0
