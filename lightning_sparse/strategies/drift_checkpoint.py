@@ -5,7 +5,8 @@ key, plain containers and tensors that ``weights_only=True`` loads::
 
     version, kind, world_size
     shared          the same on every worker: the anchor, the outer optimizer, λ, calibration, counters
-    workers         for every rank its weights, what it keeps apart of its drift, its optimizers, as far as asked for
+    workers         for every rank its weights, what it keeps apart of its drift, its optimizers and the scale of its
+                    losses, as far as asked for
     why_no_drifts   None, or why they are missing though they were asked for
 """
 
@@ -98,13 +99,18 @@ def shared_state_dict(
 
 
 def collect(
-    averager: SparseModelAverager, checkpoint: dict[str, Any], options: DriftCheckpointOptions, why_not: str | None
+    averager: SparseModelAverager,
+    checkpoint: dict[str, Any],
+    precision: str,
+    options: DriftCheckpointOptions,
+    why_not: str | None,
 ) -> dict[str, Any] | None:
     """Returns what a checkpoint should hold beside the weights, on the first worker. Collective if all came.
 
     Args:
         averager: this worker's.
-        checkpoint: of Lightning, with the first worker's ``optimizer_states``, which may become the mean of all.
+        checkpoint: of Lightning, with this worker's ``optimizer_states``, which may become the mean of all.
+        precision: under which it has the precision plugin's state, if that has any.
         options: what to keep.
         why_not: None if all came to save.
     """
@@ -113,6 +119,8 @@ def collect(
         mine = averager.own_state() if options.drift_checkpoint == "full" else averager.kept_state()
         if options.optimizer_checkpoint != "first":
             mine["optimizer_states"] = checkpoint["optimizer_states"]
+        if options.optimizer_checkpoint == "full" and precision in checkpoint:
+            mine["precision_state"] = checkpoint[precision]
         own = averager.meeting.workers_apart().gather_objects_to_first(mine)
     if averager.workers.rank != 0:
         return None
@@ -129,14 +137,15 @@ def collect(
 
 
 def restored(
-    averager: SparseModelAverager, checkpoint: Mapping[str, Any], saved: Mapping[str, Any] | None
+    averager: SparseModelAverager, checkpoint: Mapping[str, Any], precision: str, saved: Mapping[str, Any] | None
 ) -> Mapping[str, Any]:
-    """Makes an averager what a checkpoint holds; returns the checkpoint with this worker's optimizer states.
+    """Makes an averager what a checkpoint holds; returns the checkpoint with what this worker has of its own.
 
     Args:
         averager: this worker's, whose module has the checkpoint's weights already.
         checkpoint: of Lightning.
-        saved: what :func:`collect` returned; None for the checkpoint of another strategy.
+        precision: as for :func:`collect`.
+        saved: what that returned; None for the checkpoint of another strategy.
 
     Raises:
         RuntimeError: the content is of a newer version.
@@ -175,7 +184,8 @@ def restored(
         return checkpoint
     mine = workers[averager.workers.rank]
     averager.load_own_state(mine, is_apart=True)
-    return {**checkpoint, **{name: mine[name] for name in ("optimizer_states",) if name in mine}}
+    places = {"optimizer_states": "optimizer_states", "precision_state": precision}
+    return {**checkpoint, **{place: mine[name] for name, place in places.items() if name in mine}}
 
 
 def _mean(of_workers: Sequence[Any]) -> Any:

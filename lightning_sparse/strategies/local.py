@@ -208,7 +208,7 @@ class SparseLocalStrategy(DDPStrategy):
     ) -> None:
         if self.averager is not None and "optimizer_states" in checkpoint:
             why_not = self._why_not or meet(self.averager, self._patience)
-            content = collect(self.averager, checkpoint, self._checkpoint_options, why_not)
+            content = collect(self.averager, checkpoint, self._precision_key, self._checkpoint_options, why_not)
             if content is not None:
                 checkpoint[KEY] = content
         self._why_not = None
@@ -221,7 +221,14 @@ class SparseLocalStrategy(DDPStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self.averager is not None  # Lightning restores after the model was set up
-        super().load_optimizer_state_dict(restored(self.averager, checkpoint, checkpoint.get(KEY)))
+        own = restored(self.averager, checkpoint, self._precision_key, checkpoint.get(KEY))
+        super().load_optimizer_state_dict(own)
+        if self._precision_key in own:  # Lightning has loaded the first worker's
+            self.precision_plugin.load_state_dict(own[self._precision_key])
+
+    @property
+    def _precision_key(self) -> str:
+        return type(self.precision_plugin).__qualname__
 
     @classmethod
     @override

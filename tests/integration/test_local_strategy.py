@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 
@@ -134,7 +135,18 @@ CASES: dict[str, dict[str, Any]] = {
     "bfloat16": {"strategy": {"value_dtype": "bfloat16"}},
     "accumulation": {"accumulate": 2},
     "middle of an epoch": {"batches_per_epoch": 5},
+    "scaled, one worker overflows": {"overflows": True},
 }
+
+
+class OverflowsOnOne(WithSchedule):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        bad = batch_idx == 3 and self.global_rank == 1
+        return super().training_step(batch, batch_idx) * (float("inf") if bad else 1.0)
+
+
+def scaled() -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
 
 
 def strategy_of(case: dict[str, Any], **options: Any) -> LocalHardThresholdStrategy:
@@ -158,6 +170,9 @@ def fit(
             if trainer.global_step == max_steps:  # on_train_end comes when all have taken the mean
                 ends["weights"] = clones(pl_module.named_parameters())
                 ends["optimizer"] = trainer.optimizers[0].state_dict()
+                ends["scale"] = getattr(trainer.precision_plugin, "scaler", None) and (
+                    trainer.precision_plugin.scaler.get_scale()
+                )
                 averager = getattr(trainer.strategy, "averager", None)
                 if averager is not None:
                     ends["anchor"] = clones(averager.anchor().items())
@@ -170,8 +185,9 @@ def fit(
         accumulate_grad_batches=case.get("accumulate", 1),
         callbacks=[End(), *([SaveAt(STOP, save)] if save else [])],
         use_distributed_sampler=False,
+        plugins=[scaled()] if case.get("overflows") else None,
     )
-    model = WithSchedule(case.get("optimizer", adam))
+    model = (OverflowsOnOne if case.get("overflows") else WithSchedule)(case.get("optimizer", adam))
     trainer.fit(model, ResumableData(case.get("batches_per_epoch", 1000)), ckpt_path=resume)
     return ends | {"after": clones(model.named_parameters())}
 
@@ -185,8 +201,10 @@ def test_a_resumed_run_equals_one_that_never_stopped(name: str, tmp_path: Path) 
         assert_equal(one["weights"], other["weights"])
         assert_equal(one["anchor"], other["anchor"])
         assert_equal(one["optimizer"], other["optimizer"])
+        assert one["scale"] == other["scale"]
         assert (one["step"], one["threshold"]) == (other["step"], other["threshold"])
     assert straight[0]["step"].squared_error > 0
+    assert (straight[0]["scale"] != straight[1]["scale"]) == case.get("overflows", False)
     is_kept = case.get("strategy", {}).get("keep_drift", True)
     pairs = zip(straight[0]["weights"].values(), straight[1]["weights"].values(), strict=True)
     assert any((one != other).any() for one, other in pairs) == is_kept
@@ -208,6 +226,23 @@ def test_a_smaller_checkpoint_begins_with_the_mean(words: dict[str, str], tmp_pa
     assert all(("optimizer_states" in one) == ("optimizer_checkpoint" not in words) for one in content["workers"])
     for one in run_workers(fit, 2, {}, END, None, str(path), words, process_group=False):
         assert one["step"].step > STOP
+
+
+def test_optimizers_are_the_mean_of_all_or_the_first_workers(tmp_path: Path) -> None:
+    moments = {}
+    for word in ("full", "mean", "first"):
+        path = tmp_path / f"{word}.ckpt"
+        run_workers(fit, 2, {}, STOP, str(path), None, {"optimizer_checkpoint": word}, process_group=False)
+        saved = torch.load(path, weights_only=True)
+        own = [one["optimizer_states"] for one in saved["lightning_sparse"]["workers"] if word == "full"]
+        moments[word] = [
+            torch.cat([one["exp_avg"].flatten() for one in states[0]["state"].values()])
+            for states in (saved["optimizer_states"], *own)
+        ]
+    [_, *of_workers] = moments["full"]
+    assert (of_workers[0] != of_workers[1]).any()
+    torch.testing.assert_close(moments["mean"][0], torch.stack(of_workers).mean(0))
+    assert torch.equal(moments["first"][0], of_workers[0])
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
@@ -325,16 +360,8 @@ def _scaled() -> tuple[list[float], list[bool], list[Tensor]]:
             scales.append(trainer.precision_plugin.scaler.get_scale())
             anchors.append(torch.cat([one.flatten() for one in trainer.strategy.averager.anchor().values()]).clone())
 
-    class Overflows(Classifier):
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            bad = batch_idx == 3 and self.global_rank == 1
-            return self.loss(batch) * (float("inf") if bad else 1.0)
-
-    from lightning.pytorch.plugins.precision import MixedPrecision
-
-    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
-    trainer = quiet_trainer(strategy_of({}), num_workers=2, max_steps=6, callbacks=[Look()], plugins=[plugin])
-    trainer.fit(Overflows(adam), ResumableData(1000))
+    trainer = quiet_trainer(strategy_of({}), num_workers=2, max_steps=6, callbacks=[Look()], plugins=[scaled()])
+    trainer.fit(OverflowsOnOne(adam), ResumableData(1000))
     return scales, skipped, anchors
 
 
