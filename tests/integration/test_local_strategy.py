@@ -245,6 +245,30 @@ def test_optimizers_are_the_mean_of_all_or_the_first_workers(tmp_path: Path) -> 
     assert torch.equal(moments["first"][0], of_workers[0])
 
 
+def _kept_at_start(path: str) -> dict[str, Tensor]:
+    kept = {}
+
+    class Start(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            kept.update(trainer.strategy.averager.kept_state()["kept"])
+
+    num_workers = int(os.environ["WORLD_SIZE"])
+    strategy = strategy_of(CASES["back to the anchor"])
+    trainer = quiet_trainer(strategy, num_workers=num_workers, max_steps=END, callbacks=[Start()])
+    trainer.fit(WithSchedule(adam), ResumableData(1000), ckpt_path=path)
+    return kept
+
+
+def test_what_is_kept_apart_goes_on_as_its_mean_on_another_number_of_workers(tmp_path: Path) -> None:
+    path = tmp_path / "stop.ckpt"
+    run_workers(fit, 2, CASES["back to the anchor"], STOP, str(path), process_group=False)
+    of_workers = [one["kept"] for one in torch.load(path, weights_only=True)["lightning_sparse"]["workers"]]
+    assert any((one != 0).any() for one in of_workers[0].values())
+    for kept in run_workers(_kept_at_start, 3, str(path), process_group=False):
+        for name, one in kept.items():
+            torch.testing.assert_close(one, (of_workers[0][name] + of_workers[1][name]) / 2, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_another_number_of_workers_begins_with_the_mean(num_workers: int, tmp_path: Path) -> None:
     path = tmp_path / "stop.ckpt"
