@@ -10,7 +10,11 @@ GAIN = 0.04
 """λ changes by this share of the ratio, in logarithms. Density goes about with 1/λ², so gain and average make a loop of
 damping ratio 1 / sqrt(8 · GAIN · RECENT_STEPS) = 0.56."""
 FURTHEST = log(16.0)
-"""A running density that is further off than this factor counts as this far off: λ moves by 12 % a step at most."""
+"""A running density that is further off than this factor counts as this far off."""
+FAR_TOO_MUCH, CATCHING_UP = 2.0, 0.2
+"""While both the running and the present density exceed what was asked for by more than this factor, λ grows by this
+share of the excess as well: a λ that was calibrated on the first steps of a warm-up is soon a hundred times too small, and
+what is sent meanwhile would have to be saved for a thousand steps. λ grows by 95 % a step at most, and falls by 11 %."""
 MOST_OWED = log(4.0)
 """The density aimed at is never further from that asked for than this factor."""
 
@@ -23,7 +27,7 @@ class DensityControl:
 
         owed   = Σ (asked − seen)                          in steps at the density asked for
         aim    = asked · exp(owed / HORIZON)               within a factor of four
-        λ      ← λ · (recent / aim) ^ GAIN
+        λ      ← λ · (recent / aim) ^ GAIN · max(1, min(recent, seen) / (2 · asked)) ^ CATCHING_UP
 
     Args:
         density: the share of coordinates to be sent on average, in (0, 1].
@@ -31,7 +35,7 @@ class DensityControl:
 
     def __init__(self, density: float) -> None:
         self.density = density
-        self._recent: float | None = None
+        self._recent = 1.0
         self._owed = 0.0
 
     def corrected(self, threshold: float, density: float) -> float:
@@ -43,16 +47,16 @@ class DensityControl:
         """
         seen = density / self.density
         self._owed += 1 - seen
-        self._recent = seen if self._recent is None else self._recent + (seen - self._recent) / RECENT_STEPS
+        self._recent += (seen - self._recent) / RECENT_STEPS
         aim = max(-MOST_OWED, min(MOST_OWED, self._owed / HORIZON))
         off = log(self._recent) - aim if self._recent > 0 else -FURTHEST
-        return threshold * exp(GAIN * max(-FURTHEST, min(FURTHEST, off)))
+        excess = log(max(1.0, min(self._recent, seen) / FAR_TOO_MUCH))
+        return threshold * exp(GAIN * max(-FURTHEST, min(FURTHEST, off)) + CATCHING_UP * min(FURTHEST, excess))
 
-    def state_dict(self) -> dict[str, float | None]:
+    def state_dict(self) -> dict[str, float]:
         """Returns what is known of the steps so far."""
         return {"recent": self._recent, "owed": self._owed}
 
-    def load_state_dict(self, state: dict[str, float | None]) -> None:
+    def load_state_dict(self, state: dict[str, float]) -> None:
         """Continues from what :meth:`state_dict` returned."""
-        self._recent = state["recent"]
-        self._owed = state["owed"] or 0.0
+        self._recent, self._owed = state["recent"], state["owed"]
