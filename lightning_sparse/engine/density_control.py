@@ -13,8 +13,8 @@ FURTHEST = log(16.0)
 """A running density that is further off than this factor counts as this far off."""
 FAR_TOO_MUCH, CATCHING_UP = 2.0, 0.2
 """While both the running and the present density exceed what was asked for by more than this factor, λ grows by this
-share of the excess as well: calibrated on the first steps of a warm-up it is soon a hundred times too small, and what is
-sent meanwhile would have to be saved for a thousand steps. λ grows by 95 % a step at most, and falls by 11 %."""
+share of the excess as well: calibrated on the first steps of a warm-up it is soon a hundred times too small, and what
+is sent meanwhile would have to be saved for a thousand steps. λ grows by 95 % a step at most, and falls by 11 %."""
 MOST_OWED = log(4.0)
 """The density aimed at is never further from that asked for than this factor."""
 
