@@ -42,12 +42,18 @@ class Calibrator:
                 self._control = DensityControl(self._sparsifier.density)
             self._running = ThresholdCalibration(self._sparsifier.density, self._sparsifier.calibration_steps)
 
-    def observe(self, stats: StepStats) -> None:
-        """Adds the numbers of a step; fixes λ with the last that calibration needs, and corrects it after that."""
+    def observe(self, stats: StepStats, before: StepStats | None) -> None:
+        """Adds the numbers of a step; fixes λ with the last that calibration needs, and corrects it after that.
+
+        Args:
+            stats: of the step.
+            before: of the one before it. Where nothing has moved since (a learning rate of 0), λ stays.
+        """
         if self._sparsifier is None:
             return
         if self._running is None:
-            if self._control is not None and self._sparsifier.threshold:
+            has_moved = stats.selected or before is None or stats.squared_error != before.squared_error
+            if self._control is not None and self._sparsifier.threshold and has_moved:
                 self._sparsifier.fix_threshold(self._control.corrected(self._sparsifier.threshold, stats.density))
             return
         self._running.observe(stats.squared_gradient_norm)

@@ -185,8 +185,8 @@ class Engine:
             dense_bytes=dense_exchanges * sum(bucket.gradient.nbytes for bucket in buckets),
             threshold=self.sparsifier.current_threshold,
         )
-        self.last_step = stats
-        self._calibrator.observe(stats)
+        before, self.last_step = self.last_step, stats
+        self._calibrator.observe(stats, before)
         for receiver in self._subscribers:
             receiver(stats)
 

@@ -175,7 +175,7 @@ def restored(
     if not is_same:
         rank_zero_info(
             f"lightning_sparse: {here} workers instead of {saved['world_size']}: all begin with the mean of the old "
-            "weights as the anchor, and with the first worker's optimizers."
+            "weights as the anchor, and with the file's own optimizers (the first worker's, or their mean if saved so)."
         )
         if workers:
             averager.load_own_state(_mean([{"kept": one.get("kept", {})} for one in workers]))

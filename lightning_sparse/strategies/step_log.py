@@ -2,7 +2,8 @@
 
 What a batch has logged Lightning repeats in the rows of later batches, until it is logged anew. With an exchange every
 eighth step that would be eight rows, and whoever adds up bytes would count them eightfold. So the numbers are taken
-back once they have been in a row: each exchange is in one row at most, and in one if every step has a row.
+back once they have been in a row: each exchange is in one row at most, and in one if every step has a row. What was in
+none when an epoch ended Lightning forgets: it is logged again with the next step.
 """
 
 from collections import deque
@@ -22,6 +23,7 @@ class StepLog:
     def __init__(self) -> None:
         self._steps: deque[StepStats] = deque(maxlen=MOST_UNLOGGED)
         self._of_batch: list[StepStats] = []
+        self._newest: list[StepStats] = []
         self._names: set[str] = set()
         self._row: int | None = None
 
@@ -36,6 +38,7 @@ class StepLog:
         """Forgets them."""
         self._steps.clear()
         self._of_batch.clear()
+        self._newest.clear()
         self._names.clear()
         self._row = None
 
@@ -45,10 +48,14 @@ class StepLog:
         trainer = module.trainer
         self._of_batch.clear()
         batch = trainer.fit_loop.epoch_loop._batches_that_stepped
-        if self._row is not None and batch > self._row and trainer._results is not None:
-            for result in trainer._results.values():
-                if result.meta.name in self._names and not result.meta.on_epoch:
-                    result.reset()
+        held = [one for one in (trainer._results or {}).values() if one.meta.name in self._names and not one.has_reset]
+        if self._row is not None and batch > self._row:
+            for one in held:
+                if not one.meta.on_epoch:
+                    one.reset()
+            self._names.clear()
+        elif self._names and not held:
+            self._steps.extendleft(reversed(self._newest))
             self._names.clear()
         self._row = batch if trainer._logger_connector.should_update_logs else None
 
@@ -74,6 +81,7 @@ class StepLog:
             steps = self._of_batch
         # The same numbers on every worker already: no sync_dist, no collective, but at the end of an epoch, where
         # Lightning warns without. batch_size only stops it from searching the batch for one.
+        self._newest = list(steps)
         for name, value in (step_metrics(steps) | dict(more or {})).items():
             self._names.add(name)
             module.log(

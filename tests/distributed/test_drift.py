@@ -237,6 +237,32 @@ def test_the_average_volume_is_that_asked_for_also_with_a_warm_up(density):
     assert len({threshold for _, threshold in first[10:]}) > 300
 
 
+def stands_still():
+    """Nothing moves in steps 100 to 400."""
+    model = Net().double()
+    optimizer = adam(model.parameters())
+    averager = SparseModelAverager(model, HardThreshold(density=0.1, calibration_steps=10))
+    seen = []
+    for step in range(600):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0 if 100 <= step < 400 else 0.01
+        optimizer.zero_grad()
+        loss_of(model, dist.get_rank(), step).backward()
+        optimizer.step()
+        averager.step()
+        seen.append((averager.last_step.density, averager.last_step.threshold))
+    return seen
+
+
+def test_a_held_threshold_stays_while_nothing_moves():
+    seen, _ = run_workers(stands_still, 2)
+    # What was left is sent, and then nothing changes any more.
+    assert {density for density, _ in seen[300:400]} == {0.0}
+    [threshold] = {threshold for _, threshold in seen[301:400]}
+    assert threshold > 1e-6
+    assert all(density < 0.3 for density, _ in seen[430:])
+
+
 def resumes(make_optimizer, options, stop):
     """Trains in one go, and again in two pieces; returns both ends."""
     rank = dist.get_rank()

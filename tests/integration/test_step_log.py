@@ -69,6 +69,7 @@ class Program:
     make_strategy: Callable[[], Any]
     accumulate: int = 1
     waits: bool = False
+    batches_per_epoch: int = 1000
 
 
 PROGRAMS = {
@@ -81,6 +82,8 @@ PROGRAMS = {
     "drift, every fifth step, accumulated": Program(Classifier, lambda: local(5), accumulate=2),
     "drift, two optimizers, every fourth step": Program(TwoPlayers, lambda: local(4)),
     "drift, two optimizers, every step": Program(TwoPlayers, lambda: local(1)),
+    "drift, every fifth step, epochs that end between rows": Program(Classifier, lambda: local(5), batches_per_epoch=6),
+    "gradients, epochs that end between rows": Program(Classifier, gradients, batches_per_epoch=6),
 }
 
 
@@ -96,7 +99,7 @@ def run(name: str, log_every: int, folder: str) -> list[tuple[int, list[StepStat
         accumulate_grad_batches=program.accumulate,
         callbacks=[exchanges],
     )
-    trainer.fit(program.make_model(), ResumableData(1000))
+    trainer.fit(program.make_model(), ResumableData(program.batches_per_epoch))
     return exchanges.of_batches
 
 
