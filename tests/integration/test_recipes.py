@@ -1,6 +1,7 @@
 import hashlib
 import os
 import pickle
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -35,7 +36,13 @@ from recipes.resnet18_cifar10.model import ImageClassifier, parameter_groups
 from tests.workers import run_workers
 
 REPOSITORY = Path(__file__).parents[2]
-RECIPES = sorted((REPOSITORY / "recipes").rglob("*.yaml"))
+COMPARISONS = sorted((REPOSITORY / "recipes").rglob("comparison.yaml"))
+RECIPES = sorted({*(REPOSITORY / "recipes").rglob("*.yaml")} - {*COMPARISONS})
+VARIANTS = {
+    f"{comparison.parent.name}: {label}": (comparison.with_name("laptop.yaml"), shlex.split(arguments))
+    for comparison in COMPARISONS
+    for label, arguments in yaml.safe_load(comparison.read_text()).items()
+}
 RESNET = REPOSITORY / "recipes" / "resnet18_cifar10"
 COMPARED = ("hard_threshold", "dense", "top_k")
 SMALL = (
@@ -91,6 +98,14 @@ class TestConfigurations:
         config = parsed(recipe)
         assert config["model"]["class_path"].startswith("recipes.")
         assert config["data"]["class_path"].startswith("recipes.")
+
+    @pytest.mark.parametrize("variant", VARIANTS)
+    def test_a_variant_of_a_comparison_parses(self, variant, parsed):
+        recipe, arguments = VARIANTS[variant]
+        strategy = parsed(recipe, *arguments)["trainer"]["strategy"]
+        options = {} if strategy == "ddp" else strategy["init_args"]
+        given = [options.get(name) for name in ("threshold", "density", "sparsifier")]
+        assert sum(one is not None for one in given) == (strategy != "ddp")  # a recipe's own density may be in the way
 
     @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: f"{recipe.parent.name}/{recipe.stem}")
     def test_header_names_its_own_command(self, recipe):
