@@ -3,7 +3,7 @@
 What a batch has logged Lightning repeats in the rows of later batches, until it is logged anew. With an exchange every
 eighth step that would be eight rows, and whoever adds up bytes would count them eightfold. So the numbers are taken
 back once they have been in a row: each exchange is in one row at most, and in one if every step has a row. What was in
-none when an epoch ended Lightning forgets: it is logged again with the next step.
+none when an epoch ended Lightning forgets: it is logged again with the next step, unless that has an exchange itself.
 """
 
 from collections import deque
@@ -24,6 +24,7 @@ class StepLog:
         self._steps: deque[StepStats] = deque(maxlen=MOST_UNLOGGED)
         self._of_batch: list[StepStats] = []
         self._newest: list[StepStats] = []
+        self._lost: list[StepStats] = []
         self._names: set[str] = set()
         self._row: int | None = None
 
@@ -39,6 +40,7 @@ class StepLog:
         self._steps.clear()
         self._of_batch.clear()
         self._newest.clear()
+        self._lost.clear()
         self._names.clear()
         self._row = None
 
@@ -55,7 +57,7 @@ class StepLog:
                     one.reset()
             self._names.clear()
         elif self._names and not held:
-            self._steps.extendleft(reversed(self._newest))
+            self._lost = self._newest
             self._names.clear()
         self._row = batch if trainer._logger_connector.should_update_logs else None
 
@@ -66,7 +68,7 @@ class StepLog:
             module: through which to log.
             more: what to log with them.
         """
-        if not self._steps or module is None:
+        if not (self._steps or self._lost) or module is None:
             return
         if module.trainer.barebones:
             self._steps.clear()  # nobody logs: Lightning would warn of a call that the user never made
@@ -75,7 +77,8 @@ class StepLog:
         if allowed is None:
             return  # the next step logs these too
         on_step = True in allowed["allowed_on_step"]
-        steps = list(self._steps)
+        steps = list(self._steps or self._lost)
+        self._lost = []
         if on_step:  # several optimizers may step in a batch, and what is logged last is what is in the row
             self._of_batch += steps
             steps = self._of_batch

@@ -83,7 +83,7 @@ PROGRAMS = {
     "drift, two optimizers, every fourth step": Program(TwoPlayers, lambda: local(4)),
     "drift, two optimizers, every step": Program(TwoPlayers, lambda: local(1)),
     "drift, every fifth step, epochs that end between rows": Program(Classifier, lambda: local(5), batches_per_epoch=6),
-    "gradients, epochs that end between rows": Program(Classifier, gradients, batches_per_epoch=6),
+    "gradients, epochs that end between rows": Program(Classifier, gradients, batches_per_epoch=7),
 }
 
 
