@@ -369,6 +369,8 @@ def serve(answer: Callable[[dict[str, Any], torch.device], dict[str, Any]]) -> N
         print(MARK + json.dumps(result), flush=True)
     dist.barrier()
     dist.destroy_process_group()
+    # Where Python ends while a thread of Gloo lets go of a tensor, the process aborts (pytorch/pytorch#190489).
+    time.sleep(0.1)
 
 
 if __name__ == "__main__":

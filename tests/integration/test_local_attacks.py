@@ -239,6 +239,31 @@ def test_weights_that_are_loaded_after_training_are_those_that_are_saved(tmp_pat
     assert "were changed" in again["lightning_sparse"]["why_no_drifts"]
 
 
+def _saved_in_validation(folder: str, who_writes: list[int]) -> int:
+    """Saves in a validation in which some have written to the weights; returns how many steps there were in the end."""
+
+    class Writes(Callback):
+        def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+            if trainer.global_rank in who_writes:
+                with torch.no_grad():
+                    next(pl_module.parameters()).fill_(0.5)
+            trainer.save_checkpoint(f"{folder}/in.ckpt")
+
+    trainer = trainer_of({}, Writes(), max_steps=6, val_check_interval=3, num_sanity_val_steps=0)
+    trainer.fit(Classifier(adam), ResumableData(6), ResumableData(1))
+    return trainer.global_step
+
+
+@pytest.mark.parametrize("who_writes", [[], [0], [1], [0, 1]], ids=str)
+def test_a_save_in_validation_is_alike_for_all_whoever_has_written_to_the_weights(
+    who_writes: list[int], tmp_path: Path
+) -> None:
+    assert run_workers(_saved_in_validation, 2, str(tmp_path), who_writes, process_group=False) == [6, 6]
+    saved = torch.load(tmp_path / "in.ckpt", weights_only=True)["lightning_sparse"]
+    assert len(saved["workers"]) == (0 if who_writes else 2)
+    assert ("were changed" in str(saved["why_no_drifts"])) is bool(who_writes)
+
+
 def _kept(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     found: list[dict[str, Tensor]] = []
 
