@@ -7,7 +7,8 @@ A variant is a label and the arguments that make it, which replace or add to tho
         --variant "hard threshold: --trainer.strategy.threshold=0.01" -- --data.root=data
 
 Many of them are better kept in a YAML file, ``label: arguments``, and given as ``--variants``. With a grid, every
-variant runs with all of its values for the first seed, and with that which came out best for the others::
+variant runs with all of its values for the first ``--grid-seeds`` seeds, and with that which came out best, on average
+over them, for the others::
 
     python -m recipes.compare recipes/gpt_wikitext/laptop.yaml --metric val/loss --mode min \
         --variants recipes/gpt_wikitext/comparison.yaml --grid model.learning_rate=0.001,0.003,0.01
@@ -80,7 +81,8 @@ def main() -> None:
     parser.add_argument("--variant", action="append", default=[], metavar="'LABEL: ARGUMENTS'", dest="given_variants")
     parser.add_argument("--variants", type=Path, metavar="FILE", help="YAML with label: arguments")
     parser.add_argument("--only", nargs="+", metavar="LABEL", help="of the variants")
-    parser.add_argument("--grid", metavar="NAME=VALUE,VALUE", help="tried with the first seed; the best for the others")
+    parser.add_argument("--grid", metavar="NAME=VALUE,VALUE", help="every variant takes what is best for it")
+    parser.add_argument("--grid-seeds", type=int, default=1, help="the grid is tried with so many of the seeds")
     parser.add_argument("--mode", choices=["min", "max"], default="max", help="what is best of the metric")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--output", type=Path, default=REPOSITORY / "comparison")
@@ -95,6 +97,8 @@ def main() -> None:
     if unknown := set(arguments.only or ()) - variants.keys():
         parser.error(f"Unknown variants {sorted(unknown)}. There are {', '.join(variants)}.")
     variants = {label: own for label, own in variants.items() if arguments.only is None or label in arguments.only}
+    if not 1 <= arguments.grid_seeds <= len(arguments.seeds):
+        parser.error(f"Invalid --grid-seeds {arguments.grid_seeds}. Must be 1 to the number of seeds.")
     if not variants:
         parser.error("There is nothing to compare: give a --variant or a file of --variants.")
     grid = None if arguments.grid is None else parsed_grid(arguments.grid, arguments.mode)
@@ -109,9 +113,12 @@ def main() -> None:
 
     tried: dict[str, dict[str, float]] = {}
     chosen: dict[str, str | None] = dict.fromkeys(variants)
+    grid_seeds = arguments.seeds[: arguments.grid_seeds]
     if grid is not None:
         for label in variants:
-            tried[label] = {value: outcome_of(label, arguments.seeds[0], value).metric for value in grid.values}
+            tried[label] = {
+                value: fmean([outcome_of(label, seed, value).metric for seed in grid_seeds]) for value in grid.values
+            }
             chosen[label] = grid.best(tried[label])
     outcomes: dict[str, list[Outcome]] = {label: [] for label in variants}
     # Seed by seed, so that what else the machine does falls on all variants alike.
@@ -120,7 +127,7 @@ def main() -> None:
             outcomes[label].append(outcome_of(label, seed, value))
     print(table(outcomes, arguments.metric))
     if grid is not None:
-        print(f"\n{grid_table(grid, tried, arguments.metric, arguments.seeds[0])}")
+        print(f"\n{grid_table(grid, tried, arguments.metric, grid_seeds)}")
 
 
 def parsed_grid(text: str, mode: str) -> Grid:
@@ -129,10 +136,11 @@ def parsed_grid(text: str, mode: str) -> Grid:
     return Grid(argument, values.split(","), mode)
 
 
-def grid_table(grid: Grid, tried: dict[str, dict[str, float]], metric: str, seed: int) -> str:
+def grid_table(grid: Grid, tried: dict[str, dict[str, float]], metric: str, seeds: list[int]) -> str:
     """Returns a Markdown table of what each value of the grid came to, the best in bold."""
+    of_seeds = f"{'seed' if len(seeds) == 1 else 'mean of seeds'} {', '.join(map(str, seeds))}"
     lines = [
-        f"| {metric} by {grid.argument}, seed {seed} | {' | '.join(grid.values)} |",
+        f"| {metric} by {grid.argument}, {of_seeds} | {' | '.join(grid.values)} |",
         "|---" * (len(grid.values) + 1) + "|",
     ]
     for label, metrics in tried.items():

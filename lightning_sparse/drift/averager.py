@@ -21,10 +21,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sparse._version import __version__
-from lightning_sparse.drift.anchor import as_real, drifting
+from lightning_sparse.drift.anchor import drifting
 from lightning_sparse.drift.bystanders import ignored_names
 from lightning_sparse.drift.drift_exchange import DriftExchange
 from lightning_sparse.drift.options import DriftOptions
+from lightning_sparse.drift.shared_weights import SharedWeights
 from lightning_sparse.engine import Engine, EngineHolder
 from lightning_sparse.exchange import Meeting, parameter_settings, require_agreement
 from lightning_sparse.sparsifiers import Sparsifier
@@ -55,6 +56,7 @@ class SparseModelAverager(EngineHolder):
 
     Attributes:
         num_steps: how often :meth:`step` was called.
+        shared: what gives the module weights that all workers share.
 
     Raises:
         RuntimeError: workers disagree on the settings or the model (on every worker).
@@ -100,14 +102,18 @@ class SparseModelAverager(EngineHolder):
         held = [*module.named_parameters(), *module.named_buffers()]
         self.workers.broadcast([one.detach() for name, one in held if name not in ignored])
         self._exchange = DriftExchange(module, self._engine, self.options)
+        self.shared = SharedWeights(module, self._exchange, self.workers)
         self.num_steps = 0
-        self._own: dict[str, Tensor] | None = None
-        self._shared_marks: list[tuple[int, int]] = []
 
     @property
     def is_exchanging(self) -> bool:
         """Whether an exchange has begun to change weights and has not ended, or was broken off."""
         return self._exchange.is_changing
+
+    @property
+    def is_sent_off(self) -> bool:
+        """Whether something travels that has not been applied."""
+        return self._exchange.is_sent_off
 
     @property
     def largest_drift(self) -> float:
@@ -141,75 +147,18 @@ class SparseModelAverager(EngineHolder):
 
         For validation, test, predict and what is saved. One dense exchange of weights and floating-point buffers.
         """
-        self.take_mean()
+        self.shared.take_mean()
         try:
             yield
         finally:
-            self.give_back()
-
-    @torch.no_grad()
-    def take_mean(self) -> None:
-        """Gives the module the mean of all workers' weights and buffers, and keeps its own apart. Collective.
-
-        Does nothing where the module has other weights than its own already.
-        """
-        if self._own is not None:
-            return
-        self._exchange.take_in_new()
-        self.flush()
-        bystanders, workers = self._exchange.bystanders, self.workers
-        mine = bystanders.prints(only_buffers=False)
-        prints = mine.new_zeros(workers.num_workers, mine.numel())
-        if mine.numel():
-            workers.all_gather(prints.view(-1), mine).wait()
-        differing = bystanders.differing(prints.cpu(), only_buffers=False)
-        tensors = self._weights() | differing
-        self._own = {name: one.clone() for name, one in tensors.items()}
-        workers.average(list(tensors.values()))
-        self._shared_marks = self._marks()
-
-    @torch.no_grad()
-    def take_anchor(self) -> None:
-        """Gives the module the anchor's weights, and keeps its own apart. Not collective.
-
-        Does nothing where the module has other weights than its own already.
-        """
-        if self._own is None:
-            self._own = {name: one.clone() for name, one in self._weights().items()}
-            for bucket in self._exchange.buckets:
-                bucket.write(bucket.anchor)
-            self._shared_marks = self._marks()
-
-    @property
-    def has_own_weights(self) -> bool:
-        """Whether the module has this worker's own weights, and not those of all."""
-        return self._own is None
-
-    @property
-    def was_written_to(self) -> bool:
-        """Whether somebody has changed the weights that all share."""
-        return self._own is not None and self._shared_marks != self._marks()
-
-    @torch.no_grad()
-    def give_back(self) -> None:
-        """Gives the module its own weights and buffers back, where it has not."""
-        if self._own is not None:
-            held = self._held()
-            for name, own in self._own.items():
-                if name in held and held[name].shape == own.shape:
-                    held[name].copy_(own)
-            self._own = None
-
-    def forget_own(self) -> None:
-        """Leaves the module what it has, for good."""
-        self._own = None
+            self.shared.give_back()
 
     # What is saved.
 
     def own_state(self) -> dict[str, Any]:
         """Returns copies of what this worker alone has: its weights, and what it keeps apart of its drift."""
         self.flush()
-        tensors = self._weights() | self._exchange.bystanders.changed() | (self._own or {})
+        tensors = self.shared.weights() | self._exchange.bystanders.changed() | self.shared.own
         return {"weights": {name: one.cpu().clone() for name, one in tensors.items()}} | self.kept_state()
 
     def kept_state(self) -> dict[str, Any]:
@@ -222,13 +171,11 @@ class SparseModelAverager(EngineHolder):
 
         Args:
             state: of this worker.
-            is_apart: leaves the module the weights that it has, and its own to :meth:`give_back`.
+            is_apart: leaves the module the weights that it has, and its own to :meth:`SharedWeights.give_back`.
         """
-        held = self._held()
-        own = {name: one for name, one in state.get("weights", {}).items() if name in held}
-        self._own = {name: one.to(held[name].device) for name, one in own.items() if held[name].shape == one.shape}
+        self.shared.set_apart(state.get("weights", {}))
         if not is_apart:
-            self.give_back()
+            self.shared.give_back()
         self._exchange.copy_by_name(state.get("kept", {}), lambda bucket: bucket.kept)
 
     def shared_state(self) -> dict[str, Any]:
@@ -250,7 +197,7 @@ class SparseModelAverager(EngineHolder):
     def restart(self) -> None:
         """Returns to before the first step, with the module's weights of now as the anchor. Not collective."""
         self._engine.reset()
-        self._own = None
+        self.shared.forget_own()
         self._exchange.restart()
         self.num_steps = 0
 
@@ -275,21 +222,4 @@ class SparseModelAverager(EngineHolder):
 
     def anchor(self) -> dict[str, Tensor]:
         """Returns x by parameter name: the weights' shapes, views of what later exchanges change."""
-        shapes = dict(self._module.named_parameters())
-        return {
-            name: part.view(as_real(shapes[name].detach()).shape)
-            for bucket in self._exchange.buckets
-            for name, part in bucket.by_name(bucket.anchor)
-        }
-
-    def _weights(self) -> dict[str, Tensor]:
-        """The anchored parameters."""
-        named = self._module.named_parameters()
-        return {name: one.detach() for name, one in named if name in self._exchange.names}
-
-    def _held(self) -> dict[str, Tensor]:
-        named = (*self._module.named_parameters(), *self._module.named_buffers())
-        return {name: one.detach() for name, one in named}
-
-    def _marks(self) -> list[tuple[int, int]]:
-        return [(one.data_ptr(), one._version) for one in self._weights().values()]
+        return self._exchange.anchor()

@@ -8,7 +8,7 @@ import torch
 from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_sparse.drift.anchor import AnchorBucket, drifting, lay_out
+from lightning_sparse.drift.anchor import AnchorBucket, as_real, drifting, lay_out
 from lightning_sparse.drift.bystanders import Bystanders, ignored_names
 from lightning_sparse.drift.options import DriftOptions
 from lightning_sparse.engine import Engine, FlatBucket
@@ -43,6 +43,11 @@ class DriftExchange:
         self._starts: list[Tensor] = []
         self.bystanders = Bystanders(module)
         self.take_in_new()
+
+    @property
+    def is_sent_off(self) -> bool:
+        """Whether something travels that has not landed."""
+        return bool(self._flight)
 
     def depart(self) -> None:
         """Takes out of the drifts what is sent, and starts its exchange. Collective."""
@@ -129,6 +134,15 @@ class DriftExchange:
         for bucket in self.buckets:
             bucket.read(bucket.anchor)
             bucket.kept.zero_()
+
+    def anchor(self) -> dict[str, Tensor]:
+        """Returns x by parameter name: the weights' shapes, complex ones as real, views of what exchanges change."""
+        shapes = dict(self._module.named_parameters())
+        return {
+            name: part.view(as_real(shapes[name].detach()).shape)
+            for bucket in self.buckets
+            for name, part in bucket.by_name(bucket.anchor)
+        }
 
     def by_name(self, tensor_of: Callable[[AnchorBucket], Tensor]) -> dict[str, Tensor]:
         """Returns copies on the CPU, each flat, in the order of the parameter's indices."""

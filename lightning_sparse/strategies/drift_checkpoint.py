@@ -10,7 +10,6 @@ key, plain containers and tensors that ``weights_only=True`` loads::
     why_no_drifts   None, or why they are missing though they were asked for
 """
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -62,40 +61,56 @@ def meet(averager: SparseModelAverager, patience: float) -> str | None:
         averager: this worker's.
         patience: seconds to wait for others.
     """
-    if is_in_trouble():
+    in_trouble = is_in_trouble()
+    if in_trouble:
         patience = min(patience, PATIENCE_IN_TROUBLE)
     obstacles = {  # in the status, so that the verdict on them is the same everywhere
-        "the weights were changed since all workers had the same": averager.was_written_to,
+        "the weights were changed since all workers had the same": averager.shared.was_written_to,
         "the workers are in the middle of an exchange": averager.is_exchanging,
+        # A signal in the middle of a backward: what lands would change the weights that it needs.
+        "an exchange is still travelling": averager.is_sent_off and in_trouble,
     }
-    status = {"steps": averager.num_steps} | obstacles
-    why_not = averager.meeting.hold(status, patience).why_not
-    return why_not or next((why for why, is_so in obstacles.items() if is_so), None)
+    here = [why for why, is_so in obstacles.items() if is_so]
+    why_not = averager.meeting.hold({"steps": averager.num_steps, "obstacles": here}, patience).why_not
+    return why_not or next(iter(here), None)
 
 
 def shared_state_dict(
     averager: SparseModelAverager, state_dict: Callable[[], dict[str, Any]], why_not: str | None
-) -> dict[str, Any]:
-    """Returns a module's state with the weights that all share. Collective if all came.
+) -> tuple[dict[str, Any], str | None]:
+    """Returns a module's state with the weights that all share, and why it has no drifts. Collective if all came.
 
     Args:
         averager: this worker's.
         state_dict: returns the module's state as it is now.
         why_not: None if all came to save; else the weights are the anchor's.
     """
+    shared = averager.shared
     if why_not is None:
-        averager.take_mean()
-    else:
-        averager.take_anchor()
-        if averager.workers.rank == 0:
-            rank_zero_warn(
-                f"lightning_sparse: the checkpoint is written with the anchor's weights and without drifts: {why_not}. "
-                "What workers had done since the last exchange, and what was not sent, is not in it."
-            )
-    try:
-        return copy.deepcopy(state_dict())
-    finally:
-        averager.give_back()
+        try:
+            with shared.shown(shared.mean(averager.meeting.workers_apart())):
+                return state_dict(), None
+        except RuntimeError as error:
+            why_not = _failed("averaging weights", averager, error)
+    _warn(averager, "anchor's", why_not)
+    with shared.shown(shared.anchor()):
+        return state_dict(), why_not
+
+
+def _warn(averager: SparseModelAverager, whose: str, why_not: str) -> None:
+    if averager.workers.rank == 0:
+        rank_zero_warn(
+            f"lightning_sparse: the checkpoint is written with the {whose} weights and without drifts: {why_not}. "
+            "What workers had done since the last exchange, and what was not sent, is not in it."
+        )
+
+
+def _failed(what: str, averager: SparseModelAverager, error: RuntimeError) -> str:
+    """Returns why the first worker's file lacks something: a worker died or left on the way. Others raise."""
+    if averager.workers.rank != 0:
+        raise error
+    averager.meeting.give_up_apart()
+    return f"{what} failed: {str(error).splitlines()[0]}"
 
 
 def collect(
@@ -104,24 +119,34 @@ def collect(
     precision: str,
     options: DriftCheckpointOptions,
     why_not: str | None,
+    patience: float,
 ) -> dict[str, Any] | None:
-    """Returns what a checkpoint should hold beside the weights, on the first worker. Collective if all came.
+    """Returns what a checkpoint should hold beside the weights, on the first worker. Collective if all come.
 
     Args:
         averager: this worker's.
         checkpoint: of Lightning, with this worker's ``optimizer_states``, which may become the mean of all.
         precision: under which it has the precision plugin's state, if that has any.
         options: what to keep.
-        why_not: None if all came to save.
+        why_not: of :func:`shared_state_dict`: None if the weights are the mean of all workers.
+        patience: seconds to wait for others.
     """
     own: list[dict[str, Any]] = []
+    has_mean = why_not is None
+    if has_mean:
+        why_not = meet(averager, patience)
     if why_not is None:
         mine = averager.own_state() if options.drift_checkpoint == "full" else averager.kept_state()
         if options.optimizer_checkpoint != "first":
             mine["optimizer_states"] = checkpoint["optimizer_states"]
         if options.optimizer_checkpoint == "full" and precision in checkpoint:
             mine["precision_state"] = checkpoint[precision]
-        own = averager.meeting.workers_apart().gather_objects_to_first(mine)
+        try:
+            own = averager.meeting.workers_apart().gather_objects_to_first(mine)
+        except RuntimeError as error:
+            why_not = _failed("gathering them", averager, error)
+    if has_mean and why_not is not None:
+        _warn(averager, "mean of the workers'", why_not)
     if averager.workers.rank != 0:
         return None
     if own and options.optimizer_checkpoint == "mean":

@@ -161,11 +161,11 @@ class SparseLocalStrategy(DDPStrategy):
 
     def _share_weights(self) -> None:
         if self.averager is not None and self._is_fitting and not self._has_ended:
-            self.averager.take_mean()
+            self.averager.shared.take_mean()
 
     def _return_weights(self) -> None:
         if self.averager is not None and self._is_fitting and not self._has_ended:
-            self.averager.give_back()
+            self.averager.shared.give_back()
 
     @property
     def _is_fitting(self) -> bool:
@@ -177,8 +177,8 @@ class SparseLocalStrategy(DDPStrategy):
             if not self._has_ended and self._is_fitting:
                 # An exception has ended it, perhaps of this worker alone: what all have alike is the anchor.
                 if self.averager.num_steps:
-                    self.averager.take_anchor()
-                self.averager.forget_own()
+                    self.averager.shared.take_anchor()
+                self.averager.shared.forget_own()
             self.averager.close()
         super().teardown()
 
@@ -197,18 +197,25 @@ class SparseLocalStrategy(DDPStrategy):
         # Lightning asks every worker, and then calls save_checkpoint on it.
         if self.averager is None or self._has_ended:
             return super().lightning_module_state_dict()
-        if not self.averager.has_own_weights:  # while validation looks at the mean
+        if self.averager.shared.is_shown:  # while validation looks at the mean
             return copy.deepcopy(super().lightning_module_state_dict())
-        self._why_not = meet(self.averager, self._patience)
-        return shared_state_dict(self.averager, super().lightning_module_state_dict, self._why_not)
+        why_not = meet(self.averager, self._patience)
+        state, self._why_not = shared_state_dict(self.averager, super().lightning_module_state_dict, why_not)
+        return state
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         if self.averager is not None and "optimizer_states" in checkpoint:
-            why_not = self._why_not or meet(self.averager, self._patience)
-            content = collect(self.averager, checkpoint, self._precision_key, self._checkpoint_options, why_not)
+            content = collect(
+                self.averager,
+                checkpoint,
+                self._precision_key,
+                self._checkpoint_options,
+                self._why_not,
+                self._patience,
+            )
             if content is not None:
                 checkpoint[KEY] = content
         self._why_not = None

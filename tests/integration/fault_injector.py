@@ -26,7 +26,9 @@ from lightning.pytorch.strategies import DDPStrategy
 
 import lightning_sparse.strategies.checkpoint
 import lightning_sparse.strategies.ddp
-from lightning_sparse import HardThreshold, SparseDDPStrategy
+import lightning_sparse.strategies.drift_checkpoint
+import lightning_sparse.strategies.local
+from lightning_sparse import HardThreshold, SparseDDPStrategy, SparseLocalStrategy
 from lightning_sparse.sparsifiers import LayerLayout, Selection
 from tests.integration.fault_points import Fault, Injector, Point, Watcher
 from tests.integration.fault_training import SIZES, ByHand, Endless, Exact, State, first_state, simulate, zeros
@@ -35,6 +37,7 @@ from tests.workers import environment_of, reserved_port
 
 KEY = "lightning_sparse"
 THRESHOLD = 1.125
+LOCAL_THRESHOLD = 0.6
 STEPS, RESUMED_STEPS = 6, 9
 GROUP_TIMEOUT, PATIENCE, PATIENCE_IN_TROUBLE = 8.0, 5.0, 2.5
 HANG = 45.0
@@ -46,10 +49,10 @@ class Case:
     """How is trained.
 
     Args:
-        route: the strategy's exchange; ``"ddp"`` is Lightning's own strategy.
+        route: the strategy's exchange; ``"ddp"`` is Lightning's own strategy, ``"local"`` local training.
         num_workers: n.
         hosts: how many of them, for the hierarchical route.
-        residual_checkpoint: the strategy's.
+        residual_checkpoint: the strategy's; ``"mean"`` of local training saves nothing of single workers.
         own_select: whether the sparsifier is a user's own, for which compensating and selecting are apart.
         manual: whether the module optimizes by itself, and so steps after the backward, not around it.
         saver: what saves on an exception: ``"on_exception"`` or ``"model_checkpoint"``.
@@ -68,8 +71,12 @@ class Case:
         return self.route != "ddp"
 
     @property
+    def is_local(self) -> bool:
+        return self.route == "local"
+
+    @property
     def threshold(self) -> float:
-        return THRESHOLD if self.is_sparse else 0.0
+        return LOCAL_THRESHOLD if self.is_local else THRESHOLD if self.is_sparse else 0.0
 
     def __str__(self) -> str:
         extra = [f"{self.hosts} hosts"] * (self.hosts > 1) + ["own select"] * self.own_select + ["manual"] * self.manual
@@ -111,7 +118,15 @@ def fit(
     """Trains with torchrun's and SLURM's environment variables set; returns what there is in the end."""
     common = {"timeout": timedelta(seconds=GROUP_TIMEOUT), "bucket_cap_mb": SMALL_BUCKETS_MB}
     strategy: DDPStrategy = DDPStrategy(process_group_backend="gloo", **common)
-    if case.is_sparse:
+    if case.is_local:
+        strategy = SparseLocalStrategy(
+            HardThreshold(LOCAL_THRESHOLD),
+            drift_checkpoint=case.residual_checkpoint,
+            optimizer_checkpoint="first" if case.residual_checkpoint == "mean" else "full",
+            process_group_backend="gloo",
+            timeout=common["timeout"],
+        )
+    elif case.is_sparse:
         strategy = SparseDDPStrategy(
             (OwnSelect if case.own_select else HardThreshold)(THRESHOLD),
             exchange=case.route,
@@ -135,9 +150,15 @@ def fit(
         gradient_clip_val=None,
     )
     model = (ByHand if case.manual else Exact)(injector.tell)
+    if case.is_local:
+        model = model.double()
     trainer.fit(model, Endless(), ckpt_path=ckpt_path, **WEIGHTS_ONLY)
-    state = getattr(strategy, "state", None)
-    residuals = {} if state is None else state.residuals.state_dict()
+    state: Any = getattr(strategy, "state", None)
+    residuals = {}
+    if case.is_local:
+        residuals = {name: one.clone() for name, one in state.anchor().items()}
+    elif state is not None:
+        residuals = state.residuals.state_dict()
     weights = {name: one.detach().clone() for name, one in model.named_parameters()}
     return {"weights": weights, "residuals": residuals, "steps": trainer.global_step}
 
@@ -160,8 +181,9 @@ def _be_a_worker(rank: int, case: Case, port: int, folder: str, function: Callab
     }
     torch.set_num_threads(1)
     tempfile.tempdir = folder  # where Lightning begins a file, which a kill leaves there
-    lightning_sparse.strategies.ddp.PATIENCE = PATIENCE
-    lightning_sparse.strategies.checkpoint.PATIENCE_IN_TROUBLE = PATIENCE_IN_TROUBLE
+    lightning_sparse.strategies.ddp.PATIENCE = lightning_sparse.strategies.local.PATIENCE = PATIENCE
+    for module in (lightning_sparse.strategies.checkpoint, lightning_sparse.strategies.drift_checkpoint):
+        module.PATIENCE_IN_TROUBLE = PATIENCE_IN_TROUBLE
     function(rank, case, Path(folder), *args)
 
 
@@ -397,6 +419,9 @@ class Judge:
             problems.append(f"{what}: residuals of rank {rank} at the end are not the simulation's")
         return problems
 
+    def check_last(self, result: dict[str, Any], rank: int) -> list[str]:
+        return self.check_end(result, rank, self.states[-1], "the struck run itself")
+
     def strike(self, fault: Fault, folder: Path) -> Outcome:
         """Lets a fault happen and looks at what is left."""
         ended = run(self.case, folder, _train, fault)
@@ -410,14 +435,15 @@ class Judge:
             if file is not None:
                 outcome.files.append(file)
                 file.delay = path.stat().st_mtime - max(times, default=0.0)
-                is_said = "written without residuals" in (folder / "output of 0").read_text()
+                without = "weights and without drifts" if self.case.is_local else "written without residuals"
+                is_said = without in (folder / "output of 0").read_text()
                 if self.case.is_sparse and file.holds not in ("residuals", "nothing yet") and not is_said:
                     outcome.problems.append(f"{file.name}: no warning")
         if ended.exit_codes == [0] * self.case.num_workers:
             outcome.finished = True
             for rank in range(self.case.num_workers):
                 result = torch.load(folder / f"result of {rank}", weights_only=True)
-                outcome.problems += self.check_end(result, rank, self.states[-1], "the struck run itself")
+                outcome.problems += self.check_last(result, rank)
         return outcome
 
     def resume(self, outcomes: Sequence[tuple[Outcome, Path]]) -> int:
@@ -463,7 +489,9 @@ def mean(residuals: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 def inject(rows: Sequence[tuple[Case, Fault]], at_a_time: int = 4) -> list[Outcome]:
     """Lets every fault happen in a training of its own, some of them at a time, as most of them wait."""
-    judges = {case: Judge(case) for case, _ in rows}
+    from tests.integration.fault_local import LocalJudge
+
+    judges = {case: (LocalJudge if case.is_local else Judge)(case) for case, _ in rows}
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(at_a_time) as pool:
         folders = [Path(name) / str(number) for number in range(len(rows))]
         for folder in folders:

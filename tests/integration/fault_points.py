@@ -20,13 +20,17 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_sparse.ddp.settlement import Settlement
 from lightning_sparse.ddp.sparse_state import SparseState
+from lightning_sparse.drift import SparseModelAverager
+from lightning_sparse.drift.drift_exchange import DriftExchange
+from lightning_sparse.drift.shared_weights import SharedWeights
+from lightning_sparse.engine import Engine
 from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.exchange import meeting
 from lightning_sparse.exchange.exchange import Exchange
 from lightning_sparse.exchange.workers import Pending, Workers
 from lightning_sparse.selection import extraction
 from lightning_sparse.selection.block_filter import BlockFilter
-from lightning_sparse.strategies import checkpoint
+from lightning_sparse.strategies import checkpoint, local
 from lightning_sparse.strategies import ddp as strategy
 
 COLLECTIVES = (
@@ -56,6 +60,22 @@ PARTS: list[tuple[Any, str]] = [
     (meeting.Meeting, "workers_apart"),
     (strategy, "collect"),
     (Workers, "sum_on_first"),
+    (DriftExchange, "depart"),
+    (DriftExchange, "land"),
+    (DriftExchange, "_move_anchor"),
+    (Engine, "add"),
+    (Engine, "finish"),
+    (Engine, "account"),
+    (SparseModelAverager, "step"),
+    (SharedWeights, "take_mean"),
+    (SharedWeights, "give_back"),
+    (SharedWeights, "mean"),
+    (SharedWeights, "shown"),
+    (SparseModelAverager, "own_state"),
+    (local, "meet"),
+    (local, "collect"),
+    (Workers, "average"),
+    (Workers, "gather_objects_to_first"),
     (checkpoint.WholeFileCheckpointIO, "save_checkpoint"),
     (torch_io, "_atomic_save"),
 ]

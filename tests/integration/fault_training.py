@@ -74,6 +74,59 @@ def simulate(state: State, steps: range, threshold: float) -> list[State]:
     return states
 
 
+@dataclass
+class LocalState:
+    """All there is in local training after some optimizer steps: numbers of float64, exact for two workers."""
+
+    anchor: Layers
+    weights: list[Layers]
+    momentum: list[Layers]
+
+    @property
+    def mean(self) -> Layers:
+        return {name: sum(one[name] for one in self.weights) / len(self.weights) for name in SIZES}
+
+
+def first_local_state(num_workers: int) -> LocalState:
+    anchor = {name: one.double() for name, one in first_weights().items()}
+    return LocalState(anchor, [anchor] * num_workers, [doubles() for _ in range(num_workers)])
+
+
+def doubles() -> Layers:
+    return {name: one.double() for name, one in zeros().items()}
+
+
+def step_alone(state: LocalState, step: int) -> LocalState:
+    """One step of every worker, before an exchange."""
+    weights, momentum = [], []
+    for rank, (before, moved) in enumerate(zip(state.weights, state.momentum, strict=True)):
+        slope = slopes(rank, step)
+        momentum.append({name: MOMENTUM * moved[name] + slope[name] + UNIT * before[name].sign() for name in SIZES})
+        weights.append({name: before[name] - RATE * momentum[rank][name] for name in SIZES})
+    return LocalState(state.anchor, weights, momentum)
+
+
+def exchange(state: LocalState, threshold: float) -> LocalState:
+    """Sends what has drifted by the threshold."""
+    num_workers = len(state.weights)
+    anchor, weights = {}, [{} for _ in range(num_workers)]
+    for name, x in state.anchor.items():
+        drifts = [x - one[name] for one in state.weights]
+        sent = [torch.where(one.abs() >= threshold, one.float().double(), 0.0) for one in drifts]  # float32 travels
+        anchor[name] = x - sum(sent) / num_workers
+        for rank, (drift, part) in enumerate(zip(drifts, sent, strict=True)):
+            weights[rank][name] = anchor[name] - (drift - part)
+    return LocalState(anchor, weights, state.momentum)
+
+
+def simulate_local(state: LocalState, steps: range, threshold: float) -> list[LocalState]:
+    """Returns the state given and those after every step."""
+    states = [state]
+    for step in steps:
+        states.append(exchange(step_alone(states[-1], step), threshold))
+    return states
+
+
 # ---------------------------------------------------------------------------------------------------------- Lightning
 
 

@@ -77,7 +77,10 @@ def test_a_grid_takes_the_best_and_never_a_run_that_diverged(mode, best):
     assert grid == Grid("model.learning_rate", ["0.01", "0.1", "1"], mode)
     metrics = {"1": float("nan"), "0.01": 1.5, "0.1": 2.0}
     assert grid.best(metrics) == best
-    last = grid_table(grid, {"dense": {"0.01": 1.5, "0.1": 2.0, "1": float("nan")}}, "loss", 1).splitlines()[-1]
+    first, _, last = grid_table(
+        grid, {"dense": {"0.01": 1.5, "0.1": 2.0, "1": float("nan")}}, "loss", [1, 2]
+    ).splitlines()
+    assert first == "| loss by model.learning_rate, mean of seeds 1, 2 | 0.01 | 0.1 | 1 |"
     assert last == (
         "| dense | **1.5000** | 2.0000 | nan |" if mode == "min" else "| dense | 1.5000 | **2.0000** | nan |"
     )

@@ -49,6 +49,7 @@ HIERARCHICAL = Case("hierarchical", hosts=2)
 MEAN = Case("gather", residual_checkpoint="mean")
 MODEL_CHECKPOINT = Case("gather", saver="model_checkpoint")
 BY_HAND = Case("gather", manual=True)
+LOCAL, LOCAL_MEAN = Case("local"), Case("local", residual_checkpoint="mean")
 
 
 def strike(way: str, whom: str, case: Case, *points: Point, then: Fault | None = None) -> Fault:
@@ -148,6 +149,48 @@ ROWS |= {
     "exception between backward and step": Row(BY_HAND, IN_MANUAL, RESIDUALS),
     "death of another while nodes are grouped": Row(
         HIERARCHICAL, strike("SIGKILL", LAST, HIERARCHICAL, Point("set-up", "before new_group")), NO_FILE
+    ),
+}
+# In local training "residuals" are the drifts of all workers.
+ROWS |= {
+    "exception in backward on all: local": Row(LOCAL, strike("raise", ALL, LOCAL, IN_BACKWARD), RESIDUALS),
+    "SIGUSR1 in backward on all: local": Row(
+        LOCAL, strike("SIGUSR1", ALL, LOCAL, IN_BACKWARD), RESIDUALS, finishes=True
+    ),
+    "SIGUSR1 at unlike points of a step: local": Row(
+        LOCAL, strike("SIGUSR1", ALL, LOCAL, IN_BACKWARD, IN_TRAINING_STEP), RESIDUALS, finishes=True
+    ),
+    "SIGUSR1 in backward on the first: local": Row(LOCAL, strike("SIGUSR1", FIRST, LOCAL, IN_BACKWARD), NOBODY_CAME),
+    "exception in training_step on another: local": Row(
+        LOCAL, strike("raise", LAST, LOCAL, IN_TRAINING_STEP), NOBODY_CAME
+    ),
+    "exception in an exchange on all: local": Row(
+        LOCAL, strike("raise", ALL, LOCAL, Point("step 2", "before DriftExchange._move_anchor")), "of an exchange"
+    ),
+    "death before averaging weights for a file that an exception asks for": Row(
+        LOCAL,
+        strike(
+            "raise",
+            ALL,
+            LOCAL,
+            IN_BACKWARD,
+            then=strike("SIGKILL", LAST, LOCAL, Point(AFTERWARDS, "before Workers.average")),
+        ),
+        "averaging weights failed",
+    ),
+    "death before sending drifts of a file that an exception asks for": Row(
+        LOCAL,
+        strike(
+            "raise",
+            ALL,
+            LOCAL,
+            IN_BACKWARD,
+            then=strike("SIGKILL", LAST, LOCAL, Point(AFTERWARDS, "before Workers.gather_objects_to_first")),
+        ),
+        "gathering them failed",
+    ),
+    "Ctrl-C on another at the end: local, mean": Row(
+        LOCAL_MEAN, strike("SIGINT", LAST, LOCAL_MEAN, Point("end", "on_train_end")), NOBODY_CAME
     ),
 }
 

@@ -1,0 +1,134 @@
+"""Judges what struck workers of local training leave, by a simulation in plain tensors."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.integration.fault_injector import KEY, RESUMED_STEPS, STEPS, File, Judge
+from tests.integration.fault_training import SIZES, Layers, LocalState, first_local_state, simulate_local, step_alone
+
+
+def same(one: Layers, other: Layers) -> bool:
+    """Whether tensors are equal to the last bit."""
+    return all(name in one and torch.equal(one[name], other[name]) for name in SIZES)
+
+
+def momentum_of(optimizer_states: list[Any]) -> Layers:
+    """A worker's, by parameter name."""
+    of_optimizer = optimizer_states[0]["state"] if optimizer_states else {}
+    return {
+        name: of_optimizer[index]["momentum"] if index in of_optimizer else torch.zeros(SIZES[name]).double()
+        for index, name in enumerate(SIZES)
+    }
+
+
+class LocalJudge(Judge):
+    """What is exact: the mean of the workers' weights in each file, all that each worker has, and every resume."""
+
+    def __init__(self, case: Any) -> None:
+        super().__init__(case)
+        self.local_states = simulate_local(first_local_state(case.num_workers), range(STEPS), case.threshold)
+        # A worker may be struck between its optimizer and the exchange.
+        self.stepped = [step_alone(one, step) for step, one in enumerate(self.local_states[:-1])]
+
+    def prepare(self) -> None:
+        """Needs no training of its own."""
+
+    def read(self, path: Path, problems: list[str]) -> File | None:
+        try:
+            saved = torch.load(path, weights_only=True)
+        except Exception as error:
+            problems.append(f"{path.name} cannot be loaded: {error!r}")
+            return None
+        weights, content = saved["state_dict"], saved.get(KEY)
+        if not saved["optimizer_states"]:
+            return File(path.name, None, saved["global_step"], "nothing yet", "")
+        if content is None:
+            problems.append(f"{path.name} has nothing under {KEY}")
+            return None
+        why_not = content["why_no_drifts"]
+        if why_not is None:
+            holds = "residuals"
+            step = self._check_workers(saved, path.name, problems)
+        else:
+            holds = str(why_not)
+            # The mean, if all had met and one died or left while the rest was gathered.
+            known = [(step, one.anchor) for step, one in enumerate(self.local_states)]
+            known += [(step, one.mean) for step, one in enumerate(self.local_states)]
+            step = next((step for step, one in known if same(weights, one)), None)
+            if step is None and "changed" not in why_not and "failed" not in why_not:
+                problems.append(f"{path.name}: the weights are no step's anchor")
+            if content["workers"]:
+                problems.append(f"{path.name} has drifts and says why it has none: {why_not}")
+        digest = hashlib.sha256(repr((step, saved["global_step"], holds)).encode())
+        for one in (*weights.values(), *momentum_of(saved["optimizer_states"]).values()):
+            digest.update(one.numpy().tobytes())
+        return File(path.name, step, saved["global_step"], holds, digest.hexdigest())
+
+    def _check_workers(self, saved: dict[str, Any], name: str, problems: list[str]) -> int | None:
+        """Returns the step of what workers have; None, as with plain ddp, where an optimizer was broken off."""
+        content = saved[KEY]
+        workers = [(one["weights"], momentum_of(one["optimizer_states"])) for one in content["workers"]]
+        known = [*enumerate(self.local_states), *((step + 1, one) for step, one in enumerate(self.stepped))]
+        found = None
+        if self.case.residual_checkpoint == "mean":
+            if workers:
+                problems.append(f"{name} has what was not asked for")
+            found = next((one for one in known if same(saved["state_dict"], one[1].mean)), None)
+        elif len(workers) != self.case.num_workers:
+            problems.append(f"{name}: what {len(workers)} workers have")
+        else:
+            mean = LocalState({}, [weights for weights, _ in workers], []).mean
+            if not same(saved["state_dict"], mean):
+                problems.append(f"{name}: the weights are not the mean of the workers'")
+            for one in known:
+                pairs = zip(workers, one[1].weights, one[1].momentum, strict=True)
+                if all(same(own[0], weights) and same(own[1], momentum) for own, weights, momentum in pairs):
+                    found = one
+        anchors = [found[1].anchor] if found else [one.anchor for one in self.local_states]
+        if not any(same(content["shared"]["anchor"], one) for one in anchors):
+            problems.append(f"{name}: not the anchor of the weights' step")
+        return None if found is None else found[0]
+
+    def local_start(self, saved: dict[str, Any]) -> LocalState:
+        """What a run that resumes should start from."""
+        content, n = saved[KEY], self.case.num_workers
+        weights = [saved["state_dict"]] * n
+        momentum = [momentum_of(saved["optimizer_states"])] * n
+        if content["why_no_drifts"] is not None:
+            return LocalState(saved["state_dict"], weights, momentum)
+        if content["workers"]:
+            weights = [one["weights"] for one in content["workers"]]
+            momentum = [momentum_of(one["optimizer_states"]) for one in content["workers"]]
+        anchor = {name: content["shared"]["anchor"][name] for name in SIZES}
+        return LocalState(anchor, weights, momentum)
+
+    def check_last(self, result: dict[str, Any], rank: int) -> list[str]:
+        return self._check_end(result, self.local_states[-1], "the struck run itself")
+
+    def _check_end(self, result: dict[str, Any], expected: LocalState, what: str) -> list[str]:
+        problems = []
+        if not same(result["weights"], expected.mean):
+            problems.append(f"{what}: weights at the end are not the mean of the simulation's")
+        if not same(result["residuals"], expected.anchor):
+            problems.append(f"{what}: the anchor at the end is not the simulation's")
+        return problems
+
+    def _check_resumed(self, path: Path, folder: Path, number: int) -> list[str]:
+        saved = torch.load(path, weights_only=True)
+        steps = range(saved["global_step"], RESUMED_STEPS)
+        expected = simulate_local(self.local_start(saved), steps, self.case.threshold)[-1]
+        problems = []
+        for rank in range(self.case.num_workers):
+            result = torch.load(folder / f"{number} of {rank}", weights_only=True)
+            problems += self._check_end(result, expected, f"resumed from {path.name}")
+            why = saved[KEY]["why_no_drifts"]
+            if (
+                rank == 0
+                and why is not None
+                and not any("holds no drifts" in one and why in one for one in result["warnings"])
+            ):
+                problems.append(f"resumed from {path.name}: no warning of missing drifts")
+        return problems
