@@ -23,6 +23,7 @@ class Simulation:
         drift_decay: by which it is multiplied where it is kept apart.
         outer: learning rate and momentum of Nesterov's method on the anchor; None subtracts the average.
         is_late: whether an average is applied one step after it was sent.
+        wire: what values are rounded to that are sent; None leaves them as they are.
         exchanges: (x, every worker's θ, every worker's e, all before) and x after, of every exchange.
     """
 
@@ -34,6 +35,7 @@ class Simulation:
     drift_decay: float = 1.0
     outer: tuple[float, float] | None = None
     is_late: bool = False
+    wire: torch.dtype | None = None
     sent: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -43,11 +45,13 @@ class Simulation:
         self.in_flight: tuple[Tensor, list[Tensor], list[Tensor]] | None = None
         self.num_steps = 0
 
-    def step(self, losses: Sequence[Callable[[nn.Module], Tensor]]) -> None:
+    def step(self, losses: Sequence[Callable[[nn.Module], Tensor] | None]) -> None:
+        """Steps each worker on its loss, but those that have none, and exchanges."""
         for model, optimizer, loss in zip(self.models, self.optimizers, losses, strict=True):
-            optimizer.zero_grad()
-            loss(model).backward()
-            optimizer.step()
+            if loss is not None:
+                optimizer.zero_grad()
+                loss(model).backward()
+                optimizer.step()
         self.num_steps += 1
         self.land()
         if self.num_steps % self.every_n_steps == 0:
@@ -61,8 +65,8 @@ class Simulation:
         if not self.keep_drift:
             drifts = [self.drift_decay * kept + drift for kept, drift in zip(self.kept, drifts, strict=True)]
         masks = [self.select(drift) for drift in drifts]
-        sent = [torch.where(mask, drift, 0) for mask, drift in zip(masks, drifts, strict=True)]
-        self.kept = [torch.where(mask, 0, drift) for mask, drift in zip(masks, drifts, strict=True)]
+        sent = [torch.where(mask, self._rounded(drift), 0) for mask, drift in zip(masks, drifts, strict=True)]
+        self.kept = [drift - part for drift, part in zip(drifts, sent, strict=True)]
         self.sent.append(sum(int(mask.sum()) for mask in masks))
         self.in_flight = sum(sent[1:], sent[0]) / len(sent), starts, self.kept
 
@@ -80,6 +84,9 @@ class Simulation:
         for model, start, rest in zip(self.models, starts, kept, strict=True):
             target = self.anchor - rest if self.keep_drift else self.anchor
             write(model, target + (flat(model) - start) if self.is_late else target)
+
+    def _rounded(self, drift: Tensor) -> Tensor:
+        return drift if self.wire is None else drift.float().to(self.wire).to(drift.dtype)
 
     def mean(self) -> Tensor:
         self.land()

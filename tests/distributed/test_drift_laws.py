@@ -1,5 +1,9 @@
-"""Laws of local training, for whatever is drawn: sizes, workers, thresholds, options and steps of the workers' own."""
+"""Laws of local training, for whatever is drawn: sizes, workers, options, and what happens between two steps.
 
+More of them: LIGHTNING_SPARSE_EXAMPLES=2000 python -m pytest tests/distributed/test_drift_laws.py
+"""
+
+import os
 from dataclasses import dataclass
 from functools import partial
 
@@ -9,9 +13,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_sparse import DriftOptions, HardThreshold, SparseModelAverager
+from lightning_sparse import DriftOptions, HardThreshold, SparseModelAverager, TopK
 from tests.distributed.drift_simulation import Simulation, at_least, flat
 from tests.workers import run_workers
+
+WIRES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+EVENTS = ("look", "reload", "reload elsewhere", "skip", "write", "anchor")
+"""Between two steps: all look at the mean; all go on in new objects, from their own state or with other weights before;
+the first worker's optimizer sees no step; the last one's weights are written to; all look at the anchor."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +30,14 @@ class Case:
     Attributes:
         sizes: of the parameters.
         silent: workers that never move.
+        events: by step.
+        density: for which λ is calibrated and held; None where the threshold is given.
     """
 
     num_workers: int = 2
     sizes: tuple[int, ...] = (3, 1)
     threshold: float = 0.5
+    density: float | None = None
     steps: int = 5
     every_n_steps: int = 1
     keep_drift: bool = True
@@ -33,30 +45,42 @@ class Case:
     is_late: bool = False
     has_outer: bool = False
     exchange: str = "auto"
+    value_dtype: str = "float32"
+    is_top_k: bool = False
     silent: frozenset[int] = frozenset()
+    events: tuple[tuple[int, str], ...] = ()
+
+    def happens(self, event: str, step: int) -> bool:
+        return (step, event) in self.events
 
 
 @st.composite
 def cases(draw):
-    num_workers = draw(st.integers(1, 4))
+    num_workers, steps = draw(st.integers(1, 4)), draw(st.integers(1, 9))
     keeps = draw(st.booleans())
     return Case(
         num_workers=num_workers,
         sizes=tuple(draw(st.lists(st.sampled_from([1, 2, 7, 128, 1000, 70_000]), min_size=1, max_size=4))),
         threshold=draw(st.sampled_from([0.0, 1e-3, 0.3, 1.0, 2.5, 1e9])),
-        steps=draw(st.integers(1, 9)),
+        density=draw(st.sampled_from([None, None, 0.3, 0.01])),
+        steps=steps,
         every_n_steps=draw(st.integers(1, 4)),
         keep_drift=keeps,
         drift_decay=1.0 if keeps else draw(st.sampled_from([0.25, 1.0])),
         is_late=draw(st.booleans()),
         has_outer=draw(st.booleans()),
         exchange=draw(st.sampled_from(["auto", "gather", "dense", "reduce_scatter"])),
+        value_dtype=draw(st.sampled_from(["float32", "float32", *WIRES])),
+        is_top_k=draw(st.sampled_from([False, False, True])),
         silent=draw(st.frozensets(st.integers(0, num_workers - 1), max_size=num_workers)),
+        events=tuple(
+            draw(st.lists(st.tuples(st.integers(0, steps - 1), st.sampled_from(EVENTS)), max_size=3, unique=True))
+        ),
     )
 
 
-def module(case):
-    generator = torch.Generator().manual_seed(11)
+def module(case, seed=11):
+    generator = torch.Generator().manual_seed(seed)
     return nn.ParameterList([torch.randn(size, generator=generator, dtype=torch.float64) for size in case.sizes])
 
 
@@ -68,11 +92,7 @@ def loss_of(model, case, rank, step):
     return scale * sum((one * move).sum() for one, move in zip(model, moves, strict=True))
 
 
-def play(case):
-    """Returns after every step (x, θ, what is kept apart, whether there was an exchange)."""
-    rank = dist.get_rank()
-    model = module(case)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+def begin(case, seed=11):
     outer = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True) if case.has_outer else None
     options = DriftOptions(
         every_n_steps=case.every_n_steps,
@@ -80,59 +100,142 @@ def play(case):
         drift_decay=case.drift_decay,
         overlap=case.is_late,
         outer_optimizer=outer,
+        value_dtype=case.value_dtype,
         exchange=case.exchange,
     )
-    averager = SparseModelAverager(model, HardThreshold(case.threshold), options)
-    history = []
+    sparsifier = HardThreshold(case.threshold)
+    if case.is_top_k:
+        sparsifier = TopK(0.25)
+    elif case.density is not None:
+        sparsifier = HardThreshold(density=case.density, calibration_steps=2)
+    model = module(case, seed)
+    return model, torch.optim.SGD(model.parameters(), lr=1.0), SparseModelAverager(model, sparsifier, options)
+
+
+def halve(model):
+    with torch.no_grad():
+        for one in model.parameters():
+            one.mul_(0.5)
+
+
+def anchor_of(averager):
+    return torch.cat([one.flatten() for one in averager.anchor().values()]).clone()
+
+
+def play(case):
+    """Returns after every step θ before its exchange, θ, x and what was seen; λ by exchange; and what is in the end."""
+    rank = dist.get_rank()
+    model, optimizer, averager = begin(case)
+    history, thresholds = [], []
+    averager.subscribe(lambda stats: thresholds.append(stats.threshold))
     for step in range(case.steps):
-        optimizer.zero_grad()
-        loss_of(model, case, rank, step).backward()
-        optimizer.step()
+        if case.happens("write", step) and rank == case.num_workers - 1:
+            halve(model)
+        if not (case.happens("skip", step) and rank == 0):
+            optimizer.zero_grad()
+            loss_of(model, case, rank, step).backward()
+            optimizer.step()
         before = flat(model)
         averager.step()
-        history.append((before, flat(model), torch.cat([one.flatten() for one in averager.anchor().values()]).clone()))
+        after, anchor = flat(model), anchor_of(averager)
+        seen = None
+        if case.happens("look", step):
+            averager.flush()
+            own = flat(model)
+            with averager.averaged_weights():
+                seen = flat(model)
+            assert torch.equal(flat(model), own)
+        if case.happens("anchor", step):
+            own = flat(model)
+            averager.shared.take_anchor()
+            assert torch.equal(flat(model), anchor_of(averager))
+            with averager.shared.shown({name: torch.zeros_like(one) for name, one in averager.shared.own.items()}):
+                assert not flat(model).any()
+            assert not averager.shared.was_written_to
+            averager.shared.give_back()
+            assert torch.equal(flat(model), own)
+        for word, seed in (("reload", 11), ("reload elsewhere", 12 + rank)):
+            if case.happens(word, step):
+                saved = averager.state_dict()
+                model, optimizer, averager = begin(case, seed)
+                averager.load_state_dict(saved)
+                averager.subscribe(lambda stats: thresholds.append(stats.threshold))
+        history.append((before, after, anchor, seen))
     averager.flush()
-    return history, averager.kept_state().get("kept", {}), averager.last_step
+    return history, thresholds, averager.kept_state().get("kept", {}), averager.last_step
 
 
-@settings(max_examples=25)
+def reach(case):
+    """The largest quarter of each parameter, one at least."""
+
+    def select(drift):
+        parts = []
+        for part in torch.split(drift, list(case.sizes)):
+            mask = torch.zeros_like(part, dtype=torch.bool)
+            mask[part.abs().topk(max(1, part.numel() // 4)).indices] = True
+            parts.append(mask)
+        return torch.cat(parts)
+
+    return select
+
+
+@settings(max_examples=int(os.environ.get("LIGHTNING_SPARSE_EXAMPLES", "25")))
 @given(cases())
 @example(Case(threshold=0.0, is_late=True, every_n_steps=2))
-@example(Case(num_workers=3, keep_drift=False, drift_decay=0.25, has_outer=True, is_late=True))
+@example(Case(num_workers=3, keep_drift=False, drift_decay=0.25, has_outer=True, is_late=True, events=((1, "reload"),)))
 @example(Case(num_workers=1, threshold=2.5, steps=9))
+@example(Case(steps=9, density=0.3, sizes=(1000,), events=((4, "reload elsewhere"), (6, "look"))))
 def test_laws(case):
     results = run_workers(play, case.num_workers, case)
     models = [module(case) for _ in range(case.num_workers)]
     simulation = Simulation(
         models,
         [torch.optim.SGD(one.parameters(), lr=1.0) for one in models],
-        select=at_least(case.threshold),
+        select=reach(case),
         every_n_steps=case.every_n_steps,
         keep_drift=case.keep_drift,
         drift_decay=case.drift_decay,
         outer=(0.7, 0.9) if case.has_outer else None,
         is_late=case.is_late,
+        wire=WIRES[case.value_dtype],
     )
+    rounding = {"float32": 0.0, "bfloat16": 2**-8, "float16": 2**-10}[case.value_dtype]
     anchor_before = flat(models[0])
     for step in range(case.steps):
-        simulation.step([partial(loss_of, case=case, rank=rank, step=step) for rank in range(case.num_workers)])
-        states = [history[step] for history, _, _ in results]
-        for model, (_, weights, anchor) in zip(models, states, strict=True):
+        states = [history[step] for history, *_ in results]
+        is_exchange = (step + 1) % case.every_n_steps == 0
+        threshold = results[0][1][len(simulation.sent)] if is_exchange else None
+        if threshold is not None:
+            simulation.select = at_least(threshold)
+        if case.happens("write", step):
+            halve(models[-1])
+        losses = [partial(loss_of, case=case, rank=rank, step=step) for rank in range(case.num_workers)]
+        if case.happens("skip", step):
+            losses[0] = None
+        simulation.step(losses)
+        for model, (_, weights, anchor, _) in zip(models, states, strict=True):
             torch.testing.assert_close(weights, flat(model), rtol=0, atol=1e-11)
             torch.testing.assert_close(anchor, simulation.anchor, rtol=0, atol=1e-11)
             assert torch.equal(anchor, states[0][2])  # the same bits on all
-        is_exchange = (step + 1) % case.every_n_steps == 0
         if is_exchange and case.keep_drift and not case.is_late:
-            drifts = torch.stack([anchor - weights for _, weights, anchor in states])
-            assert (drifts.abs() < case.threshold + 1e-12).all()  # up to the last bit of a weight
+            drifts = torch.stack([anchor - weights for _, weights, anchor, _ in states])
+            pending = torch.stack([anchor_before - before for before, *_ in states])
+            if not case.is_top_k:  # up to the last bit of a weight, or of what travels
+                assert (drifts.abs() < threshold + 1e-12 + rounding * pending.abs()).all()
             if not case.has_outer:  # nothing is lost: what was pending has moved the anchor, or is pending still
-                pending = torch.stack([anchor_before - before for before, _, _ in states]).mean(0)
                 moved = anchor_before - states[0][2]
-                torch.testing.assert_close(pending, moved + drifts.mean(0), rtol=0, atol=1e-11)
+                torch.testing.assert_close(pending.mean(0), moved + drifts.mean(0), rtol=0, atol=1e-11)
+        if any(case.happens(event, step) for event in ("look", "reload", "reload elsewhere")):
+            simulation.land()  # what was travelling has arrived
+        for *_, seen in states:
+            if seen is not None:
+                torch.testing.assert_close(seen, simulation.mean(), rtol=0, atol=1e-11)
+                assert torch.equal(seen, states[0][3])
         anchor_before = states[0][2]
-    assert len({repr(last) for _, _, last in results}) == 1
+    assert len({repr((thresholds, last)) for _, thresholds, _, last in results}) == 1
+    simulation.land()
     if simulation.sent:
-        assert results[0][2].selected == simulation.sent[-1]
-        for rank, (_, kept, _) in enumerate(results):
+        assert results[0][3].selected == simulation.sent[-1]
+        for rank, (_, _, kept, _) in enumerate(results):
             if not case.keep_drift:
                 torch.testing.assert_close(torch.cat(list(kept.values())), simulation.kept[rank], rtol=0, atol=1e-11)
