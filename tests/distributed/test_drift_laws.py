@@ -123,7 +123,12 @@ def anchor_of(averager):
 
 
 def play(case):
-    """Returns after every step θ before its exchange, θ, x and what was seen; λ by exchange; and what is in the end."""
+    """Plays a case on this worker.
+
+    Returns:
+        after every step θ before its exchange, θ, x, the mean that was seen, and the largest drift; λ by exchange; what
+        is kept apart in the end, and the last numbers.
+    """
     rank = dist.get_rank()
     model, optimizer, averager = begin(case)
     history, thresholds = [], []
@@ -137,7 +142,7 @@ def play(case):
             optimizer.step()
         before = flat(model)
         averager.step()
-        after, anchor = flat(model), anchor_of(averager)
+        after, anchor, largest = flat(model), anchor_of(averager), averager.largest_drift
         seen = None
         if case.happens("look", step):
             averager.flush()
@@ -160,7 +165,7 @@ def play(case):
                 model, optimizer, averager = begin(case, seed)
                 averager.load_state_dict(saved)
                 averager.subscribe(lambda stats: thresholds.append(stats.threshold))
-        history.append((before, after, anchor, seen))
+        history.append((before, after, anchor, seen, largest))
     averager.flush()
     return history, thresholds, averager.kept_state().get("kept", {}), averager.last_step
 
@@ -213,13 +218,14 @@ def test_laws(case):
         if case.happens("skip", step):
             losses[0] = None
         simulation.step(losses)
-        for model, (_, weights, anchor, _) in zip(models, states, strict=True):
+        for model, (_, weights, anchor, *_) in zip(models, states, strict=True):
             torch.testing.assert_close(weights, flat(model), rtol=0, atol=1e-11)
             torch.testing.assert_close(anchor, simulation.anchor, rtol=0, atol=1e-11)
             assert torch.equal(anchor, states[0][2])  # the same bits on all
         if is_exchange and case.keep_drift and not case.is_late:
-            drifts = torch.stack([anchor - weights for _, weights, anchor, _ in states])
+            drifts = torch.stack([anchor - weights for _, weights, anchor, *_ in states])
             pending = torch.stack([anchor_before - before for before, *_ in states])
+            assert {largest for *_, largest in states} == {pending.abs().max().item()}
             if not case.is_top_k:  # up to the last bit of a weight, or of what travels
                 assert (drifts.abs() < threshold + 1e-12 + rounding * pending.abs()).all()
             if not case.has_outer:  # nothing is lost: what was pending has moved the anchor, or is pending still
@@ -227,7 +233,7 @@ def test_laws(case):
                 torch.testing.assert_close(pending.mean(0), moved + drifts.mean(0), rtol=0, atol=1e-11)
         if any(case.happens(event, step) for event in ("look", "reload", "reload elsewhere")):
             simulation.land()  # what was travelling has arrived
-        for *_, seen in states:
+        for *_, seen, _ in states:
             if seen is not None:
                 torch.testing.assert_close(seen, simulation.mean(), rtol=0, atol=1e-11)
                 assert torch.equal(seen, states[0][3])
