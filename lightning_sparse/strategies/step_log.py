@@ -53,8 +53,7 @@ class StepLog:
         held = [one for one in (trainer._results or {}).values() if one.meta.name in self._names and not one.has_reset]
         if self._row is not None and batch > self._row:
             for one in held:
-                if not one.meta.on_epoch:
-                    one.reset()
+                one.reset()
             self._names.clear()
         elif self._names and not held:
             self._lost = self._newest

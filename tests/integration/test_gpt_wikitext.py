@@ -15,6 +15,7 @@ from lightning_sparse import LocalHardThresholdStrategy
 from recipes import MissingDataError
 from recipes.gpt_wikitext.data import GPTDataModule, Windows
 from recipes.gpt_wikitext.model import GPT, GPTLanguageModel
+from recipes.weights import validate
 from tests.integration.test_recipes import fit_recipe
 from tests.workers import run_workers
 
@@ -119,6 +120,10 @@ def test_local_training_learns_a_text_without_a_download(tmp_path):
     assert one.metrics["val/loss"] == other.metrics["val/loss"] < 2.5  # 5.3 from the words' number, 1.28 at best
     assert one.exchanged == other.exchanged
     assert 0 < one.exchanged.density < 0.5
+    # What recipes.weights prints of this run, over other windows of the text.
+    [shown] = run_workers(validate, 1, tmp_path, ["--trainer.limit_val_batches=40"], process_group=False)
+    assert len({tuple(metrics.items()) for metrics in shown.values()}) == 3
+    assert all(metrics["val/loss"] == pytest.approx(one.metrics["val/loss"], rel=0.05) for metrics in shown.values())
 
 
 def test_too_small_a_vocabulary_is_told(tmp_path, monkeypatch):

@@ -1,0 +1,78 @@
+"""Whose weights are best to look at? ``python -m recipes.weights FOLDER… [-- ARGUMENTS]``.
+
+Validates, for runs of local training, the mean of the workers' weights, which validation and checkpoints take, the
+anchor, and the first worker's own::
+
+    python -m recipes.weights comparison/gpt_wikitext/drift_1_/0.003/1 -- --data.root=data
+
+A folder is one that a recipe has logged to, with its ``config.yaml`` and one checkpoint of all workers
+(``drift_checkpoint: full``).
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from recipes.__main__ import main as run_command_line
+
+KEY = "lightning_sparse"
+
+
+def variants(saved: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
+    """Returns the state of the module with the mean, with the anchor and with the first worker's weights.
+
+    Args:
+        saved: a checkpoint of local training.
+    """
+    state, content = saved["state_dict"], saved[KEY]
+    if not content["workers"]:
+        sys.exit("The checkpoint has no single worker's weights: it needs drift_checkpoint: full.")
+    own, anchor = content["workers"][0]["weights"], content["shared"]["anchor"]
+    shaped = {name: anchor[name].view(state[name].shape).to(state[name].dtype) for name in anchor}
+    return {"mean": state, "anchor": state | shaped, "first worker": state | {name: own[name] for name in shaped}}
+
+
+def validate(folder: Path, arguments: list[str]) -> dict[str, dict[str, float]]:
+    """Returns the metrics of each variant of the one checkpoint below a folder."""
+    [path] = folder.rglob("*.ckpt")
+    [config] = folder.rglob("config.yaml")
+    saved = torch.load(path, weights_only=True, map_location="cpu")
+    found = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        for name, state in variants(saved).items():
+            one = Path(temporary, f"{name}.ckpt")
+            torch.save({**saved, "state_dict": state}, one)
+            command = ["recipes", "validate", f"--config={config}", f"--ckpt_path={one}"]
+            command += ["--trainer.strategy=auto", "--trainer.devices=1", "--trainer.logger=false"]
+            command += ["--trainer.callbacks=null", "--trainer.enable_progress_bar=false"]
+            command += [f"--trainer.default_root_dir={temporary}"]
+            with patch.object(sys, "argv", [*command, *arguments]):
+                metrics = run_command_line().trainer.callback_metrics
+            found[name] = {key: float(value) for key, value in metrics.items()}
+    return found
+
+
+def main() -> None:
+    """Prints a table, a line for each folder."""
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.weights", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER")
+    given = [*sys.argv[1:], "--"]
+    end = given.index("--")
+    folders = parser.parse_args(given[:end]).folders
+    rows = {folder: validate(folder, given[end + 1 : -1]) for folder in folders}
+    names = list(next(iter(rows.values())))
+    print(f"| | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|", sep="\n")
+    for folder, found in rows.items():
+        cells = [", ".join(f"{key} {value:.4f}" for key, value in found[name].items()) for name in names]
+        print(f"| {folder} | {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()
