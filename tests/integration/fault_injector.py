@@ -206,7 +206,8 @@ def _save_all(rank: int, case: Case, folder: Path) -> None:
 def _resume(rank: int, case: Case, folder: Path, paths: list[str]) -> None:
     for number, path in enumerate(paths):
         # Lightning finds the newest of these by itself.
-        ckpt_path = "hpc" if Path(path).name.startswith("hpc") else path
+        number_of = {one: int(one.stem.rpartition("_")[2]) for one in Path(path).parent.glob("hpc_ckpt_*.ckpt")}
+        ckpt_path = "hpc" if Path(path) == max(number_of, key=number_of.__getitem__, default=None) else path
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             injector = Injector([], folder / "none")
