@@ -139,8 +139,11 @@ class SparseState(EngineHolder):
 
     @property
     def has_residuals(self) -> bool:
-        """Whether any can be other than zero, as far as all workers know alike."""
-        return self.settlement.progress > 0 or self.residuals.was_loaded
+        """Whether any can be other than zero, as far as all workers know alike.
+
+        In the middle of the first step nobody knows yet.
+        """
+        return self.settlement.progress > 0 or self.residuals.was_loaded or not self.is_certain
 
     def reset(self) -> None:
         """Returns to the state before the first step: no residuals, no history, a calibration that begins anew."""

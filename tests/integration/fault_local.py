@@ -72,11 +72,12 @@ class LocalJudge(Judge):
         content = saved[KEY]
         workers = [(one["weights"], momentum_of(one["optimizer_states"])) for one in content["workers"]]
         known = [*enumerate(self.local_states), *((step + 1, one) for step, one in enumerate(self.stepped))]
-        found = None
+        found: list[tuple[int, LocalState]] = []
         if self.case.residual_checkpoint == "mean":
             if workers:
                 problems.append(f"{name} has what was not asked for")
-            found = next((one for one in known if same(saved["state_dict"], one[1].mean)), None)
+            # An exchange leaves the mean what it is.
+            found = [one for one in known if same(saved["state_dict"], one[1].mean)]
         elif len(workers) != self.case.num_workers:
             problems.append(f"{name}: what {len(workers)} workers have")
         else:
@@ -86,11 +87,11 @@ class LocalJudge(Judge):
             for one in known:
                 pairs = zip(workers, one[1].weights, one[1].momentum, strict=True)
                 if all(same(own[0], weights) and same(own[1], momentum) for own, weights, momentum in pairs):
-                    found = one
-        anchors = [found[1].anchor] if found else [one.anchor for one in self.local_states]
+                    found = [one]
+        anchors = [one.anchor for _, one in found] or [one.anchor for one in self.local_states]
         if not any(same(content["shared"]["anchor"], one) for one in anchors):
             problems.append(f"{name}: not the anchor of the weights' step")
-        return None if found is None else found[0]
+        return found[0][0] if found else None
 
     def local_start(self, saved: dict[str, Any]) -> LocalState:
         """What a run that resumes should start from."""

@@ -117,6 +117,18 @@ ROWS = rows_of_routes() | {
     "exception in the first step": Row(
         GATHER, strike("raise", ALL, GATHER, Point("step 0", "backward", 1)), "nothing yet"
     ),
+    "exception in the optimizer of the first step": Row(
+        GATHER, strike("raise", ALL, GATHER, Point("step 0", "optimizer changed a weight", 1)), IN_THE_MIDDLE
+    ),
+    "exception while the first step settles": Row(
+        DENSE, strike("raise", ALL, DENSE, Point("step 0", "after ResidualMemory.settle")), IN_THE_MIDDLE
+    ),
+    "SIGUSR1 while the first step settles": Row(
+        DENSE,
+        strike("SIGUSR1", ALL, DENSE, Point("step 0", "after ResidualMemory.settle")),
+        IN_THE_MIDDLE,
+        finishes=True,
+    ),
     "Ctrl-C in backward on all": Row(GATHER, strike("SIGINT", ALL, GATHER, IN_BACKWARD), RESIDUALS),
     "Ctrl-C in backward on the first": Row(GATHER, strike("SIGINT", FIRST, GATHER, IN_BACKWARD), NOBODY_CAME),
     "Ctrl-C in backward on another": Row(GATHER, strike("SIGINT", LAST, GATHER, IN_BACKWARD), NOBODY_CAME),
