@@ -27,7 +27,7 @@ from lightning_sparse.drift.drift_exchange import DriftExchange
 from lightning_sparse.drift.options import DriftOptions
 from lightning_sparse.drift.shared_weights import SharedWeights
 from lightning_sparse.engine import Engine, EngineHolder
-from lightning_sparse.exchange import Meeting, parameter_settings, require_agreement
+from lightning_sparse.exchange import Meeting, Workers, parameter_settings, require_agreement
 from lightning_sparse.sparsifiers import Sparsifier
 
 
@@ -121,7 +121,7 @@ class SparseModelAverager(EngineHolder):
         return self._exchange.largest_drift
 
     def close(self) -> None:
-        """Ends groups of the averager's own."""
+        """Ends groups of the averager's own. With ``overlap=True`` call :meth:`flush` before it, on all workers."""
         self._engine.close()
         self.meeting.close()
 
@@ -146,7 +146,11 @@ class SparseModelAverager(EngineHolder):
         """Within it all workers have the same weights, the mean of theirs; after it their own again. Collective.
 
         For validation, test, predict and what is saved. One dense exchange of weights and floating-point buffers.
+        Within another such block it changes nothing.
         """
+        if self.shared.is_shown:
+            yield
+            return
         self.shared.take_mean()
         try:
             yield
@@ -155,10 +159,14 @@ class SparseModelAverager(EngineHolder):
 
     # What is saved.
 
-    def own_state(self) -> dict[str, Any]:
-        """Returns copies of what this worker alone has: its weights, and what it keeps apart of its drift."""
+    def own_state(self, workers: Workers | None = None) -> dict[str, Any]:
+        """Returns copies of what this worker alone has: its weights, and what it keeps apart of its drift.
+
+        Args:
+            workers: for a file that all have in common: with what any of them has changed. Collective if given.
+        """
         self.flush()
-        tensors = self.shared.weights() | self._exchange.bystanders.changed() | self.shared.own
+        tensors = self.shared.weights() | self._exchange.bystanders.changed(workers) | self.shared.own
         return {"weights": {name: one.cpu().clone() for name, one in tensors.items()}} | self.kept_state()
 
     def kept_state(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_sparse.drift.anchor import as_real
+from lightning_sparse.drift.fingerprints import fingerprints
 from lightning_sparse.exchange import Workers
 
 
@@ -34,7 +34,7 @@ class Bystanders:
         self._names = [name for name in frozen if name not in ignored] + self._buffers
         tensors = self._tensors(self._names)
         self._kinds = {name: one.is_floating_point() or one.is_complex() for name, one in tensors.items()}
-        self._at_first = {name: self._print_of([one]) for name, one in tensors.items()}
+        self._at_first = {name: fingerprints([one]) for name, one in tensors.items()}
 
     def prints(self, *, only_buffers: bool) -> Tensor:
         """Returns what tells whether workers have the same: float64, two numbers each, on the tensors' device.
@@ -43,7 +43,7 @@ class Bystanders:
             only_buffers: leaves frozen parameters out, which may be large.
         """
         tensors = list(self._floating(only_buffers).values())
-        return self._print_of(tensors) if tensors else torch.zeros(0, dtype=torch.float64)
+        return fingerprints(tensors) if tensors else torch.zeros(0, dtype=torch.float64)
 
     def average(self, workers: Workers, prints: Tensor, *, only_buffers: bool) -> None:
         """Averages what differs between workers. Collective.
@@ -60,18 +60,27 @@ class Bystanders:
         if not prints.numel():
             return {}
         rows = prints.view(len(prints), -1, 2)
-        is_same = ((rows == rows[:1]) | (rows.isnan() & rows[:1].isnan())).all(0)
+        is_same = (rows == rows[:1]).all(0)
         floating = self._floating(only_buffers)
         return {
             name: one
-            for (name, one), (has_one_norm, has_one_size) in zip(floating.items(), is_same.tolist(), strict=True)
-            if has_one_size and not has_one_norm
+            for (name, one), (has_one_hash, has_one_size) in zip(floating.items(), is_same.tolist(), strict=True)
+            if has_one_size and not has_one_hash
         }
 
-    def changed(self) -> dict[str, Tensor]:
-        """Returns by name, of any dtype, what is not as it was at set-up on this worker."""
+    def changed(self, workers: Workers | None = None) -> dict[str, Tensor]:
+        """Returns by name, of any dtype, what is not as it was at set-up.
+
+        Args:
+            workers: on any of them; None on this one alone. Collective if given.
+        """
         now = self._tensors(self._names)
-        return {name: one for name, one in now.items() if not torch.equal(self._print_of([one]), self._at_first[name])}
+        flags = [not torch.equal(fingerprints([one]), self._at_first[name]) for name, one in now.items()]
+        if workers is not None and flags:
+            counts = torch.tensor(flags, dtype=torch.int32, device=next(iter(now.values())).device)
+            workers.all_reduce(counts).wait()
+            flags = counts.bool().tolist()
+        return {name: one for (name, one), flag in zip(now.items(), flags, strict=True) if flag}
 
     def _floating(self, only_buffers: bool) -> dict[str, Tensor]:
         names = self._buffers if only_buffers else self._names
@@ -81,16 +90,3 @@ class Bystanders:
         """By name; nothing in place of what has gone, and what requires a gradient by now has an anchor."""
         held = dict(self._module.named_parameters()) | dict(self._module.named_buffers())
         return {name: held[name].detach() if name in held else torch.zeros(0) for name in names}
-
-    @staticmethod
-    def _print_of(tensors: Sequence[Tensor]) -> Tensor:
-        device = tensors[0].device
-        norms = [torch.linalg.vector_norm(_numbers(one)).double().to(device) for one in tensors]
-        sizes = torch.tensor([float(one.numel()) for one in tensors], dtype=torch.float64).to(device)
-        return torch.stack([torch.stack(norms), sizes], 1).flatten()
-
-
-def _numbers(tensor: Tensor) -> Tensor:
-    if tensor.is_complex():
-        return as_real(tensor).flatten()
-    return tensor.flatten() if tensor.is_floating_point() else tensor.flatten().double()

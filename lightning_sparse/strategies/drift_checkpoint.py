@@ -54,12 +54,13 @@ class DriftCheckpointOptions:
                 raise ValueError(f"Invalid {name}={value!r}. Must be one of {', '.join(map(repr, allowed))}.")
 
 
-def meet(averager: SparseModelAverager, patience: float) -> str | None:
+def meet(averager: SparseModelAverager, patience: float, in_a_step: bool) -> str | None:
     """Meets all workers to save, if they come; returns None, or why not. The same on all that came.
 
     Args:
         averager: this worker's.
         patience: seconds to wait for others.
+        in_a_step: whether there may be a forward whose backward is still to come.
     """
     in_trouble = is_in_trouble()
     if in_trouble:
@@ -67,8 +68,8 @@ def meet(averager: SparseModelAverager, patience: float) -> str | None:
     obstacles = {  # in the status, so that the verdict on them is the same everywhere
         "the weights were changed since all workers had the same": averager.shared.was_written_to,
         "the workers are in the middle of an exchange": averager.is_exchanging,
-        # A signal in the middle of a backward: what lands would change the weights that it needs.
-        "an exchange is still travelling": averager.is_sent_off and in_trouble,
+        # What lands would change weights that a backward needs.
+        "an exchange is still travelling": averager.is_sent_off and (in_trouble or in_a_step),
     }
     here = [why for why, is_so in obstacles.items() if is_so]
     why_not = averager.meeting.hold({"steps": averager.num_steps, "obstacles": here}, patience).why_not
@@ -119,7 +120,7 @@ def collect(
     precision: str,
     options: DriftCheckpointOptions,
     why_not: str | None,
-    patience: float,
+    meet_again: Callable[[], str | None],
 ) -> dict[str, Any] | None:
     """Returns what a checkpoint should hold beside the weights, on the first worker. Collective if all come.
 
@@ -129,20 +130,21 @@ def collect(
         precision: under which it has the precision plugin's state, if that has any.
         options: what to keep.
         why_not: of :func:`shared_state_dict`: None if the weights are the mean of all workers.
-        patience: seconds to wait for others.
+        meet_again: :func:`meet`.
     """
     own: list[dict[str, Any]] = []
     has_mean = why_not is None
     if has_mean:
-        why_not = meet(averager, patience)
+        why_not = meet_again()
     if why_not is None:
-        mine = averager.own_state() if options.drift_checkpoint == "full" else averager.kept_state()
-        if options.optimizer_checkpoint != "first":
-            mine["optimizer_states"] = checkpoint["optimizer_states"]
-        if options.optimizer_checkpoint == "full" and precision in checkpoint:
-            mine["precision_state"] = checkpoint[precision]
         try:
-            own = averager.meeting.workers_apart().gather_objects_to_first(mine)
+            workers = averager.meeting.workers_apart()
+            mine = averager.own_state(workers) if options.drift_checkpoint == "full" else averager.kept_state()
+            if options.optimizer_checkpoint != "first":
+                mine["optimizer_states"] = checkpoint["optimizer_states"]
+            if options.optimizer_checkpoint == "full" and precision in checkpoint:
+                mine["precision_state"] = checkpoint[precision]
+            own = workers.gather_objects_to_first(mine)
         except RuntimeError as error:
             why_not = _failed("gathering them", averager, error)
     if has_mean and why_not is not None:

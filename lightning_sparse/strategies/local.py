@@ -9,6 +9,8 @@ from typing import Any
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -98,7 +100,7 @@ class SparseLocalStrategy(DDPStrategy):
         self.sparsifier = sparsifier
         self.averager: SparseModelAverager | None = None
         self.step_log = StepLog()
-        self._per_layer_stats = self._has_ended = False
+        self._per_layer_stats = self._has_ended = self._is_in_a_step = False
         self._why_not: str | None = None
 
     def request_layer_stats(self) -> None:
@@ -134,9 +136,25 @@ class SparseLocalStrategy(DDPStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         assert self.averager is not None
+        self._is_in_a_step = False
         self.averager.step()
         self.step_log.write(self.lightning_module, {"sparse/largest_drift": self.averager.largest_drift})
         return output
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._is_in_a_step = True
+        try:
+            return super().training_step(*args, **kwargs)
+        finally:
+            if self.lightning_module is None or not self.lightning_module.automatic_optimization:
+                self._is_in_a_step = False
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        if self.lightning_module is not None and self.lightning_module.automatic_optimization:
+            self._is_in_a_step = False
 
     # The same weights on all workers wherever they are looked at. In ``fit`` each gets its own back.
 
@@ -149,10 +167,15 @@ class SparseLocalStrategy(DDPStrategy):
         self._return_weights()
 
     @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._return_weights()  # that a checkpoint has brought
+
+    @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.step_log.begin_batch(self.lightning_module)
-        self._has_ended = False  # a search for a learning rate ends as a training does, and then training begins
-        self._return_weights()  # that a checkpoint has brought
+        self._has_ended = self._is_in_a_step = False  # a search for a learning rate ends as a training does
+        self._return_weights()
 
     @override
     def on_train_end(self) -> None:
@@ -199,7 +222,7 @@ class SparseLocalStrategy(DDPStrategy):
             return super().lightning_module_state_dict()
         if self.averager.shared.is_shown:  # while validation looks at the mean
             return copy.deepcopy(super().lightning_module_state_dict())
-        why_not = meet(self.averager, self._patience)
+        why_not = self._meet()
         state, self._why_not = shared_state_dict(self.averager, super().lightning_module_state_dict, why_not)
         return state
 
@@ -214,16 +237,17 @@ class SparseLocalStrategy(DDPStrategy):
                 self._precision_key,
                 self._checkpoint_options,
                 self._why_not,
-                self._patience,
+                self._meet,
             )
             if content is not None:
                 checkpoint[KEY] = content
         self._why_not = None
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    @property
-    def _patience(self) -> float:
-        return PATIENCE if self._timeout is None else min(PATIENCE, self._timeout.total_seconds())
+    def _meet(self) -> str | None:
+        assert self.averager is not None
+        patience = PATIENCE if self._timeout is None else min(PATIENCE, self._timeout.total_seconds())
+        return meet(self.averager, patience, self._is_in_a_step)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -73,6 +73,35 @@ class Target(Classifier):
         return super().training_step(batch, batch_idx)
 
 
+class Turns(Classifier):
+    """Buffers that differ between workers and from what they were, though their norms do not."""
+
+    def __init__(self) -> None:
+        super().__init__(adam)
+        self.register_buffer("sign", torch.full((2,), 0.5))
+        self.register_buffer("place", torch.eye(5)[0])
+        self.register_buffer("order", torch.arange(8))
+        self.register_buffer("flags", torch.tensor([True, False, False]))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.sign *= 1 if self.global_rank else -1  # only the first one's changes
+        for one in (self.place, self.order, self.flags):
+            one.copy_(one.roll(1 + self.global_rank))
+        return super().training_step(batch, batch_idx)
+
+
+class Clamps(Classifier):
+    """Keeps weights small, by a hook that comes before a batch."""
+
+    def __init__(self) -> None:
+        super().__init__(adam)
+
+    def on_train_batch_start(self, batch: list[Tensor], batch_idx: int) -> None:
+        with torch.no_grad():
+            for one in self.parameters():
+                one.clamp_(-0.05, 0.05)
+
+
 class Grows(Classifier):
     """A cache that is longer on one worker, and in validation."""
 
@@ -120,15 +149,15 @@ def finder() -> LearningRateFinder:
 
 @pytest.mark.parametrize(
     ("make", "callbacks", "own"),
-    [(WithRate, (finder,), ()), (Target, (), ("count",)), (Empty, (), ())],
-    ids=["search for a learning rate", "target network and constants", "empty parameter"],
+    [(WithRate, (finder,), ()), (Target, (), ("count",)), (Empty, (), ()), (Turns, (), ("order", "flags"))],
+    ids=["search for a learning rate", "target network and constants", "empty parameter", "buffers of equal norm"],
 )
 def test_all_see_the_same_to_the_end(make: Any, callbacks: Any, own: tuple[str, ...]) -> None:
     (one, after, named), (other, other_after, other_named) = run_workers(
         validated, 2, make, *callbacks, process_group=False
     )
     assert len(one) >= 4
-    shared = slice(None, -1) if own else slice(None)
+    shared = slice(None, -sum(named[name].numel() for name in own)) if own else slice(None)
     for mine, theirs in zip(one, other, strict=True):
         assert torch.equal(mine[shared], theirs[shared])
     assert torch.equal(after[shared], other_after[shared])
@@ -181,7 +210,9 @@ class Unfreezes(Classifier):
         return adam(self.parameters())
 
 
-@pytest.mark.parametrize("make", [Target, Unfreezes], ids=["target network", "unfrozen by epoch"])
+@pytest.mark.parametrize(
+    "make", [Target, Unfreezes, Turns, Clamps], ids=["target network", "unfrozen by epoch", "equal norms", "clamped"]
+)
 def test_a_resume_is_exact_and_a_finished_one_leaves_what_is_in_the_file(make: Any, tmp_path: Path) -> None:
     results = run_workers(resumed, 2, make, str(tmp_path), {}, process_group=False)
     saved = torch.load(tmp_path / "12.ckpt", weights_only=True)["state_dict"]
@@ -262,6 +293,47 @@ def test_a_save_in_validation_is_alike_for_all_whoever_has_written_to_the_weight
     saved = torch.load(tmp_path / "in.ckpt", weights_only=True)["lightning_sparse"]
     assert len(saved["workers"]) == (0 if who_writes else 2)
     assert ("were changed" in str(saved["why_no_drifts"])) is bool(who_writes)
+
+
+def _saved_before_backward(folder: str) -> int:
+    class Saves(Callback):
+        def on_before_backward(self, trainer: Trainer, *_: Any) -> None:
+            trainer.save_checkpoint(f"{folder}/{trainer.global_step}.ckpt")
+
+    trainer = trainer_of({"overlap": True, "every_n_steps": 2}, Saves(), max_steps=6)
+    trainer.fit(Classifier(adam), ResumableData(6))
+    return trainer.global_step
+
+
+def test_a_save_before_a_backward_leaves_it_alone_while_an_exchange_travels(tmp_path: Path) -> None:
+    assert run_workers(_saved_before_backward, 2, str(tmp_path), process_group=False) == [6, 6]
+    why = {step: torch.load(tmp_path / f"{step}.ckpt", weights_only=True)["lightning_sparse"] for step in range(1, 6)}
+    assert {step: one["why_no_drifts"] for step, one in why.items()} == {
+        1: None,
+        2: "an exchange is still travelling",
+        3: None,
+        4: "an exchange is still travelling",
+        5: None,
+    }
+
+
+def _nested() -> list[Tensor]:
+    model = nn.Linear(3, 3)
+    averager = SparseModelAverager(model, HardThreshold(1e9))
+    with torch.no_grad():
+        model.weight += torch.distributed.get_rank()
+    with averager.averaged_weights():
+        with averager.averaged_weights():
+            inside = flat(model)
+        after = flat(model)
+    return [inside, after, flat(model)]
+
+
+def test_blocks_of_averaged_weights_may_be_nested() -> None:
+    (inside, after, own), (other_inside, _, other) = run_workers(_nested, 2)
+    assert torch.equal(inside, after)
+    assert torch.equal(inside, other_inside)
+    assert not torch.equal(own, other)
 
 
 def _kept(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -1,0 +1,56 @@
+"""What tells whether workers have the same tensors."""
+
+import pytest
+import torch
+
+from lightning_sparse.drift import fingerprints as module
+from lightning_sparse.drift.fingerprints import fingerprints
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.int8, torch.bool)
+
+
+def values(dtype, size):
+    numbers = torch.randn(size, generator=torch.Generator().manual_seed(3)) * 50
+    return numbers > 0 if dtype == torch.bool else numbers.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 9, 1000])
+def test_a_change_of_any_element_is_seen(dtype, size):
+    one = values(dtype, size)
+    [expected, number] = fingerprints([one]).tolist()
+    assert number == size
+    assert fingerprints([one.clone()]).tolist() == [expected, number]
+    seen = {expected}
+    for place in range(size):
+        other = one.clone()
+        other[place] = ~other[place] if dtype == torch.bool else other[place] * -1 + 1
+        seen.add(fingerprints([other])[0].item())
+    assert len(seen) == size + 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda one: -one, lambda one: one.roll(1), lambda one: one.flip(0), lambda one: one[torch.randperm(len(one))]],
+    ids=["sign", "roll", "flip", "permutation"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+def test_what_leaves_the_norm_alone_is_seen(change, dtype):
+    one = values(dtype, 64)
+    assert fingerprints([one])[0] != fingerprints([change(one)])[0]
+
+
+def test_blocks_offsets_and_strides_make_no_difference(monkeypatch):
+    whole = values(torch.float32, 1001)
+    expected = fingerprints([whole[1:].clone()])
+    assert torch.equal(fingerprints([whole[1:]]), expected)
+    assert torch.equal(fingerprints([torch.stack([whole[1:]] * 2, 1)[:, 0]]), expected)
+    monkeypatch.setattr(module, "BLOCK_ELEMENTS", 17)
+    assert torch.equal(fingerprints([whole[1:]]), expected)
+
+
+def test_several_tensors_have_two_numbers_each():
+    tensors = [values(torch.float32, 5), torch.zeros(0), values(torch.int64, 3)]
+    apart = torch.cat([fingerprints([one]) for one in tensors])
+    assert torch.equal(fingerprints(tensors), apart)
+    assert apart[2:4].tolist() == [0.0, 0.0]
