@@ -87,14 +87,17 @@ def shared_state_dict(
         why_not: None if all came to save; else the weights are the anchor's.
     """
     shared = averager.shared
+    weights = None
     if why_not is None:
         try:
-            with shared.shown(shared.mean(averager.meeting.workers_apart())):
-                return state_dict(), None
+            weights = shared.mean(averager.meeting.workers_apart())
         except RuntimeError as error:
             why_not = _failed("averaging weights", averager, error)
-    _warn(averager, "anchor's", why_not)
-    with shared.shown(shared.anchor()):
+    if weights is None:
+        assert why_not is not None
+        weights = shared.anchor()
+        _warn(averager, "anchor's", why_not)
+    with shared.shown(weights):
         return state_dict(), why_not
 
 
