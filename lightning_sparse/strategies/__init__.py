@@ -1,7 +1,8 @@
 """Lightning's strategies, their names, and what checkpoints hold."""
 
-from lightning_sparse.strategies.ddp import DDPHardThresholdStrategy, SparseDDPStrategy
-from lightning_sparse.strategies.local import LocalHardThresholdStrategy, SparseLocalStrategy
+from lightning_sparse.strategies.ddp import SparseDDPStrategy
+from lightning_sparse.strategies.hard_threshold import DDPHardThresholdStrategy, LocalHardThresholdStrategy
+from lightning_sparse.strategies.local import SparseLocalStrategy
 from lightning_sparse.strategies.names import register_strategies
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Residuals, λ and counters into a checkpoint and back, and a file that is whole or not there.
+"""Residuals, λ and counters into a checkpoint and back.
 
 The content, under one key of the checkpoint, plain containers and tensors that ``weights_only=True`` loads::
 
@@ -11,35 +11,25 @@ Residuals are those of the last whole step, in the order of each parameter's ind
 lay in memory).
 """
 
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_sparse.ddp.sparse_state import SparseState
 from lightning_sparse.engine.memory import Residuals
 from lightning_sparse.exchange import Workers
+from lightning_sparse.strategies.saving import is_in_trouble, shortened
 
 ResidualCheckpoint = Literal["full", "mean", "none"]
 RESIDUAL_CHECKPOINTS: tuple[ResidualCheckpoint, ...] = ("full", "mean", "none")
 OnWorldSizeChange = Literal["mean", "reset", "error"]
 ON_WORLD_SIZE_CHANGES: tuple[OnWorldSizeChange, ...] = ("mean", "reset", "error")
-KEY = "lightning_sparse"
 KIND = "residuals"
 VERSION = 2
-PATIENCE = 300.0
-"""Seconds that a worker waits for all others to come and save. Validation may keep one that long."""
-PATIENCE_IN_TROUBLE = 15.0
-"""The same while an exception or a signal is handled: likely nobody else comes, and who stops a job soon kills it."""
 
 
 @dataclass(frozen=True)
@@ -69,33 +59,6 @@ class CheckpointOptions:
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(f"Invalid {name}={value!r}. Must be one of {', '.join(map(repr, allowed))}.")
-
-
-class WholeFileCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint beside its place and puts it there when it is whole, so that a kill leaves the one before.
-
-    Lightning's own writes below TMPDIR and moves the file. From another file system that is a copy over the former
-    checkpoint of that name, and a kill in its middle leaves neither. Addresses such as ``s3://…`` go its way.
-    """
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        if "://" in str(path):
-            super().save_checkpoint(checkpoint, path, storage_options)
-            return
-        folder, name = os.path.split(path)
-        part = os.path.join(folder, f".{name}.part")
-        super().save_checkpoint(checkpoint, part, storage_options)
-        os.replace(part, path)
-
-
-def wrap_whole(io: CheckpointIO | None) -> CheckpointIO:
-    """Returns what writes files whole: in place of none, or inside of one that wraps another."""
-    if io is None:
-        return WholeFileCheckpointIO()
-    if isinstance(io, _WrappingCheckpointIO):
-        io.checkpoint_io = WholeFileCheckpointIO()  # keeps to what the user has put inside, if any
-    return io
 
 
 def collect(state: SparseState, residual_checkpoint: ResidualCheckpoint, patience: float) -> dict[str, Any] | None:
@@ -140,7 +103,7 @@ def _gathered(
     state.is_saving = True
     try:
         if state.is_exchanging or is_in_trouble():
-            patience = min(patience, PATIENCE_IN_TROUBLE)
+            patience = shortened(patience)
         status = {"progress": state.settlement.progress, "between optimizer steps": state.is_certain}
         why_not = state.meeting.hold(status, patience).why_not
         if why_not is None and not status["between optimizer steps"]:
@@ -193,18 +156,6 @@ def content_without_state(world_size: int) -> dict[str, Any]:
         "residuals": {},
         "why_no_residuals": why_not,
     }
-
-
-def is_in_trouble() -> bool:
-    """Whether an exception is being handled, or a signal by Lightning."""
-    if sys.exc_info()[0] is not None:
-        return True
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if str(frame.f_globals.get("__name__")).endswith("signal_connector"):
-            return True
-    return False
 
 
 def restore(state: SparseState, saved: Mapping[str, Any] | None, on_world_size_change: OnWorldSizeChange) -> None:

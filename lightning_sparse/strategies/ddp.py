@@ -18,19 +18,17 @@ from lightning_sparse.ddp.options import DensityControlMode, ErrorFeedback, Exch
 from lightning_sparse.ddp.sparse_state import SparseState
 from lightning_sparse.exchange import ExchangeMode, parameter_settings, require_agreement
 from lightning_sparse.exchange.payload import ValueDtype
-from lightning_sparse.sparsifiers import HardThreshold, Sparsifier
+from lightning_sparse.sparsifiers import Sparsifier
 from lightning_sparse.strategies.arguments import check_ddp_arguments
 from lightning_sparse.strategies.checkpoint import (
-    KEY,
-    PATIENCE,
     CheckpointOptions,
     OnWorldSizeChange,
     ResidualCheckpoint,
     collect,
     content_without_state,
     restore,
-    wrap_whole,
 )
+from lightning_sparse.strategies.saving import KEY, patience_of, wrap_whole
 from lightning_sparse.strategies.step_log import StepLog
 
 _LIGHTNING_STARTS_STATIC_GRAPHS = "post_backward" in vars(DDPStrategy)
@@ -233,8 +231,7 @@ class SparseDDPStrategy(DDPStrategy):
 
     def _residual_content(self, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
         if self.state is not None:
-            patience = min(PATIENCE, self._timeout.total_seconds()) if self._timeout is not None else PATIENCE
-            return collect(self.state, self._checkpoint_options.residual_checkpoint, patience)
+            return collect(self.state, self._checkpoint_options.residual_checkpoint, patience_of(self._timeout))
         if isinstance(self.launcher, _MultiProcessingLauncher) and checkpoint.get("global_step"):
             return content_without_state(self.world_size)
         return None
@@ -250,57 +247,3 @@ class SparseDDPStrategy(DDPStrategy):
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Does nothing: Lightning would call the inherited method, which registers names that DDP has already."""
-
-
-class DDPHardThresholdStrategy(SparseDDPStrategy):
-    """DDP that sends the coordinates whose error-compensated magnitude reaches a constant threshold λ.
-
-    The hard-threshold sparsifier with error feedback of Sahu et al., *Rethinking gradient sparsification as total
-    error minimization* (NeurIPS 2021, arXiv:2108.00951). Registered as ``Trainer(strategy="ddp_hardthreshold")``.
-
-    Args:
-        threshold: λ ≥ 0 in gradient units; 0 sends everything.
-        density: the share of coordinates to be sent on average, in (0, 1]; λ is calibrated to it. With neither, 0.001.
-        calibration_steps: steps for which everything is sent while the gradients are measured.
-        layer_thresholds: λ for single layers: fnmatch patterns of parameter names, the first match wins.
-        error_feedback: see :class:`SparseDDPStrategy`.
-        local_clip_norm: see :class:`SparseDDPStrategy`.
-        value_dtype: see :class:`SparseDDPStrategy`.
-        exchange: see :class:`SparseDDPStrategy`.
-        density_control: see :class:`SparseDDPStrategy`.
-        residual_checkpoint: see :class:`SparseDDPStrategy`.
-        on_world_size_change: see :class:`SparseDDPStrategy`.
-        **kwargs: see :class:`SparseDDPStrategy`.
-
-    Raises:
-        ValueError: both threshold and density, or a number or a word that is not allowed.
-        TypeError: a misspelt argument.
-    """
-
-    def __init__(
-        self,
-        threshold: float | None = None,
-        density: float | None = None,
-        calibration_steps: int = 50,
-        layer_thresholds: dict[str, float] | None = None,
-        *,
-        error_feedback: ErrorFeedback = "gradient",
-        local_clip_norm: float | None = None,
-        value_dtype: ValueDtype = "float32",
-        exchange: ExchangeMode = "auto",
-        density_control: DensityControlMode = "calibrate",
-        residual_checkpoint: ResidualCheckpoint = "full",
-        on_world_size_change: OnWorldSizeChange = "mean",
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(
-            HardThreshold(threshold, density, calibration_steps, layer_thresholds),
-            error_feedback=error_feedback,
-            local_clip_norm=local_clip_norm,
-            value_dtype=value_dtype,
-            exchange=exchange,
-            density_control=density_control,
-            residual_checkpoint=residual_checkpoint,
-            on_world_size_change=on_world_size_change,
-            **kwargs,
-        )

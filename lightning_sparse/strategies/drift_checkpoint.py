@@ -18,7 +18,7 @@ import torch
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_sparse.drift import SparseModelAverager
-from lightning_sparse.strategies.checkpoint import PATIENCE_IN_TROUBLE, is_in_trouble
+from lightning_sparse.strategies.saving import is_in_trouble, shortened
 
 DriftCheckpoint = Literal["full", "mean"]
 OptimizerCheckpoint = Literal["full", "mean", "first"]
@@ -62,14 +62,14 @@ def meet(averager: SparseModelAverager, patience: float, in_a_step: bool) -> str
         patience: seconds to wait for others.
         in_a_step: whether there may be a forward whose backward is still to come.
     """
-    in_trouble = is_in_trouble()
-    if in_trouble:
-        patience = min(patience, PATIENCE_IN_TROUBLE)
+    has_trouble = is_in_trouble()
+    if has_trouble:
+        patience = shortened(patience)
     obstacles = {  # in the status, so that the verdict on them is the same everywhere
         "the weights were changed since all workers had the same": averager.shared.was_written_to,
         "the workers are in the middle of an exchange": averager.is_exchanging,
         # What lands would change weights that a backward needs.
-        "an exchange is still travelling": averager.is_sent_off and (in_trouble or in_a_step),
+        "an exchange is still travelling": averager.is_sent_off and (has_trouble or in_a_step),
     }
     here = [why for why, is_so in obstacles.items() if is_so]
     why_not = averager.meeting.hold({"steps": averager.num_steps, "obstacles": here}, patience).why_not

@@ -19,9 +19,8 @@ from lightning_sparse.drift import DriftOptions, SparseModelAverager
 from lightning_sparse.drift.options import OuterOptimizer
 from lightning_sparse.exchange import ExchangeMode, require_agreement
 from lightning_sparse.exchange.payload import ValueDtype
-from lightning_sparse.sparsifiers import HardThreshold, Sparsifier
+from lightning_sparse.sparsifiers import Sparsifier
 from lightning_sparse.strategies.arguments import process_group_arguments
-from lightning_sparse.strategies.checkpoint import KEY, PATIENCE, wrap_whole
 from lightning_sparse.strategies.drift_checkpoint import (
     DriftCheckpoint,
     DriftCheckpointOptions,
@@ -31,6 +30,7 @@ from lightning_sparse.strategies.drift_checkpoint import (
     restored,
     shared_state_dict,
 )
+from lightning_sparse.strategies.saving import KEY, patience_of, wrap_whole
 from lightning_sparse.strategies.step_log import StepLog
 
 
@@ -246,8 +246,7 @@ class SparseLocalStrategy(DDPStrategy):
 
     def _meet(self) -> str | None:
         assert self.averager is not None
-        patience = PATIENCE if self._timeout is None else min(PATIENCE, self._timeout.total_seconds())
-        return meet(self.averager, patience, self._is_in_a_step)
+        return meet(self.averager, patience_of(self._timeout), self._is_in_a_step)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -265,66 +264,3 @@ class SparseLocalStrategy(DDPStrategy):
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Does nothing: Lightning would call the inherited method, which registers names that DDP has already."""
-
-
-class LocalHardThresholdStrategy(SparseLocalStrategy):
-    """Local training that sends what has drifted by a constant threshold λ from the weights that all share.
-
-    After an exchange no worker's weight is λ or more from the anchor: λ is in the parameters' own units and bounds how
-    far replicas part. Registered as ``Trainer(strategy="local_hardthreshold")``.
-
-    Args:
-        threshold: λ ≥ 0 in parameter units; 0 sends everything.
-        density: the share of coordinates to be sent in an exchange on average, in (0, 1]. λ is calibrated to it and
-            then corrected slowly. With neither, 0.01.
-        calibration_steps: exchanges in which everything is sent while drifts are measured.
-        layer_thresholds: λ for single layers: fnmatch patterns of parameter names, the first match wins.
-        every_n_steps: see :class:`SparseLocalStrategy`.
-        keep_drift: see :class:`SparseLocalStrategy`.
-        drift_decay: see :class:`SparseLocalStrategy`.
-        outer_optimizer: see :class:`SparseLocalStrategy`.
-        overlap: see :class:`SparseLocalStrategy`.
-        value_dtype: see :class:`SparseLocalStrategy`.
-        exchange: see :class:`SparseLocalStrategy`.
-        drift_checkpoint: see :class:`SparseLocalStrategy`.
-        optimizer_checkpoint: see :class:`SparseLocalStrategy`.
-        **kwargs: see :class:`SparseLocalStrategy`.
-
-    Raises:
-        ValueError: both threshold and density, or a number or a word that is not allowed.
-        TypeError: a misspelt argument.
-    """
-
-    def __init__(
-        self,
-        threshold: float | None = None,
-        density: float | None = None,
-        calibration_steps: int = 50,
-        layer_thresholds: dict[str, float] | None = None,
-        *,
-        every_n_steps: int = 1,
-        keep_drift: bool = True,
-        drift_decay: float = 1.0,
-        outer_optimizer: OuterOptimizer | None = None,
-        overlap: bool = False,
-        value_dtype: ValueDtype = "float32",
-        exchange: ExchangeMode = "auto",
-        drift_checkpoint: DriftCheckpoint = "full",
-        optimizer_checkpoint: OptimizerCheckpoint = "full",
-        **kwargs: Any,
-    ) -> None:
-        if threshold is None and density is None:
-            density = 0.01
-        super().__init__(
-            HardThreshold(threshold, density, calibration_steps, layer_thresholds),
-            every_n_steps=every_n_steps,
-            keep_drift=keep_drift,
-            drift_decay=drift_decay,
-            outer_optimizer=outer_optimizer,
-            overlap=overlap,
-            value_dtype=value_dtype,
-            exchange=exchange,
-            drift_checkpoint=drift_checkpoint,
-            optimizer_checkpoint=optimizer_checkpoint,
-            **kwargs,
-        )

@@ -6,8 +6,9 @@ from typing import Any
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 from lightning_sparse.sparsifiers import Sparsifier, TopK
-from lightning_sparse.strategies.ddp import DDPHardThresholdStrategy, SparseDDPStrategy
-from lightning_sparse.strategies.local import LocalHardThresholdStrategy, SparseLocalStrategy
+from lightning_sparse.strategies.ddp import SparseDDPStrategy
+from lightning_sparse.strategies.hard_threshold import DDPHardThresholdStrategy, LocalHardThresholdStrategy
+from lightning_sparse.strategies.local import SparseLocalStrategy
 
 
 def _sparse_ddp(sparsifier_class: type[Sparsifier], **kwargs: Any) -> SparseDDPStrategy:

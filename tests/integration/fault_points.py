@@ -30,8 +30,8 @@ from lightning_sparse.exchange.exchange import Exchange
 from lightning_sparse.exchange.workers import Pending, Workers
 from lightning_sparse.selection import extraction
 from lightning_sparse.selection.block_filter import BlockFilter
-from lightning_sparse.strategies import checkpoint, local
 from lightning_sparse.strategies import ddp as strategy
+from lightning_sparse.strategies import local, saving
 
 COLLECTIVES = (
     *("irecv", "isend", "send", "recv", "reduce", "all_reduce", "all_gather", "all_gather_into_tensor"),
@@ -76,7 +76,7 @@ PARTS: list[tuple[Any, str]] = [
     (local, "collect"),
     (Workers, "average"),
     (Workers, "gather_objects_to_first"),
-    (checkpoint.WholeFileCheckpointIO, "save_checkpoint"),
+    (saving.WholeFileCheckpointIO, "save_checkpoint"),
     (torch_io, "_atomic_save"),
 ]
 WINDOWS = ("set-up", "step 0", "step 1", "save 1", "step 2", "step 3", "save 2", "step 4", "step 5", "end")

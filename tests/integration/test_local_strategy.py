@@ -21,6 +21,7 @@ from lightning_sparse import (
     SparseLocalStrategy,
     TopK,
 )
+from lightning_sparse.strategies import saving
 from tests.integration.models import Classifier, TwoPlayers, adam, assert_equal, clones, data, nesterov, quiet_trainer
 from tests.integration.test_checkpoint import END, STOP, ResumableData, SaveAt, WithSchedule
 from tests.workers import run_workers
@@ -329,8 +330,6 @@ class Fails(Classifier):
 
 
 def _fails_alone(folder: str) -> dict[str, Tensor] | None:
-    import lightning_sparse.strategies.drift_checkpoint as saving
-
     saving.PATIENCE_IN_TROUBLE = 2.0
     anchor: dict[str, Tensor] = {}
 

@@ -1,0 +1,69 @@
+"""What checkpoints of gradients and of local training have in common.
+
+The key, a file that is whole or not there, and how long a worker waits for the others to come and save.
+"""
+
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from typing_extensions import override
+
+KEY = "lightning_sparse"
+PATIENCE = 300.0
+"""Seconds that a worker waits for all others to come and save. Validation may keep one that long."""
+PATIENCE_IN_TROUBLE = 15.0
+"""The same while an exception or a signal is handled: likely nobody else comes, and who stops a job soon kills it."""
+
+
+class WholeFileCheckpointIO(TorchCheckpointIO):
+    """Writes a checkpoint beside its place and puts it there when it is whole, so that a kill leaves the one before.
+
+    Lightning's own writes below TMPDIR and moves the file. From another file system that is a copy over the former
+    checkpoint of that name, and a kill in its middle leaves neither. Addresses such as ``s3://…`` go its way.
+    """
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        if "://" in str(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        folder, name = os.path.split(path)
+        part = os.path.join(folder, f".{name}.part")
+        super().save_checkpoint(checkpoint, part, storage_options)
+        os.replace(part, path)
+
+
+def wrap_whole(io: CheckpointIO | None) -> CheckpointIO:
+    """Returns what writes files whole: in place of none, or inside of one that wraps another."""
+    if io is None:
+        return WholeFileCheckpointIO()
+    if isinstance(io, _WrappingCheckpointIO):
+        io.checkpoint_io = WholeFileCheckpointIO()  # keeps to what the user has put inside, if any
+    return io
+
+
+def patience_of(timeout: timedelta | None) -> float:
+    """Returns the seconds to wait for others, no more than a process group's timeout."""
+    return PATIENCE if timeout is None else min(PATIENCE, timeout.total_seconds())
+
+
+def shortened(patience: float) -> float:
+    """Returns the seconds to wait for others where they may not come, out of those usual."""
+    return min(patience, PATIENCE_IN_TROUBLE)
+
+
+def is_in_trouble() -> bool:
+    """Whether an exception is being handled, or a signal by Lightning."""
+    if sys.exc_info()[0] is not None:
+        return True
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if str(frame.f_globals.get("__name__")).endswith("signal_connector"):
+            return True
+    return False
