@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from tests.integration.fault_injector import KEY, RESUMED_STEPS, STEPS, File, Judge
+from tests.integration.fault_judge import File, Judge
 from tests.integration.fault_training import SIZES, Layers, LocalState, first_local_state, simulate_local, step_alone
+from tests.integration.fault_workers import KEY, RESUMED_STEPS, STEPS
 
 
 def same(one: Layers, other: Layers) -> bool:
@@ -36,22 +37,17 @@ class LocalJudge(Judge):
     def prepare(self) -> None:
         """Needs no training of its own."""
 
-    def read(self, path: Path, problems: list[str]) -> File | None:
-        try:
-            saved = torch.load(path, weights_only=True)
-        except Exception as error:
-            problems.append(f"{path.name} cannot be loaded: {error!r}")
-            return None
+    def look_at(self, name: str, saved: dict[str, Any], problems: list[str]) -> File | None:
         weights, content = saved["state_dict"], saved.get(KEY)
         if not saved["optimizer_states"]:
-            return File(path.name, None, saved["global_step"], "nothing yet", "")
+            return File(name, None, saved["global_step"], "nothing yet", "")
         if content is None:
-            problems.append(f"{path.name} has nothing under {KEY}")
+            problems.append(f"{name} has nothing under {KEY}")
             return None
         why_not = content["why_no_drifts"]
         if why_not is None:
             holds = "residuals"
-            step = self._check_workers(saved, path.name, problems)
+            step = self._check_workers(saved, name, problems)
         else:
             holds = str(why_not)
             # The mean, if all had met and one died or left while the rest was gathered.
@@ -59,13 +55,13 @@ class LocalJudge(Judge):
             known += [(step, one.mean) for step, one in enumerate(self.local_states)]
             step = next((step for step, one in known if same(weights, one)), None)
             if step is None and "changed" not in why_not and "failed" not in why_not:
-                problems.append(f"{path.name}: the weights are no step's anchor")
+                problems.append(f"{name}: the weights are no step's anchor")
             if content["workers"]:
-                problems.append(f"{path.name} has drifts and says why it has none: {why_not}")
+                problems.append(f"{name} has drifts and says why it has none: {why_not}")
         digest = hashlib.sha256(repr((step, saved["global_step"], holds)).encode())
         for one in (*weights.values(), *momentum_of(saved["optimizer_states"]).values()):
             digest.update(one.numpy().tobytes())
-        return File(path.name, step, saved["global_step"], holds, digest.hexdigest())
+        return File(name, step, saved["global_step"], holds, digest.hexdigest())
 
     def _check_workers(self, saved: dict[str, Any], name: str, problems: list[str]) -> int | None:
         """Returns the step of what workers have; None, as with plain ddp, where an optimizer was broken off."""

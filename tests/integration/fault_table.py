@@ -13,8 +13,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from tests.integration.fault_injector import Case, Outcome, inject, trace
+from tests.integration.fault_injector import inject
+from tests.integration.fault_judge import Outcome
 from tests.integration.fault_points import AFTERWARDS, Fault, Point
+from tests.integration.fault_workers import Case, trace
 
 CASES = [
     Case("gather"),

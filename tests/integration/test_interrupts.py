@@ -1,6 +1,6 @@
 """An exception, a signal or a death anywhere leaves a checkpoint that is right, or says what it lacks.
 
-Every row strikes one training. For each, :mod:`tests.integration.fault_injector` has all files that are left loaded
+Every row strikes one training. For each, :mod:`tests.integration.fault_judge` has all files that are left loaded
 with ``weights_only=True``, compared with a simulation in plain tensors, resumed, and compared with it again. What is
 expected beyond that is in the rows. Hundreds of points more: ``python -m tests.integration.fault_table``.
 """
@@ -13,10 +13,12 @@ from typing import NamedTuple
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.integration.fault_injector import HANG, THRESHOLD, Case, Outcome, inject
+from tests.integration.fault_injector import inject
+from tests.integration.fault_judge import Outcome
 from tests.integration.fault_points import AFTERWARDS, Fault, Point
 from tests.integration.fault_table import compare, faults_of, plain_of, strikes_first_again
 from tests.integration.fault_training import Layers, first_state, simulate
+from tests.integration.fault_workers import HANG, THRESHOLD, Case
 
 pytestmark = [
     pytest.mark.xdist_group("interrupts"),  # all are struck together

@@ -1,0 +1,244 @@
+"""Judges what struck workers leave, by a simulation in plain tensors."""
+
+import hashlib
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.integration.fault_points import Fault
+from tests.integration.fault_training import SIZES, State, first_state, simulate, zeros
+from tests.integration.fault_workers import HANG, KEY, RESUMED_STEPS, STEPS, Case, resume, run, save_all, train
+
+
+@dataclass
+class File:
+    """A checkpoint that a struck training left.
+
+    Attributes:
+        name: the file's.
+        step: after how many optimizer steps the weights in it were; None if they were changed in part.
+        global_step: what the file says of that.
+        holds: ``"residuals"``, ``"nothing yet"`` (before the first step), or why there are none.
+        content: tells files of the same content.
+        is_ahead: whether what it says of the last step, of calibration, … is not that of the weights' step.
+        delay: seconds after the fault at which it was there.
+    """
+
+    name: str
+    step: int | None
+    global_step: int
+    holds: str
+    content: str
+    is_ahead: bool = False
+    delay: float = 0.0
+
+    @property
+    def has_residuals(self) -> bool:
+        return self.holds == "residuals"
+
+
+@dataclass
+class Outcome:
+    """What a fault led to; a survived one has no problems."""
+
+    case: Case
+    fault: Fault
+    seconds: float
+    exit_codes: list[int | None]
+    files: list[File] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    finished: bool = False
+    has_struck: bool = True
+
+    def file(self, start: str) -> File | None:
+        return next((one for one in self.files if one.name.startswith(start)), None)
+
+    @property
+    def saved(self) -> File | None:
+        """What was saved because of the fault."""
+        return self.file("on_exception") or self.file("hpc") or self.file("model")
+
+    def __str__(self) -> str:
+        files = "; ".join(f"{one.name} at {one.step}{'+' * one.is_ahead}: {one.holds}" for one in self.files)
+        return f"{self.case} | {self.fault} | {self.seconds:.1f} s {self.exit_codes} | {files}"
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Whether tensors are equal to the last bit; what is missing is zero."""
+    empty = zeros()
+    return all(
+        torch.equal(one.get(name, empty[name]).flatten(), other.get(name, empty[name]).flatten()) for name in SIZES
+    )
+
+
+class Judge:
+    """Compares files and results of one case with the simulation; resumes each file whose content it has not seen."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.states = simulate(first_state(case.num_workers), range(STEPS), case.threshold)
+        self.shared: dict[int, Any] = {}
+        self.resumed: dict[str, list[str]] = {"": []}
+
+    def read(self, path: Path, problems: list[str]) -> File | None:
+        """Returns what a file is; notes what is wrong with it."""
+        try:
+            saved = torch.load(path, weights_only=True)
+        except Exception as error:
+            problems.append(f"{path.name} cannot be loaded: {error!r}")
+            return None
+        return self.look_at(path.name, saved, problems)
+
+    def look_at(self, name: str, saved: dict[str, Any], problems: list[str]) -> File | None:
+        """Returns what a file holds, and what is wrong with it."""
+        state = self.start(saved)
+        steps = [
+            step
+            for step, one in enumerate(self.states)
+            if same(state.weights, one.weights) and same(state.momentum, one.momentum)
+        ]
+        step = steps[0] if steps else None
+        if not saved["optimizer_states"]:
+            # An exception before there was an optimizer: nobody, plain ddp neither, resumes from such a file.
+            return File(name, step, saved["global_step"], "nothing yet", "")
+        content = saved.get(KEY)
+        holds, is_ahead = "ddp", False
+        if self.case.is_sparse:
+            holds = self._residuals(content, step, name, problems)
+            is_ahead = bool(step) and content["shared"] != self.shared[step]
+        digest = hashlib.sha256(repr((step, saved["global_step"], holds, content and content["shared"])).encode())
+        if step is None:
+            for one in (*state.weights.values(), *state.momentum.values()):
+                digest.update(one.numpy().tobytes())
+        return File(name, step, saved["global_step"], holds, digest.hexdigest(), is_ahead)
+
+    def _residuals(self, content: Any, step: int | None, name: str, problems: list[str]) -> str:
+        if content is None:
+            problems.append(f"{name} has nothing under {KEY}")
+            return "nothing"
+        residuals, why_not = content["residuals"], content["why_no_residuals"]
+        if why_not is not None:
+            if residuals:
+                problems.append(f"{name} has residuals and says why it has none: {why_not}")
+            return str(why_not)
+        if step is None:
+            problems.append(f"{name}: weights belong to no step, but it has residuals")
+            return "residuals"
+        if step > 0 and not residuals:
+            problems.append(f"{name}: no residuals, and no word on why")
+            return "nothing"
+        if self.case.residual_checkpoint == "mean":
+            pairs = [(residuals, mean(self.states[step].residuals))]
+        else:
+            if residuals and len(residuals) != self.case.num_workers:
+                problems.append(f"{name}: residuals of {len(residuals)} workers")
+            pairs = list(zip(residuals, self.states[step].residuals, strict=False))
+        for rank, (one, expected) in enumerate(pairs):
+            if not same(one, expected):
+                of = [
+                    other
+                    for other, state in enumerate(self.states)
+                    if same(one, state.residuals[rank if len(pairs) > 1 else 0])
+                ]
+                problems.append(f"{name}: residuals of rank {rank} are not those of step {step} (of {of})")
+        return "residuals" if step else "nothing yet"
+
+    def start(self, saved: dict[str, Any]) -> State:
+        """What a run that resumes should start from."""
+        of_optimizer = saved["optimizer_states"][0]["state"] if saved["optimizer_states"] else {}
+        momentum = {name: of_optimizer[index]["momentum"] for index, name in enumerate(SIZES) if index in of_optimizer}
+        content = saved.get(KEY)
+        residuals: Any = content["residuals"] if content is not None else []
+        if isinstance(residuals, dict):
+            residuals = [residuals] * self.case.num_workers
+        residuals = residuals or [{}] * self.case.num_workers
+        return State(saved["state_dict"], zeros() | momentum, [zeros() | one for one in residuals])
+
+    def prepare(self) -> None:
+        """Trains without a fault, for what is the same on all workers after every step."""
+        if not self.case.is_sparse:
+            return
+        with tempfile.TemporaryDirectory() as name:
+            run(self.case, Path(name), save_all)
+            files = [torch.load(path, weights_only=True) for path in Path(name).glob("*.ckpt")]
+            self.shared = {saved["global_step"]: saved[KEY]["shared"] for saved in files}
+            assert sorted(self.shared) == list(range(1, STEPS + 1)), (Path(name) / "output of 0").read_text()
+
+    def check_end(self, result: dict[str, Any], rank: int, expected: State, what: str) -> list[str]:
+        problems = []
+        if not same(result["weights"], expected.weights):
+            problems.append(f"{what}: weights at the end are not the simulation's")
+        if self.case.is_sparse and not same(result["residuals"], expected.residuals[rank]):
+            problems.append(f"{what}: residuals of rank {rank} at the end are not the simulation's")
+        return problems
+
+    def check_last(self, result: dict[str, Any], rank: int) -> list[str]:
+        return self.check_end(result, rank, self.states[-1], "the struck run itself")
+
+    def strike(self, fault: Fault, folder: Path) -> Outcome:
+        """Lets a fault happen and looks at what is left."""
+        ended = run(self.case, folder, train, fault)
+        outcome = Outcome(self.case, fault, ended.seconds, ended.exit_codes)
+        times = [float(one.read_text()) for one in folder.glob("struck *")]
+        outcome.has_struck = bool(times)
+        if None in ended.exit_codes:
+            outcome.problems.append(f"hangs after {HANG} s")
+        for path in sorted(folder.glob("*.ckpt")):
+            file = self.read(path, outcome.problems)
+            if file is not None:
+                outcome.files.append(file)
+                file.delay = path.stat().st_mtime - max(times, default=0.0)
+                without = "weights and without drifts" if self.case.is_local else "written without residuals"
+                is_said = without in (folder / "output of 0").read_text()
+                if self.case.is_sparse and file.holds not in ("residuals", "nothing yet") and not is_said:
+                    outcome.problems.append(f"{file.name}: no warning")
+        if ended.exit_codes == [0] * self.case.num_workers:
+            outcome.finished = True
+            for rank in range(self.case.num_workers):
+                result = torch.load(folder / f"result of {rank}", weights_only=True)
+                outcome.problems += self.check_last(result, rank)
+        return outcome
+
+    def resume(self, outcomes: Sequence[tuple[Outcome, Path]]) -> int:
+        """Resumes, in one start of workers, from every content not seen before; returns from how many."""
+        chosen: dict[str, Path] = {}
+        for outcome, folder in outcomes:
+            for file in outcome.files:
+                if file.content not in self.resumed:
+                    chosen.setdefault(file.content, folder / file.name)
+        paths = list(chosen.values())
+        if paths:
+            with tempfile.TemporaryDirectory() as name:
+                folder = Path(name)
+                ended = run(self.case, folder, resume, list(map(str, paths)), limit=HANG + 3 * len(paths))
+                for number, (content, path) in enumerate(chosen.items()):
+                    try:
+                        self.resumed[content] = self._check_resumed(path, folder, number)
+                    except FileNotFoundError:
+                        said = (folder / "output of 0").read_text()[-1500:]
+                        self.resumed[content] = [f"a resume from {path.name} failed: {ended.exit_codes} {said}"]
+        for outcome, _ in outcomes:
+            for file in outcome.files:
+                outcome.problems += self.resumed[file.content]
+        return len(paths)
+
+    def _check_resumed(self, path: Path, folder: Path, number: int) -> list[str]:
+        saved = torch.load(path, weights_only=True)
+        expected = simulate(self.start(saved), range(saved["global_step"], RESUMED_STEPS), self.case.threshold)[-1]
+        problems = []
+        for rank in range(self.case.num_workers):
+            result = torch.load(folder / f"{number} of {rank}", weights_only=True)
+            problems += self.check_end(result, rank, expected, f"resumed from {path.name}")
+            if rank == 0 and self.case.is_sparse and (why := saved[KEY]["why_no_residuals"]) is not None:
+                had_steps = saved[KEY]["shared"]["last_step"] is not None
+                if had_steps and not any("holds no residuals" in one and why in one for one in result["warnings"]):
+                    problems.append(f"resumed from {path.name}: no warning of missing residuals")
+        return problems
+
+
+def mean(residuals: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: (sum(one[name].double() for one in residuals) / len(residuals)).float() for name in SIZES}

@@ -1,0 +1,249 @@
+"""A training that can be struck: how it is set up, in worker processes of its own, and resumed."""
+
+import json
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_sparse import HardThreshold, SparseDDPStrategy, SparseLocalStrategy
+from lightning_sparse.sparsifiers import LayerLayout, Selection
+from lightning_sparse.strategies import saving
+from tests.integration.fault_points import Fault, Injector, Point, Watcher
+from tests.integration.fault_training import ByHand, Endless, Exact
+from tests.integration.models import SMALL_BUCKETS_MB, WEIGHTS_ONLY, quiet_trainer
+from tests.workers import environment_of, reserved_port
+
+KEY = "lightning_sparse"
+THRESHOLD = 1.125
+LOCAL_THRESHOLD = 0.6
+STEPS, RESUMED_STEPS = 6, 9
+GROUP_TIMEOUT, PATIENCE, PATIENCE_IN_TROUBLE = 8.0, 5.0, 2.5
+HANG = 45.0
+"""Seconds after which workers count as hanging: several timeouts may follow each other, Lightning's barriers too."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """How is trained.
+
+    Args:
+        route: the strategy's exchange; ``"ddp"`` is Lightning's own strategy, ``"local"`` local training.
+        num_workers: n.
+        hosts: how many of them, for the hierarchical route.
+        residual_checkpoint: the strategy's; ``"mean"`` of local training saves nothing of single workers.
+        own_select: whether the sparsifier is a user's own, for which compensating and selecting are apart.
+        manual: whether the module optimizes by itself, and so steps after the backward, not around it.
+        saver: what saves on an exception: ``"on_exception"`` or ``"model_checkpoint"``.
+    """
+
+    route: str = "gather"
+    num_workers: int = 2
+    hosts: int = 1
+    residual_checkpoint: str = "full"
+    own_select: bool = False
+    manual: bool = False
+    saver: str = "on_exception"
+
+    @property
+    def is_sparse(self) -> bool:
+        return self.route != "ddp"
+
+    @property
+    def is_local(self) -> bool:
+        return self.route == "local"
+
+    @property
+    def threshold(self) -> float:
+        return LOCAL_THRESHOLD if self.is_local else THRESHOLD if self.is_sparse else 0.0
+
+    def __str__(self) -> str:
+        extra = [f"{self.hosts} hosts"] * (self.hosts > 1) + ["own select"] * self.own_select + ["manual"] * self.manual
+        extra += [self.residual_checkpoint] * (self.residual_checkpoint != "full") + [self.saver][
+            : self.saver[0] == "m"
+        ]
+        return ", ".join([self.route, f"{self.num_workers} workers", *extra])
+
+
+class OwnSelect(HardThreshold):
+    """Selects the same, but is asked for it."""
+
+    def select(self, compensated: torch.Tensor, layout: LayerLayout) -> Selection:
+        indices = (compensated.abs() >= THRESHOLD).nonzero().squeeze(1)
+        return Selection(indices, compensated[indices])
+
+
+# --------------------------------------------------------------------------------------------------------- in a worker
+
+
+class SaveAll(Callback):
+    """Saves after every step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
+
+
+def fit(
+    case: Case,
+    folder: Path,
+    injector: Injector,
+    max_steps: int,
+    ckpt_path: str | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> dict[str, Any]:
+    """Trains with torchrun's and SLURM's environment variables set; returns what there is in the end."""
+    common = {"timeout": timedelta(seconds=GROUP_TIMEOUT), "bucket_cap_mb": SMALL_BUCKETS_MB}
+    strategy: DDPStrategy = DDPStrategy(process_group_backend="gloo", **common)
+    if case.is_local:
+        strategy = SparseLocalStrategy(
+            HardThreshold(LOCAL_THRESHOLD),
+            drift_checkpoint=case.residual_checkpoint,
+            optimizer_checkpoint="first" if case.residual_checkpoint == "mean" else "full",
+            process_group_backend="gloo",
+            timeout=common["timeout"],
+        )
+    elif case.is_sparse:
+        strategy = SparseDDPStrategy(
+            (OwnSelect if case.own_select else HardThreshold)(THRESHOLD),
+            exchange=case.route,
+            residual_checkpoint=case.residual_checkpoint,
+            process_group_backend="gloo",
+            **common,
+        )
+    saver: Any = OnExceptionCheckpoint(folder)
+    if case.saver == "model_checkpoint":
+        saver = ModelCheckpoint(folder, "model", save_on_exception=True, every_n_train_steps=1000)
+    watcher = Watcher(injector, folder)
+    trainer = quiet_trainer(
+        strategy,
+        num_workers=case.num_workers,
+        max_steps=max_steps,
+        callbacks=list(callbacks) or [watcher, saver],
+        enable_checkpointing=not callbacks,
+        plugins=[SLURMEnvironment(auto_requeue=True, requeue_signal=signal.SIGUSR1)],
+        default_root_dir=folder,
+        use_distributed_sampler=False,
+        gradient_clip_val=None,
+    )
+    model = (ByHand if case.manual else Exact)(injector.tell)
+    if case.is_local:
+        model = model.double()
+    trainer.fit(model, Endless(), ckpt_path=ckpt_path, **WEIGHTS_ONLY)
+    state: Any = getattr(strategy, "state", None)
+    residuals = {}
+    if case.is_local:
+        residuals = {name: one.clone() for name, one in state.anchor().items()}
+    elif state is not None:
+        residuals = state.residuals.state_dict()
+    weights = {name: one.detach().clone() for name, one in model.named_parameters()}
+    return {"weights": weights, "residuals": residuals, "steps": trainer.global_step}
+
+
+def _be_a_worker(rank: int, case: Case, port: int, folder: str, function: Callable[..., None], args: Any) -> None:
+    output = os.open(f"{folder}/output of {rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ |= environment_of(rank, case.num_workers, port)
+    os.environ |= {
+        "SLURM_NTASKS": str(case.num_workers),
+        "SLURM_NTASKS_PER_NODE": str(case.num_workers),
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_NODEID": "0",
+        "SLURM_JOB_ID": "1",
+        "SLURM_JOB_NAME": "training",
+        "GROUP_RANK": str(rank * case.hosts // case.num_workers),
+    }
+    torch.set_num_threads(1)
+    tempfile.tempdir = folder  # where Lightning begins a file, which a kill leaves there
+    saving.PATIENCE, saving.PATIENCE_IN_TROUBLE = PATIENCE, PATIENCE_IN_TROUBLE
+    function(rank, case, Path(folder), *args)
+
+
+def train(rank: int, case: Case, folder: Path, fault: Fault) -> None:
+    injector = Injector(fault.strokes(rank), folder / f"struck {rank}")
+    with injector.watching():
+        try:
+            result = fit(case, folder, injector, STEPS)
+            torch.save(result, folder / f"result of {rank}")
+            # A process of a fork server leaves without it.
+            injector.tell("before the process ends")
+        finally:
+            (folder / f"trace of {rank}").write_text(json.dumps([vars(one) for one in injector.trace]))
+
+
+def save_all(rank: int, case: Case, folder: Path) -> None:
+    fit(case, folder, Injector([], folder / "none"), STEPS, callbacks=[SaveAll(folder)])
+
+
+def resume(rank: int, case: Case, folder: Path, paths: list[str]) -> None:
+    for number, path in enumerate(paths):
+        # Lightning finds the newest of these by itself.
+        number_of = {one: int(one.stem.rpartition("_")[2]) for one in Path(path).parent.glob("hpc_ckpt_*.ckpt")}
+        ckpt_path = "hpc" if Path(path) == max(number_of, key=number_of.__getitem__, default=None) else path
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            injector = Injector([], folder / "none")
+            result = fit(case, Path(path).parent, injector, RESUMED_STEPS, ckpt_path, [Callback()])
+        torch.save(result | {"warnings": [str(one.message) for one in caught]}, folder / f"{number} of {rank}")
+
+
+# --------------------------------------------------------------------------------------------------- who watches them
+
+
+@dataclass
+class Ended:
+    """How workers ended: seconds of all and exit codes, None for those that had to be killed."""
+
+    seconds: float
+    exit_codes: list[int | None]
+
+
+def run(case: Case, folder: Path, function: Callable[..., None], *args: Any, limit: float = HANG) -> Ended:
+    """Runs a function in every worker until all have ended, and leaves none behind."""
+    context = multiprocessing.get_context("forkserver")  # the one that tests.workers has prepared
+    started = time.monotonic()
+    with reserved_port() as port:
+        processes = [
+            context.Process(target=_be_a_worker, args=(rank, case, port, str(folder), function, args))
+            for rank in range(case.num_workers)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            for process in processes:
+                process.join(max(0.0, started + limit - time.monotonic()))
+            return Ended(time.monotonic() - started, [process.exitcode for process in processes])
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def trace(case: Case, fault: Fault | None = None) -> list[list[Point]]:
+    """Returns all points that each worker comes by, without a fault or with one that no worker dies of at once."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        ended = run(case, folder, train, fault or Fault("none", (None,) * case.num_workers))
+        assert fault or ended.exit_codes == [0] * case.num_workers, (folder / "output of 0").read_text()
+        return [
+            [Point(**one) for one in json.loads((folder / f"trace of {rank}").read_text())]
+            for rank in range(case.num_workers)
+        ]
