@@ -82,11 +82,13 @@ class Turns(Classifier):
         self.register_buffer("place", torch.eye(5)[0])
         self.register_buffer("order", torch.arange(8))
         self.register_buffer("flags", torch.tensor([True, False, False]))
+        self.register_buffer("of_first", torch.zeros((), dtype=torch.int64))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         self.sign *= 1 if self.global_rank else -1  # only the first one's changes
         for one in (self.place, self.order, self.flags):
             one.copy_(one.roll(1 + self.global_rank))
+        self.of_first += self.global_rank == 0
         return super().training_step(batch, batch_idx)
 
 
@@ -149,7 +151,7 @@ def finder() -> LearningRateFinder:
 
 @pytest.mark.parametrize(
     ("make", "callbacks", "own"),
-    [(WithRate, (finder,), ()), (Target, (), ("count",)), (Empty, (), ()), (Turns, (), ("order", "flags"))],
+    [(WithRate, (finder,), ()), (Target, (), ("count",)), (Empty, (), ()), (Turns, (), ("order", "flags", "of_first"))],
     ids=["search for a learning rate", "target network and constants", "empty parameter", "buffers of equal norm"],
 )
 def test_all_see_the_same_to_the_end(make: Any, callbacks: Any, own: tuple[str, ...]) -> None:
