@@ -28,7 +28,7 @@ from lightning_sparse.engine.step_stats import StepStats, step_stats
 from lightning_sparse.exchange import Buffers, Exchange, ExchangeMode, Workers
 from lightning_sparse.exchange.payload import ValueDtype, wire_dtype
 from lightning_sparse.selection.extraction import BucketGradient, Extraction
-from lightning_sparse.selection.numbers import header_fields, squared_norm
+from lightning_sparse.selection.numbers import header_fields
 from lightning_sparse.selection.residual import Residual
 from lightning_sparse.sparsifiers import LayerLayout, Sparsifier
 
@@ -130,11 +130,6 @@ class Engine:
         """Takes out of a bucket what is sent, and starts its exchange. Collective."""
         self._buckets.append(bucket)
         gradient, layout, dtype = bucket.gradient, bucket.layout, bucket.residual.after.dtype
-        squared_gradient_norm = None
-        if self._calibrator.is_running:
-            squared_gradient_norm = squared_norm(gradient)
-            if bucket.loss_scale is not None:
-                squared_gradient_norm /= bucket.loss_scale.double().square()
         bucket.average = gradient
         if gradient.dtype != dtype:  # the average does not fit it
             bucket.average = self._averages.take(bucket.index, gradient.numel(), dtype, gradient.device)
@@ -146,10 +141,11 @@ class Engine:
             bucket.average,
             is_last=bucket.is_last,
         )
-        numbers = self._extraction.fill(
-            BucketGradient(layout, gradient, bucket.residual, bucket.left_out, bucket.loss_scale), shipment
+        header = self._extraction.fill(
+            BucketGradient(layout, gradient, bucket.residual, bucket.left_out, bucket.loss_scale),
+            shipment,
+            measures_gradient=self._calibrator.is_running,
         )
-        header = numbers.header(squared_gradient_norm, gradient.device)
         if bucket.notes is not None:
             header = torch.cat([header, bucket.notes])
         self._exchange.start(shipment, header, is_last=bucket.is_last)
@@ -193,7 +189,7 @@ class Engine:
     def reset(self) -> None:
         """Returns to the state before the first step."""
         self._calibrator.begin()
-        self._exchange.load_state_dict({"selected": [], "slices": []})
+        self._exchange.load_state_dict({})
         self.last_step = None
 
     def shared_state(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Memory that the exchange uses again in every step."""
+"""Memory that the exchange uses again in every step, and the way to the host."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,9 @@ class Buffers:
     def __init__(self) -> None:
         self._held: dict[tuple[object, torch.dtype, torch.device], Tensor] = {}
 
-    def take(self, name: object, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def take(
+        self, name: object, numel: int, dtype: torch.dtype, device: torch.device, *, pinned: bool = False
+    ) -> Tensor:
         """Returns a tensor of shape (numel,) with whatever is in it; the same memory for the same name."""
         key = (name, dtype, device)
         held = self._held.get(key)
@@ -22,5 +24,30 @@ class Buffers:
             # allocate in every step.
             self._held.pop(key, None)
             room = numel if held is None else numel + numel // 2
-            held = self._held[key] = torch.empty(room, dtype=dtype, device=device)
+            held = self._held[key] = torch.empty(room, dtype=dtype, device=device, pin_memory=pinned)
         return held[:numel]
+
+
+class HostCopy:
+    """A copy of a tensor on the host, begun at once; on a GPU by way of pinned memory, while other work is enqueued.
+
+    Args:
+        tensor: what is copied.
+        buffers: where the pinned memory is held.
+    """
+
+    def __init__(self, tensor: Tensor, buffers: Buffers) -> None:
+        self._copy, self._event = tensor, None
+        if tensor.device.type == "cuda":
+            pinned = buffers.take("on the host", tensor.numel(), tensor.dtype, torch.device("cpu"), pinned=True)
+            self._copy = pinned.view(tensor.shape)
+            self._copy.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(tensor.device))
+
+    def wait(self) -> Tensor:
+        """Returns the copy once it is there: the step's wait for the device."""
+        if self._event is None:
+            return self._copy.cpu()
+        self._event.synchronize()
+        return self._copy.clone()

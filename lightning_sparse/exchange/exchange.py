@@ -14,13 +14,14 @@ The headers of all buckets ride in the last bucket's payload. Only where that bu
 a small gather of their own follows.
 """
 
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sparse.exchange.buffers import Buffers
+from lightning_sparse.exchange.buffers import Buffers, HostCopy
 from lightning_sparse.exchange.cost_model import Costs, Route
 from lightning_sparse.exchange.dense import DenseShipment, LocalShipment
 from lightning_sparse.exchange.forecast import Forecast
@@ -63,6 +64,7 @@ class Exchange:
         self._buffers = Buffers()
         self._selected: dict[tuple[int, int], Forecast] = {}
         self._slices: dict[tuple[int, int], Forecast] = {}
+        self._unions: dict[tuple[int, int], Forecast] = {}
         self._shipments: list[Shipment] = []
         self._headers: list[Tensor] = []
 
@@ -76,16 +78,20 @@ class Exchange:
         """Returns what was seen of former steps, from which routes and capacities follow; the same on all workers."""
         return {
             name: [[*key, *forecast.state()] for key, forecast in forecasts.items()]
-            for name, forecasts in (("selected", self._selected), ("slices", self._slices))
+            for name, forecasts in self._forecasts.items()
         }
 
     def load_state_dict(self, state: dict[str, list[list[float]]]) -> None:
         """Continues from what another exchange of as many workers saw; nothing else is known any more."""
-        for name, forecasts in (("selected", self._selected), ("slices", self._slices)):
+        for name, forecasts in self._forecasts.items():
             forecasts.clear()
-            for bucket, num_elements, *numbers in state[name]:
+            for bucket, num_elements, *numbers in state.get(name, []):
                 forecast = forecasts[int(bucket), int(num_elements)] = Forecast(0)
                 forecast.load_state(numbers)
+
+    @property
+    def _forecasts(self) -> dict[str, dict[tuple[int, int], Forecast]]:
+        return {"selected": self._selected, "slices": self._slices, "unions": self._unions}
 
     def begin(self) -> None:
         """Forgets a step that was broken off in its middle."""
@@ -125,8 +131,14 @@ class Exchange:
             return GatherShipment(*common, capacity=capacity, costs=may_go_dense)
         elements = slice_elements(num_elements, self.workers.num_workers)
         slices = self._slices.get(key) or Forecast(UNEVEN_SLICES * capacity // self.workers.num_workers)
-        room = slices.capacity(elements)
-        return ReduceScatterShipment(*common, capacity=capacity, costs=may_go_dense, slice_capacity=room)
+        union = self._unions.get(key)
+        return ReduceScatterShipment(
+            *common,
+            capacity=capacity,
+            costs=may_go_dense,
+            slice_capacity=slices.capacity(elements),
+            union_capacity=None if union is None else union.capacity(elements),
+        )
 
     def start(self, shipment: Shipment, header: Tensor, *, is_last: bool) -> None:
         """Issues the first collective of a shipment that the caller has filled.
@@ -151,15 +163,22 @@ class Exchange:
             For each bucket all workers' headers in rank order: float64, shape (n, H), on the CPU; and the bytes that
             this worker handed to collectives.
         """
-        shipments, headers = self._shipments, self._gather_headers()
-        small_bytes = 0 if _carries_headers(shipments[-1]) else 8 * sum(header.shape[1] for header in headers)
-        sizes, sizes_bytes = self._gather_sizes(headers)
-        for shipment, header, one in zip(shipments, headers, sizes, strict=True):
-            shipment.second(header, one)
+        shipments = self._shipments
+        local_sizes = [one for shipment in shipments if (one := shipment.prepare()) is not None]
+        table, lengths = self._gather_headers(local_sizes)
+        copy = HostCopy(table, self._buffers)
+        for shipment in shipments:
+            shipment.complete()
+        *headers, sizes = torch.split(copy.wait(), [*lengths, len(local_sizes)], dim=1)
+        columns: Iterator[list[int]] = iter(sizes.T.long().tolist())
+        for shipment, header in zip(shipments, headers, strict=True):
+            of_all = next(columns) if shipment.has_sizes else []
+            shipment.second(header, of_all)
+            self._remember(shipment, header, of_all)
         for shipment, header in zip(shipments, headers, strict=True):
             shipment.finish(header)
-            self._remember(shipment, header)
-        sent_bytes = sum(shipment.sent_bytes for shipment in shipments) + small_bytes + sizes_bytes
+        small_bytes = 8 * (len(local_sizes) + (0 if _carries_headers(shipments[-1]) else sum(lengths)))
+        sent_bytes = sum(shipment.sent_bytes for shipment in shipments) + small_bytes
         self.begin()
         return headers, sent_bytes
 
@@ -172,44 +191,41 @@ class Exchange:
         largest_slice = UNEVEN_SLICES * selected.last / costs.num_workers if slices is None else slices.last
         return costs.cheapest(selected.last, largest_slice, on_gpu=on_gpu)
 
-    def _remember(self, shipment: Shipment, header: Tensor) -> None:
+    def _remember(self, shipment: Shipment, header: Tensor, sizes: list[int]) -> None:
         key = (shipment.bucket, shipment.format.num_elements)
         largest = header.amax(0)
-        fields = [(self._selected, NUM_SELECTED)]
+        seen = [(self._selected, int(largest[NUM_SELECTED]))]
         if self.counts_slices and not shipment.is_masked:
-            fields.append((self._slices, LARGEST_SLICE))
-        for forecasts, field in fields:
-            count = int(largest[field])
+            seen.append((self._slices, int(largest[LARGEST_SLICE])))
+        if isinstance(shipment, ReduceScatterShipment) and not shipment.has_overflowed:
+            seen.append((self._unions, max(sizes)))
+        for forecasts, count in seen:
             if key in forecasts:
                 forecasts[key].observe(count)
             else:
                 forecasts[key] = Forecast(count)
 
-    def _gather_headers(self) -> list[Tensor]:
-        """All workers' headers, by bucket, on the CPU."""
+    def _gather_headers(self, sizes: list[Tensor]) -> tuple[Tensor, list[int]]:
+        """What all workers have told, on the device: float64, shape (n, sum of lengths + sizes); and headers' lengths.
+
+        Args:
+            sizes: this worker's, which follow the headers of all buckets.
+        """
         lengths = [header.numel() for header in self._headers]
         last = self._shipments[-1]
+        told = [] if _carries_headers(last) else self._headers
+        told = [*told, *(size.double().view(1) for size in sizes)]
+        gathered = []
         if isinstance(last, GatherShipment) and _carries_headers(last):
-            table = last.headers()
-        else:
-            local = torch.cat(self._headers)
-            table = local.unsqueeze(0)
-            if self.workers.num_workers > 1:
-                table = local.new_empty(self.workers.num_workers * local.numel())
-                self.workers.all_gather(table, local).wait()
-                table = table.view(self.workers.num_workers, -1)
-        return list(torch.split(table.cpu(), lengths, dim=1))
-
-    def _gather_sizes(self, headers: list[Tensor]) -> tuple[list[list[int]], int]:
-        """What each worker's ``prepare`` returned, by bucket, where some bucket needs it told."""
-        n = self.workers.num_workers
-        local = [shipment.prepare(header) for shipment, header in zip(self._shipments, headers, strict=True)]
-        if not any(shipment.has_sizes for shipment in self._shipments):
-            return [[] for _ in local], 0
-        mine = torch.tensor(local, device=self._shipments[0].out.device)
-        everyone = mine.new_empty(n * len(local))
-        self.workers.all_gather(everyone, mine).wait()
-        return everyone.view(n, len(local)).T.tolist(), mine.numel() * mine.itemsize
+            gathered.append(last.headers())
+        if told:
+            n, local = self.workers.num_workers, torch.cat(told)
+            everyone = local
+            if n > 1:
+                everyone = local.new_empty(n * local.numel())
+                self.workers.all_gather(everyone, local).wait()
+            gathered.append(everyone.view(n, -1))
+        return (torch.cat(gathered, 1) if len(gathered) > 1 else gathered[0]), lengths
 
 
 def _carries_headers(shipment: Shipment) -> bool:

@@ -3,16 +3,15 @@
 import torch
 from torch import Tensor
 
+from lightning_sparse.exchange.adding import average
 from lightning_sparse.exchange.buffers import Buffers
 from lightning_sparse.exchange.cost_model import Costs
 from lightning_sparse.exchange.forecast import aligned
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.shipment import NUM_SELECTED, Shipment
 from lightning_sparse.exchange.workers import Pending, Workers
+from lightning_sparse.kernels import is_available
 from lightning_sparse.sparsifiers import Selection
-
-SPARSE_SHARE = 0.02
-"""Up to this many coordinates from all workers together, as a share of the bucket, each is divided by itself."""
 
 
 class GatherShipment(Shipment):
@@ -20,8 +19,8 @@ class GatherShipment(Shipment):
 
     ::
 
-        first     | header | counts | c values | c offsets |   one all-gather; k may be larger than c on some workers
-        second             | counts | rest                 |   only then: one all-gather, as large as the largest rest
+        first     | header | ends | c values | c offsets |   one all-gather; k may be larger than c on some workers
+        second             | ends | rest                 |   only then: one all-gather, as large as the largest rest
 
     The result is that of :func:`~lightning_sparse.exchange.plain.plain_average`, to the last bit: all that one rank
     sent is added before anything of the next.
@@ -51,21 +50,35 @@ class GatherShipment(Shipment):
         self._work: Pending | None = None
         self._rest_format = PayloadFormat(payload_format.num_elements, payload_format.wire_dtype)
         self._rests: list[Tensor] = []
-        self._is_dense = False
+        self._is_dense = self._is_decoded = False
 
     def start(self) -> None:
         """Issues the all-gather of the payloads."""
+        self._is_decoded = False
         self._gathered = self.take("gathered", self.payload_bytes * self.workers.num_workers, torch.uint8)
         self._work = self.workers.all_gather(self._gathered, self.payload)
         self.sent_bytes += self.payload_bytes
         if not self.is_cleared:
             self.out.zero_()  # while the payload travels
 
+    def prepare(self) -> Tensor | None:
+        """Adds up the payloads of an early bucket while that of the last one travels."""
+        if not self.format.header_fields:
+            self.complete()
+        return None
+
+    def complete(self) -> None:
+        """Adds up on a GPU what all payloads hold and divides it: the average, if none was too small."""
+        if self._is_decoded or not is_available(self.out.device):
+            return
+        self._wait()
+        average(self.format, self._rows, self.out, self.take)
+        self._is_decoded = True
+
     def headers(self) -> Tensor:
         """Waits for the gather and returns all workers' header parts: float64, shape (n, H), on the device."""
         self._wait()
-        rows = self._gathered.view(self.workers.num_workers, self.payload_bytes)
-        return rows[:, : 8 * self.format.header_fields].contiguous().view(torch.float64)
+        return self._rows[:, : 8 * self.format.header_fields].contiguous().view(torch.float64)
 
     def second(self, header: Tensor, sizes: list[int]) -> None:
         """Sends what did not fit: nothing in the usual step."""
@@ -73,6 +86,9 @@ class GatherShipment(Shipment):
         largest_rest = max(counts) - self.capacity
         if largest_rest <= 0:
             return
+        if self._is_decoded:
+            self._is_decoded = False
+            self.out.zero_()
         rest = self.rest() if counts[self.workers.rank] > self.capacity else None
         if self._costs is not None and self._costs.gather_bytes(largest_rest) > self._costs.dense_bytes():
             self._start_dense(counts[self.workers.rank], rest)
@@ -80,7 +96,7 @@ class GatherShipment(Shipment):
         size = self._rest_format.payload_bytes(aligned(largest_rest))
         payload = self.take("rest", size, torch.uint8)
         if rest is None:
-            self._rest_format.parts(payload).counts.zero_()
+            self._rest_format.parts(payload).ends.zero_()
         else:
             self._rest_format.fill(payload, rest)
         gathered = self.take("gathered rests", size * self.workers.num_workers, torch.uint8)
@@ -92,33 +108,27 @@ class GatherShipment(Shipment):
     def finish(self, header: Tensor) -> None:
         """Adds all payloads in rank order and divides by n."""
         self._wait()
-        if not self._is_dense:
+        if self._is_decoded:
+            return
+        if self._is_dense:
+            self.out.div_(self.workers.num_workers)
+        elif self._rests:
             counts: list[int] = header[:, NUM_SELECTED].long().tolist()
-            payloads = self._gathered.view(self.workers.num_workers, self.payload_bytes).unbind()
-            if self.out.device.type == "cpu" and not self._rests:
-                # One addition over all payloads, which a CPU does in their order.
-                everything = self.format.unpack_many(payloads, self.out.dtype, counts)
-                self._add(everything)
-                if sum(counts) < SPARSE_SHARE * self.out.numel():
-                    # Dividing only what is there saves a pass over the bucket. An index that several workers sent is
-                    # read as often before it is written, each time with the same quotient.
-                    quotients = self.out.index_select(0, everything.indices).div_(self.workers.num_workers)
-                    self.out.index_copy_(0, everything.indices, quotients)
-                    return
-            else:
-                # A GPU adds in no order: the places of one addition must be unique, so each payload is one.
-                for rank, (payload, count) in enumerate(zip(payloads, counts, strict=True)):
-                    self._add(self.format.unpack(payload, self.out.dtype, count))
-                    if self._rests and count > self.capacity:
-                        self._add(self._rest_format.unpack(self._rests[rank], self.out.dtype, count - self.capacity))
-        self.out.div_(self.workers.num_workers)
+            for row, rest, count in zip(self._rows.unbind(), self._rests, counts, strict=True):
+                self.out.scatter_add_(0, *self.format.unpack(row, self.out.dtype, count))
+                if count > self.capacity:
+                    self.out.scatter_add_(0, *self._rest_format.unpack(rest, self.out.dtype, count - self.capacity))
+            self.out.div_(self.workers.num_workers)
+        else:
+            average(self.format, self._rows, self.out, self.take)
+
+    @property
+    def _rows(self) -> Tensor:
+        return self._gathered.view(self.workers.num_workers, self.payload_bytes)
 
     def own(self, num_selected: int) -> Selection:
         """Returns what this worker's payload holds."""
         return self.format.unpack(self.payload, self.out.dtype, num_selected)
-
-    def _add(self, selection: Selection) -> None:
-        self.out.scatter_add_(0, *selection)
 
     def _wait(self) -> None:
         if self._work is not None:

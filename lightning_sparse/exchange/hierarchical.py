@@ -112,8 +112,8 @@ class HierarchicalShipment(Shipment):
             self._work = self._nodes.inside.all_reduce(self.out)
             self.sent_bytes += self.out.numel() * self.out.itemsize
 
-    def prepare(self, header: Tensor) -> int:
-        """Picks the non-zero sums of this worker's slice; returns their number."""
+    def prepare(self) -> Tensor | None:
+        """Picks the non-zero sums of this worker's slice, for which it waits; returns their number."""
         if self._work is not None:
             self._work.wait()
         start = self._nodes.inside.rank * self._slice_elements
@@ -123,7 +123,7 @@ class HierarchicalShipment(Shipment):
         self._slice[: part.numel()].copy_(part)
         indices = self._slice.nonzero().squeeze(1)  # NaN is not zero
         self._selection = Selection(indices, self._slice[indices])
-        return indices.numel()
+        return torch.full((), indices.numel(), device=indices.device)
 
     def second(self, header: Tensor, sizes: list[int]) -> None:
         """Sends the slice to its peers on other nodes, sparse or dense, whichever is less; spreads it in the node."""
@@ -140,7 +140,7 @@ class HierarchicalShipment(Shipment):
                 between.all_gather(gathered, payload).wait()
                 self._slice.zero_()
                 for received in gathered.view(between.num_workers, size).unbind():
-                    count = int(self._format.parts(received).counts.sum())
+                    count = self._format.num_selected(received)
                     self._slice.scatter_add_(0, *self._format.unpack(received, self.out.dtype, count))
                 self.sent_bytes += size
             else:

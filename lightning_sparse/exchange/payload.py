@@ -2,13 +2,13 @@
 
 The layout of a payload, every part in the machine's byte order::
 
-    | header: H x float64 | block counts: B x int32, padded to 8 bytes | values: c | offsets: c x 16 bit |
+    | header: H x float64 | block ends: B x int32, padded to 8 bytes | values: c | offsets: c x 16 bit |
 
-An index is an offset of 16 bits inside its block of 65,536 elements. Indices ascend, so a count per block is all that
-is needed to recover the block: 2 bytes an index and 4 bytes a block instead of 8 bytes an index.
+An index is an offset of 16 bits inside its block of 65,536 elements. Indices ascend, so where each block's coordinates
+end is all that is needed to recover the block: 2 bytes an index and 4 bytes a block instead of 8 bytes an index.
 
-A payload has room for c coordinates, its capacity. The counts are always those of the whole selection of k coordinates:
-where k < c the room after the first k is unused, where k > c only the first c are in the payload.
+A payload has room for c coordinates, its capacity. The ends are always those of the whole selection of k coordinates,
+so the last one is k: where k < c the room after the first k is unused, where k > c only the first c are in the payload.
 """
 
 from collections.abc import Sequence
@@ -33,13 +33,13 @@ class PayloadParts(NamedTuple):
 
     Attributes:
         header: float64, shape (H,).
-        counts: int32, shape (B,): selected coordinates per block of 65,536 elements, of the whole selection.
+        ends: int32, shape (B,): selected coordinates up to the end of each block of 65,536 elements.
         values: the wire dtype, shape (c,).
         offsets: int16, shape (c,): 16 unsigned bits each.
     """
 
     header: Tensor
-    counts: Tensor
+    ends: Tensor
     values: Tensor
     offsets: Tensor
 
@@ -82,21 +82,25 @@ class PayloadFormat:
         return (payload_bytes - self.fixed_bytes) // self.coordinate_bytes
 
     def parts(self, payload: Tensor) -> PayloadParts:
-        """Returns views of a payload's parts.
+        """Returns views of a payload's parts, or of each of several payloads'.
 
         Args:
-            payload: uint8, shape (payload_bytes(c),), beginning at a multiple of 8 bytes.
+            payload: uint8, shape (…, payload_bytes(c)), beginning at a multiple of 8 bytes.
         """
-        capacity = self.capacity(payload.numel())
-        counts_start = 8 * self.header_fields
+        capacity = self.capacity(payload.shape[-1])
+        ends_start = 8 * self.header_fields
         values_start = self.fixed_bytes
         offsets_start = values_start + capacity * self.wire_dtype.itemsize
         return PayloadParts(
-            payload[:counts_start].view(torch.float64),
-            payload[counts_start : counts_start + 4 * self.num_blocks].view(torch.int32),
-            payload[values_start:offsets_start].view(self.wire_dtype),
-            payload[offsets_start : offsets_start + 2 * capacity].view(torch.int16),
+            payload[..., :ends_start].view(torch.float64),
+            payload[..., ends_start : ends_start + 4 * self.num_blocks].view(torch.int32),
+            payload[..., values_start:offsets_start].view(self.wire_dtype),
+            payload[..., offsets_start : offsets_start + 2 * capacity].view(torch.int16),
         )
+
+    def num_selected(self, payload: Tensor) -> int:
+        """Returns k, and waits for the device."""
+        return int(self.parts(payload).ends[-1]) if self.num_blocks else 0
 
     def pack(self, selection: Selection) -> Tensor:
         """Returns a payload just large enough: uint8, shape (payload_bytes(k),), on the selection's device.
@@ -111,20 +115,20 @@ class PayloadFormat:
         return payload
 
     def fill(self, payload: Tensor, selection: Selection) -> None:
-        """Writes the first c coordinates of a selection, and the counts of all, into a payload of capacity c.
+        """Writes the first c coordinates of a selection, and the ends of all, into a payload of capacity c.
 
         Args:
-            payload: uint8, shape (payload_bytes(c),); its header is left as it is.
-            selection: k coordinates, exact in wire_dtype.
+            payload: uint8, shape (…, payload_bytes(c)); its header is left as it is.
+            selection: k coordinates, exact in wire_dtype: shapes (…, k).
         """
-        _, counts, values, offsets = self.parts(payload)
+        _, ends, values, offsets = self.parts(payload)
         indices = selection.indices
-        ends = torch.searchsorted(indices, _block_starts(self.num_blocks, indices.device) + BLOCK_ELEMENTS)
-        counts.copy_(ends.diff(prepend=ends.new_zeros(1)))
-        written = min(indices.numel(), values.numel())
-        values[:written].copy_(selection.values[:written])
+        block_ends = _block_starts(self.num_blocks, indices.device) + BLOCK_ELEMENTS
+        ends.copy_(torch.searchsorted(indices, block_ends.expand(*indices.shape[:-1], -1).contiguous()))
+        written = min(indices.shape[-1], values.shape[-1])
+        values[..., :written].copy_(selection.values[..., :written])
         # 16 unsigned bits, kept in an int16: 32,768 and above wrap to negative and are unwrapped when unpacked.
-        offsets[:written].copy_(indices[:written].bitwise_and(BLOCK_ELEMENTS - 1))
+        offsets[..., :written].copy_(indices[..., :written].bitwise_and(BLOCK_ELEMENTS - 1))
 
     def unpack(self, payload: Tensor, dtype: torch.dtype, num_selected: int | None = None) -> Selection:
         """Returns the coordinates that are in a payload.
@@ -135,13 +139,10 @@ class PayloadFormat:
             num_selected: k, known from a header; None where the payload has no unused room. Without it, or where it is
                 at most c, nothing waits for the device.
         """
-        _, counts, values, offsets = self.parts(payload)
+        _, ends, values, offsets = self.parts(payload)
         held = values.numel() if num_selected is None else min(num_selected, values.numel())
-        starts = _block_starts(self.num_blocks, payload.device)
-        if num_selected is not None and num_selected > held:  # the counts are those of more than is held
-            starts = starts.repeat_interleave(counts, output_size=num_selected)[:held]
-        else:
-            starts = starts.repeat_interleave(counts, output_size=held)
+        counts = _counts(ends.clamp(max=held))  # the ends are those of more than is held, perhaps
+        starts = _block_starts(self.num_blocks, payload.device).repeat_interleave(counts, output_size=held)
         return Selection(starts + offsets[:held].long().bitwise_and_(BLOCK_ELEMENTS - 1), values[:held].to(dtype))
 
     def unpack_many(self, payloads: Sequence[Tensor], dtype: torch.dtype, nums_selected: Sequence[int]) -> Selection:
@@ -153,7 +154,7 @@ class PayloadFormat:
             nums_selected: k of each payload.
         """
         parts = [self.parts(payload) for payload in payloads]
-        counts = torch.cat([part.counts for part in parts])
+        counts = torch.cat([_counts(part.ends) for part in parts])
         starts = _block_starts(self.num_blocks, counts.device).repeat(len(parts))
         starts = starts.repeat_interleave(counts, output_size=sum(nums_selected))
         offsets = torch.cat([part.offsets[:k] for part, k in zip(parts, nums_selected, strict=True)])
@@ -165,9 +166,8 @@ class PayloadFormat:
 
         Those after the first k have the index num_elements and the value 0.
         """
-        _, counts, values, offsets = self.parts(payload)
+        _, ends, values, offsets = self.parts(payload)
         places = torch.arange(values.numel(), device=payload.device)
-        ends = counts.cumsum(0)
         block = torch.searchsorted(ends, places, right=True)
         indices = (block * BLOCK_ELEMENTS).add_(offsets.long().bitwise_and_(BLOCK_ELEMENTS - 1))
         is_used = block < self.num_blocks
@@ -177,6 +177,10 @@ class PayloadFormat:
 @lru_cache(maxsize=256)
 def _block_starts(num_blocks: int, device: torch.device) -> Tensor:
     return torch.arange(num_blocks, device=device) * BLOCK_ELEMENTS
+
+
+def _counts(ends: Tensor) -> Tensor:
+    return ends.diff(prepend=ends.new_zeros(1))
 
 
 def wire_dtype(value_dtype: ValueDtype, residual_dtype: torch.dtype) -> torch.dtype:

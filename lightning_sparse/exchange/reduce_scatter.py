@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from lightning_sparse.exchange.adding import average, pack_nonzero, side_by_side
 from lightning_sparse.exchange.buffers import Buffers
 from lightning_sparse.exchange.cost_model import Costs
-from lightning_sparse.exchange.forecast import aligned
 from lightning_sparse.exchange.gather import GatherShipment
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat
 from lightning_sparse.exchange.shipment import LARGEST_SLICE, NUM_SELECTED
@@ -18,6 +18,12 @@ def slice_elements(num_elements: int, num_workers: int) -> int:
     return -(-num_elements // num_workers)
 
 
+def slice_bounds(num_elements: int, num_workers: int) -> list[int]:
+    """Returns where the slices begin, and the end of the last one."""
+    size = slice_elements(num_elements, num_workers)
+    return [min(rank * size, num_elements) for rank in range(num_workers + 1)]
+
+
 def largest_slice(indices: Tensor, num_elements: int, num_workers: int) -> Tensor:
     """Returns the most of these ascending indices that fall into any worker's slice, without a wait for the device."""
     bounds = torch.arange(num_workers + 1, device=indices.device) * slice_elements(num_elements, num_workers)
@@ -25,19 +31,25 @@ def largest_slice(indices: Tensor, num_elements: int, num_workers: int) -> Tenso
 
 
 class ReduceScatterShipment(GatherShipment):
-    """A sparse reduce-scatter, then a gather of the sums: volume stays below a dense all-reduce for any n.
+    """A sparse reduce-scatter, then a gather of the averages: volume stays below a dense all-reduce for any n.
 
     ::
 
         worker i ── coordinates in slice j ──▶ worker j       one all-to-all of fixed capacity
-        worker j:   sum of its slice, in rank order
-        worker j ── summed slice ──▶ all                      one all-gather, sparse or dense, whichever is less
+        worker j:   average of its slice, in rank order
+        worker j ── its average ──▶ all                       one all-gather of fixed capacity, sparse or dense,
+                                                              whichever is less
 
     The sums are made in rank order, so the result is that of the gather route to the last bit. If a worker has more
-    coordinates for a slice than fit, all see it in the headers and the bucket is gathered instead.
+    coordinates for a slice than fit, or a slice more than fit into the second half, all see it in the headers and sizes
+    and the bucket is gathered instead.
 
     Args:
         slice_capacity: room for the coordinates of one worker in one slice, the same on all workers.
+        union_capacity: room for the coordinates that anybody has in one slice, likewise; None sends slices densely.
+
+    Attributes:
+        has_overflowed: whether something did not fit; known once :meth:`second` was called.
     """
 
     has_sizes = True
@@ -53,18 +65,20 @@ class ReduceScatterShipment(GatherShipment):
         capacity: int,
         costs: Costs | None,
         slice_capacity: int,
+        union_capacity: int | None,
     ) -> None:
         super().__init__(bucket, payload_format, out, workers, buffers, capacity=capacity, costs=costs)
+        self.has_overflowed = False
         self._slice_capacity = slice_capacity
         self._slice_elements = slice_elements(payload_format.num_elements, workers.num_workers)
         self._parcel_format = PayloadFormat(self._slice_elements, payload_format.wire_dtype)
-        self._sum_format = PayloadFormat(self._slice_elements, out.dtype)
-        self._has_overflowed = False
-        self._sum = out
-        self._summed = Selection(torch.empty(0, dtype=torch.int64), torch.empty(0))
-        self._slices: list[Tensor] = []
-        self._sizes: list[int] = []
-        self._slices_are_dense = False
+        self._received = self._average = out
+        self._average_format = PayloadFormat(self._slice_elements, out.dtype)
+        # Sparse or dense, whichever is less.
+        room = self._slice_elements if union_capacity is None else union_capacity
+        size = self._average_format.payload_bytes(room)
+        self._union_capacity = room if size < self._slice_elements * out.itemsize else None
+        self._averages = out
 
     def start(self) -> None:
         """Issues the all-to-all of the slices' coordinates."""
@@ -76,69 +90,53 @@ class ReduceScatterShipment(GatherShipment):
         self._received = received.view(n, size)
         self._work = self.workers.all_to_all(received, parcels)
         self.sent_bytes += size * n
+        if not self.is_cleared:
+            self.out.zero_()  # while the parcels travel
 
-    def prepare(self, header: Tensor) -> int:
-        """Sums this worker's slice; returns how many of its coordinates anyone sent."""
+    def prepare(self) -> Tensor | None:
+        """Averages this worker's slice and issues its gather; returns how many of its coordinates anyone sent."""
         self._wait()
-        self._has_overflowed = bool((header[:, LARGEST_SLICE] > self._slice_capacity).any()) or bool(
-            (header[:, NUM_SELECTED] > self.capacity).any()
-        )
-        if self._has_overflowed:
-            return 0
-        self._sum = self.take("slice", self._slice_elements, self.out.dtype)
-        self._sum.zero_()
-        is_sent = torch.zeros(self._slice_elements, dtype=torch.bool, device=self._sum.device)
-        for parcel in self._received.unbind():
-            count = int(self._parcel_format.parts(parcel).counts.sum())
-            indices, values = self._parcel_format.unpack(parcel, self._sum.dtype, count)
-            self._sum.scatter_add_(0, indices, values)
-            is_sent[indices] = True
-        indices = is_sent.nonzero().squeeze(1)
-        self._summed = Selection(indices, self._sum[indices])
-        return indices.numel()
+        n = self.workers.num_workers
+        self._average = self.take("slice", self._slice_elements, self.out.dtype)
+        self._average.zero_()
+        average(self._parcel_format, self._received, self._average, self.take)
+        if self._union_capacity is None:
+            part, union = self._average, self._average.count_nonzero()
+        else:
+            part = self.take("average", self._average_format.payload_bytes(self._union_capacity), torch.uint8)
+            union = pack_nonzero(self._average_format, self._average, part)
+        self._averages = self.take("averages", n * part.numel(), part.dtype)
+        self._work = self.workers.all_gather(self._averages, part)
+        self.sent_bytes += part.numel() * part.itemsize
+        return union
+
+    def complete(self) -> None:
+        """Puts the slices together."""
+        self._wait()
+        if self._union_capacity is None:
+            self.out.copy_(self._averages[: self.out.numel()])
+        else:
+            side_by_side(self._average_format, self._averages.view(self.workers.num_workers, -1), self.out)
 
     def second(self, header: Tensor, sizes: list[int]) -> None:
-        """Issues the gather of the summed slices, or begins again as a gather of payloads."""
-        n = self.workers.num_workers
-        if self._has_overflowed:
+        """Begins again as a gather of payloads where something did not fit."""
+        room = self._slice_elements if self._union_capacity is None else self._union_capacity
+        self.has_overflowed = max(sizes) > room or bool(
+            ((header[:, LARGEST_SLICE] > self._slice_capacity) | (header[:, NUM_SELECTED] > self.capacity)).any()
+        )
+        if self.has_overflowed:
+            self.out.zero_()
             super().start()
             super().second(header, sizes)
-            return
-        self._sizes = sizes
-        room = aligned(max(sizes))
-        dense_bytes = self._slice_elements * self.out.itemsize
-        self._slices_are_dense = self._sum_format.payload_bytes(room) >= dense_bytes
-        if self._slices_are_dense:
-            part, numel, dtype = self._sum, self._slice_elements, self.out.dtype
-        else:
-            numel, dtype = self._sum_format.payload_bytes(room), torch.uint8
-            part = self.take("summed", numel, dtype)
-            self._sum_format.fill(part, self._summed)
-        gathered = self.take("gathered slices", n * numel, dtype)
-        self._work = self.workers.all_gather(gathered, part)
-        self._slices = list(gathered.view(n, numel).unbind())
-        self.sent_bytes += part.numel() * part.itemsize
 
     def finish(self, header: Tensor) -> None:
-        """Puts the slices together and divides by n."""
-        if self._has_overflowed:
+        """Adds payloads up where the slices were not all."""
+        if self.has_overflowed:
             super().finish(header)
-            return
-        self._wait()
-        if not self._slices_are_dense:
-            self.out.zero_()
-        for rank, received in enumerate(self._slices):
-            start = rank * self._slice_elements
-            part = self.out[start : start + self._slice_elements]  # the last slices may be shorter
-            if self._slices_are_dense:
-                part.copy_(received[: part.numel()])
-            else:
-                indices, values = self._sum_format.unpack(received, self.out.dtype, self._sizes[rank])
-                part[indices] = values
-        self.out.div_(self.workers.num_workers)
 
     def _pack(self, parcels: Tensor) -> None:
         """Copies the payload's coordinates into one parcel a slice, without knowing their number on the host."""
+        assert self.payload is not None
         n, capacity = self.workers.num_workers, self._slice_capacity
         indices, values = self.format.unpack_padded(self.payload, self.format.wire_dtype)
         bounds = torch.arange(n + 1, device=indices.device) * self._slice_elements
@@ -146,8 +144,7 @@ class ReduceScatterShipment(GatherShipment):
         places = starts[:-1, None] + torch.arange(capacity, device=indices.device)
         is_used = places < starts[1:, None]
         places = places.clamp_(max=max(indices.numel() - 1, 0))
-        # What is not used gets an index beyond the slice, after all blocks: no block counts it.
-        ends = self._parcel_format.num_blocks * BLOCK_ELEMENTS
-        local = torch.where(is_used, indices[places] - bounds[:-1, None], ends)
-        for parcel, one, value in zip(parcels.unbind(), local.unbind(), values[places].unbind(), strict=True):
-            self._parcel_format.fill(parcel, Selection(one, value))
+        # What is not used gets an index beyond the slice, after all blocks: it is before no block's end.
+        beyond = self._parcel_format.num_blocks * BLOCK_ELEMENTS
+        local = torch.where(is_used, indices[places] - bounds[:-1, None], beyond)
+        self._parcel_format.fill(parcels, Selection(local, values[places]))

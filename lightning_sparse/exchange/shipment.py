@@ -21,9 +21,11 @@ class Shipment(ABC):
 
     1. the caller writes what it sends: into ``payload``, or for a masked route into ``out``
     2. ``start``     in the bucket's hook: the first collective goes out, backward continues
-    3. ``prepare``   in the last bucket's hook: the first collective is over; tells how much a second one must carry
-    4. ``second``    the second round, where one is needed
-    5. ``finish``    the average is in ``out``
+    3. ``prepare``   in the last bucket's hook, before any header is read: what can be done without, such as a second
+                     collective
+    4. ``complete``  the same, once headers are on their way to the host: the usual ending
+    5. ``second``    with the headers: whatever else is needed
+    6. ``finish``    the average is in ``out``
 
     Args:
         bucket: the bucket's place in DDP's order.
@@ -34,7 +36,7 @@ class Shipment(ABC):
 
     Attributes:
         is_masked: whether the caller writes a masked gradient into ``out`` instead of a payload.
-        has_sizes: whether ``prepare`` must be followed by telling every worker's answer to all.
+        has_sizes: whether ``prepare`` returns a number that all workers must know of each other.
         sent_bytes: bytes that this worker handed to collectives.
         is_cleared: whether the caller left zeros in ``out``.
         is_divided: whether the caller divided what it wrote into ``out`` by n.
@@ -61,26 +63,26 @@ class Shipment(ABC):
     def start(self) -> None:
         """Issues the first collective."""
 
-    def prepare(self, header: Tensor) -> int:
-        """Waits for the first collective and returns a size that all workers must know, if ``has_sizes``.
+    def prepare(self) -> Tensor | None:
+        """Goes on without any header; returns a number for all to know, if ``has_sizes``: int64, on the device."""
+        return None
+
+    def complete(self) -> None:
+        """Enqueues on a GPU what is right in the usual step, so that the device need not wait for the host to look."""
+        return
+
+    def second(self, header: Tensor, sizes: list[int]) -> None:
+        """Issues what is needed beyond the usual.
 
         Args:
             header: all workers' headers of this bucket on the CPU, shape (n, H).
-        """
-        return 0
-
-    def second(self, header: Tensor, sizes: list[int]) -> None:
-        """Issues what is needed beyond the first collective.
-
-        Args:
-            header: as for :meth:`prepare`.
             sizes: what :meth:`prepare` returned on every worker.
         """
         return
 
     @abstractmethod
     def finish(self, header: Tensor) -> None:
-        """Waits for what is under way and writes the average into ``out``."""
+        """Waits for what is under way and writes the average into ``out``, if it is not there."""
 
     def take(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         """Returns memory for this bucket by name; see :class:`Buffers`."""

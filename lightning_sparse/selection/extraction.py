@@ -7,16 +7,18 @@ GPUs (``fused_threshold``), every other sparsifier is asked through
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf, isfinite
 
 import torch
 from torch import Tensor
 
-from lightning_sparse.exchange import Shipment, largest_slice
-from lightning_sparse.exchange.payload import round_to_wire
+from lightning_sparse.exchange import Shipment, largest_slice, slice_bounds
+from lightning_sparse.exchange.payload import PayloadFormat, round_to_wire
+from lightning_sparse.kernels import is_available
 from lightning_sparse.selection.block_filter import BlockFilter, repair
-from lightning_sparse.selection.fused_threshold import FusedThreshold, is_available
-from lightning_sparse.selection.numbers import LocalNumbers, layer_errors, squared_norm
+from lightning_sparse.selection.fused_threshold import Boundaries, FusedThreshold
+from lightning_sparse.selection.numbers import FIXED_FIELDS, LocalNumbers, header_fields, layer_errors, squared_norm
 from lightning_sparse.selection.residual import Residual, compensate, keep_rest
 from lightning_sparse.sparsifiers import HardThreshold, LayerLayout, Selection, Sparsifier, ThresholdRun, TopK, in_order
 
@@ -57,17 +59,32 @@ class Extraction:
         self._keeps_rest = keeps_rest
         self._block_filter = BlockFilter()
         self._fused = FusedThreshold()
+        self._known_boundaries: dict[tuple[LayerLayout, torch.device, bool], Boundaries] = {}
 
-    def fill(self, bucket: BucketGradient, shipment: Shipment) -> LocalNumbers:
-        """Forms p, writes what is sent into the shipment, leaves e' in the residual; returns the numbers of this."""
+    def fill(self, bucket: BucketGradient, shipment: Shipment, *, measures_gradient: bool = False) -> Tensor:
+        """Forms p, writes what is sent into the shipment, leaves e' in the residual; returns the header.
+
+        Args:
+            bucket: what there is.
+            shipment: where what is sent goes.
+            measures_gradient: whether the header tells ‖g‖².
+
+        Returns:
+            float64, shape (:func:`header_fields`,), on the bucket's device.
+        """
         # A subclass that selects differently is asked, not bypassed.
         is_threshold = type(self._sparsifier).select is HardThreshold.select
-        is_on_cpu = bucket.gradient.device.type == "cpu"
         if is_threshold and self._keeps_rest and is_available(bucket.gradient.device):
-            if shipment.payload is not None:
-                return self._take_out_on_gpu(bucket, shipment, shipment.payload)
-            if not self._per_layer:
-                return self._mask_on_gpu(bucket, shipment)
+            return self._fill_on_gpu(bucket, shipment, measures_gradient)
+        squared_gradient_norm = None
+        if measures_gradient:
+            squared_gradient_norm = squared_norm(bucket.gradient)
+            if bucket.loss_scale is not None:
+                squared_gradient_norm /= bucket.loss_scale.double().square()
+        return self._fill(bucket, shipment, is_threshold).header(squared_gradient_norm, bucket.gradient.device)
+
+    def _fill(self, bucket: BucketGradient, shipment: Shipment, is_threshold: bool) -> LocalNumbers:
+        is_on_cpu = bucket.gradient.device.type == "cpu"
         if is_threshold and is_on_cpu and shipment.is_masked:
             return self._mask_on_cpu(bucket, shipment)
         if is_threshold and is_on_cpu:
@@ -129,57 +146,50 @@ class Extraction:
             numbers.errors_of_layers = layer_errors(after, bucket.layout)
         return numbers
 
-    def _take_out_on_gpu(self, bucket: BucketGradient, shipment: Shipment, payload: Tensor) -> LocalNumbers:
-        residual, payload_format = bucket.residual.after, shipment.format
-        runs = self._runs(bucket)
-        _, counts, values, offsets = payload_format.parts(payload)
-        fused = self._fused.select(
-            bucket.residual,
-            bucket.gradient,
-            runs,
-            loss_scale=bucket.loss_scale,
-            counts=counts,
-            values=values,
-            offsets=offsets,
-        )
-        numbers = LocalNumbers(*fused.unbind())
-        if self._num_slices:
-            indices = payload_format.unpack_padded(payload, values.dtype).indices
-            numbers.largest_slice = largest_slice(indices, residual.numel(), self._num_slices)
+    def _fill_on_gpu(self, bucket: BucketGradient, shipment: Shipment, measures_gradient: bool) -> Tensor:
+        after, runs = bucket.residual.after, self._runs(bucket)
+        header = torch.empty(header_fields(bucket.layout, self._per_layer), dtype=torch.float64, device=after.device)
+        boundaries = self._boundaries(bucket, has_slices=shipment.payload is not None)
+        if shipment.payload is None:
+            self._fused.mask(
+                bucket.residual,
+                bucket.gradient,
+                runs,
+                loss_scale=bucket.loss_scale,
+                out=shipment.out,
+                wire_dtype=shipment.format.wire_dtype,
+                header=header,
+                boundaries=boundaries,
+                measures_gradient=measures_gradient,
+            )
+        else:
+            shipment.is_cleared = shipment.out is bucket.gradient
+            self._fused.select(
+                bucket.residual,
+                bucket.gradient,
+                runs,
+                loss_scale=bucket.loss_scale,
+                payload=shipment.format.parts(shipment.payload),
+                header=header,
+                boundaries=boundaries,
+                clears_gradient=shipment.is_cleared,
+                measures_gradient=measures_gradient,
+            )
+            shipment.rest = partial(_rest_on_gpu, after, runs, shipment.format, shipment.payload)
         if self._per_layer:
-            numbers.selected_of_layers = self._fused.layer_counts(self._boundaries(bucket))
-            numbers.errors_of_layers = layer_errors(residual, bucket.layout)
+            header[FIXED_FIELDS + len(bucket.layout.names) :] = layer_errors(after, bucket.layout)
+        return header
 
-        # From here on the host waits, so only where a payload was too small.
-        def first() -> Selection:
-            return payload_format.unpack(payload, residual.dtype, int(counts.sum()))
-
-        def rest() -> Selection:
-            is_left = torch.zeros(residual.shape, dtype=torch.bool, device=residual.device)
-            for threshold, start, end in runs:
-                is_left[start:end] = (residual[start:end].abs() < threshold).logical_not_()
-            is_left[first().indices] = False  # what rounding left of these may reach λ: it goes in the next step
-            indices = is_left.nonzero().squeeze(1)
-            sent = Selection(indices, round_to_wire(residual[indices], values.dtype))
-            keep_rest(residual, *sent)
-            return sent
-
-        shipment.rest = rest
-        return numbers
-
-    def _mask_on_gpu(self, bucket: BucketGradient, shipment: Shipment) -> LocalNumbers:
-        fused = self._fused.mask(
-            bucket.residual,
-            bucket.gradient,
-            self._runs(bucket),
-            loss_scale=bucket.loss_scale,
-            out=shipment.out,
-            wire_dtype=shipment.format.wire_dtype,
-        )
-        return LocalNumbers(*fused.unbind())
-
-    def _boundaries(self, bucket: BucketGradient) -> Tensor:
-        return torch.tensor(bucket.layout.boundaries).to(bucket.gradient.device, non_blocking=True)
+    def _boundaries(self, bucket: BucketGradient, *, has_slices: bool) -> Boundaries | None:
+        has_slices = has_slices and self._num_slices > 0
+        if not (self._per_layer or has_slices):
+            return None
+        key = (bucket.layout, bucket.gradient.device, has_slices)
+        if key not in self._known_boundaries:
+            layers = bucket.layout.boundaries if self._per_layer else ()
+            slices = slice_bounds(bucket.layout.num_elements, self._num_slices) if has_slices else ()
+            self._known_boundaries[key] = Boundaries(layers, slices, bucket.gradient.device)
+        return self._known_boundaries[key]
 
     def _numbers(self, bucket: BucketGradient, sent: Selection) -> LocalNumbers:
         non_finite = sent.values.isfinite().logical_not_().count_nonzero()
@@ -187,7 +197,8 @@ class Extraction:
         if self._num_slices:
             numbers.largest_slice = largest_slice(sent.indices, bucket.layout.num_elements, self._num_slices)
         if self._per_layer:
-            numbers.selected_of_layers = torch.searchsorted(sent.indices, self._boundaries(bucket)).diff()
+            boundaries = torch.tensor(bucket.layout.boundaries).to(sent.indices.device, non_blocking=True)
+            numbers.selected_of_layers = torch.searchsorted(sent.indices, boundaries).diff()
             numbers.errors_of_layers = layer_errors(bucket.residual.after, bucket.layout)
         return numbers
 
@@ -202,6 +213,21 @@ class Extraction:
             ThresholdRun(inf, start, end) if (start, end) in unused else ThresholdRun(threshold, start, end)
             for threshold, start, end in self._sparsifier.runs(bucket.layout, dtype, by_layer=True)
         ]
+
+
+def _rest_on_gpu(
+    residual: Tensor, runs: Sequence[ThresholdRun], payload_format: PayloadFormat, payload: Tensor
+) -> Selection:
+    """Takes what found no room in a payload out of the residual, and waits for the device."""
+    first = payload_format.unpack(payload, residual.dtype, payload_format.num_selected(payload))
+    is_left = torch.zeros(residual.shape, dtype=torch.bool, device=residual.device)
+    for threshold, start, end in runs:
+        is_left[start:end] = (residual[start:end].abs() < threshold).logical_not_()
+    is_left[first.indices] = False  # what rounding left of these may reach λ: it goes in the next step
+    indices = is_left.nonzero().squeeze(1)
+    sent = Selection(indices, round_to_wire(residual[indices], payload_format.wire_dtype))
+    keep_rest(residual, *sent)
+    return sent
 
 
 def without(selection: Selection, spans: Sequence[tuple[int, int]], num_elements: int) -> Selection:

@@ -1,71 +1,68 @@
-"""The hard-threshold step of one bucket in two GPU kernels, without a wait for the device.
+"""The hard-threshold step of one bucket in three GPU kernels, without a wait for the device.
 
 The same bits as ``compensate``, ``HardThreshold.select``, ``round_to_wire``, ``keep_rest`` and ``PayloadFormat.fill``
 one after the other, with nearly all memory traffic in one pass: 12 bytes an element where the gradient is float32, 10
-where it is bfloat16, and some 100 bytes for each coordinate of a sparse selection.
+where it is bfloat16, 4 or 2 more where the gradient is cleared for the average, and some 100 bytes for each coordinate
+of a sparse selection.
 
 1. ``walk_block`` forms p where e' is to be, and marks what is selected with one bit an element.
-2. ``torch.cumsum`` over the counts tells each block where in the payload its coordinates begin.
+2. ``summarise`` adds up what all blocks have: where in the payload each one's coordinates begin, and the header.
 3. ``pack_block`` writes values and offsets there and keeps the rest.
 
-One program has one block of 65,536 elements, the payload's own. So no two programs write to one place: coordinates
-ascend without a sort, and there is no atomic addition whose order could make two runs differ.
+One program has one block of 8,192 elements, an eighth of the payload's: of a bucket of 25 MB there are 800, of one of
+1 MB 32. On 132 multiprocessors that hold two such programs each, that is three rounds, and a quarter of one; with the
+payload's own 65,536 it would be less than half a round and 4 programs, each eight times as long. No two programs write
+to one place: coordinates ascend without a sort, and there is no atomic addition whose order could make two runs differ.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
-from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_sparse.exchange.payload import BLOCK_ELEMENTS
-from lightning_sparse.selection.fused_kernels import count_before, pack_block, tl, triton, walk_block
+from lightning_sparse.exchange.payload import BLOCK_ELEMENTS as ELEMENTS_PER_END
+from lightning_sparse.exchange.payload import PayloadParts
+from lightning_sparse.kernels import launch, tl
+from lightning_sparse.kernels.threshold import pack_block, summarise, walk_block
+from lightning_sparse.selection.numbers import FIXED_FIELDS
 from lightning_sparse.selection.residual import Residual
 
 Run = tuple[float, int, int]
 """λ, exact in the residual's dtype, the first element for which it holds, and the one after the last."""
 
+BLOCK_ELEMENTS = 8192
+PER_END = ELEMENTS_PER_END // BLOCK_ELEMENTS
 # 512 threads with 8 elements each need some 50 registers: two programs fit a multiprocessor of an H100 or H200. Without
 # fusing, a multiplication and an addition round twice, as in PyTorch.
 _WALK = {"BLOCK": BLOCK_ELEMENTS, "WORDS": 128, "num_warps": 16, "enable_fp_fusion": False}
-_PACK = {"BLOCK": BLOCK_ELEMENTS, "num_warps": 16, "enable_fp_fusion": False}
+_SUMMARISE = {"BLOCK": BLOCK_ELEMENTS, "PER_END": PER_END, "WIDTH": 2048, "ROWS": 16, "num_warps": 8}
+_PACK = {"BLOCK": BLOCK_ELEMENTS, "PER_END": PER_END, "num_warps": 4, "enable_fp_fusion": False}
 
 
-def is_available(device: torch.device) -> bool:
-    """Whether the kernels run for tensors of this device: it is a GPU, triton is installed and can build them.
+class Boundaries:
+    """Where the layers of a bucket begin and end of which numbers are asked for, and slices, on its device.
 
-    Said once where they cannot be built, as without a C compiler: the plain way gives the same bits and takes longer.
+    Args:
+        layers: ascending from 0 to m; empty for none.
+        slices: likewise.
+        device: the bucket's.
     """
-    return triton is not None and device.type == "cuda" and _can_build(device)
 
-
-@lru_cache(maxsize=64)
-def _can_build(device: torch.device) -> bool:
-    residual, counts = torch.zeros(32, device=device), torch.zeros(1, dtype=torch.int32, device=device)
-    offsets = torch.zeros(4, dtype=torch.int16, device=device)
-    places = {"counts": counts, "values": residual[:4], "offsets": offsets}
-    try:
-        FusedThreshold().select(Residual(residual, residual), residual, [(1.0, 0, 32)], loss_scale=None, **places)
-    except Exception as error:  # whatever stops a compiler
-        rank_zero_warn(
-            f"lightning_sparse: the fused kernels cannot be built for {device} and are not used: selecting takes "
-            f"longer and waits for the device. Triton says: {type(error).__name__}: {error}"
-        )
-        return False
-    return True
+    def __init__(self, layers: Sequence[int], slices: Sequence[int], device: torch.device) -> None:
+        self.num_layers, self.num_slices = (max(len(places) - 1, 0) for places in (layers, slices))
+        # From a list the first step waits for the copy, and no other.
+        self.places = torch.tensor([*layers, *slices], dtype=torch.int64).to(device) if layers or slices else None
 
 
 class FusedThreshold:
-    """Launches the kernels and owns their work space: 1 bit an element of the largest bucket, 32 bytes a block.
+    """Launches the kernels and owns their work space: 1 bit an element of the largest bucket, 36 bytes a block.
 
     All buckets share the space, which is safe as long as they are worked on in one stream.
     """
 
     def __init__(self) -> None:
         self._space: dict[str, Tensor] = {}
-        self._last_blocks = 0
 
     def select(
         self,
@@ -74,10 +71,12 @@ class FusedThreshold:
         runs: Sequence[Run],
         *,
         loss_scale: Tensor | None,
-        counts: Tensor,
-        values: Tensor,
-        offsets: Tensor,
-    ) -> Tensor:
+        payload: PayloadParts,
+        header: Tensor,
+        boundaries: Boundaries | None = None,
+        clears_gradient: bool = False,
+        measures_gradient: bool = False,
+    ) -> None:
         """Selects the coordinates with not (abs(p) < λ), p = e + g / S, writes them into a payload and keeps the rest.
 
         Coordinates are written in ascending order until the payload is full. One that finds no room stays in the
@@ -86,50 +85,32 @@ class FusedThreshold:
 
         Args:
             residual: e, and where e' is formed: float32 or float64, shapes (m,), contiguous.
-            gradient: g in any floating dtype, shape (m,), contiguous. Not modified.
+            gradient: g in any floating dtype, shape (m,), contiguous.
             runs: neighbouring runs that together cover the bucket.
             loss_scale: S, one element on the same device; None is 1.
-            counts: int32, shape (B,). Becomes the number of coordinates selected in each block, written or not.
-            values: the wire dtype, shape (capacity,). Becomes the rounded values.
-            offsets: int16, shape (capacity,). Becomes the offsets inside the blocks, 16 unsigned bits each.
-
-        Returns:
-            float64, shape (3,), on the device: the numbers of selected coordinates and of non-finite ones among them,
-            and ‖e'‖² in gradient units squared.
+            payload: ends, which count what is written and what is not; values, rounded to their dtype; and offsets. Its
+                own header is left as it is.
+            header: float64, shape (FIXED_FIELDS + layers,) or more: becomes the numbers of the step, of each layer how
+                many coordinates are selected. What is beyond is left as it is.
+            boundaries: of the layers and slices that are counted.
+            clears_gradient: whether to leave zeros in the gradient, which else is not modified.
+            measures_gradient: whether the header tells ‖g‖², else 0.
 
         Raises:
             ValueError: runs that do not cover the bucket, shapes that do not match, a tensor that is not contiguous.
         """
-        before, after = residual
-        size, blocks = after.numel(), -(-after.numel() // BLOCK_ELEMENTS)
-        _check_flat(size, residual=before, new_residual=after, gradient=gradient)
-        _check_flat(blocks, counts=counts)
+        size, blocks = residual.after.numel(), -(-residual.after.numel() // BLOCK_ELEMENTS)
+        _, ends, values, offsets = payload
+        _check_flat(-(-size // ELEMENTS_PER_END), ends=ends)
         _check_flat(values.numel(), values=values, offsets=offsets)
-        self._last_blocks = blocks
-        if not size:
-            return after.new_zeros(3, dtype=torch.float64)
-        tables = _threshold_tables(tuple(runs), size, after.dtype, after.device)
-        bits = self._reserve("bits", blocks * BLOCK_ELEMENTS // 32, torch.int32, after.device)
-        ends = self._reserve("ends", blocks, torch.int64, after.device)
-        numbers = self._reserve("numbers", 3 * blocks, torch.float64, after.device).view(3, blocks)
-        inputs = (before, after, gradient, loss_scale, *tables)
-        _launch(walk_block, blocks, *inputs, bits, counts, None, numbers, size, WIRE=None, LIMIT=None, **_WALK)
-        torch.cumsum(counts, 0, out=ends)
-        outputs, limit = (values, offsets, numbers), torch.finfo(values.dtype).max
-        _launch(pack_block, blocks, after, bits, counts, ends, *outputs, size, values.numel(), LIMIT=limit, **_PACK)
-        return numbers.sum(1)
-
-    def layer_counts(self, boundaries: Tensor) -> Tensor:
-        """Returns how many coordinates of each layer the last :meth:`select` selected: int64, shape (L,).
-
-        Args:
-            boundaries: int64, shape (L + 1,), ascending from 0 to m, on the device: where layers begin and end.
-        """
-        before = torch.zeros_like(boundaries)
-        if self._last_blocks:
-            work = (self._space["bits"], self._space["ends"], before)
-            _launch(count_before, boundaries.numel(), boundaries, *work, **_PACK)
-        return before.diff()
+        device = residual.after.device
+        bits = self._reserve("bits", blocks * BLOCK_ELEMENTS // 32, torch.int32, device)
+        constants = _wire(values.dtype) | {"CLEARS": clears_gradient, "MEASURES": measures_gradient}
+        self._walk(residual, gradient, runs, loss_scale, bits, None, constants)
+        starts = self._summarise(size, bits, boundaries, ends, header, measures_gradient)
+        if size:
+            packed = (residual.after, bits, starts, values, offsets, size, values.numel())
+            launch(pack_block, blocks, *packed, LIMIT=torch.finfo(values.dtype).max, **_PACK)
 
     def mask(
         self,
@@ -140,8 +121,11 @@ class FusedThreshold:
         loss_scale: Tensor | None,
         out: Tensor,
         wire_dtype: torch.dtype,
-    ) -> Tensor:
-        """Selects as :meth:`select` does, but into a dense tensor with zeros between the rounded values. One kernel.
+        header: Tensor,
+        boundaries: Boundaries | None = None,
+        measures_gradient: bool = False,
+    ) -> None:
+        """Selects as :meth:`select` does, but into a dense tensor with zeros between the rounded values. Two kernels.
 
         Args:
             residual: as for :meth:`select`.
@@ -150,27 +134,71 @@ class FusedThreshold:
             loss_scale: as for :meth:`select`.
             out: shape (m,), contiguous, in a dtype that holds every value of ``wire_dtype``. Overwritten.
             wire_dtype: the dtype to which values are rounded.
-
-        Returns:
-            As :meth:`select`.
+            header: as for :meth:`select`.
+            boundaries: as for :meth:`select`.
+            measures_gradient: as for :meth:`select`.
         """
+        size, blocks = residual.after.numel(), -(-residual.after.numel() // BLOCK_ELEMENTS)
+        _check_flat(size, out=out)
+        bits = None
+        if boundaries is not None:
+            bits = self._reserve("bits", blocks * BLOCK_ELEMENTS // 32, torch.int32, residual.after.device)
+        constants = _wire(wire_dtype) | {"CLEARS": False, "MEASURES": measures_gradient}
+        self._walk(residual, gradient, runs, loss_scale, bits, out, constants)
+        self._summarise(size, bits, boundaries, None, header, measures_gradient)
+
+    def _walk(
+        self,
+        residual: Residual,
+        gradient: Tensor,
+        runs: Sequence[Run],
+        loss_scale: Tensor | None,
+        bits: Tensor | None,
+        out: Tensor | None,
+        constants: dict[str, object],
+    ) -> None:
         before, after = residual
         size, blocks = after.numel(), -(-after.numel() // BLOCK_ELEMENTS)
-        _check_flat(size, residual=before, new_residual=after, gradient=gradient, out=out)
+        _check_flat(size, residual=before, new_residual=after, gradient=gradient)
+        tables = _threshold_tables(tuple(runs), size, after.dtype, after.device) if size else (None, None, None)
+        counts = self._reserve("counts", blocks, torch.int32, after.device)
+        numbers = self._reserve("numbers", 3 * blocks, torch.float64, after.device)
+        if size:
+            inputs = (before, after, gradient, loss_scale, *tables)
+            launch(walk_block, blocks, *inputs, bits, counts, out, numbers, size, **constants, **_WALK)
+
+    def _summarise(
+        self,
+        size: int,
+        bits: Tensor | None,
+        boundaries: Boundaries | None,
+        ends: Tensor | None,
+        header: Tensor,
+        measures: bool,
+    ) -> Tensor:
+        blocks = -(-size // BLOCK_ELEMENTS)
+        starts = self._reserve("starts", blocks + 1, torch.int64, header.device)
         if not size:
-            return after.new_zeros(3, dtype=torch.float64)
-        tables = _threshold_tables(tuple(runs), size, after.dtype, after.device)
-        inputs = (before, after, gradient, loss_scale, *tables)
-        numbers = self._reserve("numbers", 3 * blocks, torch.float64, after.device).view(3, blocks)
-        wire = {"WIRE": getattr(tl, str(wire_dtype).removeprefix("torch.")), "LIMIT": torch.finfo(wire_dtype).max}
-        _launch(walk_block, blocks, *inputs, None, None, out, numbers, size, **wire, **_WALK)
-        return numbers.sum(1)
+            header.zero_()
+            return starts
+        places, num_layers, num_slices, before = None, 0, 0, None
+        if boundaries is not None and boundaries.places is not None:
+            places, num_layers, num_slices = boundaries.places, boundaries.num_layers, boundaries.num_slices
+            before = self._reserve("before", places.numel(), torch.int64, header.device)
+        assert header.numel() >= FIXED_FIELDS + num_layers
+        work = (self._space["counts"], self._space["numbers"], bits, places, before, starts, ends, header)
+        launch(summarise, 1, *work, blocks, num_layers, num_slices, MEASURES=measures, **_SUMMARISE)
+        return starts
 
     def _reserve(self, name: str, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         space = self._space.get(name)
         if space is None or space.numel() < size or space.device != device:
             space = self._space[name] = torch.empty(size, dtype=dtype, device=device)
         return space[:size]
+
+
+def _wire(dtype: torch.dtype) -> dict[str, object]:
+    return {"WIRE": getattr(tl, str(dtype).removeprefix("torch.")), "LIMIT": torch.finfo(dtype).max}
 
 
 def _check_flat(size: int, **tensors: Tensor) -> None:
@@ -197,8 +225,3 @@ def _threshold_tables(
     blocks = torch.arange(0, size + BLOCK_ELEMENTS, BLOCK_ELEMENTS)
     first_run = torch.searchsorted(starts, blocks, right=True, out_int32=True) - 1
     return torch.tensor(thresholds, dtype=dtype, device=device), starts.to(device), first_run.to(device)
-
-
-def _launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
-    with torch.cuda.device_of(arguments[0]):  # type: ignore[no-untyped-call]
-        kernel[(programs,)](*arguments, **constants)

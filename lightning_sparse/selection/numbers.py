@@ -66,7 +66,10 @@ def layer_errors(residual: Tensor, layout: LayerLayout) -> Tensor:
     """Returns ‖e‖² of every layer: float64, shape (L,)."""
     if not layout.names:
         return residual.new_zeros(0, dtype=torch.float64)
-    return torch.stack([squared_norm(residual[start:end]) for _, start, end in layout.spans()])
+    parts = [residual[start:end] for _, start, end in layout.spans()]
+    if residual.device.type == "cpu":
+        return torch.stack([squared_norm(part) for part in parts])
+    return torch.stack(torch._foreach_norm(parts)).double().square()  # a few kernels for all layers together
 
 
 def squared_norm(values: Tensor) -> Tensor:

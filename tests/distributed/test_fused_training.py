@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_sparse import HardThreshold
-from lightning_sparse.exchange import LARGEST_SLICE
+from lightning_sparse.exchange import LARGEST_SLICE, adding, gather
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.selection import extraction
 from lightning_sparse.selection.extraction import BucketGradient, Extraction
@@ -29,10 +29,11 @@ def test_the_whole_step_in_the_interpreter():
 
 def fused(function, *args):
     """Calls the function with the kernels in place of the CPU's own way."""
-    launches = []
-    extraction.is_available = lambda device: launches.append(device) or True
+    asked = []
+    for module in (extraction, gather, adding):
+        module.is_available = lambda device, name=module.__name__: asked.append(name) or True
     result = function(*args)
-    assert launches
+    assert {extraction.__name__, adding.__name__} <= set(asked)
     return result
 
 
@@ -84,11 +85,10 @@ if INTERPRETED:
             bucket = BucketGradient(
                 layout, gradient.clone(), Residual(torch.zeros(size), residual), [(0, 2)] if capacity == 4 else [], None
             )
-            numbers = Extraction(HardThreshold(1.0), num_slices=3, per_layer=True, keeps_rest=True).fill(
+            header = Extraction(HardThreshold(1.0), num_slices=3, per_layer=True, keeps_rest=True).fill(
                 bucket, shipment
             )
             rest = shipment.rest()
-            header = numbers.header(None, residual.device)
             outcomes.append((shipment.payload, rest, residual, header))
         (payload, rest, residual, header), cpu = outcomes
         assert torch.equal(payload, cpu[0])

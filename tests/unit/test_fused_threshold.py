@@ -15,9 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat, round_to_wire
-from lightning_sparse.selection import fused_kernels, fused_threshold
-from lightning_sparse.selection.fused_threshold import FusedThreshold, is_available
+from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat, PayloadParts, round_to_wire
+from lightning_sparse.kernels import decode, is_available, launching, threshold
+from lightning_sparse.selection.fused_threshold import BLOCK_ELEMENTS as KERNEL_ELEMENTS
+from lightning_sparse.selection.fused_threshold import PER_END, Boundaries, FusedThreshold
+from lightning_sparse.selection.numbers import FIXED_FIELDS
 from lightning_sparse.selection.residual import Residual, compensate, keep_rest
 from lightning_sparse.sparsifiers import HardThreshold, LayerLayout, Selection
 from tests.interpreter import INTERPRETED, run_in_interpreter
@@ -97,15 +99,25 @@ def expect(residual, gradient, runs, wire, scale=None):
     return Expected(compensated, selected, sent, torch.where(rest.isfinite(), rest, 0.0))
 
 
-def check_numbers(actual, expected):
-    assert actual.dtype == DOUBLE
-    assert actual.device.type == DEVICE
-    assert actual.tolist()[:2] == expected.numbers[:2]
+def header_of(layers=0):
+    return guarded(torch.full((FIXED_FIELDS + layers,), nan, dtype=DOUBLE))
+
+
+def check_header(header, expected, gradient, scale, measures):
+    check_guards(header)
+    selected, _, non_finite, of_gradient, squares, *_ = header.tolist()
+    assert [selected, non_finite] == expected.numbers[:2]
     if expected.compensated.dtype == DOUBLE or expected.numbers[2] < 1e30:  # beyond, float32 squares overflow
-        assert actual[2].item() == pytest.approx(expected.numbers[2], rel=1e-6, abs=1e-30)
+        assert squares == pytest.approx(expected.numbers[2], rel=1e-6, abs=1e-30)
+    wide = gradient.to(expected.compensated.dtype).double() / (1.0 if scale is None else scale)
+    squares = wide.square().sum().item() if measures else 0.0
+    if not squares > 1e30:
+        assert of_gradient == pytest.approx(squares, rel=1e-5, abs=1e-30, nan_ok=True)
 
 
-def check_select(residual, gradient, runs, wire=FLOAT, scale=None, capacity=None, fused=None):
+def check_select(
+    residual, gradient, runs, wire=FLOAT, scale=None, capacity=None, fused=None, clears=False, measures=False
+):
     """Runs ``select`` on copies and compares everything it writes; returns what plain tensors expect."""
     expected = expect(residual, gradient, runs, wire, scale)
     indices = expected.selected.nonzero().flatten()
@@ -113,20 +125,21 @@ def check_select(residual, gradient, runs, wire=FLOAT, scale=None, capacity=None
     written = min(capacity, indices.numel())
     blocks = -(-residual.numel() // BLOCK_ELEMENTS)
     before, kept = residual.to(DEVICE, copy=True), guarded(torch.full_like(residual, nan))
-    given_gradient = gradient.to(DEVICE, copy=True)
-    counts, offsets = guarded(blocks, torch.int32), guarded(capacity, torch.int16)
-    values = guarded(capacity, wire)
-    numbers = (fused or FusedThreshold()).select(
+    given_gradient = guarded(gradient)
+    ends, offsets = guarded(blocks, torch.int32), guarded(capacity, torch.int16)
+    values, header = guarded(capacity, wire), header_of()
+    (fused or FusedThreshold()).select(
         Residual(before, kept),
         given_gradient,
         runs,
         loss_scale=None if scale is None else torch.tensor([scale], device=DEVICE),
-        counts=counts,
-        values=values,
-        offsets=offsets,
+        payload=PayloadParts(torch.empty(0), ends, values, offsets),
+        header=header,
+        clears_gradient=clears,
+        measures_gradient=measures,
     )
-    check_guards(kept, counts, values, offsets)
-    same_bits(counts, torch.bincount(indices // BLOCK_ELEMENTS, minlength=blocks).to(torch.int32))
+    check_guards(kept, ends, values, offsets, given_gradient)
+    same_bits(ends, torch.bincount(indices // BLOCK_ELEMENTS, minlength=blocks).cumsum(0).to(torch.int32))
     same_bits(values[:written], expected.sent[indices[:written]].to(wire))
     assert torch.equal(offsets[:written].cpu().long() % BLOCK_ELEMENTS, indices[:written] % BLOCK_ELEMENTS)
     assert (values[written:] == SENTINEL).all()
@@ -134,26 +147,31 @@ def check_select(residual, gradient, runs, wire=FLOAT, scale=None, capacity=None
     expected_kept = expected.rest.clone()
     expected_kept[indices[written:]] = expected.compensated[indices[written:]]
     same_bits(kept, expected_kept)
-    same_bits(given_gradient, gradient)
+    same_bits(given_gradient, torch.zeros_like(gradient) if clears else gradient)
     same_bits(before, residual)
-    check_numbers(numbers, expected)
+    check_header(header, expected, gradient, scale, measures)
     return expected
 
 
-def check_mask(residual, gradient, runs, wire=FLOAT, scale=None, out=None, fused=None):
+def check_mask(residual, gradient, runs, wire=FLOAT, scale=None, out=None, fused=None, measures=False):
     expected = expect(residual, gradient, runs, wire, scale)
     kept, given_gradient = guarded(residual), guarded(gradient)
     out = given_gradient if out is None else guarded(residual.numel(), out)
-    loss_scale = None if scale is None else torch.tensor([scale], device=DEVICE)
-    numbers = (fused or FusedThreshold()).mask(
-        Residual(kept, kept), given_gradient, runs, loss_scale=loss_scale, out=out, wire_dtype=wire
+    loss_scale, header = None if scale is None else torch.tensor([scale], device=DEVICE), header_of()
+    (fused or FusedThreshold()).mask(
+        *(Residual(kept, kept), given_gradient, runs),
+        loss_scale=loss_scale,
+        out=out,
+        wire_dtype=wire,
+        header=header,
+        measures_gradient=measures,
     )
     check_guards(kept, out)
     same_bits(out, expected.sent.to(out.dtype))
     same_bits(kept, expected.rest)
     if out is not given_gradient:
         same_bits(given_gradient, gradient)
-    check_numbers(numbers, expected)
+    check_header(header, expected, gradient, scale, measures)
 
 
 def bucket(size, gradient_dtype=FLOAT, residual_dtype=FLOAT, seed=0):
@@ -177,8 +195,9 @@ def one_run(threshold, size):
 @pytest.mark.parametrize(("gradient_dtype", "scale"), [(FLOAT, None), (BRAIN, None), (HALF, 3.0), (FLOAT, 1024.0)])
 def test_a_float32_residual(gradient_dtype, scale, wire):
     residual, gradient = bucket(70_000, gradient_dtype)
-    check_select(residual, gradient, one_run(2.0, 70_000), wire, scale)
-    check_mask(residual, gradient, one_run(2.0, 70_000), wire, scale, out=FLOAT)
+    check_select(residual, gradient, one_run(2.0, 70_000), wire, scale, clears=True)
+    check_select(residual, gradient, one_run(2.0, 70_000), wire, scale, measures=True)
+    check_mask(residual, gradient, one_run(2.0, 70_000), wire, scale, out=FLOAT, measures=True)
 
 
 @on_device
@@ -194,7 +213,7 @@ def test_a_float64_residual(wire, scale):
 
 
 @on_device
-@pytest.mark.parametrize("size", [1, 31, 32, 33, 65_535, 65_536, 65_537, 200_000])
+@pytest.mark.parametrize("size", [1, 31, 32, 33, 8191, 8192, 8193, 65_535, 65_536, 65_537, 200_000])
 def test_every_size(size):
     residual, gradient = bucket(size)
     check_select(residual, gradient, one_run(2.5, size), BRAIN)
@@ -210,7 +229,6 @@ def test_an_empty_bucket():
     fused = FusedThreshold()
     check_select(*bucket(40), one_run(0.0, 40), fused=fused)
     check_select(empty, empty, [], fused=fused)
-    assert fused.layer_counts(torch.zeros(3, dtype=torch.int64, device=DEVICE)).tolist() == [0, 0]
 
 
 @on_device
@@ -293,11 +311,7 @@ def test_the_payload_has_the_bits_of_the_plain_step(wire, spare):
     payload = torch.zeros(payload_format.payload_bytes(capacity), dtype=torch.uint8, device=DEVICE)
     parts = payload_format.parts(payload)
     FusedThreshold().select(
-        *(Residual(kept, kept), given_gradient, runs),
-        loss_scale=None,
-        counts=parts.counts,
-        values=parts.values,
-        offsets=parts.offsets,
+        Residual(kept, kept), given_gradient, runs, loss_scale=None, payload=parts, header=header_of()
     )
     for actual, plain in zip(parts, payload_format.parts(expected), strict=True):
         same_bits(actual, plain)
@@ -306,16 +320,30 @@ def test_the_payload_has_the_bits_of_the_plain_step(wire, spare):
 
 @on_device
 @pytest.mark.parametrize("size", [140_000, 131_072, 5])
-def test_coordinates_of_every_layer_are_counted(size):
+@pytest.mark.parametrize("masks", [True, False])
+def test_coordinates_of_every_layer_and_slice_are_counted(size, masks):
     residual, gradient = bucket(size)
-    inner = [1, 2, 31, 32, 33, 64, 64, 1000, 65_504, 65_535, 65_536, 65_537, 65_600, 131_071, 131_072, 135_000]
-    boundaries = [0, 0, *(place for place in inner if place < size), size, size]
-    for threshold in (1.0, 0.0):
-        fused = FusedThreshold()
-        expected = check_select(residual, gradient, one_run(threshold, size), capacity=3, fused=fused)
-        counts = fused.layer_counts(torch.tensor(boundaries, device=DEVICE))
-        assert counts.dtype == torch.int64
-        assert counts.tolist() == [int(expected.selected[start:end].sum()) for start, end in pairwise(boundaries)]
+    inner = [1, 2, 31, 32, 33, 64, 64, 1000, 8191, 8192, 65_504, 65_535, 65_536, 65_537, 65_600, 131_071, 131_072]
+    layers = [0, 0, *(place for place in inner if place < size), size, size]
+    slices = [0, size // 3, size // 2 + 1, size]
+    fused = FusedThreshold()
+    for limit, places in [(1.0, (layers, slices)), (0.0, (layers, [])), (1.5, ([], slices)), (2.0, ([], []))]:
+        expected = expect(residual, gradient, one_run(limit, size), FLOAT)
+        kept, header = residual.to(DEVICE, copy=True), header_of(max(len(places[0]) - 1, 0))
+        arguments = {"loss_scale": None, "header": header, "boundaries": Boundaries(*places, torch.device(DEVICE))}
+        inputs = (Residual(kept, kept), gradient.to(DEVICE), one_run(limit, size))
+        if masks:
+            fused.mask(*inputs, **arguments, out=torch.empty(size, device=DEVICE), wire_dtype=FLOAT)
+        else:
+            payload_format = PayloadFormat(size, FLOAT)
+            payload = torch.zeros(payload_format.payload_bytes(4), dtype=torch.uint8, device=DEVICE)
+            fused.select(*inputs, **arguments, payload=payload_format.parts(payload))
+        check_header(header, expected, gradient, None, False)
+        counts, of_slices = (
+            [float(expected.selected[start:end].sum()) for start, end in pairwise(some)] for some in places
+        )
+        assert header[FIXED_FIELDS:].tolist() == counts
+        assert header[1] == max(of_slices, default=0.0)
 
 
 @on_device
@@ -360,26 +388,24 @@ def test_no_call_but_the_first_waits_for_the_device():
     start, gradient = (one.cuda() for one in bucket(200_000))
     residual = Residual(start, torch.empty_like(start))
     payload_format = PayloadFormat(200_000, BRAIN)
-    parts = payload_format.parts(torch.zeros(payload_format.payload_bytes(20_000), dtype=torch.uint8, device="cuda"))
-    boundaries, loss_scale = torch.tensor([0, 70_000, 200_000], device="cuda"), torch.ones(1, device="cuda")
+    payload = torch.zeros(payload_format.payload_bytes(20_000), dtype=torch.uint8, device="cuda")
+    boundaries = Boundaries([0, 70_000, 200_000], [0, 100_000, 200_000], torch.device("cuda"))
+    scaled = {"loss_scale": torch.ones(1, device="cuda"), "header": header_of(2), "boundaries": boundaries}
     fused = FusedThreshold()
     try:
         for mode in ("default", "error"):
             torch.cuda.set_sync_debug_mode(mode)
             for runs in (one_run(2.0, 200_000), [(2.0, 0, 70_000), (2.5, 70_000, 200_000)]):
-                fused.select(
-                    *(residual, gradient, runs),
-                    loss_scale=loss_scale,
-                    counts=parts.counts,
-                    values=parts.values,
-                    offsets=parts.offsets,
-                )
-                fused.layer_counts(boundaries)
-                fused.mask(
-                    Residual(residual, residual), gradient, runs, loss_scale=None, out=gradient, wire_dtype=BRAIN
-                )
+                fused.select(residual, gradient, runs, payload=payload_format.parts(payload), **scaled)
+                fused.mask(residual, gradient, runs, out=gradient, wire_dtype=BRAIN, **scaled)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def parts_of(ends=1, offsets=4):
+    return PayloadParts(
+        torch.empty(0), torch.zeros(ends, dtype=torch.int32), torch.zeros(4), torch.zeros(offsets, dtype=torch.int16)
+    )
 
 
 @pytest.mark.parametrize(
@@ -390,8 +416,8 @@ def test_no_call_but_the_first_waits_for_the_device():
             {"residual": Residual(torch.zeros(20)[::2], torch.zeros(10))},
             r"Invalid residual: shape \(10,\), stride \(2,\)",
         ),
-        ({"counts": torch.zeros(2, dtype=torch.int32)}, r"Invalid counts: .* Must be contiguous, of shape \(1,\)"),
-        ({"offsets": torch.zeros(3, dtype=torch.int16)}, r"Invalid offsets: .* of shape \(4,\)"),
+        ({"payload": parts_of(ends=2)}, r"Invalid ends: .* Must be contiguous, of shape \(1,\)"),
+        ({"payload": parts_of(offsets=3)}, r"Invalid offsets: .* of shape \(4,\)"),
         ({"runs": [(1.0, 0, 9)]}, r"Invalid runs=.* from 0 to 10"),
         ({"runs": [(1.0, 0, 4), (1.0, 5, 10)]}, r"Each must begin where the one before it ends"),
     ],
@@ -402,25 +428,28 @@ def test_what_does_not_fit_together_is_refused_before_anything_is_launched(repla
         "gradient": torch.zeros(10),
         "runs": one_run(1.0, 10),
         "loss_scale": None,
-        "counts": torch.zeros(1, dtype=torch.int32),
-        "values": torch.zeros(4),
-        "offsets": torch.zeros(4, dtype=torch.int16),
+        "payload": parts_of(),
+        "header": torch.zeros(FIXED_FIELDS, dtype=DOUBLE),
     }
     with pytest.raises(ValueError, match=message):
         FusedThreshold().select(**(arguments | replaced))
 
 
-def _import_again(monkeypatch):
-    monkeypatch.delitem(sys.modules, fused_kernels.__name__)
-    spec = importlib.util.spec_from_file_location("fused_threshold_again", fused_threshold.__file__)
+def _import_again():
+    spec = importlib.util.spec_from_file_location("launching_again", launching.__file__)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def test_without_triton_the_module_can_be_imported_and_says_so(monkeypatch):
+def test_without_triton_kernels_can_be_imported_and_nothing_is_available(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
-    assert not _import_again(monkeypatch).is_available(torch.device("cuda"))
+    again = _import_again()
+    assert not again.is_available(torch.device("cuda"))
+    monkeypatch.setattr(launching, "jit", again.jit)
+    for module in (threshold, decode):
+        spec = importlib.util.spec_from_file_location("kernels_again", module.__file__)
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
 def test_a_broken_triton_is_not_taken_for_a_missing_one(monkeypatch, tmp_path):
@@ -429,7 +458,7 @@ def test_a_broken_triton_is_not_taken_for_a_missing_one(monkeypatch, tmp_path):
     for name in [name for name in sys.modules if name.split(".")[0] == "triton"]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(OSError, match="is broken"):
-        _import_again(monkeypatch)
+        _import_again()
 
 
 def test_a_cpu_has_no_kernels():
@@ -444,42 +473,47 @@ def test_the_kernels_in_tritons_interpreter():
 
 
 TYPES = {
-    "*fp32": ("former", "residual", "loss_scale", "thresholds", "out"),
-    "*fp64": ("numbers",),
+    "*fp32": ("former", "residual", "loss_scale", "thresholds", "out", "quotients", "factor"),
+    "*fp64": ("numbers", "header"),
     "*bf16": ("gradient", "values"),
-    "*i64": ("starts", "ends", "boundaries", "before"),
-    "*i32": ("first_run", "bits", "counts"),
+    "*i64": ("run_starts", "starts", "boundaries", "before"),
+    "*i32": ("first_run", "bits", "counts", "ends"),
     "*i16": ("offsets",),
-    "i64": ("num_elements", "capacity"),
+    "i32": ("programs", "num_layers", "num_slices", "num_workers"),
+    "i64": ("num_elements", "capacity", "ends_row", "values_row", "offsets_row"),
 }
+WALK = {"LIMIT": 3e38, "WIRE": "bfloat16", "WORDS": 128, "BLOCK": KERNEL_ELEMENTS}
+SUMMARISE = {"BLOCK": KERNEL_ELEMENTS, "PER_END": PER_END, "WIDTH": 2048, "ROWS": 16}
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
 @pytest.mark.parametrize(
-    ("kernel", "constants"),
+    ("kernel", "warps", "constants"),
     [
-        ("walk_block", {"out": None, "WIRE": None, "LIMIT": None, "WORDS": 128}),
-        ("walk_block", {"bits": None, "counts": None, "WIRE": "bfloat16", "LIMIT": 3e38, "WORDS": 128}),
-        ("pack_block", {"LIMIT": 3e38}),
-        ("count_before", {}),
+        (threshold.walk_block, 16, WALK | {"out": None, "CLEARS": True, "MEASURES": False}),
+        (threshold.walk_block, 16, WALK | {"bits": None, "CLEARS": False, "MEASURES": True}),
+        (threshold.summarise, 8, SUMMARISE | {"MEASURES": True}),
+        (threshold.summarise, 8, SUMMARISE | {"MEASURES": False, "boundaries": None, "before": None, "bits": None}),
+        (threshold.pack_block, 4, {"LIMIT": 3e38, "BLOCK": KERNEL_ELEMENTS, "PER_END": PER_END}),
+        (decode.add_payloads, 8, {"BLOCK": BLOCK_ELEMENTS, "TILE": 1024}),
+        (decode.add_payloads, 8, {"BLOCK": BLOCK_ELEMENTS, "TILE": 1024, "quotients": None, "factor": None}),
     ],
+    ids=lambda one: getattr(one, "__name__", None),
 )
-def test_the_kernels_compile_for_a_gpu_that_is_not_there(kernel, constants, monkeypatch, tmp_path):
+def test_the_kernels_compile_for_a_gpu_that_is_not_there(kernel, warps, constants, monkeypatch, tmp_path):
     # The interpreter accepts what the compiler does not.
     triton = pytest.importorskip("triton", reason="triton is not installed")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    function = getattr(fused_kernels, kernel)
-    constants = constants | {"BLOCK": BLOCK_ELEMENTS}
-    if isinstance(constants.get("WIRE"), str):
-        constants["WIRE"] = getattr(triton.language, constants["WIRE"])
+    if "WIRE" in constants:
+        constants = constants | {"WIRE": getattr(triton.language, constants["WIRE"])}
     signature = {name: kind for kind, names in TYPES.items() for name in names} | dict.fromkeys(constants, "constexpr")
     source = ASTSource(
-        fn=function,
-        signature={name: signature[name] for name in function.arg_names},
-        constexprs={(function.arg_names.index(name),): value for name, value in constants.items()},
+        fn=kernel,
+        signature={name: signature[name] for name in kernel.arg_names},
+        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
     )
-    compiled = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 16, "enable_fp_fusion": False})
+    compiled = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": warps, "enable_fp_fusion": False})
     assert ".target sm_90" in compiled.asm["ptx"]

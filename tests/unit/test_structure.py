@@ -16,6 +16,7 @@ PACKAGE = Path(lightning_sparse.__file__).parent
 ROOMS = (
     "_version",
     "sparsifiers",
+    "kernels",
     "exchange",
     "selection",
     "engine",

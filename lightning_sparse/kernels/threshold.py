@@ -1,0 +1,242 @@
+"""The hard threshold's kernels; what they are for and how they go together is in ``selection/fused_threshold``."""
+
+# The annotations of the kernels stay strings, so that the module can be imported without triton.
+from __future__ import annotations
+
+from lightning_sparse.kernels.launching import jit, tl
+
+__all__ = ["pack_block", "summarise", "walk_block"]
+
+
+@jit
+def walk_block(
+    former: tl.tensor, residual: tl.tensor, gradient: tl.tensor, loss_scale: tl.tensor, thresholds: tl.tensor,
+    run_starts: tl.tensor, first_run: tl.tensor, bits: tl.tensor, counts: tl.tensor, out: tl.tensor, numbers: tl.tensor,
+    num_elements: tl.tensor, WIRE: tl.constexpr, LIMIT: tl.constexpr, CLEARS: tl.constexpr, MEASURES: tl.constexpr,
+    BLOCK: tl.constexpr, WORDS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Forms p of a block; marks what is selected or, where there is an ``out``, writes it there and keeps the rest."""
+    block = tl.program_id(0)
+    begin = block.to(tl.int64) * BLOCK
+    length = tl.minimum(num_elements - begin, BLOCK).to(tl.int32)
+    selected_of_word = tl.zeros([WORDS], tl.int32)
+    non_finite_of_word = tl.zeros([WORDS], tl.int32)
+    squares_of_place = tl.zeros([WORDS, 32], residual.dtype.element_ty)  # added up a few at a time, then in float64
+    gradient_of_place = tl.zeros([WORDS, 32], residual.dtype.element_ty)
+    # Whole words of 32 elements come first: their elements are loaded four at a time, as the mask is the same for all.
+    whole = length // 32 * 32
+    for tile in range(0, whole, WORDS * 32):
+        ones, wrong, g, kept = _walk_words(
+            former, residual, gradient, loss_scale, thresholds, run_starts, first_run, bits, out,
+            begin, tile // 32 + tl.arange(0, WORDS), whole, WIRE, LIMIT, CLEARS,
+        )  # fmt: skip
+        selected_of_word += ones
+        non_finite_of_word += wrong
+        squares_of_place += kept * kept
+        if MEASURES:
+            gradient_of_place += g * g
+    selected = tl.sum(selected_of_word, 0)
+    non_finite = tl.sum(non_finite_of_word, 0)
+    squares = tl.sum(tl.sum(squares_of_place.to(tl.float64), 1), 0)
+    of_gradient = tl.sum(tl.sum(gradient_of_place.to(tl.float64), 1), 0)
+    if whole < length:
+        ones, wrong, g, kept = _walk_words(
+            former, residual, gradient, loss_scale, thresholds, run_starts, first_run, bits, out,
+            begin, whole // 32 + tl.arange(0, 1), length, WIRE, LIMIT, CLEARS,
+        )  # fmt: skip
+        selected += tl.sum(ones, 0)
+        non_finite += tl.sum(wrong, 0)
+        squares += tl.sum(tl.sum((kept * kept).to(tl.float64), 1), 0)
+        of_gradient += tl.sum(tl.sum((g * g).to(tl.float64), 1), 0)
+    blocks = tl.num_programs(0)
+    tl.store(counts + block, selected)
+    tl.store(numbers + block, non_finite.to(tl.float64))
+    tl.store(numbers + blocks + block, squares)
+    if MEASURES:
+        tl.store(numbers + 2 * blocks + block, of_gradient)
+
+
+@jit
+def _walk_words(
+    former: tl.tensor, residual: tl.tensor, gradient: tl.tensor, loss_scale: tl.tensor, thresholds: tl.tensor,
+    run_starts: tl.tensor, first_run: tl.tensor, bits: tl.tensor, out: tl.tensor, begin: tl.tensor, word: tl.tensor,
+    length: tl.tensor, WIRE: tl.constexpr, LIMIT: tl.constexpr, CLEARS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Walks words of 32 elements; returns how many in each are selected and non-finite, g / S, and what is kept."""
+    column = tl.arange(0, 32)[None, :]
+    at = word[:, None] * 32 + column
+    inside = at < length
+    p = tl.load(former + begin + at, mask=inside, other=0.0)
+    g = tl.load(gradient + begin + at, mask=inside, other=0.0).to(p.dtype)
+    if loss_scale is not None:
+        scale = tl.load(loss_scale).to(p.dtype)
+        # In float64 a plain / rounds to nearest, in float32 it does not.
+        g = g / scale if p.dtype == tl.float64 else tl.div_rn(g, tl.zeros_like(g) + scale)
+    p += g
+    if run_starts is None:
+        threshold = tl.load(thresholds)
+    else:
+        first = tl.load(first_run + tl.program_id(0))
+        last = tl.load(first_run + tl.program_id(0) + 1)  # may begin with the next block and hold nowhere in this one
+        threshold = tl.zeros_like(p) + tl.load(thresholds + first)
+        for run in range(first + 1, last + 1):
+            start = (tl.load(run_starts + run) - begin).to(tl.int32)
+            threshold = tl.where(at >= start, tl.load(thresholds + run), threshold)
+    # A comparison with NaN is false, so "not below" selects NaN as well.
+    selected = ~(tl.abs(p) < threshold) & inside
+    ones = selected.to(tl.int32)
+    sent = _to_wire(p, WIRE, LIMIT)
+    kept = tl.where(selected, _rest(p, sent), p)
+    if out is None:
+        tl.store(residual + begin + at, p, mask=inside)  # what finds no room in the payload stays
+    else:
+        tl.store(residual + begin + at, kept, mask=inside)
+        tl.store(out + begin + at, tl.where(selected, sent, 0.0).to(out.dtype.element_ty), mask=inside)
+    if CLEARS:
+        tl.store(gradient + begin + at, tl.zeros_like(p).to(gradient.dtype.element_ty), mask=inside)
+    if bits is not None:
+        tl.store(bits + begin // 32 + word, tl.sum(ones << column, 1), mask=word * 32 < length)
+    return tl.sum(ones, 1), tl.sum((~_is_finite(p)).to(tl.int32), 1), g, kept
+
+
+@jit
+def summarise(
+    counts: tl.tensor, numbers: tl.tensor, bits: tl.tensor, boundaries: tl.tensor, before: tl.tensor,
+    starts: tl.tensor, ends: tl.tensor, header: tl.tensor, programs: tl.tensor, num_layers: tl.tensor,
+    num_slices: tl.tensor, MEASURES: tl.constexpr, BLOCK: tl.constexpr, PER_END: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Adds up what all blocks have: where each one's coordinates begin in a payload, and the header's numbers.
+
+    One program. ``starts`` has one place more than there are blocks. A payload has an end for every PER_END blocks.
+    ``boundaries`` are those of layers, if any, and then those of slices, if any.
+    """
+    total = tl.full((), 0, tl.int64)
+    non_finite = tl.full((), 0.0, tl.float64)
+    squares = tl.full((), 0.0, tl.float64)
+    of_gradient = tl.full((), 0.0, tl.float64)
+    for first in range(0, programs, WIDTH):
+        block = first + tl.arange(0, WIDTH)
+        inside = block < programs
+        count = tl.load(counts + block, mask=inside, other=0).to(tl.int64)
+        end = total + tl.cumsum(count, 0)
+        tl.store(starts + block, end - count, mask=inside)
+        if ends is not None:
+            is_last = ((block + 1) % PER_END == 0) | (block + 1 == programs)
+            tl.store(ends + block // PER_END, end.to(tl.int32), mask=inside & is_last)
+        total += tl.sum(count, 0)
+        non_finite += tl.sum(tl.load(numbers + block, mask=inside, other=0.0), 0)
+        squares += tl.sum(tl.load(numbers + programs + block, mask=inside, other=0.0), 0)
+        if MEASURES:
+            of_gradient += tl.sum(tl.load(numbers + 2 * programs + block, mask=inside, other=0.0), 0)
+    tl.store(starts + programs, total)
+    largest_slice = tl.full((), 0, tl.int64)
+    if boundaries is not None:
+        tl.debug_barrier()  # all starts are there
+        slices_at = num_layers + (num_layers > 0).to(tl.int32)
+        num_boundaries = slices_at + num_slices + (num_slices > 0).to(tl.int32)
+        for first in range(0, num_boundaries, ROWS):
+            row = first + tl.arange(0, ROWS)
+            tl.store(
+                before + row,
+                _count_before(tl.load(boundaries + row, mask=row < num_boundaries, other=0), bits, starts, BLOCK),
+                mask=row < num_boundaries,
+            )
+        tl.debug_barrier()
+        for first in range(0, num_layers, WIDTH):
+            layer = first + tl.arange(0, WIDTH)
+            count = _difference(before, layer, layer < num_layers)
+            tl.store(header + 5 + layer, count.to(tl.float64), mask=layer < num_layers)
+        for first in range(0, num_slices, WIDTH):
+            place = first + tl.arange(0, WIDTH)
+            largest_slice = tl.maximum(
+                largest_slice, tl.max(_difference(before + slices_at, place, place < num_slices), 0)
+            )
+    tl.store(header, total.to(tl.float64))
+    tl.store(header + 1, largest_slice.to(tl.float64))
+    tl.store(header + 2, non_finite)
+    tl.store(header + 3, of_gradient)
+    tl.store(header + 4, squares)
+
+
+@jit
+def _count_before(boundary: tl.tensor, bits: tl.tensor, starts: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+    """Counts the selected coordinates before each boundary."""
+    block = boundary // BLOCK
+    word = tl.arange(0, BLOCK // 32)[None, :]
+    # Of the part of a word that is before the boundary.
+    length = (boundary - block * BLOCK).to(tl.int32)[:, None] - word * 32
+    marks = tl.load(bits + (block * (BLOCK // 32))[:, None] + word, mask=length > 0, other=0).to(
+        tl.uint32, bitcast=True
+    )
+    shift = tl.minimum(tl.maximum(length, 0), 31).to(tl.uint32)
+    part = (tl.zeros_like(marks) + 1 << shift) - 1
+    ones = _bit_count(tl.where(length >= 32, marks, marks & part))
+    return tl.load(starts + block) + tl.sum(ones, 1)
+
+
+@jit
+def _difference(before: tl.tensor, place: tl.tensor, inside: tl.tensor) -> tl.tensor:
+    start = tl.load(before + place, mask=inside, other=0)
+    return tl.load(before + place + 1, mask=inside, other=0) - start
+
+
+@jit
+def pack_block(
+    residual: tl.tensor, bits: tl.tensor, starts: tl.tensor, values: tl.tensor, offsets: tl.tensor,
+    num_elements: tl.tensor, capacity: tl.tensor, LIMIT: tl.constexpr, BLOCK: tl.constexpr, PER_END: tl.constexpr,
+) -> None:  # fmt: skip
+    """Writes the marked coordinates of a block to their places in the payload, and keeps the rest."""
+    block = tl.program_id(0)
+    begin = block.to(tl.int64) * BLOCK
+    length = tl.minimum(num_elements - begin, BLOCK).to(tl.int32)
+    earlier = tl.load(starts + block)
+    room = tl.minimum(tl.maximum(capacity - earlier, 0), BLOCK).to(tl.int32)
+    first_offset = block % PER_END * BLOCK
+    word = tl.arange(0, BLOCK // 32)
+    marks = tl.load(bits + begin // 32 + word, mask=word * 32 < length, other=0).to(tl.uint32, bitcast=True)
+    ones = _bit_count(marks)
+    place = tl.cumsum(ones, 0) - ones
+    for _ in range(tl.max(ones, 0)):  # in each round one coordinate of every word that has any left
+        marked = marks != 0
+        without_lowest = marks & (marks - 1)
+        at = word * 32 + _bit_count((marks ^ without_lowest) - 1)
+        fits = marked & (place < room)
+        p = tl.load(residual + begin + at, mask=fits, other=0.0)
+        sent = _to_wire(p, values.dtype.element_ty, LIMIT)
+        tl.store(values + earlier + place, sent, mask=fits)
+        tl.store(offsets + earlier + place, (first_offset + at).to(tl.int16), mask=fits)
+        tl.store(residual + begin + at, _rest(p, sent), mask=fits)
+        marks = without_lowest
+        place += 1
+
+
+@jit
+def _bit_count(words: tl.tensor) -> tl.tensor:
+    # Compilers know this for what it is: one instruction.
+    words = words - ((words >> 1) & 0x55555555)
+    words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
+    words = (words + (words >> 4)) & 0x0F0F0F0F
+    return ((words * 0x01010101) >> 24).to(tl.int32)
+
+
+@jit
+def _is_finite(values: tl.tensor) -> tl.tensor:
+    return tl.abs(values) < float("inf")
+
+
+@jit
+def _to_wire(p: tl.tensor, WIRE: tl.constexpr, LIMIT: tl.constexpr) -> tl.tensor:
+    # As round_to_wire: finite values stay finite. PyTorch, too, rounds float64 by way of float32.
+    sent = p
+    if p.dtype != WIRE:
+        clamped = tl.minimum(tl.maximum(p, -LIMIT), LIMIT)
+        sent = tl.where(_is_finite(p), clamped, p).to(tl.float32).to(WIRE)
+    return sent
+
+
+@jit
+def _rest(p: tl.tensor, sent: tl.tensor) -> tl.tensor:
+    # As keep_rest: 0 where the difference is not finite.
+    rest = p - sent.to(p.dtype)
+    return tl.where(_is_finite(rest), rest, 0.0)

@@ -1,0 +1,156 @@
+"""The kernel that adds payloads up, against plain tensors, on a GPU or in Triton's interpreter."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_sparse.exchange.adding import pack_nonzero
+from lightning_sparse.exchange.fused_decode import TILE, decode
+from lightning_sparse.exchange.payload import PayloadFormat, round_to_wire
+from lightning_sparse.sparsifiers import Selection
+from tests.interpreter import INTERPRETED, run_in_interpreter
+from tests.unit.test_fused_threshold import (
+    BRAIN,
+    DEVICE,
+    DOUBLE,
+    FLOAT,
+    HALF,
+    check_guards,
+    guarded,
+    on_device,
+    same_bits,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+
+
+def selections(size, counts, dtype=FLOAT, wire=FLOAT, seed=0):
+    """What each worker sends: so many coordinates, many of them the same, and what is special."""
+    generator = torch.Generator().manual_seed(seed)
+    common = torch.randperm(size, generator=generator)
+    found = []
+    for count in counts:
+        own = torch.randperm(size, generator=generator)
+        indices = torch.cat([common[: count // 2], own[~torch.isin(own, common[: count // 2])]])[:count].sort().values
+        values = torch.randn(count, generator=generator, dtype=DOUBLE).mul(2.0).to(dtype)
+        special = torch.tensor([float("nan"), float("inf"), -float("inf"), 1e-40, 3e38, -0.0], dtype=DOUBLE).to(dtype)
+        values[: min(count, 6)] = special[: min(count, 6)]
+        found.append(Selection(indices, round_to_wire(values, wire)))
+    return found
+
+
+def payloads_of(payload_format, chosen, capacity):
+    rows = torch.full((len(chosen), payload_format.payload_bytes(capacity)), 77, dtype=torch.uint8)
+    for row, selection in zip(rows, chosen, strict=True):
+        payload_format.fill(row, selection)
+    return rows.to(DEVICE)
+
+
+def check(size, chosen, dtype=FLOAT, wire=FLOAT, capacity=None, header_fields=0, factor=None, divides=True):
+    """Decodes on the device and compares with adding one by one."""
+    payload_format = PayloadFormat(size, wire, header_fields)
+    capacity = max(selection.indices.numel() for selection in chosen) + 1 if capacity is None else capacity
+    capacity = -(-capacity // 4) * 4
+    n = len(chosen)
+    expected = torch.zeros(size, dtype=dtype)
+    for indices, values in chosen:
+        expected[indices[:capacity]] += values[:capacity].to(dtype)
+    if divides:
+        expected /= n
+        if factor is not None:
+            expected *= factor
+    out, quotients = guarded(torch.zeros(size, dtype=dtype)), guarded(n * capacity, dtype)
+    decode(
+        payload_format,
+        payloads_of(payload_format, chosen, capacity),
+        out,
+        quotients=quotients if divides else None,
+        factor=None if factor is None else torch.tensor([factor], device=DEVICE),
+    )
+    same_bits(out, expected)
+    for one in (out, quotients):
+        assert (one._base[one.numel() :] == 77).all()
+
+
+@on_device
+@pytest.mark.parametrize(("dtype", "wire"), [(FLOAT, FLOAT), (FLOAT, BRAIN), (FLOAT, HALF), (DOUBLE, DOUBLE)])
+@pytest.mark.parametrize("counts", [[900], [900, 900], [400, 0, 700], [3, 5000, 17, 1, 6000]])
+def test_payloads_are_added_in_rank_order_and_divided_once(dtype, wire, counts):
+    check(70_000, selections(70_000, counts, dtype, wire), dtype, wire, header_fields=7)
+
+
+@on_device
+@pytest.mark.parametrize("size", [1, 5, 65_535, 65_536, 65_537, 140_000])
+@pytest.mark.parametrize("factor", [None, 1024.0, 0.3])
+def test_every_size_and_a_factor(size, factor):
+    counts = [min(size, 40), min(size, 3), size // 2]
+    check(size, selections(size, counts), factor=factor)
+    check(size, selections(size, counts), divides=False)
+
+
+@on_device
+@pytest.mark.parametrize("count", [TILE - 1, TILE, TILE + 1, 3 * TILE])
+def test_a_block_may_have_more_than_a_tile(count):
+    check(TILE * 3, selections(TILE * 3, [count, 2, count]))
+
+
+@on_device
+@pytest.mark.parametrize("capacity", [0, 4, 500])
+def test_of_a_payload_that_was_too_small_what_is_there_is_added_and_nothing_beyond(capacity):
+    check(140_000, selections(140_000, [600, 20, 501]), capacity=capacity)
+
+
+@on_device
+@pytest.mark.parametrize(("size", "whole"), [(100, 250), (66_000, 130_001), (9, 10)])
+def test_neighbouring_parts_are_put_side_by_side(size, whole):
+    payload_format, dense = PayloadFormat(size, FLOAT), torch.zeros(3, size)
+    generator = torch.Generator().manual_seed(0)
+    for rank in range(3):
+        part = dense[rank, : max(min(size, whole - rank * size), 0)]
+        part[::3] = torch.randn(part[::3].shape, generator=generator)
+    payloads = torch.zeros(3, payload_format.payload_bytes(-(-size // 4) * 4), dtype=torch.uint8)
+    counts = [int(pack_nonzero(payload_format, row, payload)) for row, payload in zip(dense, payloads, strict=True)]
+    assert counts == dense.count_nonzero(1).tolist()
+    out = guarded(torch.zeros(whole))
+    decode(payload_format, payloads.to(DEVICE), out, is_side_by_side=True)
+    same_bits(out, dense.flatten()[:whole])
+    check_guards(out)
+
+
+def test_what_is_not_zero_is_packed_as_far_as_there_is_room():
+    payload_format = PayloadFormat(140_000, FLOAT)
+    values = torch.zeros(140_000)
+    values[[3, 70_000, 70_001, 139_999]] = torch.tensor([1.0, float("nan"), -2.0, 3.0])
+    for capacity, held in [(8, [3, 70_000, 70_001, 139_999]), (4, [3, 70_000, 70_001, 139_999]), (0, [])]:
+        payload = torch.full((payload_format.payload_bytes(capacity),), 77, dtype=torch.uint8)
+        assert pack_nonzero(payload_format, values, payload) == 4
+        indices, found = payload_format.unpack(payload, FLOAT, min(4, capacity))
+        assert indices.tolist() == held
+        same_bits(found, values[held])
+    empty = PayloadFormat(0, FLOAT)
+    assert pack_nonzero(empty, torch.zeros(0), torch.zeros(empty.payload_bytes(4), dtype=torch.uint8)) == 0
+
+
+@on_device
+def test_nothing_at_all():
+    check(70_000, selections(70_000, [0, 0]))
+    check(0, [Selection(torch.empty(0, dtype=torch.int64), torch.empty(0))] * 2)
+
+
+@on_device
+@settings(max_examples=40)
+@given(data=st.data())
+def test_any_payloads(data):
+    size, n = data.draw(st.sampled_from([3, 100, 66_000])), data.draw(st.integers(1, 5))
+    counts = [data.draw(st.integers(0, min(size, 200))) for _ in range(n)]
+    wire = data.draw(st.sampled_from([FLOAT, BRAIN, HALF]))
+    chosen = selections(size, counts, wire=wire, seed=data.draw(st.integers(0, 99)))
+    check(size, chosen, wire=wire, capacity=data.draw(st.integers(0, 220)))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_kernel_in_tritons_interpreter():
+    run_in_interpreter(__file__)
