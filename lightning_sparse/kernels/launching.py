@@ -19,7 +19,7 @@ except ImportError:  # PyTorch for CPUs comes without it
 __all__ = ["is_available", "jit", "launch", "tl", "triton"]
 
 NUMBERS = {
-    *("num_elements", "capacity", "programs", "num_layers", "num_slices", "num_workers"),
+    *("num_elements", "capacity", "programs", "num_layers", "num_slices", "num_workers", "divisor"),
     *("ends_row", "values_row", "offsets_row"),
 }
 """Arguments of kernels of which Triton would compile each value that is 1 or a multiple of 16 for itself."""

@@ -12,8 +12,8 @@ __all__ = ["pack_block", "summarise", "walk_block"]
 def walk_block(
     former: tl.tensor, residual: tl.tensor, gradient: tl.tensor, loss_scale: tl.tensor, thresholds: tl.tensor,
     run_starts: tl.tensor, first_run: tl.tensor, bits: tl.tensor, counts: tl.tensor, out: tl.tensor, numbers: tl.tensor,
-    num_elements: tl.tensor, WIRE: tl.constexpr, LIMIT: tl.constexpr, CLEARS: tl.constexpr, MEASURES: tl.constexpr,
-    BLOCK: tl.constexpr, WORDS: tl.constexpr,
+    num_elements: tl.tensor, divisor: tl.tensor, WIRE: tl.constexpr, LIMIT: tl.constexpr, CLEARS: tl.constexpr,
+    MEASURES: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Forms p of a block; marks what is selected or, where there is an ``out``, writes it there and keeps the rest."""
     block = tl.program_id(0)
@@ -28,7 +28,7 @@ def walk_block(
     for tile in range(0, whole, WORDS * 32):
         ones, wrong, g, kept = _walk_words(
             former, residual, gradient, loss_scale, thresholds, run_starts, first_run, bits, out,
-            begin, tile // 32 + tl.arange(0, WORDS), whole, WIRE, LIMIT, CLEARS,
+            begin, tile // 32 + tl.arange(0, WORDS), whole, divisor, WIRE, LIMIT, CLEARS,
         )  # fmt: skip
         selected_of_word += ones
         non_finite_of_word += wrong
@@ -42,7 +42,7 @@ def walk_block(
     if whole < length:
         ones, wrong, g, kept = _walk_words(
             former, residual, gradient, loss_scale, thresholds, run_starts, first_run, bits, out,
-            begin, whole // 32 + tl.arange(0, 1), length, WIRE, LIMIT, CLEARS,
+            begin, whole // 32 + tl.arange(0, 1), length, divisor, WIRE, LIMIT, CLEARS,
         )  # fmt: skip
         selected += tl.sum(ones, 0)
         non_finite += tl.sum(wrong, 0)
@@ -60,7 +60,7 @@ def walk_block(
 def _walk_words(
     former: tl.tensor, residual: tl.tensor, gradient: tl.tensor, loss_scale: tl.tensor, thresholds: tl.tensor,
     run_starts: tl.tensor, first_run: tl.tensor, bits: tl.tensor, out: tl.tensor, begin: tl.tensor, word: tl.tensor,
-    length: tl.tensor, WIRE: tl.constexpr, LIMIT: tl.constexpr, CLEARS: tl.constexpr,
+    length: tl.tensor, divisor: tl.tensor, WIRE: tl.constexpr, LIMIT: tl.constexpr, CLEARS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Walks words of 32 elements; returns how many in each are selected and non-finite, g / S, and what is kept."""
     column = tl.arange(0, 32)[None, :]
@@ -69,9 +69,7 @@ def _walk_words(
     p = tl.load(former + begin + at, mask=inside, other=0.0)
     g = tl.load(gradient + begin + at, mask=inside, other=0.0).to(p.dtype)
     if loss_scale is not None:
-        scale = tl.load(loss_scale).to(p.dtype)
-        # In float64 a plain / rounds to nearest, in float32 it does not.
-        g = g / scale if p.dtype == tl.float64 else tl.div_rn(g, tl.zeros_like(g) + scale)
+        g = _divide(g, tl.load(loss_scale).to(p.dtype))
     p += g
     if run_starts is None:
         threshold = tl.load(thresholds)
@@ -91,7 +89,8 @@ def _walk_words(
         tl.store(residual + begin + at, p, mask=inside)  # what finds no room in the payload stays
     else:
         tl.store(residual + begin + at, kept, mask=inside)
-        tl.store(out + begin + at, tl.where(selected, sent, 0.0).to(out.dtype.element_ty), mask=inside)
+        part = _divide(tl.where(selected, sent.to(p.dtype), 0.0), divisor.to(p.dtype))
+        tl.store(out + begin + at, part.to(out.dtype.element_ty), mask=inside)
     if CLEARS:
         tl.store(gradient + begin + at, tl.zeros_like(p).to(gradient.dtype.element_ty), mask=inside)
     if bits is not None:
@@ -218,6 +217,12 @@ def _bit_count(words: tl.tensor) -> tl.tensor:
     words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
     words = (words + (words >> 4)) & 0x0F0F0F0F
     return ((words * 0x01010101) >> 24).to(tl.int32)
+
+
+@jit
+def _divide(values: tl.tensor, divisor: tl.tensor) -> tl.tensor:
+    # In float64 a plain / rounds to nearest, in float32 it does not.
+    return values / divisor if values.dtype == tl.float64 else tl.div_rn(values, tl.zeros_like(values) + divisor)
 
 
 @jit

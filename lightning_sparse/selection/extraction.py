@@ -1,7 +1,7 @@
 """Taking what this worker sends out of a bucket: p = e + g / S, the selection, and the rest that stays.
 
-Three ways come to the same bits: the hard threshold has one for CPUs (``block_filter``) and one for
-GPUs (``fused_threshold``), every other sparsifier is asked through
+Four ways come to the same bits: the hard threshold has one for CPUs (``block_filter``) and one for
+GPUs (``fused_threshold``), Top-k one for GPUs (``marking``), and every other sparsifier is asked through
 :meth:`~lightning_sparse.sparsifiers.Sparsifier.select`.
 """
 
@@ -18,6 +18,7 @@ from lightning_sparse.exchange.payload import PayloadFormat, round_to_wire
 from lightning_sparse.kernels import is_available
 from lightning_sparse.selection.block_filter import BlockFilter, repair
 from lightning_sparse.selection.fused_threshold import Boundaries, FusedThreshold
+from lightning_sparse.selection.marking import take_out_marked
 from lightning_sparse.selection.numbers import FIXED_FIELDS, LocalNumbers, header_fields, layer_errors, squared_norm
 from lightning_sparse.selection.residual import Residual, compensate, keep_rest
 from lightning_sparse.sparsifiers import HardThreshold, LayerLayout, Selection, Sparsifier, ThresholdRun, TopK, in_order
@@ -75,7 +76,7 @@ class Extraction:
         # A subclass that selects differently is asked, not bypassed.
         is_threshold = type(self._sparsifier).select is HardThreshold.select
         if is_threshold and self._keeps_rest and is_available(bucket.gradient.device):
-            return self._fill_on_gpu(bucket, shipment, measures_gradient)
+            return self._fill_fused(bucket, shipment, measures_gradient)
         squared_gradient_norm = None
         if measures_gradient:
             squared_gradient_norm = squared_norm(bucket.gradient)
@@ -85,6 +86,8 @@ class Extraction:
 
     def _fill(self, bucket: BucketGradient, shipment: Shipment, is_threshold: bool) -> LocalNumbers:
         is_on_cpu = bucket.gradient.device.type == "cpu"
+        if type(self._sparsifier).select is TopK.select and not is_on_cpu:
+            return self._fill_marked(bucket, shipment)
         if is_threshold and is_on_cpu and shipment.is_masked:
             return self._mask_on_cpu(bucket, shipment)
         if is_threshold and is_on_cpu:
@@ -146,11 +149,12 @@ class Extraction:
             numbers.errors_of_layers = layer_errors(after, bucket.layout)
         return numbers
 
-    def _fill_on_gpu(self, bucket: BucketGradient, shipment: Shipment, measures_gradient: bool) -> Tensor:
+    def _fill_fused(self, bucket: BucketGradient, shipment: Shipment, measures_gradient: bool) -> Tensor:
         after, runs = bucket.residual.after, self._runs(bucket)
         header = torch.empty(header_fields(bucket.layout, self._per_layer), dtype=torch.float64, device=after.device)
         boundaries = self._boundaries(bucket, has_slices=shipment.payload is not None)
         if shipment.payload is None:
+            shipment.is_divided = True
             self._fused.mask(
                 bucket.residual,
                 bucket.gradient,
@@ -158,6 +162,7 @@ class Extraction:
                 loss_scale=bucket.loss_scale,
                 out=shipment.out,
                 wire_dtype=shipment.format.wire_dtype,
+                divisor=shipment.workers.num_workers,
                 header=header,
                 boundaries=boundaries,
                 measures_gradient=measures_gradient,
@@ -179,6 +184,29 @@ class Extraction:
         if self._per_layer:
             header[FIXED_FIELDS + len(bucket.layout.names) :] = layer_errors(after, bucket.layout)
         return header
+
+    def _fill_marked(self, bucket: BucketGradient, shipment: Shipment) -> LocalNumbers:
+        """Top-k on a GPU, where asking for the indices would make the host wait for their number."""
+        assert isinstance(self._sparsifier, TopK)
+        marks = self._sparsifier.mark(compensate(bucket.residual, bucket.gradient, bucket.loss_scale), bucket.layout)
+        for start, end in bucket.unused:
+            marks[start:end] = False
+        non_finite = bucket.residual.after.isfinite().logical_not_().logical_and_(marks).count_nonzero()
+        take_out_marked(bucket.residual, marks, shipment)
+        if not self._keeps_rest:
+            bucket.residual.after.zero_()
+        numbers = LocalNumbers(marks.count_nonzero(), non_finite, squared_norm(bucket.residual.after))
+        boundaries = self._boundaries(bucket, has_slices=True)
+        if boundaries is not None:
+            assert boundaries.places is not None
+            before = torch.nn.functional.pad(marks.cumsum(0), (1, 0)).index_select(0, boundaries.places)
+            of_layers, of_slices = before[: boundaries.num_layers + 1], before[-boundaries.num_slices - 1 :]
+            if boundaries.num_slices:
+                numbers.largest_slice = of_slices.diff().amax()
+            if boundaries.num_layers:
+                numbers.selected_of_layers = of_layers.diff()
+                numbers.errors_of_layers = layer_errors(bucket.residual.after, bucket.layout)
+        return numbers
 
     def _boundaries(self, bucket: BucketGradient, *, has_slices: bool) -> Boundaries | None:
         has_slices = has_slices and self._num_slices > 0

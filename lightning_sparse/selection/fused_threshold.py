@@ -106,7 +106,7 @@ class FusedThreshold:
         device = residual.after.device
         bits = self._reserve("bits", blocks * BLOCK_ELEMENTS // 32, torch.int32, device)
         constants = _wire(values.dtype) | {"CLEARS": clears_gradient, "MEASURES": measures_gradient}
-        self._walk(residual, gradient, runs, loss_scale, bits, None, constants)
+        self._walk(residual, gradient, runs, loss_scale, bits, None, 1, constants)
         starts = self._summarise(size, bits, boundaries, ends, header, measures_gradient)
         if size:
             packed = (residual.after, bits, starts, values, offsets, size, values.numel())
@@ -122,6 +122,7 @@ class FusedThreshold:
         out: Tensor,
         wire_dtype: torch.dtype,
         header: Tensor,
+        divisor: int = 1,
         boundaries: Boundaries | None = None,
         measures_gradient: bool = False,
     ) -> None:
@@ -134,6 +135,7 @@ class FusedThreshold:
             loss_scale: as for :meth:`select`.
             out: shape (m,), contiguous, in a dtype that holds every value of ``wire_dtype``. Overwritten.
             wire_dtype: the dtype to which values are rounded.
+            divisor: by which they are divided then; the residual is not concerned.
             header: as for :meth:`select`.
             boundaries: as for :meth:`select`.
             measures_gradient: as for :meth:`select`.
@@ -144,7 +146,7 @@ class FusedThreshold:
         if boundaries is not None:
             bits = self._reserve("bits", blocks * BLOCK_ELEMENTS // 32, torch.int32, residual.after.device)
         constants = _wire(wire_dtype) | {"CLEARS": False, "MEASURES": measures_gradient}
-        self._walk(residual, gradient, runs, loss_scale, bits, out, constants)
+        self._walk(residual, gradient, runs, loss_scale, bits, out, divisor, constants)
         self._summarise(size, bits, boundaries, None, header, measures_gradient)
 
     def _walk(
@@ -155,6 +157,7 @@ class FusedThreshold:
         loss_scale: Tensor | None,
         bits: Tensor | None,
         out: Tensor | None,
+        divisor: int,
         constants: dict[str, object],
     ) -> None:
         before, after = residual
@@ -165,7 +168,7 @@ class FusedThreshold:
         numbers = self._reserve("numbers", 3 * blocks, torch.float64, after.device)
         if size:
             inputs = (before, after, gradient, loss_scale, *tables)
-            launch(walk_block, blocks, *inputs, bits, counts, out, numbers, size, **constants, **_WALK)
+            launch(walk_block, blocks, *inputs, bits, counts, out, numbers, size, divisor, **constants, **_WALK)
 
     def _summarise(
         self,

@@ -34,12 +34,16 @@ class TopK(Sparsifier):
 
     def select(self, compensated: Tensor, layout: LayerLayout) -> Selection:
         """Returns k coordinates per layer and every non-finite one; see :meth:`Sparsifier.select`."""
+        indices = self.mark(compensated, layout).nonzero().squeeze(1)
+        return Selection(indices, compensated[indices])
+
+    def mark(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
+        """Returns where :meth:`select` finds something: bool, the bucket's shape. Nothing waits for the device."""
         magnitude = compensated.abs()
         # topk counts NaN as largest, but a layer may hold more non-finite values than k: all of those are sent.
         selected = magnitude.isfinite().logical_not_()
         for _, start, end in layout.spans():
             if end > start:
                 k = max(1, int(self.density * (end - start)))
-                selected[start:end][magnitude[start:end].topk(k, sorted=False).indices] = True
-        indices = selected.nonzero().squeeze(1)
-        return Selection(indices, compensated[indices])
+                selected[start:end].index_fill_(0, magnitude[start:end].topk(k, sorted=False).indices, True)
+        return selected

@@ -9,6 +9,7 @@ none when an epoch ended Lightning forgets: it is logged again with the next ste
 from collections import deque
 from collections.abc import Mapping
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
 
@@ -88,7 +89,8 @@ class StepLog:
             self._names.add(name)
             module.log(
                 name,
-                value,
+                # Of a number Lightning makes a tensor on the device, and waits for that. What is synced must be there.
+                torch.tensor(float(value), device="cpu" if on_step else module.device),
                 prog_bar=name == "sparse/density",
                 on_step=on_step,
                 on_epoch=not on_step,

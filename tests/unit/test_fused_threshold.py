@@ -153,7 +153,7 @@ def check_select(
     return expected
 
 
-def check_mask(residual, gradient, runs, wire=FLOAT, scale=None, out=None, fused=None, measures=False):
+def check_mask(residual, gradient, runs, wire=FLOAT, scale=None, out=None, fused=None, measures=False, divisor=1):
     expected = expect(residual, gradient, runs, wire, scale)
     kept, given_gradient = guarded(residual), guarded(gradient)
     out = given_gradient if out is None else guarded(residual.numel(), out)
@@ -164,10 +164,11 @@ def check_mask(residual, gradient, runs, wire=FLOAT, scale=None, out=None, fused
         out=out,
         wire_dtype=wire,
         header=header,
+        divisor=divisor,
         measures_gradient=measures,
     )
     check_guards(kept, out)
-    same_bits(out, expected.sent.to(out.dtype))
+    same_bits(out, (expected.sent / divisor).to(out.dtype))
     same_bits(kept, expected.rest)
     if out is not given_gradient:
         same_bits(given_gradient, gradient)
@@ -198,6 +199,7 @@ def test_a_float32_residual(gradient_dtype, scale, wire):
     check_select(residual, gradient, one_run(2.0, 70_000), wire, scale, clears=True)
     check_select(residual, gradient, one_run(2.0, 70_000), wire, scale, measures=True)
     check_mask(residual, gradient, one_run(2.0, 70_000), wire, scale, out=FLOAT, measures=True)
+    check_mask(residual, gradient, one_run(2.0, 70_000), wire, scale, out=FLOAT, divisor=3)
 
 
 @on_device
@@ -479,7 +481,7 @@ TYPES = {
     "*i64": ("run_starts", "starts", "boundaries", "before"),
     "*i32": ("first_run", "bits", "counts", "ends"),
     "*i16": ("offsets",),
-    "i32": ("programs", "num_layers", "num_slices", "num_workers"),
+    "i32": ("programs", "divisor", "num_layers", "num_slices", "num_workers"),
     "i64": ("num_elements", "capacity", "ends_row", "values_row", "offsets_row"),
 }
 WALK = {"LIMIT": 3e38, "WIRE": "bfloat16", "WORDS": 128, "BLOCK": KERNEL_ELEMENTS}

@@ -1,0 +1,42 @@
+"""Taking out of a bucket what a mask of all its elements marks: no number need come to the host first."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.exchange import Shipment
+from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, round_to_wire
+from lightning_sparse.selection.residual import Residual
+from lightning_sparse.sparsifiers import Selection
+
+
+def take_out_marked(residual: Residual, marks: Tensor, shipment: Shipment) -> None:
+    """Sends what is marked of p, which is where e' is to be, and leaves e' there. Nothing waits for the device.
+
+    Args:
+        residual: its second tensor holds p; shape (m,).
+        marks: bool, shape (m,).
+        shipment: where what is sent goes.
+    """
+    after, wire_dtype = residual.after, shipment.format.wire_dtype
+    sent = torch.where(marks, round_to_wire(after, wire_dtype), 0)
+    after.sub_(sent)
+    after.masked_fill_(after.isfinite().logical_not_().logical_and_(marks), 0)  # as keep_rest
+    if shipment.payload is None:
+        shipment.out.copy_(sent)
+        return
+    capacity = shipment.format.capacity(shipment.payload.numel())
+    indices = torch.empty(0, dtype=torch.int64, device=after.device)
+    if marks.numel():  # of no elements it fails on a GPU: pytorch#162473
+        # What is not used gets an index beyond all blocks: it is before no block's end.
+        beyond = shipment.format.num_blocks * BLOCK_ELEMENTS
+        indices = torch.nonzero_static(marks, size=capacity, fill_value=beyond).squeeze(1)
+    values = sent.index_select(0, indices.clamp(max=max(marks.numel() - 1, 0)))
+    shipment.format.fill(shipment.payload, Selection(indices, values))
+    shipment.rest = partial(_rest, marks, sent, capacity)
+
+
+def _rest(marks: Tensor, sent: Tensor, capacity: int) -> Selection:
+    indices = marks.nonzero().squeeze(1)[capacity:]
+    return Selection(indices, sent[indices])

@@ -1,0 +1,191 @@
+"""Counts what a step would launch on a GPU and how often it would wait for it, on a machine that has none.
+
+Tensors are PyTorch's fake ones, which say that they are on a GPU and hold nothing: whoever asks for a number of theirs
+is caught. Kernels of ours are counted instead of launched. What an operator of PyTorch launches is counted as one,
+though some launch more (a sort, a scan), and views and allocations as none.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_sparse.engine.engine import Engine, FlatBucket
+from lightning_sparse.exchange import ExchangeMode, adding, exchange, fused_decode, gather
+from lightning_sparse.exchange.workers import Pending, Workers
+from lightning_sparse.selection import extraction, fused_threshold
+from lightning_sparse.selection.residual import Residual
+from lightning_sparse.sparsifiers import LayerLayout, Sparsifier
+
+GPU = torch.device("cuda", 0)
+NO_LAUNCH = {
+    *("empty", "empty_strided", "empty_like", "new_empty", "view", "slice", "split", "split_with_sizes", "select"),
+    *("as_strided", "unsqueeze", "squeeze", "expand", "t", "transpose", "unbind", "detach", "alias", "_unsafe_view"),
+    *("permute", "lift_fresh", "view_as_real", "device"),
+}
+WAITS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique_dim", "_unique2"}
+
+
+@dataclass
+class Counts:
+    """What one step did.
+
+    Attributes:
+        launches: by what it is.
+        of_buckets: how many each bucket brought, in order.
+        waits: names of what would wait for the device.
+        collectives: how many.
+    """
+
+    launches: dict[str, int] = field(default_factory=dict)
+    of_buckets: list[int] = field(default_factory=list)
+    waits: list[str] = field(default_factory=list)
+    collectives: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self.launches.values())
+
+    def launch(self, name: str) -> None:
+        self.launches[name] = self.launches.get(name, 0) + 1
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self, counts: Counts) -> None:
+        super().__init__()
+        self.counts = counts
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        tensors = [one for one in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        device = kwargs.get("device")
+        is_on_gpu = any(one.device.type == "cuda" for one in tensors) or getattr(device, "type", device) == "cuda"
+        if is_on_gpu and name in WAITS:
+            self.counts.waits.append(name)
+            if name == "nonzero":
+                return tensors[0].new_empty((8, 1), dtype=torch.int64)
+            if name == "_local_scalar_dense":
+                return 8
+        if is_on_gpu and name in ("copy_", "_to_copy") and not kwargs.get("non_blocking"):
+            result = func(*args, **kwargs)
+            if {one.device.type for one in (*tensors, result)} == {"cpu", "cuda"}:
+                self.counts.waits.append(name)  # of memory that is not pinned
+            self.counts.launch(name)
+            return result
+        if is_on_gpu and name not in NO_LAUNCH:
+            self.counts.launch(name)
+        return func(*args, **kwargs)
+
+
+class _Workers(Workers):
+    """Workers whose collectives are counted and do nothing."""
+
+    def all_gather(self, out, part):
+        return self._count()
+
+    def all_to_all(self, out, parts):
+        return self._count()
+
+    def all_reduce(self, tensor):
+        return self._count()
+
+    def _count(self):
+        _now.counts.collectives += 1
+        return Pending([])
+
+
+class _Now:
+    counts: Counts
+    headers: torch.Tensor
+    leave_fake: Callable[[], None]
+
+
+_now = _Now()
+
+
+class _HostCopy:
+    """In place of the copy to the host: from here on numbers are real."""
+
+    def __init__(self, table, buffers):
+        _now.counts.launch("copy to the host")
+        self._shape = table.shape
+
+    def wait(self):
+        _now.counts.waits.append("headers")
+        _now.leave_fake()
+        return _now.headers[: self._shape[1]].expand(self._shape)
+
+
+def measure(
+    sparsifier: Sparsifier,
+    *,
+    mode: ExchangeMode = "gather",
+    per_layer: bool = False,
+    has_notes: bool = False,
+    num_workers: int = 8,
+    num_buckets: int = 17,
+    num_layers: int = 150,
+    dtype: torch.dtype = torch.float32,
+    scaled: bool = False,
+    has_kernels: bool = True,
+    steps: int = 3,
+) -> Counts:
+    """Returns the counts of the last of some steps; in a process group of one, which is said to have more workers."""
+    for module in (adding, gather, extraction):
+        module.is_available = lambda device: has_kernels
+    for module in (fused_threshold, fused_decode):
+        module.launch = lambda kernel, *arguments, **constants: _now.counts.launch(kernel.fn.__name__)
+    exchange.Workers = lambda group, rank, size: _Workers(group, rank, num_workers)
+    exchange.HostCopy = _HostCopy
+    engine = Engine(sparsifier, group=None, exchange=mode, per_layer_stats=per_layer)
+    layouts = []
+    for place in range(num_buckets):
+        names = tuple(f"{place}.{layer}" for layer in range(place, num_layers, num_buckets))
+        layouts.append(LayerLayout(names, (100_000,) * len(names)))
+    headers: list[float] = []
+    for layout in layouts:
+        headers += [100.0, 20.0, 0.0, 1.0, 1.0] + [1.0] * (2 * len(layout.names) * (per_layer + has_notes))
+    _now.headers = torch.tensor(headers + [30.0] * num_buckets, dtype=torch.float64)  # and what sizes there are
+    for _ in range(steps):
+        _let_go(engine)
+        _step(engine, layouts, dtype, scaled, has_notes)
+    return _now.counts
+
+
+def _step(engine: Engine, layouts: list[LayerLayout], dtype: torch.dtype, scaled: bool, has_notes: bool) -> None:
+    counts = _now.counts = Counts()
+    counter, fake = _Counter(counts), FakeTensorMode(allow_non_fake_inputs=True)
+
+    def leave_fake() -> None:
+        counter.__exit__(None, None, None)
+        fake.__exit__(None, None, None)
+        counter.__enter__()
+
+    _now.leave_fake = leave_fake
+    fake.__enter__()
+    scale = torch.empty(1, device=GPU) if scaled else None
+    notes = {layout: torch.empty(2 * len(layout.names), dtype=torch.float64, device=GPU) for layout in layouts}
+    counter.__enter__()
+    engine.begin()
+    for place, layout in enumerate(layouts):
+        before = counts.total
+        gradient = torch.empty(layout.num_elements, dtype=dtype, device=GPU)
+        residual = Residual(*torch.empty(2, layout.num_elements, device=GPU).unbind())
+        bucket = FlatBucket(place, layout, gradient, residual, place == len(layouts) - 1, loss_scale=scale)
+        bucket.notes = notes[layout] if has_notes else None
+        engine.add(bucket)
+        counts.of_buckets.append(counts.total - before)
+    engine.finish()
+    counter.__exit__(None, None, None)
+    engine.account()
+
+
+def _let_go(engine: Engine) -> None:
+    """Lets go of what belongs to the last step's fake device, so that what is made once is counted in each step."""
+    engine._exchange._buffers._held.clear()
+    engine._averages._held.clear()
+    engine._extraction._fused._space.clear()
+    fused_threshold._threshold_tables.cache_clear()

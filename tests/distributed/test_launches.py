@@ -1,0 +1,51 @@
+"""What a step launches on a GPU, and how often the host waits for it: counted, so that it does not grow unnoticed."""
+
+import pytest
+import torch
+
+from lightning_sparse import HardThreshold, TopK
+from tests.distributed.launches import measure
+from tests.workers import run_workers
+
+BUCKETS, LAYERS = 17, 150
+THRESHOLD = HardThreshold(0.1)
+LAYERWISE = HardThreshold(0.1, layer_thresholds={"1.*": 0.2})
+HALF = {"dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("sparsifier", "options", "of_bucket", "of_layer", "of_step"),
+    [
+        # walk, summarise, pack, and adding up; beside them one collective, NCCL's own kernel. For all buckets together
+        # headers into the last payload (2), out of all payloads (1), to the host (1), λ of each length of a bucket (2).
+        (THRESHOLD, {}, 4, 0, 6),
+        (THRESHOLD, {"mode": "auto"}, 4, 0, 6),
+        (THRESHOLD, {"scaled": True}, 4, 0, 6),
+        (THRESHOLD, HALF, 5, 0, 6),  # the average does not fit the gradient: its memory is cleared
+        (THRESHOLD, {"has_notes": True}, 5, 0, 6),
+        (THRESHOLD, {"per_layer": True}, 9, 0, 6),
+        (THRESHOLD, {"mode": "dense"}, 2, 0, 4),
+        (THRESHOLD, {"mode": "dense", "per_layer": True}, 7, 0, 4),
+        (LAYERWISE, {}, 4, 0, 8),
+        (THRESHOLD, {"mode": "reduce_scatter"}, 49, 0, 6),
+        (TopK(0.01), {}, 52, 2, 6),
+        (TopK(0.01), {"mode": "dense"}, 41, 2, 4),
+        (TopK(0.01), {"mode": "reduce_scatter"}, 100, 2, 6),
+    ],
+)
+def test_launches_and_waits_of_a_step(sparsifier, options, of_bucket, of_layer, of_step):
+    (counts,) = run_workers(measure_once, 1, sparsifier, options)
+    assert counts.waits == ["headers"]
+    assert counts.total <= BUCKETS * of_bucket + LAYERS * of_layer + of_step, (counts.total, counts.launches)
+    if type(sparsifier) is HardThreshold and options.get("mode") != "reduce_scatter" and "per_layer" not in options:
+        assert of_bucket + 1 <= 6
+        assert of_step <= 20
+
+
+def measure_once(sparsifier, options):
+    return measure(sparsifier, num_buckets=BUCKETS, num_layers=LAYERS, **options)
+
+
+def test_a_wait_would_be_seen():
+    (counts,) = run_workers(measure_once, 1, THRESHOLD, {"has_kernels": False, "mode": "dense"})
+    assert counts.waits == ["nonzero"] * BUCKETS + ["headers"]

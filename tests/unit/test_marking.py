@@ -1,0 +1,71 @@
+"""Top-k by a mask, as on a GPU, against asking it for its selection."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_sparse.exchange.payload import PayloadFormat
+from lightning_sparse.selection.extraction import BucketGradient, Extraction
+from lightning_sparse.selection.residual import Residual
+from lightning_sparse.sparsifiers import LayerLayout, TopK
+
+NAN, INF = float("nan"), float("inf")
+
+
+class Shipment:
+    """Of a route that gathers payloads, or of a masked one."""
+
+    is_masked = False
+
+    def __init__(self, size, wire, capacity):
+        self.format = PayloadFormat(size, wire)
+        self.out, self.payload, self.rest = torch.full((size,), 7.0), None, None
+        if capacity is not None:
+            self.payload = torch.zeros(self.format.payload_bytes(capacity), dtype=torch.uint8)
+
+
+def outcome(fill, values, layout, wire, capacity, unused):
+    """What is sent, densely; what is kept, and what the header tells."""
+    residual, shipment = torch.zeros(layout.num_elements), Shipment(layout.num_elements, wire, capacity)
+    extraction = Extraction(TopK(0.3), num_slices=3, per_layer=True, keeps_rest=True)
+    bucket = BucketGradient(layout, values.clone(), Residual(torch.zeros_like(residual), residual), unused, None)
+    header = fill(extraction, bucket, shipment).header(None, torch.device("cpu"))
+    sent = shipment.out
+    if capacity is not None:
+        sent = torch.zeros_like(residual)
+        held = min(int(header[0]), capacity)
+        parts = [shipment.format.unpack(shipment.payload, torch.float32, held)]
+        if header[0] > capacity:
+            parts.append(shipment.rest())
+            assert parts[1].indices.numel() == header[0] - capacity
+        for indices, found in parts:
+            sent[indices] = found.float()
+    return sent, residual, header
+
+
+@given(data=st.data())
+def test_by_a_mask_top_k_is_what_it_is_when_asked(data):
+    special = st.sampled_from([NAN, INF, -INF, 0.0, 1e5, -7e4])
+    values = torch.tensor(
+        data.draw(st.lists(special | st.floats(-4, 4, width=16), min_size=1, max_size=60, unique=True))
+    )
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(values)), max_size=3)))
+    sizes = [end - start for start, end in zip([0, *cuts], [*cuts, len(values)], strict=True)]
+    layout = LayerLayout(tuple(f"{place}" for place in range(len(sizes))), tuple(sizes))
+    unused = [(start, end) for _, start, end in layout.spans() if start < end and data.draw(st.booleans())]
+    wire = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    capacity = data.draw(st.sampled_from([None, 0, 4, 16, 64]))
+    by_mask, asked = (
+        outcome(fill, values, layout, wire, capacity, unused)
+        for fill in (Extraction._fill_marked, lambda *arguments: Extraction._fill(*arguments, is_threshold=False))
+    )
+    for one, other in zip(by_mask, asked, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("capacity", [None, 4])
+def test_an_empty_bucket(capacity):
+    layout = LayerLayout(("nothing",), (0,))
+    for one in outcome(Extraction._fill_marked, torch.zeros(0), layout, torch.float32, capacity, []):
+        assert not one.any()
