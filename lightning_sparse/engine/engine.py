@@ -27,7 +27,8 @@ from lightning_sparse.engine.calibrator import Calibrator
 from lightning_sparse.engine.step_stats import StepStats, step_stats
 from lightning_sparse.exchange import Buffers, Exchange, ExchangeMode, Workers
 from lightning_sparse.exchange.payload import ValueDtype, wire_dtype
-from lightning_sparse.selection.extraction import BucketGradient, Extraction
+from lightning_sparse.selection.bucket_gradient import BucketGradient
+from lightning_sparse.selection.extraction import Extraction
 from lightning_sparse.selection.numbers import header_fields
 from lightning_sparse.selection.residual import Residual
 from lightning_sparse.sparsifiers import LayerLayout, Sparsifier

@@ -9,7 +9,7 @@ from lightning_sparse.exchange.agreement import parameter_settings, require_agre
 from lightning_sparse.exchange.buffers import Buffers
 from lightning_sparse.exchange.exchange import EXCHANGE_MODES, Exchange, ExchangeMode
 from lightning_sparse.exchange.meeting import Meeting
-from lightning_sparse.exchange.reduce_scatter import largest_slice, slice_bounds
+from lightning_sparse.exchange.reduce_scatter import largest_slice, slice_bounds, slice_elements
 from lightning_sparse.exchange.shipment import LARGEST_SLICE, NUM_SELECTED, Shipment
 from lightning_sparse.exchange.workers import Workers
 
@@ -27,4 +27,5 @@ __all__ = [
     "parameter_settings",
     "require_agreement",
     "slice_bounds",
+    "slice_elements",
 ]

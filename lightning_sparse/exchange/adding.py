@@ -7,7 +7,8 @@ from torch import Tensor
 
 from lightning_sparse.exchange.fused_decode import decode
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat
-from lightning_sparse.kernels import is_available
+from lightning_sparse.kernels import is_available, native
+from lightning_sparse.kernels.native import is_native
 from lightning_sparse.sparsifiers import Selection
 
 SPARSE_SHARE = 0.02
@@ -31,6 +32,10 @@ def average(
     if is_available(out.device):
         places = num_workers * payload_format.capacity(rows.shape[1])
         decode(payload_format, rows, out, quotients=take("quotients", places, out.dtype))
+        return
+    if is_native(out, wire_dtype=payload_format.wire_dtype):
+        _, ends, values, offsets = payload_format.parts(rows[0])
+        native.average(rows, ends, values, offsets, out)
         return
     counts = [payload_format.num_selected(row) for row in rows]
     capacity = payload_format.capacity(rows.shape[1])

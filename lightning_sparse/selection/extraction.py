@@ -1,12 +1,11 @@
 """Taking what this worker sends out of a bucket: p = e + g / S, the selection, and the rest that stays.
 
-Four ways come to the same bits: the hard threshold has one for CPUs (``block_filter``) and one for
-GPUs (``fused_threshold``), Top-k one for GPUs (``marking``), and every other sparsifier is asked through
-:meth:`~lightning_sparse.sparsifiers.Sparsifier.select`.
+Several ways come to the same bits: the hard threshold has two for CPUs (``native_threshold`` and, where that is not to
+be had, ``block_filter``) and one for GPUs (``fused_threshold``), Top-k one for GPUs (``marking``), and every other
+sparsifier is asked through :meth:`~lightning_sparse.sparsifiers.Sparsifier.select`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import inf, isfinite
 
@@ -14,33 +13,16 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.exchange import Shipment, largest_slice, slice_bounds
-from lightning_sparse.exchange.payload import PayloadFormat, round_to_wire
+from lightning_sparse.exchange.payload import round_to_wire
 from lightning_sparse.kernels import is_available
 from lightning_sparse.selection.block_filter import BlockFilter, repair
+from lightning_sparse.selection.bucket_gradient import BucketGradient
 from lightning_sparse.selection.fused_threshold import Boundaries, FusedThreshold
 from lightning_sparse.selection.marking import take_out_marked
+from lightning_sparse.selection.native_threshold import goes_native, take_out_natively
 from lightning_sparse.selection.numbers import FIXED_FIELDS, LocalNumbers, header_fields, layer_errors, squared_norm
-from lightning_sparse.selection.residual import Residual, compensate, keep_rest
+from lightning_sparse.selection.residual import compensate, keep_rest
 from lightning_sparse.sparsifiers import HardThreshold, LayerLayout, Selection, Sparsifier, ThresholdRun, TopK, in_order
-
-
-@dataclass(frozen=True)
-class BucketGradient:
-    """What there is of one bucket before anything is sent.
-
-    Attributes:
-        layout: its layers.
-        gradient: g · S, shape (m,).
-        residual: e, and where e' is formed; float32 or float64, shapes (m,).
-        unused: ``(start, end)`` of layers that send nothing in this step.
-        loss_scale: S, one element; None is 1.
-    """
-
-    layout: LayerLayout
-    gradient: Tensor
-    residual: Residual
-    unused: Sequence[tuple[int, int]]
-    loss_scale: Tensor | None
 
 
 class Extraction:
@@ -81,13 +63,17 @@ class Extraction:
         if measures_gradient:
             squared_gradient_norm = squared_norm(bucket.gradient)
             if bucket.loss_scale is not None:
-                squared_gradient_norm /= bucket.loss_scale.double().square()
+                squared_gradient_norm /= bucket.loss_scale.double().square().view(())
         return self._fill(bucket, shipment, is_threshold).header(squared_gradient_norm, bucket.gradient.device)
 
     def _fill(self, bucket: BucketGradient, shipment: Shipment, is_threshold: bool) -> LocalNumbers:
         is_on_cpu = bucket.gradient.device.type == "cpu"
         if type(self._sparsifier).select is TopK.select and not is_on_cpu:
             return self._fill_marked(bucket, shipment)
+        if is_threshold and self._keeps_rest and goes_native(bucket, shipment, self._runs(bucket)):
+            shipment.rest = partial(_rest_in_residual, bucket, self._runs(bucket), shipment)
+            runs = self._runs(bucket, by_layer=self._per_layer)
+            return take_out_natively(bucket, shipment, runs, self._num_slices, per_layer=self._per_layer)
         if is_threshold and is_on_cpu and shipment.is_masked:
             return self._mask_on_cpu(bucket, shipment)
         if is_threshold and is_on_cpu:
@@ -180,7 +166,7 @@ class Extraction:
                 clears_gradient=shipment.is_cleared,
                 measures_gradient=measures_gradient,
             )
-            shipment.rest = partial(_rest_on_gpu, after, runs, shipment.format, shipment.payload)
+            shipment.rest = partial(_rest_in_residual, bucket, runs, shipment)
         if self._per_layer:
             header[FIXED_FIELDS + len(bucket.layout.names) :] = layer_errors(after, bucket.layout)
         return header
@@ -243,11 +229,11 @@ class Extraction:
         ]
 
 
-def _rest_on_gpu(
-    residual: Tensor, runs: Sequence[ThresholdRun], payload_format: PayloadFormat, payload: Tensor
-) -> Selection:
-    """Takes what found no room in a payload out of the residual, and waits for the device."""
-    first = payload_format.unpack(payload, residual.dtype, payload_format.num_selected(payload))
+def _rest_in_residual(bucket: BucketGradient, runs: Sequence[ThresholdRun], shipment: Shipment) -> Selection:
+    """Takes what found no room in a payload out of the residual. Waits for a GPU."""
+    assert shipment.payload is not None
+    residual, payload_format = bucket.residual.after, shipment.format
+    first = payload_format.unpack(shipment.payload, residual.dtype, payload_format.num_selected(shipment.payload))
     is_left = torch.zeros(residual.shape, dtype=torch.bool, device=residual.device)
     for threshold, start, end in runs:
         is_left[start:end] = (residual[start:end].abs() < threshold).logical_not_()

@@ -7,7 +7,8 @@ from lightning_sparse import HardThreshold
 from lightning_sparse.exchange import LARGEST_SLICE, adding, gather
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.selection import extraction
-from lightning_sparse.selection.extraction import BucketGradient, Extraction
+from lightning_sparse.selection.bucket_gradient import BucketGradient
+from lightning_sparse.selection.extraction import Extraction
 from lightning_sparse.selection.residual import Residual
 from lightning_sparse.sparsifiers import LayerLayout
 from tests.distributed.simulation import Plan
@@ -91,7 +92,9 @@ if INTERPRETED:
             rest = shipment.rest()
             outcomes.append((shipment.payload, rest, residual, header))
         (payload, rest, residual, header), cpu = outcomes
-        assert torch.equal(payload, cpu[0])
+        # Not as bytes: which NaN it is differs between ways and processors.
+        for part, other in zip(shipment.format.parts(payload), shipment.format.parts(cpu[0]), strict=True):
+            torch.testing.assert_close(part, other, rtol=0, atol=0, equal_nan=True)
         assert torch.equal(rest.indices, cpu[1].indices)
         torch.testing.assert_close(rest.values, cpu[1].values, rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(residual, cpu[2], rtol=0, atol=0)

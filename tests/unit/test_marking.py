@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_sparse.exchange.payload import PayloadFormat
-from lightning_sparse.selection.extraction import BucketGradient, Extraction
+from lightning_sparse.selection.bucket_gradient import BucketGradient
+from lightning_sparse.selection.extraction import Extraction
 from lightning_sparse.selection.residual import Residual
 from lightning_sparse.sparsifiers import LayerLayout, TopK
 

@@ -1,0 +1,225 @@
+/* The hard threshold and the adding up of payloads on a CPU, each in one pass; see native.py.
+
+   Plain C, which compilers make vector code of. No contraction, no reassociation but what is written out: the same bits
+   as the tensor operations that do it where there is no compiler. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define BLOCK_SHIFT 16 /* of a payload: 65,536 elements */
+#define GROUP 64       /* elements that are looked at together */
+#define LANES 16
+#define FOLD 4096      /* squares are summed up in float for so many */
+
+enum wire { WIRE_FLOAT32, WIRE_BFLOAT16 };
+
+static uint16_t to_bfloat16(float p) {
+    const float limit = 3.3895313892515355e38f; /* finite values stay finite */
+    if (p > limit && !isinf(p)) p = limit;
+    if (p < -limit && !isinf(p)) p = -limit;
+    uint32_t bits;
+    memcpy(&bits, &p, sizeof bits);
+    if (p != p) return 0x7FC0;
+    return (uint16_t)((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+}
+
+static float of_bfloat16(uint16_t half) {
+    uint32_t bits = (uint32_t)half << 16;
+    float p;
+    memcpy(&p, &bits, sizeof p);
+    return p;
+}
+
+typedef struct {
+    void *values;          /* capacity of them, float32 or bfloat16 */
+    uint16_t *offsets;     /* likewise */
+    int32_t *ends;         /* one for each block of the payload */
+    int64_t capacity;
+    int32_t wire;
+    int64_t selected;      /* so far, written or not */
+    int64_t non_finite;    /* of them */
+    double squares;        /* of what is kept */
+    int64_t slice_elements; /* 0 for none */
+    int64_t *slices;       /* how many are selected in each */
+} payload_t;
+
+/* Adds squares that were summed up in float, and clears them. Where that overflowed they are formed again in double. */
+static void fold(float *squares, const float *kept, int64_t count, double *total) {
+    double sum = 0;
+    for (int j = 0; j < LANES; j++) sum += squares[j], squares[j] = 0.0f;
+    if (!isfinite(sum)) {
+        sum = 0;
+        for (int64_t j = 0; j < count; j++)
+            if (isfinite(kept[j])) sum += (double)kept[j] * kept[j];
+    }
+    *total += sum;
+}
+
+/* Sends one element as far as there is room; returns what is kept of it. */
+static inline float send(float p, int64_t place, payload_t *out, float *after) {
+    float sent = p, kept;
+    uint16_t half = 0;
+    if (out->wire == WIRE_BFLOAT16) sent = of_bfloat16(half = to_bfloat16(p));
+    kept = p - sent;
+    if (!isfinite(kept)) kept = 0.0f;
+    out->non_finite += !isfinite(p);
+    if (out->selected < out->capacity) {
+        if (out->wire == WIRE_BFLOAT16)
+            ((uint16_t *)out->values)[out->selected] = half;
+        else
+            ((float *)out->values)[out->selected] = sent;
+        out->offsets[out->selected] = (uint16_t)place;
+        *after = kept;
+    }
+    out->selected++;
+    if (out->slice_elements) out->slices[place / out->slice_elements]++;
+    return kept;
+}
+
+/* Sends the marked elements of a group, eight marks at a time, of which most hold none. */
+static void send_group(float *after, int64_t begin, const uint64_t *words, float *squares, payload_t *out) {
+    for (int word = 0; word < GROUP / 8; word++) {
+        for (uint64_t marks = words[word]; marks; marks &= marks - 1) {
+            int64_t place = begin + word * 8 + (__builtin_ctzll(marks) >> 3); /* of bytes that are 0 or 1 */
+            float kept = send(after[place], place, out, after + place);
+            squares[0] += kept * kept;
+        }
+    }
+}
+
+static inline __attribute__((always_inline)) void
+walk(const float *before, float *after, float *gradient, float scale, int has_scale, int clears, int64_t start,
+     int64_t end, float threshold, payload_t *out) {
+    float squares[LANES] = {0};
+    int64_t folded = start;
+    for (int64_t begin = start; begin < end;) {
+        /* Groups begin at multiples of GROUP, so that none lies in two blocks. */
+        int64_t count = GROUP - begin % GROUP;
+        if (count > end - begin) count = end - begin;
+        uint8_t hit[GROUP] = {0};
+        uint64_t words[GROUP / 8], any = 0;
+        if (count == GROUP) {
+            for (int j = 0; j < GROUP; j++) {
+                float g = gradient[begin + j];
+                float p = before[begin + j] + (has_scale ? g / scale : g);
+                after[begin + j] = p;
+                hit[j] = !(fabsf(p) < threshold);
+            }
+        } else {
+            for (int64_t j = 0; j < count; j++) {
+                float g = gradient[begin + j];
+                float p = before[begin + j] + (has_scale ? g / scale : g);
+                after[begin + j] = p;
+                hit[j] = !(fabsf(p) < threshold);
+            }
+        }
+        if (clears) memset(gradient + begin, 0, count * sizeof(float));
+        memcpy(words, hit, sizeof words);
+        for (int j = 0; j < GROUP / 8; j++) any |= words[j];
+        if (count == GROUP && !any) {
+            for (int j = 0; j < GROUP; j++) squares[j % LANES] += after[begin + j] * after[begin + j];
+        } else {
+            for (int64_t j = 0; j < count; j++)
+                squares[j % LANES] += hit[j] ? 0.0f : after[begin + j] * after[begin + j];
+            send_group(after, begin, words, squares, out);
+        }
+        out->ends[begin >> BLOCK_SHIFT] = (int32_t)out->selected;
+        begin += count;
+        if (begin % FOLD == 0 || begin == end) {
+            fold(squares, after + folded, begin - folded, &out->squares);
+            folded = begin;
+        }
+    }
+}
+
+/* Takes what reaches the threshold out of [start, end) of a bucket: p = e + g / S into after, e' where it was sent. */
+void take_out(const float *before, float *after, float *gradient, float scale, int32_t has_scale, int32_t clears,
+              int64_t start, int64_t end, float threshold, payload_t *out) {
+    if (has_scale)
+        walk(before, after, gradient, scale, 1, clears, start, end, threshold, out);
+    else if (clears)
+        walk(before, after, gradient, 1.0f, 0, 1, start, end, threshold, out);
+    else
+        walk(before, after, gradient, 1.0f, 0, 0, start, end, threshold, out);
+}
+
+/* The same into a dense tensor, divided, with zeros between; out may be the gradient's memory. */
+static inline __attribute__((always_inline)) void
+walk_masked(const float *before, float *after, const float *gradient, float scale, int has_scale, float *dense,
+            float divisor, int wire, int64_t start, int64_t end, float threshold, payload_t *out) {
+    float squares[LANES] = {0};
+    int64_t folded = start;
+    for (int64_t begin = start; begin < end; begin += GROUP) {
+        int64_t count = end - begin < GROUP ? end - begin : GROUP;
+        float p[GROUP] = {0}, sent[GROUP], kept[GROUP];
+        int32_t selected = 0, finite = 0;
+        for (int64_t j = 0; j < count; j++) {
+            float g = gradient[begin + j];
+            p[j] = before[begin + j] + (has_scale ? g / scale : g);
+        }
+        if (wire == WIRE_BFLOAT16)
+            for (int j = 0; j < GROUP; j++) sent[j] = of_bfloat16(to_bfloat16(p[j]));
+        else
+            memcpy(sent, p, sizeof p);
+        for (int j = 0; j < GROUP; j++) {
+            float rest = p[j] - sent[j];
+            int hit = !(fabsf(p[j]) < threshold);
+            kept[j] = hit ? (fabsf(rest) < INFINITY ? rest : 0.0f) : p[j];
+            sent[j] = hit ? sent[j] / divisor : 0.0f;
+            squares[j % LANES] += kept[j] * kept[j];
+            selected += hit;
+            finite += fabsf(p[j]) < INFINITY;
+        }
+        for (int64_t j = 0; j < count; j++) {
+            after[begin + j] = kept[j];
+            dense[begin + j] = sent[j];
+        }
+        /* What is beyond the end is 0 and counted where a threshold is 0. */
+        out->selected += threshold > 0 ? selected : count;
+        out->non_finite += GROUP - finite;
+        if (begin + count - folded >= FOLD || begin + count == end) {
+            fold(squares, after + folded, begin + count - folded, &out->squares);
+            folded = begin + count;
+        }
+    }
+}
+
+void take_out_masked(const float *before, float *after, const float *gradient, float scale, int32_t has_scale,
+                     float *dense, float divisor, int64_t start, int64_t end, float threshold, payload_t *out) {
+    if (has_scale || out->wire != WIRE_FLOAT32)
+        walk_masked(before, after, gradient, scale, has_scale, dense, divisor, out->wire, start, end, threshold, out);
+    else
+        walk_masked(before, after, gradient, 1.0f, 0, dense, divisor, WIRE_FLOAT32, start, end, threshold, out);
+}
+
+/* Adds payloads to zeros, in rank order, and divides what is there by their number; block by block, as a block stays in
+   the cache. Each payload is row bytes after the one before it. */
+void average(const char *ends, const char *values, const char *offsets, int64_t row, int64_t num_payloads,
+             int64_t capacity, int32_t wire, float *out, int64_t num_blocks) {
+    const float divisor = (float)num_payloads;
+    for (int64_t block = 0; block < num_blocks; block++) {
+        uint64_t divided[(1 << BLOCK_SHIFT) / 64];
+        float *part = out + (block << BLOCK_SHIFT);
+        memset(divided, 0, sizeof divided);
+        for (int pass = 0; pass < 2; pass++) {
+            for (int64_t rank = 0; rank < num_payloads; rank++) {
+                const int32_t *of_blocks = (const int32_t *)(ends + rank * row);
+                const uint16_t *place = (const uint16_t *)(offsets + rank * row);
+                const void *value = values + rank * row;
+                int64_t first = block ? of_blocks[block - 1] : 0, last = of_blocks[block];
+                if (last > capacity) last = capacity;
+                for (int64_t k = first; k < last; k++) {
+                    uint64_t bit = 1ull << (place[k] % 64);
+                    if (pass == 0) {
+                        part[place[k]] +=
+                            wire == WIRE_BFLOAT16 ? of_bfloat16(((uint16_t *)value)[k]) : ((float *)value)[k];
+                    } else if (!(divided[place[k] / 64] & bit)) { /* once, though several may have sent it */
+                        divided[place[k] / 64] |= bit;
+                        part[place[k]] /= divisor;
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,174 @@
+"""The compiled functions for CPUs against the tensor operations that do the same where there is no compiler."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_sparse import HardThreshold
+from lightning_sparse.exchange import adding
+from lightning_sparse.exchange.payload import PayloadFormat, round_to_wire
+from lightning_sparse.kernels import native
+from lightning_sparse.selection import native_threshold
+from lightning_sparse.selection.bucket_gradient import BucketGradient
+from lightning_sparse.selection.extraction import Extraction
+from lightning_sparse.selection.residual import Residual
+from lightning_sparse.sparsifiers import LayerLayout, Selection
+
+NAN, INF = float("nan"), float("inf")
+pytestmark = pytest.mark.skipif(
+    shutil.which("cc") is None, reason="no C compiler here: tensor operations do it, which other tests are about"
+)
+
+
+class Workers:
+    num_workers = 3
+
+
+class Shipment:
+    """Of a route that gathers payloads, or of a masked one."""
+
+    def __init__(self, gradient, wire, capacity, out):
+        self.format = PayloadFormat(gradient.numel(), wire)
+        self.out, self.payload, self.workers = gradient if out is None else out, None, Workers()
+        self.is_cleared, self.is_divided, self.is_masked = False, False, capacity is None
+        if capacity is not None:
+            self.payload = torch.full((self.format.payload_bytes(capacity),), 77, dtype=torch.uint8)
+
+
+def outcome(has_native, monkeypatch, layout, residual, gradient, options):
+    """All that a bucket leaves: what is sent, kept, told, and the gradient's memory."""
+    monkeypatch.setattr(native_threshold, "is_native", (lambda *_, **__: False) if not has_native else native.is_native)
+    wire, capacity, scale, unused, thresholds, in_place, per_layer = options
+    sparsifier = HardThreshold(0.5, layer_thresholds=thresholds)
+    gradient, before = gradient.clone(), residual.clone()
+    after = before if in_place else torch.full_like(before, NAN)
+    out = None if in_place else torch.full_like(gradient, NAN)
+    shipment = Shipment(gradient, wire, capacity, out)
+    bucket = BucketGradient(
+        layout, gradient, Residual(before, after), unused, None if scale is None else torch.tensor([scale])
+    )
+    extraction = Extraction(sparsifier, num_slices=3, per_layer=per_layer, keeps_rest=True)
+    header = extraction.fill(bucket, shipment, measures_gradient=True)
+    sent = shipment.out.clone() if capacity is None else torch.zeros_like(residual)
+    if capacity is not None:
+        count = int(header[0])
+        parts = [shipment.format.unpack(shipment.payload, torch.float32, count)]
+        if count > capacity:
+            parts.append(shipment.rest())
+            assert parts[1].indices.numel() == count - capacity
+        for indices, values in parts:
+            sent[indices] = values
+    elif not shipment.is_divided:
+        sent /= 3
+    return sent, after, header, gradient if shipment.is_cleared or in_place else torch.zeros(0)
+
+
+VALUES = st.sampled_from([NAN, INF, -INF, 0.0, -0.0, 0.5, -0.5, 1e5, 3.39e38, -1e-40, 0.50390625])
+
+
+def same(one, other):
+    for mine, theirs in zip(one, other, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@settings(max_examples=150)
+@given(data=st.data())
+def test_a_bucket_leaves_the_same(data):
+    sizes = data.draw(st.lists(st.sampled_from([0, 1, 7, 63, 64, 65, 300, 4096, 70_000]), min_size=1, max_size=4))
+    layout = LayerLayout(tuple(f"l{place}" for place in range(len(sizes))), tuple(sizes))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+    residual, gradient = (torch.randn(layout.num_elements, generator=generator) * 0.2 for _ in range(2))
+    for place in range(min(layout.num_elements, data.draw(st.integers(0, 12)))):
+        residual[place * 97 % layout.num_elements] = data.draw(VALUES)
+    unused = [(start, end) for _, start, end in layout.spans() if start < end and data.draw(st.booleans())]
+    for start, end in unused:
+        residual[start:end] = residual[start:end].nan_to_num(0.0, 0.0, 0.0)
+        gradient[start:end] = 0.0
+    options = (
+        data.draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        data.draw(st.sampled_from([None, 0, 4, 400, 80_000])),
+        data.draw(st.sampled_from([None, 3.0, 1024.0])),
+        unused,
+        data.draw(st.sampled_from([None, {"l1": 0.1}, {"l0": 0.25, "l2": 1e30}, {"l1": 0.0}])),
+        data.draw(st.booleans()),
+        data.draw(st.booleans()),
+    )
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        sent, after, header, left = outcome(True, monkeypatch, layout, residual, gradient, options)
+        expected = outcome(False, monkeypatch, layout, residual, gradient, options)
+    same((sent, left), (expected[0], expected[3]))
+    overflown = options[1] is not None and header[0] > options[1]
+    same((after,), (expected[1],))
+    exact = [0, 2] if overflown else [0, 1, 2]  # of an exchange that begins anew nobody reads the slices
+    same((header[exact],), (expected[2][exact],))
+    told = expected[2][3:].isfinite()  # squares overflow where tensor operations sum them up in float32
+    torch.testing.assert_close(header[3:][told], expected[2][3:][told], rtol=1e-5, atol=1e-12)
+
+
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("capacity", [4, 2000])
+def test_payloads_are_added_up_to_the_same_bits(wire, capacity, monkeypatch):
+    size, generator = 140_000, torch.Generator().manual_seed(0)
+    payload_format = PayloadFormat(size, wire, header_fields=3)
+    rows = torch.zeros(5, payload_format.payload_bytes(capacity), dtype=torch.uint8)
+    for rank, row in enumerate(rows):
+        indices = torch.randperm(1500 if rank % 2 else size, generator=generator)[: 1000 * (rank != 3)].sort().values
+        values = torch.randn(indices.numel(), generator=generator)
+        values[:3] = torch.tensor([NAN, INF, 3e38])[: indices.numel()]
+        payload_format.fill(row, Selection(indices, round_to_wire(values, wire)))
+    one, other = torch.zeros(2, size)
+    assert native.is_native(one, wire_dtype=wire)
+    adding.average(payload_format, rows, one, lambda *_: None)
+    monkeypatch.setattr(adding, "is_native", lambda *_, **__: False)
+    adding.average(payload_format, rows, other, lambda *_: None)
+    same((one,), (other,))
+    assert one.count_nonzero()
+
+
+def test_other_dtypes_more_threads_and_a_wish_go_the_other_way(monkeypatch):
+    some = torch.zeros(4)
+    assert native.is_native(some, wire_dtype=torch.float32)
+    assert not native.is_native(some, wire_dtype=torch.float16)
+    assert not native.is_native(some, some.double(), wire_dtype=torch.float32)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: native.MOST_THREADS + 1)
+    assert not native.is_native(some, wire_dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_there"),
+    [
+        ({}, True),
+        ({"LIGHTNING_SPARSE_NATIVE": "0"}, False),
+        ({"CC": "no-such-compiler"}, False),
+        ({"CC": "false"}, False),
+    ],
+)
+def test_without_a_compiler_that_works_tensor_operations_do_it(environment, is_there, monkeypatch, tmp_path):
+    for name, value in {"XDG_CACHE_HOME": str(tmp_path), **environment}.items():
+        monkeypatch.setenv(name, value)
+    native._library.cache_clear()
+    try:
+        assert (native._library() is not None) == is_there
+        assert len(list(tmp_path.rglob("*.so"))) == is_there
+    finally:
+        native._library.cache_clear()
+
+
+def test_a_write_is_seen_by_autograd():
+    weight, after = torch.zeros(64), torch.zeros(64)
+    taken = native.NativeThreshold(weight, after, torch.ones(64), None, torch.float32)
+    taken.write_to(torch.zeros(1, dtype=torch.int32), torch.zeros(64), torch.zeros(64, dtype=torch.int16))
+    version = after._version
+    taken.take_out(0.5, 0, 64, clears_gradient=False)
+    assert after._version > version
+    assert taken.selected == 64
+
+
+def test_it_compiles_without_a_warning(tmp_path):
+    strict = ["cc", "-O1", "-Wall", "-Wextra", "-Werror", "-std=gnu11", "-shared", "-fPIC"]
+    subprocess.run([*strict, "-o", tmp_path / "native.so", native.SOURCE], check=True, stderr=sys.stderr)
