@@ -12,6 +12,12 @@
 #define LANES 16
 #define FOLD 4096      /* squares are summed up in float for so many */
 
+#pragma GCC diagnostic ignored "-Wpsabi" /* how they are handed over concerns only functions that are inlined */
+
+/* Vectors of LANES, which the compiler makes of whatever the processor has; loaded and stored at any place. */
+typedef float floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
 enum wire { WIRE_FLOAT32, WIRE_BFLOAT16 };
 
 static uint16_t to_bfloat16(float p) {
@@ -45,9 +51,10 @@ typedef struct {
 } payload_t;
 
 /* Adds squares that were summed up in float, and clears them. Where that overflowed they are formed again in double. */
-static void fold(float *squares, const float *kept, int64_t count, double *total) {
+static void fold(floats *squares, const float *kept, int64_t count, double *total) {
     double sum = 0;
-    for (int j = 0; j < LANES; j++) sum += squares[j], squares[j] = 0.0f;
+    for (int j = 0; j < LANES; j++) sum += (*squares)[j];
+    *squares = (floats){0};
     if (!isfinite(sum)) {
         sum = 0;
         for (int64_t j = 0; j < count; j++)
@@ -78,56 +85,85 @@ static inline float send(float p, int64_t place, payload_t *out, float *after) {
 }
 
 /* Sends the marked elements of a group, eight marks at a time, of which most hold none. */
-static void send_group(float *after, int64_t begin, const uint64_t *words, float *squares, payload_t *out) {
+static void send_group(float *after, int64_t begin, const uint64_t *words, floats *squares, payload_t *out) {
     for (int word = 0; word < GROUP / 8; word++) {
         for (uint64_t marks = words[word]; marks; marks &= marks - 1) {
             int64_t place = begin + word * 8 + (__builtin_ctzll(marks) >> 3); /* of bytes that are 0 or 1 */
             float kept = send(after[place], place, out, after + place);
-            squares[0] += kept * kept;
+            (*squares)[0] += kept * kept;
         }
     }
+}
+
+static inline __attribute__((always_inline)) floats load(const float *place) { return *(const floats *)place; }
+
+static inline __attribute__((always_inline)) void store(float *place, floats values) { *(floats *)place = values; }
+
+/* All bits where abs(p) < threshold, which NaN is not. */
+static inline __attribute__((always_inline)) ints is_below(floats p, float threshold) { return (p < threshold) & (p > -threshold); }
+
+static inline __attribute__((always_inline)) int all(ints mask) {
+    int32_t found = -1;
+    for (int l = 0; l < LANES; l++) found &= mask[l];
+    return found;
 }
 
 static inline __attribute__((always_inline)) void
 walk(const float *before, float *after, float *gradient, float scale, int has_scale, int clears, int64_t start,
      int64_t end, float threshold, payload_t *out) {
-    float squares[LANES] = {0};
+    floats squares = {0};
     int64_t folded = start;
     for (int64_t begin = start; begin < end;) {
         /* Groups begin at multiples of GROUP, so that none lies in two blocks. */
         int64_t count = GROUP - begin % GROUP;
         if (count > end - begin) count = end - begin;
-        uint8_t hit[GROUP] = {0};
-        uint64_t words[GROUP / 8], any = 0;
+        floats of_group = {0};
+        int all_below = 0;
         if (count == GROUP) {
-            for (int j = 0; j < GROUP; j++) {
-                float g = gradient[begin + j];
-                float p = before[begin + j] + (has_scale ? g / scale : g);
-                after[begin + j] = p;
-                hit[j] = !(fabsf(p) < threshold);
+            ints below = of_group == of_group;
+            for (int j = 0; j < GROUP; j += LANES) {
+                floats g = load(gradient + begin + j);
+                if (has_scale) g /= scale;
+                floats p = load(before + begin + j) + g;
+                store(after + begin + j, p);
+                if (clears) store(gradient + begin + j, (floats){0});
+                below &= is_below(p, threshold);
+                of_group += p * p;
             }
+            all_below = all(below);
         } else {
-            for (int64_t j = 0; j < count; j++) {
-                float g = gradient[begin + j];
-                float p = before[begin + j] + (has_scale ? g / scale : g);
-                after[begin + j] = p;
-                hit[j] = !(fabsf(p) < threshold);
+            for (int64_t j = begin; j < begin + count; j++) {
+                after[j] = before[j] + (has_scale ? gradient[j] / scale : gradient[j]);
+                if (clears) gradient[j] = 0.0f;
             }
         }
-        if (clears) memset(gradient + begin, 0, count * sizeof(float));
-        memcpy(words, hit, sizeof words);
-        for (int j = 0; j < GROUP / 8; j++) any |= words[j];
-        if (count == GROUP && !any) {
-            for (int j = 0; j < GROUP; j++) squares[j % LANES] += after[begin + j] * after[begin + j];
+        if (all_below) {
+            squares += of_group;
         } else {
-            for (int64_t j = 0; j < count; j++)
-                squares[j % LANES] += hit[j] ? 0.0f : after[begin + j] * after[begin + j];
-            send_group(after, begin, words, squares, out);
+            uint8_t hit[GROUP] = {0};
+            uint64_t words[GROUP / 8];
+            if (count == GROUP) {
+                for (int j = 0; j < GROUP; j += LANES) {
+                    floats p = load(after + begin + j);
+                    ints below = is_below(p, threshold);
+                    p = (floats)((ints)p & below);
+                    squares += p * p;
+                    for (int l = 0; l < LANES; l++) hit[j + l] = 1 + below[l];
+                }
+            } else {
+                for (int64_t j = 0; j < count; j++) {
+                    float p = after[begin + j];
+                    hit[j] = !(fabsf(p) < threshold);
+                    squares[j % LANES] += hit[j] ? 0.0f : p * p;
+                }
+            }
+            memcpy(words, hit, sizeof words);
+            send_group(after, begin, words, &squares, out);
         }
         out->ends[begin >> BLOCK_SHIFT] = (int32_t)out->selected;
         begin += count;
         if (begin % FOLD == 0 || begin == end) {
-            fold(squares, after + folded, begin - folded, &out->squares);
+            fold(&squares, after + folded, begin - folded, &out->squares);
             folded = begin;
         }
     }
@@ -148,39 +184,44 @@ void take_out(const float *before, float *after, float *gradient, float scale, i
 static inline __attribute__((always_inline)) void
 walk_masked(const float *before, float *after, const float *gradient, float scale, int has_scale, float *dense,
             float divisor, int wire, int64_t start, int64_t end, float threshold, payload_t *out) {
-    float squares[LANES] = {0};
+    floats squares = {0};
+    ints selected = {0}, non_finite = {0};
     int64_t folded = start;
-    for (int64_t begin = start; begin < end; begin += GROUP) {
-        int64_t count = end - begin < GROUP ? end - begin : GROUP;
-        float p[GROUP] = {0}, sent[GROUP], kept[GROUP];
-        int32_t selected = 0, finite = 0;
-        for (int64_t j = 0; j < count; j++) {
-            float g = gradient[begin + j];
-            p[j] = before[begin + j] + (has_scale ? g / scale : g);
+    for (int64_t begin = start; begin < end;) {
+        int64_t count = end - begin < LANES ? end - begin : LANES;
+        floats p = {0}, sent, kept;
+        if (count == LANES) {
+            floats g = load(gradient + begin);
+            if (has_scale) g /= scale;
+            p = load(before + begin) + g;
+        } else {
+            for (int64_t j = 0; j < count; j++) {
+                float g = gradient[begin + j];
+                p[j] = before[begin + j] + (has_scale ? g / scale : g);
+            }
         }
+        sent = p;
         if (wire == WIRE_BFLOAT16)
-            for (int j = 0; j < GROUP; j++) sent[j] = of_bfloat16(to_bfloat16(p[j]));
-        else
-            memcpy(sent, p, sizeof p);
-        for (int j = 0; j < GROUP; j++) {
-            float rest = p[j] - sent[j];
-            int hit = !(fabsf(p[j]) < threshold);
-            kept[j] = hit ? (fabsf(rest) < INFINITY ? rest : 0.0f) : p[j];
-            sent[j] = hit ? sent[j] / divisor : 0.0f;
-            squares[j % LANES] += kept[j] * kept[j];
-            selected += hit;
-            finite += fabsf(p[j]) < INFINITY;
+            for (int l = 0; l < LANES; l++) sent[l] = of_bfloat16(to_bfloat16(p[l]));
+        ints below = is_below(p, threshold), finite = is_below(p, INFINITY);
+        kept = p - sent;
+        kept = (floats)(((ints)p & below) | ((ints)kept & ~below & is_below(kept, INFINITY)));
+        sent = (floats)((ints)sent & ~below) / divisor;
+        squares += kept * kept;
+        selected += ~below; /* each -1 */
+        non_finite += ~finite;
+        if (count == LANES) {
+            store(after + begin, kept);
+            store(dense + begin, sent);
+        } else {
+            for (int64_t j = 0; j < count; j++) after[begin + j] = kept[j], dense[begin + j] = sent[j];
         }
-        for (int64_t j = 0; j < count; j++) {
-            after[begin + j] = kept[j];
-            dense[begin + j] = sent[j];
-        }
-        /* What is beyond the end is 0 and counted where a threshold is 0. */
-        out->selected += threshold > 0 ? selected : count;
-        out->non_finite += GROUP - finite;
-        if (begin + count - folded >= FOLD || begin + count == end) {
-            fold(squares, after + folded, begin + count - folded, &out->squares);
-            folded = begin + count;
+        begin += count;
+        if (begin - folded >= FOLD || begin == end) {
+            fold(&squares, after + folded, begin - folded, &out->squares);
+            folded = begin;
+            for (int l = 0; l < LANES; l++) out->selected -= selected[l], out->non_finite -= non_finite[l];
+            selected = non_finite = (ints){0};
         }
     }
 }
