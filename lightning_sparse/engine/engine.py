@@ -141,6 +141,7 @@ class Engine:
             header_fields(layout, self._per_layer_stats) + (0 if bucket.notes is None else bucket.notes.numel()),
             bucket.average,
             is_last=bucket.is_last,
+            is_full=self._calibrator.is_running,
         )
         header = self._extraction.fill(
             BucketGradient(layout, gradient, bucket.residual, bucket.left_out, bucket.loss_scale),

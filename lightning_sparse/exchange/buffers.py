@@ -3,15 +3,24 @@
 import torch
 from torch import Tensor
 
+PATIENCE = 100
+"""So many uses in a row that need less than a quarter of what is held give the rest back."""
+
 
 class Buffers:
-    """Tensors by name that are allocated once and grow when more is asked for.
+    """Tensors by name that are allocated once, grow when more is asked for, and shrink when a burst is long over.
 
     Capacities change a little from step to step; a fresh allocation for each would cost page faults on a CPU.
     """
 
     def __init__(self) -> None:
         self._held: dict[tuple[object, torch.dtype, torch.device], Tensor] = {}
+        self._small_uses: dict[tuple[object, torch.dtype, torch.device], int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held."""
+        return sum(one.nbytes for one in self._held.values())
 
     def take(
         self, name: object, numel: int, dtype: torch.dtype, device: torch.device, *, pinned: bool = False
@@ -19,10 +28,13 @@ class Buffers:
         """Returns a tensor of shape (numel,) with whatever is in it; the same memory for the same name."""
         key = (name, dtype, device)
         held = self._held.get(key)
-        if held is None or held.numel() < numel:
-            # Freed before the larger one is made. Half as much again, so that a slowly growing density does not
+        if held is not None:
+            self._small_uses[key] = self._small_uses.get(key, 0) + 1 if 4 * numel < held.numel() else 0
+        if held is None or held.numel() < numel or self._small_uses[key] >= PATIENCE:
+            # Freed before the other one is made. Half as much again, so that a slowly growing density does not
             # allocate in every step.
             self._held.pop(key, None)
+            self._small_uses[key] = 0
             room = numel if held is None else numel + numel // 2
             held = self._held[key] = torch.empty(room, dtype=dtype, device=device, pin_memory=pinned)
         return held[:numel]

@@ -99,7 +99,15 @@ class Exchange:
         self._headers.clear()
 
     def open(
-        self, bucket: int, num_elements: int, wire_dtype: torch.dtype, header_fields: int, out: Tensor, *, is_last: bool
+        self,
+        bucket: int,
+        num_elements: int,
+        wire_dtype: torch.dtype,
+        header_fields: int,
+        out: Tensor,
+        *,
+        is_last: bool,
+        is_full: bool = False,
     ) -> Shipment:
         """Returns the bucket's shipment, for the caller to fill.
 
@@ -110,6 +118,8 @@ class Exchange:
             header_fields: H of this bucket.
             out: float32 or float64, shape (num_elements,): receives the average, the same bits on all workers.
             is_last: whether no bucket of this step comes after it.
+            is_full: whether everything is sent for once, as in a calibration: densely then, as payloads of all
+                coordinates would take more memory and time, and no reason to forecast that of later steps.
         """
         key = (bucket, num_elements)
         fields = sum(header.numel() for header in self._headers) + header_fields if is_last else 0
@@ -125,8 +135,8 @@ class Exchange:
             return LocalShipment(*common)
         if self._nodes is not None:
             return HierarchicalShipment(*common, nodes=self._nodes)
-        if route == "dense":
-            return DenseShipment(*common)
+        if route == "dense" or is_full:
+            return DenseShipment(*common, is_typical=not is_full)
         if route == "gather":
             return GatherShipment(*common, capacity=capacity, costs=may_go_dense)
         elements = slice_elements(num_elements, self.workers.num_workers)
@@ -192,6 +202,8 @@ class Exchange:
         return costs.cheapest(selected.last, largest_slice, on_gpu=on_gpu)
 
     def _remember(self, shipment: Shipment, header: Tensor, sizes: list[int]) -> None:
+        if not shipment.is_typical:
+            return
         key = (shipment.bucket, shipment.format.num_elements)
         largest = header.amax(0)
         seen = [(self._selected, int(largest[NUM_SELECTED]))]

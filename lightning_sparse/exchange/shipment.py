@@ -33,6 +33,7 @@ class Shipment(ABC):
         out: float32 or float64, shape (d,): receives the average.
         workers: who takes part.
         buffers: memory to use again in each step.
+        is_typical: whether later steps may be expected to be like this one.
 
     Attributes:
         is_masked: whether the caller writes a masked gradient into ``out`` instead of a payload.
@@ -47,7 +48,14 @@ class Shipment(ABC):
     has_sizes: ClassVar[bool] = False
 
     def __init__(
-        self, bucket: int, payload_format: PayloadFormat, out: Tensor, workers: Workers, buffers: Buffers
+        self,
+        bucket: int,
+        payload_format: PayloadFormat,
+        out: Tensor,
+        workers: Workers,
+        buffers: Buffers,
+        *,
+        is_typical: bool = True,
     ) -> None:
         self.bucket = bucket
         self.format = payload_format
@@ -56,6 +64,7 @@ class Shipment(ABC):
         self.buffers = buffers
         self.payload: Tensor | None = None
         self.rest: Callable[[], Selection] = _nothing_left
+        self.is_typical = is_typical
         self.is_cleared = self.is_divided = False
         self.sent_bytes = 0
 

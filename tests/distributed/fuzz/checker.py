@@ -199,8 +199,9 @@ class Checker:
         else:
             total = sum(sent, torch.zeros_like(sent[0]))
         average = total / n
-        # Two terms have one sum. Of more, the routes with an all-reduce add in an order of their own.
-        is_exact = n <= 2 or case.exchange in ("gather", "reduce_scatter") or case.workers_per_node == 2
+        # Two terms have one sum. Of more, an all-reduce adds in an order of its own; a calibration has one on any route.
+        adds_in_order = case.exchange in ("gather", "reduce_scatter") and not self.simulation.is_calibrating
+        is_exact = n <= 2 or adds_in_order or case.workers_per_node == 2
         off = torch.zeros_like(average, dtype=torch.float64)
         for one in workers:
             quantum = torch.where(one.rounding > 0, wire_quantum(one.compensated, case.value_dtype), 0.0)

@@ -1,0 +1,33 @@
+"""Memory that is used again: it grows at once and shrinks late."""
+
+import torch
+
+from lightning_sparse.exchange.buffers import PATIENCE, Buffers
+
+CPU = torch.device("cpu")
+
+
+def test_memory_is_used_again_grows_and_is_given_back_after_a_burst():
+    buffers = Buffers()
+
+    def take(numel):
+        return buffers.take("name", numel, torch.float32, CPU)
+
+    first = take(100)
+    assert take(100).data_ptr() == take(60).data_ptr() == first.data_ptr()
+    assert take(1000).numel() == 1000
+    assert buffers.nbytes == 4 * 1500
+    assert take(1500).data_ptr() == take(1400).data_ptr()
+    for _ in range(PATIENCE - 1):
+        take(100)
+    assert buffers.nbytes == 4 * 1500
+    take(400)  # not so small: the count begins anew
+    for _ in range(PATIENCE):
+        assert take(100).numel() == 100
+    assert buffers.nbytes == 4 * 150
+
+
+def test_names_and_dtypes_have_memory_of_their_own():
+    buffers = Buffers()
+    some = [buffers.take(name, 8, dtype, CPU) for name in "ab" for dtype in (torch.float32, torch.int32)]
+    assert len({one.data_ptr() for one in some}) == 4
