@@ -7,7 +7,7 @@ INSTALL := -m pip install --quiet --disable-pip-version-check
 # Each test runs in one of as many processes as there are cores; for a debugger: make test ARGS="-n 0 --pdb -k name".
 PYTEST := -m pytest --numprocesses auto --dist loadgroup
 
-.PHONY: setup demo test test-oldest bench lint docs clean
+.PHONY: setup demo test test-oldest bench gpu-check lint docs clean
 
 setup: $(STAMP)
 
@@ -42,6 +42,10 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.step_time --exchange-only
 	$(BIN)/python -m benchmarks.step_time
 	$(BIN)/python -m benchmarks.chart
+
+# Under 15 minutes on a machine with one or more GPUs; writes gpu-report.md.
+gpu-check: $(STAMP)
+	$(BIN)/python -m benchmarks.gpu_check $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -15,7 +15,7 @@ a small gather of their own follows.
 """
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -54,7 +54,11 @@ class Exchange:
 
     Attributes:
         counts_slices: whether headers must tell the largest slice.
+        has_shortcut: whether a worker that is alone takes what it selected for the average. Without, it goes through
+            the motions of the route: for tests and benchmarks on a single GPU.
     """
+
+    has_shortcut: ClassVar[bool] = True
 
     def __init__(self, mode: ExchangeMode, group: dist.ProcessGroup | None = None) -> None:
         self.mode = mode
@@ -131,7 +135,7 @@ class Exchange:
         selected = self._selected.get(key)
         capacity = (Forecast(FIRST_CAPACITY) if selected is None else selected).capacity(num_elements)
         may_go_dense = costs if self.mode == "auto" else None
-        if self.workers.num_workers == 1:
+        if self.workers.num_workers == 1 and self.has_shortcut:
             return LocalShipment(*common)
         if self._nodes is not None:
             return HierarchicalShipment(*common, nodes=self._nodes)

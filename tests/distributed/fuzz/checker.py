@@ -199,7 +199,7 @@ class Checker:
         else:
             total = sum(sent, torch.zeros_like(sent[0]))
         average = total / n
-        # Two terms have one sum. Of more, an all-reduce adds in an order of its own; a calibration has one on any route.
+        # Two terms have one sum. Of more, an all-reduce adds in an order of its own, and so does any calibration.
         adds_in_order = case.exchange in ("gather", "reduce_scatter") and not self.simulation.is_calibrating
         is_exact = n <= 2 or adds_in_order or case.workers_per_node == 2
         off = torch.zeros_like(average, dtype=torch.float64)

@@ -1,0 +1,193 @@
+"""What one worker of ``benchmarks.gpu_check`` does: steps of training in one configuration, counted and measured."""
+
+import os
+import statistics
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse import HardThreshold, TopK, register_comm_hook
+from lightning_sparse.exchange import Exchange
+
+TIMEOUT = timedelta(seconds=60)
+WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize", "cudaMemcpy")
+"""What a host calls to wait for its device; a copy that is not asynchronous among it."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One row of the table.
+
+    Attributes:
+        name: of the row.
+        exchange: the route; None is plain DDP.
+        sparsifier: "hard threshold" or "top-k".
+        precision: "32", "16-mixed" or "bf16".
+        finds_unused: whether a layer is left out now and then.
+        per_layer: whether statistics are asked for layer by layer.
+    """
+
+    name: str
+    exchange: str | None = "gather"
+    sparsifier: str = "hard threshold"
+    precision: str = "32"
+    finds_unused: bool = False
+    per_layer: bool = False
+
+
+CONFIGURATIONS = (
+    Configuration("DDP", None),
+    Configuration("gather"),
+    Configuration("dense", "dense"),
+    Configuration("reduce_scatter", "reduce_scatter"),
+    Configuration("auto", "auto"),
+    Configuration("gather, per layer", per_layer=True),
+    Configuration("gather, unused", finds_unused=True),
+    Configuration("DDP, 16-mixed", None, precision="16-mixed"),
+    Configuration("gather, 16-mixed", precision="16-mixed"),
+    Configuration("dense, 16-mixed", "dense", precision="16-mixed"),
+    Configuration("gather, bf16", precision="bf16"),
+    Configuration("Top-k, gather", sparsifier="top-k"),
+)
+
+
+class Model(torch.nn.Module):
+    """Layers of a width, of which one may be left out."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, inputs: torch.Tensor, left_out: int | None = None) -> torch.Tensor:
+        """Returns what has gone through all layers but one."""
+        for place, layer in enumerate(self.layers):
+            if place != left_out:
+                inputs = inputs + torch.tanh(layer(inputs))
+        return inputs
+
+
+def start(rank: int, num_workers: int, device: str, store: str) -> torch.device:
+    """Joins the others; returns this worker's device."""
+    torch.set_num_threads(1)
+    here = torch.device("cpu") if device == "cpu" else torch.device("cuda", rank)
+    if device == "cuda":
+        torch.cuda.set_device(here)
+    backend = "gloo" if device == "cpu" else "nccl"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=num_workers, timeout=TIMEOUT)
+    Exchange.has_shortcut = False  # one worker, too, goes through the motions
+    return here
+
+
+class Training:
+    """A model in training, step by step."""
+
+    def __init__(self, configuration: Configuration, device: torch.device, width: int, depth: int) -> None:
+        torch.manual_seed(0)
+        self.configuration, self.device, self.width, self.step_number = configuration, device, width, 0
+        dtype = torch.bfloat16 if configuration.precision == "bf16" else torch.float32
+        model = Model(width, depth).to(device, dtype)
+        ids = [device.index] if device.type == "cuda" else None
+        self.ddp = DistributedDataParallel(model, ids, find_unused_parameters=configuration.finds_unused)
+        self.optimizer = torch.optim.SGD(self.ddp.parameters(), 0.01, momentum=0.9)
+        is_mixed = configuration.precision == "16-mixed"
+        self.scaler = torch.amp.GradScaler(device.type, enabled=is_mixed and device.type == "cuda")
+        self.mixed = torch.autocast(device.type, torch.float16 if device.type == "cuda" else torch.bfloat16, is_mixed)
+        self.state = None
+        if configuration.exchange is not None:
+            sparsifier = (
+                TopK(0.01) if configuration.sparsifier == "top-k" else HardThreshold(density=0.01, calibration_steps=3)
+            )
+            self.state = register_comm_hook(
+                self.ddp,
+                sparsifier,
+                exchange=configuration.exchange,
+                grad_scaler=self.scaler,
+                per_layer_stats=configuration.per_layer,
+            )
+        self.inputs = torch.randn(64, width, device=device, dtype=dtype)
+
+    def step(self) -> None:
+        """One of them."""
+        self.step_number += 1
+        left_out = self.step_number % len(self.ddp.module.layers) if self.configuration.finds_unused else None
+        self.optimizer.zero_grad()
+        with self.mixed:
+            loss = self.ddp(self.inputs.roll(self.step_number + dist.get_rank(), 0), left_out).float().square().mean()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def checksum(self) -> float:
+        """Of all weights, to tell whether replicas are the same."""
+        return sum(one.detach().double().square().sum().item() for one in self.ddp.parameters())
+
+
+def table(rank: int, num_workers: int, device: str, store: str, folder: str, options: dict[str, Any]) -> None:
+    """Runs all configurations and lets the first worker write what it saw."""
+    here = start(rank, num_workers, device, store)
+    rows = {one.name: _row(one, here, options) for one in CONFIGURATIONS}
+    if rank == 0:
+        torch.save(rows, f"{folder}/rows.pt")
+    dist.destroy_process_group()
+
+
+def _row(configuration: Configuration, device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
+    training = Training(configuration, device, options["width"], options["depth"])
+    peaks, times = [], []
+    for _ in range(options["steps"]):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        training.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            peaks.append(torch.cuda.max_memory_allocated() / 2**20)
+        times.append(1e3 * (time.perf_counter() - started))
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profile:
+        training.step()
+    events = {event.key: event.count for event in profile.key_averages()}
+    checksums = [0.0] * dist.get_world_size()
+    dist.all_gather_object(checksums, training.checksum())
+    return {
+        "milliseconds": statistics.median(times[len(times) // 2 :]),
+        "launches": sum(count for name, count in events.items() if "LaunchKernel" in name),
+        "operators": sum(count for name, count in events.items() if name.startswith("aten::")),
+        "waits": sum(count for name, count in events.items() if name in WAITS),
+        "peaks": [round(peak) for peak in peaks[:3]],
+        "density": None if training.state is None else training.state.last_step.density,  # type: ignore[union-attr]
+        "same": len(set(checksums)) == 1,
+    }
+
+
+def long_run(rank: int, num_workers: int, device: str, store: str, folder: str, options: dict[str, Any]) -> None:
+    """Trains for long; whether replicas have the same bits at the end is written by the first worker."""
+    here = start(rank, num_workers, device, store)
+    training = Training(Configuration("gather", "auto"), here, options["width"], options["depth"])
+    for _ in range(options["long_steps"]):
+        training.step()
+    checksums = [0.0] * num_workers
+    dist.all_gather_object(checksums, training.checksum())
+    if rank == 0:
+        torch.save(len(set(checksums)) == 1, f"{folder}/long.pt")
+    dist.destroy_process_group()
+
+
+def dying(rank: int, num_workers: int, device: str, store: str, folder: str, options: dict[str, Any]) -> None:
+    """Trains until the last worker is gone without a word; the others note when they noticed."""
+    here = start(rank, num_workers, device, store)
+    training = Training(Configuration("gather"), here, options["width"], options["depth"])
+    for step in range(10_000):
+        if step == 5 and rank == num_workers - 1:
+            Path(f"{folder}/gone").touch()
+            os._exit(0)
+        training.step()
