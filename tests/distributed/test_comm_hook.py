@@ -264,6 +264,26 @@ def test_a_forced_exchange_is_kept_to():
         assert [sent > dense_bytes for sent in payload_bytes] == [True, True, True, False, False, True, True]
 
 
+def _payload_bytes_of_a_calibration(exchange):
+    torch.manual_seed(0)
+    sparsifier = HardThreshold(density=0.001, calibration_steps=3)
+    ddp, state = wrapped(sparsifier, torch.nn.Linear(5000, 10, bias=False), bucket_cap_mb=25, exchange=exchange)
+    payload_bytes = []
+    for _ in range(6):
+        ddp.zero_grad()
+        (ddp(torch.randn(1, 5000))).sum().backward()
+        state.commit()
+        payload_bytes.append(state.last_step.payload_bytes)
+    return payload_bytes, state.last_step.dense_bytes
+
+
+@pytest.mark.parametrize("exchange", ["gather", "reduce_scatter", "auto"])
+def test_a_calibration_goes_dense_and_what_follows_has_no_room_for_everything(exchange):
+    for payload_bytes, dense_bytes in run_workers(_payload_bytes_of_a_calibration, 2, exchange):
+        assert all(dense_bytes <= sent <= dense_bytes + 100 for sent in payload_bytes[:3])
+        assert all(sent < dense_bytes / 3 for sent in payload_bytes[4:])
+
+
 def _compiled_module_keeps_its_names():
     model = torch.compile(torch.nn.Linear(4, 2), backend="eager")
     ddp, state = wrapped(HardThreshold(0.1), model, bucket_cap_mb=25)
