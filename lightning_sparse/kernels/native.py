@@ -9,8 +9,10 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from functools import lru_cache
 from pathlib import Path
@@ -152,22 +154,23 @@ def _functions() -> Any:
 
 @lru_cache(maxsize=1)
 def _library() -> Any:
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if os.environ.get("LIGHTNING_SPARSE_NATIVE") == "0" or compiler is None:
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    is_possible = sys.byteorder == "little" and compiler and shutil.which(compiler[0]) is not None
+    if os.environ.get("LIGHTNING_SPARSE_NATIVE") == "0" or not is_possible:
         return None
     flags = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"]
     if platform.machine() in ("x86_64", "AMD64"):
         flags += _VECTORS.get(torch.backends.cpu.get_cpu_capability(), [])
-    key = hashlib.sha256(SOURCE.read_bytes() + " ".join([platform.machine(), *flags]).encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lightning_sparse"
-    path = folder / f"native-{key}.so"
+    key = hashlib.sha256(SOURCE.read_bytes() + " ".join([platform.machine(), *compiler, *flags]).encode())
     try:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        path = Path(cache) / "lightning_sparse" / f"native-{key.hexdigest()[:16]}.so"
         if not path.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder) as part:  # other workers do the same at the same time
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=path.parent) as part:  # other workers do the same at the same time
                 made = Path(part) / "native.so"
-                subprocess.run([compiler, *flags, "-o", made, SOURCE], check=True, capture_output=True, timeout=60)
+                subprocess.run([*compiler, *flags, "-o", made, SOURCE], check=True, capture_output=True, timeout=60)
                 made.replace(path)
         return ctypes.CDLL(str(path))
-    except (OSError, subprocess.SubprocessError):  # no place to write to, a compiler that does not work
+    except (OSError, RuntimeError, subprocess.SubprocessError):  # no place to write to, a compiler that does not work
         return None

@@ -146,6 +146,8 @@ def test_other_dtypes_more_threads_and_a_wish_go_the_other_way(monkeypatch):
         ({"LIGHTNING_SPARSE_NATIVE": "0"}, False),
         ({"CC": "no-such-compiler"}, False),
         ({"CC": "false"}, False),
+        ({"CC": "cc -pipe"}, True),
+        ({"CC": ""}, False),
     ],
 )
 def test_without_a_compiler_that_works_tensor_operations_do_it(environment, is_there, monkeypatch, tmp_path):

@@ -149,6 +149,7 @@ def test_what_the_package_imports_it_also_requires():
         "pathlib",
         "platform",
         "re",
+        "shlex",
         "shutil",
         "socket",
         "subprocess",
