@@ -36,7 +36,8 @@ class Buffers:
             self._held.pop(key, None)
             self._small_uses[key] = 0
             room = numel if held is None else numel + numel // 2
-            held = self._held[key] = torch.empty(room, dtype=dtype, device=device, pin_memory=pinned)
+            made = torch.empty(room, dtype=dtype, device=device)
+            held = self._held[key] = made.pin_memory() if pinned else made
         return held[:numel]
 
 
