@@ -34,7 +34,6 @@ class ParameterUse:
         self._parameters = {name: parameter for parameter, name in parameters.items()}
         self._used: set[str] = set()
         self._old: dict[str, Tensor] = {}
-        self._marks: dict[tuple[LayerLayout, torch.device, frozenset[str]], Tensor] = {}
         self._hooks = [
             # Not a hook for the gradient itself: torch.autograd.grad calls that too.
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
@@ -67,21 +66,16 @@ class ParameterUse:
 
         First 1 where this backward reached one, then 1 where it did not and an old gradient other than zero is there.
         """
-        key = (layout, device, frozenset(self._used.intersection(layout.names)))
-        if key not in self._marks:
-            marks = torch.zeros(2, len(layout.names), dtype=torch.float64)
-            marks[0] = torch.tensor([float(name in self._used) for name in layout.names])
-            # From pinned memory the copy is not waited for.
-            marks = marks.flatten()
-            self._marks[key] = marks.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else marks
-        marks = self._marks[key]
+        used = [float(name in self._used) for name in layout.names]
+        marks = torch.tensor(used + [0.0] * len(used), dtype=torch.float64)
+        if device.type == "cuda":
+            marks = marks.pin_memory().to(device, non_blocking=True)  # of other memory the copy is waited for
         old = [
             (place, name)
             for place, name in enumerate(layout.names, len(layout.names))
             if name in self._old and self._old[name].numel()
         ]
         if old:
-            marks = marks.clone()
             largest = torch._foreach_norm([self._old[name] for _, name in old], inf)
             for (place, _), one in zip(old, largest, strict=True):
                 marks[place] = one != 0  # NaN is not 0

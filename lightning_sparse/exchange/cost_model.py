@@ -86,7 +86,7 @@ class Costs:
             # Sums that travel densely are copied into place, at the price of memory alone.
             is_sparse = union * (self.sum_bytes + 2) < self.num_elements * self.sum_bytes
             costs["reduce_scatter"] = (
-                4 * ROUND_BYTES  # coordinates, headers, sizes, sums
+                3 * ROUND_BYTES  # coordinates, headers and sizes, averages
                 + self.scatter_bytes(largest_slice)
                 + self.slices_bytes(union)
                 + selected * encode

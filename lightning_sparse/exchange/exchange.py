@@ -140,7 +140,9 @@ class Exchange:
         if self._nodes is not None:
             return HierarchicalShipment(*common, nodes=self._nodes)
         if route == "dense" or is_full:
-            return DenseShipment(*common, is_typical=not is_full)
+            dense = DenseShipment(*common)
+            dense.is_typical = not is_full
+            return dense
         if route == "gather":
             return GatherShipment(*common, capacity=capacity, costs=may_go_dense)
         elements = slice_elements(num_elements, self.workers.num_workers)
@@ -213,8 +215,8 @@ class Exchange:
         seen = [(self._selected, int(largest[NUM_SELECTED]))]
         if self.counts_slices and not shipment.is_masked:
             seen.append((self._slices, int(largest[LARGEST_SLICE])))
-        if isinstance(shipment, ReduceScatterShipment) and not shipment.has_overflowed:
-            seen.append((self._unions, max(sizes)))
+        if isinstance(shipment, ReduceScatterShipment):
+            seen.append((self._unions, max(sizes)))  # also where they were too large to fit: the next step has the room
         for forecasts, count in seen:
             if key in forecasts:
                 forecasts[key].observe(count)

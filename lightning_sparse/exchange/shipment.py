@@ -33,12 +33,12 @@ class Shipment(ABC):
         out: float32 or float64, shape (d,): receives the average.
         workers: who takes part.
         buffers: memory to use again in each step.
-        is_typical: whether later steps may be expected to be like this one.
 
     Attributes:
         is_masked: whether the caller writes a masked gradient into ``out`` instead of a payload.
         has_sizes: whether ``prepare`` returns a number that all workers must know of each other.
         sent_bytes: bytes that this worker handed to collectives.
+        is_typical: whether later steps may be expected to be like this one.
         is_cleared: whether the caller left zeros in ``out``.
         is_divided: whether the caller divided what it wrote into ``out`` by n.
         rest: what the payload had no room for; set by the caller, asked for only where something is.
@@ -48,14 +48,7 @@ class Shipment(ABC):
     has_sizes: ClassVar[bool] = False
 
     def __init__(
-        self,
-        bucket: int,
-        payload_format: PayloadFormat,
-        out: Tensor,
-        workers: Workers,
-        buffers: Buffers,
-        *,
-        is_typical: bool = True,
+        self, bucket: int, payload_format: PayloadFormat, out: Tensor, workers: Workers, buffers: Buffers
     ) -> None:
         self.bucket = bucket
         self.format = payload_format
@@ -64,7 +57,7 @@ class Shipment(ABC):
         self.buffers = buffers
         self.payload: Tensor | None = None
         self.rest: Callable[[], Selection] = _nothing_left
-        self.is_typical = is_typical
+        self.is_typical = True
         self.is_cleared = self.is_divided = False
         self.sent_bytes = 0
 

@@ -115,6 +115,23 @@ def test_every_route_gives_what_the_plain_exchange_gives(num_workers, drawn):
     assert all(checksums == ranks[0] for checksums in ranks)
 
 
+def _bytes_of_steps(mode, densities):
+    exchange, size, sent = Exchange(mode), 30_000, []
+    for step, density in enumerate(densities):
+        selection = selection_of(10 * step + 1, 2 * dist.get_rank(), size, density, torch.float32, torch.float32)
+        sent.append(exchange_once(exchange, [selection], [size], torch.float32, torch.float32)[2])
+    return sent
+
+
+@pytest.mark.parametrize("mode", ["gather", "reduce_scatter"])
+def test_two_steps_after_a_jump_there_is_room_and_nothing_goes_twice(mode):
+    for sent in run_workers(_bytes_of_steps, 3, mode, [0.01, 0.01, 0.2, 0.2, 0.2, 0.01, 0.01]):
+        _, small, jump, _, large, room_of_large, small_again = sent
+        assert jump > 5 * small
+        assert large == pytest.approx(room_of_large, rel=0.1)  # as much as where next to nothing is sent into that room
+        assert small_again < large / 5
+
+
 def _run_in_nodes(workers_per_node, drawn):
     os.environ["GROUP_RANK"] = str(dist.get_rank() // workers_per_node)
     nodes = find_nodes()
