@@ -137,9 +137,10 @@ class Exchange:
         may_go_dense = costs if self.mode == "auto" else None
         if self.workers.num_workers == 1 and self.has_shortcut:
             return LocalShipment(*common)
-        if self._nodes is not None:
+        is_empty = num_elements == 0  # parameters without elements: payloads of no bytes are no place for views
+        if self._nodes is not None and not is_empty:
             return HierarchicalShipment(*common, nodes=self._nodes)
-        if route == "dense" or is_full:
+        if route == "dense" or is_full or is_empty:
             dense = DenseShipment(*common)
             dense.is_typical = not is_full
             return dense

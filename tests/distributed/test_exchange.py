@@ -91,7 +91,7 @@ def _run(modes, cases):
 
 @st.composite
 def cases(draw):
-    sizes = draw(st.lists(st.sampled_from([1, 3, 17, 1000, 65_536, 70_000]), min_size=1, max_size=3))
+    sizes = draw(st.lists(st.sampled_from([0, 1, 3, 17, 1000, 65_536, 70_000]), min_size=1, max_size=3))
     densities = draw(st.lists(st.sampled_from([0.0, 0.001, 0.01, 0.3, 1.0]), min_size=2, max_size=6))
     dtype = draw(st.sampled_from([torch.float32, torch.float64]))
     wire = draw(st.sampled_from([dtype, torch.bfloat16, torch.float16]))
@@ -101,6 +101,7 @@ def cases(draw):
 ALWAYS = [
     ([70_000, 17], [0.0, 1.0, 0.0, 0.001, 1.0, 0.3, 0.0], torch.float32, torch.float32, 3),
     ([1], [1.0, 0.0, 1.0], torch.float32, torch.bfloat16, 1),
+    ([0, 17, 0], [1.0, 0.01, 1.0], torch.float64, torch.float32, 5),
 ]
 
 
