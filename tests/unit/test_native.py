@@ -68,7 +68,7 @@ def outcome(has_native, monkeypatch, layout, residual, gradient, options):
     return sent, after, header, gradient if shipment.is_cleared or in_place else torch.zeros(0)
 
 
-VALUES = st.sampled_from([NAN, INF, -INF, 0.0, -0.0, 0.5, -0.5, 1e5, 3.39e38, -1e-40, 0.50390625])
+VALUES = st.sampled_from([NAN, INF, -INF, 0.0, -0.0, 0.5, -0.5, 1e5, 3.39e38, 3.4e38, -1e-40, 0.50390625])
 
 
 def same(one, other):
@@ -157,6 +157,16 @@ def test_without_a_compiler_that_works_tensor_operations_do_it(environment, is_t
     try:
         assert (native._library() is not None) == is_there
         assert len(list(tmp_path.rglob("*.so"))) == is_there
+    finally:
+        native._library.cache_clear()
+
+
+def test_a_processor_of_the_other_byte_order_does_without(monkeypatch):
+    """Half of a word's bits are found by their place in memory."""
+    monkeypatch.setattr(sys, "byteorder", "big")
+    native._library.cache_clear()
+    try:
+        assert not native.is_native(torch.zeros(4), wire_dtype=torch.float32)
     finally:
         native._library.cache_clear()
 
