@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_sparse._version import __version__
 from lightning_sparse.ddp.options import DensityControlMode, ErrorFeedback, ExchangeOptions
 from lightning_sparse.ddp.sparse_state import LearningRates, SparseState
-from lightning_sparse.exchange import ExchangeMode, require_agreement
+from lightning_sparse.exchange import ExchangeMode, current_device, require_agreement
 from lightning_sparse.exchange.payload import ValueDtype
 from lightning_sparse.sparsifiers import Sparsifier
 
@@ -113,6 +113,21 @@ def attach(
             'Set it to "ddp_optimizer" (the default) before the model is wrapped.'
         )
     refuse_sparse_gradients(ddp_module.module)
+    with current_device(ddp_module.device):
+        state = _agreed_state(ddp_module, sparsifier, options, loss_scale, learning_rates, per_layer_stats)
+    ddp_module.register_comm_hook(state, sparse_hook)
+    state.settlement.follow(ddp_module)
+    return state
+
+
+def _agreed_state(
+    ddp_module: DistributedDataParallel,
+    sparsifier: Sparsifier,
+    options: ExchangeOptions,
+    loss_scale: Callable[[], Tensor | None],
+    learning_rates: Callable[[], LearningRates],
+    per_layer_stats: bool,
+) -> SparseState:
     group = ddp_module.process_group
     require_agreement(
         sparsifier.settings()
@@ -127,7 +142,7 @@ def attach(
         for name, parameter in ddp_module.module.named_parameters()
         if name not in ddp_module.parameters_to_ignore
     }
-    state = SparseState(
+    return SparseState(
         sparsifier,
         options,
         names,
@@ -138,9 +153,6 @@ def attach(
         allows_unused_parameters=bool(ddp_module.find_unused_parameters or ddp_module.static_graph),
         is_static_graph=bool(ddp_module.static_graph),
     )
-    ddp_module.register_comm_hook(state, sparse_hook)
-    state.settlement.follow(ddp_module)
-    return state
 
 
 def refuse_sparse_gradients(module: torch.nn.Module) -> None:
@@ -173,12 +185,10 @@ def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 def learning_rates_of(optimizers: Iterable[Optimizer]) -> dict[Tensor, float]:
     """Returns the learning rate in force for every parameter of the optimizers."""
-    return {
-        parameter: float(group["lr"])
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    # Of a rate that is a tensor on a GPU the number is waited for: once a group, not for each of its parameters.
+    rates = [float(group["lr"]) for group in groups]
+    return {parameter: rate for group, rate in zip(groups, rates, strict=True) for parameter in group["params"]}
 
 
 def loss_scale_of(grad_scaler: torch.amp.GradScaler | None) -> Tensor | None:

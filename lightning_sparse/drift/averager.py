@@ -27,7 +27,7 @@ from lightning_sparse.drift.drift_exchange import DriftExchange
 from lightning_sparse.drift.options import DriftOptions
 from lightning_sparse.drift.shared_weights import SharedWeights
 from lightning_sparse.engine import Engine, EngineHolder
-from lightning_sparse.exchange import Meeting, Workers, parameter_settings, require_agreement
+from lightning_sparse.exchange import Meeting, Workers, current_device, parameter_settings, require_agreement
 from lightning_sparse.sparsifiers import Sparsifier
 
 
@@ -77,30 +77,32 @@ class SparseModelAverager(EngineHolder):
             raise ValueError("The module is wrapped in DistributedDataParallel, which averages gradients. Unwrap it.")
         if any(nn.parameter.is_lazy(one) for one in (*module.parameters(), *module.buffers())):
             raise ValueError("The module has parameters that are not initialised. Run a forward pass of it first.")
-        if not drifting(list(module.named_parameters())):
+        weights = drifting(list(module.named_parameters()))
+        if not weights:
             raise ValueError("The module has no parameter that requires a gradient: there is nothing to average.")
-        require_agreement(
+        settings = (
             parameter_settings(module)
             | sparsifier.settings()
             | self.options.settings()
-            | {"per_layer_stats": per_layer_stats, "lightning_sparse": __version__, "torch": str(torch.__version__)},
-            group,
+            | {"per_layer_stats": per_layer_stats, "lightning_sparse": __version__, "torch": str(torch.__version__)}
         )
-        self._module = module
-        super().__init__(
-            Engine(
-                sparsifier,
-                group=group,
-                exchange=self.options.exchange,
-                value_dtype=self.options.value_dtype,
-                per_layer_stats=per_layer_stats,
-                holds_density=True,
+        with current_device(next(iter(weights.values())).device):
+            require_agreement(settings, group)
+            self._module = module
+            super().__init__(
+                Engine(
+                    sparsifier,
+                    group=group,
+                    exchange=self.options.exchange,
+                    value_dtype=self.options.value_dtype,
+                    per_layer_stats=per_layer_stats,
+                    holds_density=True,
+                )
             )
-        )
-        self.meeting = Meeting(self.workers)
-        ignored = ignored_names(module)
-        held = [*module.named_parameters(), *module.named_buffers()]
-        self.workers.broadcast([one.detach() for name, one in held if name not in ignored])
+            self.meeting = Meeting(self.workers)
+            ignored = ignored_names(module)
+            held = [*module.named_parameters(), *module.named_buffers()]
+            self.workers.broadcast([one.detach() for name, one in held if name not in ignored])
         self._exchange = DriftExchange(module, self._engine, self.options)
         self.shared = SharedWeights(module, self._exchange, self.workers)
         self.num_steps = 0

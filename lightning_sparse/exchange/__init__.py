@@ -5,7 +5,7 @@ communication hook and from nowhere else. (Gloo matches collectives by order, an
 runs in whatever order the callbacks happen to run.)
 """
 
-from lightning_sparse.exchange.agreement import parameter_settings, require_agreement
+from lightning_sparse.exchange.agreement import current_device, parameter_settings, require_agreement
 from lightning_sparse.exchange.buffers import Buffers
 from lightning_sparse.exchange.exchange import EXCHANGE_MODES, Exchange, ExchangeMode
 from lightning_sparse.exchange.meeting import Meeting
@@ -23,6 +23,7 @@ __all__ = [
     "Meeting",
     "Shipment",
     "Workers",
+    "current_device",
     "largest_slice",
     "parameter_settings",
     "require_agreement",

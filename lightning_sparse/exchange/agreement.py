@@ -1,11 +1,20 @@
 """Whether all workers were started alike, asked once at set-up."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 MOST_NAMED = 10
+
+
+def current_device(device: torch.device | None) -> AbstractContextManager[Any]:
+    """Makes a GPU the current one: over NCCL, what objects are sent from, and not all may share the first GPU."""
+    if device is None or device.type != "cuda":
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def require_agreement(settings: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:

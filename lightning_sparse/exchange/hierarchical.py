@@ -149,6 +149,10 @@ class HierarchicalShipment(Shipment):
         self._whole = self.take("slices", self._slice_elements * inside.num_workers, self.out.dtype)
         if inside.num_workers > 1:
             self._work = inside.all_gather(self._whole, self._slice)
+            if self.out.device.type != "cpu":
+                # Of two communicators that are busy at once, GPUs may run kernels in different orders, and wait for
+                # each other for ever: the next bucket's way between nodes begins, on the device, after this one.
+                self._work.wait()
             self.sent_bytes += self._slice.numel() * self._slice.itemsize
         else:
             self._whole, self._work = self._slice, None

@@ -1,7 +1,7 @@
 """The workers of a process group, and the two collectives that sparse routes need of them."""
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -119,7 +119,11 @@ class Workers:
         Args:
             name: see :func:`new_group`.
         """
-        return Workers(new_group(self.group, self._global_ranks, name), self.rank, self.num_workers)
+        made = Workers(new_group(self.group, self._global_ranks, name), self.rank, self.num_workers)
+        if "cpu:" not in made._backends:
+            # NCCL connects a group in its first operation, which all must take part in: messages are for two at a time.
+            made.all_reduce(torch.zeros(1, device=made.message_device(torch.device("cpu")))).wait()
+        return made
 
     def gather_to_first(self, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         """Yields every worker's tensors on the first worker, in rank order, on the CPU; nothing on others. Collective.
@@ -139,12 +143,10 @@ class Workers:
             received: list[Tensor] = []
             for some in _messages(tensors):
                 if self.rank == source:
-                    dist.send(torch.cat(some), self._global_ranks[0], group=self.group)
+                    self._send_to_first(torch.cat(some))
                 elif self.rank == 0:
                     sizes = [tensor.numel() for tensor in some]
-                    flat = some[0].new_empty(sum(sizes))
-                    dist.recv(flat, self._global_ranks[source], group=self.group)
-                    received += torch.split(flat.cpu(), sizes)
+                    received += torch.split(self._receive(source, sum(sizes), some[0]), sizes)
             if self.rank == 0:
                 yield received
 
@@ -162,15 +164,13 @@ class Workers:
                 file = io.BytesIO()
                 torch.save(one, file)
                 content = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-                dist.send(torch.tensor(content.numel()), self._global_ranks[0], group=self.group)
+                self._send_to_first(torch.tensor([content.numel()]))
                 for part in torch.split(content, MESSAGE_BYTES):
-                    dist.send(part, self._global_ranks[0], group=self.group)
+                    self._send_to_first(part)
             elif self.rank == 0:
-                size = torch.tensor(0)
-                dist.recv(size, self._global_ranks[source], group=self.group)
-                content = torch.empty(int(size), dtype=torch.uint8)
+                content = torch.empty(int(self._receive(source, 1, torch.tensor([0]))), dtype=torch.uint8)
                 for part in torch.split(content, MESSAGE_BYTES):
-                    dist.recv(part, self._global_ranks[source], group=self.group)
+                    part.copy_(self._receive(source, part.numel(), part))
                 held.append(torch.load(io.BytesIO(content.numpy().tobytes()), map_location="cpu", weights_only=True))
         return held
 
@@ -178,6 +178,26 @@ class Workers:
         """Sums a tensor over the workers, in place on the first one; what others have then is undefined. Collective."""
         if self.num_workers > 1:
             dist.reduce(tensor, self._global_ranks[0], group=self.group)
+
+    def _send_to_first(self, tensor: Tensor) -> None:
+        self._pass(dist.isend, tensor.to(self.message_device(tensor.device)), 0)
+
+    def _receive(self, source: int, numel: int, like: Tensor) -> Tensor:
+        """Returns what that rank sends to the first worker, on the CPU: shape (numel,)."""
+        place = torch.empty(numel, dtype=like.dtype, device=self.message_device(like.device))
+        self._pass(dist.irecv, place, source)
+        return place.cpu()
+
+    def _pass(self, direction: Callable[..., Any], tensor: Tensor, other: int) -> None:
+        # A message of its own would have NCCL make a communicator for these two ranks; a batch takes the group's.
+        operation = dist.P2POp(direction, tensor, self._global_ranks[other], group=self.group)
+        Pending(dist.batch_isend_irecv([operation])).wait()
+
+    def message_device(self, device: torch.device) -> torch.device:
+        """Returns where a tensor of a device must be to be sent to one worker: Gloo takes none of a GPU, NCCL only."""
+        if "cpu:" in self._backends:
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device()) if device.type == "cpu" else device
 
     def _sends_messages(self, tensor: Tensor) -> bool:
         return tensor.device.type == "cpu" and "cpu:gloo" in self._backends

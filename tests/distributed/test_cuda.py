@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import HardThreshold, TopK, register_comm_hook
+from lightning_sparse.exchange import Workers
 from lightning_sparse.exchange.payload import PayloadFormat
 from tests.distributed.simulation import Plan, simulate
 from tests.distributed.training import OPTIMIZERS, STEPS, build_batches, build_model
@@ -31,10 +32,7 @@ def test_selection_and_payload_are_the_same_on_both_devices(sparsifier):
     assert torch.equal(packed[0], packed[1].cpu())
 
 
-def _train_on_cuda(exchange, backend):
-    if backend == "nccl":
-        dist.destroy_process_group()
-        dist.init_process_group("nccl")
+def _train_on_cuda(exchange):
     model = DistributedDataParallel(build_model().cuda(), device_ids=[0], bucket_cap_mb=0.0005)
     optimizer = OPTIMIZERS["nesterov"](model.parameters())
     state = register_comm_hook(model, HardThreshold(0.05), exchange=exchange)
@@ -49,9 +47,9 @@ def _train_on_cuda(exchange, backend):
 
 
 @pytest.mark.parametrize(("backend", "num_workers"), [("gloo", 2), ("nccl", 1)])
-@pytest.mark.parametrize("exchange", ["gather", "dense", "auto"])
+@pytest.mark.parametrize("exchange", ["gather", "reduce_scatter", "dense", "auto"])
 def test_training_on_a_gpu_matches_the_simulation_and_keeps_replicas_equal(exchange, backend, num_workers):
-    results = run_workers(_train_on_cuda, num_workers, exchange, backend)
+    results = run_workers(_on_backend, num_workers, backend, _train_on_cuda, exchange)
     model = build_model()
     records = simulate(
         model,
@@ -65,3 +63,29 @@ def test_training_on_a_gpu_matches_the_simulation_and_keeps_replicas_equal(excha
         for name, p in model.named_parameters():
             torch.testing.assert_close(weights[name], p.data, rtol=1e-8, atol=1e-10)
             assert torch.equal(weights[name], results[0][0][name])
+
+
+def _gather_to_first():
+    rank = dist.get_rank()
+    apart = Workers(None, rank, dist.get_world_size()).apart("apart")
+    tensors = [torch.full((3,), rank + 0.5, device="cuda"), torch.full((2,), rank, device="cuda")]
+    objects = apart.gather_objects_to_first({"rank": rank})
+    return list(apart.gather_to_first(tensors)), objects
+
+
+@pytest.mark.parametrize(("backend", "num_workers"), [("gloo", 3), ("nccl", 1)])
+def test_residuals_and_objects_of_a_gpu_reach_the_first_worker(backend, num_workers):
+    first, *others = run_workers(_on_backend, num_workers, backend, _gather_to_first)
+    assert all(one == ([], []) for one in others)
+    for rank, (floats, integers) in enumerate(first[0]):
+        assert floats.tolist() == [rank + 0.5] * 3
+        assert integers.tolist() == [rank] * 2
+        assert floats.device == integers.device == torch.device("cpu")
+    assert first[1] == [{"rank": rank} for rank in range(num_workers)]
+
+
+def _on_backend(backend, function, *args):
+    if backend == "nccl":
+        dist.destroy_process_group()
+        dist.init_process_group("nccl")
+    return function(*args)

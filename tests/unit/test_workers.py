@@ -1,0 +1,47 @@
+"""On which device messages and objects travel, by a group's backends."""
+
+import pytest
+import torch
+
+from lightning_sparse.ddp.comm_hook import learning_rates_of
+from lightning_sparse.exchange import Workers, current_device
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize(
+    ("backends", "device", "expected"),
+    [
+        ("cpu:gloo,cuda:gloo", GPU, CPU),  # Gloo's send takes no pointer to a GPU's memory
+        ("cpu:gloo,cuda:gloo", CPU, CPU),
+        ("cpu:gloo,cuda:nccl", GPU, CPU),
+        ("cuda:nccl", GPU, GPU),
+        ("cuda:nccl", CPU, torch.device("cuda", 3)),
+    ],
+)
+def test_a_message_travels_from_where_its_backend_takes_it(backends, device, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(Workers, "_backends", backends)
+    assert Workers(None, 0, 2).message_device(device) == expected
+
+
+def test_objects_are_sent_from_the_models_own_gpu():
+    assert current_device(GPU).idx == 1
+    for device in (CPU, None):
+        with current_device(device) as nothing:
+            assert nothing is None
+
+
+def test_a_learning_rate_in_a_tensor_is_read_once_a_group():
+    class Rate(torch.Tensor):
+        reads = 0
+
+        def __float__(self):
+            Rate.reads += 1
+            return 0.5
+
+    weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    optimizer = torch.optim.SGD([{"params": weights[:2]}, {"params": weights[2:], "lr": 0.25}], lr=1.0)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.5).as_subclass(Rate)
+    assert list(learning_rates_of([optimizer]).values()) == [0.5, 0.5, 0.25]
+    assert Rate.reads == 1
