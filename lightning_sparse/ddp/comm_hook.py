@@ -83,7 +83,7 @@ def register_comm_hook(
         ddp_module,
         sparsifier,
         options,
-        loss_scale=lambda: loss_scale_of(grad_scaler),
+        grad_scaler=lambda: grad_scaler,
         learning_rates=lambda: learning_rates_of(optimizers),
         per_layer_stats=per_layer_stats,
     )
@@ -94,7 +94,7 @@ def attach(
     sparsifier: Sparsifier,
     options: ExchangeOptions,
     *,
-    loss_scale: Callable[[], Tensor | None],
+    grad_scaler: Callable[[], torch.amp.GradScaler | None],
     learning_rates: Callable[[], LearningRates],
     per_layer_stats: bool,
 ) -> SparseState:
@@ -114,7 +114,8 @@ def attach(
         )
     refuse_sparse_gradients(ddp_module.module)
     with current_device(ddp_module.device):
-        state = _agreed_state(ddp_module, sparsifier, options, loss_scale, learning_rates, per_layer_stats)
+        state = _agreed_state(ddp_module, sparsifier, options, grad_scaler, learning_rates, per_layer_stats)
+        state.rehearse(is_scaled=is_scaled(grad_scaler()))
     ddp_module.register_comm_hook(state, sparse_hook)
     state.settlement.follow(ddp_module)
     return state
@@ -124,7 +125,7 @@ def _agreed_state(
     ddp_module: DistributedDataParallel,
     sparsifier: Sparsifier,
     options: ExchangeOptions,
-    loss_scale: Callable[[], Tensor | None],
+    grad_scaler: Callable[[], torch.amp.GradScaler | None],
     learning_rates: Callable[[], LearningRates],
     per_layer_stats: bool,
 ) -> SparseState:
@@ -147,7 +148,7 @@ def _agreed_state(
         options,
         names,
         group=group,
-        loss_scale=loss_scale,
+        loss_scale=lambda: loss_scale_of(grad_scaler()),
         learning_rates=learning_rates,
         per_layer_stats=per_layer_stats,
         allows_unused_parameters=bool(ddp_module.find_unused_parameters or ddp_module.static_graph),
@@ -189,6 +190,11 @@ def learning_rates_of(optimizers: Iterable[Optimizer]) -> dict[Tensor, float]:
     # Of a rate that is a tensor on a GPU the number is waited for: once a group, not for each of its parameters.
     rates = [float(group["lr"]) for group in groups]
     return {parameter: rate for group, rate in zip(groups, rates, strict=True) for parameter in group["params"]}
+
+
+def is_scaled(grad_scaler: torch.amp.GradScaler | None) -> bool:
+    """Whether losses will be scaled, by a scaler that may not have begun yet."""
+    return grad_scaler is not None and grad_scaler.is_enabled()
 
 
 def loss_scale_of(grad_scaler: torch.amp.GradScaler | None) -> Tensor | None:

@@ -23,6 +23,7 @@ from lightning_sparse.engine.engine import Engine, FlatBucket
 from lightning_sparse.engine.holder import EngineHolder
 from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.memory_format import real_numel, require_strides
+from lightning_sparse.engine.rehearsal import rehearse_steps
 from lightning_sparse.exchange import Meeting
 from lightning_sparse.selection.residual import Residual, rescale
 from lightning_sparse.sparsifiers import LayerLayout, Sparsifier
@@ -103,6 +104,10 @@ class SparseState(EngineHolder):
         self._unused: set[str] = set()
         self._note_shared_state()
         self.settlement.on_step.append(self._note_shared_state)
+
+    def rehearse(self, *, is_scaled: bool) -> None:
+        """Builds the kernels that steps will need; see :func:`~lightning_sparse.engine.rehearse_steps`."""
+        rehearse_steps(self._engine, self._parameters, is_scaled=is_scaled, has_unused=self._use is not None)
 
     def close(self) -> None:
         """Takes off the model what this state put there, apart from the hook itself, which DDP cannot remove.

@@ -3,6 +3,16 @@
 from lightning_sparse.engine.engine import Engine, FlatBucket
 from lightning_sparse.engine.holder import EngineHolder
 from lightning_sparse.engine.memory import ResidualMemory, Residuals
+from lightning_sparse.engine.rehearsal import rehearse_steps
 from lightning_sparse.engine.step_stats import LayerStats, StepStats
 
-__all__ = ["Engine", "EngineHolder", "FlatBucket", "LayerStats", "ResidualMemory", "Residuals", "StepStats"]
+__all__ = [
+    "Engine",
+    "EngineHolder",
+    "FlatBucket",
+    "LayerStats",
+    "ResidualMemory",
+    "Residuals",
+    "StepStats",
+    "rehearse_steps",
+]

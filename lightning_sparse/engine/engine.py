@@ -94,6 +94,7 @@ class Engine:
         # As text: what a sparsifier of the user's own is set with need not be something that a checkpoint can hold.
         self._settings = {name: repr(value) for name, value in sparsifier.settings().items()}
         self._calibrator = Calibrator(self.sparsifier, speaks=dist.get_rank(group) == 0, holds_density=holds_density)
+        self._calibrates: bool | None = None
         self._value_dtype: ValueDtype = value_dtype
         self._per_layer_stats = per_layer_stats
         self._exchange = Exchange(exchange, group)
@@ -122,6 +123,23 @@ class Engine:
         """Ends groups of the exchange's own."""
         self._exchange.close()
 
+    @property
+    def exchange_mode(self) -> ExchangeMode:
+        """The route that was asked for."""
+        return self._exchange.mode
+
+    @property
+    def is_calibrating(self) -> bool:
+        """Whether λ is not known yet, so that everything is sent."""
+        return self._calibrator.is_running if self._calibrates is None else self._calibrates
+
+    def understudy(self, exchange: Exchange, *, calibrates: bool) -> "Engine":
+        """Returns an engine that does the same with another exchange, and of whose steps nobody is told."""
+        double = copy.copy(self)
+        double._exchange, double._calibrates = exchange, calibrates
+        double._averages, double._buckets, double._headers = Buffers(), [], []
+        return double
+
     def begin(self) -> None:
         """Begins a step; one that was broken off in its middle is forgotten."""
         self._buckets.clear()
@@ -141,12 +159,12 @@ class Engine:
             header_fields(layout, self._per_layer_stats) + (0 if bucket.notes is None else bucket.notes.numel()),
             bucket.average,
             is_last=bucket.is_last,
-            is_full=self._calibrator.is_running,
+            is_full=self.is_calibrating,
         )
         header = self._extraction.fill(
             BucketGradient(layout, gradient, bucket.residual, bucket.left_out, bucket.loss_scale),
             shipment,
-            measures_gradient=self._calibrator.is_running,
+            measures_gradient=self.is_calibrating,
         )
         if bucket.notes is not None:
             header = torch.cat([header, bucket.notes])

@@ -15,7 +15,7 @@ a small gather of their own follows.
 """
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -51,18 +51,21 @@ class Exchange:
             (:mod:`lightning_sparse.exchange.cost_model`), judged by what was selected the step before. A bucket
             without a history, as in the first step, goes dense.
         group: the process group; None is the default group.
+        workers: others than the group's, for a rehearsal.
 
     Attributes:
         counts_slices: whether headers must tell the largest slice.
         has_shortcut: whether a worker that is alone takes what it selected for the average. Without, it goes through
-            the motions of the route: for tests and benchmarks on a single GPU.
+            the motions of the route: for rehearsals, and for benchmarks on a single GPU.
     """
 
-    has_shortcut: ClassVar[bool] = True
+    has_shortcut: bool = True
 
-    def __init__(self, mode: ExchangeMode, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, mode: ExchangeMode, group: dist.ProcessGroup | None = None, workers: Workers | None = None
+    ) -> None:
         self.mode = mode
-        self.workers = Workers(group, dist.get_rank(group), dist.get_world_size(group))
+        self.workers = workers or Workers(group, dist.get_rank(group), dist.get_world_size(group))
         self.counts_slices = mode == "reduce_scatter" or (mode == "auto" and self.workers.num_workers > 2)
         self._nodes: Nodes | None = find_nodes(group) if mode == "hierarchical" else None
         self._buffers = Buffers()

@@ -3,12 +3,13 @@
 # The annotations of the kernels stay strings, so that the module can be imported without triton.
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import torch
-from lightning.fabric.utilities import rank_zero_warn
+import torch.distributed as dist
 
 try:
     import triton  # type: ignore[import-untyped]
@@ -16,7 +17,7 @@ try:
 except ImportError:  # PyTorch for CPUs comes without it
     triton = tl = None
 
-__all__ = ["is_available", "jit", "launch", "tl", "triton"]
+__all__ = ["is_available", "jit", "launch", "rehearse", "tl", "triton"]
 
 NUMBERS = {
     *("num_elements", "capacity", "programs", "num_layers", "num_slices", "num_workers", "divisor"),
@@ -50,21 +51,49 @@ def launch(kernel: Any, programs: int | tuple[int, int], *arguments: Any, **cons
 
 
 def is_available(device: torch.device) -> bool:
-    """Whether kernels run for tensors of this device: it is a GPU, triton is installed and can build them.
+    """Whether kernels run for tensors of this device: it is a GPU, triton is installed and can build them."""
+    return triton is not None and device.type == "cuda" and device not in _given_up and _can_build(device)
 
-    Said once where they cannot be built, as without a C compiler: the plain way gives the same bits and takes longer.
+
+def rehearse(device: torch.device, play: Callable[[], None]) -> None:
+    """Does once what launches all kernels that will be needed, before it counts; does nothing without kernels.
+
+    Where one of them cannot be built none is used from then on, and this worker says so: the plain way gives the same
+    bits and takes longer.
+
+    Args:
+        device: where.
+        play: launches them, on memory that nobody needs.
     """
-    return triton is not None and device.type == "cuda" and _can_build(device)
+    if not is_available(device):
+        return
+    try:
+        play()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except Exception as error:  # whatever stops a compiler
+        give_up(device, error)
+
+
+def give_up(device: torch.device, error: Exception) -> None:
+    """Uses no kernels on a device any more, and says so."""
+    _given_up.add(device)
+    rank = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
+    warnings.warn(
+        f"lightning_sparse: {rank}the fused kernels cannot be built for {device} and are not used: selecting takes "
+        f"longer and waits for the device. Triton says: {type(error).__name__}: {error}",
+        stacklevel=2,
+    )
+
+
+_given_up: set[torch.device] = set()
 
 
 @lru_cache(maxsize=64)
 def _can_build(device: torch.device) -> bool:
     try:
         launch(_nothing, 1, torch.zeros(1, dtype=torch.int32, device=device))
-    except Exception as error:  # whatever stops a compiler
-        rank_zero_warn(
-            f"lightning_sparse: the fused kernels cannot be built for {device} and are not used: selecting takes "
-            f"longer and waits for the device. Triton says: {type(error).__name__}: {error}"
-        )
+    except Exception as error:  # as above
+        give_up(device, error)
         return False
     return True

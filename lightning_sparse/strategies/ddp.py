@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sparse.ddp.comm_hook import attach, learning_rates_of, loss_scale_of
+from lightning_sparse.ddp.comm_hook import attach, learning_rates_of
 from lightning_sparse.ddp.options import DensityControlMode, ErrorFeedback, ExchangeOptions
 from lightning_sparse.ddp.sparse_state import SparseState
 from lightning_sparse.exchange import ExchangeMode, parameter_settings, require_agreement
@@ -144,7 +144,7 @@ class SparseDDPStrategy(DDPStrategy):
             self.model,
             self.sparsifier,
             self._options,
-            loss_scale=lambda: loss_scale_of(getattr(self.precision_plugin, "scaler", None)),
+            grad_scaler=lambda: getattr(self.precision_plugin, "scaler", None),
             learning_rates=lambda: learning_rates_of(self.optimizers),
             per_layer_stats=self._per_layer_stats,
         )

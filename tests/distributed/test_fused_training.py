@@ -2,18 +2,20 @@
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import HardThreshold
-from lightning_sparse.exchange import LARGEST_SLICE, adding, gather
+from lightning_sparse import HardThreshold, register_comm_hook
+from lightning_sparse.exchange import LARGEST_SLICE, adding, fused_decode, gather
 from lightning_sparse.exchange.payload import PayloadFormat
-from lightning_sparse.selection import extraction
+from lightning_sparse.kernels import launching
+from lightning_sparse.selection import extraction, fused_threshold
 from lightning_sparse.selection.bucket_gradient import BucketGradient
 from lightning_sparse.selection.extraction import Extraction
 from lightning_sparse.selection.residual import Residual
 from lightning_sparse.sparsifiers import LayerLayout
 from tests.distributed.simulation import Plan
 from tests.distributed.test_against_simulation import SCENARIOS, THRESHOLD, assert_matches_simulation, reaches
-from tests.distributed.training import train
+from tests.distributed.training import build_batches, build_model, train
 from tests.interpreter import INTERPRETED, run_in_interpreter
 from tests.workers import run_workers
 
@@ -46,6 +48,55 @@ def train_with(options, dtype):
     return train(HardThreshold(THRESHOLD), "nesterov", dtype, **options)
 
 
+def _variants(sparsifier, dtype, options):
+    """What was launched when the hook was registered, and what in steps, by all for which Triton builds anew."""
+    launched, rehearsed = set(), set()
+
+    def spy(kernel, programs, *arguments, **constants):
+        kinds = tuple(one.dtype if isinstance(one, torch.Tensor) else type(one) for one in arguments)
+        launched.add((kernel.__name__, kinds, tuple(sorted((name, str(one)) for name, one in constants.items()))))
+        launching.launch(kernel, programs, *arguments, **constants)
+
+    fused_threshold.launch = fused_decode.launch = spy
+    for module in (launching, extraction, gather, adding):
+        module.is_available = lambda device: True
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if options.pop("has_scaler", False) else None
+    ddp = {name: options.pop(name) for name in ("find_unused_parameters",) if name in options}
+    model = DistributedDataParallel(build_model(dtype), bucket_cap_mb=0.0005, **ddp)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    register_comm_hook(model, sparsifier, grad_scaler=scaler, **options)
+    rehearsed, launched = launched, set()
+    for batches in build_batches(3, dtype, 5):
+        inputs, targets = batches[torch.distributed.get_rank()]
+        layers = list(model.module)
+        skips = ddp and torch.distributed.get_rank() == 1
+        model.module.forward = lambda x, layers=layers, skips=skips: (
+            layers[4](layers[3](x)) if skips else torch.nn.Sequential(*layers)(x)
+        )
+        loss = torch.nn.functional.mse_loss(model(inputs), targets)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        optimizer.step() if scaler is None else (scaler.step(optimizer), scaler.update())
+        optimizer.zero_grad()
+    return rehearsed, launched
+
+
+def _train_without_pack():
+    def refuse(kernel, programs, *arguments, **constants):
+        if kernel.__name__ == "pack_block":
+            raise RuntimeError("no compiler")
+        launching.launch(kernel, programs, *arguments, **constants)
+
+    device = torch.device("cpu")
+    fused_threshold.launch = refuse
+    uses_kernels = launching.is_available = lambda device: device not in launching._given_up
+    for module in (extraction, gather, adding):
+        module.is_available = uses_kernels
+    with pytest.warns(UserWarning, match=f"rank {torch.distributed.get_rank()}: the fused kernels .* no compiler"):
+        weights = train_with({"exchange": "gather"}, torch.float32).weights
+    assert not uses_kernels(device)
+    return weights, train_with({"exchange": "gather"}, torch.float32).weights
+
+
 if INTERPRETED:
 
     @pytest.mark.parametrize("scenario", ["gathered", "bfloat16"])
@@ -62,6 +113,27 @@ if INTERPRETED:
             for name, weight in one.weights.items():
                 assert torch.equal(weight, other.weights[name])
                 assert torch.equal(one.residuals[name], other.residuals[name])
+
+    @pytest.mark.parametrize(
+        ("sparsifier", "dtype", "options"),
+        [
+            (HardThreshold(THRESHOLD), torch.float32, {}),
+            (HardThreshold(THRESHOLD), torch.float64, {"exchange": "reduce_scatter", "value_dtype": "bfloat16"}),
+            (HardThreshold(THRESHOLD), torch.bfloat16, {"exchange": "gather", "has_scaler": True}),
+            (HardThreshold(density=0.1, calibration_steps=2), torch.float32, {"find_unused_parameters": True}),
+            (HardThreshold(density=0.1, calibration_steps=2), torch.bfloat16, {"exchange": "dense"}),
+            (HardThreshold(THRESHOLD, layer_thresholds={"0.*": 0.2}), torch.float32, {"exchange": "gather"}),
+        ],
+    )
+    def test_no_kernel_is_first_built_in_a_backward(sparsifier, dtype, options):
+        for rehearsed, launched in run_workers(_variants, 3, sparsifier, dtype, options):
+            assert launched
+            assert launched <= rehearsed, launched - rehearsed
+
+    def test_where_a_kernel_cannot_be_built_training_goes_on_without():
+        for weights in run_workers(_train_without_pack, 2):
+            for name, weight in weights[0].items():
+                assert torch.equal(weight, weights[1][name])
 
     class _Shipment:
         is_masked, out = False, None

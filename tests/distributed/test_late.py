@@ -34,4 +34,4 @@ def _train_all(device, in_side_stream, num_workers):
                     options = {"per_layer": per_layer, "in_side_stream": in_side_stream}
                     densities = train(sparsifier, mode, num_workers, device, dtype, **options)
                     if isinstance(sparsifier, HardThreshold):
-                        assert min(densities) < 0.05 < 0.5 < max(densities)  # what does not fit goes out in a second round
+                        assert min(densities) < 0.05 < 0.5 < max(densities)
