@@ -281,6 +281,8 @@ def _payload_bytes_of_a_calibration(exchange):
 def test_a_calibration_goes_dense_and_what_follows_has_no_room_for_everything(exchange):
     for payload_bytes, dense_bytes in run_workers(_payload_bytes_of_a_calibration, 2, exchange):
         assert all(dense_bytes <= sent <= dense_bytes + 100 for sent in payload_bytes[:3])
+        if exchange != "auto":  # which is dense until it has seen a step of usual size
+            assert payload_bytes[3] < 0.7 * dense_bytes  # half of it are averages, dense until their number is known
         assert all(sent < dense_bytes / 3 for sent in payload_bytes[4:])
 
 

@@ -133,6 +133,22 @@ def test_two_steps_after_a_jump_there_is_room_and_nothing_goes_twice(mode):
         assert small_again < large / 5
 
 
+def _fill_one_slice():
+    """As many coordinates as before, the same on all workers, but all of them in the first slice."""
+    exchange, size, averages = Exchange("reduce_scatter"), 30_000, []
+    for step in (100, 100, 1, 1):
+        selection = Selection(torch.arange(300) * step, torch.full((300,), dist.get_rank() + 1.0))
+        averages.append(exchange_once(exchange, [selection], [size], torch.float32, torch.float32)[0][0])
+    return averages
+
+
+def test_a_slice_that_is_fuller_than_foreseen_loses_nothing():
+    for averages in run_workers(_fill_one_slice, 3):
+        for step, average in zip((100, 100, 1, 1), averages, strict=True):
+            assert average.nonzero().squeeze(1).tolist() == list(range(0, 300 * step, step))
+            assert average.sum() == 300 * 2.0
+
+
 def _run_in_nodes(workers_per_node, drawn):
     os.environ["GROUP_RANK"] = str(dist.get_rank() // workers_per_node)
     nodes = find_nodes()
