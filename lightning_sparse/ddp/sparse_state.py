@@ -258,6 +258,7 @@ class SparseState(EngineHolder):
         if key not in self._layouts:
             names = tuple(self._parameter_names[parameter] for parameter in parameters)
             self._layouts[key] = LayerLayout(names, tuple(map(real_numel, parameters)))
+            self._engine.forget_sizes()
         layout = self._layouts[key]
         require_strides(layout.names, parameters, self._strides)
         assert gradient.numel() == layout.num_elements, f"{gradient.numel()=} of {layout}"

@@ -140,6 +140,11 @@ class Engine:
         double._averages, double._buckets, double._headers = Buffers(), [], []
         return double
 
+    def forget_sizes(self) -> None:
+        """Gives memory back that buckets of other sizes needed; also in the middle of a step."""
+        self._averages.forget()
+        self._exchange.forget_sizes()
+
     def begin(self) -> None:
         """Begins a step; one that was broken off in its middle is forgotten."""
         self._buckets.clear()
@@ -177,6 +182,7 @@ class Engine:
             All workers' notes by bucket: float64, shape (n, numbers), on the CPU.
         """
         headers, self._payload_bytes = self._exchange.finish()
+        self._averages.end_step()
         lengths = [0 if bucket.notes is None else bucket.notes.numel() for bucket in self._buckets]
         split = [
             torch.split(header, [header.shape[1] - length, length], dim=1)

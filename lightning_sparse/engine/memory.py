@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.engine.memory_format import in_logical_order, in_memory_order, zero_residual
+from lightning_sparse.exchange import let_go
 from lightning_sparse.selection.residual import Residual
 from lightning_sparse.sparsifiers import LayerLayout
 
@@ -131,6 +132,8 @@ class ResidualMemory:
 
     def _lay_out(self, layout: LayerLayout, gradient: Tensor) -> "_Bucket":
         dtype = torch.float64 if gradient.dtype == torch.float64 else torch.float32
+        for former in {self._places[name][0] for name in layout.names if name in self._places}:
+            former.shrink()
         settled = torch.zeros(layout.num_elements, dtype=dtype, device=gradient.device)
         bucket = _Bucket(layout, settled, settled if self._forgets else torch.zeros_like(settled))
         for name, start, end in layout.spans():
@@ -167,9 +170,22 @@ class _Bucket:
         self.open: set[str] = set()
         self.in_other: set[str] = set()
 
+    def shrink(self) -> None:
+        """Gives back the tensor that holds nothing of worth, before another bucket takes the layers over."""
+        if self.settled is self.other or self.open or len(self.in_other) not in (0, len(self.layout.names)):
+            return
+        if self.in_other:
+            self.settled, self.other = self.other, self.settled
+            self.in_other.clear()
+        let_go(self.settled)
+        let_go(self.other)
+        self.other = self.other.new_empty(0)
+
     def begin(self) -> Residual:
         if self.settled is self.other:
             return Residual(self.settled, self.settled)
+        if self.other.shape != self.settled.shape:  # nobody has taken the layers over after all
+            self.other = torch.empty_like(self.settled)
         if len(self.in_other) == len(self.layout.names):  # the usual step: nothing is copied
             self.settled, self.other = self.other, self.settled
             self.in_other.clear()

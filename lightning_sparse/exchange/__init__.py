@@ -6,7 +6,7 @@ runs in whatever order the callbacks happen to run.)
 """
 
 from lightning_sparse.exchange.agreement import current_device, parameter_settings, require_agreement
-from lightning_sparse.exchange.buffers import Buffers
+from lightning_sparse.exchange.buffers import Buffers, let_go
 from lightning_sparse.exchange.exchange import EXCHANGE_MODES, Exchange, ExchangeMode
 from lightning_sparse.exchange.meeting import Meeting
 from lightning_sparse.exchange.reduce_scatter import largest_slice, slice_bounds, slice_elements
@@ -25,6 +25,7 @@ __all__ = [
     "Workers",
     "current_device",
     "largest_slice",
+    "let_go",
     "parameter_settings",
     "require_agreement",
     "slice_bounds",

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 PATIENCE = 100
-"""So many uses in a row that need less than a quarter of what is held give the rest back."""
+"""What so many steps in a row needed less than a quarter of, or not at all, is given back."""
 
 
 class Buffers:
@@ -15,30 +15,58 @@ class Buffers:
 
     def __init__(self) -> None:
         self._held: dict[tuple[object, torch.dtype, torch.device], Tensor] = {}
-        self._small_uses: dict[tuple[object, torch.dtype, torch.device], int] = {}
+        self._most: dict[tuple[object, torch.dtype, torch.device], int] = {}
+        self._steps = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes that are held."""
         return sum(one.nbytes for one in self._held.values())
 
+    def forget(self) -> None:
+        """Gives everything back, where sizes are no longer those of before. Who was given memory keeps it."""
+        for key in list(self._held):
+            self._drop(key)
+
+    def end_step(self) -> None:
+        """Looks now and then what is no longer needed."""
+        self._steps += 1
+        if self._steps % PATIENCE == 0:
+            for key, held in list(self._held.items()):
+                if 4 * self._most.get(key, 0) < held.numel():
+                    self._drop(key)
+            self._most.clear()
+
     def take(
         self, name: object, numel: int, dtype: torch.dtype, device: torch.device, *, pinned: bool = False
     ) -> Tensor:
         """Returns a tensor of shape (numel,) with whatever is in it; the same memory for the same name."""
         key = (name, dtype, device)
+        self._most[key] = max(numel, self._most.get(key, 0))
         held = self._held.get(key)
-        if held is not None:
-            self._small_uses[key] = self._small_uses.get(key, 0) + 1 if 4 * numel < held.numel() else 0
-        if held is None or held.numel() < numel or self._small_uses[key] >= PATIENCE:
-            # Freed before the other one is made. Half as much again, so that a slowly growing density does not
-            # allocate in every step.
-            self._held.pop(key, None)
-            self._small_uses[key] = 0
-            room = numel if held is None else numel + numel // 2
+        if held is None or held.numel() < numel:
+            room = numel
+            if held is not None:
+                # Freed before the other one is made. Half as much again, so that a slowly growing density does not
+                # allocate in every step.
+                del held
+                self._drop(key)
+                room += numel // 2
             made = torch.empty(room, dtype=dtype, device=device)
             held = self._held[key] = made.pin_memory() if pinned else made
         return held[:numel]
+
+    def _drop(self, key: tuple[object, torch.dtype, torch.device]) -> None:
+        let_go(self._held.pop(key))
+
+
+def let_go(tensor: Tensor) -> None:
+    """Keeps memory that is about to be freed from others until what is enqueued in this stream is done with it.
+
+    Without it the allocator goes by the stream in which the tensor was made, and that may be another one.
+    """
+    if tensor.device.type == "cuda":
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 class HostCopy:

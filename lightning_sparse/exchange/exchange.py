@@ -100,6 +100,10 @@ class Exchange:
     def _forecasts(self) -> dict[str, dict[tuple[int, int], Forecast]]:
         return {"selected": self._selected, "slices": self._slices, "unions": self._unions}
 
+    def forget_sizes(self) -> None:
+        """Gives memory back that buckets of other sizes needed."""
+        self._buffers.forget()
+
     def begin(self) -> None:
         """Forgets a step that was broken off in its middle."""
         self._shipments.clear()
@@ -200,6 +204,7 @@ class Exchange:
         small_bytes = 8 * (len(local_sizes) + (0 if _carries_headers(shipments[-1]) else sum(lengths)))
         sent_bytes = sum(shipment.sent_bytes for shipment in shipments) + small_bytes
         self.begin()
+        self._buffers.end_step()
         return headers, sent_bytes
 
     def _route(self, key: tuple[int, int], costs: Costs, *, on_gpu: bool) -> Route:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.exchange import Shipment, largest_slice, slice_bounds
-from lightning_sparse.exchange.payload import round_to_wire
+from lightning_sparse.exchange.payload import PayloadFormat, round_to_wire
 from lightning_sparse.kernels import is_available
 from lightning_sparse.selection.block_filter import BlockFilter, repair
 from lightning_sparse.selection.bucket_gradient import BucketGradient
@@ -71,7 +71,7 @@ class Extraction:
         if type(self._sparsifier).select is TopK.select and not is_on_cpu:
             return self._fill_marked(bucket, shipment)
         if is_threshold and self._keeps_rest and goes_native(bucket, shipment, self._runs(bucket)):
-            shipment.rest = partial(_rest_in_residual, bucket, self._runs(bucket), shipment)
+            shipment.rest = partial(_rest_in_residual, bucket, self._runs(bucket), shipment.format, shipment.payload)
             runs = self._runs(bucket, by_layer=self._per_layer)
             return take_out_natively(bucket, shipment, runs, self._num_slices, per_layer=self._per_layer)
         if is_threshold and is_on_cpu and shipment.is_masked:
@@ -166,7 +166,7 @@ class Extraction:
                 clears_gradient=shipment.is_cleared,
                 measures_gradient=measures_gradient,
             )
-            shipment.rest = partial(_rest_in_residual, bucket, runs, shipment)
+            shipment.rest = partial(_rest_in_residual, bucket, runs, shipment.format, shipment.payload)
         if self._per_layer:
             header[FIXED_FIELDS + len(bucket.layout.names) :] = layer_errors(after, bucket.layout)
         return header
@@ -229,11 +229,12 @@ class Extraction:
         ]
 
 
-def _rest_in_residual(bucket: BucketGradient, runs: Sequence[ThresholdRun], shipment: Shipment) -> Selection:
+def _rest_in_residual(
+    bucket: BucketGradient, runs: Sequence[ThresholdRun], payload_format: PayloadFormat, payload: Tensor
+) -> Selection:
     """Takes what found no room in a payload out of the residual. Waits for a GPU."""
-    assert shipment.payload is not None
-    residual, payload_format = bucket.residual.after, shipment.format
-    first = payload_format.unpack(shipment.payload, residual.dtype, payload_format.num_selected(shipment.payload))
+    residual = bucket.residual.after
+    first = payload_format.unpack(payload, residual.dtype, payload_format.num_selected(payload))
     is_left = torch.zeros(residual.shape, dtype=torch.bool, device=residual.device)
     for threshold, start, end in runs:
         is_left[start:end] = (residual[start:end].abs() < threshold).logical_not_()

@@ -18,13 +18,25 @@ def test_memory_is_used_again_grows_and_is_given_back_after_a_burst():
     assert take(1000).numel() == 1000
     assert buffers.nbytes == 4 * 1500
     assert take(1500).data_ptr() == take(1400).data_ptr()
-    for _ in range(PATIENCE - 1):
-        take(100)
-    assert buffers.nbytes == 4 * 1500
-    take(400)  # not so small: the count begins anew
-    for _ in range(PATIENCE):
-        assert take(100).numel() == 100
-    assert buffers.nbytes == 4 * 150
+    other = buffers.take("other", 50, torch.float32, CPU)
+
+    def steps(numel, count):
+        for _ in range(count):
+            take(numel)
+            buffers.end_step()
+
+    steps(100, PATIENCE - 1)
+    take(400)  # not so small
+    buffers.end_step()
+    assert buffers.nbytes == 4 * (1500 + 50)
+    del other
+    steps(400, PATIENCE)
+    assert buffers.nbytes == 4 * 1500  # the other was not taken for so long
+    steps(100, PATIENCE)
+    assert buffers.nbytes == 0
+    assert take(100).numel() == 100
+    buffers.forget()
+    assert buffers.nbytes == 0
 
 
 def test_names_and_dtypes_have_memory_of_their_own():

@@ -1,0 +1,105 @@
+"""How much memory the hook takes: bytes a parameter that it holds, and the most while it is at work."""
+
+import gc
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_sparse import HardThreshold, SparseModelAverager, register_comm_hook
+
+WIDTH, LAYERS = 512, 16
+PARAMETERS = WIDTH * WIDTH * LAYERS
+
+
+class _OnTheCpu(TorchDispatchMode):
+    """Counts the memory that operations allocate, as long as a tensor has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.held = self.peak = 0
+        self._known = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for one in torch.utils._pytree.tree_leaves((args, kwargs)):
+            if isinstance(one, torch.Tensor) and one.untyped_storage()._cdata not in self._known:
+                self._follow(one, counts=False)  # made elsewhere: a bucket of DDP's
+        result = func(*args, **(kwargs or {}))
+        for one in torch.utils._pytree.tree_leaves(result):
+            if isinstance(one, torch.Tensor) and one.untyped_storage()._cdata not in self._known:
+                self._follow(one, counts=True)
+        return result
+
+    def _follow(self, tensor, counts):
+        storage = tensor.untyped_storage()
+        size = storage.nbytes() if counts else 0
+        key = storage._cdata
+
+        def forget(_):
+            self.held -= size
+            del self._known[key]
+
+        self._known[key] = weakref.ref(storage, forget)
+        self.held += size
+        self.peak = max(self.peak, self.held)
+
+    def begin(self):
+        self.peak = self.held
+
+
+class _OnTheGpu:
+    """The same by the allocator's own account; what is allocated outside is not counted."""
+
+    def __init__(self):
+        self.held = self.peak = 0
+
+    def begin(self):
+        self.peak = self.held
+
+    def __enter__(self):
+        torch.cuda.reset_peak_memory_stats()
+        self._before = torch.cuda.memory_allocated()
+
+    def __exit__(self, *_):
+        self.peak = max(self.peak, self.held + torch.cuda.max_memory_allocated() - self._before)
+        self.held += torch.cuda.memory_allocated() - self._before
+
+
+def measure(sparsifier, device="cpu", dtype=torch.float32, steps=6, **options):
+    """Returns bytes a parameter: held after a usual step, the most in it, and the most in the first two steps."""
+    torch.manual_seed(dist.get_rank())
+    layers = [torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
+    module = torch.nn.Sequential(*layers).to(device, dtype)
+    count = _OnTheCpu() if device == "cpu" else _OnTheGpu()
+    gc.collect()
+    gc.disable()  # what is freed late is held
+    if sparsifier is None:
+        count.begin()
+        with count:
+            model = module
+            averager = SparseModelAverager(module, HardThreshold(0.003), **options)
+    else:
+        model = DistributedDataParallel(module, bucket_cap_mb=4, gradient_as_bucket_view=True)
+        state = register_comm_hook(model, sparsifier, **options)
+        receive = state.receive
+
+        def counted(bucket):
+            with count:
+                return receive(bucket)
+
+        state.receive = counted
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # so that densities stay what they are
+    peaks, held = [], []
+    for _ in range(steps):
+        count.begin()
+        inputs, directions = torch.randn(2, 8, WIDTH, device=device, dtype=dtype)
+        model(inputs).mul(directions).sum().backward()
+        optimizer.step()
+        if sparsifier is None:
+            with count:
+                averager.step()
+        peaks.append(count.peak / PARAMETERS)
+        held.append(count.held / PARAMETERS)
+    return held[-1], peaks[-1], max(peaks[:2])
