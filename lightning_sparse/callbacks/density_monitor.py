@@ -10,7 +10,6 @@ from typing_extensions import override
 
 from lightning_sparse.callbacks.step_monitor import (
     StepMonitor,
-    is_logging_step,
     log_scalars,
     logging_step,
     tensorboard_loggers,
@@ -23,8 +22,8 @@ class DensityMonitor(StepMonitor):
     """Shows how much was sent: on average, per layer and over time.
 
     - ``sparse/average_density``: Σ selected / Σ elements of the run so far, logged every step, for any logger.
-    - Per layer, every ``log_every_n_steps`` of the Trainer: a histogram in TensorBoard (``sparse/layer_density``), a
-      scalar a layer (``sparse/layer_density/<name>``) in any other logger.
+    - Per layer, every ``log_every_n_steps`` of the Trainer, of the newest exchange: a histogram in TensorBoard
+      (``sparse/layer_density``), a scalar a layer (``sparse/layer_density/<name>``) in any other logger.
     - One image in TensorBoard, layers × steps, of log10 density; updated at the end of every epoch. Needs matplotlib.
     - A table on the first worker at the end of ``fit``: average density, bytes sent, times fewer than dense.
 
@@ -50,22 +49,28 @@ class DensityMonitor(StepMonitor):
         self._totals = {"steps": 0, "payload_bytes": 0, "dense_bytes": 0}
 
     @override
-    def handle_steps(self, trainer: Trainer, pl_module: LightningModule, steps: list[StepStats]) -> None:
+    def take_in(self, steps: list[StepStats]) -> None:
         for step in steps:
             self.average_density.update(step)
             self._history.add(step)
             self._totals["steps"] += 1
             self._totals["payload_bytes"] += step.payload_bytes
             self._totals["dense_bytes"] += step.dense_bytes
+
+    @override
+    def log_totals(self, pl_module: LightningModule) -> None:
         pl_module.log("sparse/average_density", self.average_density.compute().float(), on_step=True, batch_size=1)
-        layers = steps[-1].layers
-        if layers and is_logging_step(trainer):
-            densities = {name: layer.density for name, layer in layers.items()}
-            for logger in tensorboard_loggers(trainer):
-                values = torch.tensor(list(densities.values()))
-                logger.experiment.add_histogram("sparse/layer_density", values, logging_step(trainer))
-            scalars = {f"sparse/layer_density/{name}": density for name, density in densities.items()}
-            log_scalars(trainer, scalars, tensorboard=False)
+
+    @override
+    def log_layers(self, trainer: Trainer, newest: StepStats) -> None:
+        densities = {name: layer.density for name, layer in newest.layers.items()}
+        if not densities:
+            return
+        for logger in tensorboard_loggers(trainer):
+            values = torch.tensor(list(densities.values()))
+            logger.experiment.add_histogram("sparse/layer_density", values, logging_step(trainer))
+        scalars = {f"sparse/layer_density/{name}": density for name, density in densities.items()}
+        log_scalars(trainer, scalars, tensorboard=False)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

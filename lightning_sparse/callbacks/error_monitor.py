@@ -6,7 +6,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_sparse.callbacks.step_monitor import StepMonitor, is_logging_step, log_scalars
+from lightning_sparse.callbacks.step_monitor import StepMonitor, log_scalars
 from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.metrics import TotalError
 
@@ -16,7 +16,8 @@ class ErrorMonitor(StepMonitor):
 
     - ``sparse/total_error``: Σ_t (1/n) Σ_i ‖e_{i,t}‖² of the run so far (gradient units squared), logged every step.
       ``sparse/error_norm`` itself is logged by the strategy.
-    - Per layer, every ``log_every_n_steps`` of the Trainer: ``sparse/layer_error_norm/<name>`` in every logger.
+    - Per layer, every ``log_every_n_steps`` of the Trainer, of the newest exchange: ``sparse/layer_error_norm/<name>``
+      in every logger.
     - A line on the first worker at the end of ``fit``: last and largest error norm, total error.
 
     It works with any logger or none, costs no collective, and continues its total when a checkpoint is resumed.
@@ -34,17 +35,21 @@ class ErrorMonitor(StepMonitor):
         self._largest_error_norm = 0.0
 
     @override
-    def handle_steps(self, trainer: Trainer, pl_module: LightningModule, steps: list[StepStats]) -> None:
+    def take_in(self, steps: list[StepStats]) -> None:
         for step in steps:
             self.total_error.update(step)
             self._last_error_norm = step.error_norm
             self._largest_error_norm = max(self._largest_error_norm, step.error_norm)
+
+    @override
+    def log_totals(self, pl_module: LightningModule) -> None:
         pl_module.log("sparse/total_error", self.total_error.compute().float(), on_step=True, batch_size=1)
-        if self.per_layer and is_logging_step(trainer):
-            layers = steps[-1].layers
-            log_scalars(
-                trainer, {f"sparse/layer_error_norm/{name}": sqrt(one.squared_error) for name, one in layers.items()}
-            )
+
+    @override
+    def log_layers(self, trainer: Trainer, newest: StepStats) -> None:
+        if self.per_layer:
+            norms = {f"sparse/layer_error_norm/{name}": sqrt(one.squared_error) for name, one in newest.layers.items()}
+            log_scalars(trainer, norms)
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -24,6 +24,8 @@ class StepMonitor(Callback):
 
     def __init__(self) -> None:
         self._new_steps: list[StepStats] = []
+        self._unwritten: StepStats | None = None
+        self._has_numbers = False
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -33,6 +35,7 @@ class StepMonitor(Callback):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._new_steps.clear()
+        self._unwritten = None
         strategy = trainer.strategy
         if isinstance(strategy, SPARSE) and strategy.state is not None:
             strategy.state.subscribe(self._new_steps.append)
@@ -46,15 +49,24 @@ class StepMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # Empty under gradient accumulation: nothing was exchanged, so there is nothing to log.
-        if not self._new_steps:
-            return
-        steps = self._new_steps.copy()
-        self._new_steps.clear()
-        self.handle_steps(trainer, pl_module, steps)
+        steps, self._new_steps[:] = self._new_steps.copy(), []
+        if steps:  # there are none under gradient accumulation, or where not every step exchanges
+            self.take_in(steps)
+            self._unwritten, self._has_numbers = steps[-1], True
+        if self._has_numbers:  # in every batch: at the end of an epoch Lightning forgets what was logged before
+            self.log_totals(pl_module)
+        if self._unwritten is not None and is_logging_step(trainer):
+            self.log_layers(trainer, self._unwritten)
+            self._unwritten = None
 
-    def handle_steps(self, trainer: Trainer, pl_module: LightningModule, steps: list[StepStats]) -> None:
-        """Called on every worker after a batch whose gradients were exchanged."""
+    def take_in(self, steps: list[StepStats]) -> None:
+        """Called on every worker after a batch with exchanges."""
+
+    def log_totals(self, pl_module: LightningModule) -> None:
+        """Called on every worker after every batch from the first exchange on."""
+
+    def log_layers(self, trainer: Trainer, newest: StepStats) -> None:
+        """Called on every worker in each step that Lightning logs, if there was an exchange since the last one."""
 
 
 def logging_step(trainer: Trainer) -> int:
@@ -65,6 +77,8 @@ def logging_step(trainer: Trainer) -> int:
 def is_logging_step(trainer: Trainer) -> bool:
     """Whether Lightning logs the running batch: every ``log_every_n_steps`` of the Trainer."""
     every = getattr(trainer, "log_every_n_steps", 0)
+    if trainer.lightning_module.automatic_optimization and trainer.fit_loop._should_accumulate():
+        return False  # as Lightning has it: only the last batch of a step has a row
     return bool(every) and (logging_step(trainer) + 1) % every == 0
 
 

@@ -50,32 +50,43 @@ typedef struct {
     int64_t *slices;       /* how many are selected in each */
 } payload_t;
 
-/* Adds squares that were summed up in float, and clears them. Where that overflowed they are formed again in double. */
-static void fold(floats *squares, const float *kept, int64_t count, double *total) {
+/* What is left of a value that is sent, as it is rounded; nothing of one that is not finite. */
+static float left_of(float p, int32_t wire) {
+    float kept = wire == WIRE_BFLOAT16 ? p - of_bfloat16(to_bfloat16(p)) : 0.0f;
+    return isfinite(kept) ? kept : 0.0f;
+}
+
+/* Adds squares that were summed up in float, and clears them. Where float is too narrow they are formed again in double:
+   of what is kept, and of what is left of coordinates that found no room after so many as were written before. */
+static void fold(floats *squares, const float *after, int64_t begin, int64_t end, float threshold, int64_t written,
+                 payload_t *out) {
     double sum = 0;
     for (int j = 0; j < LANES; j++) sum += (*squares)[j];
     *squares = (floats){0};
-    if (!isfinite(sum)) {
+    if (!isfinite(sum) || (sum > 0 && sum < 1e-29)) {
+        int64_t last = out->selected < out->capacity ? out->selected : out->capacity;
         sum = 0;
-        for (int64_t j = 0; j < count; j++)
-            if (isfinite(kept[j])) sum += (double)kept[j] * kept[j];
+        for (int64_t j = begin; j < end; j++) {
+            double kept = after[j];
+            if (written < last && out->offsets[written] == (uint16_t)j)
+                written++;
+            else if (!(fabsf(after[j]) < threshold))
+                kept = left_of(after[j], out->wire);
+            sum += kept * kept;
+        }
     }
-    *total += sum;
+    out->squares += sum;
 }
 
 /* Sends one element as far as there is room; returns what is kept of it. */
 static inline float send(float p, int64_t place, payload_t *out, float *after) {
-    float sent = p, kept;
-    uint16_t half = 0;
-    if (out->wire == WIRE_BFLOAT16) sent = of_bfloat16(half = to_bfloat16(p));
-    kept = p - sent;
-    if (!isfinite(kept)) kept = 0.0f;
+    float kept = left_of(p, out->wire);
     out->non_finite += !isfinite(p);
     if (out->selected < out->capacity) {
         if (out->wire == WIRE_BFLOAT16)
-            ((uint16_t *)out->values)[out->selected] = half;
+            ((uint16_t *)out->values)[out->selected] = to_bfloat16(p);
         else
-            ((float *)out->values)[out->selected] = sent;
+            ((float *)out->values)[out->selected] = p;
         out->offsets[out->selected] = (uint16_t)place;
         *after = kept;
     }
@@ -112,7 +123,7 @@ static inline __attribute__((always_inline)) void
 walk(const float *before, float *after, float *gradient, float scale, int has_scale, int clears, int64_t start,
      int64_t end, float threshold, payload_t *out) {
     floats squares = {0};
-    int64_t folded = start;
+    int64_t folded = start, written = out->selected;
     for (int64_t begin = start; begin < end;) {
         /* Groups begin at multiples of GROUP, so that none lies in two blocks. */
         int64_t count = GROUP - begin % GROUP;
@@ -163,8 +174,8 @@ walk(const float *before, float *after, float *gradient, float scale, int has_sc
         out->ends[begin >> BLOCK_SHIFT] = (int32_t)out->selected;
         begin += count;
         if (begin % FOLD == 0 || begin == end) {
-            fold(&squares, after + folded, begin - folded, &out->squares);
-            folded = begin;
+            fold(&squares, after, folded, begin, threshold, written, out);
+            folded = begin, written = out->selected;
         }
     }
 }
@@ -218,7 +229,7 @@ walk_masked(const float *before, float *after, const float *gradient, float scal
         }
         begin += count;
         if (begin - folded >= FOLD || begin == end) {
-            fold(&squares, after + folded, begin - folded, &out->squares);
+            fold(&squares, after, folded, begin, INFINITY, 0, out);
             folded = begin;
             for (int l = 0; l < LANES; l++) out->selected -= selected[l], out->non_finite -= non_finite[l];
             selected = non_finite = (ints){0};

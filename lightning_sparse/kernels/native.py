@@ -1,27 +1,28 @@
 """The hard threshold and the adding up of payloads on a CPU in one pass each: ``native.c``, compiled where it can be.
 
-A compiler is asked for once, when a process first needs the functions; what it makes is kept in the user's cache, by
-content and kind of processor. Where there is none, or ``LIGHTNING_SPARSE_NATIVE=0``, tensor operations do the same in
-several passes and come to the same bits.
+A compiler is asked for once, when training is set up, and what it makes is tried before it is used. Where there is
+none, or ``LIGHTNING_SPARSE_NATIVE=0``, tensor operations do the same in several passes and come to the same bits.
 """
 
 import ctypes
-import hashlib
 import os
 import platform
 import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from lightning_sparse.kernels.building import build
+
 SOURCE = Path(__file__).with_name("native.c")
+_NAMES = ("take_out", "take_out_masked", "average")
 _WIRES = {torch.float32: 0, torch.bfloat16: 1}
 _VECTORS = {
     "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"],
@@ -53,6 +54,7 @@ def is_native(*tensors: Tensor, wire_dtype: torch.dtype) -> bool:
         and all(one.device.type == "cpu" and one.dtype == torch.float32 for one in tensors)
         and torch.get_num_threads() <= MOST_THREADS
         and _library() is not None
+        and _is_right()
     )
 
 
@@ -154,23 +156,47 @@ def _functions() -> Any:
 
 @lru_cache(maxsize=1)
 def _library() -> Any:
-    compiler = shlex.split(os.environ.get("CC", "cc"))
-    is_possible = sys.byteorder == "little" and compiler and shutil.which(compiler[0]) is not None
-    if os.environ.get("LIGHTNING_SPARSE_NATIVE") == "0" or not is_possible:
+    if os.environ.get("LIGHTNING_SPARSE_NATIVE") == "0" or sys.byteorder != "little":
         return None
-    flags = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"]
-    if platform.machine() in ("x86_64", "AMD64"):
-        flags += _VECTORS.get(torch.backends.cpu.get_cpu_capability(), [])
-    key = hashlib.sha256(SOURCE.read_bytes() + " ".join([platform.machine(), *compiler, *flags]).encode())
+    chosen = os.environ.get("CC", "cc")
+    slower = "Taking out of buckets what is sent takes longer. LIGHTNING_SPARSE_NATIVE=0 is the same without this line."
     try:
-        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        path = Path(cache) / "lightning_sparse" / f"native-{key.hexdigest()[:16]}.so"
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=path.parent) as part:  # other workers do the same at the same time
-                made = Path(part) / "native.so"
-                subprocess.run([*compiler, *flags, "-o", made, SOURCE], check=True, capture_output=True, timeout=60)
-                made.replace(path)
-        return ctypes.CDLL(str(path))
-    except (OSError, RuntimeError, subprocess.SubprocessError):  # no place to write to, a compiler that does not work
+        compiler = shlex.split(chosen)
+        if not compiler or shutil.which(compiler[0]) is None:
+            rank_zero_info(f"lightning_sparse: there is no C compiler {chosen!r} (set CC=… to name one). {slower}")
+            return None
+        # After the compiler's own options: with any that takes liberties NaN would not travel.
+        flags = ["-O3", "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+        if platform.machine() in ("x86_64", "AMD64"):
+            flags += _VECTORS.get(torch.backends.cpu.get_cpu_capability(), [])
+        return build(SOURCE, [*compiler, *flags, "-shared", "-fPIC"], _NAMES)
+    except (OSError, ValueError, AttributeError, subprocess.SubprocessError) as error:
+        told = str(getattr(error, "stderr", None) or error).strip()
+        rank_zero_warn(
+            f"lightning_sparse: the C compiler {chosen!r} makes nothing that works. {slower} It says: {told}"
+        )
         return None
+
+
+@lru_cache(maxsize=1)
+def _is_right() -> bool:
+    """Whether the functions come to the bits of tensor operations, whatever the compiler takes for the same."""
+    special = torch.tensor([float("nan"), float("inf"), 0.5, -0.0, 1e-40, 3.39e38, -0.7, 0.1]).repeat(20)
+    before, gradient, after, out = special, special.flip(0) + 0.3, *torch.empty(2, special.numel()).unbind()
+    taken = NativeThreshold(before, after, gradient, torch.tensor([3.0]), torch.float32)
+    taken.take_out_masked(0.4, 0, special.numel(), out, 3)
+    compensated = before + gradient / 3.0
+    is_sent = (compensated.abs() < 0.4).logical_not()
+    expected = compensated.masked_fill(is_sent, 0.0), (compensated / 3.0).masked_fill(~is_sent, 0.0)
+    is_right = all(torch.equal(*map(_bits, pair)) for pair in zip((after, out), expected, strict=True))
+    if not is_right:
+        rank_zero_warn(
+            f"lightning_sparse: what the C compiler {os.environ.get('CC', 'cc')!r} makes does not calculate as IEEE "
+            "754 has it, and is not used: taking out of buckets what is sent takes longer. Set CC=… to name another."
+        )
+    return is_right
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The values as integers, all NaN alike."""
+    return torch.where(tensor.isnan(), torch.full_like(tensor, float("nan")), tensor).view(torch.int32)

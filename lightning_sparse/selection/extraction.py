@@ -71,7 +71,9 @@ class Extraction:
         if type(self._sparsifier).select is TopK.select and not is_on_cpu:
             return self._fill_marked(bucket, shipment)
         if is_threshold and self._keeps_rest and goes_native(bucket, shipment, self._runs(bucket)):
-            shipment.rest = partial(_rest_in_residual, bucket, self._runs(bucket), shipment.format, shipment.payload)
+            if shipment.payload is not None:
+                packed = shipment.format, shipment.payload
+                shipment.rest = partial(_rest_in_residual, bucket, self._runs(bucket), *packed)
             runs = self._runs(bucket, by_layer=self._per_layer)
             return take_out_natively(bucket, shipment, runs, self._num_slices, per_layer=self._per_layer)
         if is_threshold and is_on_cpu and shipment.is_masked:

@@ -18,7 +18,15 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor
 
-from lightning_sparse import DDPHardThresholdStrategy, DensityMonitor, ErrorMonitor, SparseDDPStrategy, StepStats, TopK
+from lightning_sparse import (
+    DDPHardThresholdStrategy,
+    DensityMonitor,
+    ErrorMonitor,
+    LocalHardThresholdStrategy,
+    SparseDDPStrategy,
+    StepStats,
+    TopK,
+)
 from tests.integration.models import (
     SMALL_BUCKETS_MB,
     Classifier,
@@ -283,6 +291,36 @@ def test_layers_are_logged_as_often_as_the_trainer_logs(tmp_path: Path) -> None:
 
 def _watch_every_third_step(folder: str) -> None:
     watch([DensityMonitor()], CSVLogger(folder, flush_logs_every_n_steps=1), log_every_n_steps=3, max_steps=7)
+
+
+@pytest.mark.parametrize(("overlap", "every", "logs_every"), [(False, 2, 4), (True, 2, 4), (True, 4, 6), (False, 3, 4)])
+def test_exchanges_that_end_between_logging_steps_are_shown_in_the_next(
+    overlap: bool, every: int, logs_every: int, tmp_path: Path
+) -> None:
+    run_workers(_watch_local_training, 2, str(tmp_path), overlap, every, logs_every, process_group=False)
+    with next(tmp_path.rglob("metrics.csv")).open() as file:
+        rows = list(csv.DictReader(file))
+    logged = [step for step in range(24) if (step + 1) % logs_every == 0]
+    for column in ("sparse/layer_density/first.weight", "sparse/layer_error_norm/first.weight"):
+        found = [int(row["step"]) for row in rows if row[column]]
+        assert len(found) == len(set(found)) == min(len(logged), (24 - overlap) // every), column
+        assert set(found) <= set(logged)
+    for column in ("sparse/average_density", "sparse/total_error"):
+        first = every - 1 + overlap
+        assert [int(row["step"]) for row in rows if row[column]] == [step for step in logged if step >= first], column
+
+
+def _watch_local_training(folder: str, overlap: bool, every: int, logs_every: int) -> None:
+    trainer = quiet_trainer(
+        LocalHardThresholdStrategy(threshold=0.001, every_n_steps=every, overlap=overlap),
+        num_workers=2,
+        callbacks=[DensityMonitor(), ErrorMonitor(per_layer=True)],
+        logger=CSVLogger(folder, flush_logs_every_n_steps=1),
+        log_every_n_steps=logs_every,
+        max_epochs=3,
+        max_steps=24,
+    )
+    trainer.fit(Classifier(partial(torch.optim.SGD, lr=0.1)), data())
 
 
 @pytest.mark.parametrize("per_layer", [True, False])

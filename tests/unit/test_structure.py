@@ -152,12 +152,14 @@ def test_what_the_package_imports_it_also_requires():
         "shlex",
         "shutil",
         "socket",
+        "stat",
         "subprocess",
         "sys",
         "tempfile",
         "time",
         "typing",
         "uuid",
+        "warnings",
         "weakref",
     }
     for path in FILES:
