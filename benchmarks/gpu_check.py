@@ -33,6 +33,9 @@ from benchmarks import gpu_check_worker, report, selection
 DENSITY = 0.001
 MOST_SECONDS = 50e-6
 """What a bucket may take beyond its bytes."""
+SECTION_SECONDS = 900.0
+"""What hangs is ended after that long."""
+MOST_LINES = 20
 Section = tuple[str, str, bool | None]
 """Heading, text, and whether what it shows is as it should be; None where nothing was to be shown."""
 
@@ -51,11 +54,11 @@ def tests(options: argparse.Namespace) -> Section:
         "tests/unit",
         "tests/distributed",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    summary = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr[-500:]
-    failed = "\n".join(line for line in done.stdout.splitlines() if line.startswith("FAILED"))
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECTION_SECONDS)
+    summary = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else ""
+    reasons = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR", "E  "))][:MOST_LINES]
     verdict = done.returncode == 0 if " passed" in summary else (None if done.returncode in (0, 5) else False)
-    return "Tests", f"{summary}\n{failed}", verdict
+    return "Tests", "\n".join([summary, *reasons, *_end_of(done)]), verdict
 
 
 def kernels(options: argparse.Namespace) -> Section:
@@ -105,17 +108,19 @@ def training(options: argparse.Namespace) -> Section:
     data = os.environ.get("LIGHTNING_SPARSE_DATA")
     if data is None:
         return "Training", "Not run: LIGHTNING_SPARSE_DATA does not name a folder with CIFAR-10.", None
-    rows, verdict = [], True
+    rows, reasons, verdict = [], list[str](), True
     for name, changes in {"DDP": ["--trainer.strategy=ddp"], "hard threshold": []}.items():
         command = [sys.executable, "-m", "recipes", "fit", "--config=recipes/resnet18_cifar10/laptop.yaml"]
         command += [f"--data.root={data}", f"--trainer.devices={options.workers}", *changes, *options.recipe_changes]
         started = time.perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECTION_SECONDS)
         seconds = time.perf_counter() - started
         accuracy = re.findall(r"val/accuracy\D+([\d.]+)", done.stdout)
         verdict &= done.returncode == 0
         rows.append([name, f"{seconds:.0f}", accuracy[-1] if accuracy else "-", done.returncode])
-    return "Training", report.table(["ResNet-18, CIFAR-10", "s", "accuracy", "exit"], rows), verdict
+        reasons += _end_of(done)
+    table = report.table(["ResNet-18, CIFAR-10", "s", "accuracy", "exit"], rows)
+    return "Training", "\n".join([table, *reasons]), verdict
 
 
 def faults(options: argparse.Namespace) -> Section:
@@ -134,6 +139,11 @@ def faults(options: argparse.Namespace) -> Section:
         f"a worker that is killed: the others {'ended' if noticed else 'did NOT end'}, {seconds:.0f} s after all began",
     ]
     return "Faults", "\n".join(lines), same and noticed
+
+
+def _end_of(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """The last lines that a command said before it failed; none if it did not."""
+    return done.stderr.strip().splitlines()[-MOST_LINES:] if done.returncode not in (0, 5) else []
 
 
 def _run(work: Callable[..., None], options: argparse.Namespace, folder: str, limit: float = 600.0) -> bool:
@@ -157,7 +167,7 @@ def _run(work: Callable[..., None], options: argparse.Namespace, folder: str, li
 
 
 def write(options: argparse.Namespace, sections: list[Section], seconds: float) -> None:
-    """Writes the report and prints the verdicts."""
+    """Writes the report of the sections so far."""
     about = report.surroundings()
     lines = [
         "# GPU report",
@@ -171,8 +181,11 @@ def write(options: argparse.Namespace, sections: list[Section], seconds: float) 
     lines += [f"- {heading}: {words[verdict]}" for heading, _, verdict in sections]
     for heading, text, _ in sections:
         lines += ["", f"## {heading}", "", "```", text.strip(), "```"]
-    options.output.write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+    options.report = "\n".join(lines)
+    options.output.write_text(options.report + "\n")
+
+
+SECTIONS = (tests, kernels, steps, training, faults)
 
 
 def main() -> int:
@@ -180,7 +193,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--output", type=Path, default=Path("gpu-report.md"))
-    parser.add_argument("--only", nargs="+", help="of: tests kernels steps training faults")
+    parser.add_argument("--only", nargs="+", choices=[section.__name__ for section in SECTIONS])
     options = parser.parse_args()
     on_gpu = options.device == "cuda"
     if on_gpu and not torch.cuda.is_available():
@@ -194,11 +207,21 @@ def main() -> int:
         "laptop",
         ["--trainer.accelerator=gpu"] if on_gpu else ["--trainer.fast_dev_run=3"],
     )
-    started, sections = time.perf_counter(), []
-    for section in (tests, kernels, steps, training, faults):
+    started, sections = time.perf_counter(), list[Section]()
+    try:
+        write(options, sections, 0.0)  # before anything is measured that could not be kept
+    except OSError as error:
+        parser.error(f"argument --output: {error}. Name a file in a folder that exists.")
+    for section in SECTIONS:
         if options.only is None or section.__name__ in options.only:
-            sections.append(_guarded(section, options))
-    write(options, sections, time.perf_counter() - started)
+            try:
+                sections.append(_guarded(section, options))
+            except KeyboardInterrupt:
+                sections.append((section.__name__.capitalize(), "interrupted", False))
+            write(options, sections, time.perf_counter() - started)
+            if sections[-1][1] == "interrupted":
+                break
+    print(options.report)
     return int(any(verdict is False for _, _, verdict in sections))
 
 

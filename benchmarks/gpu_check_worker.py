@@ -1,5 +1,6 @@
 """What one worker of ``benchmarks.gpu_check`` does: steps of training in one configuration, counted and measured."""
 
+import gc
 import os
 import statistics
 import time
@@ -84,6 +85,12 @@ def start(rank: int, num_workers: int, device: str, store: str) -> torch.device:
     return here
 
 
+def leave() -> None:
+    """Leaves the others, and ends Gloo's threads with it: one that lets go of a tensor while Python ends aborts it."""
+    gc.collect()  # of modules that hold the group
+    dist.destroy_process_group()
+
+
 class Training:
     """A model in training, step by step."""
 
@@ -134,7 +141,7 @@ def table(rank: int, num_workers: int, device: str, store: str, folder: str, opt
     rows = {one.name: _row(one, here, options) for one in CONFIGURATIONS}
     if rank == 0:
         torch.save(rows, f"{folder}/rows.pt")
-    dist.destroy_process_group()
+    leave()
 
 
 def _row(configuration: Configuration, device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
@@ -179,7 +186,7 @@ def long_run(rank: int, num_workers: int, device: str, store: str, folder: str, 
     dist.all_gather_object(checksums, training.checksum())
     if rank == 0:
         torch.save(len(set(checksums)) == 1, f"{folder}/long.pt")
-    dist.destroy_process_group()
+    leave()
 
 
 def dying(rank: int, num_workers: int, device: str, store: str, folder: str, options: dict[str, Any]) -> None:

@@ -1,10 +1,14 @@
 """The harness of ``make gpu-check``, over two workers on CPUs."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from benchmarks import gpu_check
 
 PROJECT = Path(__file__).parents[2]
 
@@ -28,6 +32,44 @@ def test_the_harness_writes_a_report_with_verdicts(tmp_path):
     rows = {line.split("  ")[0]: line.split() for line in report.splitlines()}
     assert rows["DDP"][-1] == rows["gather, 16-mixed"][-1] == "yes"
     assert "the same bits" in report
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--only", "kernel"], "invalid choice: 'kernel'"),
+        (["--only", "kernels", "--output", "no/such/folder/report.md"], "No such file .* Name a file in a folder"),
+    ],
+)
+def test_a_wrong_argument_is_refused_before_anything_is_measured(options, words, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--device", "cpu", *options])
+    with pytest.raises(SystemExit, match="2"):
+        gpu_check.main()
+    assert re.search(words, capsys.readouterr().err)
+
+
+def test_an_interrupt_keeps_what_was_measured_and_a_failure_says_why(tmp_path, capsys, monkeypatch):
+    def fail(*_, **__):
+        return subprocess.CompletedProcess([], 1, "", "Traceback\nOSError: no data there")
+
+    def interrupt(options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu_check.subprocess, "run", fail)
+    monkeypatch.setattr(gpu_check, "SECTIONS", (gpu_check.training, interrupt, gpu_check.faults))
+    monkeypatch.setattr(
+        gpu_check.report, "surroundings", lambda: dict.fromkeys(("command", "date", "commit"), "-") | NO
+    )
+    monkeypatch.setenv("LIGHTNING_SPARSE_DATA", str(tmp_path))
+    path = tmp_path / "report.md"
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--device", "cpu", "--output", str(path)])
+    assert gpu_check.main() == 1
+    assert path.read_text() == capsys.readouterr().out
+    assert "OSError: no data there" in path.read_text()
+    assert path.read_text().strip().endswith("interrupted\n```")
+
+
+NO: dict[str, Any] = {"hardware": {}, "versions": {}}
 
 
 @pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="there is a GPU")
