@@ -3,12 +3,16 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lightning.fabric.utilities import rank_zero_info
+from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_sparse.engine.density_control import DensityControl
 from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.sparsifiers import HardThreshold, Sparsifier
 from lightning_sparse.sparsifiers.threshold_rules import ThresholdCalibration
+
+
+LATE = 3
+"""So many times the steps that calibration should have taken."""
 
 
 class Calibrator:
@@ -25,6 +29,7 @@ class Calibrator:
         self._speaks = speaks
         self._holds_density = holds_density
         self._running: ThresholdCalibration | None = None
+        self._observed_steps = 0
         self._control: DensityControl | None = None
         self.begin()
 
@@ -36,6 +41,7 @@ class Calibrator:
     def begin(self) -> None:
         """Forgets a calibrated λ and begins anew."""
         self._running = self._control = None
+        self._observed_steps = 0
         if self._sparsifier is not None and self._sparsifier.density is not None:
             self._sparsifier.forget_calibration()
             if self._holds_density:
@@ -57,6 +63,14 @@ class Calibrator:
                 self._sparsifier.fix_threshold(self._control.corrected(self._sparsifier.threshold, stats.density))
             return
         self._running.observe(stats.squared_gradient_norm)
+        self._observed_steps += 1
+        if self._speaks and not self._running.is_complete and self._observed_steps == LATE * self._running.steps:
+            rank_zero_warn(
+                f"lightning_sparse: after {self._observed_steps} steps there is no threshold yet, and everything is "
+                f"sent. It takes {self._running.steps} steps with a finite ‖g‖² and one above 0; finite were "
+                f"{self._running.measured_steps}, and the last was {stats.squared_gradient_norm:g}. Look for gradients "
+                "that are zero or not finite, or give threshold=… instead of density=…"
+            )
         if self._running.is_complete:
             calibration, self._running = self._running, None
             threshold = calibration.threshold(stats.num_elements)
