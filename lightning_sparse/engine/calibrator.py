@@ -10,7 +10,6 @@ from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.sparsifiers import HardThreshold, Sparsifier
 from lightning_sparse.sparsifiers.threshold_rules import ThresholdCalibration
 
-
 LATE = 3
 """So many times the steps that calibration should have taken."""
 
