@@ -45,7 +45,7 @@ from benchmarks import report
 from benchmarks.network_lab import UNITS, NetworkLab
 from benchmarks.payload import MARK, RESNET_18, exchange_once, interface_bytes, random_selection, read_results
 from lightning_sparse.exchange import Exchange
-from lightning_sparse.exchange.cost_model import Costs
+from lightning_sparse.exchange.cost_model import Costs, speeds
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.selection.numbers import FIXED_FIELDS
 
@@ -131,7 +131,9 @@ def simulate(density: float, network: Network, options: argparse.Namespace) -> l
         costs = costs_of(n, options.elements)
         traffic = traffic_of(costs, selected, options.node)
         seconds = {mode: network.seconds(one) for mode, one in traffic.items()}
-        taken = costs.cheapest(selected, largest_of_slices(selected, n), on_gpu=options.on_gpu)
+        taken = costs.cheapest(
+            selected, largest_of_slices(selected, n), speeds(options.bandwidth, on_gpu=options.on_gpu)
+        )
         fastest = min((mode for mode in traffic if mode != "hierarchical"), key=lambda mode: seconds[mode])
         cells = [str(n)]
         for mode in MODES:

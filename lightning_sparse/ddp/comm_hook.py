@@ -33,7 +33,23 @@ def sparse_hook(state: SparseState, bucket: GradBucket) -> torch.futures.Future[
     Returns:
         A future of the bucket's buffer holding S · (1/n) Σ_i out_i, the same bits on every worker.
     """
+    if bucket.index() == 0:
+        refuse_capture(bucket.buffer().device)
     return state.receive(bucket)
+
+
+def refuse_capture(device: torch.device) -> None:
+    """Raises where a CUDA graph is being recorded: how much is sent differs from step to step, and a replay would not.
+
+    Raises:
+        RuntimeError: says what can be recorded instead.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "A sparse exchange cannot be part of a CUDA graph: what is sent differs from step to step, and the host "
+            "reads how much. Record forward and backward without the exchange, as torch.cuda.make_graphed_callables does for "
+            "parts of a model, or use Lightning's 'ddp'."
+        )
 
 
 def register_comm_hook(
@@ -45,6 +61,7 @@ def register_comm_hook(
     value_dtype: ValueDtype = "float32",
     exchange: ExchangeMode = "auto",
     density_control: DensityControlMode = "calibrate",
+    link_gbit_s: float | None = None,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     per_layer_stats: bool = False,
@@ -62,6 +79,7 @@ def register_comm_hook(
         value_dtype: see :class:`ExchangeOptions`.
         exchange: see :class:`ExchangeOptions`.
         density_control: see :class:`ExchangeOptions`.
+        link_gbit_s: see :class:`ExchangeOptions`.
         optimizer: the optimizer or optimizers, whose learning rates ``error_feedback="learning_rate"`` needs.
         grad_scaler: the scaler that scales the losses, if one does, so that thresholds and residuals are in units of
             the unscaled gradient.
@@ -75,7 +93,7 @@ def register_comm_hook(
         ValueError: an invalid option, or ``error_feedback="learning_rate"`` without an optimizer.
         RuntimeError: workers disagree on the settings (on every worker), or DDP cannot hand out its buckets.
     """
-    options = ExchangeOptions(error_feedback, local_clip_norm, value_dtype, exchange, density_control)
+    options = ExchangeOptions(error_feedback, local_clip_norm, value_dtype, exchange, density_control, link_gbit_s)
     if error_feedback == "learning_rate" and optimizer is None:
         raise ValueError('error_feedback="learning_rate" needs the learning rates. Pass optimizer=… as well.')
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or [])

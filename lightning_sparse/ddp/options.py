@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Literal
 
-from lightning_sparse.exchange import EXCHANGE_MODES, ExchangeMode
+from lightning_sparse.exchange import EXCHANGE_MODES, ExchangeMode, require_link
 from lightning_sparse.exchange.payload import VALUE_DTYPES, ValueDtype
 
 ErrorFeedback = Literal["gradient", "learning_rate", "none"]
@@ -27,6 +27,8 @@ class ExchangeOptions:
         density_control: what becomes of a λ that was asked for by a density. ``"calibrate"`` leaves it constant after
             its calibration, as the theory has it; ``"hold"`` corrects it slowly, so that the average volume after
             calibration meets the density (:mod:`lightning_sparse.engine.density_control`).
+        link_gbit_s: the rate of a worker's link in one direction, by which ``exchange="auto"`` chooses; None chooses
+            with caution, see :mod:`lightning_sparse.exchange.cost_model`.
 
     Raises:
         ValueError: a word or a number that is not allowed.
@@ -37,6 +39,7 @@ class ExchangeOptions:
     value_dtype: ValueDtype = "float32"
     exchange: ExchangeMode = "auto"
     density_control: DensityControlMode = "calibrate"
+    link_gbit_s: float | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -48,6 +51,7 @@ class ExchangeOptions:
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(f"Invalid {name}={value!r}. Must be one of {', '.join(map(repr, allowed))}.")
+        require_link(self.link_gbit_s)
         if self.local_clip_norm is not None and not (isfinite(self.local_clip_norm) and self.local_clip_norm > 0):
             raise ValueError(
                 f"Invalid local_clip_norm={self.local_clip_norm}. Must be a finite number above 0, or None to not clip."

@@ -72,6 +72,7 @@ class SparseState(EngineHolder):
                 sparsifier,
                 group=group,
                 exchange=options.exchange,
+                link_gbit_s=options.link_gbit_s,
                 value_dtype=options.value_dtype,
                 per_layer_stats=per_layer_stats,
                 keeps_rest=options.error_feedback != "none",

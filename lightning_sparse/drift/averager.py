@@ -94,6 +94,7 @@ class SparseModelAverager(EngineHolder):
                     sparsifier,
                     group=group,
                     exchange=self.options.exchange,
+                    link_gbit_s=self.options.link_gbit_s,
                     value_dtype=self.options.value_dtype,
                     per_layer_stats=per_layer_stats,
                     holds_density=True,

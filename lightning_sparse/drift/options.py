@@ -9,7 +9,7 @@ from math import isfinite
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_sparse.exchange import EXCHANGE_MODES, ExchangeMode
+from lightning_sparse.exchange import EXCHANGE_MODES, ExchangeMode, require_link
 from lightning_sparse.exchange.payload import VALUE_DTYPES, ValueDtype
 
 OuterOptimizer = Callable[[Iterable[Tensor]], Optimizer]
@@ -31,6 +31,7 @@ class DriftOptions:
         overlap: whether what was sent travels while the next step is computed, and is applied one step late.
         value_dtype: what values travel in. What rounding to a half precision leaves is kept.
         exchange: the route, as for gradients.
+        link_gbit_s: the rate of a worker's link, as for gradients.
 
     Raises:
         ValueError: a number or a word that is not allowed, or two that do not go together.
@@ -43,6 +44,7 @@ class DriftOptions:
     overlap: bool = False
     value_dtype: ValueDtype = "float32"
     exchange: ExchangeMode = "auto"
+    link_gbit_s: float | None = None
 
     def __post_init__(self) -> None:
         every = self.every_n_steps
@@ -60,6 +62,7 @@ class DriftOptions:
                 f"Invalid outer_optimizer={self.outer_optimizer!r}. Must be a function of parameters, such as "
                 "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)."
             )
+        require_link(self.link_gbit_s)
         for name, allowed in (("value_dtype", VALUE_DTYPES), ("exchange", EXCHANGE_MODES)):
             if getattr(self, name) not in allowed:
                 raise ValueError(

@@ -68,6 +68,7 @@ class Engine:
         sparsifier: chooses what is sent. Copied, so that calibration never changes the caller's own.
         group: the process group; None is the default group.
         exchange: the route, see :class:`~lightning_sparse.exchange.Exchange`.
+        link_gbit_s: see there.
         value_dtype: what values travel in.
         per_layer_stats: whether :class:`StepStats` holds numbers of every layer.
         keeps_rest: False forgets what is not sent.
@@ -84,6 +85,7 @@ class Engine:
         *,
         group: dist.ProcessGroup | None,
         exchange: ExchangeMode = "auto",
+        link_gbit_s: float | None = None,
         value_dtype: ValueDtype = "float32",
         per_layer_stats: bool = False,
         keeps_rest: bool = True,
@@ -97,7 +99,7 @@ class Engine:
         self._calibrates: bool | None = None
         self._value_dtype: ValueDtype = value_dtype
         self._per_layer_stats = per_layer_stats
-        self._exchange = Exchange(exchange, group)
+        self._exchange = Exchange(exchange, group, link_gbit_s)
         self._extraction = Extraction(
             self.sparsifier,
             num_slices=self.workers.num_workers if self._exchange.counts_slices else 0,

@@ -1,30 +1,64 @@
-"""What each route costs: bytes that reach a worker, and which route is cheapest. From shared numbers only.
+"""What each route costs: bytes that reach a worker, and which route is fastest. From shared numbers only.
 
 Every worker must come to the same choice, and a repeated run too, so nothing is timed: the choice follows from the
-numbers of the last step's headers.
+numbers of the last step's headers, and from what is said of the link.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Route = Literal["gather", "reduce_scatter", "dense"]
 
-CPU_ENCODE_BYTES = 16.0
-CPU_DECODE_BYTES = 4.0
-"""What selecting and packing a coordinate, and adding a received one, cost on a CPU, in bytes that travel in that time:
-34 ns and 8 ns at a density of 20 % (benchmarks/selection.py prints the times), where a Gloo all-reduce needs 2.1 ns a
-byte at 10 Gbit/s. On a slower network the same coordinates weigh less, so that there a bucket goes dense earlier than
-it had to. That keeps a step from ever being much slower than plain DDP's, and costs some of what could be saved above a
-density of 10 %."""
-GPU_BYTES = 0.25
-"""The same on a GPU, whose memory is two orders of magnitude faster than a network."""
-ROUND_BYTES = 32_768
-"""What a round of messages costs however small they are, likewise: 50 µs at 5 Gbit/s."""
+INSIDE_GBIT_S, BETWEEN_GBIT_S = 2400.0, 100.0
+"""What a GPU's link is taken for where it is not said: NVLink where all workers share a node, and a network of 100
+Gbit/s where they do not. Sparse routes are then chosen only where they win even there."""
+GATHER_LAUNCHES, REDUCE_SCATTER_LAUNCHES = 2, 46
+"""Kernels of a bucket beyond those of the dense route (tests/distributed/test_launches.py)."""
+
+
+class Speeds(NamedTuple):
+    """Seconds that parts of an exchange take. The same on every worker, whatever its machine is like.
+
+    Attributes:
+        byte: to arrive.
+        select: a coordinate that is selected and packed.
+        add: a received coordinate that is added.
+        round: a round of messages, however small they are.
+        payload: to begin with each payload that is added, one after the other.
+        launch: a kernel.
+    """
+
+    byte: float
+    select: float
+    add: float
+    round: float
+    payload: float
+    launch: float
+
+
+def speeds(link_gbit_s: float | None, *, on_gpu: bool, is_one_node: bool = False) -> Speeds:
+    """Returns what is known of CPUs, measured, and of GPUs, predicted.
+
+    CPU: 34 ns and 8 ns a coordinate at a density of 20 % without a compiler (benchmarks/selection.py), and 1.3 ns a
+    byte for a Gloo all-reduce beside the link's own time. Not said, the link is one of 10 Gbit/s: on a slower one a
+    bucket then goes dense earlier than it had to, above a density of 10 %, but no step is ever much slower than plain
+    DDP's. GPU: about 100 bytes of memory traffic a coordinate, 4 µs a launch, and as long for each payload's chain of
+    reads (docs/performance.md).
+
+    Args:
+        link_gbit_s: of a worker's link, in one direction.
+        on_gpu: whether tensors are on a GPU.
+        is_one_node: whether all workers share one.
+    """
+    if on_gpu:
+        link = link_gbit_s or (INSIDE_GBIT_S if is_one_node else BETWEEN_GBIT_S)
+        return Speeds(8e-9 / link, 4e-11, 4e-11, 6e-6, 4e-6, 4e-6)
+    return Speeds(1.3e-9 + 8e-9 / (link_gbit_s or 10.0), 34e-9, 8e-9, 70e-6, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Bytes that reach one worker on each route for one bucket, and the costs by which routes are compared.
+    """Bytes that reach one worker on each route for one bucket, and the time by which routes are compared.
 
     Args:
         num_workers: n.
@@ -67,29 +101,33 @@ class Costs:
             return 0.0
         return self.num_elements * (1 - (1 - min(selected / self.num_elements, 1.0)) ** self.num_workers)
 
-    def cheapest(self, selected: float, largest_slice: float, *, on_gpu: bool) -> Route:
-        """Returns the route that costs least for the coordinates expected of a worker.
+    def cheapest(self, selected: float, largest_slice: float, speeds: Speeds) -> Route:
+        """Returns the route that takes least for the coordinates expected of a worker.
 
         Args:
             selected: coordinates of the worker that selects most.
             largest_slice: the most that any worker has for any slice.
-            on_gpu: whether tensors are on a GPU.
+            speeds: see :func:`speeds`.
         """
-        n = self.num_workers
-        encode, decode = (GPU_BYTES, GPU_BYTES) if on_gpu else (CPU_ENCODE_BYTES, CPU_DECODE_BYTES)
+        n, byte, launch = self.num_workers, speeds.byte, speeds.launch
         union = self.independent_union(selected)
-        costs: dict[Route, float] = {
-            "dense": 2 * (n - 1).bit_length() * ROUND_BYTES + self.dense_bytes(),
-            "gather": ROUND_BYTES + self.gather_bytes(selected) + selected * (encode + n * decode),
+        taken: dict[Route, float] = {
+            "dense": 2 * (n - 1).bit_length() * speeds.round + byte * self.dense_bytes(),
+            "gather": speeds.round
+            + byte * self.gather_bytes(selected)
+            + selected * (speeds.select + n * speeds.add)
+            + n * speeds.payload
+            + GATHER_LAUNCHES * launch,
         }
         if n > 2:
             # Sums that travel densely are copied into place, at the price of memory alone.
             is_sparse = union * (self.sum_bytes + 2) < self.num_elements * self.sum_bytes
-            costs["reduce_scatter"] = (
-                3 * ROUND_BYTES  # coordinates, headers and sizes, averages
-                + self.scatter_bytes(largest_slice)
-                + self.slices_bytes(union)
-                + selected * encode
-                + (n * largest_slice + (union if is_sparse else 0)) * decode
+            taken["reduce_scatter"] = (
+                3 * speeds.round  # coordinates, headers and sizes, averages
+                + byte * (self.scatter_bytes(largest_slice) + self.slices_bytes(union))
+                + selected * speeds.select
+                + (n * largest_slice + (union if is_sparse else 0)) * speeds.add
+                + n * speeds.payload
+                + REDUCE_SCATTER_LAUNCHES * launch
             )
-        return min(costs, key=lambda route: costs[route])
+        return min(taken, key=lambda route: taken[route])

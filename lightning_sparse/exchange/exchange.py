@@ -15,6 +15,7 @@ a small gather of their own follows.
 """
 
 from collections.abc import Iterator
+from math import isfinite
 from typing import Literal
 
 import torch
@@ -22,11 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sparse.exchange.buffers import Buffers, HostCopy
-from lightning_sparse.exchange.cost_model import Costs, Route
+from lightning_sparse.exchange.cost_model import Costs, Route, speeds
 from lightning_sparse.exchange.dense import DenseShipment, LocalShipment
 from lightning_sparse.exchange.forecast import Forecast
 from lightning_sparse.exchange.gather import GatherShipment
-from lightning_sparse.exchange.hierarchical import HierarchicalShipment, Nodes, find_nodes
+from lightning_sparse.exchange.hierarchical import HierarchicalShipment, Nodes, find_nodes, is_one_node
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.reduce_scatter import ReduceScatterShipment, slice_elements
 from lightning_sparse.exchange.shipment import LARGEST_SLICE, NUM_SELECTED, Shipment
@@ -40,6 +41,14 @@ UNEVEN_SLICES = 2
 """How many times its even share the fullest slice is taken to hold, before it was ever counted."""
 
 
+def require_link(link_gbit_s: float | None) -> None:
+    """Raises ValueError where this is no rate of a link."""
+    if link_gbit_s is not None and not (isfinite(link_gbit_s) and link_gbit_s > 0):
+        raise ValueError(
+            f"Invalid {link_gbit_s=}. Must be a worker's link in Gbit/s, above 0 and finite, for example 10; or None."
+        )
+
+
 class Exchange:
     """Averages sparse buckets over the workers of a process group. Collective in everything but its attributes.
 
@@ -51,6 +60,7 @@ class Exchange:
             (:mod:`lightning_sparse.exchange.cost_model`), judged by what was selected the step before. A bucket
             without a history, as in the first step, goes dense.
         group: the process group; None is the default group.
+        link_gbit_s: the rate of a worker's link, by which ``"auto"`` judges; None judges with caution.
         workers: others than the group's, for a rehearsal.
 
     Attributes:
@@ -62,10 +72,17 @@ class Exchange:
     has_shortcut: bool = True
 
     def __init__(
-        self, mode: ExchangeMode, group: dist.ProcessGroup | None = None, workers: Workers | None = None
+        self,
+        mode: ExchangeMode,
+        group: dist.ProcessGroup | None = None,
+        link_gbit_s: float | None = None,
+        workers: Workers | None = None,
     ) -> None:
         self.mode = mode
+        self.link_gbit_s = link_gbit_s
         self.workers = workers or Workers(group, dist.get_rank(group), dist.get_world_size(group))
+        # By which "auto" judges a link of which nothing is said.
+        self._is_one_node = mode == "auto" and link_gbit_s is None and workers is None and is_one_node(self.workers)
         self.counts_slices = mode == "reduce_scatter" or (mode == "auto" and self.workers.num_workers > 2)
         self._nodes: Nodes | None = find_nodes(group) if mode == "hierarchical" else None
         self._buffers = Buffers()
@@ -214,7 +231,8 @@ class Exchange:
         if selected is None:
             return "dense"
         largest_slice = UNEVEN_SLICES * selected.last / costs.num_workers if slices is None else slices.last
-        return costs.cheapest(selected.last, largest_slice, on_gpu=on_gpu)
+        known = speeds(self.link_gbit_s, on_gpu=on_gpu, is_one_node=self._is_one_node)
+        return costs.cheapest(selected.last, largest_slice, known)
 
     def _remember(self, shipment: Shipment, header: Tensor, sizes: list[int]) -> None:
         if not shipment.is_typical:

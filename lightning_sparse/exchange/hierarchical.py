@@ -31,6 +31,19 @@ class Nodes:
             dist.destroy_process_group(workers.group)
 
 
+def this_node() -> tuple[str, str]:
+    """Returns what tells this worker's node from others: its host's name, and its rank where the launcher says it."""
+    return socket.gethostname(), os.environ.get("GROUP_RANK", os.environ.get("NODE_RANK", ""))
+
+
+def is_one_node(workers: Workers) -> bool:
+    """Whether all workers share a node. Collective."""
+    everyone = [this_node()] * workers.num_workers
+    if workers.num_workers > 1:
+        dist.all_gather_object(everyone, this_node(), group=workers.group)
+    return len(set(everyone)) == 1
+
+
 def find_nodes(group: dist.ProcessGroup | None = None) -> Nodes:
     """Groups the workers by node. Collective: every worker of the group calls this at set-up.
 
@@ -40,7 +53,7 @@ def find_nodes(group: dist.ProcessGroup | None = None) -> Nodes:
     Raises:
         ValueError: on every worker: the nodes do not all have the same number of workers.
     """
-    node = (socket.gethostname(), os.environ.get("GROUP_RANK", os.environ.get("NODE_RANK", "")))
+    node = this_node()
     own = (node, f"lightning_sparse/{uuid4().hex}")
     everyone = [own] * dist.get_world_size(group)
     dist.all_gather_object(everyone, own, group=group)

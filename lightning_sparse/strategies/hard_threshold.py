@@ -29,6 +29,7 @@ class DDPHardThresholdStrategy(SparseDDPStrategy):
         value_dtype: see :class:`SparseDDPStrategy`.
         exchange: see :class:`SparseDDPStrategy`.
         density_control: see :class:`SparseDDPStrategy`.
+        link_gbit_s: see :class:`SparseDDPStrategy`.
         residual_checkpoint: see :class:`SparseDDPStrategy`.
         on_world_size_change: see :class:`SparseDDPStrategy`.
         **kwargs: see :class:`SparseDDPStrategy`.
@@ -50,6 +51,7 @@ class DDPHardThresholdStrategy(SparseDDPStrategy):
         value_dtype: ValueDtype = "float32",
         exchange: ExchangeMode = "auto",
         density_control: DensityControlMode = "calibrate",
+        link_gbit_s: float | None = None,
         residual_checkpoint: ResidualCheckpoint = "full",
         on_world_size_change: OnWorldSizeChange = "mean",
         **kwargs: Any,
@@ -61,6 +63,7 @@ class DDPHardThresholdStrategy(SparseDDPStrategy):
             value_dtype=value_dtype,
             exchange=exchange,
             density_control=density_control,
+            link_gbit_s=link_gbit_s,
             residual_checkpoint=residual_checkpoint,
             on_world_size_change=on_world_size_change,
             **kwargs,
@@ -86,6 +89,7 @@ class LocalHardThresholdStrategy(SparseLocalStrategy):
         overlap: see :class:`SparseLocalStrategy`.
         value_dtype: see :class:`SparseLocalStrategy`.
         exchange: see :class:`SparseLocalStrategy`.
+        link_gbit_s: see :class:`SparseLocalStrategy`.
         drift_checkpoint: see :class:`SparseLocalStrategy`.
         optimizer_checkpoint: see :class:`SparseLocalStrategy`.
         **kwargs: see :class:`SparseLocalStrategy`.
@@ -109,6 +113,7 @@ class LocalHardThresholdStrategy(SparseLocalStrategy):
         overlap: bool = False,
         value_dtype: ValueDtype = "float32",
         exchange: ExchangeMode = "auto",
+        link_gbit_s: float | None = None,
         drift_checkpoint: DriftCheckpoint = "full",
         optimizer_checkpoint: OptimizerCheckpoint = "full",
         **kwargs: Any,
@@ -124,6 +129,7 @@ class LocalHardThresholdStrategy(SparseLocalStrategy):
             overlap=overlap,
             value_dtype=value_dtype,
             exchange=exchange,
+            link_gbit_s=link_gbit_s,
             drift_checkpoint=drift_checkpoint,
             optimizer_checkpoint=optimizer_checkpoint,
             **kwargs,

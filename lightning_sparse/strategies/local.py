@@ -56,6 +56,7 @@ class SparseLocalStrategy(DDPStrategy):
         overlap: see :class:`~lightning_sparse.drift.DriftOptions`.
         value_dtype: see :class:`SparseDDPStrategy`.
         exchange: see :class:`SparseDDPStrategy`.
+        link_gbit_s: see :class:`SparseDDPStrategy`.
         drift_checkpoint: what checkpoints hold of drifts. ``"full"``: every worker's weights, n times the model, for a
             resume that equals a run without a stop; ``"mean"``: their mean, which is in the file anyway.
         optimizer_checkpoint: what they hold of optimizers, which differ between workers. ``"full"``: every worker's;
@@ -82,6 +83,7 @@ class SparseLocalStrategy(DDPStrategy):
         overlap: bool = False,
         value_dtype: ValueDtype = "float32",
         exchange: ExchangeMode = "auto",
+        link_gbit_s: float | None = None,
         drift_checkpoint: DriftCheckpoint = "full",
         optimizer_checkpoint: OptimizerCheckpoint = "full",
         **kwargs: Any,
@@ -94,7 +96,7 @@ class SparseLocalStrategy(DDPStrategy):
         kwargs = process_group_arguments(kwargs)
         self._checkpoint_options = DriftCheckpointOptions(drift_checkpoint, optimizer_checkpoint)
         self._options = DriftOptions(
-            every_n_steps, keep_drift, drift_decay, outer_optimizer, overlap, value_dtype, exchange
+            every_n_steps, keep_drift, drift_decay, outer_optimizer, overlap, value_dtype, exchange, link_gbit_s
         )
         super().__init__(**kwargs)
         self.sparsifier = sparsifier

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sparse.exchange.cost_model import Costs
+from lightning_sparse.exchange.cost_model import Costs, speeds
 from lightning_sparse.exchange.forecast import SMALLEST_CAPACITY, Forecast
 from lightning_sparse.exchange.payload import CAPACITY_STEP
 
@@ -54,7 +54,7 @@ def test_the_route_goes_from_gather_to_dense_as_density_grows(num_workers, on_gp
     routes = []
     for exponent in range(40):
         selected = 10**7 * 10 ** (-exponent / 8)
-        route = costs.cheapest(selected, 1.2 * selected / num_workers, on_gpu=on_gpu)
+        route = costs.cheapest(selected, 1.2 * selected / num_workers, speeds(None, on_gpu=on_gpu))
         if not routes or routes[-1] != route:
             routes.append(route)
     expected = ["dense", "reduce_scatter", "gather"] if num_workers > 2 else ["dense", "gather"]
@@ -68,7 +68,7 @@ def test_a_route_is_never_chosen_that_brings_more_bytes_than_dense():
         costs = Costs(num_workers, 10**7, 4, 4)
         for density in (1e-5, 1e-4, 1e-3, 1e-2, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0):
             k = density * 10**7
-            route = costs.cheapest(k, k / num_workers, on_gpu=False)
+            route = costs.cheapest(k, k / num_workers, speeds(None, on_gpu=False))
             union = costs.independent_union(k)
             brought = {
                 "dense": costs.dense_bytes(),
@@ -83,3 +83,45 @@ def test_the_union_of_independent_selections():
     assert costs.independent_union(0) == 0
     assert costs.independent_union(1000) == 1000
     assert costs.independent_union(100) == pytest.approx(1000 * (1 - 0.9**3))
+
+
+def brought(costs, route, k):
+    return {
+        "dense": costs.dense_bytes(),
+        "gather": costs.gather_bytes(k),
+        "reduce_scatter": costs.scatter_bytes(k / costs.num_workers) + costs.slices_bytes(costs.independent_union(k)),
+    }[route]
+
+
+@given(
+    st.sampled_from([2, 3, 8, 64]),
+    st.sampled_from([1000, 260_000, 6_500_000]),
+    st.floats(1e-5, 1.0),
+    st.booleans(),
+    st.floats(0.01, 3000),
+    st.floats(1.0, 100.0),
+)
+def test_a_slower_link_never_brings_more_bytes(num_workers, size, density, on_gpu, link, times_slower):
+    costs, k = Costs(num_workers, size, 4, 4), density * size
+    fast, slow = (
+        costs.cheapest(k, k / num_workers, speeds(rate, on_gpu=on_gpu)) for rate in (link, link / times_slower)
+    )
+    assert brought(costs, slow, k) <= brought(costs, fast, k) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "size", "density", "link", "is_one_node", "route"),
+    [
+        (8, 260_000, 0.01, None, True, "dense"),  # a bucket of 1 MB is all latency on NVLink
+        (8, 260_000, 0.01, None, False, "gather"),
+        (8, 260_000, 0.01, 10.0, True, "gather"),
+        (8, 6_500_000, 0.001, None, True, "gather"),
+        (8, 6_500_000, 0.1, None, True, "dense"),
+        (8, 6_500_000, 0.1, 10.0, True, "reduce_scatter"),
+        (64, 6_500_000, 0.001, 2400.0, False, "dense"),  # 64 payloads, one after the other
+        (64, 6_500_000, 0.001, None, False, "gather"),
+    ],
+)
+def test_on_a_gpu_sparse_routes_are_for_links_on_which_they_win(num_workers, size, density, link, is_one_node, route):
+    known, k = speeds(link, on_gpu=True, is_one_node=is_one_node), density * size
+    assert Costs(num_workers, size, 4, 4).cheapest(k, k / num_workers, known) == route

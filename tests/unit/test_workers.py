@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_sparse.ddp.comm_hook import learning_rates_of
+from lightning_sparse.ddp.comm_hook import learning_rates_of, refuse_capture
 from lightning_sparse.exchange import Workers, current_device
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
@@ -45,3 +45,10 @@ def test_a_learning_rate_in_a_tensor_is_read_once_a_group():
     optimizer.param_groups[0]["lr"] = torch.tensor(0.5).as_subclass(Rate)
     assert list(learning_rates_of([optimizer]).values()) == [0.5, 0.5, 0.25]
     assert Rate.reads == 1
+
+
+def test_a_cuda_graph_is_refused_and_told_what_to_do(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    refuse_capture(CPU)
+    with pytest.raises(RuntimeError, match=r"cannot be part of a CUDA graph.* make_graphed_callables"):
+        refuse_capture(GPU)
