@@ -47,8 +47,8 @@ def refuse_capture(device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "A sparse exchange cannot be part of a CUDA graph: what is sent differs from step to step, and the host "
-            "reads how much. Record forward and backward without the exchange, as torch.cuda.make_graphed_callables does for "
-            "parts of a model, or use Lightning's 'ddp'."
+            "reads how much. Record what is before the exchange, as torch.cuda.make_graphed_callables does for parts "
+            "of a model, or use Lightning's 'ddp'."
         )
 
 
