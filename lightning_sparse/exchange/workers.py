@@ -120,7 +120,7 @@ class Workers:
             name: see :func:`new_group`.
         """
         made = Workers(new_group(self.group, self._global_ranks, name), self.rank, self.num_workers)
-        if "cpu:" not in made._backends:
+        if not made._is_over_gloo:
             # NCCL connects a group in its first operation, which all must take part in: messages are for two at a time.
             made.all_reduce(torch.zeros(1, device=made.message_device(torch.device("cpu")))).wait()
         return made
@@ -180,27 +180,39 @@ class Workers:
             dist.reduce(tensor, self._global_ranks[0], group=self.group)
 
     def _send_to_first(self, tensor: Tensor) -> None:
-        self._pass(dist.isend, tensor.to(self.message_device(tensor.device)), 0)
+        tensor = tensor.to(self.message_device(tensor.device))
+        if self._is_over_gloo:
+            dist.send(tensor, self._global_ranks[0], group=self.group)
+        else:
+            self._in_a_batch(dist.isend, tensor, 0)
 
     def _receive(self, source: int, numel: int, like: Tensor) -> Tensor:
         """Returns what that rank sends to the first worker, on the CPU: shape (numel,)."""
         place = torch.empty(numel, dtype=like.dtype, device=self.message_device(like.device))
-        self._pass(dist.irecv, place, source)
+        if self._is_over_gloo:
+            dist.recv(place, self._global_ranks[source], group=self.group)
+        else:
+            self._in_a_batch(dist.irecv, place, source)
         return place.cpu()
 
-    def _pass(self, direction: Callable[..., Any], tensor: Tensor, other: int) -> None:
+    def _in_a_batch(self, direction: Callable[..., Any], tensor: Tensor, other: int) -> None:
         # A message of its own would have NCCL make a communicator for these two ranks; a batch takes the group's.
         operation = dist.P2POp(direction, tensor, self._global_ranks[other], group=self.group)
         Pending(dist.batch_isend_irecv([operation])).wait()
 
     def message_device(self, device: torch.device) -> torch.device:
         """Returns where a tensor of a device must be to be sent to one worker: Gloo takes none of a GPU, NCCL only."""
-        if "cpu:" in self._backends:
+        if self._is_over_gloo:
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device()) if device.type == "cpu" else device
 
     def _sends_messages(self, tensor: Tensor) -> bool:
         return tensor.device.type == "cpu" and "cpu:gloo" in self._backends
+
+    @property
+    def _is_over_gloo(self) -> bool:
+        """Whether messages go over Gloo, as they do where a group takes tensors of a CPU at all."""
+        return "cpu:" in self._backends
 
     @cached_property
     def _backends(self) -> str:
