@@ -28,6 +28,7 @@ _VECTORS = {
     "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"],
     "AVX2": ["-mavx2", "-mfma"],
 }
+SUBNORMAL = 5e-324
 MOST_THREADS = 2
 """With more threads than that tensor operations, which use all of them, are faster than one pass on one of them."""
 
@@ -169,7 +170,12 @@ def _library() -> Any:
         flags = ["-O3", "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
         if platform.machine() in ("x86_64", "AMD64"):
             flags += _VECTORS.get(torch.backends.cpu.get_cpu_capability(), [])
-        return build(SOURCE, [*compiler, *flags, "-shared", "-fPIC"], _NAMES)
+        # Without start files: those of a library that is linked for fast mathematics change the process that loads it.
+        library = build(SOURCE, [*compiler, *flags, "-shared", "-fPIC", "-nostartfiles"], _NAMES)
+        if SUBNORMAL * 2 == 0.0:
+            torch.set_flush_denormal(False)
+            raise OSError("what it makes turns subnormal numbers into 0, in the whole process")
+        return library
     except (OSError, ValueError, AttributeError, subprocess.SubprocessError) as error:
         told = str(getattr(error, "stderr", None) or error).strip()
         rank_zero_warn(

@@ -27,7 +27,8 @@ def test_collectives_that_are_over_late_change_nothing(device, in_side_stream, n
 
 
 def _train_all(device, in_side_stream, num_workers):
-    for mode in ("gather", "dense", "auto"):
+    # Not a reduce-scatter, which "auto" may take from three on: there workers have different slices.
+    for mode in ("gather", "dense", "auto")[: 3 if num_workers == 2 else 2]:
         for dtype in (torch.float32, torch.bfloat16):
             for sparsifier in (HardThreshold(0.9), HardThreshold(0.9, layer_thresholds={"a": 0.3}), TopK(0.01)):
                 for per_layer in (False, True):

@@ -195,13 +195,15 @@ def test_without_a_compiler_that_works_tensor_operations_do_it(environment, is_t
         ("echo no room >&2; exit 3", "It says: no room"),
         ("sleep 30", "timed out"),
         ('cc "$@" -ffast-math', "IEEE"),
+        ('cc -ffast-math -shared -fPIC -o "$made" $last', "subnormal numbers into 0"),
     ],
 )
 def test_what_does_not_work_is_not_used_and_not_kept(script, warning, again, tmp_path, monkeypatch):
     monkeypatch.setattr(building, "TIMEOUT", 3.0)
     with pytest.warns(UserWarning, match=warning):
         assert not again(CC=compiler(tmp_path, script))
-    if "IEEE" not in warning:
+    assert native.SUBNORMAL * 2 > 0.0
+    if "IEEE" not in warning and "subnormal" not in warning:
         assert not list(tmp_path.rglob("*.so"))
 
 
