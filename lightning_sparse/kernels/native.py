@@ -185,6 +185,7 @@ def _library() -> Any:
 
 
 @lru_cache(maxsize=1)
+@torch.inference_mode(mode=False)
 def _is_right() -> bool:
     """Whether the functions come to the bits of tensor operations, whatever the compiler takes for the same."""
     special = torch.tensor([float("nan"), float("inf"), 0.5, -0.0, 1e-40, 3.39e38, -0.7, 0.1]).repeat(20)
