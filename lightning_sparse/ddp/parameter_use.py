@@ -58,7 +58,8 @@ class ParameterUse:
         for name, (start, end) in unused.items():
             if self._parameters[name].grad is not None:
                 self._old[name] = gradient[start:end].clone()
-            gradient[start:end].zero_()
+        if unused:
+            torch._foreach_zero_([gradient[start:end] for start, end in unused.values()])
         return unused
 
     def marks(self, layout: LayerLayout, device: torch.device) -> Tensor:

@@ -7,13 +7,19 @@ though some launch more (a sort, a scan), and views and allocations as none.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_sparse import HardThreshold
+from lightning_sparse.ddp import sparse_state
+from lightning_sparse.ddp.options import ExchangeOptions
+from lightning_sparse.ddp.regrouping import Bucket
+from lightning_sparse.engine import memory
 from lightning_sparse.engine.engine import Engine, FlatBucket
-from lightning_sparse.exchange import ExchangeMode, adding, exchange, fused_decode, gather
+from lightning_sparse.exchange import ExchangeMode, adding, buffers, exchange, fused_decode, gather
 from lightning_sparse.exchange.workers import Pending, Workers
 from lightning_sparse.selection import extraction, fused_threshold
 from lightning_sparse.selection.residual import Residual
@@ -134,12 +140,7 @@ def measure(
     steps: int = 3,
 ) -> Counts:
     """Returns the counts of the last of some steps; in a process group of one, which is said to have more workers."""
-    for module in (adding, gather, extraction):
-        module.is_available = lambda device: has_kernels
-    for module in (fused_threshold, fused_decode):
-        module.launch = lambda kernel, *arguments, **constants: _now.counts.launch(kernel.fn.__name__)
-    exchange.Workers = lambda group, rank, size: _Workers(group, rank, num_workers)
-    exchange.HostCopy = _HostCopy
+    _pretend(num_workers, has_kernels=has_kernels)
     engine = Engine(sparsifier, group=None, exchange=mode, per_layer_stats=per_layer)
     layouts = []
     for place in range(num_buckets):
@@ -153,6 +154,70 @@ def measure(
         _let_go(engine)
         _step(engine, layouts, dtype, scaled, has_notes)
     return _now.counts
+
+
+def measure_door(
+    *,
+    has_unused: bool = False,
+    scaled: bool = False,
+    num_workers: int = 8,
+    num_buckets: int = 17,
+    num_layers: int = 150,
+) -> Counts:
+    """Returns the counts of the last of some steps through DDP's door: residuals, unused layers, the way back."""
+    torch.Tensor.pin_memory = lambda self: self  # there is no driver that could
+    sparse_state.torch.futures.Future = lambda devices=None: SimpleNamespace(set_result=lambda value: None)
+    buffers.let_go = memory.let_go = lambda tensor: None
+    _pretend(8, has_kernels=True)
+    names = [[f"{place}.{layer}" for layer in range(place, num_layers, num_buckets)] for place in range(num_buckets)]
+    parameters = {name: torch.nn.Parameter(torch.zeros(1000)) for some in names for name in some}
+    counts = _now.counts = Counts()
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake:
+        scale = torch.empty(1, device=GPU) if scaled else None
+        gradients = [torch.empty(1000 * len(some), device=GPU) for some in names]
+    state = sparse_state.SparseState(
+        HardThreshold(0.1),
+        ExchangeOptions(exchange="gather"),
+        {one: name for name, one in parameters.items()},
+        allows_unused_parameters=has_unused,
+        loss_scale=lambda: scale,
+    )
+    headers: list[float] = []
+    for place, some in enumerate(names):
+        used = [float(not has_unused or place % 2 == 0)] * len(some) + [0.0] * len(some)
+        headers += [100.0, 20.0, 0.0, 1.0, 1.0] + used * has_unused
+    _now.headers = torch.tensor(headers, dtype=torch.float64)
+    for _ in range(3):
+        counts = _now.counts = Counts()
+        counter = _Counter(counts)
+
+        def leave_fake(counter: _Counter = counter) -> None:
+            counter.__exit__(None, None, None)
+            fake.__exit__(None, None, None)
+            counter.__enter__()
+
+        _now.leave_fake = leave_fake
+        if state._use is not None:
+            state._use._used |= {name for place, some in enumerate(names) for name in some if place % 2 == 0}
+        fake.__enter__()
+        counter.__enter__()
+        for place, (some, gradient) in enumerate(zip(names, gradients, strict=True)):
+            layers = [parameters[name] for name in some]
+            state.receive(Bucket(place, gradient, layers, place == num_buckets - 1))
+        counter.__exit__(None, None, None)
+        state.commit()
+    return counts
+
+
+def _pretend(num_workers: int, *, has_kernels: bool) -> None:
+    """Has this process's package believe in kernels, and in workers that answer at once."""
+    for module in (adding, gather, extraction):
+        module.is_available = lambda device: has_kernels
+    for module in (fused_threshold, fused_decode):
+        module.launch = lambda kernel, *arguments, **constants: _now.counts.launch(kernel.fn.__name__)
+    exchange.Workers = lambda group, rank, size: _Workers(group, rank, num_workers)
+    exchange.HostCopy = _HostCopy
 
 
 def _step(engine: Engine, layouts: list[LayerLayout], dtype: torch.dtype, scaled: bool, has_notes: bool) -> None:

@@ -5,7 +5,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from lightning_sparse import HardThreshold, TopK
-from tests.distributed.launches import measure
+from tests.distributed.launches import measure, measure_door
 from tests.workers import run_workers
 
 pytestmark = pytest.mark.skipif(
@@ -53,3 +53,21 @@ def measure_once(sparsifier, options):
 def test_a_wait_would_be_seen():
     (counts,) = run_workers(measure_once, 1, THRESHOLD, {"has_kernels": False, "mode": "dense"})
     assert counts.waits == ["nonzero"] * BUCKETS + ["headers"]
+
+
+@pytest.mark.parametrize(
+    ("options", "of_bucket"),
+    [
+        ({}, 4),
+        ({"scaled": True}, 5),  # the average gets S back
+        ({"has_unused": True}, 7),  # marks to the device and into the header, and unused gradients set to zero
+    ],
+)
+def test_the_door_of_ddp_waits_no_more_and_launches_little(options, of_bucket):
+    (counts,) = run_workers(measure_door_once, 1, options)
+    assert counts.waits == ["headers"]
+    assert counts.total <= BUCKETS * of_bucket + 10, (counts.total, counts.launches)
+
+
+def measure_door_once(options):
+    return measure_door(num_buckets=BUCKETS, num_layers=LAYERS, **options)
