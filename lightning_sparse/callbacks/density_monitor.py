@@ -112,6 +112,7 @@ class DensityMonitor(StepMonitor):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._totals = {name: int(state_dict[name]) for name in self._totals}
+        self._has_numbers = self._totals["steps"] > 0
         self.average_density.selected.fill_(state_dict["selected"])
         self.average_density.elements.fill_(state_dict["elements"])
 

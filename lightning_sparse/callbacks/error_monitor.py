@@ -71,4 +71,5 @@ class ErrorMonitor(StepMonitor):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.total_error.squared_error.fill_(state_dict["total_error"])
         self._last_error_norm = state_dict["last_error_norm"]
+        self._has_numbers = True
         self._largest_error_norm = state_dict["largest_error_norm"]

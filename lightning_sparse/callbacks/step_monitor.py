@@ -53,7 +53,8 @@ class StepMonitor(Callback):
         if steps:  # there are none under gradient accumulation, or where not every step exchanges
             self.take_in(steps)
             self._unwritten, self._has_numbers = steps[-1], True
-        if self._has_numbers:  # in every batch: at the end of an epoch Lightning forgets what was logged before
+        # In every batch: at the end of an epoch Lightning forgets what was logged before. Barebones, it warns of logs.
+        if self._has_numbers and not trainer.barebones:
             self.log_totals(pl_module)
         if self._unwritten is not None and is_logging_step(trainer):
             self.log_layers(trainer, self._unwritten)

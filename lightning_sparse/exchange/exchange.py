@@ -15,7 +15,6 @@ a small gather of their own follows.
 """
 
 from collections.abc import Iterator
-from math import isfinite
 from typing import Literal
 
 import torch
@@ -43,9 +42,10 @@ UNEVEN_SLICES = 2
 
 def require_link(link_gbit_s: float | None) -> None:
     """Raises ValueError where this is no rate of a link."""
-    if link_gbit_s is not None and not (isfinite(link_gbit_s) and link_gbit_s > 0):
+    is_number = isinstance(link_gbit_s, (int, float)) and not isinstance(link_gbit_s, bool)
+    if link_gbit_s is not None and not (is_number and 1e-6 <= link_gbit_s <= 1e6):
         raise ValueError(
-            f"Invalid {link_gbit_s=}. Must be a worker's link in Gbit/s, above 0 and finite, for example 10; or None."
+            f"Invalid {link_gbit_s=}. Must be a worker's link in Gbit/s, within 1e-6 and 1e6, for example 10; or None."
         )
 
 

@@ -28,6 +28,8 @@ def cache_folder() -> Path | None:
     """Returns the folder for what is compiled, made if need be; None if there is none that only this user writes to."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_sparse"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid == os.geteuid() and not _is_own(folder):
+        folder.chmod(0o700)  # made by a former version, or with another umask
     return folder if _is_own(folder) and os.access(folder, os.W_OK) else None
 
 
@@ -53,6 +55,12 @@ def build(source: Path, command: Sequence[str], names: Sequence[str]) -> Any:
             if _is_own(kept) and _is_whole(kept):
                 return _load(kept, names)
         _clear_away(folder)
+        with suppress(OSError, subprocess.CalledProcessError):  # no room there, or nothing may be run from there
+            return _make(source, command, names, folder, kept)
+    return _make(source, command, names, None, None)
+
+
+def _make(source: Path, command: Sequence[str], names: Sequence[str], folder: Path | None, kept: Path | None) -> Any:
     with tempfile.TemporaryDirectory(prefix=PART, dir=folder) as part:
         made = Path(part) / "made.so"
         # In a folder of its own: other workers do the same at the same time.
@@ -65,12 +73,13 @@ def build(source: Path, command: Sequence[str], names: Sequence[str]) -> Any:
             timeout=TIMEOUT,
         )
         library = _load(made, names)
-        if folder is not None:
+        if kept is not None:
             whole = Path(part) / "whole.so"  # another file: this process runs the first
             content = made.read_bytes()
-            whole.write_bytes(content + hashlib.sha256(content).digest())
-            whole.chmod(0o700)
-            whole.replace(kept)
+            with suppress(OSError):
+                whole.write_bytes(content + hashlib.sha256(content).digest())
+                whole.chmod(0o700)
+                whole.replace(kept)
         return library
 
 

@@ -56,6 +56,15 @@ static float left_of(float p, int32_t wire) {
     return isfinite(kept) ? kept : 0.0f;
 }
 
+static int is_zero(const float *values, int64_t count) {
+    uint32_t found = 0, bits;
+    for (int64_t j = 0; j < count; j++) {
+        memcpy(&bits, values + j, sizeof bits);
+        found |= bits << 1; /* without the sign */
+    }
+    return !found;
+}
+
 /* Adds squares that were summed up in float, and clears them. Where float is too narrow they are formed again in double:
    of what is kept, and of what is left of coordinates that found no room after so many as were written before. */
 static void fold(floats *squares, const float *after, int64_t begin, int64_t end, float threshold, int64_t written,
@@ -63,7 +72,7 @@ static void fold(floats *squares, const float *after, int64_t begin, int64_t end
     double sum = 0;
     for (int j = 0; j < LANES; j++) sum += (*squares)[j];
     *squares = (floats){0};
-    if (!isfinite(sum) || (sum > 0 && sum < 1e-29)) {
+    if (!isfinite(sum) || (sum < 1e-29 && !is_zero(after + begin, end - begin))) {
         int64_t last = out->selected < out->capacity ? out->selected : out->capacity;
         sum = 0;
         for (int64_t j = begin; j < end; j++) {

@@ -1,6 +1,7 @@
 """One worker's numbers of one bucket, and the header in which they travel."""
 
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch import Tensor
@@ -62,6 +63,10 @@ class LocalNumbers:
         return torch.cat([header, self.selected_of_layers.double(), self.errors_of_layers.double()])
 
 
+SMALLEST_SQUARES = 1e-29
+"""A smaller sum of squares in float32 may have lost some of them."""
+
+
 def layer_errors(residual: Tensor, layout: LayerLayout) -> Tensor:
     """Returns ‖e‖² of every layer: float64, shape (L,)."""
     if not layout.names:
@@ -81,7 +86,20 @@ def squared_norm(values: Tensor) -> Tensor:
     Args:
         values: any floating dtype, shape (m,), contiguous.
     """
-    accumulate_in = torch.float64 if values.dtype == torch.float64 else torch.float32
+    if values.dtype == torch.float64:
+        return _sum_of_squares(values, torch.float64)
+    squared = _sum_of_squares(values, torch.float32)
+    if values.device.type != "cpu" or SMALLEST_SQUARES < float(squared) < inf or not values.numel():
+        return squared
+    # Beyond what float32 can square a CPU, which nobody waits for, looks again.
+    lowest, highest = torch.aminmax(values)
+    largest = torch.maximum(highest, -lowest).double()
+    if largest == 0 or not largest.isfinite():
+        return squared
+    return _sum_of_squares(values / largest, torch.float32) * largest.square()
+
+
+def _sum_of_squares(values: Tensor, accumulate_in: torch.dtype) -> Tensor:
     whole = values.numel() // NORM_BLOCK * NORM_BLOCK
     blocks = torch.linalg.vector_norm(values[:whole].view(-1, NORM_BLOCK), dim=1, dtype=accumulate_in)
     rest = torch.linalg.vector_norm(values[whole:], dtype=accumulate_in)

@@ -4,6 +4,7 @@ import csv
 import io
 import logging
 import re
+import warnings
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor
 
@@ -321,6 +322,27 @@ def _watch_local_training(folder: str, overlap: bool, every: int, logs_every: in
         max_steps=24,
     )
     trainer.fit(Classifier(partial(torch.optim.SGD, lr=0.1)), data())
+
+
+def test_barebones_the_monitors_count_and_log_nothing() -> None:
+    for printed in run_workers(_watch_barebones, 2, process_group=False)[:1]:
+        assert re.search(r"steps exchanged +4", printed)
+
+
+def _watch_barebones() -> str:
+    monitors = [DensityMonitor(), ErrorMonitor(per_layer=True)]
+    trainer = Trainer(
+        strategy=DDPHardThresholdStrategy(threshold=THRESHOLD),
+        accelerator="cpu",
+        devices=2,
+        max_steps=4,
+        callbacks=monitors,
+        barebones=True,
+    )
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()) as printed:
+        warnings.filterwarnings("error", message=".*barebones.*configured")
+        trainer.fit(Classifier(), data())
+    return printed.getvalue()
 
 
 @pytest.mark.parametrize("per_layer", [True, False])

@@ -10,7 +10,13 @@ import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
-from lightning_sparse import DDPHardThresholdStrategy, HardThreshold, SparseDDPStrategy, TopK
+from lightning_sparse import (
+    DDPHardThresholdStrategy,
+    HardThreshold,
+    LocalHardThresholdStrategy,
+    SparseDDPStrategy,
+    TopK,
+)
 from lightning_sparse.strategies import register_strategies
 
 
@@ -60,6 +66,13 @@ def test_an_unknown_word_is_refused_with_those_that_are_known(name: str, allowed
         DDPHardThresholdStrategy(threshold=0.1, **{name: word})
     with pytest.raises(ValueError, match=message):
         SparseDDPStrategy(TopK(0.1), **{name: word})
+
+
+@pytest.mark.parametrize("link", [0, -1.0, float("nan"), float("inf"), "10", True, [10], 1e-320])
+@pytest.mark.parametrize("strategy", [DDPHardThresholdStrategy, LocalHardThresholdStrategy])
+def test_a_link_that_is_no_rate_is_refused(strategy: Any, link: Any) -> None:
+    with pytest.raises(ValueError, match=r"Invalid link_gbit_s=.*Must be a worker's link in Gbit/s"):
+        strategy(threshold=0.1, link_gbit_s=link)
 
 
 @pytest.mark.parametrize("norm", [0.0, -1.0, nan, inf])
