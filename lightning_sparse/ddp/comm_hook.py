@@ -131,47 +131,35 @@ def attach(
             'Set it to "ddp_optimizer" (the default) before the model is wrapped.'
         )
     refuse_sparse_gradients(ddp_module.module)
-    with current_device(ddp_module.device):
-        state = _agreed_state(ddp_module, sparsifier, options, grad_scaler, learning_rates, per_layer_stats)
-        state.rehearse(is_scaled=is_scaled(grad_scaler()))
-    ddp_module.register_comm_hook(state, sparse_hook)
-    state.settlement.follow(ddp_module)
-    return state
-
-
-def _agreed_state(
-    ddp_module: DistributedDataParallel,
-    sparsifier: Sparsifier,
-    options: ExchangeOptions,
-    grad_scaler: Callable[[], torch.amp.GradScaler | None],
-    learning_rates: Callable[[], LearningRates],
-    per_layer_stats: bool,
-) -> SparseState:
-    group = ddp_module.process_group
-    require_agreement(
-        sparsifier.settings()
-        | asdict(options)
-        | {name: getattr(ddp_module, name) for name in _DDP_SETTINGS}
-        | {"per_layer_stats": per_layer_stats, "lightning_sparse": __version__, "torch": str(torch.__version__)},
-        group,
-    )
     # A compiled module adds a prefix to all names; without it residuals fit the uncompiled module too.
     names = {
         parameter: name.replace("_orig_mod.", "")
         for name, parameter in ddp_module.module.named_parameters()
         if name not in ddp_module.parameters_to_ignore
     }
-    return SparseState(
-        sparsifier,
-        options,
-        names,
-        group=group,
-        loss_scale=lambda: loss_scale_of(grad_scaler()),
-        learning_rates=learning_rates,
-        per_layer_stats=per_layer_stats,
-        allows_unused_parameters=bool(ddp_module.find_unused_parameters or ddp_module.static_graph),
-        is_static_graph=bool(ddp_module.static_graph),
+    settings = (
+        sparsifier.settings()
+        | asdict(options)
+        | {name: getattr(ddp_module, name) for name in _DDP_SETTINGS}
+        | {"per_layer_stats": per_layer_stats, "lightning_sparse": __version__, "torch": str(torch.__version__)}
     )
+    with current_device(ddp_module.device):
+        require_agreement(settings, ddp_module.process_group)
+        state = SparseState(
+            sparsifier,
+            options,
+            names,
+            group=ddp_module.process_group,
+            loss_scale=lambda: loss_scale_of(grad_scaler()),
+            learning_rates=learning_rates,
+            per_layer_stats=per_layer_stats,
+            allows_unused_parameters=bool(ddp_module.find_unused_parameters or ddp_module.static_graph),
+            is_static_graph=bool(ddp_module.static_graph),
+        )
+        state.rehearse(is_scaled=is_scaled(grad_scaler()))
+    ddp_module.register_comm_hook(state, sparse_hook)
+    state.settlement.follow(ddp_module)
+    return state
 
 
 def refuse_sparse_gradients(module: torch.nn.Module) -> None:

@@ -36,8 +36,8 @@ def rehearse_steps(
     for (device, dtype), names in of_kind.items():
         if device.type == "cpu":
             native.is_native(torch.empty(0), wire_dtype=torch.float32)
-        for some in (names, names[:1]):  # of different thresholds, perhaps, and of one
-            layout = LayerLayout(tuple(some), (LAYER_ELEMENTS,) * len(some))
+        for some in {tuple(names), (names[0],)}:  # of different thresholds, perhaps, and of one
+            layout = LayerLayout(some, (LAYER_ELEMENTS,) * len(some))
             rehearse(device, partial(_play, engine, layout, dtype, device, is_scaled, has_unused))
 
 

@@ -171,8 +171,9 @@ def _library() -> Any:
         if platform.machine() in ("x86_64", "AMD64"):
             flags += _VECTORS.get(torch.backends.cpu.get_cpu_capability(), [])
         # Without start files: those of a library that is linked for fast mathematics change the process that loads it.
+        are_kept = SUBNORMAL * 2 > 0.0  # unless torch.set_flush_denormal(True) was called
         library = build(SOURCE, [*compiler, *flags, "-shared", "-fPIC", "-nostartfiles"], _NAMES)
-        if SUBNORMAL * 2 == 0.0:
+        if are_kept and SUBNORMAL * 2 == 0.0:
             torch.set_flush_denormal(False)
             raise OSError("what it makes turns subnormal numbers into 0, in the whole process")
         return library

@@ -67,11 +67,12 @@ class _OnTheGpu:
         self.held += torch.cuda.memory_allocated() - self._before
 
 
-def measure(sparsifier, device="cpu", dtype=torch.float32, steps=6, **options):
+def measure(sparsifier, device="cpu", dtype=torch.float32, steps=6, is_scaled=False, **options):
     """Returns bytes a parameter: held after a usual step, the most in it, and the most in the first two steps."""
     torch.manual_seed(dist.get_rank())
     layers = [torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
     module = torch.nn.Sequential(*layers).to(device, dtype)
+    scaler = torch.amp.GradScaler(device, init_scale=8.0, enabled=is_scaled)
     count = _OnTheCpu() if device == "cpu" else _OnTheGpu()
     gc.collect()
     gc.disable()  # what is freed late is held
@@ -82,7 +83,7 @@ def measure(sparsifier, device="cpu", dtype=torch.float32, steps=6, **options):
             averager = SparseModelAverager(module, HardThreshold(0.003), **options)
     else:
         model = DistributedDataParallel(module, bucket_cap_mb=4, gradient_as_bucket_view=True)
-        state = register_comm_hook(model, sparsifier, **options)
+        state = register_comm_hook(model, sparsifier, grad_scaler=scaler, **options)
         receive = state.receive
 
         def counted(bucket):
@@ -95,8 +96,9 @@ def measure(sparsifier, device="cpu", dtype=torch.float32, steps=6, **options):
     for _ in range(steps):
         count.begin()
         inputs, directions = torch.randn(2, 8, WIDTH, device=device, dtype=dtype)
-        model(inputs).mul(directions).sum().backward()
-        optimizer.step()
+        scaler.scale(model(inputs).mul(directions).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
         if sparsifier is None:
             with count:
                 averager.step()

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_sparse.exchange import Exchange
-from lightning_sparse.exchange.hierarchical import find_nodes
+from lightning_sparse.exchange import Exchange, Workers
+from lightning_sparse.exchange.hierarchical import find_nodes, is_one_node
 from lightning_sparse.exchange.payload import PayloadFormat, round_to_wire
 from lightning_sparse.exchange.plain import plain_average
 from lightning_sparse.selection.numbers import FIXED_FIELDS
@@ -240,3 +240,35 @@ def test_a_steady_density_is_sent_at_little_more_than_six_bytes_a_coordinate():
     for bytes_per_coordinate in run_workers(_padding, 2, 0.01):
         assert bytes_per_coordinate[-1] < 6.1
         assert max(bytes_per_coordinate[2:]) < 9
+
+
+def _share_a_node(num_nodes):
+    os.environ["NODE_RANK"] = str(dist.get_rank() % num_nodes)
+    return (
+        is_one_node(Exchange("gather").workers),
+        Exchange("auto")._is_one_node,
+        Exchange("auto", None, 10.0)._is_one_node,
+    )
+
+
+def test_all_workers_know_alike_whether_they_share_a_node():
+    assert run_workers(_share_a_node, 3, 1) == [(True, True, False)] * 3
+    assert run_workers(_share_a_node, 3, 2) == [(False, False, False)] * 3
+
+
+def _gather_in_batches():
+    """The way of NCCL, over Gloo, which takes batches too."""
+    Workers._is_over_gloo = False
+    Workers.message_device = lambda self, device: device
+    apart = Workers(None, dist.get_rank(), dist.get_world_size()).apart("apart")
+    tensors = [torch.full((3,), dist.get_rank() + 0.5), torch.full((2,), dist.get_rank())]
+    return [[one.tolist() for one in part] for part in apart.gather_to_first(tensors)], apart.gather_objects_to_first(
+        {"rank": dist.get_rank()}
+    )
+
+
+def test_in_batches_the_first_worker_gets_the_same():
+    (tensors, objects), *others = run_workers(_gather_in_batches, 3)
+    assert others == [([], [])] * 2
+    assert tensors == [[[rank + 0.5] * 3, [rank] * 2] for rank in range(3)]
+    assert objects == [{"rank": rank} for rank in range(3)]

@@ -23,6 +23,10 @@ ROWS = {
         HardThreshold(density=0.1, calibration_steps=2),
         HOLD | {"exchange": "gather"},
     ),
+    '`exchange="dense"`, a loss scale (16-mixed)': (
+        ONE_PERCENT,
+        HOLD | {"exchange": "dense", "is_scaled": True},
+    ),
     "parameters in bfloat16": (ONE_PERCENT, HOLD | {"dtype": torch.bfloat16}),
     '`error_feedback="none"`': (HardThreshold(5.0), {"error_feedback": "none"}),
     "`TopK`": (TopK(0.01), {}),

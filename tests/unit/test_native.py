@@ -258,6 +258,15 @@ def test_where_it_cannot_be_kept_it_is_made_elsewhere(again, tmp_path, monkeypat
     assert not list(tmp_path.rglob("*.so"))
 
 
+def test_whoever_wants_subnormal_numbers_to_be_zero_keeps_that(again):
+    torch.set_flush_denormal(True)
+    try:
+        assert again()
+        assert native.SUBNORMAL * 2 == 0.0
+    finally:
+        torch.set_flush_denormal(False)
+
+
 def test_what_a_killed_process_left_is_cleared_away(again, tmp_path):
     left = [tmp_path / "lightning_sparse" / f"building-{age}" for age in ("old", "new")]
     for one in left:

@@ -1,9 +1,11 @@
 """On which device messages and objects travel, by a group's backends."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from lightning_sparse.ddp.comm_hook import learning_rates_of, refuse_capture
+from lightning_sparse.ddp.comm_hook import learning_rates_of, refuse_capture, sparse_hook
 from lightning_sparse.exchange import Workers, current_device
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
@@ -45,6 +47,14 @@ def test_a_learning_rate_in_a_tensor_is_read_once_a_group():
     optimizer.param_groups[0]["lr"] = torch.tensor(0.5).as_subclass(Rate)
     assert list(learning_rates_of([optimizer]).values()) == [0.5, 0.5, 0.25]
     assert Rate.reads == 1
+
+
+def test_the_hook_asks_whether_a_graph_is_recorded(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    buffer = SimpleNamespace(device=GPU)
+    bucket, state = SimpleNamespace(index=lambda: 0, buffer=lambda: buffer), SimpleNamespace(receive=pytest.fail)
+    with pytest.raises(RuntimeError, match="CUDA graph"):
+        sparse_hook(state, bucket)
 
 
 def test_a_cuda_graph_is_refused_and_told_what_to_do(monkeypatch):
