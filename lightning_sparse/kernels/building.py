@@ -76,10 +76,9 @@ def _make(source: Path, command: Sequence[str], names: Sequence[str], folder: Pa
         if kept is not None:
             whole = Path(part) / "whole.so"  # another file: this process runs the first
             content = made.read_bytes()
-            with suppress(OSError):
-                whole.write_bytes(content + hashlib.sha256(content).digest())
-                whole.chmod(0o700)
-                whole.replace(kept)
+            whole.write_bytes(content + hashlib.sha256(content).digest())
+            whole.chmod(0o700)
+            whole.replace(kept)
         return library
 
 
