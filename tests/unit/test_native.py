@@ -112,6 +112,15 @@ def test_a_bucket_leaves_the_same(data):
     torch.testing.assert_close(header[3:], expected[2][3:], rtol=1e-4, atol=1e-70, equal_nan=True)
 
 
+@pytest.mark.parametrize("capacity", [0, 5000, 20_000])
+def test_what_rounding_leaves_of_huge_values_is_told_whether_they_found_room_or_not(capacity, monkeypatch):
+    layout = LayerLayout(("l0",), (20_000,))
+    residual, gradient = torch.randn(2, 20_000, generator=torch.Generator().manual_seed(0)).unbind()
+    options = (torch.bfloat16, capacity, None, [], None, False, False)
+    headers = [outcome(way, monkeypatch, layout, residual * 1e25, gradient * 1e25, options)[2] for way in (True, False)]
+    torch.testing.assert_close(headers[0][3:], headers[1][3:], rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("capacity", [4, 2000])
 def test_payloads_are_added_up_to_the_same_bits(wire, capacity, monkeypatch):
