@@ -19,7 +19,9 @@ $(STAMP): pyproject.toml requirements/constraints.txt
 demo: $(STAMP)
 	$(BIN)/python -m recipes.demo
 
-# ARGS goes to pytest: make test ARGS="-k checkpoint"
+# ARGS goes to pytest: make test ARGS="-k checkpoint". What workers import is compiled once, also where files that Python
+# compiles are not wanted elsewhere.
+test test-oldest: export PYTHONDONTWRITEBYTECODE =
 test: $(STAMP)
 	$(BIN)/python $(PYTEST) $(ARGS)
 

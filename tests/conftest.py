@@ -1,3 +1,4 @@
+import gc
 import os
 
 import pytest
@@ -22,3 +23,4 @@ def pytest_collection_modifyitems(items):
         in_groups = [item for item in items if item.get_closest_marker("xdist_group")]
         assert all("@" in item.nodeid for item in in_groups), "pytest-xdist does not see groups in this pytest"
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+    gc.freeze()  # modules and tests stay to the end: no need to look at them in each collection

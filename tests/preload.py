@@ -4,13 +4,17 @@ import contextlib
 import gc
 import importlib
 
+gc.disable()
 for _name in (
+    "fsspec.implementations.chained",
     "hypothesis",
     "jsonargparse",
     "lightning.pytorch.cli",
     "lightning_sparse",
     "pytest",
     "sklearn.datasets",
+    "torch.distributed.algorithms.ddp_comm_hooks",
+    "torch.utils.serialization",
     "torch.utils.tensorboard",
     "torchvision.datasets",
 ):
@@ -19,3 +23,4 @@ for _name in (
 
 # The garbage collector of a worker would write to every page that it shares with the server.
 gc.freeze()
+gc.enable()

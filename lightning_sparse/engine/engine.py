@@ -184,7 +184,6 @@ class Engine:
             All workers' notes by bucket: float64, shape (n, numbers), on the CPU.
         """
         headers, self._payload_bytes = self._exchange.finish()
-        self._averages.end_step()
         lengths = [0 if bucket.notes is None else bucket.notes.numel() for bucket in self._buckets]
         split = [
             torch.split(header, [header.shape[1] - length, length], dim=1)

@@ -132,7 +132,9 @@ class ResidualMemory:
 
     def _lay_out(self, layout: LayerLayout, gradient: Tensor) -> "_Bucket":
         dtype = torch.float64 if gradient.dtype == torch.float64 else torch.float32
-        for former in {self._places[name][0] for name in layout.names if name in self._places}:
+        formers = {self._places[name][0] for name in layout.names if name in self._places}
+        self._buckets = {place: one for place, one in self._buckets.items() if one not in formers}
+        for former in formers:
             former.shrink()
         settled = torch.zeros(layout.num_elements, dtype=dtype, device=gradient.device)
         bucket = _Bucket(layout, settled, settled if self._forgets else torch.zeros_like(settled))
@@ -146,8 +148,6 @@ class ResidualMemory:
                     bucket.other[start:end] = former.latest_part(name, *span)
                     bucket.open.add(name)
             self._places[name] = (bucket, start, end)
-        held = self._held()  # without those whose layers have all moved
-        self._buckets = {index: one for index, one in self._buckets.items() if one in held}
         return bucket
 
     def _held(self) -> set["_Bucket"]:
@@ -184,8 +184,6 @@ class _Bucket:
     def begin(self) -> Residual:
         if self.settled is self.other:
             return Residual(self.settled, self.settled)
-        if self.other.shape != self.settled.shape:  # nobody has taken the layers over after all
-            self.other = torch.empty_like(self.settled)
         if len(self.in_other) == len(self.layout.names):  # the usual step: nothing is copied
             self.settled, self.other = self.other, self.settled
             self.in_other.clear()

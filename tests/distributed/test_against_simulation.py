@@ -39,15 +39,15 @@ SCENARIOS = {
 }
 
 
-def assert_matches_simulation(results: list[Result], optimizer_name, plan, step_size=None):
+def assert_matches_simulation(results: list[Result], optimizer_name, plan, step_size=None, steps=STEPS):
     model = build_model()
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size, 0.5) if step_size else None
-    records = simulate(model, optimizer, build_batches(len(results)), plan, scheduler)
+    records = simulate(model, optimizer, build_batches(len(results), steps=steps), plan, scheduler)
     for result in results:
         for name, expected in model.named_parameters():
             torch.testing.assert_close(result.weights[name], expected.data, rtol=1e-9, atol=1e-11)
-        assert [step.step for step in result.steps] == list(range(STEPS))
+        assert [step.step for step in result.steps] == list(range(steps))
         for step, record in zip(result.steps, records, strict=True):
             assert step.density == pytest.approx(record.density, rel=1e-12, abs=0)
             assert step.error_norm == pytest.approx(record.error_norm, rel=1e-9, abs=1e-12)

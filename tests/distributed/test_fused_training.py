@@ -21,6 +21,8 @@ from tests.workers import run_workers
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 NAN, INF = float("nan"), float("inf")
+STEPS = 15
+"""A quarter of a second each for a worker: the interpreter goes through a kernel operation by operation."""
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
@@ -45,7 +47,7 @@ def _train(options, dtype):
 
 
 def train_with(options, dtype):
-    return train(HardThreshold(THRESHOLD), "nesterov", dtype, **options)
+    return train(HardThreshold(THRESHOLD), "nesterov", dtype, steps=STEPS, **options)
 
 
 def _variants(sparsifier, dtype, options):
@@ -103,7 +105,7 @@ if INTERPRETED:
     def test_training_matches_the_simulation(scenario):
         options, plan = SCENARIOS[scenario]
         results = run_workers(_train, 2, options, torch.float64)
-        assert_matches_simulation(results, "nesterov", Plan(reaches(THRESHOLD), **plan))
+        assert_matches_simulation(results, "nesterov", Plan(reaches(THRESHOLD), **plan), steps=STEPS)
 
     @pytest.mark.parametrize("exchange", ["gather", "reduce_scatter"])
     def test_training_gives_the_bits_of_the_cpu(exchange):

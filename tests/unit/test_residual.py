@@ -117,6 +117,17 @@ def test_residuals_move_with_their_layer_when_buckets_change():
     assert memory.bucket(1, second, torch.zeros(3)).before.tolist() == [2.0, 3.0, 4.0]
 
 
+def test_a_bucket_that_is_asked_for_again_has_what_its_layers_have_become_elsewhere():
+    memory = ResidualMemory()
+    filled(memory, 0, ONE, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
+    memory.settle({"a", "b", "c"})
+    filled(memory, 1, LayerLayout(("b",), (3,)), [6.0, 7.0, 8.0])
+    memory.settle({"b"})
+    again = memory.bucket(0, ONE, torch.zeros(6))
+    assert again.before.tolist() == [0.0, 1.0, 6.0, 7.0, 8.0, 5.0]
+    assert again.after.shape == (6,)
+
+
 def test_a_step_turns_the_two_tensors_round_and_copies_nothing():
     memory = ResidualMemory()
     first = memory.bucket(0, ONE, torch.zeros(6))
