@@ -1,9 +1,13 @@
 """What the fork server of tests.workers imports, so that no worker has to: most of what workers need."""
 
 import contextlib
+import functools
 import gc
 import importlib
+import importlib.metadata
 
+# Every Trainer asks for entry points, and for an answer all installed packages are read.
+importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
 gc.disable()
 for _name in (
     "fsspec.implementations.chained",

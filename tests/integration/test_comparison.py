@@ -5,28 +5,39 @@ from pathlib import Path
 
 import pytest
 
+from recipes import compare, plot
 from recipes.compare import Grid, Outcome, grid_table, labelled, parsed_grid, table
 
 PROJECT = Path(__file__).parents[2]
 
 
-def compare(output):
-    command = [sys.executable, "-m", "recipes.compare", "recipes/resnet18_cifar10/demo.yaml", "--seeds", "1"]
-    command += ["--metric", "val/accuracy", "--output", str(output)]
-    command += ["--variant", "dense: --trainer.strategy=ddp"]
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Calls a module's ``main`` with arguments; returns what it printed and what it said."""
+    monkeypatch.chdir(PROJECT)
+
+    def call_main(main, *arguments):
+        monkeypatch.setattr(sys, "argv", [main.__module__, *map(str, arguments)])
+        main()
+        return capsys.readouterr()
+
+    return call_main
+
+
+def arguments_of_comparison(output):
+    arguments = ["recipes/resnet18_cifar10/demo.yaml", "--seeds", "1", "--metric", "val/accuracy", "--output", output]
+    arguments += ["--variant", "dense: --trainer.strategy=ddp"]
     (output / "variants.yaml").write_text("hard threshold, λ = 1: --trainer.strategy.threshold=1.0\nother: --wrong=1")
-    command += ["--variants", str(output / "variants.yaml"), "--only", "dense", "hard threshold, λ = 1"]
-    command += ["--grid", "model.width=4", "--"]
-    command += ["--trainer.max_epochs=1", "--trainer.check_val_every_n_epoch=1"]
-    return subprocess.run(command, capture_output=True, text=True, cwd=PROJECT, check=False)
+    arguments += ["--variants", output / "variants.yaml", "--only", "dense", "hard threshold, λ = 1"]
+    arguments += ["--grid", "model.width=4", "--"]
+    return [*arguments, "--trainer.max_epochs=1", "--trainer.check_val_every_n_epoch=1"]
 
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_a_comparison_runs_every_variant_once_and_can_be_drawn(tmp_path):
-    first = compare(tmp_path)
-    assert first.returncode == 0, first.stderr
-    chosen, tried = first.stdout.split("\n\n")
+def test_a_comparison_runs_every_variant_once_and_can_be_drawn(tmp_path, call):
+    first = call(compare.main, *arguments_of_comparison(tmp_path))
+    chosen, tried = first.out.split("\n\n")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in chosen.splitlines()]
     assert [row[0] for row in rows] == ["", "---", "dense", "hard threshold, λ = 1"]
     dense, sparse = rows[2:]
@@ -36,15 +47,14 @@ def test_a_comparison_runs_every_variant_once_and_can_be_drawn(tmp_path):
     for row, line in zip(rows[2:], tried.splitlines()[2:], strict=True):  # the best of the grid is what is shown
         assert re.search(r"\*\*(.*)\*\*", line).group(1) == row[1]
 
-    again = compare(tmp_path)
-    assert again.stdout == first.stdout
-    assert again.stderr == ""  # nothing was run
+    again = call(compare.main, *arguments_of_comparison(tmp_path))
+    assert again.out == first.out
+    assert again.err == ""  # nothing was run
 
     folders = [next(tmp_path.rglob(f"{name}*/4/1")) for name in ("dense", "hard")]
     picture = tmp_path / "curves.png"
-    command = [sys.executable, "-m", "recipes.plot", "--output", str(picture)]
-    command += [f"{label}={folder}" for label, folder in zip(("dense", "λ = 1"), folders, strict=True)]
-    subprocess.run(command, cwd=PROJECT, check=True)
+    runs = [f"{label}={folder}" for label, folder in zip(("dense", "λ = 1"), folders, strict=True)]
+    call(plot.main, "--output", picture, *runs)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
