@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sparse.exchange.buffers import Buffers, HostCopy
+from lightning_sparse.exchange.convoy import Convoy
 from lightning_sparse.exchange.cost_model import Costs, Route, speeds
 from lightning_sparse.exchange.dense import DenseShipment, LocalShipment
 from lightning_sparse.exchange.forecast import Forecast
@@ -86,6 +87,7 @@ class Exchange:
         self.counts_slices = mode == "reduce_scatter" or (mode == "auto" and self.workers.num_workers > 2)
         self._nodes: Nodes | None = find_nodes(group) if mode == "hierarchical" else None
         self._buffers = Buffers()
+        self._convoy = Convoy(self.workers)
         self._selected: dict[tuple[int, int], Forecast] = {}
         self._slices: dict[tuple[int, int], Forecast] = {}
         self._unions: dict[tuple[int, int], Forecast] = {}
@@ -125,6 +127,7 @@ class Exchange:
         """Forgets a step that was broken off in its middle."""
         self._shipments.clear()
         self._headers.clear()
+        self._convoy.disband()
 
     def open(
         self,
@@ -169,12 +172,13 @@ class Exchange:
             dense.is_typical = not is_full
             return dense
         if route == "gather":
-            return GatherShipment(*common, capacity=capacity, costs=may_go_dense)
+            return GatherShipment(*common, convoy=self._convoy, capacity=capacity, costs=may_go_dense)
         elements = slice_elements(num_elements, self.workers.num_workers)
         slices = self._slices.get(key) or Forecast(UNEVEN_SLICES * capacity // self.workers.num_workers)
         union = self._unions.get(key)
         return ReduceScatterShipment(
             *common,
+            convoy=self._convoy,
             capacity=capacity,
             costs=may_go_dense,
             slice_capacity=slices.capacity(elements),
@@ -196,6 +200,8 @@ class Exchange:
             assert shipment.payload is not None
             shipment.format.parts(shipment.payload).header.copy_(torch.cat(self._headers))
         shipment.start()
+        if is_last:
+            self._convoy.depart()
 
     def finish(self) -> tuple[list[Tensor], int]:
         """Completes the step: every ``out`` holds its average.

@@ -32,19 +32,19 @@ def decode(
 
     Args:
         payload_format: of each.
-        payloads: uint8, shape (n, payload_bytes(c)), contiguous, on a GPU.
+        payloads: uint8, shape (n, payload_bytes(c)), each contiguous, on a GPU.
         out: float32 or float64, shape (num_elements,) or all parts together, contiguous, all zeros: gets the average.
         quotients: work space of out's dtype, at least n · c elements; None leaves the sum undivided.
         factor: one element on the device, by which the average is multiplied; None is 1.
         is_side_by_side: whether the payloads are of neighbouring parts of out, each of num_elements, instead.
     """
-    num_payloads, size = payloads.shape
+    num_payloads, stride = len(payloads), payloads.stride(0)
     groups = num_payloads if is_side_by_side else 1
     _, ends, values, offsets = payload_format.parts(payloads[0])
     if not payload_format.num_blocks or not values.numel():
         return
     # Each part of the first payload, and how far it is from there to the next one's.
-    rows = (size // part.itemsize for part in (ends, values, offsets))
+    rows = (stride // part.itemsize for part in (ends, values, offsets))
     launch(
         add_payloads,
         (payload_format.num_blocks, groups),

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from lightning_sparse.exchange.adding import average
 from lightning_sparse.exchange.buffers import Buffers
+from lightning_sparse.exchange.convoy import Convoy, Passage
 from lightning_sparse.exchange.cost_model import Costs
 from lightning_sparse.exchange.forecast import aligned
 from lightning_sparse.exchange.payload import PayloadFormat
@@ -26,6 +27,7 @@ class GatherShipment(Shipment):
     sent is added before anything of the next.
 
     Args:
+        convoy: with which payloads travel.
         capacity: c, the same on all workers.
         costs: where given, a rest that would cost more than a dense all-reduce makes the bucket start again as one.
     """
@@ -38,6 +40,7 @@ class GatherShipment(Shipment):
         workers: Workers,
         buffers: Buffers,
         *,
+        convoy: Convoy,
         capacity: int,
         costs: Costs | None,
     ) -> None:
@@ -46,17 +49,18 @@ class GatherShipment(Shipment):
         self.payload_bytes = payload_format.payload_bytes(capacity)
         self.payload: Tensor = self.take("payload", self.payload_bytes, torch.uint8)
         self._costs = costs
-        self._gathered = self.payload
+        self._convoy = convoy
+        self._passage: Passage | None = None
+        self._rows = self.payload.view(1, -1)
         self._work: Pending | None = None
         self._rest_format = PayloadFormat(payload_format.num_elements, payload_format.wire_dtype)
         self._rests: list[Tensor] = []
         self._is_dense = self._is_decoded = False
 
     def start(self) -> None:
-        """Issues the all-gather of the payloads."""
+        """Sends the payload on its way to all."""
         self._is_decoded = False
-        self._gathered = self.take("gathered", self.payload_bytes * self.workers.num_workers, torch.uint8)
-        self._work = self.workers.all_gather(self._gathered, self.payload)
+        self._passage = self._convoy.join(self.payload, self.take)
         self.sent_bytes += self.payload_bytes
         if not self.is_cleared:
             self.out.zero_()  # while the payload travels
@@ -122,15 +126,14 @@ class GatherShipment(Shipment):
         else:
             average(self.format, self._rows, self.out, self.take)
 
-    @property
-    def _rows(self) -> Tensor:
-        return self._gathered.view(self.workers.num_workers, self.payload_bytes)
-
     def own(self, num_selected: int) -> Selection:
         """Returns what this worker's payload holds."""
         return self.format.unpack(self.payload, self.out.dtype, num_selected)
 
     def _wait(self) -> None:
+        if self._passage is not None:
+            self._rows = self._passage.wait()
+            self._passage = None
         if self._work is not None:
             self._work.wait()
             self._work = None

@@ -24,8 +24,9 @@ class Pending:
         self._works = [work for work in works if work is not None]
 
     def wait(self) -> None:
-        """Waits until all have ended; on a GPU makes the current stream wait."""
-        for work in self._works:
+        """Waits until all have ended; on a GPU makes the current stream wait. Once: Gloo's messages come only once."""
+        works, self._works = self._works, []
+        for work in works:
             work.wait()
 
 
@@ -60,7 +61,7 @@ class Workers:
             part: shape (m,), the same dtype and device.
         """
         places = out.view(self.num_workers, -1).unbind()
-        if self._sends_messages(out):
+        if self.sends_messages(out):
             return self._exchange_messages(places, [part] * self.num_workers)
         if out.device.type != "cpu" and dist.get_backend(self.group) == "gloo":
             return Pending([dist.all_gather(list(places), part, group=self.group, async_op=True)])
@@ -73,7 +74,7 @@ class Workers:
             out: shape (n · m,).
             parts: shape (n · m,), the same dtype and device.
         """
-        if self._sends_messages(out):
+        if self.sends_messages(out):
             return self._exchange_messages(
                 out.view(self.num_workers, -1).unbind(), parts.view(self.num_workers, -1).unbind()
             )
@@ -206,7 +207,8 @@ class Workers:
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device()) if device.type == "cpu" else device
 
-    def _sends_messages(self, tensor: Tensor) -> bool:
+    def sends_messages(self, tensor: Tensor) -> bool:
+        """Returns whether such a tensor is gathered by messages from each worker to each."""
         return tensor.device.type == "cpu" and "cpu:gloo" in self._backends
 
     @property

@@ -132,14 +132,14 @@ def average(rows: Tensor, ends: Tensor, values: Tensor, offsets: Tensor, out: Te
     """Adds payloads to zeros in rank order and divides by their number.
 
     Args:
-        rows: uint8, shape (n, bytes), contiguous: the payloads.
+        rows: uint8, shape (n, bytes), each contiguous: the payloads.
         ends: int32, shape (B,): of the first of them, a view of it.
         values: the wire dtype, shape (capacity,), likewise.
         offsets: int16, shape (capacity,), likewise.
         out: float32, all zeros.
     """
     parts = map(_pointer, (ends, values, offsets))
-    numbers = map(ctypes.c_int64, (rows.shape[1], len(rows), values.numel()))
+    numbers = map(ctypes.c_int64, (rows.stride(0), len(rows), values.numel()))
     _functions().average(*parts, *numbers, _WIRES[values.dtype], _pointer(out), ctypes.c_int64(ends.numel()))
     torch.autograd.graph.increment_version(out)
 

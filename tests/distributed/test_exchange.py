@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_sparse.exchange import Exchange, Workers
+from lightning_sparse.exchange import Exchange, Workers, convoy
 from lightning_sparse.exchange.hierarchical import find_nodes, is_one_node
 from lightning_sparse.exchange.payload import PayloadFormat, round_to_wire
 from lightning_sparse.exchange.plain import plain_average
@@ -70,6 +70,7 @@ def _run(modes, cases):
         is_exact = mode in ("gather", "reduce_scatter")
         for sizes, densities, dtype, wire, seed in cases:
             exchange = Exchange(mode)
+            convoy.FULL_BYTES = (0, 3000, 2**16)[seed % 3]
             for step, density in enumerate(densities):
                 selections = [
                     selection_of(seed + 10 * step + bucket, dist.get_rank(), size, density, dtype, wire)
@@ -178,7 +179,8 @@ def test_uneven_nodes_are_refused_on_every_worker():
     assert len(run_workers(_uneven_nodes, 3)) == 3
 
 
-def _count_collectives(mode, densities):
+def _count_collectives(mode, densities, full_bytes=convoy.FULL_BYTES):
+    convoy.FULL_BYTES = full_bytes
     calls = []
     for name in COLLECTIVES:
         original = getattr(dist, name)
@@ -201,17 +203,38 @@ def _count_collectives(mode, densities):
     return per_step
 
 
-def test_a_usual_step_has_one_collective_a_bucket():
-    for steps in run_workers(_count_collectives, 2, "auto", [0.01, 0.01, 0.01, 0.01]):
+@pytest.mark.parametrize(("full_bytes", "messages"), [(0, 3), (5000, 2), (convoy.FULL_BYTES, 1)])
+def test_a_usual_step_has_one_message_for_buckets_that_send_little(full_bytes, messages):
+    # About 4.6, 1.4 and 4.6 kB.
+    for steps in run_workers(_count_collectives, 2, "auto", [0.01, 0.01, 0.01, 0.01], full_bytes):
         first, *usual = steps
         assert first[0] == ["all_reduce"] * 3 + ["isend"]  # no history: dense, and headers
         for calls, _ in usual:
-            assert calls == ["isend"] * 3
+            assert calls == ["isend"] * messages
 
 
 def test_an_overflow_costs_one_more_round_for_its_bucket_only():
     for steps in run_workers(_count_collectives, 2, "gather", [0.01, 0.01, 0.2, 0.2, 0.2]):
-        assert [len(calls) for calls, _ in steps[1:]] == [3, 6, 3, 3]
+        # Of a fifth the first payload is long enough to travel alone.
+        assert [len(calls) for calls, _ in steps[1:]] == [1, 1 + 3, 2, 2]
+
+
+def _break_off():
+    exchange, sizes = Exchange("gather"), [3000, 2000]
+    selections = [
+        selection_of(bucket + 1, 0, size, 0.1, torch.float32, torch.float32) for bucket, size in enumerate(sizes)
+    ]
+    if dist.get_rank() == 0:  # the other worker's backward failed before this bucket was ready
+        exchange.begin()
+        shipment = exchange.open(0, sizes[0], torch.float32, FIXED_FIELDS, torch.zeros(sizes[0]), is_last=False)
+        shipment.format.fill(shipment.payload, selections[0])
+        exchange.start(shipment, header_of(selections[0], sizes[0], 2), is_last=False)
+    outs, _, _ = exchange_once(exchange, selections, sizes, torch.float32, torch.float32)
+    return [torch.equal(out[one.indices], one.values) for out, one in zip(outs, selections, strict=True)]
+
+
+def test_what_waited_in_a_step_that_was_broken_off_travels_with_no_other():
+    assert run_workers(_break_off, 2) == [[True, True]] * 2
 
 
 def test_auto_takes_the_dense_route_where_sparse_would_cost_more():
@@ -223,7 +246,7 @@ def test_auto_takes_the_dense_route_where_sparse_would_cost_more():
         for route, (_, sent_bytes) in zip(routes, steps, strict=True):
             assert dense_bytes <= sent_bytes < 1.02 * dense_bytes if route == "dense" else sent_bytes < 5000
         # The jump: what was gathered in vain is little.
-        assert steps[4][0] == ["isend"] * 3 + ["all_reduce"] * 3
+        assert steps[4][0] == ["isend"] + ["all_reduce"] * 3
 
 
 def _padding(density):

@@ -11,10 +11,10 @@ BACKWARD = "autograd::engine::evaluate_function: AddmmBackward0"
 
 
 def _events():
-    layers = [torch.nn.Linear(64, 64) for _ in range(6)]
-    model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.02)  # more than one layer
-    register_comm_hook(model, HardThreshold(0.01), exchange="gather")
-    inputs = torch.randn(4, 64)
+    layers = [torch.nn.Linear(128, 128) for _ in range(6)]
+    model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.1)  # more than one layer
+    register_comm_hook(model, HardThreshold(1e-6), exchange="gather")
+    inputs = torch.randn(4, 128)
     for _ in range(3):
         model(inputs).square().sum().backward()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
@@ -24,7 +24,7 @@ def _events():
     return [kind for _, kind in sorted(events)]
 
 
-def test_a_bucket_is_sent_as_soon_as_it_is_ready():
+def test_a_bucket_that_sends_much_is_sent_as_soon_as_it_is_ready():
     for kinds in run_workers(_events, 2):
         assert kinds.count("differentiate") == 6
         assert kinds.count("send") == 3  # of two layers each

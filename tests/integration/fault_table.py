@@ -20,6 +20,7 @@ from tests.integration.fault_workers import Case, trace
 
 CASES = [
     Case("gather"),
+    Case("gather", together=True),
     Case("gather", own_select=True),
     Case("dense"),
     Case("auto"),

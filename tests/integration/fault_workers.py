@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_sparse import HardThreshold, SparseDDPStrategy, SparseLocalStrategy
+from lightning_sparse.exchange import convoy
 from lightning_sparse.sparsifiers import LayerLayout, Selection
 from lightning_sparse.strategies import saving
 from tests.integration.fault_points import Fault, Injector, Point, Watcher
@@ -48,6 +49,8 @@ class Case:
         own_select: whether the sparsifier is a user's own, for which compensating and selecting are apart.
         manual: whether the module optimizes by itself, and so steps after the backward, not around it.
         saver: what saves on an exception: ``"on_exception"`` or ``"model_checkpoint"``.
+        together: whether payloads of several buckets travel in one message, as so small ones do. Else in one each,
+            which are more points at which something may strike.
     """
 
     route: str = "gather"
@@ -57,6 +60,7 @@ class Case:
     own_select: bool = False
     manual: bool = False
     saver: str = "on_exception"
+    together: bool = False
 
     @property
     def is_sparse(self) -> bool:
@@ -72,6 +76,7 @@ class Case:
 
     def __str__(self) -> str:
         extra = [f"{self.hosts} hosts"] * (self.hosts > 1) + ["own select"] * self.own_select + ["manual"] * self.manual
+        extra += ["together"] * self.together
         extra += [self.residual_checkpoint] * (self.residual_checkpoint != "full") + [self.saver][
             : self.saver[0] == "m"
         ]
@@ -108,6 +113,8 @@ def fit(
     callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
     """Trains with torchrun's and SLURM's environment variables set; returns what there is in the end."""
+    if not case.together:
+        convoy.FULL_BYTES = 0
     common = {"timeout": timedelta(seconds=GROUP_TIMEOUT), "bucket_cap_mb": SMALL_BUCKETS_MB}
     strategy: DDPStrategy = DDPStrategy(process_group_backend="gloo", **common)
     if case.is_local:

@@ -80,6 +80,7 @@ class Row(NamedTuple):
 def rows_of_routes() -> dict[str, Row]:
     cases = [GATHER, DENSE, Case("auto"), Case("reduce_scatter"), HIERARCHICAL, Case("gather", 3)]
     cases += [Case("dense", 3), MEAN, BY_HAND, Case("gather", own_select=True)]
+    cases += [Case("gather", together=True)]
     rows = {}
     for case in cases:
         rows[f"exception in backward on all: {case}"] = Row(case, strike("raise", ALL, case, IN_BACKWARD), RESIDUALS)

@@ -430,10 +430,10 @@ def test_monitors_and_logging_cost_no_collective(exchange: str) -> None:
     for without, with_monitors, hook_only in run_workers(_count_collectives, 2, exchange, process_group=False):
         assert without
         assert with_monitors == without
-        # One per bucket, 1 bucket in the first step, then 2, and nothing for the strategy's own numbers; a gather of
-        # headers a step where no payload carries them. A gather of two workers over Gloo is one message from each.
-        # (Lightning itself broadcasts whether to stop.)
-        expected = (1 + 5 * 2) + (6 if exchange == "dense" else 0)
+        # One a step, as two small payloads travel together, and nothing for the strategy's own numbers; on the dense
+        # route one a bucket, 1 bucket in the first step, then 2, and a gather of headers. A gather of two workers over
+        # Gloo is one message from each. (Lightning itself broadcasts whether to stop.)
+        expected = (1 + 5 * 2) + 6 if exchange == "dense" else 6
         assert len([name for name in hook_only if name != "broadcast"]) == expected
 
 

@@ -1,0 +1,92 @@
+"""Payloads of several buckets in one message to each worker, where a message costs more than what it carries."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.exchange.workers import Pending, Workers
+
+FULL_BYTES = 2**16
+"""A convoy of so many bytes waits for no other payload.
+
+Over Gloo a message takes each worker two to three milliseconds of a core, with whatever is in it; so long do so many
+bytes take at 200 Mbit/s. On a GPU payloads leave at once, and their latency is hidden behind what backward computes.
+"""
+
+
+class Passage:
+    """One payload's way to all workers.
+
+    Args:
+        convoy: with which it travels.
+        payload: uint8, shape (bytes,).
+        take: gives memory by name.
+    """
+
+    def __init__(self, convoy: "Convoy", payload: Tensor, take: Callable[[str, int, torch.dtype], Tensor]) -> None:
+        self.payload = payload
+        self.take = take
+        self._convoy = convoy
+        self._rows: Tensor | None = None
+        self._pending: Pending | None = None
+
+    def set_off(self, pending: Pending, rows: Tensor) -> None:
+        """Learns where payloads arrive."""
+        self._pending, self._rows = pending, rows
+
+    def wait(self) -> Tensor:
+        """Returns the payloads of all workers once they are here: uint8, shape (n, bytes), each contiguous."""
+        if self._pending is None:
+            self._convoy.depart()
+        assert self._pending is not None
+        assert self._rows is not None
+        self._pending.wait()
+        return self._rows
+
+
+class Convoy:
+    """Gathers the payloads of neighbouring buckets together. Collective: all workers' payloads are equally long.
+
+    Args:
+        workers: among whom.
+    """
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self._waiting: list[Passage] = []
+
+    def join(self, payload: Tensor, take: Callable[[str, int, torch.dtype], Tensor]) -> Passage:
+        """Adds a payload, which must not change any more, to those that wait; departs once they are enough.
+
+        Args:
+            payload: uint8, shape (bytes,), a multiple of 8 of them.
+            take: gives memory by name.
+        """
+        passage = Passage(self, payload, take)
+        self._waiting.append(passage)
+        if not self._workers.sends_messages(payload) or self._waiting_bytes() >= FULL_BYTES:
+            self.depart()
+        return passage
+
+    def depart(self) -> None:
+        """Starts gathering what waits, if anything does: the step's last payload is there, or somebody needs one."""
+        passages, self._waiting = self._waiting, []
+        if not passages:
+            return
+        n, sizes = self._workers.num_workers, [passage.payload.numel() for passage in passages]
+        together, take = passages[0].payload, passages[0].take
+        if len(passages) > 1:
+            together = take("together", sum(sizes), torch.uint8)
+            torch.cat([passage.payload for passage in passages], out=together)
+        gathered = take("gathered", n * sum(sizes), torch.uint8)
+        pending = self._workers.all_gather(gathered, together)
+        for passage, rows in zip(passages, torch.split(gathered.view(n, -1), sizes, dim=1), strict=True):
+            passage.set_off(pending, rows)
+
+    def disband(self) -> None:
+        """Forgets what waits: its step was broken off."""
+        self._waiting.clear()
+
+    def _waiting_bytes(self) -> int:
+        return sum(passage.payload.numel() for passage in self._waiting)
