@@ -42,6 +42,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.scaling --check
 	$(BIN)/python -m benchmarks.overlap
 	$(BIN)/python -m benchmarks.step_time --exchange-only
+	$(BIN)/python -m benchmarks.step_time --bucket-view
 	$(BIN)/python -m benchmarks.step_time
 	$(BIN)/python -m benchmarks.chart
 

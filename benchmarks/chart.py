@@ -1,6 +1,6 @@
 """Draws step time against bandwidth, from what `benchmarks.step_time` has written.
 
-python -m benchmarks.chart [--input benchmarks/results/step_time.json] [--output docs/images/step_time.png]
+python -m benchmarks.chart [--input benchmarks/results/step_time_bucket_view.json] [--output docs/images/step_time.png]
 """
 
 import argparse
@@ -73,7 +73,7 @@ def _rate_label(rate: str) -> str:
 def main() -> None:
     """Reads the result and writes the picture."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chart", description=__doc__.splitlines()[0])
-    parser.add_argument("--input", type=Path, default=RESULTS / "step_time.json")
+    parser.add_argument("--input", type=Path, default=RESULTS / "step_time_bucket_view.json")
     parser.add_argument("--output", type=Path, default=Path("docs/images/step_time.png"))
     options = parser.parse_args()
     draw(json.loads(options.input.read_text())).savefig(options.output, dpi=130, facecolor="white")

@@ -207,7 +207,8 @@ def parse() -> argparse.Namespace:
     elif FLOOR not in options.methods:
         options.methods.insert(0, FLOOR)
     if options.output is None:
-        options.output = report.RESULTS / ("exchange_time.json" if options.exchange_only else "step_time.json")
+        name = "step_time_bucket_view" if options.bucket_view else "step_time"
+        options.output = report.RESULTS / f"{'exchange_time' if options.exchange_only else name}.json"
     return options
 
 
