@@ -41,8 +41,11 @@ def header_of(selection, size, slices):
     return header
 
 
-def exchange_once(exchange, selections, sizes, dtype, wire):
-    """One step of several buckets; returns the averages, the headers and the bytes."""
+def exchange_once(exchange, selections, sizes, dtype, wire, between=lambda: None):
+    """One step of several buckets; returns the averages, the headers and the bytes.
+
+    What is ``between`` happens once all buckets are there and before the exchange ends.
+    """
     outs = [torch.full((size,), 3.0, dtype=dtype) for size in sizes]
     headers = [header_of(one, size, exchange.workers.num_workers) for one, size in zip(selections, sizes, strict=True)]
     exchange.begin()
@@ -57,6 +60,7 @@ def exchange_once(exchange, selections, sizes, dtype, wire):
             room = shipment.format.capacity(shipment.payload.numel())
             shipment.rest = lambda s=selection, c=room: Selection(s.indices[c:], s.values[c:])
         exchange.start(shipment, header, is_last=is_last)
+    between()
     gathered, sent_bytes = exchange.finish()
     for header, all_headers in zip(headers, gathered, strict=True):
         assert torch.equal(all_headers[dist.get_rank()], header)
@@ -217,6 +221,22 @@ def test_an_overflow_costs_one_more_round_for_its_bucket_only():
     for steps in run_workers(_count_collectives, 2, "gather", [0.01, 0.01, 0.2, 0.2, 0.2]):
         # Of a fifth the first payload is long enough to travel alone.
         assert [len(calls) for calls, _ in steps[1:]] == [1, 1 + 3, 2, 2]
+
+
+def _messages_before_the_end():
+    calls, isend = [], dist.isend
+    dist.isend = lambda *args, **kwargs: (calls.append(None), isend(*args, **kwargs))[1]
+    selections = [selection_of(1, 0, 3000, 0.1, torch.float32, torch.float32)] * 2
+    counts = []
+    exchange_once(
+        Exchange("gather"), selections, [3000] * 2, torch.float32, torch.float32, lambda: counts.append(len(calls))
+    )
+    return [*counts, len(calls)]
+
+
+def test_everything_is_on_its_way_once_the_last_bucket_is_there():
+    # What comes between may be a whole step: local training with overlap.
+    assert run_workers(_messages_before_the_end, 2) == [[1, 1]] * 2
 
 
 def _break_off():
