@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import HardThreshold, register_comm_hook
+from lightning_sparse import DriftOptions, HardThreshold, SparseModelAverager, register_comm_hook
 from lightning_sparse.exchange import LARGEST_SLICE, adding, fused_decode, gather
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.kernels import launching
@@ -50,24 +50,48 @@ def train_with(options, dtype):
     return train(HardThreshold(THRESHOLD), "nesterov", dtype, steps=STEPS, **options)
 
 
-def _variants(sparsifier, dtype, options):
-    """What was launched when the hook was registered, and what in steps, by all for which Triton builds anew."""
-    launched, rehearsed = set(), set()
+def _spy():
+    """Uses the kernels; returns a set that comes to hold what is launched, by all for which Triton builds anew."""
+    launched = set()
 
-    def spy(kernel, programs, *arguments, **constants):
+    def launch(kernel, programs, *arguments, **constants):
         kinds = tuple(one.dtype if isinstance(one, torch.Tensor) else type(one) for one in arguments)
         launched.add((kernel.__name__, kinds, tuple(sorted((name, str(one)) for name, one in constants.items()))))
         launching.launch(kernel, programs, *arguments, **constants)
 
-    fused_threshold.launch = fused_decode.launch = spy
+    fused_threshold.launch = fused_decode.launch = launch
     for module in (launching, extraction, gather, adding):
         module.is_available = lambda device: True
+    return launched
+
+
+def _variants_of_drift(sparsifier, dtype, options):
+    """What was launched when local training was set up, and what in steps."""
+    launched = _spy()
+    model = build_model(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    averager = SparseModelAverager(model, sparsifier, DriftOptions(**options))
+    rehearsed = launched.copy()
+    launched.clear()
+    for batches in build_batches(torch.distributed.get_world_size(), dtype, 5):
+        inputs, targets = batches[torch.distributed.get_rank()]
+        torch.nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        averager.step()
+    return rehearsed, launched
+
+
+def _variants(sparsifier, dtype, options):
+    """What was launched when the hook was registered, and what in steps."""
+    launched = _spy()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if options.pop("has_scaler", False) else None
     ddp = {name: options.pop(name) for name in ("find_unused_parameters",) if name in options}
     model = DistributedDataParallel(build_model(dtype), bucket_cap_mb=0.0005, **ddp)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     register_comm_hook(model, sparsifier, grad_scaler=scaler, **options)
-    rehearsed, launched = launched, set()
+    rehearsed = launched.copy()
+    launched.clear()
     for batches in build_batches(torch.distributed.get_world_size(), dtype, 5):
         inputs, targets = batches[torch.distributed.get_rank()]
         layers = list(model.module)
@@ -129,6 +153,18 @@ if INTERPRETED:
     )
     def test_no_kernel_is_first_built_in_a_backward(sparsifier, dtype, options):
         for rehearsed, launched in run_workers(_variants, 2 + ("exchange" in options), sparsifier, dtype, options):
+            assert launched
+            assert launched <= rehearsed, launched - rehearsed
+
+    @pytest.mark.parametrize(
+        ("sparsifier", "dtype", "options"),
+        [
+            (HardThreshold(0.02), torch.float32, {}),
+            (HardThreshold(0.02), torch.bfloat16, {"exchange": "gather", "value_dtype": "bfloat16"}),
+        ],
+    )
+    def test_no_kernel_is_first_built_in_an_exchange_of_drifts(sparsifier, dtype, options):
+        for rehearsed, launched in run_workers(_variants_of_drift, 2, sparsifier, dtype, options):
             assert launched
             assert launched <= rehearsed, launched - rehearsed
 

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_sparse.exchange import Exchange, Workers
 from lightning_sparse.exchange.cost_model import Costs, speeds
 from lightning_sparse.exchange.forecast import SMALLEST_CAPACITY, Forecast
 from lightning_sparse.exchange.payload import CAPACITY_STEP
@@ -124,4 +125,10 @@ def test_a_slower_link_never_brings_more_bytes(num_workers, size, density, on_gp
 )
 def test_on_a_gpu_sparse_routes_are_for_links_on_which_they_win(num_workers, size, density, link, is_one_node, route):
     known, k = speeds(link, on_gpu=True, is_one_node=is_one_node), density * size
-    assert Costs(num_workers, size, 4, 4).cheapest(k, k / num_workers, known) == route
+    costs = Costs(num_workers, size, 4, 4)
+    assert costs.cheapest(k, k / num_workers, known) == route
+    exchange = Exchange("auto", None, link, workers=Workers(None, 0, num_workers))
+    exchange._is_one_node = is_one_node
+    exchange._selected[0, size] = Forecast(int(k))
+    exchange._slices[0, size] = Forecast(int(k / num_workers))
+    assert exchange._route((0, size), costs, on_gpu=True) == route
