@@ -15,18 +15,20 @@ bytes take at 200 Mbit/s. On a GPU payloads leave at once, and their latency is 
 """
 
 
+Take = Callable[[str, int, torch.dtype], Tensor]
+"""Gives memory by name, size and dtype."""
+
+
 class Passage:
     """One payload's way to all workers.
 
     Args:
         convoy: with which it travels.
         payload: uint8, shape (bytes,).
-        take: gives memory by name.
     """
 
-    def __init__(self, convoy: "Convoy", payload: Tensor, take: Callable[[str, int, torch.dtype], Tensor]) -> None:
+    def __init__(self, convoy: "Convoy", payload: Tensor) -> None:
         self.payload = payload
-        self.take = take
         self._convoy = convoy
         self._rows: Tensor | None = None
         self._pending: Pending | None = None
@@ -54,28 +56,29 @@ class Convoy:
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
-        self._waiting: list[Passage] = []
+        self._waiting: list[tuple[Passage, Take]] = []
 
-    def join(self, payload: Tensor, take: Callable[[str, int, torch.dtype], Tensor]) -> Passage:
+    def join(self, payload: Tensor, take: Take) -> Passage:
         """Adds a payload, which must not change any more, to those that wait; departs once they are enough.
 
         Args:
             payload: uint8, shape (bytes,), a multiple of 8 of them.
-            take: gives memory by name.
+            take: see :data:`Take`.
         """
-        passage = Passage(self, payload, take)
-        self._waiting.append(passage)
+        passage = Passage(self, payload)
+        self._waiting.append((passage, take))
         if not self._workers.sends_messages(payload) or self._waiting_bytes() >= FULL_BYTES:
             self.depart()
         return passage
 
     def depart(self) -> None:
         """Starts gathering what waits, if anything does: the step's last payload is there, or somebody needs one."""
-        passages, self._waiting = self._waiting, []
-        if not passages:
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
             return
+        passages, take = [passage for passage, _ in waiting], waiting[0][1]
         n, sizes = self._workers.num_workers, [passage.payload.numel() for passage in passages]
-        together, take = passages[0].payload, passages[0].take
+        together = passages[0].payload
         if len(passages) > 1:
             together = take("together", sum(sizes), torch.uint8)
             torch.cat([passage.payload for passage in passages], out=together)
@@ -89,4 +92,4 @@ class Convoy:
         self._waiting.clear()
 
     def _waiting_bytes(self) -> int:
-        return sum(passage.payload.numel() for passage in self._waiting)
+        return sum(passage.payload.numel() for passage, _ in self._waiting)
