@@ -27,8 +27,9 @@ class ExchangeOptions:
         density_control: what becomes of a λ that was asked for by a density. ``"calibrate"`` leaves it constant after
             its calibration, as the theory has it; ``"hold"`` corrects it slowly, so that the average volume after
             calibration meets the density (:mod:`lightning_sparse.engine.density_control`).
-        link_gbit_s: the rate of a worker's link in one direction, by which ``exchange="auto"`` chooses; None chooses
-            with caution, see :mod:`lightning_sparse.exchange.cost_model`.
+        link_gbit_s: the rate of a worker's link in one direction, by which ``exchange="auto"`` chooses, and by which
+            small payloads wait for each other over Gloo; None chooses with caution, see
+            :mod:`lightning_sparse.exchange.cost_model` and :mod:`lightning_sparse.exchange.convoy`.
 
     Raises:
         ValueError: a word or a number that is not allowed.

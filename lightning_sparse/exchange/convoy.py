@@ -7,12 +7,19 @@ from torch import Tensor
 
 from lightning_sparse.exchange.workers import Pending, Workers
 
+MESSAGE_SECONDS = 2.5e-3
+"""What a message over Gloo takes each worker of a core, with whatever is in it (docs/performance.md)."""
 FULL_BYTES = 2**16
-"""A convoy of so many bytes waits for no other payload.
+"""A convoy of so many bytes waits for no other payload, where nothing is said of the link: those of 200 Mbit/s."""
 
-Over Gloo a message takes each worker two to three milliseconds of a core, with whatever is in it; so long do so many
-bytes take at 200 Mbit/s. On a GPU payloads leave at once, and their latency is hidden behind what backward computes.
-"""
+
+def full_bytes(link_gbit_s: float | None) -> int:
+    """Returns how many bytes travel in the time that a message costs: a convoy of so many departs.
+
+    Args:
+        link_gbit_s: the rate of a worker's link; None if it is not known.
+    """
+    return FULL_BYTES if link_gbit_s is None else round(MESSAGE_SECONDS * link_gbit_s * 1e9 / 8)
 
 
 Take = Callable[[str, int, torch.dtype], Tensor]
@@ -50,12 +57,16 @@ class Passage:
 class Convoy:
     """Gathers the payloads of neighbouring buckets together. Collective: all workers' payloads are equally long.
 
+    On a GPU each departs at once: its latency is hidden behind what backward computes.
+
     Args:
         workers: among whom.
+        full_bytes: how many bytes do not wait for more.
     """
 
-    def __init__(self, workers: Workers) -> None:
+    def __init__(self, workers: Workers, full_bytes: int) -> None:
         self._workers = workers
+        self._full_bytes = full_bytes
         self._waiting: list[tuple[Passage, Take]] = []
 
     def join(self, payload: Tensor, take: Take) -> Passage:
@@ -67,7 +78,7 @@ class Convoy:
         """
         passage = Passage(self, payload)
         self._waiting.append((passage, take))
-        if not self._workers.sends_messages(payload) or self._waiting_bytes() >= FULL_BYTES:
+        if not self._workers.sends_messages(payload) or self._waiting_bytes() >= self._full_bytes:
             self.depart()
         return passage
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sparse.exchange.buffers import Buffers, HostCopy
-from lightning_sparse.exchange.convoy import Convoy
+from lightning_sparse.exchange.convoy import Convoy, full_bytes
 from lightning_sparse.exchange.cost_model import Costs, Route, speeds
 from lightning_sparse.exchange.dense import DenseShipment, LocalShipment
 from lightning_sparse.exchange.forecast import Forecast
@@ -61,7 +61,8 @@ class Exchange:
             (:mod:`lightning_sparse.exchange.cost_model`), judged by what was selected the step before. A bucket
             without a history, as in the first step, goes dense.
         group: the process group; None is the default group.
-        link_gbit_s: the rate of a worker's link, by which ``"auto"`` judges; None judges with caution.
+        link_gbit_s: the rate of a worker's link, by which ``"auto"`` judges, and how long payloads wait for each other
+            (:mod:`lightning_sparse.exchange.convoy`); None judges with caution.
         workers: others than the group's, for a rehearsal.
 
     Attributes:
@@ -87,7 +88,7 @@ class Exchange:
         self.counts_slices = mode == "reduce_scatter" or (mode == "auto" and self.workers.num_workers > 2)
         self._nodes: Nodes | None = find_nodes(group) if mode == "hierarchical" else None
         self._buffers = Buffers()
-        self._convoy = Convoy(self.workers)
+        self._convoy = Convoy(self.workers, full_bytes(link_gbit_s))
         self._selected: dict[tuple[int, int], Forecast] = {}
         self._slices: dict[tuple[int, int], Forecast] = {}
         self._unions: dict[tuple[int, int], Forecast] = {}

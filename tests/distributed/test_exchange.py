@@ -73,8 +73,8 @@ def _run(modes, cases):
     for mode in modes:
         is_exact = mode in ("gather", "reduce_scatter")
         for sizes, densities, dtype, wire, seed in cases:
-            exchange = Exchange(mode)
             convoy.FULL_BYTES = (0, 3000, 2**16)[seed % 3]
+            exchange = Exchange(mode)
             for step, density in enumerate(densities):
                 selections = [
                     selection_of(seed + 10 * step + bucket, dist.get_rank(), size, density, dtype, wire)
@@ -183,7 +183,7 @@ def test_uneven_nodes_are_refused_on_every_worker():
     assert len(run_workers(_uneven_nodes, 3)) == 3
 
 
-def _count_collectives(mode, densities, full_bytes=convoy.FULL_BYTES):
+def _count_collectives(mode, densities, full_bytes=convoy.FULL_BYTES, link_gbit_s=None):
     convoy.FULL_BYTES = full_bytes
     calls = []
     for name in COLLECTIVES:
@@ -194,7 +194,7 @@ def _count_collectives(mode, densities, full_bytes=convoy.FULL_BYTES):
             return _original(*args, **kwargs)
 
         setattr(dist, name, counted)
-    exchange, sizes = Exchange(mode), [70_000, 20_000, 70_000]
+    exchange, sizes = Exchange(mode, None, link_gbit_s), [70_000, 20_000, 70_000]
     per_step = []
     for step, density in enumerate(densities):
         calls.clear()
@@ -215,6 +215,12 @@ def test_a_usual_step_has_one_message_for_buckets_that_send_little(full_bytes, m
         assert first[0] == ["all_reduce"] * 3 + ["isend"]  # no history: dense, and headers
         for calls, _ in usual:
             assert calls == ["isend"] * messages
+
+
+@pytest.mark.parametrize(("link_gbit_s", "messages"), [(0.01, 2), (0.001, 3), (10.0, 1)])
+def test_on_a_slow_link_payloads_do_not_wait_for_each_other(link_gbit_s, messages):
+    for steps in run_workers(_count_collectives, 2, "gather", [0.01, 0.01, 0.01], convoy.FULL_BYTES, link_gbit_s):
+        assert [len(calls) for calls, _ in steps[1:]] == [messages] * 2
 
 
 def test_an_overflow_costs_one_more_round_for_its_bucket_only():
