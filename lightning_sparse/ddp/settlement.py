@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lightning_sparse.ddp.optimizer_steps import follow_no_steps, follow_steps
 
 UNDONE_WITHOUT_A_STEP = 20
 """After so many backwards that were undone, and no step ever, it is likely that the steps cannot be seen."""
@@ -81,13 +82,8 @@ class Settlement:
         self._has_looked = False
         self._num_exchanges = self._undone_without_a_step = 0
         self._is_stepping = self._is_changing = False
-        # torch keeps these hooks for as long as the process lives; they must not keep a model that long.
-        this = weakref.ref(self)
-        self._hooks = [
-            register_optimizer_step_pre_hook(_calling(this, Settlement._step_begins)),
-            register_optimizer_step_post_hook(_calling(this, Settlement._step_ends)),
-        ]
-        self._remove_hooks = weakref.finalize(self, _remove, self._hooks)
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        follow_steps(self)
 
     def follow(self, module: DistributedDataParallel) -> None:
         """Is told of every forward of this module."""
@@ -109,7 +105,8 @@ class Settlement:
     def close(self) -> None:
         """Follows no more steps."""
         self._unwatch()
-        self._remove_hooks()
+        follow_no_steps(self)
+        _remove(self._hooks)
 
     @property
     def is_certain(self) -> bool:
@@ -289,15 +286,6 @@ class Settlement:
     def _unwatch(self) -> None:
         _remove(self._watch)
         self._watch.clear()
-
-
-def _calling(this: "weakref.ref[Settlement]", method: Callable[[Settlement, Optimizer], None]) -> Any:
-    def hook(optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
-        settlement = this()
-        if settlement is not None:
-            method(settlement, optimizer)
-
-    return torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
 
 
 def _remove(handles: Iterable[torch.utils.hooks.RemovableHandle]) -> None:

@@ -8,6 +8,7 @@ none when an epoch ended Lightning forgets: it is logged again with the next ste
 
 from collections import deque
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -26,7 +27,8 @@ class StepLog:
         self._of_batch: list[StepStats] = []
         self._newest: list[StepStats] = []
         self._lost: list[StepStats] = []
-        self._names: set[str] = set()
+        self._entries: dict[str, Any] = {}  # what Lightning keeps of numbers that were logged here, by its key
+        self._shown: set[str] = set()  # keys of those that are in the next row
         self._row: int | None = None
 
     def __len__(self) -> int:
@@ -42,7 +44,8 @@ class StepLog:
         self._of_batch.clear()
         self._newest.clear()
         self._lost.clear()
-        self._names.clear()
+        self._entries.clear()
+        self._shown.clear()
         self._row = None
 
     def begin_batch(self, module: LightningModule | None) -> None:
@@ -51,14 +54,16 @@ class StepLog:
         trainer = module.trainer
         self._of_batch.clear()
         batch = trainer.fit_loop.epoch_loop._batches_that_stepped
-        held = [one for one in (trainer._results or {}).values() if one.meta.name in self._names and not one.has_reset]
+        results: Any = trainer._results or {}
+        entries = [self._entries[key] for key in self._shown if self._entries[key] is results.get(key)]
+        held = [one for one in entries if not one.has_reset]
         if self._row is not None and batch > self._row:
             for one in held:
                 one.reset()
-            self._names.clear()
-        elif self._names and not held:
+            self._shown.clear()
+        elif self._shown and not held:
             self._lost = self._newest
-            self._names.clear()
+            self._shown.clear()
         self._row = batch if trainer._logger_connector.should_update_logs else None
 
     def write(self, module: LightningModule | None, more: Mapping[str, float] | None = None) -> None:
@@ -82,15 +87,39 @@ class StepLog:
         if on_step:  # several optimizers may step in a batch, and what is logged last is what is in the row
             self._of_batch += steps
             steps = self._of_batch
+            self._take_back(module)
         # The same numbers on every worker already: no sync_dist, no collective, but at the end of an epoch, where
         # Lightning warns without. batch_size only stops it from searching the batch for one.
         self._newest = list(steps)
         for name, value in (step_metrics(steps) | dict(more or {})).items():
-            self._names.add(name)
-            # Of a number Lightning makes a tensor on the device, and waits for that. What is synced must be there.
-            tensor = torch.tensor(float(value), device="cpu" if on_step else module.device)
-            if on_step and _log_again(module, name, tensor):
-                continue
+            self._log(module, name, float(value), on_step)
+        self._steps.clear()
+
+    def _take_back(self, module: LightningModule) -> None:
+        """Takes back what another hook has logged in this batch: its numbers are among those that follow."""
+        for key in [key for key in self._shown if not key.startswith(f"{module._current_fx_name}.")]:
+            self._entries[key].reset()
+            self._shown.remove(key)
+
+    def _log(self, module: LightningModule, name: str, value: float, on_step: bool) -> None:
+        """Logs a number, the first time in an epoch through the module, and then straight to where Lightning keeps it.
+
+        ``log`` makes out anew each time what was asked for, and moves what it keeps to the device that it is on: a
+        quarter of a millisecond for each number. Nothing of that can differ from one step of ours to the next.
+        """
+        trainer, fx = module.trainer, module._current_fx_name
+        results, connector, key = trainer._results, trainer._logger_connector, f"{fx}.{name}"
+        assert results is not None
+        # Of a number Lightning makes a tensor on the device, and waits for that. What is synced must be there.
+        tensor = torch.tensor(value, device="cpu", dtype=torch.float64)
+        if not on_step:
+            tensor = tensor.to(module.device, torch.float32)
+        is_ours = key in self._entries and self._entries[key] is results.get(key)
+        has_own = getattr(module.log, "__func__", None) is not _LOG  # it is to see every number
+        if on_step and is_ours and not (has_own or connector.should_reset_tensors(fx or "")):
+            results.update_metrics(key, tensor, 1)
+            connector._current_fx = fx
+        else:
             module.log(
                 name,
                 tensor,
@@ -100,26 +129,12 @@ class StepLog:
                 sync_dist=not on_step,
                 batch_size=1,
             )
-        self._steps.clear()
+        if on_step and key in results:
+            self._entries[key] = results[key]
+            self._shown.add(key)
 
 
-def _log_again(module: LightningModule, name: str, value: torch.Tensor) -> bool:
-    """Gives Lightning a new value of what it has logged before; returns whether it could.
-
-    ``log`` makes out anew each time what was asked for, and moves what it keeps to the device that it is on: a quarter
-    of a millisecond for each number. Nothing of that can differ from one step of ours to the next.
-    """
-    trainer, fx = module.trainer, module._current_fx_name
-    results, connector = trainer._results, trainer._logger_connector
-    key = f"{fx}.{name}"
-    is_own = type(module).log is not LightningModule.log  # then it is to see every value
-    if is_own or fx is None or not results or key not in results or results.dataloader_idx is not None:
-        return False
-    if connector.should_reset_tensors(fx):
-        return False
-    results.update_metrics(key, value, 1)
-    connector._current_fx = fx
-    return True
+_LOG = LightningModule.log
 
 
 def step_metrics(steps: list[StepStats]) -> dict[str, float]:

@@ -1,9 +1,15 @@
 import copy
+import gc
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+)
 
 import lightning_sparse
 from lightning_sparse import HardThreshold, TopK, register_comm_hook
@@ -418,3 +424,32 @@ def test_a_loss_scale_does_not_change_the_calibrated_threshold():
     expected = pytest.approx(((4 + 36) / 2 / (0.5 * 9)) ** 0.5)
     assert run_workers(_calibrated_threshold, 2, True) == [expected] * 2
     assert run_workers(_calibrated_threshold, 2, False) == [expected] * 2
+
+
+def _collected_within_a_step():
+    gc.disable()
+
+    def train():
+        module = DistributedDataParallel(torch.nn.Linear(4, 2))
+        state = register_comm_hook(module, HardThreshold(0.01))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        module(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        return state
+
+    train()  # a cycle holds what is left of it
+    alive = train()
+    other = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    other(torch.ones(1, 2)).sum().backward()
+    handles = [register_optimizer_step_post_hook(lambda *_: gc.collect()) for _ in range(2)]
+    optimizer.step()
+    for handle in handles:
+        handle.remove()
+    is_followed = bool(_global_optimizer_post_hooks)
+    alive.close()
+    return is_followed, bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+
+
+def test_a_state_may_be_collected_in_the_middle_of_a_step():
+    assert run_workers(_collected_within_a_step, 1) == [(True, False)]

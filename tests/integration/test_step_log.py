@@ -10,9 +10,10 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 
 from lightning_sparse import DDPHardThresholdStrategy, LocalHardThresholdStrategy, StepStats
-from tests.integration.models import Classifier, TwoPlayers, quiet_trainer
+from tests.integration.models import Classifier, ManualClassifier, TwoPlayers, quiet_trainer
 from tests.integration.test_checkpoint import ResumableData
 from tests.workers import run_workers
 
@@ -148,32 +149,38 @@ class SeesAll(Classifier):
         super().log(name, value, *args, **kwargs)
 
 
-def calls_of_log(model: Classifier) -> tuple[list[tuple[str, float]], list[float]]:
+def seen_of_log(where: str) -> tuple[list[tuple[str, float]], list[float]]:
     """What ``log`` was called with in two epochs of five batches, and the density that callbacks saw in each."""
     densities: list[float] = []
+    seen: list[tuple[str, float]] = []
 
     class Watch(Callback):
         def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
             densities.append(float(trainer.callback_metrics["sparse/density"]))
 
-    calls: list[tuple[str, float]] = []
+    def recorded(log: Callable[..., None], at: int) -> Callable[..., None]:
+        def record(*args: Any, **kwargs: Any) -> None:
+            seen.append((args[at], float(args[at + 1])))
+            log(*args, **kwargs)
+
+        return record
+
+    model = SeesAll() if where == "subclass" else Classifier()
     with pytest.MonkeyPatch.context() as patch:
-        if not isinstance(model, SeesAll):
-            log = LightningModule.log
-
-            def record(self: LightningModule, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-                calls.append((name, float(value)))
-                log(self, name, value, *args, **kwargs)
-
-            patch.setattr(LightningModule, "log", record)
+        if where == "lightning":
+            patch.setattr(_ResultCollection, "log", recorded(_ResultCollection.log, 2))
+        elif where == "class":
+            patch.setattr(LightningModule, "log", recorded(LightningModule.log, 1))
+        elif where == "instance":
+            model.log = recorded(model.log, 0)
         trainer = quiet_trainer(DDPHardThresholdStrategy(0.01), num_workers=2, max_steps=10, callbacks=[Watch()])
         trainer.fit(model, ResumableData(5))
-    return getattr(model, "seen", calls), densities
+    return getattr(model, "seen", seen), densities
 
 
 def test_lightning_works_out_once_an_epoch_how_a_number_is_logged() -> None:
-    """It takes a quarter of a millisecond for each: see the docstring of ``_log_again``."""
-    for calls, densities in run_workers(calls_of_log, 2, Classifier(), process_group=False):
+    """It takes a quarter of a millisecond for each: see the docstring of ``StepLog._log``."""
+    for calls, densities in run_workers(seen_of_log, 2, "lightning", process_group=False):
         names = [name for name, _ in calls]
         assert set(names) == {f"sparse/{name}" for name in ("density", "error_norm", "payload_bytes", "threshold")}
         assert all(names.count(name) <= 2 for name in names)
@@ -181,8 +188,108 @@ def test_lightning_works_out_once_an_epoch_how_a_number_is_logged() -> None:
         assert len(set(densities)) > 2
 
 
-def test_a_log_of_the_users_own_sees_every_number() -> None:
-    for seen, densities in run_workers(calls_of_log, 2, SeesAll(), process_group=False):
+@pytest.mark.parametrize("where", ["subclass", "class", "instance"])
+def test_a_log_of_the_users_own_sees_every_number(where: str) -> None:
+    for seen, densities in run_workers(seen_of_log, 2, where, process_group=False):
         logged = [value for name, value in seen if name == "sparse/density"]
         assert logged == pytest.approx(densities)
         assert len(logged) == 10
+
+
+class NamesakeByHand(Classifier):
+    """Logs a metric that is named like one of ours, and optimizes by hand."""
+
+    def __init__(self, **how: bool) -> None:
+        super().__init__()
+        self.how = how
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        self.log("sparse/density", 100.0 + batch_idx, **self.how)
+        self.optimizers().zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+
+
+class Namesake(Classifier):
+    """Logs a metric of an epoch that is named like one of ours."""
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        self.log("sparse/density", 100.0 + batch_idx, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+def metrics_with_a_namesake(model: Classifier) -> dict[str, float]:
+    trainer = quiet_trainer(DDPHardThresholdStrategy(0.01), num_workers=2, max_steps=3)
+    trainer.fit(model, ResumableData(3))
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def test_a_metric_of_the_same_name_keeps_all_its_values_or_is_refused() -> None:
+    for metrics in run_workers(metrics_with_a_namesake, 2, Namesake(), process_group=False):
+        assert metrics["sparse/density_epoch" if "sparse/density_epoch" in metrics else "sparse/density"] == 101.0
+    for how in ({"on_step": True}, {"on_step": False, "on_epoch": True}):
+        with pytest.raises(AssertionError, match="twice in `training_step` with different arguments"):
+            run_workers(metrics_with_a_namesake, 2, NamesakeByHand(**how), process_group=False)
+
+
+class StepsTwice(Classifier):
+    """Steps in ``training_step`` but for the first batch, and again when the batch ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def _step(self, batch: list[torch.Tensor]) -> None:
+        self.optimizers().zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        if batch_idx:
+            self._step(batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: list[torch.Tensor], batch_idx: int) -> None:
+        self._step(batch)
+
+
+def rows_of(model: Classifier, folder: str, precision: str, batches: int) -> list[StepStats]:
+    steps: list[StepStats] = []
+
+    class Follow(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            trainer.strategy.state.subscribe(steps.append)
+
+    trainer = quiet_trainer(
+        DDPHardThresholdStrategy(0.01),
+        num_workers=2,
+        max_steps=-1,
+        max_epochs=1,
+        logger=CSVLogger(folder, flush_logs_every_n_steps=1),
+        log_every_n_steps=1,
+        precision=precision,
+        callbacks=[Follow()],
+    )
+    trainer.fit(model, ResumableData(batches))
+    return steps
+
+
+def read_rows(folder: Path) -> list[dict[str, str]]:
+    with next(folder.rglob("metrics.csv")).open() as file:
+        return [row for row in csv.DictReader(file) if row["sparse/payload_bytes"]]
+
+
+def test_a_row_holds_all_exchanges_of_its_batch_whoever_stepped(tmp_path: Path) -> None:
+    steps = run_workers(rows_of, 2, StepsTwice(), str(tmp_path), "32-true", 3, process_group=False)[0]
+    assert len(steps) == 5
+    sent = [float(row["sparse/payload_bytes"]) for row in read_rows(tmp_path)]
+    assert sent == [sum(step.payload_bytes for step in some) for some in (steps[:1], steps[1:3], steps[3:])]
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+def test_numbers_are_not_rounded_to_the_precision_of_the_training(precision: str, tmp_path: Path) -> None:
+    steps = run_workers(rows_of, 2, ManualClassifier(), str(tmp_path), precision, 2, process_group=False)[0]
+    for row, step in zip(read_rows(tmp_path), steps, strict=True):
+        assert float(row["sparse/density"]) == step.density
+        assert float(row["sparse/threshold"]) == 0.01
+        assert float(row["sparse/payload_bytes"]) == step.payload_bytes
