@@ -88,8 +88,6 @@ class StepLog:
             self._of_batch += steps
             steps = self._of_batch
             self._take_back(module)
-        # The same numbers on every worker already: no sync_dist, no collective, but at the end of an epoch, where
-        # Lightning warns without. batch_size only stops it from searching the batch for one.
         self._newest = list(steps)
         for name, value in (step_metrics(steps) | dict(more or {})).items():
             self._log(module, name, float(value), on_step)
@@ -102,13 +100,13 @@ class StepLog:
             self._shown.remove(key)
 
     def _log(self, module: LightningModule, name: str, value: float, on_step: bool) -> None:
-        """Logs a number, the first time in an epoch through the module, and then straight to where Lightning keeps it.
+        """Logs a number, the first time in a fit through the module, and then straight to where Lightning keeps it.
 
         ``log`` makes out anew each time what was asked for, and moves what it keeps to the device that it is on: a
         quarter of a millisecond for each number. Nothing of that can differ from one step of ours to the next.
         """
         trainer, fx = module.trainer, module._current_fx_name
-        results, connector, key = trainer._results, trainer._logger_connector, f"{fx}.{name}"
+        results, key = trainer._results, f"{fx}.{name}"
         assert results is not None
         # Of a number Lightning makes a tensor on the device, and waits for that. What is synced must be there.
         tensor = torch.tensor(value, device="cpu", dtype=torch.float64)
@@ -116,10 +114,11 @@ class StepLog:
             tensor = tensor.to(module.device, torch.float32)
         is_ours = key in self._entries and self._entries[key] is results.get(key)
         has_own = getattr(module.log, "__func__", None) is not _LOG  # it is to see every number
-        if on_step and is_ours and not (has_own or connector.should_reset_tensors(fx or "")):
+        if on_step and is_ours and not has_own:
             results.update_metrics(key, tensor, 1)
-            connector._current_fx = fx
         else:
+            # The same numbers on every worker already: no sync_dist, no collective, but at the end of an epoch, where
+            # Lightning warns without. batch_size only stops it from searching the batch for one.
             module.log(
                 name,
                 tensor,
