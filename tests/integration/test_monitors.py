@@ -28,6 +28,7 @@ from lightning_sparse import (
     StepStats,
     TopK,
 )
+from lightning_sparse.callbacks.step_monitor import StepMonitor, logging_step
 from tests.integration.models import (
     SMALL_BUCKETS_MB,
     Classifier,
@@ -38,6 +39,7 @@ from tests.integration.models import (
     gradients,
     quiet_trainer,
 )
+from tests.integration.test_checkpoint import ResumableData
 from tests.workers import run_workers
 
 THRESHOLD = 0.15
@@ -557,3 +559,59 @@ def _watch_narrow() -> tuple[Watched, tuple[Any, ...]]:
     watched = watch([monitor], max_steps=8)
     history = monitor._history
     return watched, (history.columns, history.steps_per_column, history.columns[0]["middle.weight"])
+
+
+class _Layers(StepMonitor):
+    """Which exchange was shown under which step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown: list[tuple[int, int]] = []
+
+    def log_layers(self, trainer: Trainer, newest: StepStats) -> None:
+        self.shown.append((logging_step(trainer), newest.step))
+
+
+def _shown(strategy: Any, logs_every: int, accumulate: int) -> list[tuple[int, int]]:
+    monitor = _Layers()
+    trainer = quiet_trainer(
+        strategy,
+        num_workers=2,
+        max_steps=8,
+        log_every_n_steps=logs_every,
+        accumulate_grad_batches=accumulate,
+        callbacks=[monitor],
+    )
+    trainer.fit(Classifier(), data(64 * accumulate))
+    return monitor.shown
+
+
+def test_each_exchange_is_shown_once_and_in_rows_only() -> None:
+    every_fourth = LocalHardThresholdStrategy(threshold=0.001, every_n_steps=4)
+    for shown in run_workers(_shown, 2, every_fourth, 1, 1, process_group=False):
+        assert shown == [(3, 0), (7, 1)]
+    for shown in run_workers(_shown, 2, DDPHardThresholdStrategy(THRESHOLD), 2, 3, process_group=False):
+        assert shown == [(1, 1), (3, 3), (5, 5), (7, 7)]
+
+
+def _resume_between_exchanges(path: str) -> list[bool]:
+    has_average: list[bool] = []
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            has_average.append("sparse/average_density" in trainer.callback_metrics)
+
+    def trainer_of(max_steps: int) -> Trainer:
+        strategy = LocalHardThresholdStrategy(threshold=0.001, every_n_steps=4)
+        return quiet_trainer(strategy, num_workers=2, max_steps=max_steps, callbacks=[DensityMonitor(), Watch()])
+
+    first = trainer_of(5)
+    first.fit(Classifier(), ResumableData(20))
+    first.save_checkpoint(path)
+    trainer_of(7).fit(Classifier(), ResumableData(20), ckpt_path=path)
+    return has_average
+
+
+def test_totals_are_in_the_first_row_of_a_resumed_run(tmp_path: Path) -> None:
+    for has_average in run_workers(_resume_between_exchanges, 2, str(tmp_path / "a.ckpt"), process_group=False):
+        assert has_average == [False] * 3 + [True] * 2 + [True] * 2

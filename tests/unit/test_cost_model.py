@@ -121,6 +121,7 @@ def test_a_slower_link_never_brings_more_bytes(num_workers, size, density, on_gp
         (8, 6_500_000, 0.1, 10.0, True, "reduce_scatter"),
         (64, 6_500_000, 0.001, 2400.0, False, "dense"),  # 64 payloads, one after the other
         (64, 6_500_000, 0.001, None, False, "gather"),
+        (16, 1_000_000, 0.03, None, False, "gather"),  # to sum by slices takes 44 kernels more
     ],
 )
 def test_on_a_gpu_sparse_routes_are_for_links_on_which_they_win(num_workers, size, density, link, is_one_node, route):
