@@ -1,7 +1,7 @@
-"""Tells who follows of every step of every optimizer, by hooks that stay.
+"""Tells who follows of every step of every optimizer, by one pair of hooks for all of them.
 
 torch calls its hooks one after the other and fails if one is removed meanwhile. Who follows may go at any moment, when
-the collector of cycles comes by: so each is held by a weak reference, and there is one pair of hooks for all.
+the collector of cycles comes by. So each is held by a weak reference, and the hooks stay until the last is closed.
 """
 
 import weakref
