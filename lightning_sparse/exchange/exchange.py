@@ -27,6 +27,7 @@ from lightning_sparse.exchange.cost_model import Costs, Route, speeds
 from lightning_sparse.exchange.dense import DenseShipment, LocalShipment
 from lightning_sparse.exchange.forecast import Forecast
 from lightning_sparse.exchange.gather import GatherShipment
+from lightning_sparse.exchange.gloo_threads import let_senders_finish
 from lightning_sparse.exchange.hierarchical import HierarchicalShipment, Nodes, find_nodes, is_one_node
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.reduce_scatter import ReduceScatterShipment, slice_elements
@@ -87,6 +88,8 @@ class Exchange:
         self._is_one_node = mode == "auto" and link_gbit_s is None and workers is None and is_one_node(self.workers)
         self.counts_slices = mode == "reduce_scatter" or (mode == "auto" and self.workers.num_workers > 2)
         self._nodes: Nodes | None = find_nodes(group) if mode == "hierarchical" else None
+        if workers is None and self.workers.is_over_gloo:
+            let_senders_finish()
         self._buffers = Buffers()
         self._convoy = Convoy(self.workers, full_bytes(link_gbit_s))
         self._selected: dict[tuple[int, int], Forecast] = {}

@@ -121,7 +121,7 @@ class Workers:
             name: see :func:`new_group`.
         """
         made = Workers(new_group(self.group, self._global_ranks, name), self.rank, self.num_workers)
-        if not made._is_over_gloo:
+        if not made.is_over_gloo:
             # NCCL connects a group in its first operation, which all must take part in: messages are for two at a time.
             made.all_reduce(torch.zeros(1, device=made.message_device(torch.device("cpu")))).wait()
         return made
@@ -182,7 +182,7 @@ class Workers:
 
     def _send_to_first(self, tensor: Tensor) -> None:
         tensor = tensor.to(self.message_device(tensor.device))
-        if self._is_over_gloo:
+        if self.is_over_gloo:
             dist.send(tensor, self._global_ranks[0], group=self.group)
         else:
             self._in_a_batch(dist.isend, tensor, 0)
@@ -190,7 +190,7 @@ class Workers:
     def _receive(self, source: int, numel: int, like: Tensor) -> Tensor:
         """Returns what that rank sends to the first worker, on the CPU: shape (numel,)."""
         place = torch.empty(numel, dtype=like.dtype, device=self.message_device(like.device))
-        if self._is_over_gloo:
+        if self.is_over_gloo:
             dist.recv(place, self._global_ranks[source], group=self.group)
         else:
             self._in_a_batch(dist.irecv, place, source)
@@ -203,7 +203,7 @@ class Workers:
 
     def message_device(self, device: torch.device) -> torch.device:
         """Returns where a tensor of a device must be to be sent to one worker: Gloo takes none of a GPU, NCCL only."""
-        if self._is_over_gloo:
+        if self.is_over_gloo:
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device()) if device.type == "cpu" else device
 
@@ -212,7 +212,7 @@ class Workers:
         return tensor.device.type == "cpu" and "cpu:gloo" in self._backends
 
     @property
-    def _is_over_gloo(self) -> bool:
+    def is_over_gloo(self) -> bool:
         """Whether messages go over Gloo, as they do where a group takes tensors of a CPU at all."""
         return "cpu:" in self._backends
 

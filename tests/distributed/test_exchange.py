@@ -3,6 +3,7 @@
 import os
 import socket
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -307,7 +308,7 @@ def test_all_workers_know_alike_whether_they_share_a_node():
 
 def _gather_in_batches():
     """The way of NCCL, over Gloo, which takes batches too."""
-    Workers._is_over_gloo = False
+    Workers.is_over_gloo = False
     Workers.message_device = lambda self, device: device
     apart = Workers(None, dist.get_rank(), dist.get_world_size()).apart("apart")
     tensors = [torch.full((3,), dist.get_rank() + 0.5), torch.full((2,), dist.get_rank())]
@@ -321,3 +322,29 @@ def test_in_batches_the_first_worker_gets_the_same():
     assert others == [([], [])] * 2
     assert tensors == [[[rank + 0.5] * 3, [rank] * 2] for rank in range(3)]
     assert objects == [{"rank": rank} for rank in range(3)]
+
+
+def _classes_of_gloos_threads(own_class):
+    threads = [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text() == "gloo_tcp_loop\n"]
+    if own_class is not None:
+        for thread in threads:
+            os.sched_setscheduler(int(thread.name), own_class, os.sched_param(0))
+    before = [os.sched_getscheduler(int(thread.name)) for thread in threads]
+    Exchange("gather")
+    return before, [os.sched_getscheduler(int(thread.name)) for thread in threads], os.sched_getscheduler(0)
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux's classes of scheduling")
+def test_gloos_threads_push_nobody_aside():
+    for before, after, own in run_workers(_classes_of_gloos_threads, 2, None):
+        if not before:
+            pytest.skip("this torch's Gloo does not name its threads")
+        assert set(before) == {os.SCHED_OTHER}
+        assert after == [os.SCHED_BATCH] * len(before)
+        assert own == os.SCHED_OTHER  # only Gloo's
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux's classes of scheduling")
+def test_a_class_that_somebody_chose_is_kept():
+    for before, after, _ in run_workers(_classes_of_gloos_threads, 2, os.SCHED_IDLE):
+        assert before == after
