@@ -4,6 +4,8 @@ import os
 import pytest
 from hypothesis import settings
 
+from tests.warm_start import VARIABLE, warm_start
+
 # No deadline: the machine may be busy. In continuous integration the examples are the same in every run, elsewhere new.
 settings.register_profile("project", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("project")
@@ -16,6 +18,20 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # threads that wait for a core which another process has cost more than they bring
 
 
+def pytest_configure(config):
+    """Commands of tests that run side by side need not import torch each for itself."""
+    if config.getoption("numprocesses", None) and "LIGHTNING_SPARSE_COLD_START" not in os.environ:
+        server = warm_start()
+        server.__enter__()
+        config.add_cleanup(lambda: server.__exit__(None, None, None))
+
+
+@pytest.fixture
+def cold_start(monkeypatch):
+    """What the test starts imports everything itself."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
     """The long ones first: at the end nothing is left that all wait for."""
@@ -24,3 +40,8 @@ def pytest_collection_modifyitems(items):
         assert all("@" in item.nodeid for item in in_groups), "pytest-xdist does not see groups in this pytest"
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
     gc.freeze()  # modules and tests stay to the end: no need to look at them in each collection
+
+
+def pytest_unconfigure():
+    """Python ends as it always does."""
+    gc.unfreeze()
