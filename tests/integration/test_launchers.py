@@ -46,7 +46,11 @@ if __name__ == "__main__":
 
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp_hardthreshold", "ddp_hardthreshold_spawn", "ddp_topk_fork"])
-def test_every_worker_that_a_launcher_starts_has_the_hook(strategy: str, tmp_path: Path) -> None:
+def test_every_worker_that_a_launcher_starts_has_the_hook(
+    strategy: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if strategy == "ddp_hardthreshold":
+        request.getfixturevalue("cold_start")
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     environment = {name: value for name, value in os.environ.items() if not name.endswith(("RANK", "WORLD_SIZE"))}

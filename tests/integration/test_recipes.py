@@ -224,7 +224,9 @@ class TestFit:
     @pytest.mark.parametrize(
         ("overrides", "sparse"), [((), True), (("--trainer.strategy=ddp",), False)], ids=["sparse", "dense"]
     )
-    def test_as_a_user_types_it(self, overrides, sparse):
+    def test_as_a_user_types_it(self, overrides, sparse, request):
+        if sparse:
+            request.getfixturevalue("cold_start")
         command = [sys.executable, "-m", "recipes", "fit", "--config", f"{RESNET}/hard_threshold.yaml"]
         finished = subprocess.run(
             [*command, *SMALL, *overrides],
