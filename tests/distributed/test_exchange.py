@@ -218,7 +218,7 @@ def test_a_usual_step_has_one_message_for_buckets_that_send_little(full_bytes, m
             assert calls == ["isend"] * messages
 
 
-@pytest.mark.parametrize(("link_gbit_s", "messages"), [(0.01, 2), (0.001, 3), (10.0, 1)])
+@pytest.mark.parametrize(("link_gbit_s", "messages"), [(0.025, 2), (0.001, 3), (10.0, 1)])
 def test_on_a_slow_link_payloads_do_not_wait_for_each_other(link_gbit_s, messages):
     for steps in run_workers(_count_collectives, 2, "gather", [0.01, 0.01, 0.01], convoy.FULL_BYTES, link_gbit_s):
         assert [len(calls) for calls, _ in steps[1:]] == [messages] * 2
