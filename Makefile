@@ -41,6 +41,8 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.payload
 	$(BIN)/python -m benchmarks.scaling --check
 	$(BIN)/python -m benchmarks.overlap
+	$(BIN)/python -m benchmarks.messages
+	$(BIN)/python -m benchmarks.messages --busy
 	$(BIN)/python -m benchmarks.step_time --exchange-only
 	$(BIN)/python -m benchmarks.step_time --bucket-view
 	$(BIN)/python -m benchmarks.step_time
