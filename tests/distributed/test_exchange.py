@@ -324,6 +324,27 @@ def test_in_batches_the_first_worker_gets_the_same():
     assert objects == [{"rank": rank} for rank in range(3)]
 
 
+def _order_of_messages(num_bytes):
+    calls = []
+    for name in ("isend", "irecv"):
+        run = getattr(dist, name)
+        setattr(dist, name, lambda *args, name=name, run=run, **kwargs: (calls.append(name), run(*args, **kwargs))[1])
+    part = torch.full((num_bytes,), dist.get_rank(), dtype=torch.uint8)
+    out = torch.empty(3 * num_bytes, dtype=torch.uint8)
+    Workers(None, dist.get_rank(), 3).all_gather(out, part).wait()
+    assert out.view(3, -1).eq(torch.arange(3)[:, None]).all()
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "calls"),
+    [(2**16, ["isend"] * 2 + ["irecv"] * 2), (2**16 + 1, ["irecv"] * 2 + ["isend"] * 2)],
+    ids=["small", "large"],
+)
+def test_readiness_is_said_where_it_is_not_late(num_bytes, calls):
+    assert run_workers(_order_of_messages, 3, num_bytes) == [calls] * 3
+
+
 def _classes_of_gloos_threads(own_class):
     threads = [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text() == "gloo_tcp_loop\n"]
     if own_class is not None:
