@@ -14,6 +14,7 @@ is one.
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -27,13 +28,16 @@ VARIABLE = "LIGHTNING_SPARSE_WARM_START"
 @contextlib.contextmanager
 def warm_start() -> Iterator[None]:
     """Starts a server, to which the Pythons go that this process and its children start meanwhile."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
         address = f"{folder}/server"
-        command = [sys.executable, str(FOLDER / "server.py"), address]
+        listener.bind(address)
+        listener.listen(64)  # whoever comes waits until the server is there
+        command = [sys.executable, str(FOLDER / "server.py"), str(listener.fileno())]
         before = {name: os.environ.get(name) for name in (VARIABLE, "PYTHONPATH")}
         own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "pass_fds": [listener.fileno()]}
         with subprocess.Popen(command, env=own, start_new_session=True, **pipes) as server:  # it ends with its input
+            listener.close()
             os.environ[VARIABLE] = address
             os.environ["PYTHONPATH"] = os.pathsep.join([str(FOLDER), *filter(None, [before["PYTHONPATH"]])])
             try:

@@ -1,4 +1,4 @@
-"""Imports what commands of tests import, and forks itself for each of them: ``python server.py ADDRESS``.
+"""Imports what commands of tests import, and forks itself for each of them: ``python server.py SOCKET``.
 
 Ends, with all that it runs, when its standard input does.
 """
@@ -53,11 +53,8 @@ class Command(NamedTuple):
     unbuffered: bool
 
 
-def main(address: str) -> tuple[dict[str, Any], Command] | None:
+def main(listener: socket.socket) -> tuple[dict[str, Any], Command] | None:
     """Serves until standard input ends; in a process that stands for a client, returns what it is to run."""
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address)
-    listener.listen(64)
     running: dict[socket.socket, int] = {}
     selector = selectors.DefaultSelector()
     selector.register(sys.stdin, selectors.EVENT_READ)
@@ -209,7 +206,7 @@ def run(request: dict[str, Any], command: Command) -> None:
 
 
 if __name__ == "__main__":
-    asked = main(sys.argv[1])
+    asked = main(socket.socket(fileno=int(sys.argv[1])))
     if asked is None:
         os._exit(0)  # no word of what is still in use
     run(*asked)
