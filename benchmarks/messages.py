@@ -37,7 +37,7 @@ ROUNDS, STEPS = 7, 25
 def set_class(scheduling: int) -> None:
     """Gives all of Gloo's threads in this process a class of scheduling."""
     for folder in Path("/proc/self/task").iterdir():
-        if (folder / "comm").read_text().strip() == NAME:
+        if (folder / "comm").read_bytes().strip() == NAME:
             os.sched_setscheduler(int(folder.name), scheduling, os.sched_param(0))
 
 

@@ -12,7 +12,7 @@ import contextlib
 import os
 from pathlib import Path
 
-NAME = "gloo_tcp_loop"
+NAME = b"gloo_tcp_loop"
 """What Gloo has called its threads since January 2026, with torch 2.12 or so. Those without the name are left alone."""
 
 
@@ -21,10 +21,12 @@ def let_senders_finish() -> int:
 
     Threads that were given a class of scheduling already keep it.
     """
+    if not hasattr(os, "SCHED_BATCH"):
+        return 0
     found = 0
     for folder in Path("/proc/self/task").glob("*"):  # none elsewhere
         with contextlib.suppress(OSError):  # it has ended, or the kernel forbids it
-            if (folder / "comm").read_text().strip() == NAME:
+            if (folder / "comm").read_bytes().strip() == NAME:
                 found += 1
                 if os.sched_getscheduler(int(folder.name)) == os.SCHED_OTHER:
                     os.sched_setscheduler(int(folder.name), os.SCHED_BATCH, os.sched_param(0))

@@ -324,6 +324,29 @@ def test_in_batches_the_first_worker_gets_the_same():
     assert objects == [{"rank": rank} for rank in range(3)]
 
 
+def _own_messages_around_a_gather(num_bytes):
+    rank = dist.get_rank()
+    others = [other for other in range(3) if other != rank]
+    mine, arrived = (
+        torch.full((num_bytes,), 100 + rank, dtype=torch.uint8),
+        torch.zeros(3, num_bytes, dtype=torch.uint8),
+    )
+    works = [dist.irecv(arrived[other], other) for other in others]  # before the gather, and sent after it
+    out = torch.empty(3 * num_bytes, dtype=torch.uint8)
+    Workers(None, rank, 3).all_gather(out, torch.full((num_bytes,), rank, dtype=torch.uint8)).wait()
+    works += [dist.isend(mine, other) for other in others]
+    for work in works:
+        work.wait()
+    return out.view(3, -1)[:, 0].tolist(), [int(arrived[other, -1]) for other in others]
+
+
+@pytest.mark.parametrize("num_bytes", [100, 2**17])
+def test_a_programs_own_messages_in_the_same_group_meet_none_of_ours(num_bytes):
+    for rank, (gathered, arrived) in enumerate(run_workers(_own_messages_around_a_gather, 3, num_bytes)):
+        assert gathered == [0, 1, 2]
+        assert arrived == [100 + other for other in range(3) if other != rank]
+
+
 def _order_of_messages(num_bytes):
     calls = []
     for name in ("isend", "irecv"):
@@ -369,3 +392,20 @@ def test_gloos_threads_push_nobody_aside():
 def test_a_class_that_somebody_chose_is_kept():
     for before, after, _ in run_workers(_classes_of_gloos_threads, 2, os.SCHED_IDLE):
         assert before == after
+
+
+def _make_an_exchange(situation):
+    if situation == "a name that the kernel cut":
+        Path("/proc/self/comm").write_bytes("训练模型".encode()[:10])
+    elif situation == "another system":
+        del os.SCHED_BATCH
+    elif situation == "forbidden":
+        os.sched_setscheduler = lambda *_: exec("raise PermissionError(1, 'forbidden')")
+    exchange = Exchange("gather")
+    return exchange.workers.num_workers
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux's classes of scheduling")
+@pytest.mark.parametrize("situation", ["a name that the kernel cut", "another system", "forbidden"])
+def test_where_threads_cannot_be_told_all_goes_on(situation):
+    assert run_workers(_make_an_exchange, 2, situation) == [2, 2]
