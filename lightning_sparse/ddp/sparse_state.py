@@ -5,6 +5,7 @@ goes to the engine; in the hook of the last one the averages, times S, replace t
 did is open until an optimizer steps on the gradient, and undone if none does (:mod:`lightning_sparse.ddp.settlement`).
 """
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -80,7 +81,7 @@ class SparseState(EngineHolder):
             )
         )
         self.options = options
-        self.settlement = Settlement(parameter_names, self._settle, self._undo)
+        self.settlement = Settlement(parameter_names, _weakly(self._settle), _weakly(self._undo))
         self._parameter_names = dict(parameter_names)
         # As of now: a layer frozen later on stays in DDP.
         self._parameters = {name: one for one, name in parameter_names.items() if one.requires_grad}
@@ -104,7 +105,7 @@ class SparseState(EngineHolder):
         self._futures: list[torch.futures.Future[Tensor]] = []
         self._unused: set[str] = set()
         self._note_shared_state()
-        self.settlement.on_step.append(self._note_shared_state)
+        self.settlement.on_step.append(_weakly(self._note_shared_state))
 
     def rehearse(self, *, is_scaled: bool) -> None:
         """Builds the kernels that steps will need; see :func:`~lightning_sparse.engine.rehearse_steps`."""
@@ -329,3 +330,19 @@ class SparseState(EngineHolder):
                 "train, as under DDP. If you keep gradients aside and use them later, call state.commit() after each "
                 "backward. Said once; see docs/reliability.md."
             )
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Returns what calls a method without keeping its object.
+
+    A state in a circle of references would keep an ended process group until the collector of cycles finds it. That may
+    be in a forked process, where the group's threads are missing when it is taken down.
+    """
+    this = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        bound = this()
+        if bound is not None:
+            bound(*arguments)
+
+    return call

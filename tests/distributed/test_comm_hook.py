@@ -1,5 +1,6 @@
 import copy
 import gc
+import weakref
 
 import pytest
 import torch
@@ -453,3 +454,21 @@ def _collected_within_a_step():
 
 def test_a_state_may_be_collected_in_the_middle_of_a_step():
     assert run_workers(_collected_within_a_step, 1) == [(True, False)]
+
+
+def _goes_with_its_module():
+    gc.collect()
+    gc.disable()
+    model = DistributedDataParallel(Wide())
+    state = register_comm_hook(model, HardThreshold(0.5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(4), torch.ones(3), torch.ones(2)).backward()
+        optimizer.step()
+    gone = weakref.ref(state)
+    del model, optimizer, state
+    return gone() is None
+
+
+def test_a_state_and_its_group_go_with_the_module_and_not_when_a_forked_process_collects_them():
+    assert run_workers(_goes_with_its_module, 2) == [True, True]
