@@ -11,7 +11,7 @@ MESSAGE_SECONDS = 1e-3
 """What a message over Gloo takes each worker of a core, with whatever is in it: 0.2 ms at best, and up to 3 ms where
 :mod:`lightning_sparse.exchange.gloo_threads` cannot help (docs/performance.md)."""
 FULL_BYTES = 2**16
-"""A convoy of so many bytes waits for no other payload, where nothing is said of the link: those of 200 Mbit/s."""
+"""A convoy of so many bytes waits for no other payload, where nothing is said of the link: those of 500 Mbit/s."""
 
 
 def full_bytes(link_gbit_s: float | None) -> int:

@@ -13,21 +13,18 @@ import os
 from pathlib import Path
 
 NAME = b"gloo_tcp_loop"
-"""What Gloo has called its threads since January 2026, with torch 2.12 or so. Those without the name are left alone."""
+"""What Gloo calls its threads: that of torch 2.15 does, that of 2.8 gives them no name, and they are left alone."""
 
 
-def let_senders_finish() -> int:
-    """Has all of this process's threads of Gloo push nobody aside; returns how many they are. Linux, no privileges.
+def let_senders_finish() -> None:
+    """Has all of this process's threads of Gloo push nobody aside. On Linux, where it needs no privileges.
 
     Threads that were given a class of scheduling already keep it.
     """
     if not hasattr(os, "SCHED_BATCH"):
-        return 0
-    found = 0
+        return
     for folder in Path("/proc/self/task").glob("*"):  # none elsewhere
         with contextlib.suppress(OSError):  # it has ended, or the kernel forbids it
-            if (folder / "comm").read_bytes().strip() == NAME:
-                found += 1
-                if os.sched_getscheduler(int(folder.name)) == os.SCHED_OTHER:
-                    os.sched_setscheduler(int(folder.name), os.SCHED_BATCH, os.sched_param(0))
-    return found
+            is_gloo = (folder / "comm").read_bytes().strip() == NAME
+            if is_gloo and os.sched_getscheduler(int(folder.name)) == os.SCHED_OTHER:
+                os.sched_setscheduler(int(folder.name), os.SCHED_BATCH, os.sched_param(0))

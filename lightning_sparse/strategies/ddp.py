@@ -59,7 +59,8 @@ class SparseDDPStrategy(DDPStrategy):
         link_gbit_s: the rate of a worker's link between nodes, in Gbit/s and one direction, by which
             ``exchange="auto"`` judges what is cheapest. None takes it for 10 Gbit/s on CPUs; on GPUs for NVLink
             inside a node, and for 100 Gbit/s between nodes. Over Gloo small payloads of several buckets wait for each
-            other as long as a message costs, 1 ms; None takes the link for one of 200 Mbit/s there.
+            other until as many bytes are together as the link carries in 1 ms, which is what a message costs, or
+            64 kB where None is said.
         residual_checkpoint: what checkpoints hold of residuals. ``"full"``: every worker's, n times the model in
             float32, for a resume that equals a run without a stop; ``"mean"``: their mean, the model once, which keeps
             the pending update; ``"none"``: nothing.

@@ -438,7 +438,9 @@ def _collected_within_a_step():
         optimizer.step()
         return state
 
-    train()  # a cycle holds what is left of it
+    cycle = [train()]  # as a program of a user's may hold it
+    cycle.append(cycle)
+    del cycle
     alive = train()
     other = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)

@@ -1,6 +1,8 @@
 """Local training: anchors, drifts and what is exchanged of them, against n workers in plain tensors."""
 
 import copy
+import gc
+import weakref
 from functools import partial
 
 import pytest
@@ -406,3 +408,22 @@ def test_what_cannot_be_is_told_with_what_to_do():
         wanted += ["'gather'", "partial(torch.optim.SGD"]
         for message, word in zip(messages, wanted, strict=True):
             assert word in message
+
+
+def _goes_by_counting(options):
+    gc.collect()
+    gc.disable()
+    model = Net()
+    averager = SparseModelAverager(model, HardThreshold(THRESHOLD), DriftOptions(**options))
+    for _ in range(3):
+        averager.step()
+    with averager.averaged_weights():
+        pass
+    gone = weakref.ref(averager)
+    del averager
+    return gone() is None
+
+
+@pytest.mark.parametrize("options", [{}, {"every_n_steps": 2, "overlap": True}, {"keep_drift": False}])
+def test_an_averager_and_its_group_go_when_nobody_has_it_and_not_with_the_next_collection_of_cycles(options):
+    assert run_workers(_goes_by_counting, 2, options) == [True, True]

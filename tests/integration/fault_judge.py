@@ -53,6 +53,8 @@ class Outcome:
     problems: list[str] = field(default_factory=list)
     finished: bool = False
     has_struck: bool = True
+    said: str = ""
+    """The end of what each worker wrote, of a training that did not finish."""
 
     def file(self, start: str) -> File | None:
         return next((one for one in self.files if one.name.startswith(start)), None)
@@ -201,6 +203,9 @@ class Judge:
             for rank in range(self.case.num_workers):
                 result = torch.load(folder / f"result of {rank}", weights_only=True)
                 outcome.problems += self.check_last(result, rank)
+        else:
+            outputs = sorted(folder.glob("output of *"))
+            outcome.said = "\n".join(f"{one.name}:\n{one.read_text()[-3000:]}" for one in outputs)
         return outcome
 
     def resume(self, outcomes: Sequence[tuple[Outcome, Path]]) -> int:

@@ -251,7 +251,7 @@ def check(row: Row) -> None:
         compare(outcome, outcomes()[plain_of(row.case), Fault(row.fault.way, row.fault.points)])
     assert outcome.has_struck
     assert not outcome.problems, f"{outcome}: {outcome.problems}"
-    assert outcome.finished == row.finishes
+    assert outcome.finished == row.finishes, f"{outcome}\n{outcome.said}"
     assert outcome.seconds < HANG
     saved = outcome.saved
     if row.saved == NO_FILE:
