@@ -14,7 +14,7 @@ from matplotlib.ticker import NullFormatter, NullLocator
 
 from benchmarks.report import RESULTS
 
-MODELS = {"resnet18": "ResNet-18, batch 8", "lstm": "LSTM, 3 x 650", "neumf": "NeuMF"}
+MODELS = {"resnet18": "ResNet-18, batch 8", "lstm": "LSTM, 3 x 650", "neumf": "NeuMF", "gpt": "GPT, 0.28 million"}
 LABELS = {
     "ddp_fp32": ("DDP, fp32", "0.15", "-"),
     "ddp_bf16": ("DDP, bf16 hook", "0.55", "-"),

@@ -1,6 +1,6 @@
 """How long does a whole training step take under every way of exchanging gradients, as a ratio to no exchange at all?
 
-    python -m benchmarks.step_time [--models resnet18 lstm neumf] [--hosts 4] [--rates 1gbit unshaped] [--quick]
+    python -m benchmarks.step_time [--models resnet18 lstm neumf gpt] [--hosts 4] [--rates 1gbit unshaped] [--quick]
     python -m benchmarks.step_time --exchange-only        (one gradient, without a training step around it)
     python -m benchmarks.chart                            (draws the result)
 
@@ -10,6 +10,7 @@ loopback, unshaped, and a line says so. With more hosts than cores they share co
     resnet18   torchvision's with 10 classes and its max-pool, 8 images of 32 x 32: little compute beside its gradient
     lstm       the recipe's, 3 x 650 with WikiText-2's vocabulary, 2 columns of 30 words
     neumf      the recipe's for MovieLens-20M, 16,384 pairs
+    gpt        the recipe's, 16 windows of 64 bytes: the smallest, with 279,168 parameters
 
     floor                 DDP's no_sync: the same step without any exchange
     ddp_idle              DDP with a hook that does nothing: its copies, and the buffers that it sends around
@@ -52,7 +53,7 @@ from benchmarks.payload import read_results
 
 UNSHAPED = "unshaped"
 RATES = ["200mbit", "1gbit", "10gbit", UNSHAPED]
-MODELS = ["resnet18", "lstm", "neumf"]
+MODELS = ["resnet18", "lstm", "neumf", "gpt"]
 FLOOR, POWER_SGD = "floor", "powersgd_4"
 HARD_THRESHOLDS = ["hard_threshold_0.01", "hard_threshold_0.001", "hard_threshold_0.0001", "hard_threshold_1"]
 DRIFTS = ["drift_0.001", "drift_0.001_every_8"]

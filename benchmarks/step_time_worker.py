@@ -69,6 +69,15 @@ def build(model: str, device: torch.device) -> tuple[nn.Module, Loss]:
             words = draw(WIKITEXT2_VOCABULARY_SIZE, 31, 2, generator=generator)
             return cross_entropy(module(words[:-1])[0].flatten(0, 1), words[1:].flatten())
 
+    elif model == "gpt":
+        from recipes.gpt_wikitext.model import GPT
+
+        network = GPT()
+
+        def loss(module: nn.Module, generator: torch.Generator) -> Tensor:
+            text = draw(256, 16, 65, generator=generator)
+            return cross_entropy(module(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+
     else:
         from recipes.ncf_movielens.model import ML_20M_ITEMS, ML_20M_USERS, NeuMF
 

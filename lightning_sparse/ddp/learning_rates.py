@@ -2,6 +2,11 @@
 
 from collections.abc import Mapping
 
+from torch import Tensor
+
+from lightning_sparse.engine.engine import FlatBucket
+from lightning_sparse.selection.residual import Residual, rescale
+
 
 class LastLearningRates:
     """Remembers lr_{t-1} by parameter name, where t counts the steps that an optimizer made on that parameter.
@@ -13,18 +18,25 @@ class LastLearningRates:
     def __init__(self) -> None:
         self._settled: dict[str, float] = {}
         self._open: dict[str, float] = {}
+        self._ratios: dict[str, float] = {}
 
-    def ratios(self, rates: Mapping[str, float]) -> dict[str, float]:
-        """Returns lr_{t-1} / lr_t by name for a backward whose step will have these rates; 1 for a first step.
+    def begin(self, rates: Mapping[str, float]) -> None:
+        """Takes lr_{t-1} / lr_t by name for a backward whose step will have these rates; 1 for a first step.
 
         A rate of 0 has no ratio: such a step leaves the residual and lr_{t-1} alone.
         """
-        ratios = {}
+        self._ratios = {}
         for name, rate in rates.items():
             if rate != 0:
-                ratios[name] = self._open.get(name, self._settled.get(name, rate)) / rate
+                self._ratios[name] = self._open.get(name, self._settled.get(name, rate)) / rate
                 self._open[name] = rate
-        return ratios
+
+    def rescale(self, bucket: FlatBucket) -> None:
+        """Brings a bucket's residual into units of this backward's rates, if they are not those of the last step."""
+        if any(ratio != 1.0 for ratio in self._ratios.values()):
+            before, after = bucket.residual
+            rescaled: Tensor = rescale(after.copy_(before), bucket.layout, self._ratios)
+            bucket.residual = Residual(rescaled, rescaled)
 
     def settle(self, names: set[str]) -> None:
         """Makes the open rates of these parameters those of their last step."""

@@ -20,12 +20,12 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
-from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_sparse.ddp.notices import warn_of_no_steps
 from lightning_sparse.ddp.optimizer_steps import follow_no_steps, follow_steps
 
 UNDONE_WITHOUT_A_STEP = 20
@@ -220,12 +220,7 @@ class Settlement:
         if gone and not self.progress and not self._is_stepping:
             self._undone_without_a_step += 1
             if self._undone_without_a_step == UNDONE_WITHOUT_A_STEP:
-                rank_zero_warn(
-                    f"lightning_sparse: the gradients of {UNDONE_WITHOUT_A_STEP} backwards were dropped, and no "
-                    "torch.optim.Optimizer has stepped on these parameters: what was not sent of them is lost. If you "
-                    "update weights without an optimizer, or an optimizer holds copies of them, call "
-                    "state.commit() after each update (strategy.state, or what register_comm_hook returned)."
-                )
+                warn_of_no_steps(UNDONE_WITHOUT_A_STEP)
 
     def _zeroed(self, changed: dict[str, Tensor]) -> set[str]:
         """Returns which of an optimizer's gradients that were written to in place were set to zero, not scaled."""

@@ -5,29 +5,30 @@ goes to the engine; in the hook of the last one the averages, times S, replace t
 did is open until an optimizer steps on the gradient, and undone if none does (:mod:`lightning_sparse.ddp.settlement`).
 """
 
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities import rank_zero_info
 from torch import Tensor
 
+from lightning_sparse.ddp.arrival import Arrival
+from lightning_sparse.ddp.bucket_layouts import BucketLayouts
 from lightning_sparse.ddp.clipping import clip_gradient
 from lightning_sparse.ddp.learning_rates import LastLearningRates
+from lightning_sparse.ddp.notices import say_dropped
 from lightning_sparse.ddp.options import ExchangeOptions
 from lightning_sparse.ddp.parameter_use import ParameterUse
-from lightning_sparse.ddp.regrouping import BucketLike, Numbering, Regrouping
+from lightning_sparse.ddp.regrouping import BucketLike
 from lightning_sparse.ddp.settlement import Settlement
+from lightning_sparse.ddp.weak_call import weakly
 from lightning_sparse.engine.engine import Engine, FlatBucket
 from lightning_sparse.engine.holder import EngineHolder
 from lightning_sparse.engine.memory import ResidualMemory
-from lightning_sparse.engine.memory_format import real_numel, require_strides
+from lightning_sparse.engine.memory_format import real_numel
 from lightning_sparse.engine.rehearsal import rehearse_steps
 from lightning_sparse.exchange import Meeting
-from lightning_sparse.selection.residual import Residual, rescale
-from lightning_sparse.sparsifiers import LayerLayout, Sparsifier
+from lightning_sparse.sparsifiers import Sparsifier
 
 LearningRates = Mapping[Tensor, float]
 
@@ -81,31 +82,28 @@ class SparseState(EngineHolder):
             )
         )
         self.options = options
-        self.settlement = Settlement(parameter_names, _weakly(self._settle), _weakly(self._undo))
+        self.settlement = Settlement(parameter_names, weakly(self._settle), weakly(self._undo))
         self._parameter_names = dict(parameter_names)
         # As of now: a layer frozen later on stays in DDP.
         self._parameters = {name: one for one, name in parameter_names.items() if one.requires_grad}
-        self._strides = {name: one.stride() for name, one in self._parameters.items()}
         self.residuals = ResidualMemory(self._parameters, forgets=options.error_feedback == "none")
         self.meeting = Meeting(self.workers)
         self._loss_scale = loss_scale
         self._learning_rates = learning_rates
         self._rates = LastLearningRates()
         self._has_said_undone = False
-        self._layouts: dict[tuple[int, ...], LayerLayout] = {}
+        self._layouts = BucketLayouts(parameter_names)
         self._use = ParameterUse(parameter_names) if allows_unused_parameters else None
-        self._numbering = Numbering(len(self.parameter_sizes)) if is_static_graph else None
-        self._regrouping: Regrouping | None = None
+        self._arrival = Arrival(self._parameter_names, len(self._parameters) if is_static_graph else None)
         self._bucket_names: list[tuple[str, ...]] = []
         # Of the running step:
         self.is_exchanging = self.is_saving = self._is_moving = False
         self._scale: Tensor | None = None
-        self._rescaling: dict[str, float] = {}
         self._buckets: list[FlatBucket] = []
         self._futures: list[torch.futures.Future[Tensor]] = []
         self._unused: set[str] = set()
         self._note_shared_state()
-        self.settlement.on_step.append(_weakly(self._note_shared_state))
+        self.settlement.on_step.append(weakly(self._note_shared_state))
 
     def rehearse(self, *, is_scaled: bool) -> None:
         """Builds the kernels that steps will need; see :func:`~lightning_sparse.engine.rehearse_steps`."""
@@ -158,7 +156,7 @@ class SparseState(EngineHolder):
         self.residuals.load_state_dict({})
         self._engine.reset()
         self._rates.load_state_dict({})
-        self._regrouping = None
+        self._arrival.begin_anew()
         self._bucket_names = []
         self._note_shared_state()
 
@@ -200,18 +198,13 @@ class SparseState(EngineHolder):
         """
         self._engine.load_shared_state(saved, same_world_size=same_world_size)
         self._rates.load_state_dict(saved["learning_rates"])
-        if same_world_size and saved["layout"]:
-            most_steps = 1 if self._numbering is None else 2  # a static graph has one step more
-            self._regrouping = Regrouping(saved["layout"], self._parameter_names, most_steps)
+        if same_world_size:
+            self._arrival.continue_with(saved["layout"])
         self._note_shared_state()
 
     def receive(self, grad_bucket: BucketLike) -> torch.futures.Future[Tensor]:
         """Takes one of DDP's buckets through the step. Collective: every worker calls this for the same bucket."""
-        if self._numbering is not None and not self._numbering.is_over:
-            grad_bucket = self._numbering.numbered(grad_bucket)
-        if self._regrouping is None or self._regrouping.is_over:
-            return self._receive(grad_bucket)
-        return self._regrouping.receive(grad_bucket, self._receive)
+        return self._arrival.receive(grad_bucket, self._receive)
 
     def _receive(self, grad_bucket: BucketLike) -> torch.futures.Future[Tensor]:
         """Takes a bucket through the step, or puts it aside where something must be known of all of them first."""
@@ -251,19 +244,13 @@ class SparseState(EngineHolder):
         self._scale = self._loss_scale()
         if self.options.error_feedback == "learning_rate":
             named = ((self._parameter_names.get(one), rate) for one, rate in self._learning_rates().items())
-            self._rescaling = self._rates.ratios({name: rate for name, rate in named if name is not None})
+            self._rates.begin({name: rate for name, rate in named if name is not None})
 
     def _open(self, grad_bucket: BucketLike) -> FlatBucket:
         gradient = grad_bucket.buffer()
-        parameters = grad_bucket.parameters()
-        key = tuple(map(id, parameters))
-        if key not in self._layouts:
-            names = tuple(self._parameter_names[parameter] for parameter in parameters)
-            self._layouts[key] = LayerLayout(names, tuple(map(real_numel, parameters)))
+        layout, is_new = self._layouts.of(grad_bucket)
+        if is_new:
             self._engine.forget_sizes()
-        layout = self._layouts[key]
-        require_strides(layout.names, parameters, self._strides)
-        assert gradient.numel() == layout.num_elements, f"{gradient.numel()=} of {layout}"
         residual = self.residuals.bucket(grad_bucket.index(), layout, gradient)
         bucket = FlatBucket(
             grad_bucket.index(), layout, gradient, residual, grad_bucket.is_last(), loss_scale=self._scale
@@ -276,10 +263,7 @@ class SparseState(EngineHolder):
         return bucket
 
     def _send(self, bucket: FlatBucket) -> None:
-        if any(factor != 1.0 for factor in self._rescaling.values()):
-            before, after = bucket.residual
-            rescaled = rescale(after.copy_(before), bucket.layout, self._rescaling)
-            bucket.residual = Residual(rescaled, rescaled)
+        self._rates.rescale(bucket)
         self._engine.add(bucket)
 
     def _end_step(self) -> None:
@@ -324,25 +308,4 @@ class SparseState(EngineHolder):
         has_overflowed = self._scale is not None and self.last_step is not None and self.last_step.non_finite
         if not (has_overflowed or self._has_said_undone or self.is_exchanging):
             self._has_said_undone = True
-            listed = ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")
-            rank_zero_info(
-                f"lightning_sparse: gradients were dropped before an optimizer stepped on them ({listed}): they do not "
-                "train, as under DDP. If you keep gradients aside and use them later, call state.commit() after each "
-                "backward. Said once; see docs/reliability.md."
-            )
-
-
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Returns what calls a method without keeping its object.
-
-    A state in a circle of references would keep an ended process group until the collector of cycles finds it. That may
-    be in a forked process, where the group's threads are missing when it is taken down.
-    """
-    this = weakref.WeakMethod(method)
-
-    def call(*arguments: Any) -> None:
-        bound = this()
-        if bound is not None:
-            bound(*arguments)
-
-    return call
+            say_dropped(names)

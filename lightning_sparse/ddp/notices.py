@@ -1,0 +1,25 @@
+"""What a user is told of gradients that do not train."""
+
+from collections.abc import Collection
+
+from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
+
+
+def say_dropped(names: Collection[str]) -> None:
+    """Says of which parameters gradients were dropped before an optimizer stepped on them."""
+    listed = ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")
+    rank_zero_info(
+        f"lightning_sparse: gradients were dropped before an optimizer stepped on them ({listed}): they do not train, "
+        "as under DDP. If you keep gradients aside and use them later, call state.commit() after each backward. Said "
+        "once; see docs/reliability.md."
+    )
+
+
+def warn_of_no_steps(num_backwards: int) -> None:
+    """Warns that so many backwards were dropped, and no optimizer has ever stepped."""
+    rank_zero_warn(
+        f"lightning_sparse: the gradients of {num_backwards} backwards were dropped, and no torch.optim.Optimizer has "
+        "stepped on these parameters: what was not sent of them is lost. If you update weights without an optimizer, "
+        "or an optimizer holds copies of them, call state.commit() after each update (strategy.state, or what "
+        "register_comm_hook returned)."
+    )
