@@ -19,9 +19,13 @@ class DenseShipment(Shipment):
         self._work = self.workers.all_reduce(self.out)
         self.sent_bytes += self.out.numel() * self.out.itemsize
 
+    def join(self) -> None:
+        """Waits for the all-reduce, on a GPU on the device."""
+        self._work.wait()
+
     def finish(self, header: Tensor) -> None:
         """Divides the sum by n."""
-        self._work.wait()
+        self.join()
         if not self.is_divided:
             self.out.div_(self.workers.num_workers)
 

@@ -278,7 +278,11 @@ class Exchange:
             everyone = local
             if n > 1:
                 everyone = local.new_empty(n * local.numel())
-                self.workers.all_gather(everyone, local).wait()
+                pending = self.workers.all_gather(everyone, local)
+                # Where a sum has failed, because of one worker, another may never tell anything.
+                for shipment in self._shipments:
+                    shipment.join()
+                pending.wait()
             gathered.append(everyone.view(n, -1))
         return (torch.cat(gathered, 1) if len(gathered) > 1 else gathered[0]), lengths
 

@@ -23,6 +23,7 @@ class Shipment(ABC):
     2. ``start``     in the bucket's hook: the first collective goes out, backward continues
     3. ``prepare``   in the last bucket's hook, before any header is read: what can be done without, such as a second
                      collective
+       ``join``      the same, once this worker has told what it has to tell, before it hears of the others
     4. ``complete``  the same, once headers are on their way to the host: the usual ending
     5. ``second``    with the headers: whatever else is needed
     6. ``finish``    the average is in ``out``
@@ -68,6 +69,10 @@ class Shipment(ABC):
     def prepare(self) -> Tensor | None:
         """Goes on without any header; returns a number for all to know, if ``has_sizes``: int64, on the device."""
         return None
+
+    def join(self) -> None:
+        """Waits for a sum that is under way: one that fails must be seen before others are waited for."""
+        return
 
     def complete(self) -> None:
         """Enqueues on a GPU what is right in the usual step, so that the device need not wait for the host to look."""

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 import zlib
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.parallel import DistributedDataParallel
 
+from lightning_sparse import HardThreshold, register_comm_hook
 from lightning_sparse.exchange import Exchange, Workers, convoy
 from lightning_sparse.exchange.hierarchical import find_nodes, is_one_node
 from lightning_sparse.exchange.payload import PayloadFormat, round_to_wire
@@ -392,6 +395,37 @@ def test_gloos_threads_push_nobody_aside():
 def test_a_class_that_somebody_chose_is_kept():
     for before, after, _ in run_workers(_classes_of_gloos_threads, 2, os.SCHED_IDLE):
         assert before == after
+
+
+def _see_a_sum_fail(folder):
+    """Returns what the second worker says; the first takes part only when it has been said."""
+    said = Path(folder) / "said"
+    model = DistributedDataParallel(torch.nn.Linear(40, 10))
+    register_comm_hook(model, HardThreshold(0.0), exchange="dense")
+    loss = model(torch.ones(1, 40)).sum()
+    if dist.get_rank() == 0:
+        deadline = time.monotonic() + 30
+        while not said.exists():
+            assert time.monotonic() < deadline, "the other waits for this worker"
+            time.sleep(0.01)
+        return said.read_text()
+    start = Workers.all_reduce
+
+    def failing(self, tensor):
+        pending = start(self, tensor)
+        pending.wait = lambda: exec("raise RuntimeError('the sum has failed')")
+        return pending
+
+    Workers.all_reduce = failing
+    with pytest.raises(RuntimeError) as caught:
+        loss.backward()
+    said.write_text(str(caught.value))
+    return said.read_text()
+
+
+def test_a_sum_that_failed_is_seen_before_others_are_waited_for(tmp_path):
+    # As plain DDP does: a third worker's connection may have broken, and this one's may never come.
+    assert run_workers(_see_a_sum_fail, 2, str(tmp_path)) == ["the sum has failed"] * 2
 
 
 def _make_an_exchange(situation):
