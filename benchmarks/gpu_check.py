@@ -150,7 +150,9 @@ def _run(work: Callable[..., None], options: argparse.Namespace, folder: str, li
     """Runs it in one process a worker; returns whether all ended in time. Errors of a fault are expected."""
     store = f"{folder}/store.{work.__name__}"
     arguments = (options.workers, options.device, store, folder, vars(options))
-    context = torch.multiprocessing.spawn(work, arguments, nprocs=options.workers, join=False)
+    context = torch.multiprocessing.start_processes(
+        work, arguments, nprocs=options.workers, join=False, start_method="forkserver"
+    )
     deadline = time.monotonic() + limit
     try:
         while not context.join(timeout=1.0):
@@ -234,4 +236,5 @@ def _guarded(section: Callable[[argparse.Namespace], Section], options: argparse
 
 
 if __name__ == "__main__":
+    torch.multiprocessing.get_context("forkserver").set_forkserver_preload([gpu_check_worker.__name__])
     sys.exit(main())
