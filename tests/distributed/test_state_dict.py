@@ -71,3 +71,19 @@ def _of_the_other_worker():
 
 def test_the_file_of_another_worker_is_refused():
     run_workers(_of_the_other_worker, 2)
+
+
+def _first_layout(comes_from_another_run):
+    model, optimizer, state = begin(HardThreshold(0.2))
+    if comes_from_another_run:
+        names = [name for name, one in model.module.named_parameters() if one.requires_grad]
+        state.load_shared_state(state.shared_state() | {"layout": [[name] for name in names]}, same_world_size=True)
+        state.reset()
+    run(model, optimizer, build_batches(dist.get_world_size(), torch.float32, 1))
+    return state.shared_state()["layout"]
+
+
+def test_after_a_reset_buckets_are_not_laid_out_as_in_another_run():
+    own = run_workers(_first_layout, 2, False)
+    assert run_workers(_first_layout, 2, True) == own
+    assert len(own[0]) == 1  # DDP's first step has one bucket
