@@ -150,8 +150,10 @@ def _run(work: Callable[..., None], options: argparse.Namespace, folder: str, li
     """Runs it in one process a worker; returns whether all ended in time. Errors of a fault are expected."""
     store = f"{folder}/store.{work.__name__}"
     arguments = (options.workers, options.device, store, folder, vars(options))
+    # What is forked may not use CUDA once its parent has so much as counted devices.
+    start = "forkserver" if options.device == "cpu" else "spawn"
     context = torch.multiprocessing.start_processes(
-        work, arguments, nprocs=options.workers, join=False, start_method="forkserver"
+        work, arguments, nprocs=options.workers, join=False, start_method=start
     )
     deadline = time.monotonic() + limit
     try:
@@ -236,5 +238,4 @@ def _guarded(section: Callable[[argparse.Namespace], Section], options: argparse
 
 
 if __name__ == "__main__":
-    torch.multiprocessing.get_context("forkserver").set_forkserver_preload([gpu_check_worker.__name__])
     sys.exit(main())

@@ -25,7 +25,6 @@ class DenseShipment(Shipment):
 
     def finish(self, header: Tensor) -> None:
         """Divides the sum by n."""
-        self.join()
         if not self.is_divided:
             self.out.div_(self.workers.num_workers)
 

@@ -270,19 +270,20 @@ class Exchange:
         last = self._shipments[-1]
         told = [] if _carries_headers(last) else self._headers
         told = [*told, *(size.double().view(1) for size in sizes)]
+        n, local = self.workers.num_workers, torch.cat(told) if told else None
+        everyone, pending = local, None
+        if local is not None and n > 1:
+            everyone = local.new_empty(n * local.numel())
+            pending = self.workers.all_gather(everyone, local)
+        # A sum may have failed because of one worker, for which another never tells anything: it is looked at first.
+        for shipment in self._shipments:
+            shipment.join()
         gathered = []
         if isinstance(last, GatherShipment) and _carries_headers(last):
             gathered.append(last.headers())
-        if told:
-            n, local = self.workers.num_workers, torch.cat(told)
-            everyone = local
-            if n > 1:
-                everyone = local.new_empty(n * local.numel())
-                pending = self.workers.all_gather(everyone, local)
-                # Where a sum has failed, because of one worker, another may never tell anything.
-                for shipment in self._shipments:
-                    shipment.join()
-                pending.wait()
+        if pending is not None:
+            pending.wait()
+        if everyone is not None:
             gathered.append(everyone.view(n, -1))
         return (torch.cat(gathered, 1) if len(gathered) > 1 else gathered[0]), lengths
 

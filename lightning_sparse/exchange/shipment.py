@@ -23,10 +23,10 @@ class Shipment(ABC):
     2. ``start``     in the bucket's hook: the first collective goes out, backward continues
     3. ``prepare``   in the last bucket's hook, before any header is read: what can be done without, such as a second
                      collective
-       ``join``      the same, once this worker has told what it has to tell, before it hears of the others
-    4. ``complete``  the same, once headers are on their way to the host: the usual ending
-    5. ``second``    with the headers: whatever else is needed
-    6. ``finish``    the average is in ``out``
+    4. ``join``      the same, before this worker waits for what others tell: a sum that is under way
+    5. ``complete``  the same, once headers are on their way to the host: the usual ending
+    6. ``second``    with the headers: whatever else is needed
+    7. ``finish``    the average is in ``out``
 
     Args:
         bucket: the bucket's place in DDP's order.
@@ -71,7 +71,7 @@ class Shipment(ABC):
         return None
 
     def join(self) -> None:
-        """Waits for a sum that is under way: one that fails must be seen before others are waited for."""
+        """Waits for a sum that is under way, on a GPU on the device: one that fails is seen before others are heard."""
         return
 
     def complete(self) -> None:

@@ -397,18 +397,22 @@ def test_a_class_that_somebody_chose_is_kept():
         assert before == after
 
 
-def _see_a_sum_fail(folder):
-    """Returns what the second worker says; the first takes part only when it has been said."""
+def _see_a_sum_fail(folder, routes):
+    """Returns what the second worker says; the first takes part in the second step only when it has been said."""
     said = Path(folder) / "said"
-    model = DistributedDataParallel(torch.nn.Linear(40, 10))
-    register_comm_hook(model, HardThreshold(0.0), exchange="dense")
+    Exchange._route = lambda self, key, *_, **__: routes[key[0]]
+    model = DistributedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(40, 10), torch.nn.Linear(10, 40)), bucket_cap_mb=0.001
+    )
+    state = register_comm_hook(model, HardThreshold(0.0))
+    model(torch.ones(1, 40)).sum().backward()
     loss = model(torch.ones(1, 40)).sum()
     if dist.get_rank() == 0:
         deadline = time.monotonic() + 30
         while not said.exists():
             assert time.monotonic() < deadline, "the other waits for this worker"
             time.sleep(0.01)
-        return said.read_text()
+        return said.read_text(), len(state.shared_state()["layout"])
     start = Workers.all_reduce
 
     def failing(self, tensor):
@@ -420,12 +424,14 @@ def _see_a_sum_fail(folder):
     with pytest.raises(RuntimeError) as caught:
         loss.backward()
     said.write_text(str(caught.value))
-    return said.read_text()
+    return said.read_text(), len(state.shared_state()["layout"])
 
 
-def test_a_sum_that_failed_is_seen_before_others_are_waited_for(tmp_path):
+@pytest.mark.parametrize("routes", [("dense", "dense"), ("dense", "gather")])
+def test_a_sum_that_failed_is_seen_before_others_are_waited_for(routes, tmp_path):
     # As plain DDP does: a third worker's connection may have broken, and this one's may never come.
-    assert run_workers(_see_a_sum_fail, 2, str(tmp_path)) == ["the sum has failed"] * 2
+    for said, _ in run_workers(_see_a_sum_fail, 2, str(tmp_path), routes):
+        assert said == "the sum has failed"
 
 
 def _make_an_exchange(situation):
