@@ -1,30 +1,45 @@
 """Runs a function in several worker processes at once and returns what each returned.
 
 Processes come from a fork server that has imported what tests need once and computed nothing: starting a worker takes
-a fraction of a second, it has met no other test, and no thread of the test process is forked along.
+a fraction of a second, and no thread of the test process is forked along. Workers stay for the next call, as a
+notebook's kernel does, but those that failed or were left changed (:mod:`tests.worker_process`).
 """
 
+import atexit
 import contextlib
+import functools
 import multiprocessing
-import os
 import socket
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
+
+from tests.worker_process import Call, serve
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.preload"])
 
 
+class _Worker(NamedTuple):
+    process: Any
+    pipe: connection.Connection
+
+
+_kept: list[_Worker] = []
+
+
 def run_workers(
-    function: Callable[..., Any], num_workers: int, *args: Any, process_group: bool = True, timeout: float = 150.0
+    function: Callable[..., Any],
+    num_workers: int,
+    *args: Any,
+    process_group: bool = True,
+    timeout: float = 150.0,
+    new: bool = False,
 ) -> list[Any]:
     """Returns ``[function(*args) on rank 0, …]``; raises what a worker raised, and kills all of them on a timeout.
 
@@ -35,61 +50,82 @@ def run_workers(
         process_group: whether to initialise a Gloo process group first. Without, only torchrun's environment variables
             are set, from which a Trainer starts its own.
         timeout: seconds for all of them together.
+        new: whether they must be processes that have met no other test, and that end as a program does.
     """
+    workers = [] if new else _kept[:num_workers]
+    del _kept[: len(workers)]
+    workers += [_start() for _ in range(num_workers - len(workers))]
+    staying: list[_Worker] = []
     with tempfile.TemporaryDirectory() as folder, reserved_port() as port:
-        processes = [
-            _context.Process(target=_work, args=(function, args, rank, num_workers, folder, port, process_group))
-            for rank in range(num_workers)
-        ]
-        for process in processes:
-            process.start()
         try:
-            if not _wait_until_one_fails(processes, timeout):
-                raise TimeoutError(f"workers did not finish within {timeout} s")
+            for rank, worker in enumerate(workers):
+                environment = environment_of(rank, num_workers, port)
+                worker.pipe.send(Call(function, args, environment, folder, process_group, is_last=new))
+            staying = _wait_until_one_fails(workers, timeout)
         finally:
-            for process in processes:
-                process.kill()
-                process.join()
+            for worker in workers:
+                if worker not in staying:
+                    worker.process.kill()
+                    worker.process.join()
+                    worker.pipe.close()
+        _kept.extend(staying)
         failures = [path.read_text() for path in sorted(Path(folder).glob("*.failed"))]
         if failures:
             raise AssertionError("\n".join(failures))
-        if any(process.exitcode for process in processes):
-            raise AssertionError(f"workers died with exit codes {[process.exitcode for process in processes]}")
+        exit_codes = [worker.process.exitcode for worker in workers]
+        if any(exit_codes):
+            raise AssertionError(f"workers died with exit codes {exit_codes}")
         return [torch.load(f"{folder}/{rank}.result", weights_only=False) for rank in range(num_workers)]
 
 
-def _wait_until_one_fails(processes: Sequence[Any], timeout: float) -> bool:
-    """Waits for all processes; returns whether they have ended, or one of them has failed, in so many seconds."""
+def _start() -> _Worker:
+    _let_go_at_the_end()
+    ours, theirs = _context.Pipe()
+    process = _context.Process(target=serve, args=(theirs,))
+    process.start()
+    theirs.close()
+    return _Worker(process, ours)
+
+
+@functools.cache
+def _let_go_at_the_end() -> None:
+    atexit.register(_let_go)
+
+
+def _let_go() -> None:
+    for worker in _kept:
+        worker.pipe.close()
+    for worker in _kept:
+        worker.process.join()
+
+
+def _wait_until_one_fails(workers: Sequence[_Worker], timeout: float) -> list[_Worker]:
+    """Returns those that wait for another call, none where one failed; the others have ended or are of no use.
+
+    Raises:
+        TimeoutError: not all came to an end in so many seconds.
+    """
     deadline = time.monotonic() + timeout
     failed = False
-    while running := [process for process in processes if process.exitcode is None]:
-        if not failed and any(process.exitcode for process in processes):
-            failed, deadline = True, time.monotonic() + 1.0  # the others report too, if they can
-        if not connection.wait([process.sentinel for process in running], max(0.0, deadline - time.monotonic())):
-            return failed
-    return True
-
-
-def _work(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    rank: int,
-    num_workers: int,
-    folder: str,
-    port: int,
-    process_group: bool,
-) -> None:
-    os.environ |= environment_of(rank, num_workers, port)
-    torch.set_num_threads(1)
-    try:
-        if process_group:
-            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_workers)
-        torch.save(function(*args), f"{folder}/{rank}.result")
-        if process_group:
-            dist.destroy_process_group()
-    except BaseException:
-        Path(f"{folder}/{rank}.failed").write_text(f"rank {rank}:\n{traceback.format_exc()}")
-        os._exit(1)
+    staying = []
+    pipes = {worker.pipe: worker for worker in workers}
+    running = {worker.process.sentinel: worker for worker in workers}
+    while running:
+        ready = connection.wait([*pipes, *running], max(0.0, deadline - time.monotonic()))
+        if not ready and not failed:
+            raise TimeoutError(f"workers did not finish within {timeout} s")
+        if not ready:
+            break
+        for source in ready:
+            if worker := pipes.pop(source, None):
+                with contextlib.suppress(EOFError, ConnectionError):  # it ends, and its exit code says how
+                    worker.pipe.recv()
+                    staying.append(running.pop(worker.process.sentinel))
+            elif worker := running.pop(source, None):
+                pipes.pop(worker.pipe, None)
+                if worker.process.exitcode and not failed:
+                    failed, deadline = True, time.monotonic() + 1.0  # the others report too, if they can
+    return [] if failed else staying
 
 
 def environment_of(rank: int, num_workers: int, port: int) -> dict[str, str]:

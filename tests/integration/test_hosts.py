@@ -127,7 +127,8 @@ def enter(namespace: str) -> None:
 def train_on(lab: NetworkLab, folder: Path) -> list[dict[str, Any]]:
     """What a worker on every host of a lab comes to."""
     namespaces = [lab.namespace(host) for host in range(lab.hosts)]
-    return run_workers(train, lab.hosts, namespaces, lab.address(0), str(folder), process_group=False, timeout=100)
+    where = (namespaces, lab.address(0), str(folder))  # where a process that has threads cannot go
+    return run_workers(train, lab.hosts, *where, process_group=False, timeout=100, new=True)
 
 
 @cache
