@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sparse.ddp.arrival import Arrival
-from lightning_sparse.ddp.bucket_layouts import BucketLayouts
+from lightning_sparse.ddp.arrival import Arrival, BucketLayouts
 from lightning_sparse.ddp.clipping import clip_gradient
 from lightning_sparse.ddp.learning_rates import LastLearningRates
 from lightning_sparse.ddp.notices import say_dropped
