@@ -9,7 +9,16 @@ from lightning_sparse.ddp import SparseState, register_comm_hook
 from lightning_sparse.drift import DriftOptions, SparseModelAverager
 from lightning_sparse.engine import StepStats
 from lightning_sparse.metrics import AverageDensity, TotalError
-from lightning_sparse.sparsifiers import HardThreshold, LayerLayout, Selection, Sparsifier, TopK
+from lightning_sparse.sparsifiers import (
+    Dense,
+    GaussianK,
+    HardThreshold,
+    LayerLayout,
+    RandomK,
+    Selection,
+    Sparsifier,
+    TopK,
+)
 from lightning_sparse.sparsifiers.threshold_rules import paper_threshold
 from lightning_sparse.strategies import (
     DDPHardThresholdStrategy,
@@ -22,12 +31,15 @@ from lightning_sparse.strategies import (
 __all__ = [
     "AverageDensity",
     "DDPHardThresholdStrategy",
+    "Dense",
     "DensityMonitor",
     "DriftOptions",
     "ErrorMonitor",
+    "GaussianK",
     "HardThreshold",
     "LayerLayout",
     "LocalHardThresholdStrategy",
+    "RandomK",
     "Selection",
     "SparseDDPStrategy",
     "SparseLocalStrategy",

@@ -217,12 +217,11 @@ class SparseState(EngineHolder):
             devices=None if bucket.gradient.device.type == "cpu" else [bucket.gradient.device]
         )
         self._futures.append(future)
-        if self.options.local_clip_norm is None:
-            self._send(bucket)
+        if self.options.local_clip_norm is None and not self._engine.needs_survey:
+            self._rates.rescale(bucket)
+            self._engine.add(bucket)
         elif bucket.is_last:
-            clip_gradient([one.gradient for one in self._buckets], self.options.local_clip_norm, self._scale)
-            for one in self._buckets:
-                self._send(one)
+            self._send_all()
         if bucket.is_last:
             self._end_step()
         return future
@@ -261,9 +260,14 @@ class SparseState(EngineHolder):
             bucket.notes = self._use.marks(layout, gradient.device)
         return bucket
 
-    def _send(self, bucket: FlatBucket) -> None:
-        self._rates.rescale(bucket)
-        self._engine.add(bucket)
+    def _send_all(self) -> None:
+        if self.options.local_clip_norm is not None:
+            clip_gradient([one.gradient for one in self._buckets], self.options.local_clip_norm, self._scale)
+        for bucket in self._buckets:
+            self._rates.rescale(bucket)
+        self._engine.survey(self._buckets)
+        for bucket in self._buckets:
+            self._engine.add(bucket)
 
     def _end_step(self) -> None:
         buckets, self._buckets = self._buckets, []

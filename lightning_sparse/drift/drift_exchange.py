@@ -69,7 +69,12 @@ class DriftExchange:
                 notes = torch.cat([notes, self.bystanders.prints(only_buffers=True).to(notes.device)])
             one = FlatBucket(bucket.index, bucket.layout, bucket.drift, residual, is_last, notes=notes)
             self._flight.append(one)
-            self._engine.add(one)
+            if not self._engine.needs_survey:
+                self._engine.add(one)
+        if self._engine.needs_survey:
+            self._engine.survey(self._flight)
+            for one in self._flight:
+                self._engine.add(one)
         self.is_changing = False
 
     def land(self) -> None:

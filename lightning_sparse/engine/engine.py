@@ -16,6 +16,7 @@ and once all are there:
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,8 +31,8 @@ from lightning_sparse.exchange.payload import ValueDtype, wire_dtype
 from lightning_sparse.selection.bucket_gradient import BucketGradient
 from lightning_sparse.selection.extraction import Extraction
 from lightning_sparse.selection.numbers import header_fields
-from lightning_sparse.selection.residual import Residual
-from lightning_sparse.sparsifiers import LayerLayout, Sparsifier
+from lightning_sparse.selection.residual import Residual, compensated
+from lightning_sparse.sparsifiers import LayerLayout, Sparsifier, WholeStep
 
 
 @dataclass
@@ -100,17 +101,21 @@ class Engine:
         self._value_dtype: ValueDtype = value_dtype
         self._per_layer_stats = per_layer_stats
         self._exchange = Exchange(exchange, group, link_gbit_s)
-        self._extraction = Extraction(
-            self.sparsifier,
-            num_slices=self.workers.num_workers if self._exchange.counts_slices else 0,
-            per_layer=per_layer_stats,
-            keeps_rest=keeps_rest,
-        )
+        self._keeps_rest = keeps_rest
+        self._extraction = self._make_extraction()
         self._averages = Buffers()
         self._subscribers: list[Callable[[StepStats], None]] = []
         self._buckets: list[FlatBucket] = []
         self._headers: list[Tensor] = []
         self._payload_bytes = 0
+
+    def _make_extraction(self) -> Extraction:
+        return Extraction(
+            self.sparsifier,
+            num_slices=self.workers.num_workers if self._exchange.counts_slices else 0,
+            per_layer=self._per_layer_stats,
+            keeps_rest=self._keeps_rest,
+        )
 
     @property
     def workers(self) -> Workers:
@@ -140,6 +145,8 @@ class Engine:
         double = copy.copy(self)
         double._exchange, double._calibrates = exchange, calibrates
         double._averages, double._buckets, double._headers = Buffers(), [], []
+        double.sparsifier = copy.deepcopy(self.sparsifier)
+        double._extraction = double._make_extraction()
         return double
 
     def forget_sizes(self) -> None:
@@ -151,6 +158,23 @@ class Engine:
         """Begins a step; one that was broken off in its middle is forgotten."""
         self._buckets.clear()
         self._exchange.begin()
+        self.sparsifier.begin_step(self._num_steps, self.workers.rank)
+
+    @property
+    def _num_steps(self) -> int:
+        return 0 if self.last_step is None else self.last_step.step + 1
+
+    @property
+    def needs_survey(self) -> bool:
+        """Whether :meth:`survey` must be called before a step's first :meth:`add`."""
+        return self.sparsifier.needs_survey
+
+    def survey(self, buckets: Sequence[FlatBucket]) -> None:
+        """Shows the sparsifier a whole step, all of whose buckets are there; without ``needs_survey`` does nothing."""
+        if self.needs_survey:
+            dtype = max((bucket.residual.before.dtype for bucket in buckets), key=lambda one: one.itemsize)
+            num_elements = sum(bucket.layout.num_elements for bucket in buckets)
+            self.sparsifier.survey(WholeStep([partial(_whole, one, dtype) for one in buckets], num_elements, dtype))
 
     def add(self, bucket: FlatBucket) -> None:
         """Takes out of a bucket what is sent, and starts its exchange. Collective."""
@@ -201,7 +225,7 @@ class Engine:
         """
         buckets, self._buckets = self._buckets, []
         stats = step_stats(
-            0 if self.last_step is None else self.last_step.step + 1,
+            self._num_steps,
             [bucket.layout for bucket in buckets],
             self._headers,
             payload_bytes=self._payload_bytes + more_bytes,
@@ -249,3 +273,11 @@ class Engine:
             self.last_step = StepStats(**saved["last_step"])
         if same_world_size:
             self._exchange.load_state_dict(saved["exchange"])
+
+
+def _whole(bucket: FlatBucket, dtype: torch.dtype) -> Tensor:
+    """Returns p of a bucket in memory of its own, 0 where it sends nothing."""
+    whole = compensated(bucket.residual, bucket.gradient, bucket.loss_scale)
+    for start, end in bucket.left_out:
+        whole[start:end] = 0
+    return whole.to(dtype)

@@ -1,8 +1,8 @@
 """Taking what this worker sends out of a bucket: p = e + g / S, the selection, and the rest that stays.
 
 Several ways come to the same bits: the hard threshold has two for CPUs (``native_threshold`` and, where that is not to
-be had, ``block_filter``) and one for GPUs (``fused_threshold``), Top-k one for GPUs (``marking``), and every other
-sparsifier is asked through :meth:`~lightning_sparse.sparsifiers.Sparsifier.select`.
+be had, ``block_filter``) and one for GPUs (``fused_threshold``), those that mark what they select one for GPUs
+(``marking``), and every other sparsifier is asked through :meth:`~lightning_sparse.sparsifiers.Sparsifier.select`.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,15 @@ from lightning_sparse.selection.marking import take_out_marked
 from lightning_sparse.selection.native_threshold import goes_native, take_out_natively
 from lightning_sparse.selection.numbers import FIXED_FIELDS, LocalNumbers, header_fields, layer_errors, squared_norm
 from lightning_sparse.selection.residual import compensate, keep_rest
-from lightning_sparse.sparsifiers import HardThreshold, LayerLayout, Selection, Sparsifier, ThresholdRun, TopK, in_order
+from lightning_sparse.sparsifiers import (
+    HardThreshold,
+    LayerLayout,
+    MarkingSparsifier,
+    Selection,
+    Sparsifier,
+    ThresholdRun,
+    in_order,
+)
 
 
 class Extraction:
@@ -68,7 +76,7 @@ class Extraction:
 
     def _fill(self, bucket: BucketGradient, shipment: Shipment, is_threshold: bool) -> LocalNumbers:
         is_on_cpu = bucket.gradient.device.type == "cpu"
-        if type(self._sparsifier).select is TopK.select and not is_on_cpu:
+        if type(self._sparsifier).select is MarkingSparsifier.select and not is_on_cpu:
             return self._fill_marked(bucket, shipment)
         if is_threshold and self._keeps_rest and goes_native(bucket, shipment, self._runs(bucket)):
             if shipment.payload is not None:
@@ -104,7 +112,7 @@ class Extraction:
     def _select(self, bucket: BucketGradient, wire_dtype: torch.dtype) -> Selection:
         compensated = compensate(bucket.residual, bucket.gradient, bucket.loss_scale)
         selected = self._sparsifier.select(compensated, bucket.layout)
-        if type(self._sparsifier).select not in (HardThreshold.select, TopK.select):
+        if type(self._sparsifier).select not in (HardThreshold.select, MarkingSparsifier.select):
             selected = in_order(selected, bucket.layout.num_elements)
         selected = without(selected, bucket.unused, bucket.layout.num_elements)
         sent = Selection(selected.indices, round_to_wire(selected.values, wire_dtype))
@@ -174,8 +182,8 @@ class Extraction:
         return header
 
     def _fill_marked(self, bucket: BucketGradient, shipment: Shipment) -> LocalNumbers:
-        """Top-k on a GPU, where asking for the indices would make the host wait for their number."""
-        assert isinstance(self._sparsifier, TopK)
+        """On a GPU, where asking for the indices would make the host wait for their number."""
+        assert isinstance(self._sparsifier, MarkingSparsifier)
         marks = self._sparsifier.mark(compensate(bucket.residual, bucket.gradient, bucket.loss_scale), bucket.layout)
         for start, end in bucket.unused:
             marks[start:end] = False

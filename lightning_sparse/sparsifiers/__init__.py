@@ -1,7 +1,30 @@
 """What to send: one module per sparsifier, pure tensors, no communication and no Lightning."""
 
+from lightning_sparse.sparsifiers.dense import Dense
+from lightning_sparse.sparsifiers.gaussian_k import GaussianK
 from lightning_sparse.sparsifiers.hard_threshold import HardThreshold, ThresholdRun
-from lightning_sparse.sparsifiers.protocol import LayerLayout, Selection, Sparsifier, in_order
+from lightning_sparse.sparsifiers.protocol import (
+    LayerLayout,
+    MarkingSparsifier,
+    Selection,
+    Sparsifier,
+    WholeStep,
+    in_order,
+)
+from lightning_sparse.sparsifiers.random_k import RandomK
 from lightning_sparse.sparsifiers.top_k import TopK
 
-__all__ = ["HardThreshold", "LayerLayout", "Selection", "Sparsifier", "ThresholdRun", "TopK", "in_order"]
+__all__ = [
+    "Dense",
+    "GaussianK",
+    "HardThreshold",
+    "LayerLayout",
+    "MarkingSparsifier",
+    "RandomK",
+    "Selection",
+    "Sparsifier",
+    "ThresholdRun",
+    "TopK",
+    "WholeStep",
+    "in_order",
+]

@@ -2,7 +2,7 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import NamedTuple
 
@@ -53,6 +53,20 @@ class Selection(NamedTuple):
     values: Tensor
 
 
+class WholeStep(NamedTuple):
+    """All that one worker has to send in a step, before anything of it is selected.
+
+    Attributes:
+        buckets: each forms p of a bucket whenever it is called, shape (m,), with 0 where nothing may be sent.
+        num_elements: of all buckets together.
+        dtype: of what they return, float32 or float64.
+    """
+
+    buckets: Sequence[Callable[[], Tensor]]
+    num_elements: int
+    dtype: torch.dtype
+
+
 def in_order(selection: Selection, num_elements: int) -> Selection:
     """Returns a selection with ascending indices, as the rest of the package needs them. Waits for a GPU.
 
@@ -88,9 +102,25 @@ def in_order(selection: Selection, num_elements: int) -> Selection:
 class Sparsifier(ABC):
     """Chooses which coordinates of a compensated gradient are sent.
 
-    A sparsifier is a function of the bucket that it is shown: it does not communicate, does not change its input and
-    does not know which worker it runs on. What it leaves unselected stays in the worker's residual.
+    A sparsifier is a function of the bucket that it is shown and of what it was told of the step: it does not
+    communicate and does not change its input. What it leaves unselected stays in the worker's residual.
     """
+
+    needs_survey: bool = False
+    """Whether :meth:`survey` must see a whole step before :meth:`select` is asked: no exchange begins before that."""
+
+    def begin_step(self, step: int, rank: int) -> None:
+        """Is told of a step before it begins; does nothing unless a subclass needs to know.
+
+        Args:
+            step: its number from 0, the same on all workers. A resumed run goes on counting.
+            rank: of this worker.
+        """
+        return
+
+    def survey(self, step: "WholeStep") -> None:
+        """Is shown all that a step has to send, where ``needs_survey``."""
+        return
 
     @abstractmethod
     def select(self, compensated: Tensor, layout: LayerLayout) -> Selection:
@@ -118,6 +148,30 @@ class Sparsifier(ABC):
         return {"sparsifier": type(self).__name__} | {
             name: _described(value) for name, value in sorted(vars(self).items()) if not name.startswith("_")
         }
+
+
+class MarkingSparsifier(Sparsifier):
+    """A sparsifier that marks what it selects, so that on a GPU nobody waits for how much that is."""
+
+    @abstractmethod
+    def mark(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
+        """Returns where :meth:`select` finds something: bool, the bucket's shape. Nothing may wait for the device.
+
+        Args:
+            compensated: as in :meth:`select`.
+            layout: likewise.
+        """
+
+    def select(self, compensated: Tensor, layout: LayerLayout) -> Selection:
+        """Returns the coordinates that are marked; see :meth:`Sparsifier.select`."""
+        indices = self.mark(compensated, layout).nonzero().squeeze(1)
+        return Selection(indices, compensated[indices])
+
+
+def require_density(density: float, example: str) -> None:
+    """Raises ValueError where this is no share of coordinates to send."""
+    if isinstance(density, bool) or not isinstance(density, (int, float)) or not 0 < density <= 1:
+        raise ValueError(f"Invalid {density=}. Must be within (0, 1]; for example 0.001 sends {example}.")
 
 
 def _described(value: object) -> object:

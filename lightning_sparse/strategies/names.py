@@ -1,21 +1,30 @@
 """The names under which Trainer finds the strategies."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
-from lightning_sparse.sparsifiers import Sparsifier, TopK
+from lightning_sparse.sparsifiers import Dense, GaussianK, RandomK, Sparsifier, TopK
 from lightning_sparse.strategies.ddp import SparseDDPStrategy
 from lightning_sparse.strategies.hard_threshold import DDPHardThresholdStrategy, LocalHardThresholdStrategy
 from lightning_sparse.strategies.local import SparseLocalStrategy
 
+_SPARSIFIERS: dict[str, Callable[[], Sparsifier]] = {
+    "dense": Dense,
+    "gaussiank": GaussianK,
+    "modeltopk": partial(TopK, granularity="model"),
+    "randomk": RandomK,
+    "topk": TopK,
+}
 
-def _sparse_ddp(sparsifier_class: type[Sparsifier], **kwargs: Any) -> SparseDDPStrategy:
+
+def _sparse_ddp(sparsifier_class: Callable[[], Sparsifier], **kwargs: Any) -> SparseDDPStrategy:
     return SparseDDPStrategy(sparsifier_class(), **kwargs)
 
 
-def _sparse_local(sparsifier_class: type[Sparsifier], **kwargs: Any) -> SparseLocalStrategy:
+def _sparse_local(sparsifier_class: Callable[[], Sparsifier], **kwargs: Any) -> SparseLocalStrategy:
     return SparseLocalStrategy(sparsifier_class(), **kwargs)
 
 
@@ -23,10 +32,11 @@ def register_strategies() -> None:
     """Registers every name with Lightning, in the twelve forms that it has for ``ddp``; again is harmless."""
     families: dict[str, tuple[Callable[..., DDPStrategy], dict[str, Any]]] = {
         "ddp_hardthreshold": (DDPHardThresholdStrategy, {}),
-        "ddp_topk": (_sparse_ddp, {"sparsifier_class": TopK}),
         "local_hardthreshold": (LocalHardThresholdStrategy, {}),
-        "local_topk": (_sparse_local, {"sparsifier_class": TopK}),
     }
+    for name, sparsifier_class in _SPARSIFIERS.items():
+        families[f"ddp_{name}"] = (_sparse_ddp, {"sparsifier_class": sparsifier_class})
+        families[f"local_{name}"] = (_sparse_local, {"sparsifier_class": sparsifier_class})
     start_methods = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
     for family, (strategy, arguments) in families.items():
         for suffix, start_method in start_methods.items():

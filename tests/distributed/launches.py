@@ -235,12 +235,16 @@ def _step(engine: Engine, layouts: list[LayerLayout], dtype: torch.dtype, scaled
     notes = {layout: torch.empty(2 * len(layout.names), dtype=torch.float64, device=GPU) for layout in layouts}
     counter.__enter__()
     engine.begin()
+    buckets = []
     for place, layout in enumerate(layouts):
-        before = counts.total
         gradient = torch.empty(layout.num_elements, dtype=dtype, device=GPU)
         residual = Residual(*torch.empty(2, layout.num_elements, device=GPU).unbind())
         bucket = FlatBucket(place, layout, gradient, residual, place == len(layouts) - 1, loss_scale=scale)
         bucket.notes = notes[layout] if has_notes else None
+        buckets.append(bucket)
+    engine.survey(buckets)
+    for bucket in buckets:
+        before = counts.total
         engine.add(bucket)
         counts.of_buckets.append(counts.total - before)
     engine.finish()

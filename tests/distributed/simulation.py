@@ -17,6 +17,7 @@ class Plan:
     feedback: str = "gradient"
     clip_norm: float | None = None
     round_values: Callable[[Tensor], Tensor] = lambda values: values
+    select_in_model: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None  # of one worker, in place of select
 
 
 @dataclass
@@ -54,15 +55,17 @@ def simulate(
                 norm = sum(float((g.double() ** 2).sum()) for g in gradient.values()) ** 0.5
                 if norm > plan.clip_norm:
                     gradient = {name: g * (plan.clip_norm / (norm + 1e-6)) for name, g in gradient.items()}
-            for name in parameters:
-                if plan.feedback == "learning_rate":
-                    error[name] = error[name] * (last_rate / rate)
-                compensated = error[name] + gradient[name]
-                mask = plan.select(name, compensated)
-                sent = torch.where(mask, plan.round_values(compensated), 0.0)
+            factor = last_rate / rate if plan.feedback == "learning_rate" else 1.0
+            compensated = {name: error[name] * factor + gradient[name] for name in parameters}
+            if plan.select_in_model is None:
+                masks = {name: plan.select(name, whole) for name, whole in compensated.items()}
+            else:
+                masks = plan.select_in_model(compensated)
+            for name, mask in masks.items():
+                sent = torch.where(mask, plan.round_values(compensated[name]), 0.0)
                 total[name] += sent
                 sent_count[name] += int(mask.sum())
-                error[name] = torch.zeros_like(sent) if plan.feedback == "none" else compensated - sent
+                error[name] = torch.zeros_like(sent) if plan.feedback == "none" else compensated[name] - sent
         for name, p in parameters.items():
             p.grad = total[name] / num_workers
         optimizer.step()

@@ -1,10 +1,12 @@
 from itertools import pairwise
 from math import sqrt
 
+import numpy
 import pytest
 import torch
+from scipy.stats import norm
 
-from lightning_sparse import HardThreshold, TopK
+from lightning_sparse import Dense, GaussianK, HardThreshold, RandomK, TopK
 from tests.distributed.simulation import Plan, simulate
 from tests.distributed.training import OPTIMIZERS, STEPS, Result, build_batches, build_model, train
 from tests.workers import run_workers
@@ -70,6 +72,76 @@ def test_hard_threshold_in_float64_trains_as_the_simulation_does(scenario, optim
 def test_top_k_in_float64_trains_as_the_simulation_does():
     results = run_workers(_train, 3, TopK(0.05), "nesterov", {})
     assert_matches_simulation(results, "nesterov", Plan(largest_share(0.05)))
+
+
+def largest_of_the_model(density):
+    def select(compensated):
+        magnitudes = torch.cat([p.abs().flatten() for p in compensated.values()]).sort(descending=True).values
+        kth = magnitudes[max(1, int(density * len(magnitudes))) - 1]
+        return {name: p.abs() >= kth for name, p in compensated.items()}
+
+    return select
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_top_k_of_the_model_in_float64_trains_as_the_simulation_does(scenario):
+    options, plan = SCENARIOS[scenario]
+    results = run_workers(_train, 3, TopK(0.05, granularity="model"), "adam", options)
+    plan = Plan(None, select_in_model=largest_of_the_model(0.05), **plan)
+    assert_matches_simulation(results, "adam", plan, options.get("step_size"))
+    assert results[0].buckets_per_step[-1] > 2
+
+
+def gaussian_share(density):
+    def select(name, p):
+        layer = p.numpy()
+        k = max(1, int(density * layer.size))
+        threshold = abs(layer.mean()) + norm.isf(density / 2) * layer.std()
+        for _ in range(3):
+            count = int((numpy.abs(layer) > threshold).sum())
+            if count < 2 * k / 3:
+                threshold *= 0.5
+            elif count > 4 * k / 3:
+                threshold *= 1.5
+            else:
+                break
+        return torch.from_numpy(numpy.abs(layer) > threshold)
+
+    return select
+
+
+@pytest.mark.parametrize("scenario", ["gathered", "auto", "bfloat16"])
+def test_gaussian_k_in_float64_trains_as_the_simulation_does(scenario):
+    options, plan = SCENARIOS[scenario]
+    results = run_workers(_train, 3, GaussianK(0.05), "nesterov", options)
+    assert_matches_simulation(results, "nesterov", Plan(gaussian_share(0.05), **plan))
+
+
+@pytest.mark.parametrize("same_on_all", [True, False])
+def test_random_k_in_float64_trains_as_workers_do_that_send_what_it_chose(same_on_all):
+    results = run_workers(_train, 3, RandomK(0.2, same_on_all), "adam", {"record_history": True})
+    # What was sent has no residual, and everything else has one: no gradient here is zero.
+    masks = [
+        {name: (residual == 0).view(weights[name].shape) for name, residual in residuals.items()}
+        for of_workers in list(zip(*(result.history for result in results), strict=True))[1:]  # after each step
+        for weights, residuals in of_workers
+    ]
+    chosen = iter(masks)
+    assert_matches_simulation(results, "adam", Plan(None, select_in_model=lambda compensated: next(chosen)))
+    assert next(chosen, None) is None
+    last = [torch.cat([mask.flatten() for mask in one.values()]) for one in masks[-3:]]
+    assert torch.equal(last[0], last[1]) == torch.equal(last[0], last[2]) == same_on_all
+    assert not torch.equal(last[0], torch.cat([mask.flatten() for mask in masks[-6].values()]))  # the step before
+
+
+def test_dense_in_float64_trains_as_plain_workers_do():
+    results = run_workers(_train, 3, Dense(), "adam", {})
+    model = build_model()
+    simulate(model, OPTIMIZERS["adam"](model.parameters()), build_batches(3), Plan(lambda name, p: p == p))
+    for result in results:
+        for name, expected in model.named_parameters():
+            torch.testing.assert_close(result.weights[name], expected.data, rtol=1e-9, atol=1e-11)
+        assert {(step.density, step.error_norm) for step in result.steps} == {(1.0, 0.0)}
 
 
 def test_layer_thresholds_apply_to_their_layers():

@@ -125,6 +125,28 @@ def test_training_is_that_of_workers_in_plain_tensors(case, make_optimizer):
         assert last.dense_bytes == options.get("every_n_steps", 1) * mean.nbytes  # what DDP sends in the same steps
 
 
+def largest(density):
+    def select(drift):
+        k = max(1, int(density * drift.numel()))
+        return drift.abs() >= drift.abs().sort(descending=True).values[k - 1]
+
+    return select
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_top_k_of_the_model_is_that_of_the_whole_drift(case):
+    options, simulation_options = CASES[case]
+    results = run_workers(train, 3, adam, TopK(0.1, granularity="model"), options)
+    simulation, expected = simulated(3, adam, select=largest(0.1), **simulation_options)
+    for rank, (history, mean, own, last) in enumerate(results):
+        for (weights, anchor, _, _), (all_weights, expected_anchor) in zip(history, expected, strict=True):
+            torch.testing.assert_close(weights, all_weights[rank], rtol=0, atol=1e-12)
+            torch.testing.assert_close(anchor, expected_anchor, rtol=0, atol=1e-12)
+        torch.testing.assert_close(mean, simulation.mean(), rtol=0, atol=1e-12)
+        torch.testing.assert_close(own, flat(simulation.models[rank]), rtol=0, atol=1e-12)
+        assert simulation.sent[-1] == last.selected == 3 * int(0.1 * own.numel())
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_anchors_and_numbers_are_the_same_bits_on_all_workers(case):
     first, *others = run_workers(train, 3, adam, HardThreshold(THRESHOLD), CASES[case][0])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from lightning_sparse import HardThreshold, TopK
+from lightning_sparse import GaussianK, HardThreshold, RandomK, TopK
 from tests.distributed.launches import measure, measure_door
 from tests.workers import run_workers
 
@@ -13,6 +13,7 @@ pytestmark = pytest.mark.skipif(
 )
 BUCKETS, LAYERS = 17, 150
 THRESHOLD = HardThreshold(0.1)
+MODEL_TOP_K = TopK(0.01, granularity="model")
 LAYERWISE = HardThreshold(0.1, layer_thresholds={"1.*": 0.2})
 HALF = {"dtype": torch.bfloat16}
 
@@ -35,6 +36,9 @@ HALF = {"dtype": torch.bfloat16}
         (TopK(0.01), {}, 52, 2, 6),
         (TopK(0.01), {"mode": "dense"}, 41, 2, 4),
         (TopK(0.01), {"mode": "reduce_scatter"}, 100, 2, 6),
+        (MODEL_TOP_K, {}, 71, 0, 10),  # 22 of them to look at p twice more, and to find the k-th
+        (RandomK(0.01), {}, 65, 0, 6),
+        (GaussianK(0.01), {}, 82, 10, 6),
     ],
 )
 def test_launches_and_waits_of_a_step(sparsifier, options, of_bucket, of_layer, of_step):

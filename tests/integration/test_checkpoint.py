@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightning_sparse import DDPHardThresholdStrategy, HardThreshold, SparseDDPStrategy, TopK
+from lightning_sparse import DDPHardThresholdStrategy, GaussianK, HardThreshold, RandomK, SparseDDPStrategy, TopK
 from lightning_sparse.strategies.checkpoint import restore
 from tests.integration.models import (
     SMALL_BUCKETS_MB,
@@ -89,15 +89,19 @@ CASES: dict[str, dict[str, Any]] = {
     "dense": {"strategy": {"threshold": 0.02, "exchange": "dense"}},
     "reduce scatter": {"strategy": {"threshold": 0.02, "exchange": "reduce_scatter"}},
     "one bucket": {"strategy": {"threshold": 0.02, "bucket_cap_mb": 25}},
-    "top k": {"top_k": 0.05},
+    "top k": {"sparsifier": TopK(0.05)},
+    "top k of the model": {"sparsifier": TopK(0.05, granularity="model")},
+    "random k": {"sparsifier": RandomK(0.2)},
+    "random k, each its own": {"sparsifier": RandomK(0.2, same_on_all=False, seed=3)},
+    "gaussian k": {"sparsifier": GaussianK(0.1)},
     "static graph": {"strategy": {"threshold": 0.02, "static_graph": True}},
     "copies": {"strategy": {"threshold": 0.02, "gradient_as_bucket_view": False}},
 }
 
 
 def make_strategy(case: dict[str, Any], **options: Any) -> SparseDDPStrategy:
-    if "top_k" in case:
-        return SparseDDPStrategy(TopK(case["top_k"]), bucket_cap_mb=SMALL_BUCKETS_MB, **options)
+    if "sparsifier" in case:
+        return SparseDDPStrategy(case["sparsifier"], bucket_cap_mb=SMALL_BUCKETS_MB, **options)
     return DDPHardThresholdStrategy(
         **({"bucket_cap_mb": SMALL_BUCKETS_MB} | case.get("strategy", {"threshold": 0.02}) | options)
     )
@@ -157,7 +161,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(name: str, num_workers: int
         assert_equal(one["weights"], other["weights"])
         assert_equal(one["optimizer"], other["optimizer"])
     assert straight[0]["steps"][-1]["selected"] > 0
-    if "top_k" not in case:
+    if "sparsifier" not in case:
         assert straight[0]["steps"][-1]["squared_error"] > 0 or name == "middle of calibration"
 
 

@@ -436,7 +436,11 @@ def test_each_worker_clips_its_own_gradient() -> None:
 
 
 def test_the_names_are_there_in_twelve_forms() -> None:
-    for family, kind in (("local_hardthreshold", LocalHardThresholdStrategy), ("local_topk", SparseLocalStrategy)):
+    others = ("dense", "gaussiank", "modeltopk", "randomk", "topk")
+    families = {"local_hardthreshold": LocalHardThresholdStrategy} | {
+        f"local_{name}": SparseLocalStrategy for name in others
+    }
+    for family, kind in families.items():
         names = [name for name in StrategyRegistry.available_strategies() if name.startswith(family)]
         assert len(names) == 12
         for name in names:

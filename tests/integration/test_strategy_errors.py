@@ -12,8 +12,11 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 from lightning_sparse import (
     DDPHardThresholdStrategy,
+    Dense,
+    GaussianK,
     HardThreshold,
     LocalHardThresholdStrategy,
+    RandomK,
     SparseDDPStrategy,
     TopK,
 )
@@ -131,7 +134,10 @@ def test_what_is_no_sparsifier_is_refused(sparsifier: Any) -> None:
         SparseDDPStrategy(sparsifier)
 
 
-@pytest.mark.parametrize("family", ["ddp_hardthreshold", "ddp_topk"])
+FAMILIES = ("ddp_dense", "ddp_gaussiank", "ddp_hardthreshold", "ddp_modeltopk", "ddp_randomk", "ddp_topk")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     ("suffix", "start_method"), [("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")]
 )
@@ -145,17 +151,22 @@ def test_every_name_that_lightning_has_for_ddp_exists(
     assert f"ddp{suffix}{ending}" in StrategyRegistry
     strategy = StrategyRegistry.get(f"{family}{suffix}{ending}")
     expected_class, expected_sparsifier = {
+        "ddp_dense": (SparseDDPStrategy, Dense),
+        "ddp_gaussiank": (SparseDDPStrategy, GaussianK),
         "ddp_hardthreshold": (DDPHardThresholdStrategy, HardThreshold),
+        "ddp_modeltopk": (SparseDDPStrategy, TopK),
+        "ddp_randomk": (SparseDDPStrategy, RandomK),
         "ddp_topk": (SparseDDPStrategy, TopK),
     }[family]
     assert type(strategy) is expected_class
     assert type(strategy.sparsifier) is expected_sparsifier
+    assert getattr(strategy.sparsifier, "granularity", "layer") == ("model" if family == "ddp_modeltopk" else "layer")
     assert strategy._start_method == start_method
     assert strategy._ddp_kwargs.get("find_unused_parameters") is find_unused
 
 
 def test_no_other_form_is_registered() -> None:
-    for family in ("ddp_hardthreshold", "ddp_topk"):
+    for family in FAMILIES:
         forms = {name.removeprefix(family) for name in StrategyRegistry if name.startswith(family)}
         stock = {
             name.removeprefix("ddp") for name, entry in StrategyRegistry.items() if entry["strategy"] is DDPStrategy

@@ -1,4 +1,4 @@
-"""Top-k by a mask, as on a GPU, against asking it for its selection."""
+"""Sparsifiers that mark what they select, by a mask as on a GPU, against asking them for their selection."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.selection.bucket_gradient import BucketGradient
 from lightning_sparse.selection.extraction import Extraction
 from lightning_sparse.selection.residual import Residual
-from lightning_sparse.sparsifiers import LayerLayout, TopK
+from lightning_sparse.sparsifiers import GaussianK, LayerLayout, RandomK, TopK
 
 NAN, INF = float("nan"), float("inf")
 
@@ -26,10 +26,13 @@ class Shipment:
             self.payload = torch.zeros(self.format.payload_bytes(capacity), dtype=torch.uint8)
 
 
-def outcome(fill, values, layout, wire, capacity, unused):
+SPARSIFIERS = (TopK(0.3), TopK(0.3, granularity="model"), RandomK(0.3), GaussianK(0.3))
+
+
+def outcome(fill, values, layout, wire, capacity, unused, sparsifier=SPARSIFIERS[0]):
     """What is sent, densely; what is kept, and what the header tells."""
     residual, shipment = torch.zeros(layout.num_elements), Shipment(layout.num_elements, wire, capacity)
-    extraction = Extraction(TopK(0.3), num_slices=3, per_layer=True, keeps_rest=True)
+    extraction = Extraction(sparsifier, num_slices=3, per_layer=True, keeps_rest=True)
     bucket = BucketGradient(layout, values.clone(), Residual(torch.zeros_like(residual), residual), unused, None)
     header = fill(extraction, bucket, shipment).header(None, torch.device("cpu"))
     sent = shipment.out
@@ -46,7 +49,8 @@ def outcome(fill, values, layout, wire, capacity, unused):
 
 
 @given(data=st.data())
-def test_by_a_mask_top_k_is_what_it_is_when_asked(data):
+def test_by_a_mask_the_selection_is_what_it_is_when_asked(data):
+    sparsifier = data.draw(st.sampled_from(SPARSIFIERS))
     special = st.sampled_from([NAN, INF, -INF, 0.0, 1e5, -7e4])
     values = torch.tensor(
         data.draw(st.lists(special | st.floats(-4, 4, width=16), min_size=1, max_size=60, unique=True))
@@ -58,7 +62,7 @@ def test_by_a_mask_top_k_is_what_it_is_when_asked(data):
     wire = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     capacity = data.draw(st.sampled_from([None, 0, 4, 16, 64]))
     by_mask, asked = (
-        outcome(fill, values, layout, wire, capacity, unused)
+        outcome(fill, values, layout, wire, capacity, unused, sparsifier)
         for fill in (Extraction._fill_marked, lambda *arguments: Extraction._fill(*arguments, is_threshold=False))
     )
     for one, other in zip(by_mask, asked, strict=True):

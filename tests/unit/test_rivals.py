@@ -1,0 +1,190 @@
+"""Top-k of the model, Random-k, GaussianK and Dense, each as a function of what it is shown."""
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_sparse import Dense, GaussianK, LayerLayout, RandomK, TopK
+from lightning_sparse.sparsifiers import WholeStep
+from lightning_sparse.sparsifiers.magnitudes import kth_largest_magnitude
+from tests.unit.strategies import DTYPES, buckets, values
+
+NAN, INF = float("nan"), float("inf")
+
+
+def whole(parts):
+    return WholeStep([lambda part=part: part for part in parts], sum(map(len, parts)), parts[0].dtype)
+
+
+def layout_of(size, name="weight"):
+    return LayerLayout((name,), (size,))
+
+
+@st.composite
+def steps(draw):
+    dtype = draw(st.sampled_from(DTYPES))
+    sizes = draw(st.lists(st.integers(0, 30), min_size=1, max_size=4).filter(any))
+    return [draw(values(size, dtype)) for size in sizes]
+
+
+@given(steps(), st.data())
+def test_the_kth_largest_magnitude_is_what_a_sort_finds(parts, data):
+    together = torch.cat(parts).abs().sort(descending=True).values  # NaN first, as here
+    k = data.draw(st.integers(1, len(together)))
+    found = kth_largest_magnitude([lambda part=part: part for part in parts], k, parts[0].dtype)
+    torch.testing.assert_close(found, together[k - 1], rtol=0, atol=0, equal_nan=True)
+
+
+@given(steps(), st.floats(0.001, 1))
+def test_top_k_of_the_model_selects_the_largest_of_all_buckets_together(parts, density):
+    before = [part.clone() for part in parts]
+    sparsifier = TopK(density, granularity="model")
+    assert sparsifier.needs_survey
+    sparsifier.begin_step(0, 0)
+    sparsifier.survey(whole(parts))
+    selected, left = [], []
+    for part in parts:
+        selection = sparsifier.select(part, layout_of(len(part)))
+        kept = torch.ones(len(part), dtype=torch.bool)
+        kept[selection.indices] = False
+        selected += part[~kept].tolist()
+        left += part[kept].tolist()
+    k = max(1, int(density * sum(map(len, parts))))
+    finite = [abs(value) for value in selected if abs(value) < INF]
+    assert all(abs(value) < INF for value in left)
+    assert all(finite)  # nothing that is zero is sent
+    if finite and left:
+        assert min(finite) > max(map(abs, left))  # all that equal the last are sent
+    if len(selected) < k:
+        assert not any(left)
+    elif finite:
+        assert sum(value > min(finite) for value in finite) + len(selected) - len(finite) < k
+    for part, was in zip(parts, before, strict=True):
+        torch.testing.assert_close(part, was, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_new_step_forgets_the_magnitude_of_the_last():
+    sparsifier = TopK(0.5, granularity="model")
+    sparsifier.survey(whole([torch.tensor([1.0, 2.0, 3.0, 4.0])]))
+    bucket = torch.tensor([0.5, 3.0])
+    assert sparsifier.select(bucket, layout_of(2)).indices.tolist() == [1]
+    assert sparsifier.select(bucket / 2, layout_of(2)).indices.tolist() == []
+    sparsifier.begin_step(1, 0)
+    assert sparsifier.select(bucket / 2, layout_of(2)).indices.tolist() == [1]
+
+
+@given(buckets(), st.floats(0.001, 1), st.booleans())
+def test_random_k_selects_k_of_a_bucket_and_all_that_is_not_finite(bucket, density, same_on_all):
+    layout, compensated = bucket
+    indices, selected = RandomK(density, same_on_all).select(compensated, layout)
+    torch.testing.assert_close(selected, compensated[indices], rtol=0, atol=0, equal_nan=True)
+    assert bool((indices.diff() > 0).all())
+    not_finite = set(compensated.isfinite().logical_not().nonzero().flatten().tolist())
+    assert not_finite <= set(indices.tolist())
+    k = max(1, int(density * len(compensated))) if len(compensated) else 0
+    assert k <= len(indices) <= k + len(not_finite)
+
+
+def chosen(sparsifier, step, rank, layout):
+    sparsifier.begin_step(step, rank)
+    return tuple(sparsifier.select(torch.zeros(layout.num_elements), layout).indices.tolist())
+
+
+def test_what_random_k_selects_follows_from_seed_step_and_bucket_and_where_asked_from_the_rank():
+    layout = layout_of(1000)
+    base = chosen(RandomK(0.01), 3, 0, layout)
+    assert chosen(RandomK(0.01), 3, 1, layout) == base
+    assert chosen(RandomK(0.01, same_on_all=False), 3, 0, layout) == base
+    others = [
+        chosen(RandomK(0.01), 4, 0, layout),
+        chosen(RandomK(0.01, seed=1), 3, 0, layout),
+        chosen(RandomK(0.01, same_on_all=False), 3, 1, layout),
+        chosen(RandomK(0.01), 3, 0, layout_of(1000, "bias")),
+    ]
+    assert len({base, *others}) == 5
+    before = torch.random.get_rng_state()
+    chosen(RandomK(0.01), 3, 0, layout)
+    assert torch.equal(torch.random.get_rng_state(), before)  # nobody else's random numbers
+
+
+def test_random_k_selects_every_coordinate_as_often_as_any_other():
+    size, k, steps = 40, 4, 2000
+    sparsifier = RandomK(k / size)
+    counts = Counter(index for step in range(steps) for index in chosen(sparsifier, step, 0, layout_of(size)))
+    expected = steps * k / size
+    # Each count is binomial: 13.4 is one standard deviation. Their squares together are chi-squared of 39 degrees.
+    deviation = sum((counts[index] - expected) ** 2 for index in range(size)) / (expected * (1 - k / size))
+    assert deviation < 80  # 1 in 8,000 by chance, and the same in every run
+
+
+def test_gaussian_k_selects_about_k_of_a_gaussian_layer():
+    generator = torch.Generator().manual_seed(5)
+    layout = LayerLayout(("first", "second"), (40_000, 10_000))
+    compensated = torch.randn(50_000, generator=generator) * torch.cat([torch.ones(40_000), torch.full((10_000,), 9.0)])
+    selected = GaussianK(0.01).mark(compensated, layout)
+    assert 2 / 3 * 400 < int(selected[:40_000].sum()) < 4 / 3 * 400
+    assert 2 / 3 * 100 < int(selected[40_000:].sum()) < 4 / 3 * 100
+
+
+def test_gaussian_k_corrects_a_threshold_that_is_far_too_high_or_too_low():
+    layer = torch.full((1000,), 1.0)
+    layer[:10] = 100.0  # σ is 9.9, t first 30
+    heavy = GaussianK(0.01).mark(layer, layout_of(1000))
+    assert heavy.nonzero().flatten().tolist() == list(range(10))
+    layer = torch.linspace(0.5, 1.0, 1000)  # t is 1.12, which nothing reaches, then 0.56, 0.84 and 1.26
+    assert not GaussianK(0.01).mark(layer, layout_of(1000)).any()
+    assert int(GaussianK(0.5).mark(layer, layout_of(1000)).sum()) == 94  # t is 0.85, 0.42, 0.64 and 0.95
+
+
+def test_gaussian_k_sends_nothing_of_a_layer_of_zeros_and_is_not_misled_by_what_is_not_finite():
+    layout = LayerLayout(("zeros", "broken"), (5, 6))
+    compensated = torch.tensor([0.0] * 5 + [NAN, 0.1, -0.1, INF, 5.0, 0.1])
+    assert GaussianK(0.2).select(compensated, layout).indices.tolist() == [5, 8, 9]
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("sparsifier", [TopK(0.001, granularity="model"), RandomK(0.001), GaussianK(0.001), Dense()])
+def test_what_is_not_finite_is_selected_whatever_the_setting(sparsifier, value):
+    compensated = torch.tensor([value, value, 0.0, 1.0, value, 0.0])
+    layout = LayerLayout(("a.weight", "a.bias", "b.weight"), (3, 1, 2))
+    assert {0, 1, 4} <= set(sparsifier.select(compensated, layout).indices.tolist())
+
+
+@pytest.mark.parametrize("sparsifier", [TopK(granularity="model"), RandomK(), GaussianK(), Dense()])
+@pytest.mark.parametrize("layout", [LayerLayout((), ()), LayerLayout(("empty",), (0,))])
+def test_an_empty_bucket_selects_nothing(sparsifier, layout):
+    sparsifier.begin_step(0, 0)
+    sparsifier.survey(WholeStep([lambda: torch.zeros(0)], 0, torch.float32))
+    indices, selected = sparsifier.select(torch.zeros(0), layout)
+    assert indices.shape == selected.shape == (0,)
+    assert indices.dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TopK(granularity="bucket"), "Invalid granularity='bucket'. Must be one of 'layer', 'model'."),
+        (lambda: TopK("0.1"), r"Invalid density='0.1'. Must be within \(0, 1\]"),
+        (lambda: RandomK(0.0), r"Invalid density=0.0. Must be within \(0, 1\]"),
+        (lambda: RandomK(seed=-1), "Invalid seed=-1. Must be a whole number of at least 0"),
+        (lambda: RandomK(seed=1.5), "Invalid seed=1.5"),
+        (lambda: GaussianK(1.1), "Invalid density=1.1"),
+    ],
+)
+def test_bad_settings_are_refused_with_the_value_and_what_is_allowed(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_settings_tell_them_apart_and_what_a_step_leaves_is_none():
+    alike = [TopK(granularity="model"), TopK(granularity="model")]
+    alike[0].survey(whole([torch.ones(3)]))
+    assert alike[0].settings() == alike[1].settings() != TopK().settings()
+    random = [RandomK(), RandomK()]
+    random[0].begin_step(7, 1)
+    assert random[0].settings() == random[1].settings()
+    assert random[0].settings() != RandomK(same_on_all=False).settings() != RandomK(seed=1).settings()
+    assert Dense().settings()["sparsifier"] == "Dense"
