@@ -13,7 +13,8 @@ from torch.optim.optimizer import (
 )
 
 import lightning_sparse
-from lightning_sparse import HardThreshold, TopK, register_comm_hook
+from lightning_sparse import HardThreshold, LayerLayout, TopK, register_comm_hook
+from lightning_sparse.engine import rehearsal
 from tests.workers import run_workers
 
 
@@ -392,6 +393,75 @@ def test_what_is_held_back_of_a_layer_that_no_worker_uses_is_not_sent_into_the_v
         assert weight.tolist() == pytest.approx([-value for value in sent_at_first], rel=1e-3)
         assert torch.equal(weight, later)
         assert residual.tolist() == pytest.approx(kept, rel=1e-5, abs=1e-3)
+
+
+def _held_back_and_idle():
+    ddp, state = wrapped(TopK(1 / 3, granularity="model"), find_unused_parameters=True)
+    selected = []
+    state.subscribe(lambda numbers: selected.append(numbers.selected))
+    first = step(ddp, [0.1, 0.2, 0.3, 0.4], [5.0, 6.0, 7.0], [0.9, 0.8])
+    later = step(ddp, [0.0] * 4, [0.0] * 3)
+    return selected, first, later, state.residuals.state_dict()["sometimes"]
+
+
+def test_what_is_held_back_of_an_idle_layer_is_not_among_the_largest_of_the_model():
+    for selected, first, later, held_back in run_workers(_held_back_and_idle, 2):
+        assert selected == [2 * 3, 2 * 3]
+        assert first["second"].tolist() == [5.0, 6.0, 7.0]
+        assert later["first"].tolist() == pytest.approx([0.0, 0.2, 0.3, 0.4])
+        assert held_back.tolist() == pytest.approx([0.9, 0.8])
+
+
+class MixedPrecision(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.coarse = torch.nn.Parameter(torch.zeros(4))
+        self.fine = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, coarse, fine):
+        return (self.coarse * coarse).sum().double() + (self.fine * fine).sum()
+
+
+def _largest_of_both_precisions():
+    model = DistributedDataParallel(MixedPrecision())
+    register_comm_hook(model, TopK(3 / 7, granularity="model"))
+    close = [1.0 + 1e-12, 1.0 + 3e-12, 1.0 + 2e-12]  # alike in float32
+    model(torch.tensor([0.1, 5.0, 0.9, 0.2]), torch.tensor(close, dtype=torch.float64)).backward()
+    return model.module.coarse.grad.tolist(), model.module.fine.grad.tolist()
+
+
+def test_the_largest_of_the_model_are_found_among_float32_and_float64_alike():
+    for coarse, fine in run_workers(_largest_of_both_precisions, 2):
+        assert coarse == [0.0, 5.0, 0.0, 0.0]
+        assert fine == [0.0, 1.0 + 3e-12, 1.0 + 2e-12]
+
+
+class Remembering(TopK):
+    """Notes what it is told of."""
+
+    def __init__(self):
+        super().__init__(0.5)
+        self._told = []
+
+    def begin_step(self, step, rank):
+        self._told.append((step, rank))
+
+
+def _tell():
+    sparsifier = Remembering()
+    model, state = wrapped(sparsifier)
+    layout = LayerLayout(("first",), (4,))
+    rehearsal._play(state._engine, layout, torch.float32, torch.device("cpu"), is_scaled=False, has_unused=True)
+    at_first = list(state.sparsifier._told)
+    for _ in range(3):
+        step(model, [0.1] * 4, [0.1] * 3, [0.9, 0.3])
+    return at_first, state.sparsifier._told, sparsifier._told
+
+
+def test_a_sparsifier_is_told_of_the_steps_of_the_training_and_of_no_other():
+    for rank, (at_first, told, of_the_callers) in enumerate(run_workers(_tell, 2)):
+        assert at_first == of_the_callers == []
+        assert told == [(0, rank), (1, rank), (2, rank)]
 
 
 def _gradient_left_over(find_unused_parameters):
