@@ -11,7 +11,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse._version import __version__
-from lightning_sparse.ddp.options import DensityControlMode, ErrorFeedback, ExchangeOptions
+from lightning_sparse.ddp.options import (
+    DensityControlMode,
+    ErrorFeedback,
+    ExchangeOptions,
+    require_density_control,
+)
 from lightning_sparse.ddp.sparse_state import LearningRates, SparseState
 from lightning_sparse.exchange import ExchangeMode, current_device, require_agreement
 from lightning_sparse.exchange.payload import ValueDtype
@@ -125,6 +130,7 @@ def attach(
         )
     if not isinstance(sparsifier, Sparsifier):
         raise TypeError(f"Expected a sparsifier such as HardThreshold(), got {sparsifier!r}.")
+    require_density_control(sparsifier, options.density_control)
     if getattr(ddp_module, "_use_python_reducer", False):
         raise RuntimeError(
             'torch._dynamo.config.optimize_ddp is "python_reducer", with which DDP has no buckets to exchange. '

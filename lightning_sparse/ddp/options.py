@@ -6,11 +6,23 @@ from typing import Literal
 
 from lightning_sparse.exchange import EXCHANGE_MODES, ExchangeMode, require_link
 from lightning_sparse.exchange.payload import VALUE_DTYPES, ValueDtype
+from lightning_sparse.sparsifiers import HardThreshold, Sparsifier
 
 ErrorFeedback = Literal["gradient", "learning_rate", "none"]
 ERROR_FEEDBACKS: tuple[ErrorFeedback, ...] = ("gradient", "learning_rate", "none")
 DensityControlMode = Literal["calibrate", "hold"]
 DENSITY_CONTROLS: tuple[DensityControlMode, ...] = ("calibrate", "hold")
+
+
+def require_density_control(sparsifier: Sparsifier, density_control: DensityControlMode) -> None:
+    """Raises ValueError where a density is to be held and there is none to which λ could be corrected."""
+    has_density = isinstance(sparsifier, HardThreshold) and sparsifier.density is not None
+    if density_control == "hold" and not has_density:
+        what = "a constant threshold" if isinstance(sparsifier, HardThreshold) else type(sparsifier).__name__
+        raise ValueError(
+            f"Got density_control='hold' with {what}. It corrects the λ of a hard threshold that was asked for by a "
+            "density: give density=… in place of threshold=…, or leave density_control out."
+        )
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,7 @@ class Engine:
     Attributes:
         sparsifier: the engine's own; a calibrated λ is in it once calibration has ended.
         last_step: the numbers of the last step, None before the first.
+        next_step: what the sparsifier is told that the next step's number is; the caller's to set back.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Engine:
     ) -> None:
         self.sparsifier = copy.deepcopy(sparsifier)
         self.last_step: StepStats | None = None
+        self.next_step = 0
         # As text: what a sparsifier of the user's own is set with need not be something that a checkpoint can hold.
         self._settings = {name: repr(value) for name, value in sparsifier.settings().items()}
         self._calibrator = Calibrator(self.sparsifier, speaks=dist.get_rank(group) == 0, holds_density=holds_density)
@@ -158,11 +160,7 @@ class Engine:
         """Begins a step; one that was broken off in its middle is forgotten."""
         self._buckets.clear()
         self._exchange.begin()
-        self.sparsifier.begin_step(self._num_steps, self.workers.rank)
-
-    @property
-    def _num_steps(self) -> int:
-        return 0 if self.last_step is None else self.last_step.step + 1
+        self.sparsifier.begin_step(self.next_step, self.workers.rank)
 
     @property
     def needs_survey(self) -> bool:
@@ -224,15 +222,17 @@ class Engine:
             dense_exchanges: how many dense exchanges of gradients it stands for.
         """
         buckets, self._buckets = self._buckets, []
+        before = self.last_step
         stats = step_stats(
-            self._num_steps,
+            0 if before is None else before.step + 1,
             [bucket.layout for bucket in buckets],
             self._headers,
             payload_bytes=self._payload_bytes + more_bytes,
             dense_bytes=dense_exchanges * sum(bucket.gradient.nbytes for bucket in buckets),
             threshold=self.sparsifier.current_threshold,
         )
-        before, self.last_step = self.last_step, stats
+        self.last_step = stats
+        self.next_step += 1
         self._calibrator.observe(stats, before)
         for receiver in self._subscribers:
             receiver(stats)
@@ -242,6 +242,7 @@ class Engine:
         self._calibrator.begin()
         self._exchange.load_state_dict({})
         self.last_step = None
+        self.next_step = 0
 
     def shared_state(self) -> dict[str, Any]:
         """Returns what the engine knows, the same on every worker, in plain containers."""
@@ -250,6 +251,7 @@ class Engine:
             "settings": self._settings,
             **self._calibrator.state_dict(),
             "last_step": last_step,
+            "next_step": self.next_step,
             "exchange": self._exchange.state_dict(),
         }
 
@@ -271,6 +273,7 @@ class Engine:
             self._calibrator.load_state_dict(saved)
         if saved["last_step"] is not None:
             self.last_step = StepStats(**saved["last_step"])
+        self.next_step = saved.get("next_step", 0)
         if same_world_size:
             self._exchange.load_state_dict(saved["exchange"])
 

@@ -74,8 +74,10 @@ def _play(
             kept = torch.float64 if dtype == torch.float64 else torch.float32
             residual = Residual(*(torch.zeros(layout.num_elements, dtype=kept, device=device) for _ in range(2)))
             scale = torch.ones(1, device=device) if is_scaled else None
+            bucket = FlatBucket(0, layout, gradient, residual, is_last=True, left_out=left_out, loss_scale=scale)
             double.begin()
-            double.add(FlatBucket(0, layout, gradient, residual, is_last=True, left_out=left_out, loss_scale=scale))
+            double.survey([bucket])
+            double.add(bucket)
             double.finish()
 
 

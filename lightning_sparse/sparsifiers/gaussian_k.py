@@ -10,6 +10,8 @@ from lightning_sparse.sparsifiers.protocol import LayerLayout, MarkingSparsifier
 CORRECTIONS = 3
 TOO_FEW, TOO_MANY = 2 / 3, 4 / 3
 SMALLER, LARGER = 0.5, 1.5
+SMALLEST = 1e-300
+"""Share of a Gaussian's tail of which the quantile can be told."""
 
 
 class GaussianK(MarkingSparsifier):
@@ -18,10 +20,11 @@ class GaussianK(MarkingSparsifier):
     Top-k without a sort (Shi, Chu, Cheung and See, *Understanding Top-k sparsification in distributed deep learning*,
     arXiv:1911.08772, Algorithm 1): t = |μ| + z σ of the layer's finite p, with z the quantile of 1 − density / 2. Three
     times it is looked how many exceed t, and t is halved for less than 2/3 k, or multiplied by 1.5 for more than 4/3 k.
-    What exceeds it then is sent, which may be many times k or nothing; k of a layer is at least 1.
+    What exceeds it then is sent, which may be many times k, and the largest if nothing does. k is at least 1.
 
-    As of Top-k there is no bound on what stays unsent. (The authors' code takes μ with its sign and cuts what exceeds k
-    off; here neither sign nor place decides.)
+    As of Top-k there is no bound on what stays unsent. (The authors' code takes μ with its sign, cuts off what is more
+    than k, and never sends a layer of equal magnitudes. Here neither sign nor place decides, and no layer waits for
+    ever.)
 
     Args:
         density: the share of each layer to aim at, in (0, 1].
@@ -50,7 +53,7 @@ class GaussianK(MarkingSparsifier):
             return marks
         moments = [torch.std_mean(finite[span], correction=0) for span in spans]
         deviations, means = (torch.stack(some) for some in zip(*moments, strict=True))
-        thresholds = means.abs() + NormalDist().inv_cdf(1 - self.density / 2) * deviations
+        thresholds = means.abs() + -NormalDist().inv_cdf(max(self.density / 2, SMALLEST)) * deviations
         magnitude = finite.abs_()
         wanted = self._k_of_layers(layout, compensated.device)
         for _ in range(CORRECTIONS):
@@ -58,6 +61,8 @@ class GaussianK(MarkingSparsifier):
             share = torch.stack([one.count_nonzero() for one in exceed]) / wanted
             factors = torch.where(share < TOO_FEW, SMALLER, torch.where(share > TOO_MANY, LARGER, 1.0))
             thresholds = thresholds * factors.to(thresholds.dtype)
+        largest = torch.stack([magnitude[span].amax() for span in spans])
+        thresholds = torch.minimum(thresholds, largest.nextafter(torch.zeros_like(largest)))
         for span, threshold in zip(spans, thresholds.unbind(), strict=True):
             marks[span].logical_or_(magnitude[span] > threshold)
         return marks

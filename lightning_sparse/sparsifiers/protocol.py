@@ -78,6 +78,8 @@ def in_order(selection: Selection, num_elements: int) -> Selection:
         TypeError: indices that are not int64, or indices and values that are no flat tensors of one length.
         ValueError: an index outside the bucket, or one that is there twice.
     """
+    if not isinstance(selection, tuple) or len(selection) != 2:
+        raise TypeError(f"A sparsifier selected {selection!r}. Return a Selection of indices and values.")
     indices, values = selection
     if indices.dtype != torch.int64 or indices.dim() != 1 or values.shape != indices.shape:
         raise TypeError(
@@ -113,7 +115,8 @@ class Sparsifier(ABC):
         """Is told of a step before it begins; does nothing unless a subclass needs to know.
 
         Args:
-            step: its number from 0, the same on all workers. A resumed run goes on counting.
+            step: its number from 0, the same on all workers. A resumed run goes on counting, and a step whose gradients
+                are dropped before an optimizer steps on them is not counted: the next has its number.
             rank: of this worker.
         """
         return
@@ -145,7 +148,8 @@ class Sparsifier(ABC):
         What is no plain value is described: a tensor by shape, dtype and content, any other object by its class and,
         if it is a sparsifier or a dataclass, by what it holds.
         """
-        return {"sparsifier": type(self).__name__} | {
+        own = {"needs_survey": True} if self.needs_survey else {}
+        return {"sparsifier": type(self).__name__, **own} | {
             name: _described(value) for name, value in sorted(vars(self).items()) if not name.startswith("_")
         }
 

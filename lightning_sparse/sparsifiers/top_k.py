@@ -80,6 +80,9 @@ class TopK(MarkingSparsifier):
             kth = kth_largest_magnitude([lambda: compensated], self._k(compensated.numel()), compensated.dtype)
         # Nothing is below a NaN: where it is the k-th, what is finite stays.
         kth = kth.to(compensated.device, non_blocking=True).nan_to_num(nan=torch.inf, posinf=torch.inf)
+        if kth.dtype != compensated.dtype:  # to which a comparison would round it: down would let in what is smaller
+            rounded = kth.to(compensated.dtype)
+            kth = torch.where(rounded < kth, rounded.nextafter(torch.full_like(rounded, torch.inf)), rounded)
         magnitude = compensated.abs()
         return (magnitude < kth).logical_not_().logical_and_(magnitude != 0)
 

@@ -14,7 +14,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_sparse.ddp.comm_hook import attach, learning_rates_of
-from lightning_sparse.ddp.options import DensityControlMode, ErrorFeedback, ExchangeOptions
+from lightning_sparse.ddp.options import (
+    DensityControlMode,
+    ErrorFeedback,
+    ExchangeOptions,
+    require_density_control,
+)
 from lightning_sparse.ddp.sparse_state import SparseState
 from lightning_sparse.exchange import ExchangeMode, parameter_settings, require_agreement
 from lightning_sparse.exchange.payload import ValueDtype
@@ -103,6 +108,7 @@ class SparseDDPStrategy(DDPStrategy):
         self._options = ExchangeOptions(
             error_feedback, local_clip_norm, value_dtype, exchange, density_control, link_gbit_s
         )
+        require_density_control(sparsifier, density_control)
         super().__init__(**kwargs)
         self.sparsifier = sparsifier
         self.state: SparseState | None = None

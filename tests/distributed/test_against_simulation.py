@@ -105,7 +105,8 @@ def gaussian_share(density):
                 threshold *= 1.5
             else:
                 break
-        return torch.from_numpy(numpy.abs(layer) > threshold)
+        exceeds = numpy.abs(layer) > threshold
+        return torch.from_numpy(exceeds if exceeds.any() else numpy.abs(layer) == numpy.abs(layer).max())
 
     return select
 
@@ -119,7 +120,7 @@ def test_gaussian_k_in_float64_trains_as_the_simulation_does(scenario):
 
 @pytest.mark.parametrize("same_on_all", [True, False])
 def test_random_k_in_float64_trains_as_workers_do_that_send_what_it_chose(same_on_all):
-    results = run_workers(_train, 3, RandomK(0.2, same_on_all), "adam", {"record_history": True})
+    results = run_workers(_train, 3, RandomK(0.2, same_on_all=same_on_all), "adam", {"record_history": True})
     # What was sent has no residual, and everything else has one: no gradient here is zero.
     masks = [
         {name: (residual == 0).view(weights[name].shape) for name, residual in residuals.items()}

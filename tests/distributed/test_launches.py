@@ -37,8 +37,8 @@ HALF = {"dtype": torch.bfloat16}
         (TopK(0.01), {"mode": "dense"}, 41, 2, 4),
         (TopK(0.01), {"mode": "reduce_scatter"}, 100, 2, 6),
         (MODEL_TOP_K, {}, 71, 0, 10),  # 22 of them to look at p twice more, and to find the k-th
-        (RandomK(0.01), {}, 65, 0, 6),
-        (GaussianK(0.01), {}, 82, 10, 6),
+        (RandomK(0.01), {}, 70, 2, 6),
+        (GaussianK(0.01), {}, 84, 11, 6),
     ],
 )
 def test_launches_and_waits_of_a_step(sparsifier, options, of_bucket, of_layer, of_step):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import HardThreshold, register_comm_hook
+from lightning_sparse import GaussianK, HardThreshold, RandomK, TopK, register_comm_hook
 from tests.distributed.training import OPTIMIZERS, build_batches, build_model
 from tests.workers import run_workers
 
@@ -20,25 +20,28 @@ def begin(sparsifier):
     return model, OPTIMIZERS["adam"](model.parameters()), register_comm_hook(model, sparsifier)
 
 
-def run(model, optimizer, batches):
-    for of_workers in batches:
+def run(model, optimizer, batches, dropped=None):
+    for place, of_workers in enumerate(batches):
         inputs, targets = of_workers[dist.get_rank()]
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(model(inputs), targets).backward()
-        optimizer.step()
+        if place == dropped:
+            optimizer.zero_grad()
+        else:
+            optimizer.step()
 
 
 def everything(model, optimizer, state):
     return copy.deepcopy([model.module.state_dict(), optimizer.state_dict(), state.state_dict()])
 
 
-def _stop_and_go_on(sparsifier):
+def _stop_and_go_on(sparsifier, stop=STOP, dropped=None):
     batches = build_batches(dist.get_world_size(), torch.float32, END)
     model, optimizer, state = begin(sparsifier)
-    run(model, optimizer, batches[:STOP])
+    run(model, optimizer, batches[:stop], dropped)
     file = io.BytesIO()
     torch.save(everything(model, optimizer, state), file)
-    run(model, optimizer, batches[STOP:])
+    run(model, optimizer, batches[stop:])
     straight = everything(model, optimizer, state)
 
     model, optimizer, state = begin(sparsifier)
@@ -47,7 +50,7 @@ def _stop_and_go_on(sparsifier):
     model.module.load_state_dict(of_model)
     optimizer.load_state_dict(of_optimizer)
     state.load_state_dict(of_state)
-    run(model, optimizer, batches[STOP:])
+    run(model, optimizer, batches[stop:])
     return straight, everything(model, optimizer, state)
 
 
@@ -60,6 +63,18 @@ def test_a_loop_that_stops_and_goes_on_equals_one_that_does_not(num_workers, spa
             if "shared" in one:
                 assert one.pop("shared") == other.pop("shared")
             torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "sparsifier",
+    [HardThreshold(0.2), TopK(0.1, granularity="model"), RandomK(0.1), RandomK(0.1, same_on_all=False), GaussianK(0.1)],
+)
+@pytest.mark.parametrize(("stop", "dropped"), [(1, None), (STOP, STOP - 1), (STOP, STOP - 2)])
+def test_a_stop_after_the_first_step_or_a_dropped_one_changes_no_weight(sparsifier, stop, dropped):
+    for straight, resumed in run_workers(_stop_and_go_on, 2, sparsifier, stop, dropped):
+        assert any(one.any() for one in straight[2]["residuals"].values())
+        torch.testing.assert_close(straight[:2], resumed[:2], rtol=0, atol=0)
+        torch.testing.assert_close(straight[2]["residuals"], resumed[2]["residuals"], rtol=0, atol=0)
 
 
 def _of_the_other_worker():

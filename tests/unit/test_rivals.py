@@ -82,15 +82,17 @@ def test_a_new_step_forgets_the_magnitude_of_the_last():
 
 
 @given(buckets(), st.floats(0.001, 1), st.booleans())
-def test_random_k_selects_k_of_a_bucket_and_all_that_is_not_finite(bucket, density, same_on_all):
+def test_random_k_selects_k_of_each_layer_and_all_that_is_not_finite(bucket, density, same_on_all):
     layout, compensated = bucket
-    indices, selected = RandomK(density, same_on_all).select(compensated, layout)
+    indices, selected = RandomK(density, same_on_all=same_on_all).select(compensated, layout)
     torch.testing.assert_close(selected, compensated[indices], rtol=0, atol=0, equal_nan=True)
     assert bool((indices.diff() > 0).all())
     not_finite = set(compensated.isfinite().logical_not().nonzero().flatten().tolist())
     assert not_finite <= set(indices.tolist())
-    k = max(1, int(density * len(compensated))) if len(compensated) else 0
-    assert k <= len(indices) <= k + len(not_finite)
+    for _, start, end in layout.spans():
+        k = max(1, int(density * (end - start))) if end > start else 0
+        assert k <= sum(start <= index < end for index in indices.tolist())
+    assert len(indices) <= sum(max(1, int(density * size)) for size in layout.sizes if size) + len(not_finite)
 
 
 def chosen(sparsifier, step, rank, layout):
@@ -98,7 +100,7 @@ def chosen(sparsifier, step, rank, layout):
     return tuple(sparsifier.select(torch.zeros(layout.num_elements), layout).indices.tolist())
 
 
-def test_what_random_k_selects_follows_from_seed_step_and_bucket_and_where_asked_from_the_rank():
+def test_what_random_k_selects_follows_from_seed_step_and_layer_and_where_asked_from_the_rank():
     layout = layout_of(1000)
     base = chosen(RandomK(0.01), 3, 0, layout)
     assert chosen(RandomK(0.01), 3, 1, layout) == base
@@ -110,6 +112,8 @@ def test_what_random_k_selects_follows_from_seed_step_and_bucket_and_where_asked
         chosen(RandomK(0.01), 3, 0, layout_of(1000, "bias")),
     ]
     assert len({base, *others}) == 5
+    both = chosen(RandomK(0.01), 3, 0, LayerLayout(("bias", "weight"), (50, 1000)))
+    assert tuple(index - 50 for index in both if index >= 50) == base  # in whatever bucket
     before = torch.random.get_rng_state()
     chosen(RandomK(0.01), 3, 0, layout)
     assert torch.equal(torch.random.get_rng_state(), before)  # nobody else's random numbers
@@ -140,8 +144,15 @@ def test_gaussian_k_corrects_a_threshold_that_is_far_too_high_or_too_low():
     heavy = GaussianK(0.01).mark(layer, layout_of(1000))
     assert heavy.nonzero().flatten().tolist() == list(range(10))
     layer = torch.linspace(0.5, 1.0, 1000)  # t is 1.12, which nothing reaches, then 0.56, 0.84 and 1.26
-    assert not GaussianK(0.01).mark(layer, layout_of(1000)).any()
+    assert GaussianK(0.01).mark(layer, layout_of(1000)).nonzero().tolist() == [[999]]  # the largest always goes
     assert int(GaussianK(0.5).mark(layer, layout_of(1000)).sum()) == 94  # t is 0.85, 0.42, 0.64 and 0.95
+
+
+@pytest.mark.parametrize("density", [1e-17, 5e-324, 0.001, 1.0])
+def test_gaussian_k_lets_no_layer_wait_for_ever(density):
+    layout = LayerLayout(("two classes", "alike", "one"), (2, 100, 1))
+    compensated = torch.tensor([0.1, -0.1, *[0.3] * 100, 1e-45])
+    assert GaussianK(density).mark(compensated, layout).all()
 
 
 def test_gaussian_k_sends_nothing_of_a_layer_of_zeros_and_is_not_misled_by_what_is_not_finite():
@@ -176,11 +187,12 @@ def test_an_empty_bucket_selects_nothing(sparsifier, layout):
         (lambda: RandomK(0.0), r"Invalid density=0.0. Must be within \(0, 1\]"),
         (lambda: RandomK(seed=-1), "Invalid seed=-1. Must be a whole number of at least 0"),
         (lambda: RandomK(seed=1.5), "Invalid seed=1.5"),
+        (lambda: RandomK(same_on_all="no"), "Invalid same_on_all='no'. Must be True or False."),
         (lambda: GaussianK(1.1), "Invalid density=1.1"),
     ],
 )
 def test_bad_settings_are_refused_with_the_value_and_what_is_allowed(make, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         make()
 
 
