@@ -1,5 +1,6 @@
 import gc
 import os
+import signal
 
 import pytest
 from hypothesis import settings
@@ -9,6 +10,10 @@ from tests.warm_start import VARIABLE, warm_start
 # No deadline: the machine may be busy. In continuous integration the examples are the same in every run, elsewhere new.
 settings.register_profile("project", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("project")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell has what it starts in the background ignore it, and so would all that tests start and interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for what tests start

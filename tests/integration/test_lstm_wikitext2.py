@@ -126,7 +126,7 @@ class TestConfigurations:
         )
         strategy = parsed(recipe, *top_k)["trainer"]["strategy"]
         assert strategy["class_path"] == "lightning_sparse.SparseDDPStrategy"
-        assert strategy["init_args"]["sparsifier"]["init_args"] == {"density": 0.01}
+        assert strategy["init_args"]["sparsifier"]["init_args"] == {"density": 0.01, "granularity": "layer"}
         assert strategy["init_args"]["local_clip_norm"] == 0.4
 
 
