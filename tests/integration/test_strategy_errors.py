@@ -128,6 +128,14 @@ def test_arguments_of_ddp_are_passed_on() -> None:
     assert (strategy.process_group_backend, strategy._start_method) == ("gloo", "spawn")
 
 
+@pytest.mark.parametrize(
+    ("sparsifier", "what"), [(TopK(), "TopK"), (RandomK(), "RandomK"), (HardThreshold(0.1), "a constant threshold")]
+)
+def test_a_density_that_cannot_be_held_is_refused(sparsifier: Any, what: str) -> None:
+    with pytest.raises(ValueError, match=f"density_control='hold' with {what}. .* give density=… in place of threshold"):
+        SparseDDPStrategy(sparsifier, density_control="hold")
+
+
 @pytest.mark.parametrize("sparsifier", [0.01, "top_k", None, TopK, HardThreshold])
 def test_what_is_no_sparsifier_is_refused(sparsifier: Any) -> None:
     with pytest.raises(TypeError, match=f"Expected a sparsifier such as .*, got {re.escape(repr(sparsifier))}"):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_sparse import Dense, GaussianK, LayerLayout, RandomK, Selection, Sparsifier, TopK
-from lightning_sparse.sparsifiers import WholeStep
+from lightning_sparse.sparsifiers import WholeStep, in_order
 from lightning_sparse.sparsifiers.magnitudes import kth_largest_magnitude
 from tests.unit.strategies import DTYPES, buckets, values
 
@@ -194,6 +194,12 @@ def test_an_empty_bucket_selects_nothing(sparsifier, layout):
 def test_bad_settings_are_refused_with_the_value_and_what_is_allowed(make, message):
     with pytest.raises((TypeError, ValueError), match=message):
         make()
+
+
+@pytest.mark.parametrize("selection", [None, torch.ones(2), (torch.ones(2),)])
+def test_what_is_no_selection_is_refused(selection):
+    with pytest.raises(TypeError, match="Return a Selection of indices and values"):
+        in_order(selection, 4)
 
 
 def test_settings_tell_them_apart_and_what_a_step_leaves_is_none():
