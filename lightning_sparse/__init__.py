@@ -14,10 +14,12 @@ from lightning_sparse.sparsifiers import (
     GaussianK,
     HardThreshold,
     LayerLayout,
+    MarkingSparsifier,
     RandomK,
     Selection,
     Sparsifier,
     TopK,
+    WholeStep,
 )
 from lightning_sparse.sparsifiers.threshold_rules import paper_threshold
 from lightning_sparse.strategies import (
@@ -39,6 +41,7 @@ __all__ = [
     "HardThreshold",
     "LayerLayout",
     "LocalHardThresholdStrategy",
+    "MarkingSparsifier",
     "RandomK",
     "Selection",
     "SparseDDPStrategy",
@@ -49,6 +52,7 @@ __all__ = [
     "StepStats",
     "TopK",
     "TotalError",
+    "WholeStep",
     "paper_threshold",
     "register_comm_hook",
 ]

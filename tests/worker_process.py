@@ -110,8 +110,9 @@ def _traces() -> dict[Any, Any]:
     for name, module in list(sys.modules.items()):
         if name.startswith("lightning_sparse") or name in _PATCHED:
             for key, value in list(vars(module).items()):
-                if issubclass(type(value), type) and value.__module__ == name:
+                kind = type(value)  # not isinstance: some objects warn when they are asked for their class
+                if issubclass(kind, type) and value.__module__ == name:
                     traces[name, key] = [(key, id(one)) for key, one in vars(value).items() if hasattr(one, "__get__")]
-                elif callable(value) or isinstance(value, (str, int, float)):
+                elif callable(value) or issubclass(kind, (str, int, float)):
                     traces[name, key] = id(value)
     return traces

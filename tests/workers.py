@@ -96,7 +96,8 @@ def _let_go() -> None:
     for worker in _kept:
         worker.pipe.close()
     for worker in _kept:
-        worker.process.join()
+        worker.process.join(10)
+        worker.process.kill()
 
 
 def _wait_until_one_fails(workers: Sequence[_Worker], timeout: float) -> list[_Worker]:

@@ -13,7 +13,7 @@ from torch.optim.optimizer import (
 )
 
 import lightning_sparse
-from lightning_sparse import HardThreshold, LayerLayout, TopK, register_comm_hook
+from lightning_sparse import GaussianK, HardThreshold, LayerLayout, TopK, register_comm_hook
 from lightning_sparse.engine import rehearsal
 from tests.workers import run_workers
 
@@ -393,6 +393,15 @@ def test_what_is_held_back_of_a_layer_that_no_worker_uses_is_not_sent_into_the_v
         assert weight.tolist() == pytest.approx([-value for value in sent_at_first], rel=1e-3)
         assert torch.equal(weight, later)
         assert residual.tolist() == pytest.approx(kept, rel=1e-5, abs=1e-3)
+
+
+def _hold_a_density_that_is_not_there():
+    with pytest.raises(ValueError, match="density_control='hold' with GaussianK"):
+        wrapped(GaussianK(0.1), density_control="hold")
+
+
+def test_a_density_that_cannot_be_held_is_refused():
+    run_workers(_hold_a_density_that_is_not_there, 2)
 
 
 def _held_back_and_idle():

@@ -108,18 +108,23 @@ CASES = {
 }
 
 
+def assert_as_simulated(results, simulation, expected):
+    for rank, (history, mean, own, _) in enumerate(results):
+        for (weights, anchor, _, _), (all_weights, expected_anchor) in zip(history, expected, strict=True):
+            torch.testing.assert_close(weights, all_weights[rank], rtol=0, atol=1e-12)
+            torch.testing.assert_close(anchor, expected_anchor, rtol=0, atol=1e-12)
+        torch.testing.assert_close(mean, simulation.mean(), rtol=0, atol=1e-12)
+        torch.testing.assert_close(own, flat(simulation.models[rank]), rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("make_optimizer", [adam, sgd], ids=["adam", "sgd"])
 @pytest.mark.parametrize("case", CASES)
 def test_training_is_that_of_workers_in_plain_tensors(case, make_optimizer):
     options, simulation_options = CASES[case]
     results = run_workers(train, 3, make_optimizer, HardThreshold(THRESHOLD), options)
     simulation, expected = simulated(3, make_optimizer, select=at_least(THRESHOLD), **simulation_options)
-    for rank, (history, mean, own, last) in enumerate(results):
-        for (weights, anchor, _, _), (all_weights, expected_anchor) in zip(history, expected, strict=True):
-            torch.testing.assert_close(weights, all_weights[rank], rtol=0, atol=1e-12)
-            torch.testing.assert_close(anchor, expected_anchor, rtol=0, atol=1e-12)
-        torch.testing.assert_close(mean, simulation.mean(), rtol=0, atol=1e-12)
-        torch.testing.assert_close(own, flat(simulation.models[rank]), rtol=0, atol=1e-12)
+    assert_as_simulated(results, simulation, expected)
+    for _, mean, _, last in results:
         assert 0.02 < last.density < 0.98
         assert simulation.sent[-1] == last.selected
         assert last.dense_bytes == options.get("every_n_steps", 1) * mean.nbytes  # what DDP sends in the same steps
@@ -138,13 +143,9 @@ def test_top_k_of_the_model_is_that_of_the_whole_drift(case):
     options, simulation_options = CASES[case]
     results = run_workers(train, 3, adam, TopK(0.1, granularity="model"), options)
     simulation, expected = simulated(3, adam, select=largest(0.1), **simulation_options)
-    for rank, (history, mean, own, last) in enumerate(results):
-        for (weights, anchor, _, _), (all_weights, expected_anchor) in zip(history, expected, strict=True):
-            torch.testing.assert_close(weights, all_weights[rank], rtol=0, atol=1e-12)
-            torch.testing.assert_close(anchor, expected_anchor, rtol=0, atol=1e-12)
-        torch.testing.assert_close(mean, simulation.mean(), rtol=0, atol=1e-12)
-        torch.testing.assert_close(own, flat(simulation.models[rank]), rtol=0, atol=1e-12)
-        assert simulation.sent[-1] == last.selected == 3 * int(0.1 * own.numel())
+    assert_as_simulated(results, simulation, expected)
+    for _, mean, _, last in results:
+        assert simulation.sent[-1] == last.selected == 3 * int(0.1 * mean.numel())
 
 
 @pytest.mark.parametrize("case", CASES)

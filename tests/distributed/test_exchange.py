@@ -400,11 +400,12 @@ def test_a_class_that_somebody_chose_is_kept():
 def _see_a_sum_fail(folder, routes):
     """Returns what the second worker says; the first takes part in the second step only when it has been said."""
     said = Path(folder) / "said"
-    Exchange._route = lambda self, key, *_, **__: routes[key[0]]
+    taken = []
+    Exchange._route = lambda self, key, *_, **__: (taken.append(key[0]), routes[key[0]])[1]
     model = DistributedDataParallel(
         torch.nn.Sequential(torch.nn.Linear(40, 10), torch.nn.Linear(10, 40)), bucket_cap_mb=0.001
     )
-    state = register_comm_hook(model, HardThreshold(0.0))
+    register_comm_hook(model, HardThreshold(0.0))
     model(torch.ones(1, 40)).sum().backward()
     loss = model(torch.ones(1, 40)).sum()
     if dist.get_rank() == 0:
@@ -412,7 +413,7 @@ def _see_a_sum_fail(folder, routes):
         while not said.exists():
             assert time.monotonic() < deadline, "the other waits for this worker"
             time.sleep(0.01)
-        return said.read_text(), len(state.shared_state()["layout"])
+        return said.read_text(), taken
     start = Workers.all_reduce
 
     def failing(self, tensor):
@@ -424,14 +425,15 @@ def _see_a_sum_fail(folder, routes):
     with pytest.raises(RuntimeError) as caught:
         loss.backward()
     said.write_text(str(caught.value))
-    return said.read_text(), len(state.shared_state()["layout"])
+    return said.read_text(), taken[1:]
 
 
 @pytest.mark.parametrize("routes", [("dense", "dense"), ("dense", "gather")])
 def test_a_sum_that_failed_is_seen_before_others_are_waited_for(routes, tmp_path):
     # As plain DDP does: a third worker's connection may have broken, and this one's may never come.
-    for said, _ in run_workers(_see_a_sum_fail, 2, str(tmp_path), routes):
-        assert said == "the sum has failed"
+    (said, _), (first_said, buckets) = run_workers(_see_a_sum_fail, 2, str(tmp_path), routes)
+    assert said == first_said == "the sum has failed"
+    assert buckets == [0, 1]
 
 
 def _make_an_exchange(situation):

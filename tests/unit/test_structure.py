@@ -96,6 +96,7 @@ def test_the_public_surface():
         "HardThreshold",
         "LayerLayout",
         "LocalHardThresholdStrategy",
+        "MarkingSparsifier",
         "RandomK",
         "Selection",
         "SparseDDPStrategy",
@@ -106,6 +107,7 @@ def test_the_public_surface():
         "StepStats",
         "TopK",
         "TotalError",
+        "WholeStep",
         "paper_threshold",
         "register_comm_hook",
     ]
