@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from recipes import MissingDataError
-from recipes.lstm_wikitext2.data import FILES, FOLDER, CorpusError, builtin_corpus, fetch_wikitext2, read_wikitext2
+from recipes.lstm_wikitext2.corpus import FILES, FOLDER, CorpusError, builtin_corpus, fetch_wikitext2, read_wikitext2
 from recipes.missing_data import fail_together
 
 NUM_BYTES = 256

@@ -20,17 +20,15 @@ from torchmetrics.text import Perplexity
 from lightning_sparse import DDPHardThresholdStrategy, SparseDDPStrategy
 from recipes import MissingDataError
 from recipes.__main__ import main
+from recipes.lstm_wikitext2 import corpus as corpus_module
 from recipes.lstm_wikitext2 import data as data_module
 from recipes.lstm_wikitext2 import markov_chain
+from recipes.lstm_wikitext2.corpus import FILES, Corpus, CorpusError, read_wikitext2
 from recipes.lstm_wikitext2.data import (
-    FILES,
     IGNORED,
-    Corpus,
-    CorpusError,
     WikiText2DataModule,
     Windows,
     evaluation_columns,
-    read_wikitext2,
     training_columns,
 )
 from recipes.lstm_wikitext2.markov_chain import MarkovChain
@@ -485,7 +483,7 @@ def refuse_to_fetch(url, path, **kwargs):
 
 def fit_on_every(folders):
     """What the command line ends with, folder by folder; a folder may be another one for each worker."""
-    data_module.fetch = refuse_to_fetch
+    corpus_module.fetch = refuse_to_fetch
     codes = []
     for folder in folders:
         root = folder.replace("RANK", os.environ["RANK"])
@@ -583,7 +581,7 @@ class TestData:
         """A server's answer, with the files' md5 as those that are expected; and what was asked of it."""
         contents = {name: f"the text of {name} \n".encode() for name in FILES.values()}
         digests = {name: hashlib.md5(content, usedforsecurity=False).hexdigest() for name, content in contents.items()}
-        monkeypatch.setattr(data_module, "MD5", digests)
+        monkeypatch.setattr(corpus_module, "MD5", digests)
         asked = []
 
         def fetch(url, path, *, md5=None, user_agent=None):
@@ -594,7 +592,7 @@ class TestData:
                     archive.writestr(f"wikitext-2/{name}", content)
             return path
 
-        monkeypatch.setattr(data_module, "fetch", fetch)
+        monkeypatch.setattr(corpus_module, "fetch", fetch)
         return contents, asked
 
     def test_unpacks_what_is_missing_and_asks_once(self, tmp_path, archive):
@@ -604,7 +602,7 @@ class TestData:
         untouched = (tmp_path / "wikitext-2" / "wiki.test.tokens").stat().st_mtime_ns
         for _ in range(2):
             WikiText2DataModule(root=str(tmp_path)).prepare_data()
-            assert asked == [(data_module.URL, tmp_path / "wikitext-2-v1.zip")]
+            assert asked == [(corpus_module.URL, tmp_path / "wikitext-2-v1.zip")]
         files = {path.name: path.read_bytes() for path in (tmp_path / "wikitext-2").iterdir()}
         assert files == contents
         assert (tmp_path / "wikitext-2" / "wiki.test.tokens").stat().st_mtime_ns == untouched
@@ -616,7 +614,7 @@ class TestData:
         assert not archive[1]
 
     def test_a_damaged_archive_is_named_and_leaves_nothing(self, tmp_path, archive, monkeypatch):
-        monkeypatch.setitem(data_module.MD5, "wiki.train.tokens", "0" * 32)
+        monkeypatch.setitem(corpus_module.MD5, "wiki.train.tokens", "0" * 32)
         data = WikiText2DataModule(root=str(tmp_path))
         data.prepare_data()
         with pytest.raises(MissingDataError, match=r"wikitext-2-v1\.zip is damaged: its wiki\.train\.tokens has md5"):
@@ -625,7 +623,7 @@ class TestData:
 
     def test_no_archive_at_all_is_named(self, tmp_path, monkeypatch):
         (tmp_path / "wikitext-2-v1.zip").write_bytes(b"<html>gone</html>")
-        monkeypatch.setattr(data_module, "fetch", lambda url, path, **_: path)
+        monkeypatch.setattr(corpus_module, "fetch", lambda url, path, **_: path)
         data = WikiText2DataModule(root=str(tmp_path))
         data.prepare_data()
         with pytest.raises(MissingDataError, match=r"wikitext-2-v1\.zip is damaged: .*Delete it"):
@@ -639,7 +637,7 @@ class TestData:
         root = os.environ["LIGHTNING_SPARSE_DATA"]
         if not os.path.isdir(f"{root}/wikitext-2"):
             pytest.skip(f"{root} holds no wikitext-2")
-        monkeypatch.setattr(data_module, "fetch", refuse_to_fetch)
+        monkeypatch.setattr(corpus_module, "fetch", refuse_to_fetch)
         data = WikiText2DataModule(root=root)
         data.prepare_data()  # with a warning if a file were not the right one
         data.setup("fit")
