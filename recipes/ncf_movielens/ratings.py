@@ -1,13 +1,9 @@
 """From MovieLens' ``ratings.csv`` to what is trained on and what is ranked; read once, then cached beside the file."""
 
-import csv
-import mmap
 import os
 import pickle
-import re
 import shutil
 import tempfile
-import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,23 +15,15 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from recipes import MissingDataError
+from recipes.ncf_movielens.table import LARGEST_ID, InvalidRatingsError, place_of, read_table
 
-COLUMNS = {"userId": "int64", "movieId": "int64", "rating": "float32", "timestamp": "int64"}
-LARGEST_ID = 2**31 - 1
 NUM_NEGATIVE_CANDIDATES = 100
 CANDIDATES_SEED = 20
 """Not the training's seed: every run, with any seed and any number of workers, ranks the same candidates."""
 
-_EXPECTED = {"int64": "a whole number of 64 bits", "float32": "a number"}
 _CACHE_VERSION = 1
-_CHUNK_ROWS = 1_000_000
 
 Integers = npt.NDArray[np.int64]
-
-
-class InvalidRatingsError(MissingDataError):
-    """A ratings file cannot be used; the message names the file and the row."""
 
 
 @dataclass(frozen=True)
@@ -92,15 +80,15 @@ def parse_ratings(path: Path) -> Ratings:
             a user with a single rating, of whom nothing would be left to train on; the same movie rated twice by a
             user; a user who left fewer than 100 movies unrated. With file and row (the header is row 1).
     """
-    table = _read(path)
+    table = read_table(path)
     for name in ("userId", "movieId"):
         outside = np.flatnonzero((table[name] < 0) | (table[name] > LARGEST_ID))
         if len(outside):
             row, value = outside[0], table[name].iloc[outside[0]]
-            raise InvalidRatingsError(f"{_where(path, row)}: {name} {value} is not within 0…{LARGEST_ID} (2^31 - 1).")
+            raise InvalidRatingsError(f"{place_of(path, row)}: {name} {value} is not within 0…{LARGEST_ID} (2^31 - 1).")
     not_finite = np.flatnonzero(~np.isfinite(table["rating"].to_numpy()))
     if len(not_finite):
-        raise InvalidRatingsError(f"{_where(path, not_finite[0])}: rating is not a finite number.")
+        raise InvalidRatingsError(f"{place_of(path, not_finite[0])}: rating is not a finite number.")
     timestamps = table.pop("timestamp").to_numpy(copy=True)  # torch wants to be able to write
     users, user_ids = pd.factorize(table.pop("userId"), sort=True)
     items, item_ids = pd.factorize(table.pop("movieId"), sort=True)
@@ -108,7 +96,7 @@ def parse_ratings(path: Path) -> Ratings:
         return split(users, items, timestamps)
     except _InvalidRowError as error:
         ids = {"user": user_ids[users[error.row]], "item": item_ids[items[error.row]]}
-        raise InvalidRatingsError(f"{_where(path, error.row)}: {error.reason.format(**ids)}") from None
+        raise InvalidRatingsError(f"{place_of(path, error.row)}: {error.reason.format(**ids)}") from None
 
 
 def split(users: Integers, items: Integers, timestamps: Integers) -> Ratings:
@@ -213,100 +201,6 @@ class _InvalidRowError(ValueError):
         super().__init__(f"Interaction {row}: {reason}")
         self.row = row
         self.reason = reason
-
-
-def _read(path: Path) -> pd.DataFrame:
-    # Not a single quote in these files: taken as such, one would swallow the lines up to the next.
-    options: dict[str, Any] = {"quoting": csv.QUOTE_NONE, "na_filter": False, "encoding_errors": "replace"}
-    try:
-        found = list(pd.read_csv(path, nrows=0, **options).columns)
-    except pd.errors.EmptyDataError:
-        raise InvalidRatingsError(
-            f"{path}, row 1: the file is empty. Expected the header {','.join(COLUMNS)}."
-        ) from None
-    missing = [name for name in COLUMNS if name not in found]
-    if missing:
-        raise InvalidRatingsError(
-            f"{path}, row 1: no column {', '.join(missing)}. The header is {','.join(found)}, expected "
-            f"{','.join(COLUMNS)}."
-        )
-    if (with_zero := _first_zero_byte(path, found)) is not None:
-        raise InvalidRatingsError(with_zero)
-    # With a choice of columns pandas would let rows with too many fields pass.
-    if len(found) > len(COLUMNS):
-        options["usecols"] = list(COLUMNS)
-    try:
-        with warnings.catch_warnings():
-            # All rows longer than the header: pandas would cut them off and warn.
-            warnings.simplefilter("error", pd.errors.ParserWarning)
-            table = pd.read_csv(path, dtype=COLUMNS, index_col=False, engine="c", **options)
-        if any(table[name].dtype != kind for name, kind in COLUMNS.items()):
-            raise ValueError("A number is too large.")  # pandas 2 makes the column one of larger numbers
-    except pd.errors.ParserWarning:
-        raise InvalidRatingsError(f"{_where(path, 0)}: more fields than the {len(found)} of the header.") from None
-    except (ValueError, OverflowError) as error:  # pandas' ParserError is a ValueError
-        raise InvalidRatingsError(_first_bad_row(path, options, error)) from None
-    if table.empty:
-        raise InvalidRatingsError(f"{path}, row 2: there are no ratings below the header.")
-    return table
-
-
-def _first_bad_row(path: Path, options: dict[str, Any], error: Exception) -> str:
-    """Returns what is wrong where in a file that pandas has refused to read as numbers, which does not say."""
-    too_many = re.search(r"Expected (\d+) fields in line (\d+), saw (\d+)", str(error))
-    start = 0
-    try:
-        with pd.read_csv(path, dtype=str, index_col=False, chunksize=_CHUNK_ROWS, **options) as chunks:
-            for chunk in chunks:
-                for name, kind in COLUMNS.items():
-                    bad = np.flatnonzero(~chunk[name].fillna("").map(_is_whole if kind == "int64" else _is_number))
-                    if len(bad):
-                        text = chunk[name].iloc[bad[0]]
-                        return f"{_where(path, start + bad[0])}: {name} {text!r} is not {_EXPECTED[kind]}."
-                not_finite = np.flatnonzero(np.isinf(chunk["rating"].map(float)))
-                if len(not_finite):  # pandas 2 reads no number that float64 cannot hold
-                    return f"{_where(path, start + not_finite[0])}: rating is not a finite number."
-                start += len(chunk)
-    except pd.errors.ParserError:
-        pass
-    if too_many:
-        expected, line, seen = too_many.groups()
-        return f"{path}, row {line}: {seen} fields, expected {expected}."
-    return f"{path}: {error}"
-
-
-def _first_zero_byte(path: Path, header: list[str]) -> str | None:
-    """Returns what is wrong where there is a byte of 0, at which pandas 2 takes a number to end."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        place = content.find(b"\0")
-        if place < 0:
-            return None
-        start = content.rfind(b"\n", 0, place) + 1
-        row = content[:start].count(b"\n") + 1
-        field = content[start:place].count(b",")
-        content.seek(start)
-        fields = content.readline().rstrip(b"\r\n").decode(errors="replace").split(",")
-    name = header[field] if field < len(header) else f"field {field + 1}"
-    return f"{path}, row {row}: {name} {fields[field]!r} is not {_EXPECTED.get(COLUMNS.get(name, ''), 'text')}."
-
-
-def _is_whole(text: str) -> bool:
-    return bool(re.fullmatch(r"\s*[+-]?\d+\s*", text)) and -(2**63) <= int(text) < 2**63
-
-
-def _is_number(text: str) -> bool:
-    return bool(re.fullmatch(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*", text))
-
-
-def _where(path: Path, index: int) -> str:
-    """Returns file and row, as an editor counts them, of the n-th rating; pandas does not count empty lines."""
-    ratings = -2
-    with path.open("rb") as lines:
-        for row, line in enumerate(lines, start=1):
-            ratings += bool(line.strip())
-            if ratings == index:
-                return f"{path}, row {row}"
-    return f"{path}, row {index + 2}"
 
 
 def _write(path: Path, content: dict[str, Any], ratings: Path) -> None:

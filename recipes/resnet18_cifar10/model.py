@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from recipes.learning_rate import relative_learning_rate
 from recipes.resnet18_cifar10.architectures import PAPER_WIDTH, Architecture, build_network
-from recipes.resnet18_cifar10.data import IGNORED_LABEL
+from recipes.resnet18_cifar10.images import IGNORED_LABEL
 
 
 class ImageClassifier(LightningModule):

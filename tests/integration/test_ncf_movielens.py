@@ -197,8 +197,9 @@ class TestFit:
 
 
 def fit_without_network(root):
-    archive.fetch = refuse_to_fetch
-    return fit_recipe(f"--config={FOLDER}/dense.yaml", *SMALL, f"--data.root={root}")
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(archive, "fetch", refuse_to_fetch)
+        return fit_recipe(f"--config={FOLDER}/dense.yaml", *SMALL, f"--data.root={root}")
 
 
 def refuse_to_fetch(url, path, **kwargs):
@@ -650,7 +651,7 @@ class TestFile:
         assert list(tmp_path.iterdir()) == [path]
 
     def test_bad_row_of_a_later_chunk(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("recipes.ncf_movielens.ratings._CHUNK_ROWS", 10)
+        monkeypatch.setattr("recipes.ncf_movielens.table._CHUNK_ROWS", 10)
         rows = some_rows()
         path = write_ratings(tmp_path / "ratings.csv", [*rows[:33], "1,?,2,3", *rows[33:], "1,2,3,4,5"])
         with pytest.raises(InvalidRatingsError, match=r"row 35: movieId '\?' is not"):

@@ -21,17 +21,10 @@ from lightning_sparse import DDPHardThresholdStrategy, SparseDDPStrategy
 from recipes import MissingDataError, demo
 from recipes.__main__ import main
 from recipes.learning_rate import relative_learning_rate
-from recipes.resnet18_cifar10 import data as data_module
+from recipes.resnet18_cifar10 import images as images_module
 from recipes.resnet18_cifar10.architectures import PAPER_NUM_PARAMETERS, build_network
-from recipes.resnet18_cifar10.data import (
-    IGNORED_LABEL,
-    CIFARDataModule,
-    ImageBatches,
-    crop_each,
-    digits,
-    filled_up,
-    flip_each,
-)
+from recipes.resnet18_cifar10.data import DEVIATIONS, MEANS, CIFARDataModule, crop_each, flip_each
+from recipes.resnet18_cifar10.images import IGNORED_LABEL, ImageBatches, digits, filled_up
 from recipes.resnet18_cifar10.model import ImageClassifier, parameter_groups
 from tests.workers import run_workers
 
@@ -394,7 +387,7 @@ def checksums(folder):
     return {path.name: hashlib.md5(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
-def expect(dataset, md5, patch=setattr):
+def expect(dataset, md5, patch):
     """Makes torchvision take the files of these checksums for the data set."""
     patch(dataset, "train_list", [[name, md5[name]] for name, _ in dataset.train_list])
     patch(dataset, "test_list", [[name, md5[name]] for name, _ in dataset.test_list])
@@ -408,7 +401,7 @@ def dataset(request, monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("fetched what is there already")
 
-    monkeypatch.setattr(data_module, "fetch", refuse)
+    monkeypatch.setattr(images_module, "fetch", refuse)
     return request.param
 
 
@@ -462,7 +455,7 @@ class TestData:
         data = opened(dataset, folder, num_train_images=1)
         plain = [torch.cat([images for images, _ in data.val_dataloader()]) for _ in range(2)]
         assert torch.equal(*plain)
-        mean, deviation = (torch.tensor(of[data.source]) for of in (data_module.MEANS, data_module.DEVIATIONS))
+        mean, deviation = (torch.tensor(of[data.source]) for of in (MEANS, DEVIATIONS))
         scaled = data.val_images.tensors[0].movedim(1, -1) / 255
         torch.testing.assert_close(plain[0], ((scaled - mean) / deviation).movedim(-1, 1))
         augmented = [images for _ in range(8) for images, _ in data.train_dataloader()]
@@ -535,7 +528,7 @@ class TestData:
         reason="set LIGHTNING_SPARSE_DATA to a folder that holds cifar-10-batches-py to test with the real images",
     )
     def test_real_images(self, monkeypatch):
-        monkeypatch.setattr(data_module, "fetch", None)
+        monkeypatch.setattr(images_module, "fetch", None)
         data = CIFARDataModule(root=os.environ["LIGHTNING_SPARSE_DATA"], batch_size=1000, num_workers=0)
         data.prepare_data()
         data.setup("fit")
@@ -547,9 +540,9 @@ class TestData:
         for channel in range(3):
             share = images[:, channel].flatten().bincount(minlength=256).double() / images[:, channel].numel()
             mean = share @ values
-            assert mean.item() == pytest.approx(data_module.MEANS["cifar10"][channel], abs=5e-5)
+            assert mean.item() == pytest.approx(MEANS["cifar10"][channel], abs=5e-5)
             deviation = (share @ (values - mean).square()).sqrt()
-            assert deviation.item() == pytest.approx(data_module.DEVIATIONS["cifar10"][channel], abs=5e-5)
+            assert deviation.item() == pytest.approx(DEVIATIONS["cifar10"][channel], abs=5e-5)
         batch, _ = next(iter(data.train_dataloader()))
         assert batch.shape == (1000, 3, 32, 32)
         assert batch.dtype == torch.float32
@@ -569,7 +562,7 @@ class TestUnpack:
 
     def test_fetches_and_unpacks(self, dataset, folder, archive, monkeypatch):
         fetched = []
-        monkeypatch.setattr(data_module, "fetch", lambda *args, **kwargs: fetched.append((args, kwargs)) or archive)
+        monkeypatch.setattr(images_module, "fetch", lambda *args, **kwargs: fetched.append((args, kwargs)) or archive)
         for _ in range(2):
             assert len(opened(dataset, folder).val_images) == 4
         assert fetched == [((dataset.url, folder.parent / dataset.filename), {"md5": dataset.tgz_md5})]
@@ -581,7 +574,7 @@ class TestUnpack:
             (Path(path) / dataset.base_folder / "half").touch()
             raise OSError("No space left on device")
 
-        monkeypatch.setattr(data_module, "fetch", lambda *args, **kwargs: archive)
+        monkeypatch.setattr(images_module, "fetch", lambda *args, **kwargs: archive)
         monkeypatch.setattr(tarfile.TarFile, "extractall", fill_the_disk)
         with pytest.raises(MissingDataError, match=r"CIFAR-10+ could not be unpacked: No space left on device"):
             opened(dataset, folder)
@@ -600,15 +593,16 @@ class TestUnpack:
 
 
 def fit_images(root, md5):
-    CIFAR10.url = "http://127.0.0.1:1/cifar-10-python.tar.gz"  # where nobody listens
-    os.environ["no_proxy"] = "127.0.0.1"
-    if md5:
-        expect(CIFAR10, md5)
-    try:
-        images = ("--data.source=cifar10", f"--data.root={root}", "--data.device_augmentation=true")
-        return fit_recipe(f"--config={RESNET}/dense.yaml", *SMALL, *images)
-    except SystemExit as ended:
-        return ended.code
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(CIFAR10, "url", "http://127.0.0.1:1/cifar-10-python.tar.gz")  # where nobody listens
+        patches.setenv("no_proxy", "127.0.0.1")
+        if md5:
+            expect(CIFAR10, md5, patches.setattr)
+        try:
+            images = ("--data.source=cifar10", f"--data.root={root}", "--data.device_augmentation=true")
+            return fit_recipe(f"--config={RESNET}/dense.yaml", *SMALL, *images)
+        except SystemExit as ended:
+            return ended.code
 
 
 class TestBadImages:

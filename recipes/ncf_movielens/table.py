@@ -1,0 +1,122 @@
+"""Reads MovieLens' ``ratings.csv`` as a table of numbers, or says which row of the file is none."""
+
+import csv
+import mmap
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from recipes import MissingDataError
+
+COLUMNS = {"userId": "int64", "movieId": "int64", "rating": "float32", "timestamp": "int64"}
+LARGEST_ID = 2**31 - 1
+
+_EXPECTED = {"int64": "a whole number of 64 bits", "float32": "a number"}
+_CHUNK_ROWS = 1_000_000
+
+
+class InvalidRatingsError(MissingDataError):
+    """A ratings file cannot be used; the message names the file and the row."""
+
+
+def read_table(path: Path) -> pd.DataFrame:
+    """Returns the columns of :data:`COLUMNS` of a CSV file that has them, each of the type that stands there.
+
+    Raises:
+        InvalidRatingsError: the file is empty; a column is missing; a row does not hold numbers or has too many fields.
+    """
+    # Not a single quote in these files: taken as such, one would swallow the lines up to the next.
+    options: dict[str, Any] = {"quoting": csv.QUOTE_NONE, "na_filter": False, "encoding_errors": "replace"}
+    try:
+        found = list(pd.read_csv(path, nrows=0, **options).columns)
+    except pd.errors.EmptyDataError:
+        raise InvalidRatingsError(
+            f"{path}, row 1: the file is empty. Expected the header {','.join(COLUMNS)}."
+        ) from None
+    missing = [name for name in COLUMNS if name not in found]
+    if missing:
+        raise InvalidRatingsError(
+            f"{path}, row 1: no column {', '.join(missing)}. The header is {','.join(found)}, expected "
+            f"{','.join(COLUMNS)}."
+        )
+    if (with_zero := _first_zero_byte(path, found)) is not None:
+        raise InvalidRatingsError(with_zero)
+    # With a choice of columns pandas would let rows with too many fields pass.
+    if len(found) > len(COLUMNS):
+        options["usecols"] = list(COLUMNS)
+    try:
+        with warnings.catch_warnings():
+            # All rows longer than the header: pandas would cut them off and warn.
+            warnings.simplefilter("error", pd.errors.ParserWarning)
+            table = pd.read_csv(path, dtype=COLUMNS, index_col=False, engine="c", **options)
+        if any(table[name].dtype != kind for name, kind in COLUMNS.items()):
+            raise ValueError("A number is too large.")  # pandas 2 makes the column one of larger numbers
+    except pd.errors.ParserWarning:
+        raise InvalidRatingsError(f"{place_of(path, 0)}: more fields than the {len(found)} of the header.") from None
+    except (ValueError, OverflowError) as error:  # pandas' ParserError is a ValueError
+        raise InvalidRatingsError(_first_bad_row(path, options, error)) from None
+    if table.empty:
+        raise InvalidRatingsError(f"{path}, row 2: there are no ratings below the header.")
+    return table
+
+
+def _first_bad_row(path: Path, options: dict[str, Any], error: Exception) -> str:
+    """Returns what is wrong where in a file that pandas has refused to read as numbers, which does not say."""
+    too_many = re.search(r"Expected (\d+) fields in line (\d+), saw (\d+)", str(error))
+    start = 0
+    try:
+        with pd.read_csv(path, dtype=str, index_col=False, chunksize=_CHUNK_ROWS, **options) as chunks:
+            for chunk in chunks:
+                for name, kind in COLUMNS.items():
+                    bad = np.flatnonzero(~chunk[name].fillna("").map(_is_whole if kind == "int64" else _is_number))
+                    if len(bad):
+                        text = chunk[name].iloc[bad[0]]
+                        return f"{place_of(path, start + bad[0])}: {name} {text!r} is not {_EXPECTED[kind]}."
+                not_finite = np.flatnonzero(np.isinf(chunk["rating"].map(float)))
+                if len(not_finite):  # pandas 2 reads no number that float64 cannot hold
+                    return f"{place_of(path, start + not_finite[0])}: rating is not a finite number."
+                start += len(chunk)
+    except pd.errors.ParserError:
+        pass
+    if too_many:
+        expected, line, seen = too_many.groups()
+        return f"{path}, row {line}: {seen} fields, expected {expected}."
+    return f"{path}: {error}"
+
+
+def _first_zero_byte(path: Path, header: list[str]) -> str | None:
+    """Returns what is wrong where there is a byte of 0, at which pandas 2 takes a number to end."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        place = content.find(b"\0")
+        if place < 0:
+            return None
+        start = content.rfind(b"\n", 0, place) + 1
+        row = content[:start].count(b"\n") + 1
+        field = content[start:place].count(b",")
+        content.seek(start)
+        fields = content.readline().rstrip(b"\r\n").decode(errors="replace").split(",")
+    name = header[field] if field < len(header) else f"field {field + 1}"
+    return f"{path}, row {row}: {name} {fields[field]!r} is not {_EXPECTED.get(COLUMNS.get(name, ''), 'text')}."
+
+
+def _is_whole(text: str) -> bool:
+    return bool(re.fullmatch(r"\s*[+-]?\d+\s*", text)) and -(2**63) <= int(text) < 2**63
+
+
+def _is_number(text: str) -> bool:
+    return bool(re.fullmatch(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*", text))
+
+
+def place_of(path: Path, index: int) -> str:
+    """Returns file and row, as an editor counts them, of the n-th rating; pandas does not count empty lines."""
+    ratings = -2
+    with path.open("rb") as lines:
+        for row, line in enumerate(lines, start=1):
+            ratings += bool(line.strip())
+            if ratings == index:
+                return f"{path}, row {row}"
+    return f"{path}, row {index + 2}"
