@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 
 _PATCHED = ("torch.distributed", "torch.distributed.distributed_c10d", "torch.nn.parallel.distributed")
 """Into which modules, beside ours, tests put functions of their own."""
@@ -52,6 +54,8 @@ def serve(pipe: connection.Connection) -> None:
         except EOFError:
             return
         _set_random_states(*random_states)
+        # A strategy of several workers says who they are; one of a single worker takes it as it is.
+        rank_zero_only.rank = utilities_rank_zero_only.rank = 0
         _answer(call)
         os.environ.clear()
         os.environ.update(environment)
