@@ -10,6 +10,7 @@ from lightning_sparse.drift import DriftOptions, SparseModelAverager
 from lightning_sparse.engine import StepStats
 from lightning_sparse.metrics import AverageDensity, TotalError
 from lightning_sparse.sparsifiers import (
+    Accordion,
     Dense,
     GaussianK,
     HardThreshold,
@@ -31,6 +32,7 @@ from lightning_sparse.strategies import (
 )
 
 __all__ = [
+    "Accordion",
     "AverageDensity",
     "DDPHardThresholdStrategy",
     "Dense",

@@ -181,7 +181,8 @@ class SparseState(EngineHolder):
 
     def shared_state(self) -> dict[str, Any]:
         """Returns what was the same on every worker when an optimizer stepped last, in plain containers."""
-        return self._shared | {"learning_rates": self._rates.state_dict()}
+        rates = {"learning_rates": self._rates.state_dict()}
+        return self._shared | rates | self._engine.sparsifier_state(self._shared["next_step"])
 
     def _note_shared_state(self) -> None:
         self._shared = self._engine.shared_state() | {"layout": [list(names) for names in self._bucket_names]}

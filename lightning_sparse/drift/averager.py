@@ -192,7 +192,8 @@ class SparseModelAverager(EngineHolder):
 
     def shared_state(self) -> dict[str, Any]:
         """Returns what is the same on every worker, in plain containers and copies."""
-        return self._engine.shared_state() | self._exchange.state_dict() | {"num_steps": self.num_steps}
+        engine = self._engine.shared_state() | self._engine.sparsifier_state(self._engine.next_step)
+        return engine | self._exchange.state_dict() | {"num_steps": self.num_steps}
 
     @torch.no_grad()
     def load_shared_state(self, saved: Mapping[str, Any], *, same_world_size: bool) -> None:

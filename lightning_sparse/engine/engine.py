@@ -79,6 +79,7 @@ class Engine:
         sparsifier: the engine's own; a calibrated λ is in it once calibration has ended.
         last_step: the numbers of the last step, None before the first.
         next_step: what the sparsifier is told that the next step's number is; the caller's to set back.
+        epoch: the last that the sparsifier was told of; None where it does not know of any.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Engine:
         self.sparsifier = copy.deepcopy(sparsifier)
         self.last_step: StepStats | None = None
         self.next_step = 0
+        self.epoch: int | None = None
         # As text: what a sparsifier of the user's own is set with need not be something that a checkpoint can hold.
         self._settings = {name: repr(value) for name, value in sparsifier.settings().items()}
         self._calibrator = Calibrator(self.sparsifier, speaks=dist.get_rank(group) == 0, holds_density=holds_density)
@@ -156,6 +158,11 @@ class Engine:
         self._averages.forget()
         self._exchange.forget_sizes()
 
+    def begin_epoch(self, epoch: int, learning_rates: Sequence[float]) -> None:
+        """Tells the sparsifier that an epoch begins."""
+        self.epoch = epoch
+        self.sparsifier.begin_epoch(epoch, learning_rates)
+
     def begin(self) -> None:
         """Begins a step; one that was broken off in its middle is forgotten."""
         self._buckets.clear()
@@ -212,6 +219,9 @@ class Engine:
             for header, length in zip(headers, lengths, strict=True)
         ]
         self._headers = [own for own, _ in split]
+        if self.sparsifier.needs_averages:
+            for bucket in self._buckets:
+                self.sparsifier.observe(bucket.layout, bucket.average)
         return [notes for _, notes in split]
 
     def account(self, *, more_bytes: int = 0, dense_exchanges: int = 1) -> None:
@@ -241,8 +251,13 @@ class Engine:
         """Returns to the state before the first step."""
         self._calibrator.begin()
         self._exchange.load_state_dict({})
-        self.last_step = None
+        self.sparsifier.load_state_dict({})
+        self.last_step = self.epoch = None
         self.next_step = 0
+
+    def sparsifier_state(self, next_step: int) -> dict[str, Any]:
+        """Returns what the sparsifier knows, for a run that resumes with the step of this number."""
+        return {"sparsifier": self.sparsifier.state_dict(next_step)}
 
     def shared_state(self) -> dict[str, Any]:
         """Returns what the engine knows, the same on every worker, in plain containers."""
@@ -271,6 +286,8 @@ class Engine:
             )
         else:
             self._calibrator.load_state_dict(saved)
+            self.sparsifier.load_state_dict(saved.get("sparsifier", {}))
+            self.epoch = None
         if saved["last_step"] is not None:
             self.last_step = StepStats(**saved["last_step"])
         self.next_step = saved.get("next_step", 0)

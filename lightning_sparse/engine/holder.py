@@ -1,6 +1,6 @@
 """What can be asked of whoever holds an engine, whatever it averages."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightning_sparse.engine.engine import Engine
@@ -33,6 +33,20 @@ class EngineHolder:
     def last_step(self) -> StepStats | None:
         """The numbers of the last exchange, None before the first."""
         return self._engine.last_step
+
+    def begin_epoch(self, epoch: int, learning_rates: Sequence[float]) -> None:
+        """Tells the sparsifier that an epoch begins; ACCORDION needs to know. With a Trainer the strategy does it.
+
+        Args:
+            epoch: its number from 0, the same on all workers; again with the same is harmless.
+            learning_rates: of all parameter groups of all optimizers.
+        """
+        self._engine.begin_epoch(epoch, learning_rates)
+
+    @property
+    def epoch(self) -> int | None:
+        """The last that the sparsifier was told of; None where it does not know of any."""
+        return self._engine.epoch
 
     def subscribe(self, receiver: Callable[[StepStats], None]) -> None:
         """Calls the receiver with the numbers of every exchange from now on, when it is over.

@@ -1,5 +1,6 @@
 """What to send: one module per sparsifier, pure tensors, no communication and no Lightning."""
 
+from lightning_sparse.sparsifiers.accordion import Accordion
 from lightning_sparse.sparsifiers.dense import Dense
 from lightning_sparse.sparsifiers.gaussian_k import GaussianK
 from lightning_sparse.sparsifiers.hard_threshold import HardThreshold, ThresholdRun
@@ -15,6 +16,7 @@ from lightning_sparse.sparsifiers.random_k import RandomK
 from lightning_sparse.sparsifiers.top_k import TopK
 
 __all__ = [
+    "Accordion",
     "Dense",
     "GaussianK",
     "HardThreshold",

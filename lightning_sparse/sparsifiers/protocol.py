@@ -4,7 +4,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -108,6 +108,9 @@ class Sparsifier(ABC):
     communicate and does not change its input. What it leaves unselected stays in the worker's residual.
     """
 
+    needs_averages: bool = False
+    """Whether :meth:`observe` is shown the averages of every step."""
+
     needs_survey: bool = False
     """Whether :meth:`survey` must see a whole step before :meth:`select` is asked: no exchange begins before that."""
 
@@ -123,6 +126,38 @@ class Sparsifier(ABC):
 
     def survey(self, step: "WholeStep") -> None:
         """Is shown all that a step has to send, where ``needs_survey``."""
+        return
+
+    def begin_epoch(self, epoch: int, learning_rates: Sequence[float]) -> None:
+        """Is told of an epoch before its first step, perhaps more than once; does nothing unless overridden.
+
+        Args:
+            epoch: its number, the same on all workers.
+            learning_rates: of all parameter groups of all optimizers, in order.
+        """
+        return
+
+    def observe(self, layout: LayerLayout, average: Tensor) -> None:
+        """Is shown what all workers' selections of a bucket come to, where ``needs_averages``: the same bits on all.
+
+        Args:
+            layout: the layers of the bucket.
+            average: (1/n) Σ_i out_i, flat, shape (layout.num_elements,). Not modified, nor kept: its memory is the
+                gradient's.
+        """
+        return
+
+    def state_dict(self, next_step: int) -> dict[str, Any]:
+        """Returns what a resumed run must know beside the settings, the same on every worker, in plain containers.
+
+        Args:
+            next_step: the number of the next step for a run that resumes: what was observed in a step of this number or
+                a higher one does not count.
+        """
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from what :meth:`state_dict` returned; from ``{}`` it begins anew."""
         return
 
     @abstractmethod
@@ -172,10 +207,10 @@ class MarkingSparsifier(Sparsifier):
         return Selection(indices, compensated[indices])
 
 
-def require_density(density: float, example: str) -> None:
+def require_density(density: float, example: str, name: str = "density") -> None:
     """Raises ValueError where this is no share of coordinates to send."""
     if isinstance(density, bool) or not isinstance(density, (int, float)) or not 0 < density <= 1:
-        raise ValueError(f"Invalid {density=}. Must be within (0, 1]; for example 0.001 sends {example}.")
+        raise ValueError(f"Invalid {name}={density!r}. Must be within (0, 1]; for example 0.001 sends {example}.")
 
 
 def _described(value: object) -> object:

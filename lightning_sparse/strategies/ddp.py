@@ -33,6 +33,7 @@ from lightning_sparse.strategies.checkpoint import (
     content_without_state,
     restore,
 )
+from lightning_sparse.strategies.epochs import tell_epoch
 from lightning_sparse.strategies.saving import KEY, patience_of, wrap_whole
 from lightning_sparse.strategies.step_log import StepLog
 
@@ -210,6 +211,8 @@ class SparseDDPStrategy(DDPStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.step_log.begin_batch(self.lightning_module)
+        if self.state is not None:
+            tell_epoch(self.state, self)
 
     def _on_any_step(self) -> None:
         # Not all come through the strategy: self.optimizers(use_pl_optimizer=False) hands out torch's own.

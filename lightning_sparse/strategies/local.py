@@ -30,6 +30,7 @@ from lightning_sparse.strategies.drift_checkpoint import (
     restored,
     shared_state_dict,
 )
+from lightning_sparse.strategies.epochs import tell_epoch
 from lightning_sparse.strategies.saving import KEY, patience_of, wrap_whole
 from lightning_sparse.strategies.step_log import StepLog
 
@@ -176,6 +177,8 @@ class SparseLocalStrategy(DDPStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.step_log.begin_batch(self.lightning_module)
+        if self.averager is not None:
+            tell_epoch(self.averager, self)
         self._has_ended = self._is_in_a_step = False  # a search for a learning rate ends as a training does
         self._return_weights()
 

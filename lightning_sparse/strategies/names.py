@@ -6,12 +6,13 @@ from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
-from lightning_sparse.sparsifiers import Dense, GaussianK, RandomK, Sparsifier, TopK
+from lightning_sparse.sparsifiers import Accordion, Dense, GaussianK, RandomK, Sparsifier, TopK
 from lightning_sparse.strategies.ddp import SparseDDPStrategy
 from lightning_sparse.strategies.hard_threshold import DDPHardThresholdStrategy, LocalHardThresholdStrategy
 from lightning_sparse.strategies.local import SparseLocalStrategy
 
 _SPARSIFIERS: dict[str, Callable[[], Sparsifier]] = {
+    "accordion": Accordion,
     "dense": Dense,
     "gaussiank": GaussianK,
     "modeltopk": partial(TopK, granularity="model"),

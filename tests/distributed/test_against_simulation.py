@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy.stats import norm
 
-from lightning_sparse import Dense, GaussianK, HardThreshold, RandomK, TopK
+from lightning_sparse import Accordion, Dense, GaussianK, HardThreshold, RandomK, TopK
 from tests.distributed.simulation import Plan, simulate
 from tests.distributed.training import OPTIMIZERS, STEPS, Result, build_batches, build_model, train
 from tests.workers import run_workers
@@ -116,6 +116,52 @@ def test_gaussian_k_in_float64_trains_as_the_simulation_does(scenario):
     options, plan = SCENARIOS[scenario]
     results = run_workers(_train, 3, GaussianK(0.05), "nesterov", options)
     assert_matches_simulation(results, "nesterov", Plan(gaussian_share(0.05), **plan))
+
+
+class AccordionInNumpy:
+    """What the authors' code does, in a class of its own: whether each layer's gradients are in a critical regime."""
+
+    def __init__(self, epoch_steps, interval, change):
+        self.epoch_steps, self.interval, self.change = epoch_steps, interval, change
+        self.norms, self.critical, self.rates, self.regimes = [], {}, [], set()
+
+    def begin_step(self, step, rate):
+        if step % self.epoch_steps:
+            return
+        epoch = step // self.epoch_steps
+        if epoch and (epoch - 1) % self.interval == 0:
+            norms = {name: float(numpy.linalg.norm(one)) for name, one in self.sums.items()}
+            old = self.norms[-1] if self.norms else None
+            self.critical = {
+                name: old is None or abs(old[name] - norm) / old[name] >= self.change for name, norm in norms.items()
+            }
+            self.norms.append(norms)
+        if self.rates and rate < self.rates[-1]:
+            self.critical = {}
+        self.rates.append(rate)
+        self.sums = {}
+
+    def observe(self, averages):
+        for name, average in averages.items():
+            self.sums[name] = self.sums.get(name, 0.0) + average.numpy()
+
+    def select(self, name, p):
+        is_critical = self.critical.get(name, True)
+        self.regimes.add((name, is_critical))
+        return largest_share(0.2 if is_critical else 0.05)(name, p)
+
+
+@pytest.mark.parametrize(("interval", "change", "step_size"), [(1, 0.1, None), (2, 0.2, None), (1, 9.0, 14)])
+def test_accordion_in_float64_trains_as_the_simulation_does(interval, change, step_size):
+    other = AccordionInNumpy(4, interval, change)
+    options = {"epoch_steps": 4, "step_size": step_size}
+    results = run_workers(_train, 3, Accordion(0.05, 0.2, interval, change), "nesterov", options)
+    assert_matches_simulation(
+        results, "nesterov", Plan(other.select, observe=other.observe, begin_step=other.begin_step), step_size
+    )
+    assert {is_critical for _, is_critical in other.regimes} == {True, False}
+    if change < 1:
+        assert len(set(other.critical.values())) == 2 or len(other.regimes) > len(other.critical) + 1
 
 
 @pytest.mark.parametrize("same_on_all", [True, False])

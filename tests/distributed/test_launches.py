@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from lightning_sparse import GaussianK, HardThreshold, RandomK, TopK
+from lightning_sparse import Accordion, GaussianK, HardThreshold, RandomK, TopK
 from tests.distributed.launches import measure, measure_door
 from tests.workers import run_workers
 
@@ -39,6 +39,7 @@ HALF = {"dtype": torch.bfloat16}
         (MODEL_TOP_K, {}, 71, 0, 10),  # 22 of them to look at p twice more, and to find the k-th
         (RandomK(0.01), {}, 70, 2, 6),
         (GaussianK(0.01), {}, 84, 11, 6),
+        (Accordion(0.001, 0.01), {}, 54, 2, 6),
     ],
 )
 def test_launches_and_waits_of_a_step(sparsifier, options, of_bucket, of_layer, of_step):

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import GaussianK, HardThreshold, RandomK, TopK, register_comm_hook
+from lightning_sparse import Accordion, GaussianK, HardThreshold, RandomK, TopK, register_comm_hook
 from tests.distributed.training import OPTIMIZERS, build_batches, build_model
 from tests.workers import run_workers
 
-STOP, END = 6, 11
+STOP, END, EPOCH = 6, 11, 4
 
 
 def begin(sparsifier):
@@ -20,8 +20,10 @@ def begin(sparsifier):
     return model, OPTIMIZERS["adam"](model.parameters()), register_comm_hook(model, sparsifier)
 
 
-def run(model, optimizer, batches, dropped=None):
+def run(model, optimizer, batches, dropped=None, state=None, first=0):
     for place, of_workers in enumerate(batches):
+        if state is not None:
+            state.begin_epoch((first + place) // EPOCH, [0.1])
         inputs, targets = of_workers[dist.get_rank()]
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(model(inputs), targets).backward()
@@ -38,10 +40,10 @@ def everything(model, optimizer, state):
 def _stop_and_go_on(sparsifier, stop=STOP, dropped=None):
     batches = build_batches(dist.get_world_size(), torch.float32, END)
     model, optimizer, state = begin(sparsifier)
-    run(model, optimizer, batches[:stop], dropped)
+    run(model, optimizer, batches[:stop], dropped, state)
     file = io.BytesIO()
     torch.save(everything(model, optimizer, state), file)
-    run(model, optimizer, batches[stop:])
+    run(model, optimizer, batches[stop:], None, state, stop)
     straight = everything(model, optimizer, state)
 
     model, optimizer, state = begin(sparsifier)
@@ -50,7 +52,7 @@ def _stop_and_go_on(sparsifier, stop=STOP, dropped=None):
     model.module.load_state_dict(of_model)
     optimizer.load_state_dict(of_optimizer)
     state.load_state_dict(of_state)
-    run(model, optimizer, batches[stop:])
+    run(model, optimizer, batches[stop:], None, state, stop)
     return straight, everything(model, optimizer, state)
 
 
@@ -67,7 +69,14 @@ def test_a_loop_that_stops_and_goes_on_equals_one_that_does_not(num_workers, spa
 
 @pytest.mark.parametrize(
     "sparsifier",
-    [HardThreshold(0.2), TopK(0.1, granularity="model"), RandomK(0.1), RandomK(0.1, same_on_all=False), GaussianK(0.1)],
+    [
+        HardThreshold(0.2),
+        TopK(0.1, granularity="model"),
+        RandomK(0.1),
+        RandomK(0.1, same_on_all=False),
+        GaussianK(0.1),
+        Accordion(0.05, 0.2, interval=1, relative_change=0.9),
+    ],
 )
 @pytest.mark.parametrize(("stop", "dropped"), [(1, None), (STOP, STOP - 1), (STOP, STOP - 2)])
 def test_a_stop_after_the_first_step_or_a_dropped_one_changes_no_weight(sparsifier, stop, dropped):

@@ -59,6 +59,7 @@ def train(
     steps: int = STEPS,
     step_size: int | None = None,
     record_history: bool = False,
+    epoch_steps: int | None = None,
     bucket_cap_mb: float = 0.0005,
     **options: Any,
 ) -> Result:
@@ -81,7 +82,9 @@ def train(
         residuals = state.residuals.state_dict()
         return weights, {name: residuals.get(name, torch.zeros(p.numel())).clone() for name, p in weights.items()}
 
-    for batches in build_batches(dist.get_world_size(), dtype, steps):
+    for place, batches in enumerate(build_batches(dist.get_world_size(), dtype, steps)):
+        if epoch_steps:
+            state.begin_epoch(place // epoch_steps, [optimizer.param_groups[0]["lr"]])
         if record_history:
             result.history.append(snapshot())
         inputs, targets = batches[dist.get_rank()]

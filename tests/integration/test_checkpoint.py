@@ -11,7 +11,15 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightning_sparse import DDPHardThresholdStrategy, GaussianK, HardThreshold, RandomK, SparseDDPStrategy, TopK
+from lightning_sparse import (
+    Accordion,
+    DDPHardThresholdStrategy,
+    GaussianK,
+    HardThreshold,
+    RandomK,
+    SparseDDPStrategy,
+    TopK,
+)
 from lightning_sparse.strategies.checkpoint import restore
 from tests.integration.models import (
     SMALL_BUCKETS_MB,
@@ -93,6 +101,8 @@ CASES: dict[str, dict[str, Any]] = {
     "top k of the model": {"sparsifier": TopK(0.05, granularity="model")},
     "random k": {"sparsifier": RandomK(0.2)},
     "random k, each its own": {"sparsifier": RandomK(0.2, same_on_all=False, seed=3)},
+    "accordion": {"sparsifier": Accordion(0.05, 0.2, interval=1), "batches_per_epoch": 2},
+    "accordion, after an epoch": {"sparsifier": Accordion(0.05, 0.2, interval=2), "batches_per_epoch": 3},
     "gaussian k": {"sparsifier": GaussianK(0.1)},
     "static graph": {"strategy": {"threshold": 0.02, "static_graph": True}},
     "copies": {"strategy": {"threshold": 0.02, "gradient_as_bucket_view": False}},

@@ -436,7 +436,7 @@ def test_each_worker_clips_its_own_gradient() -> None:
 
 
 def test_the_names_are_there_in_twelve_forms() -> None:
-    others = ("dense", "gaussiank", "modeltopk", "randomk", "topk")
+    others = ("accordion", "dense", "gaussiank", "modeltopk", "randomk", "topk")
     families = {"local_hardthreshold": LocalHardThresholdStrategy} | {
         f"local_{name}": SparseLocalStrategy for name in others
     }

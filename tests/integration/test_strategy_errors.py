@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 from lightning_sparse import (
+    Accordion,
     DDPHardThresholdStrategy,
     Dense,
     GaussianK,
@@ -142,7 +143,15 @@ def test_what_is_no_sparsifier_is_refused(sparsifier: Any) -> None:
         SparseDDPStrategy(sparsifier)
 
 
-FAMILIES = ("ddp_dense", "ddp_gaussiank", "ddp_hardthreshold", "ddp_modeltopk", "ddp_randomk", "ddp_topk")
+FAMILIES = (
+    "ddp_accordion",
+    "ddp_dense",
+    "ddp_gaussiank",
+    "ddp_hardthreshold",
+    "ddp_modeltopk",
+    "ddp_randomk",
+    "ddp_topk",
+)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -159,6 +168,7 @@ def test_every_name_that_lightning_has_for_ddp_exists(
     assert f"ddp{suffix}{ending}" in StrategyRegistry
     strategy = StrategyRegistry.get(f"{family}{suffix}{ending}")
     expected_class, expected_sparsifier = {
+        "ddp_accordion": (SparseDDPStrategy, Accordion),
         "ddp_dense": (SparseDDPStrategy, Dense),
         "ddp_gaussiank": (SparseDDPStrategy, GaussianK),
         "ddp_hardthreshold": (DDPHardThresholdStrategy, HardThreshold),

@@ -86,6 +86,7 @@ def test_a_module_is_one_idea(path):
 
 def test_the_public_surface():
     assert lightning_sparse.__all__ == [
+        "Accordion",
         "AverageDensity",
         "DDPHardThresholdStrategy",
         "Dense",
