@@ -23,6 +23,7 @@ ROOMS = (
     "ddp",
     "drift",
     "metrics",
+    "theory",
     "strategies",
     "callbacks",
 )

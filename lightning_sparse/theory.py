@@ -1,0 +1,208 @@
+"""What the theory says of a constant threshold, as functions of numbers that can be measured.
+
+Sahu et al., *Rethinking gradient sparsification as total error minimization* (NeurIPS 2021, arXiv:2108.00951). Workers, n of
+them, minimise f = (1/n) Σ_i f_i by steps x ← x − γ (1/n) Σ_i out_i of a constant learning rate γ; worker i draws a gradient
+g_i = ∇f_i(x) + ξ_i, sends out_i of p_i = e_i + g_i, and keeps e_i = p_i − out_i. The numbers of a problem:
+
+    L       ‖∇f(x) − ∇f(y)‖ ≤ L ‖x − y‖                          how fast gradients change
+    M, σ²   E‖ξ_i‖² ≤ M ‖∇f_i(x)‖² + σ²                          how noisy they are
+    ζ²      (1/n) Σ_i ‖∇f_i(x) − ∇f(x)‖² ≤ ζ²                    how different the workers' data are
+
+The constants of the bounds are those of the proofs in docs/theory.md, which are short and complete.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+
+def total_error(sequence: Tensor, sent: Tensor) -> float:
+    """Returns Σ_t ‖a_t − sent part of a_t‖², what a whole training leaves unsent.
+
+    Args:
+        sequence: a_t, the compensated gradients, shape (T, d).
+        sent: bool of the same shape.
+    """
+    return float((sequence.double() ** 2)[~sent].sum())
+
+
+def optimal_threshold(sequence: Tensor, budget: int) -> float:
+    """Returns λ that minimises the total error of a fixed sequence among all that send as many coordinates (Lemma 3).
+
+    The budget-th largest magnitude of all steps together: what reaches it is sent. Where several have the magnitude of
+    the last that is within the budget, all of them are, a few more than asked for.
+
+    Args:
+        sequence: a_t, shape (T, d).
+        budget: coordinates to send in all T steps together, from 1 to T · d.
+
+    Raises:
+        ValueError: a budget outside that range.
+
+    Example:
+        >>> optimal_threshold(torch.tensor([[3.0, -1.0], [0.5, 2.0]]), budget=2)
+        2.0
+    """
+    if not 1 <= budget <= sequence.numel():
+        raise ValueError(f"Invalid {budget=}. Must be within 1 and {sequence.numel()}, the coordinates of all steps.")
+    return float(sequence.abs().flatten().kthvalue(sequence.numel() - budget + 1).values)
+
+
+def squared_error_bound(num_elements: int, threshold: float, learning_rate: float = 1.0) -> float:
+    """Returns γ² d λ², which ‖γ e‖² never exceeds: a coordinate of magnitude λ is not kept (Remark 5).
+
+    Args:
+        num_elements: d.
+        threshold: λ in gradient units.
+        learning_rate: γ; 1 bounds ‖e‖², in gradient units.
+    """
+    return learning_rate**2 * num_elements * threshold**2
+
+
+def top_k_squared_error_bound(density: float, squared_gradient_norm: float, learning_rate: float = 1.0) -> float:
+    """Returns 4 γ² (1 − δ) G² / δ², which E‖γ e_i‖² does not exceed with Top-k of density δ.
+
+    Where the threshold's bound is what λ says, this one grows with the workers' own gradients, and so with ζ.
+
+    Args:
+        density: δ = k / d, in (0, 1].
+        squared_gradient_norm: G² ≥ E‖g_i‖² of a worker's own gradients.
+        learning_rate: γ.
+    """
+    return 4 * learning_rate**2 * (1 - density) * squared_gradient_norm / density**2
+
+
+def threshold_of_equal_bound(density: float, squared_gradient_norm: float, num_elements: int) -> float:
+    """Returns λ = 2 G √(1 − δ) / (δ √d), for which the bounds of threshold and Top-k are the same.
+
+    A smaller one has the better bound. It says nothing of how much is sent: that the data decide.
+
+    Args:
+        density: δ of Top-k, in (0, 1].
+        squared_gradient_norm: G² ≥ E‖g_i‖².
+        num_elements: d.
+    """
+    return sqrt(top_k_squared_error_bound(density, squared_gradient_norm) / num_elements)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The numbers of a problem, as defined at the top of this module.
+
+    Attributes:
+        smoothness: L > 0.
+        num_workers: n.
+        noise: σ² ≥ 0.
+        heterogeneity: ζ² ≥ 0.
+        relative_noise: M ≥ 0.
+    """
+
+    smoothness: float
+    num_workers: int
+    noise: float
+    heterogeneity: float = 0.0
+    relative_noise: float = 0.0
+
+    @property
+    def variance_of_mean(self) -> float:
+        """(M ζ² + σ²) / n, what is left of the noise in the mean of all workers' gradients, less its share in ∇f."""
+        return (self.relative_noise * self.heterogeneity + self.noise) / self.num_workers
+
+    def largest_learning_rate(self, *, is_convex: bool) -> float:
+        """Returns the largest γ for which the bound holds: 1 / (4 L (1 + M/n)) if f is convex, else twice that."""
+        return (1 if is_convex else 2) / (4 * self.smoothness * (1 + self.relative_noise / self.num_workers))
+
+
+def convex_bound(
+    problem: Problem, squared_distance: float, learning_rate: float, num_steps: int, squared_error: float
+) -> float:
+    """Returns what (1/T) Σ_t E f(x_t) − f* does not exceed if f is convex (of the kind of Theorem 6).
+
+    2 ‖x_0 − x*‖² / (γ T) + 2 γ (M ζ² + σ²) / n + 4 L B
+
+    Args:
+        problem: L, n and the noise.
+        squared_distance: ‖x_0 − x*‖² from the first iterate to a minimiser.
+        learning_rate: γ.
+        num_steps: T.
+        squared_error: B, of :func:`squared_error_bound` with the same γ.
+
+    Raises:
+        ValueError: a learning rate for which it does not hold.
+    """
+    _require_rate(problem, learning_rate, is_convex=True)
+    return (
+        2 * squared_distance / (learning_rate * num_steps)
+        + 2 * learning_rate * problem.variance_of_mean
+        + 4 * problem.smoothness * squared_error
+    )
+
+
+def nonconvex_bound(
+    problem: Problem, suboptimality: float, learning_rate: float, num_steps: int, squared_error: float
+) -> float:
+    """Returns what (1/T) Σ_t E‖∇f(x_t)‖² does not exceed, whether f is convex or not (of the kind of Theorem 7).
+
+    4 (f(x_0) − f*) / (γ T) + 2 L γ (M ζ² + σ²) / n + 2 L² B
+
+    Args:
+        problem: L, n and the noise.
+        suboptimality: f(x_0) − f*.
+        learning_rate: γ.
+        num_steps: T.
+        squared_error: B, of :func:`squared_error_bound` with the same γ.
+
+    Raises:
+        ValueError: a learning rate for which it does not hold.
+    """
+    _require_rate(problem, learning_rate, is_convex=False)
+    return (
+        4 * suboptimality / (learning_rate * num_steps)
+        + 2 * problem.smoothness * learning_rate * problem.variance_of_mean
+        + 2 * problem.smoothness**2 * squared_error
+    )
+
+
+def measured_noise(gradients: Sequence[Tensor]) -> tuple[float, float]:
+    """Returns estimates of σ² and ζ² at one x, with M = 0.
+
+    Both are without bias: of the mean of a worker's draws, the noise that is left in it is taken off ζ², which may
+    come out below 0 where workers hardly differ. Take the largest over the x that a training visits.
+
+    Args:
+        gradients: for each worker draws of g_i at the same x, shape (draws, d), at least two draws.
+
+    Raises:
+        ValueError: fewer than two draws of a worker.
+    """
+    if any(len(one) < 2 for one in gradients):
+        raise ValueError(
+            f"Got {min(map(len, gradients))} draws of a worker. Give two or more, or there is no variance."
+        )
+    variances = torch.stack([one.double().var(dim=0).sum() for one in gradients])
+    means = torch.stack([one.double().mean(dim=0) for one in gradients])
+    n = len(gradients)
+    left = float((variances / torch.tensor([len(one) for one in gradients])).mean()) * (1 - 1 / n)
+    spread = float(((means - means.mean(dim=0)) ** 2).sum(dim=1).mean())
+    return float(variances.mean()), spread - left
+
+
+def measured_smoothness(points: Tensor, gradients: Tensor) -> float:
+    """Returns the largest ‖∇f(x) − ∇f(y)‖ / ‖x − y‖ of neighbouring points, which L is at least.
+
+    Args:
+        points: x along a path, shape (points, d), at least two of them different.
+        gradients: ∇f there, of the same shape.
+    """
+    steps = points.double().diff(dim=0).norm(dim=1)
+    changes = gradients.double().diff(dim=0).norm(dim=1)
+    return float((changes / steps)[steps > 0].max())
+
+
+def _require_rate(problem: Problem, learning_rate: float, *, is_convex: bool) -> None:
+    largest = problem.largest_learning_rate(is_convex=is_convex)
+    if not 0 < learning_rate <= largest * (1 + 1e-12):
+        raise ValueError(f"Invalid {learning_rate=}. The bound holds above 0 and up to {largest:g} for this problem.")

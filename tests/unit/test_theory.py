@@ -1,0 +1,167 @@
+"""Lemma 3 and the bounds as laws: of sequences, and of trainings in plain tensors with all noise known."""
+
+from math import sqrt
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_sparse import HardThreshold, LayerLayout, TopK
+from lightning_sparse.theory import (
+    Problem,
+    convex_bound,
+    measured_noise,
+    measured_smoothness,
+    nonconvex_bound,
+    optimal_threshold,
+    squared_error_bound,
+    threshold_of_equal_bound,
+    top_k_squared_error_bound,
+    total_error,
+)
+
+
+@st.composite
+def sequences(draw):
+    steps, size = draw(st.integers(1, 6)), draw(st.integers(1, 8))
+    numbers = st.floats(-100, 100, width=32)
+    flat = draw(st.lists(numbers, min_size=steps * size, max_size=steps * size))
+    return torch.tensor(flat).view(steps, size)
+
+
+def selected_by(sparsifier, sequence):
+    layout = LayerLayout(("all",), (sequence.shape[1],))
+    sent = torch.zeros_like(sequence, dtype=torch.bool)
+    for step, row in enumerate(sequence):
+        sent[step, sparsifier.select(row, layout).indices] = True
+    return sent
+
+
+@given(sequences(), st.data())
+def test_lemma_3_no_choice_of_as_many_coordinates_leaves_less(sequence, data):
+    budget = data.draw(st.integers(1, sequence.numel()))
+    sent = selected_by(HardThreshold(optimal_threshold(sequence, budget)), sequence)
+    assert int(sent.sum()) >= budget
+    error = total_error(sequence, sent)
+    # Those of the last magnitude that are beyond the budget would have to stay.
+    last = optimal_threshold(sequence, budget)
+    within = error + (int(sent.sum()) - budget) * last**2
+    other = torch.zeros(sequence.numel(), dtype=torch.bool)
+    other[data.draw(st.permutations(range(sequence.numel())))[:budget]] = True
+    assert within <= total_error(sequence, other.view_as(sequence)) * (1 + 1e-9) + 1e-9
+
+
+@given(sequences(), st.floats(0.05, 1))
+def test_lemma_3_top_k_of_each_step_with_the_same_budget_leaves_no_less(sequence, density):
+    by_step = selected_by(TopK(density), sequence)
+    budget = int(by_step.sum())
+    sent = selected_by(HardThreshold(optimal_threshold(sequence, budget)), sequence)
+    assert total_error(sequence, sent) <= total_error(sequence, by_step) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("budget", [0, 5])
+def test_a_budget_that_cannot_be_is_refused(budget):
+    with pytest.raises(ValueError, match=rf"Invalid budget={budget}\. Must be within 1 and 4"):
+        optimal_threshold(torch.ones(2, 2), budget)
+
+
+class Quadratic:
+    """f_i(x) = ½ (x − c_i)ᵀ A (x − c_i), A diagonal, and Gaussian noise of known variance on every gradient."""
+
+    def __init__(self, seed, num_workers=4, size=30, noise=0.2, spread=0.5):
+        generator = torch.Generator().manual_seed(seed)
+        self.generator, self.n, self.d, self.deviation = generator, num_workers, size, sqrt(noise / size)
+        self.curvature = torch.rand(size, generator=generator, dtype=torch.float64) + 0.05
+        self.centres = spread * torch.randn(num_workers, size, generator=generator, dtype=torch.float64)
+        self.minimiser = self.centres.mean(dim=0)
+        apart = ((self.curvature * (self.centres - self.minimiser)) ** 2).sum(dim=1).mean()
+        self.problem = Problem(float(self.curvature.max()), num_workers, noise, float(apart))
+
+    def excess(self, x):
+        """f(x) − f*."""
+        return 0.5 * float((self.curvature * (x - self.minimiser) ** 2).sum())
+
+    def gradient(self, x):
+        return self.curvature * (x - self.minimiser)
+
+    def draws(self, x):
+        noise = torch.randn(self.n, self.d, generator=self.generator, dtype=torch.float64) * self.deviation
+        return self.curvature * (x - self.centres) + noise
+
+    def train(self, sparsifier, rate, steps, start=3.0):
+        x = self.minimiser + start / sqrt(self.d)
+        errors, layout = torch.zeros(self.n, self.d, dtype=torch.float64), LayerLayout(("x",), (self.d,))
+        excess = squared_gradient = worst_error = largest = 0.0
+        for _ in range(steps):
+            excess += self.excess(x) / steps
+            squared_gradient += float((self.gradient(x) ** 2).sum()) / steps
+            gradients = self.draws(x)
+            largest = max(largest, float((gradients**2).sum(dim=1).max()))
+            errors += gradients
+            average = torch.zeros(self.d, dtype=torch.float64)
+            for error in errors:
+                indices, values = sparsifier.select(error, layout)
+                average[indices] += values / self.n
+                error[indices] = 0
+            worst_error = max(worst_error, float((errors**2).sum(dim=1).max()))
+            x = x - rate * average
+        return excess, squared_gradient, worst_error, largest
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 1000), st.floats(0.05, 1), st.floats(0.0, 3.0), st.sampled_from([20, 200]))
+def test_no_training_exceeds_its_bounds(seed, share_of_rate, threshold, steps):
+    one = Quadratic(seed)
+    for is_convex in (True, False):
+        rate = share_of_rate * one.problem.largest_learning_rate(is_convex=is_convex)
+        excess, squared_gradient, worst_error, _ = one.train(HardThreshold(threshold), rate, steps)
+        assert worst_error <= squared_error_bound(one.d, threshold)
+        bound = squared_error_bound(one.d, threshold, rate)
+
+        if is_convex:
+            assert excess <= convex_bound(one.problem, 9.0, rate, steps, bound)
+        else:
+            start = one.minimiser + 3.0 / sqrt(one.d)
+            assert squared_gradient <= nonconvex_bound(one.problem, one.excess(start), rate, steps, bound)
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 1000), st.sampled_from([0.1, 0.3, 0.7, 1.0]))
+def test_top_k_leaves_no_more_than_its_bound_and_a_threshold_of_equal_bound_as_much(seed, density):
+    one = Quadratic(seed)
+    *_, worst_error, largest = one.train(TopK(density), 0.2, 100)
+    assert worst_error <= top_k_squared_error_bound(density, largest) + 1e-12
+    equal = threshold_of_equal_bound(density, largest, one.d)
+    assert squared_error_bound(one.d, equal) == pytest.approx(top_k_squared_error_bound(density, largest))
+
+
+def test_what_is_measured_is_what_is_there():
+    one = Quadratic(3, noise=2.0)
+    x = one.minimiser + 1
+    draws = torch.stack([one.draws(x) for _ in range(4000)], dim=1)  # (workers, draws, d)
+    noise, heterogeneity = measured_noise(list(draws))
+    assert noise == pytest.approx(2.0, rel=0.02)
+    assert heterogeneity == pytest.approx(one.problem.heterogeneity, rel=0.05)
+    few = [measured_noise(list(draws[:, 2 * place : 2 * place + 2]))[1] for place in range(2000)]
+    assert sum(few) / len(few) == pytest.approx(one.problem.heterogeneity, rel=0.05)  # without bias
+    steepest = torch.zeros(one.d, dtype=torch.float64)
+    steepest[one.curvature.argmax()] = 1.0
+    points = torch.stack([x, x + 1, x + 1 + steepest, x + 1 + steepest])
+    assert measured_smoothness(points, one.curvature * points) == pytest.approx(one.problem.smoothness)
+    with pytest.raises(ValueError, match=r"Got 1 draws of a worker\. Give two or more"):
+        measured_noise([draws[0, :1]])
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.26, float("nan")])
+def test_a_learning_rate_for_which_a_bound_does_not_hold_is_refused(rate):
+    problem = Problem(smoothness=1.0, num_workers=4, noise=1.0)
+    with pytest.raises(ValueError, match=r"The bound holds above 0 and up to 0\.25 for this problem"):
+        convex_bound(problem, 1.0, rate, 10, 0.0)
+    assert nonconvex_bound(problem, 1.0, 0.5, 8, 0.0) == pytest.approx(4 / 4 + 2 * 0.5 * 0.25)
+
+
+def test_relative_noise_makes_heterogeneity_count():
+    quiet, loud = (Problem(2.0, 4, 1.0, 3.0, relative) for relative in (0.0, 4.0))
+    assert (quiet.variance_of_mean, loud.variance_of_mean) == (0.25, 13 / 4)
+    assert quiet.largest_learning_rate(is_convex=True) == 2 * loud.largest_learning_rate(is_convex=True) == 1 / 8
