@@ -222,9 +222,20 @@ def _threshold_tables(
         raise ValueError(f"Invalid {runs=}. Each must begin where the one before it ends, from 0 to {size}.")
     thresholds = [threshold for threshold, start, end in runs if start < end]
     if len(set(thresholds)) == 1:
-        # Filled on the device. What is copied there from a list is waited for; the tables below are, this once.
-        return torch.full((1,), thresholds[0], dtype=dtype, device=device), None, None
-    starts = torch.tensor([start for _, start, end in runs if start < end])
+        return torch.full((1,), thresholds[0], dtype=dtype, device=device), None, None  # filled on the device
+    tables = _edge_tables(tuple(start for _, start, end in runs if start < end), size, device)
+    return _there(torch.tensor(thresholds, dtype=dtype), device), *tables
+
+
+@lru_cache(maxsize=4096)
+def _edge_tables(starts: tuple[int, ...], size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    edges = torch.tensor(starts)
     blocks = torch.arange(0, size + BLOCK_ELEMENTS, BLOCK_ELEMENTS)
-    first_run = torch.searchsorted(starts, blocks, right=True, out_int32=True) - 1
-    return torch.tensor(thresholds, dtype=dtype, device=device), starts.to(device), first_run.to(device)
+    first_run = torch.searchsorted(edges, blocks, right=True, out_int32=True) - 1
+    return _there(edges, device), _there(first_run, device)
+
+
+def _there(table: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cuda":  # of memory that is not pinned the copy would be waited for
+        return table.pin_memory().to(device, non_blocking=True)
+    return table.to(device)

@@ -142,13 +142,15 @@ def measure(
     """Returns the counts of the last of some steps; in a process group of one, which is said to have more workers."""
     _pretend(num_workers, has_kernels=has_kernels)
     engine = Engine(sparsifier, group=None, exchange=mode, per_layer_stats=per_layer)
+    engine.begin_epoch(0, [0.1])
     layouts = []
     for place in range(num_buckets):
         names = tuple(f"{place}.{layer}" for layer in range(place, num_layers, num_buckets))
         layouts.append(LayerLayout(names, (100_000,) * len(names)))
     headers: list[float] = []
     for layout in layouts:
-        headers += [100.0, 20.0, 0.0, 1.0, 1.0] + [1.0] * (2 * len(layout.names) * (per_layer + has_notes))
+        of_layers = 2 * len(layout.names) * (per_layer + has_notes)
+        headers += [100.0, 20.0, 0.0, 1.0, 1.0] + [1.0 + place for place in range(of_layers)]
     _now.headers = torch.tensor(headers + [30.0] * num_buckets, dtype=torch.float64)  # and what sizes there are
     for _ in range(steps):
         _let_go(engine)
@@ -165,7 +167,6 @@ def measure_door(
     num_layers: int = 150,
 ) -> Counts:
     """Returns the counts of the last of some steps through DDP's door: residuals, unused layers, the way back."""
-    torch.Tensor.pin_memory = lambda self: self  # there is no driver that could
     sparse_state.torch.futures.Future = lambda devices=None: SimpleNamespace(set_result=lambda value: None)
     buffers.let_go = memory.let_go = lambda tensor: None
     _pretend(8, has_kernels=True)
@@ -212,6 +213,7 @@ def measure_door(
 
 def _pretend(num_workers: int, *, has_kernels: bool) -> None:
     """Has this process's package believe in kernels, and in workers that answer at once."""
+    torch.Tensor.pin_memory = lambda self: self  # there is no driver that could
     for module in (adding, gather, extraction):
         module.is_available = lambda device: has_kernels
     for module in (fused_threshold, fused_decode):
@@ -258,3 +260,4 @@ def _let_go(engine: Engine) -> None:
     engine._averages._held.clear()
     engine._extraction._fused._space.clear()
     fused_threshold._threshold_tables.cache_clear()
+    fused_threshold._edge_tables.cache_clear()
