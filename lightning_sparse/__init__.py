@@ -26,6 +26,7 @@ from lightning_sparse.sparsifiers.threshold_rules import paper_threshold
 from lightning_sparse.strategies import (
     DDPHardThresholdStrategy,
     LocalHardThresholdStrategy,
+    SimulatedWorkersStrategy,
     SparseDDPStrategy,
     SparseLocalStrategy,
     register_strategies,
@@ -46,6 +47,7 @@ __all__ = [
     "MarkingSparsifier",
     "RandomK",
     "Selection",
+    "SimulatedWorkersStrategy",
     "SparseDDPStrategy",
     "SparseLocalStrategy",
     "SparseModelAverager",

@@ -8,9 +8,9 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_sparse.engine.step_stats import StepStats
-from lightning_sparse.strategies import SparseDDPStrategy, SparseLocalStrategy
+from lightning_sparse.strategies import SimulatedWorkersStrategy, SparseDDPStrategy, SparseLocalStrategy
 
-SPARSE = (SparseDDPStrategy, SparseLocalStrategy)
+SPARSE = (SparseDDPStrategy, SparseLocalStrategy, SimulatedWorkersStrategy)
 
 
 class StepMonitor(Callback):

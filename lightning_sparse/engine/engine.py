@@ -74,6 +74,7 @@ class Engine:
         per_layer_stats: whether :class:`StepStats` holds numbers of every layer.
         keeps_rest: False forgets what is not sent.
         holds_density: whether a λ that was asked for by a density is corrected after its calibration.
+        workers: others than the group's.
 
     Attributes:
         sparsifier: the engine's own; a calibrated λ is in it once calibration has ended.
@@ -86,13 +87,14 @@ class Engine:
         self,
         sparsifier: Sparsifier,
         *,
-        group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup | None = None,
         exchange: ExchangeMode = "auto",
         link_gbit_s: float | None = None,
         value_dtype: ValueDtype = "float32",
         per_layer_stats: bool = False,
         keeps_rest: bool = True,
         holds_density: bool = False,
+        workers: Workers | None = None,
     ) -> None:
         self.sparsifier = copy.deepcopy(sparsifier)
         self.last_step: StepStats | None = None
@@ -100,11 +102,11 @@ class Engine:
         self.epoch: int | None = None
         # As text: what a sparsifier of the user's own is set with need not be something that a checkpoint can hold.
         self._settings = {name: repr(value) for name, value in sparsifier.settings().items()}
-        self._calibrator = Calibrator(self.sparsifier, speaks=dist.get_rank(group) == 0, holds_density=holds_density)
+        self._exchange = Exchange(exchange, group, link_gbit_s, workers)
+        self._calibrator = Calibrator(self.sparsifier, speaks=self.workers.rank == 0, holds_density=holds_density)
         self._calibrates: bool | None = None
         self._value_dtype: ValueDtype = value_dtype
         self._per_layer_stats = per_layer_stats
-        self._exchange = Exchange(exchange, group, link_gbit_s)
         self._keeps_rest = keeps_rest
         self._extraction = self._make_extraction()
         self._averages = Buffers()

@@ -8,6 +8,7 @@ runs in whatever order the callbacks happen to run.)
 from lightning_sparse.exchange.agreement import current_device, parameter_settings, require_agreement
 from lightning_sparse.exchange.buffers import Buffers, let_go
 from lightning_sparse.exchange.exchange import EXCHANGE_MODES, Exchange, ExchangeMode, require_link
+from lightning_sparse.exchange.in_process import Crew
 from lightning_sparse.exchange.meeting import Meeting
 from lightning_sparse.exchange.reduce_scatter import largest_slice, slice_bounds, slice_elements
 from lightning_sparse.exchange.shipment import LARGEST_SLICE, NUM_SELECTED, Shipment
@@ -18,6 +19,7 @@ __all__ = [
     "LARGEST_SLICE",
     "NUM_SELECTED",
     "Buffers",
+    "Crew",
     "Exchange",
     "ExchangeMode",
     "Meeting",

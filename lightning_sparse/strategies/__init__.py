@@ -4,10 +4,12 @@ from lightning_sparse.strategies.ddp import SparseDDPStrategy
 from lightning_sparse.strategies.hard_threshold import DDPHardThresholdStrategy, LocalHardThresholdStrategy
 from lightning_sparse.strategies.local import SparseLocalStrategy
 from lightning_sparse.strategies.names import register_strategies
+from lightning_sparse.strategies.simulated import SimulatedWorkersStrategy
 
 __all__ = [
     "DDPHardThresholdStrategy",
     "LocalHardThresholdStrategy",
+    "SimulatedWorkersStrategy",
     "SparseDDPStrategy",
     "SparseLocalStrategy",
     "register_strategies",

@@ -19,6 +19,7 @@ import torch
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from lightning_sparse.ddp.simulation import SimulatedWorker
 from lightning_sparse.ddp.sparse_state import SparseState
 from lightning_sparse.engine.memory import Residuals
 from lightning_sparse.exchange import Workers
@@ -158,7 +159,9 @@ def content_without_state(world_size: int) -> dict[str, Any]:
     }
 
 
-def restore(state: SparseState, saved: Mapping[str, Any] | None, on_world_size_change: OnWorldSizeChange) -> None:
+def restore(
+    state: SparseState | SimulatedWorker, saved: Mapping[str, Any] | None, on_world_size_change: OnWorldSizeChange
+) -> None:
     """Makes a state what a checkpoint holds, and nothing else: what came before is forgotten. Not collective.
 
     Args:

@@ -101,6 +101,7 @@ def test_the_public_surface():
         "MarkingSparsifier",
         "RandomK",
         "Selection",
+        "SimulatedWorkersStrategy",
         "SparseDDPStrategy",
         "SparseLocalStrategy",
         "SparseModelAverager",

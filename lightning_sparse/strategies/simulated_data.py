@@ -1,0 +1,99 @@
+"""The training data of workers that are simulated: a loader of each, read side by side."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from lightning.fabric.utilities.data import has_iterable_dataset
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.connectors.data_connector import _get_distributed_sampler, _request_dataloader
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.data import _update_dataloader
+from torch.utils.data import DataLoader, DistributedSampler
+
+AsWorker = Callable[[int], AbstractContextManager[None]]
+
+
+class BatchesOfWorkers(list[Any]):
+    """A batch of each worker, in rank order."""
+
+
+class LoaderOfWorkers:
+    """Yields a batch of each worker at a time, as long as all have one.
+
+    Args:
+        loaders: of the workers, in rank order.
+        as_worker: within what it returns random numbers are that worker's.
+    """
+
+    def __init__(self, loaders: Sequence[Any], as_worker: AsWorker) -> None:
+        self._loaders, self._as_worker = loaders, as_worker
+
+    def __len__(self) -> int:
+        return min(map(len, self._loaders))
+
+    def __iter__(self) -> Iterator[BatchesOfWorkers]:
+        iterators = []
+        for rank in range(len(self._loaders) - 1, -1, -1):
+            with self._as_worker(rank):  # a DataLoader draws a seed for its processes
+                iterators.append(iter(self._loaders[rank]))
+        return (BatchesOfWorkers(batches) for batches in zip(*reversed(iterators), strict=False))
+
+    @property
+    def sampler(self) -> "LoaderOfWorkers":
+        """What Lightning tells of each epoch."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tells every sampler that has an interest in it."""
+        for loader in self._loaders:
+            for place in ("sampler", "batch_sampler"):
+                sampler = getattr(loader, place, None)
+                for one in (sampler, getattr(sampler, "sampler", None)):
+                    tell = getattr(one, "set_epoch", None)
+                    if callable(tell):
+                        tell(epoch)
+
+
+def loader_of_workers(trainer: Trainer, as_worker: AsWorker, num_workers: int) -> LoaderOfWorkers:
+    """Returns the training data of all workers, each asked for as by that worker.
+
+    Args:
+        trainer: that fits.
+        as_worker: within what it returns the trainer is of that rank, and random numbers are that worker's.
+        num_workers: n.
+
+    Raises:
+        ValueError: a combination of several loaders.
+    """
+    loaders = []
+    for rank in range(num_workers):
+        with as_worker(rank):
+            loader = _request_dataloader(trainer.fit_loop._data_source)
+        if isinstance(loader, (CombinedLoader, dict, list, tuple)):
+            raise ValueError(
+                f"train_dataloader returned {type(loader).__name__}. Simulated workers read one loader: have its "
+                "dataset return what belongs together."
+            )
+        if _needs_sampler(trainer, loader):
+            sampler = _get_distributed_sampler(
+                loader,
+                True,  # whatever its own sampler does: so Lightning trains with several workers
+                overfit_batches=trainer.overfit_batches,  # type: ignore[attr-defined]
+                mode=RunningStage.TRAINING,
+                num_replicas=num_workers,
+                rank=rank,
+            )
+            loader = _update_dataloader(loader, sampler, mode=RunningStage.TRAINING)
+        loaders.append(loader)
+    return LoaderOfWorkers(loaders, as_worker)
+
+
+def _needs_sampler(trainer: Trainer, loader: object) -> bool:
+    return (
+        trainer._accelerator_connector.use_distributed_sampler
+        and isinstance(loader, DataLoader)
+        and not isinstance(loader.sampler, DistributedSampler)
+        and not has_iterable_dataset(loader)
+    )

@@ -1,0 +1,274 @@
+"""Simulated workers come to what as many processes come to, to the last bit."""
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_sparse import (
+    Accordion,
+    DensityMonitor,
+    GaussianK,
+    HardThreshold,
+    RandomK,
+    SimulatedWorkersStrategy,
+    SparseDDPStrategy,
+    TopK,
+)
+from tests.integration.models import Classifier, adam, assert_equal, clones, data, nesterov, quiet_trainer
+from tests.workers import run_workers
+
+OPTIMIZERS = {"sgd": None, "adam": adam, "nesterov": nesterov}
+
+
+class Noisy(Classifier):
+    """Has dropout, batch norm, noise of other libraries, and logs its loss in two ways."""
+
+    def __init__(self, make_optimizer: Any = None) -> None:
+        super().__init__(make_optimizer)
+        self.norm, self.dropout = nn.BatchNorm1d(40), nn.Dropout(0.2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        noise = random.random() + float(numpy.random.rand())
+        return self.last(self.dropout(self.norm(self.middle(self.first(inputs + 0.1 * noise).tanh()))).tanh())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return {"loss": loss}
+
+
+class Shards(IterableDataset):
+    """Batches that follow from the worker's rank, as a data set does that is told it when it is made."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __iter__(self) -> Any:
+        generator = torch.Generator().manual_seed(self.rank)
+        for _ in range(6):
+            yield [torch.randn(4, 8, generator=generator), torch.randint(0, 3, (4,), generator=generator)]
+
+
+class Sharded(Classifier):
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(Shards(self.trainer.global_rank), batch_size=None)
+
+
+class Witness(Callback):
+    """What a worker comes to."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {"steps": [], "logged": []}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.strategy.state.subscribe(self.seen["steps"].append)
+        self.seen["began with"] = trainer.strategy.state.residuals.state_dict()
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.seen["logged"].append(float(trainer.logged_metrics.get("loss_step", 0.0)))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        state = trainer.strategy.state
+        self.seen |= {
+            "weights": clones([*pl_module.named_parameters(), *pl_module.named_buffers()]),
+            "residuals": state.residuals.state_dict(),
+            "optimizer": trainer.optimizers[0].state_dict()["state"],
+        }
+
+
+def fit(strategy: Any, num_processes: int, case: dict[str, Any], ckpt_path: str | None = None) -> dict[str, Any]:
+    random.seed(5), numpy.random.seed(5), torch.manual_seed(5)
+    witness = Witness()
+    options = {"max_steps": 9, "limit_val_batches": 0} | case.get("trainer", {})
+    trainer = quiet_trainer(strategy, num_workers=num_processes, callbacks=[witness], **options)
+    module = case.get("module", Classifier)(OPTIMIZERS[case.get("optimizer", "sgd")])
+    loader = None if module.__class__ is Sharded else data(60, 3) if not case.get("shuffle") else shuffled()
+    trainer.fit(module, loader, ckpt_path=ckpt_path)
+    if path := case.get("saves"):
+        trainer.save_checkpoint(path)
+    return witness.seen
+
+
+def shuffled() -> DataLoader:
+    loader = data(60, 3)
+    return DataLoader(loader.dataset, 3, shuffle=True)
+
+
+def _processes(case: dict[str, Any], num_workers: int, ckpt_path: str | None = None) -> Any:
+    os.environ["PL_GLOBAL_SEED"] = "3"
+    strategy = SparseDDPStrategy(case.get("sparsifier", HardThreshold(0.05)), exchange="gather", **case.get("like", {}))
+    return fit(strategy, num_workers, case, ckpt_path)
+
+
+def _simulated(case: dict[str, Any], num_workers: int, ckpt_path: str | None = None) -> Any:
+    os.environ["PL_GLOBAL_SEED"] = "3"
+    sparsifier = case.get("sparsifier", HardThreshold(0.05))
+    return fit(SimulatedWorkersStrategy(sparsifier, num_workers, **case.get("like", {})), 1, case, ckpt_path)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "adam": {"optimizer": "adam"},
+    "shuffled, several epochs": {"shuffle": True, "optimizer": "nesterov", "trainer": {"max_steps": 23}},
+    "accumulated": {"trainer": {"accumulate_grad_batches": 3, "max_steps": 6}},
+    "clipped": {"trainer": {"gradient_clip_val": 0.05}},
+    "bfloat16": {"like": {"value_dtype": "bfloat16"}},
+    "mixed": {"trainer": {"precision": "bf16-mixed"}},
+    "double": {"trainer": {"precision": "64-true"}},
+    "random numbers": {"module": Noisy, "optimizer": "adam"},
+    "shards by rank": {"module": Sharded},
+    "top k": {"sparsifier": TopK(0.05)},
+    "top k of the model": {"sparsifier": TopK(0.05, granularity="model")},
+    "gaussian k": {"sparsifier": GaussianK(0.1)},
+    "random k": {"sparsifier": RandomK(0.2, same_on_all=False)},
+    "accordion": {"sparsifier": Accordion(0.02, 0.2, interval=1, relative_change=5.0), "trainer": {"max_steps": 23}},
+    "layers": {"sparsifier": HardThreshold(0.05, layer_thresholds={"first.*": 0.2})},
+}
+
+
+@pytest.mark.parametrize("num_workers", [2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_simulated_workers_come_to_what_processes_come_to(name: str, num_workers: int) -> None:
+    case = CASES[name]
+    processes = run_workers(_processes, num_workers, case, num_workers, process_group=False)
+    (simulated,) = run_workers(_simulated, 1, case, num_workers, process_group=False)
+    assert_equal(simulated["weights"], processes[0]["weights"])
+    assert_equal(simulated["optimizer"], processes[0]["optimizer"])
+    assert_equal(simulated["residuals"], processes[0]["residuals"])
+    assert simulated["logged"] == processes[0]["logged"]
+    for one, other in zip(simulated["steps"], processes[0]["steps"], strict=True):
+        assert (one.selected, one.num_workers) == (other.selected, num_workers)
+        assert one.squared_error == pytest.approx(other.squared_error, rel=1e-6)
+    assert 0 < simulated["steps"][-1].density < 0.9
+
+
+def test_a_clipped_worker_is_that_of_processes_up_to_rounding() -> None:
+    """Its norm is added up bucket by bucket, and here is one bucket."""
+    case = {"like": {"local_clip_norm": 0.2}}
+    processes = run_workers(_processes, 2, case, 2, process_group=False)
+    (simulated,) = run_workers(_simulated, 1, case, 2, process_group=False)
+    torch.testing.assert_close(simulated["weights"], processes[0]["weights"], rtol=1e-5, atol=1e-6)
+    (unclipped,) = run_workers(_simulated, 1, {}, 2, process_group=False)
+    assert simulated["steps"][0].selected < unclipped["steps"][0].selected
+
+
+@pytest.mark.parametrize("control", ["calibrate", "hold"])
+def test_a_calibrated_threshold_is_that_of_processes_up_to_rounding(control: str) -> None:
+    case = {"sparsifier": HardThreshold(density=0.05, calibration_steps=3), "like": {"density_control": control}}
+    processes = run_workers(_processes, 2, case, 2, process_group=False)
+    (simulated,) = run_workers(_simulated, 1, case, 2, process_group=False)
+    thresholds = [[step.threshold for step in one["steps"]] for one in (simulated, processes[0])]
+    assert thresholds[0] == pytest.approx(thresholds[1], rel=1e-6)
+    assert len(set(thresholds[0][4:])) == (1 if control == "calibrate" else 5)
+
+
+@pytest.mark.parametrize(
+    ("saves", "resumes"), [(_simulated, _simulated), (_simulated, _processes), (_processes, _simulated)]
+)
+def test_a_checkpoint_of_one_continues_in_the_other(saves: Any, resumes: Any, tmp_path: Path) -> None:
+    def run(kind: Any, case: dict[str, Any], path: str | None = None) -> Any:
+        return run_workers(kind, 2 if kind is _processes else 1, case, 2, path, process_group=False)[0]
+
+    def stopped_and_resumed(saves: Any, resumes: Any) -> Any:
+        path = str(tmp_path / f"{saves.__name__}.ckpt")
+        run(saves, {"optimizer": "adam", "trainer": {"max_steps": 10}, "saves": path})
+        return run(resumes, {"optimizer": "adam", "trainer": {"max_steps": 15}}, path)
+
+    expected, resumed = stopped_and_resumed(_processes, _processes), stopped_and_resumed(saves, resumes)
+    assert len(resumed["steps"]) == 5
+    assert_equal(resumed["weights"], expected["weights"])
+    assert_equal(resumed["residuals"], expected["residuals"])
+
+
+def test_another_number_of_workers_starts_from_the_mean(tmp_path: Path) -> None:
+    path = str(tmp_path / "one.ckpt")
+    (first,) = run_workers(_simulated, 1, {"trainer": {"max_steps": 4}, "saves": path}, 2, process_group=False)
+    saved = torch.load(path, weights_only=True)["lightning_sparse"]
+    mean = {name: (one + saved["residuals"][1][name]) / 2 for name, one in saved["residuals"][0].items()}
+    assert_equal(saved["residuals"][0], first["residuals"])
+    assert any(one.any() for one in mean.values())
+    (after,) = run_workers(_simulated, 1, {"trainer": {"max_steps": 5}}, 5, path, process_group=False)
+    assert_equal(after["began with"], mean)
+
+
+def _monitored(folder: str) -> Any:
+    strategy = SimulatedWorkersStrategy(HardThreshold(0.05), 4)
+    monitor = DensityMonitor(per_layer=True)
+    trainer = quiet_trainer(strategy, num_workers=1, callbacks=[monitor], max_steps=5, default_root_dir=folder)
+    trainer.fit(Classifier(), data())
+    assert strategy.state is not None
+    return float(trainer.callback_metrics["sparse/density"]), strategy.state.last_step, monitor.table()
+
+
+def test_monitors_and_loggers_see_all_workers(tmp_path: Path) -> None:
+    ((density, last_step, table),) = run_workers(_monitored, 1, str(tmp_path), process_group=False)
+    assert density == pytest.approx(last_step.density)
+    assert last_step.num_workers == 4
+    assert set(last_step.layers) == {name for name, _ in Classifier().named_parameters()}
+    assert str(table)
+
+
+class OwnTransfer(Classifier):
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+
+class Manual(Classifier):
+    automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("module", "message"), [(Manual, "manual optimization"), (OwnTransfer, "on_before_batch_transfer, which would be")]
+)
+def test_what_is_not_simulated_is_refused(module: Any, message: str) -> None:
+    one = module()
+    if module is Manual:
+        one.automatic_optimization = False
+    trainer = quiet_trainer(SimulatedWorkersStrategy(HardThreshold(0.1), 2), num_workers=1)
+    with pytest.raises(ValueError, match=f"Simulated workers do not do {message}"):
+        trainer.fit(one, data(), data())
+
+
+def _several_loaders() -> None:
+    trainer = quiet_trainer(SimulatedWorkersStrategy(HardThreshold(0.1), 2), num_workers=1)
+    with pytest.raises(ValueError, match=r"train_dataloader returned list\. Simulated workers read one loader"):
+        trainer.fit(Classifier(), [data(), data()])
+
+
+def test_several_loaders_are_refused() -> None:
+    run_workers(_several_loaders, 1, process_group=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((HardThreshold(0.1), 0), "Invalid num_workers=0. Must be a whole number of at least 1"),
+        ((HardThreshold(0.1), 2.0), "Invalid num_workers=2.0"),
+        ((0.1,), "Expected a sparsifier such as HardThreshold"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        SimulatedWorkersStrategy(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"exchange": "hierarchical"}, "exchange='hierarchical' goes by nodes"),
+        ({"exchange": "ring"}, "Invalid exchange='ring'"),
+        ({"density_control": "hold"}, "density_control='hold' with a constant threshold"),
+        ({"local_clip_norm": -1.0}, "local_clip_norm"),
+    ],
+)
+def test_bad_options_are_refused(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SimulatedWorkersStrategy(HardThreshold(0.1), 2, **options)
