@@ -1,7 +1,8 @@
 """A strategy that trains as n workers would, one after the other on one device."""
 
+import copy
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,9 @@ class SimulatedWorkersStrategy(SingleDeviceStrategy):
         exchange: see :class:`SparseDDPStrategy`; not ``"hierarchical"``.
         density_control: see :class:`SparseDDPStrategy`.
         on_world_size_change: see :class:`SparseDDPStrategy`.
+        own_attributes: names of what the module keeps in attributes from one batch to the next, such as the state of a
+            recurrent network: every worker has its own, of which a checkpoint holds the first worker's. What is not
+            named, and is no parameter, buffer or random number, all have in common.
         device: ``"auto"`` is a GPU if there is one.
 
     Attributes:
@@ -74,6 +78,7 @@ class SimulatedWorkersStrategy(SingleDeviceStrategy):
         exchange: ExchangeMode = "gather",
         density_control: DensityControlMode = "calibrate",
         on_world_size_change: OnWorldSizeChange = "mean",
+        own_attributes: Sequence[str] = (),
         device: str = "auto",
         **kwargs: Any,
     ) -> None:
@@ -98,6 +103,8 @@ class SimulatedWorkersStrategy(SingleDeviceStrategy):
         self._per_layer_stats = False
         self._gradients: list[dict[str, Tensor]] = []
         self._random_states: list[Any] = []
+        self._own_attributes = tuple(own_attributes)
+        self._attributes: dict[int, dict[str, Any]] = {}
 
     def request_layer_stats(self) -> None:
         """Asks for per-layer numbers from the next ``fit`` on."""
@@ -123,6 +130,10 @@ class SimulatedWorkersStrategy(SingleDeviceStrategy):
         module = self.lightning_module
         assert module is not None
         _require_simulable(module, getattr(self.precision_plugin, "scaler", None))
+        missing = [name for name in self._own_attributes if not hasattr(module, name)]
+        if missing:
+            raise ValueError(f"Invalid own_attributes: {type(module).__name__} has no {', '.join(missing)}.")
+        self._attributes = {}
         if self.workers is not None:
             self.workers.close()
         self.workers = SimulatedWorkers(
@@ -165,7 +176,7 @@ class SimulatedWorkersStrategy(SingleDeviceStrategy):
         assert isinstance(batches, BatchesOfWorkers)
         # The first worker last: what it leaves behind remains.
         for rank in range(self.num_workers - 1, 0, -1):
-            with self._as_worker(rank), self._own_gradients(rank), self._buffers_put_back():
+            with self._as_worker(rank), self._own_gradients(rank), self._own_state(rank):
                 batch = super().batch_to_device(batches[rank])
                 output = super().training_step(batch, *rest, **kwargs)
                 loss = output["loss"] if isinstance(output, Mapping) else output
@@ -221,15 +232,25 @@ class SimulatedWorkersStrategy(SingleDeviceStrategy):
                 one.grad = firsts[name]
 
     @contextmanager
-    def _buffers_put_back(self) -> Iterator[None]:
-        assert self.lightning_module is not None
-        before = {name: one.clone() for name, one in self.lightning_module.named_buffers()}
+    def _own_state(self, rank: int) -> Iterator[None]:
+        """Within it the module's own attributes are this worker's; after it they and buffers are the first's again."""
+        module = self.lightning_module
+        assert module is not None
+        buffers = {name: one.clone() for name, one in module.named_buffers()}
+        firsts = {name: getattr(module, name) for name in self._own_attributes}
+        if len(self._attributes) < self.num_workers - 1:
+            self._attributes[rank] = copy.deepcopy(firsts)
+        for name, value in self._attributes[rank].items():
+            setattr(module, name, value)
         try:
             yield
         finally:
-            for name, one in self.lightning_module.named_buffers():
-                if name in before:
-                    one.copy_(before[name])
+            self._attributes[rank] = {name: getattr(module, name) for name in self._own_attributes}
+            for name, value in firsts.items():
+                setattr(module, name, value)
+            for name, one in module.named_buffers():
+                if name in buffers:
+                    one.copy_(buffers[name])
 
     @contextmanager
     def _random_numbers_of(self, rank: int) -> Iterator[None]:

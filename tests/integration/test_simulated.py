@@ -45,6 +45,18 @@ class Noisy(Classifier):
         return {"loss": loss}
 
 
+class Remembering(Classifier):
+    """Carries something along from batch to batch, in an attribute that it changes in place."""
+
+    def __init__(self, make_optimizer: Any = None) -> None:
+        super().__init__(make_optimizer)
+        self.memory: dict[str, torch.Tensor] = {"mean": torch.zeros(8)}
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.memory["mean"] = 0.5 * self.memory["mean"] + inputs.detach().mean(dim=0)
+        return super().forward(inputs + self.memory["mean"])
+
+
 class Shards(IterableDataset):
     """Batches that follow from the worker's rank, as a data set does that is told it when it is made."""
 
@@ -111,7 +123,8 @@ def _processes(case: dict[str, Any], num_workers: int, ckpt_path: str | None = N
 def _simulated(case: dict[str, Any], num_workers: int, ckpt_path: str | None = None) -> Any:
     os.environ["PL_GLOBAL_SEED"] = "3"
     sparsifier = case.get("sparsifier", HardThreshold(0.05))
-    return fit(SimulatedWorkersStrategy(sparsifier, num_workers, **case.get("like", {})), 1, case, ckpt_path)
+    own = {"own_attributes": case.get("own", [])}
+    return fit(SimulatedWorkersStrategy(sparsifier, num_workers, **own, **case.get("like", {})), 1, case, ckpt_path)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -125,6 +138,7 @@ CASES: dict[str, dict[str, Any]] = {
     "double": {"trainer": {"precision": "64-true"}},
     "random numbers": {"module": Noisy, "optimizer": "adam"},
     "shards by rank": {"module": Sharded},
+    "remembers": {"module": Remembering, "own": ["memory"]},
     "top k": {"sparsifier": TopK(0.05)},
     "top k of the model": {"sparsifier": TopK(0.05, granularity="model")},
     "gaussian k": {"sparsifier": GaussianK(0.1)},
@@ -235,6 +249,16 @@ def test_what_is_not_simulated_is_refused(module: Any, message: str) -> None:
     trainer = quiet_trainer(SimulatedWorkersStrategy(HardThreshold(0.1), 2), num_workers=1)
     with pytest.raises(ValueError, match=f"Simulated workers do not do {message}"):
         trainer.fit(one, data(), data())
+
+
+def _unknown_attribute() -> None:
+    strategy = SimulatedWorkersStrategy(HardThreshold(0.1), 2, own_attributes=["hidden"])
+    with pytest.raises(ValueError, match="Invalid own_attributes: Classifier has no hidden"):
+        quiet_trainer(strategy, num_workers=1).fit(Classifier(), data())
+
+
+def test_an_attribute_that_is_not_there_is_refused() -> None:
+    run_workers(_unknown_attribute, 1, process_group=False)
 
 
 def _several_loaders() -> None:
