@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.data import _update_dataloader
 from torch.utils.data import DataLoader, DistributedSampler
 
+_NO_MORE = object()
 AsWorker = Callable[[int], AbstractContextManager[None]]
 
 
@@ -34,11 +35,20 @@ class LoaderOfWorkers:
         return min(map(len, self._loaders))
 
     def __iter__(self) -> Iterator[BatchesOfWorkers]:
-        iterators = []
-        for rank in range(len(self._loaders) - 1, -1, -1):
-            with self._as_worker(rank):  # a DataLoader draws a seed for its processes
-                iterators.append(iter(self._loaders[rank]))
-        return (BatchesOfWorkers(batches) for batches in zip(*reversed(iterators), strict=False))
+        # A DataLoader draws a seed for its processes, and without any its data set may draw for every batch.
+        iterators = self._of_each(lambda rank: iter(self._loaders[rank]))
+        while True:
+            batches = self._of_each(lambda rank: next(iterators[rank], _NO_MORE))
+            if any(one is _NO_MORE for one in batches):
+                return
+            yield batches
+
+    def _of_each(self, function: Callable[[int], Any]) -> BatchesOfWorkers:
+        found = BatchesOfWorkers()
+        for rank in range(len(self._loaders)):
+            with self._as_worker(rank):
+                found.append(function(rank))
+        return found
 
     @property
     def sampler(self) -> "LoaderOfWorkers":

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_sparse import (
     Accordion,
@@ -69,6 +69,19 @@ class Shards(IterableDataset):
             yield [torch.randn(4, 8, generator=generator), torch.randint(0, 3, (4,), generator=generator)]
 
 
+class Augmented(Classifier):
+    """Its data set draws random numbers for every item."""
+
+    def train_dataloader(self) -> DataLoader:
+        loader = data(60, 3)
+        return DataLoader(loader.dataset, 3, collate_fn=_jittered)
+
+
+def _jittered(items: Any) -> Any:
+    inputs, labels = default_collate(items)
+    return [inputs + 0.1 * torch.randn_like(inputs), labels]
+
+
 class Sharded(Classifier):
     def train_dataloader(self) -> DataLoader:
         return DataLoader(Shards(self.trainer.global_rank), batch_size=None)
@@ -102,7 +115,9 @@ def fit(strategy: Any, num_processes: int, case: dict[str, Any], ckpt_path: str 
     options = {"max_steps": 9, "limit_val_batches": 0} | case.get("trainer", {})
     trainer = quiet_trainer(strategy, num_workers=num_processes, callbacks=[witness], **options)
     module = case.get("module", Classifier)(OPTIMIZERS[case.get("optimizer", "sgd")])
-    loader = None if module.__class__ is Sharded else data(60, 3) if not case.get("shuffle") else shuffled()
+    loader = (
+        None if isinstance(module, (Sharded, Augmented)) else data(60, 3) if not case.get("shuffle") else shuffled()
+    )
     trainer.fit(module, loader, ckpt_path=ckpt_path)
     if path := case.get("saves"):
         trainer.save_checkpoint(path)
@@ -138,6 +153,7 @@ CASES: dict[str, dict[str, Any]] = {
     "double": {"trainer": {"precision": "64-true"}},
     "random numbers": {"module": Noisy, "optimizer": "adam"},
     "shards by rank": {"module": Sharded},
+    "augmented": {"module": Augmented},
     "remembers": {"module": Remembering, "own": ["memory"]},
     "top k": {"sparsifier": TopK(0.05)},
     "top k of the model": {"sparsifier": TopK(0.05, granularity="model")},
