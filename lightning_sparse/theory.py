@@ -25,7 +25,12 @@ def total_error(sequence: Tensor, sent: Tensor) -> float:
     Args:
         sequence: a_t, the compensated gradients, shape (T, d).
         sent: bool of the same shape.
+
+    Raises:
+        ValueError: a mask of another shape, or one that is not of bool.
     """
+    if sent.dtype != torch.bool or sent.shape != sequence.shape:
+        raise ValueError(f"Got sent of {sent.dtype}, shape {tuple(sent.shape)}. Give bool of {tuple(sequence.shape)}.")
     return float((sequence.double() ** 2)[~sent].sum())
 
 
@@ -40,7 +45,7 @@ def optimal_threshold(sequence: Tensor, budget: int) -> float:
         budget: coordinates to send in all T steps together, from 1 to T · d.
 
     Raises:
-        ValueError: a budget outside that range.
+        ValueError: a budget outside that range, or a NaN, which has no magnitude.
 
     Example:
         >>> optimal_threshold(torch.tensor([[3.0, -1.0], [0.5, 2.0]]), budget=2)
@@ -48,7 +53,10 @@ def optimal_threshold(sequence: Tensor, budget: int) -> float:
     """
     if not 1 <= budget <= sequence.numel():
         raise ValueError(f"Invalid {budget=}. Must be within 1 and {sequence.numel()}, the coordinates of all steps.")
-    return float(sequence.abs().flatten().kthvalue(sequence.numel() - budget + 1).values)
+    magnitudes = sequence.double().abs().flatten()
+    if bool(magnitudes.isnan().any()):
+        raise ValueError("The sequence holds NaN. Give numbers.")
+    return float(magnitudes.kthvalue(sequence.numel() - budget + 1).values)
 
 
 def squared_error_bound(num_elements: int, threshold: float, learning_rate: float = 1.0) -> float:
@@ -58,7 +66,11 @@ def squared_error_bound(num_elements: int, threshold: float, learning_rate: floa
         num_elements: d.
         threshold: λ in gradient units.
         learning_rate: γ; 1 bounds ‖e‖², in gradient units.
+
+    Raises:
+        ValueError: a number outside its range, as in all that follows.
     """
+    _require(num_elements=(num_elements, num_elements >= 1), threshold=(threshold, threshold >= 0))
     return learning_rate**2 * num_elements * threshold**2
 
 
@@ -72,6 +84,10 @@ def top_k_squared_error_bound(density: float, squared_gradient_norm: float, lear
         squared_gradient_norm: G² ≥ E‖g_i‖² of a worker's own gradients.
         learning_rate: γ.
     """
+    _require(
+        density=(density, 0 < density <= 1),
+        squared_gradient_norm=(squared_gradient_norm, squared_gradient_norm >= 0),
+    )
     return 4 * learning_rate**2 * (1 - density) * squared_gradient_norm / density**2
 
 
@@ -85,6 +101,7 @@ def threshold_of_equal_bound(density: float, squared_gradient_norm: float, num_e
         squared_gradient_norm: G² ≥ E‖g_i‖².
         num_elements: d.
     """
+    _require(num_elements=(num_elements, num_elements >= 1))
     return sqrt(top_k_squared_error_bound(density, squared_gradient_norm) / num_elements)
 
 
@@ -105,6 +122,15 @@ class Problem:
     noise: float
     heterogeneity: float = 0.0
     relative_noise: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require(
+            smoothness=(self.smoothness, self.smoothness > 0),
+            num_workers=(self.num_workers, self.num_workers >= 1),
+            noise=(self.noise, self.noise >= 0),
+            heterogeneity=(self.heterogeneity, self.heterogeneity >= 0),
+            relative_noise=(self.relative_noise, self.relative_noise >= 0),
+        )
 
     @property
     def variance_of_mean(self) -> float:
@@ -134,6 +160,7 @@ def convex_bound(
         ValueError: a learning rate for which it does not hold.
     """
     _require_rate(problem, learning_rate, is_convex=True)
+    _require(num_steps=(num_steps, num_steps >= 1), squared_distance=(squared_distance, squared_distance >= 0))
     return (
         2 * squared_distance / (learning_rate * num_steps)
         + 2 * learning_rate * problem.variance_of_mean
@@ -159,6 +186,7 @@ def nonconvex_bound(
         ValueError: a learning rate for which it does not hold.
     """
     _require_rate(problem, learning_rate, is_convex=False)
+    _require(num_steps=(num_steps, num_steps >= 1), suboptimality=(suboptimality, suboptimality >= 0))
     return (
         4 * suboptimality / (learning_rate * num_steps)
         + 2 * problem.smoothness * learning_rate * problem.variance_of_mean
@@ -169,15 +197,20 @@ def nonconvex_bound(
 def measured_noise(gradients: Sequence[Tensor]) -> tuple[float, float]:
     """Returns estimates of σ² and ζ² at one x, with M = 0.
 
-    Both are without bias: of the mean of a worker's draws, the noise that is left in it is taken off ζ², which may
+    σ² is the mean over the workers, which is what the bounds need. Both are without bias: of the mean of a worker's
+    draws, the noise that is left in it is taken off ζ², which may
     come out below 0 where workers hardly differ. Take the largest over the x that a training visits.
 
     Args:
         gradients: for each worker draws of g_i at the same x, shape (draws, d), at least two draws.
 
     Raises:
-        ValueError: fewer than two draws of a worker.
+        ValueError: fewer than two draws of a worker, none of any, or another shape.
     """
+    gradients = list(gradients)
+    if not gradients or any(one.dim() != 2 or one.shape[1:] != gradients[0].shape[1:] for one in gradients):
+        shapes = [tuple(one.shape) for one in gradients]
+        raise ValueError(f"Got draws of shapes {shapes}. Give (draws, d) of every worker.")
     if any(len(one) < 2 for one in gradients):
         raise ValueError(
             f"Got {min(map(len, gradients))} draws of a worker. Give two or more, or there is no variance."
@@ -185,7 +218,8 @@ def measured_noise(gradients: Sequence[Tensor]) -> tuple[float, float]:
     variances = torch.stack([one.double().var(dim=0).sum() for one in gradients])
     means = torch.stack([one.double().mean(dim=0) for one in gradients])
     n = len(gradients)
-    left = float((variances / torch.tensor([len(one) for one in gradients])).mean()) * (1 - 1 / n)
+    draws = variances.new_tensor([len(one) for one in gradients])
+    left = float((variances / draws).mean()) * (1 - 1 / n)
     spread = float(((means - means.mean(dim=0)) ** 2).sum(dim=1).mean())
     return float(variances.mean()), spread - left
 
@@ -196,10 +230,25 @@ def measured_smoothness(points: Tensor, gradients: Tensor) -> float:
     Args:
         points: x along a path, shape (points, d), at least two of them different.
         gradients: ∇f there, of the same shape.
+
+    Raises:
+        ValueError: other shapes, or points that are all the same.
     """
+    if points.dim() != 2 or points.shape != gradients.shape:
+        raise ValueError(
+            f"Got points of shape {tuple(points.shape)}, gradients of {tuple(gradients.shape)}. Give (points, d) of both."
+        )
     steps = points.double().diff(dim=0).norm(dim=1)
     changes = gradients.double().diff(dim=0).norm(dim=1)
+    if not bool((steps > 0).any()):
+        raise ValueError(f"Got {len(points)} points, all in one place. Give two that differ.")
     return float((changes / steps)[steps > 0].max())
+
+
+def _require(**numbers: tuple[float, bool]) -> None:
+    for name, (value, is_allowed) in numbers.items():
+        if not is_allowed:
+            raise ValueError(f"Invalid {name}={value}. See the docstring for its range.")
 
 
 def _require_rate(problem: Problem, learning_rate: float, *, is_convex: bool) -> None:

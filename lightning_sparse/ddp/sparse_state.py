@@ -236,8 +236,8 @@ class SparseState(EngineHolder):
             self.residuals.abandon()
             self._rates.undo_all()
         self.settlement.begin_exchange()
-        if not self.settlement.open_names:  # steps that were undone are not counted, as in a run that resumes
-            self._engine.next_step = self._shared["next_step"]
+        # Not counted is what no optimizer has stepped on, as in a run that resumes. What is open differs by worker.
+        self._engine.next_step = self._shared["next_step"]
         self.is_exchanging = True
         if self._use is not None:
             self._use.forget_old()

@@ -17,6 +17,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from operator import index
 from typing import Any
 
 import torch
@@ -161,9 +162,20 @@ class Engine:
         self._exchange.forget_sizes()
 
     def begin_epoch(self, epoch: int, learning_rates: Sequence[float]) -> None:
-        """Tells the sparsifier that an epoch begins."""
-        self.epoch = epoch
-        self.sparsifier.begin_epoch(epoch, learning_rates)
+        """Tells the sparsifier that an epoch begins.
+
+        Raises:
+            TypeError: an epoch that is no whole number, or learning rates that are no list of numbers.
+        """
+        try:
+            self.epoch = index(epoch)
+            rates = [float(rate) for rate in learning_rates]  # a tensor would change with the next epoch's
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"Got begin_epoch({epoch!r}, {learning_rates!r}). Give the number of the epoch, and the learning rates "
+                "of all parameter groups in a list."
+            ) from None
+        self.sparsifier.begin_epoch(self.epoch, rates)
 
     def begin(self) -> None:
         """Begins a step; one that was broken off in its middle is forgotten."""
@@ -258,8 +270,16 @@ class Engine:
         self.next_step = 0
 
     def sparsifier_state(self, next_step: int) -> dict[str, Any]:
-        """Returns what the sparsifier knows, for a run that resumes with the step of this number."""
-        return {"sparsifier": self.sparsifier.state_dict(next_step)}
+        """Returns what the sparsifier knows, for a run that resumes with the step of this number.
+
+        Raises:
+            TypeError: it is no dict.
+        """
+        state: object = self.sparsifier.state_dict(next_step)
+        if not isinstance(state, dict):
+            name = type(self.sparsifier).__name__
+            raise TypeError(f"{name}.state_dict returned {type(state).__name__}. Return a dict of plain values.")
+        return {"sparsifier": state}
 
     def shared_state(self) -> dict[str, Any]:
         """Returns what the engine knows, the same on every worker, in plain containers."""

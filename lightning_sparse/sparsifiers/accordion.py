@@ -16,15 +16,17 @@ class Accordion(MarkingSparsifier):
 
     Agarwal et al., *ACCORDION: adaptive gradient communication via critical learning regime identification* (MLSys
     2021), by the rule of its public code: let a layer's norm be that of the gradients summed over an epoch. After epoch
-    0, ``interval``, 2 · ``interval``, … it is compared with that of ``interval`` epochs before. The layer is critical
-    until the next comparison if they differ by at least ``relative_change`` of the older one, if that was zero, and
-    after the first. Whenever an epoch begins with a lower learning rate than the one before, all layers are.
+    0, ``interval``, 2 · ``interval``, … it is compared with that of ``interval`` epochs before (where an epoch has no
+    exchange, the next that has one). The layer is critical until the next comparison if they differ by at least
+    ``relative_change`` of the older one, if that was zero, and after the first. Whenever an epoch begins with a lower
+    learning rate than the one before, all layers are.
 
     Unlike there, the norm is of the averages that train, which are the same bits on all workers, and not of the first
     worker's own gradients: nothing is broadcast. And a layer of one dimension is a layer like others, not sent whole.
 
-    Of an epoch that is compared, the sum is kept, and the last average: twice the model's memory. Those that an
-    optimizer never stepped on do not count.
+    Of an epoch that is compared, the sum is kept, and the last average: twice the model's memory. An average counts if
+    an optimizer stepped before the next exchange: what a backward brought that was dropped does not, and of several
+    backwards before a step the last does.
 
     Args:
         low_density: the share of a layer to send outside of critical regimes, in (0, 1].
@@ -63,7 +65,8 @@ class Accordion(MarkingSparsifier):
             raise ValueError(f"Invalid {low_density=}. Must be at most {high_density=}.")
         if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
             raise ValueError(f"Invalid {interval=}. Must be a whole number of epochs, at least 1.")
-        if not 0 < relative_change < float("inf"):
+        is_number = isinstance(relative_change, (int, float)) and not isinstance(relative_change, bool)
+        if not (is_number and 0 < relative_change < float("inf")):
             raise ValueError(f"Invalid {relative_change=}. Must be above 0; 0.5 is the authors'.")
         self.low_density = low_density
         self.high_density = high_density
@@ -76,6 +79,7 @@ class Accordion(MarkingSparsifier):
 
     def _forget(self) -> None:
         self._epoch = -1
+        self._due = 0
         self._coming: tuple[int, tuple[float, ...]] | None = None
         self._rates: tuple[float, ...] = ()
         self._calm: set[str] = set()
@@ -119,6 +123,7 @@ class Accordion(MarkingSparsifier):
             norms = dict(zip(self._sums, found.tolist(), strict=True))
             self._calm = {name for name, norm in norms.items() if self._is_calm(self._norms.get(name, 0.0), norm)}
             self._norms, self._sums = norms, {}
+            self._due = self._epoch + self.interval
         if any(new < old for old, new in zip(self._rates, rates, strict=False)):
             self._calm = set()
         self._epoch, self._rates = epoch, rates
@@ -129,7 +134,7 @@ class Accordion(MarkingSparsifier):
 
     def observe(self, layout: LayerLayout, average: Tensor) -> None:
         """Keeps an average of the running step, in an epoch that will be compared."""
-        if self._epoch % self.interval == 0:
+        if self._epoch >= self._due:
             copied = average.to(torch.promote_types(average.dtype, torch.float32), copy=True)
             self._last.update(zip(layout.names, torch.split(copied, list(layout.sizes)), strict=True))
 
@@ -151,6 +156,7 @@ class Accordion(MarkingSparsifier):
         names = [*self._sums, *(name for name in last if name not in self._sums)]
         return {
             "epoch": self._epoch,
+            "due": self._due,
             "coming": None if self._coming is None else [self._coming[0], list(self._coming[1])],
             "learning_rates": list(self._rates),
             "calm": sorted(self._calm),
@@ -162,7 +168,7 @@ class Accordion(MarkingSparsifier):
         """Continues from what :meth:`state_dict` returned; from ``{}`` it begins anew."""
         self._forget()
         if state:
-            self._epoch, coming = state["epoch"], state["coming"]
+            self._epoch, self._due, coming = state["epoch"], state["due"], state["coming"]
             self._coming = None if coming is None else (coming[0], tuple(coming[1]))
             self._rates, self._calm = tuple(state["learning_rates"]), set(state["calm"])
             self._norms = dict(state["norms"])
@@ -173,17 +179,17 @@ def _add(sums: dict[str, Tensor], averages: Mapping[str, Tensor]) -> None:
     for name, average in averages.items():
         if name in sums and sums[name].device != average.device:  # as a checkpoint has brought it
             sums[name] = sums[name].to(average.device)
-    known = [name for name in averages if name in sums]
+    known = [name for name in averages if name in sums and sums[name].shape == averages[name].shape]
     if known:
         torch._foreach_add_([sums[name] for name in known], [averages[name] for name in known])
-    sums.update({name: average for name, average in averages.items() if name not in sums})
+    sums.update({name: average for name, average in averages.items() if name not in known})
 
 
 def _sum(some: Tensor | None, more: Tensor | None) -> Tensor:
     """Returns the sum of what is there, on the CPU and in memory of its own."""
-    if some is not None and more is not None:
+    if some is not None and more is not None and some.shape == more.shape:
         return some.to(more.device).add(more).cpu()
-    one = more if some is None else some
+    one = some if more is None else more  # of another size it is another layer
     assert one is not None
     return one.to("cpu", copy=True)
 

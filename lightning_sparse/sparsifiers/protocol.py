@@ -118,8 +118,9 @@ class Sparsifier(ABC):
         """Is told of a step before it begins; does nothing unless a subclass needs to know.
 
         Args:
-            step: its number from 0, the same on all workers. A resumed run goes on counting, and a step whose gradients
-                are dropped before an optimizer steps on them is not counted: the next has its number.
+            step: its number from 0, the same on all workers. A resumed run goes on counting. Counted are steps after
+                which an optimizer stepped: of several backwards before that, and of those that are dropped, the next
+                has the same number.
             rank: of this worker.
         """
         return
@@ -148,7 +149,9 @@ class Sparsifier(ABC):
         return
 
     def state_dict(self, next_step: int) -> dict[str, Any]:
-        """Returns what a resumed run must know beside the settings, the same on every worker, in plain containers.
+        """Returns what a resumed run must know beside the settings, the same on every worker.
+
+        A dict of what ``torch.load(weights_only=True)`` reads: numbers of Python, strings, lists, dicts, tensors.
 
         Args:
             next_step: the number of the next step for a run that resumes: what was observed in a step of this number or

@@ -84,6 +84,8 @@ def test_a_stop_after_the_first_step_or_a_dropped_one_changes_no_weight(sparsifi
         assert any(one.any() for one in straight[2]["residuals"].values())
         torch.testing.assert_close(straight[:2], resumed[:2], rtol=0, atol=0)
         torch.testing.assert_close(straight[2]["residuals"], resumed[2]["residuals"], rtol=0, atol=0)
+        sums = [one[2]["shared"]["sparsifier"].get("sums", {}) for one in (straight, resumed)]
+        torch.testing.assert_close(*sums, rtol=0, atol=0)
 
 
 def _of_the_other_worker():
@@ -111,3 +113,107 @@ def test_after_a_reset_buckets_are_not_laid_out_as_in_another_run():
     own = run_workers(_first_layout, 2, False)
     assert run_workers(_first_layout, 2, True) == own
     assert len(own[0]) == 1  # DDP's first step has one bucket
+
+
+def _told_of_an_epoch():
+    model, optimizer, state = begin(Accordion(0.05, 0.2, interval=1))
+    fresh = state.sparsifier.state_dict(0)
+    rate = torch.tensor(0.1)
+    state.begin_epoch(0, [rate])
+    rate.mul_(0.5)  # as a scheduler does
+    run(model, optimizer, build_batches(dist.get_world_size(), torch.float32, 2))
+    saved = state.state_dict()
+    assert saved["shared"]["sparsifier"]["learning_rates"] == [pytest.approx(0.1)]
+    assert set(saved["shared"]["sparsifier"]["sums"]) == set(dict(model.module.named_parameters()))
+    state.load_state_dict(saved)
+    assert state.epoch is None
+    assert state.sparsifier.state_dict(2)["epoch"] == 0
+    state.begin_epoch(1, [0.1])
+    assert state.epoch == 1
+    state.reset()
+    assert state.epoch is None
+    assert state.sparsifier.state_dict(0) == fresh
+    for arguments in ((0, 0.1), ("0", [0.1]), (1.5, [0.1]), (0, ["x"])):
+        with pytest.raises(TypeError, match="Give the number of the epoch, and the learning rates"):
+            state.begin_epoch(*arguments)
+
+
+def test_an_epoch_is_told_of_anew_after_a_file_or_a_reset():
+    run_workers(_told_of_an_epoch, 2)
+
+
+class OfAnotherKind(HardThreshold):
+    def state_dict(self, next_step):
+        return [next_step]
+
+
+def _saves_what_is_no_dict():
+    *_, state = begin(OfAnotherKind(0.1))
+    with pytest.raises(TypeError, match=r"OfAnotherKind.state_dict returned list. Return a dict"):
+        state.state_dict()
+
+
+def test_a_state_that_is_no_dict_is_refused():
+    run_workers(_saves_what_is_no_dict, 1)
+
+
+class Watching(HardThreshold):
+    """Keeps what it is shown."""
+
+    needs_averages = True
+
+    def observe(self, layout, average):
+        parts = zip(layout.names, average.clone().split(layout.sizes), strict=True)
+        self._seen = {**getattr(self, "_seen", {}), **dict(parts)}
+
+
+def _observed(dtype, exchange):
+    model = DistributedDataParallel(build_model(dtype), bucket_cap_mb=0.0005)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    state = register_comm_hook(model, Watching(0.05), grad_scaler=scaler, exchange=exchange)
+    for of_workers in build_batches(dist.get_world_size(), dtype, 2):
+        inputs, targets = of_workers[dist.get_rank()]
+        model.zero_grad()
+        scaler.scale(torch.nn.functional.mse_loss(model(inputs), targets)).backward()
+    for name, one in model.module.named_parameters():
+        assert torch.equal((state.sparsifier._seen[name] * 64).to(dtype), one.grad.flatten())
+    return {name: one.tolist() for name, one in state.sparsifier._seen.items()}
+
+
+@pytest.mark.parametrize("exchange", ["gather", "dense"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sparsifier_sees_the_average_that_trains_without_the_loss_scale(dtype, exchange):
+    first, second = run_workers(_observed, 2, dtype, exchange)
+    assert first == second
+    assert any(any(one) for one in first.values())
+
+
+class TwoBranches(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(30, 1, bias=False), torch.nn.Linear(30, 1, bias=False)
+
+    def forward(self, inputs, uses):
+        return sum(getattr(self, name)(inputs).sum() for name in uses)
+
+
+def _branches():
+    torch.manual_seed(0)
+    model = DistributedDataParallel(TwoBranches(), find_unused_parameters=True)
+    state = register_comm_hook(model, RandomK(0.1))
+    optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in (model.module.a, model.module.b)]
+    numbers = []
+    for step in range(6):
+        if step == 2:  # each worker has another branch, and one gradient of two is dropped
+            model(torch.randn(2, 30), "ab"[dist.get_rank()]).backward()
+            optimizers[0].zero_grad()
+        model(torch.randn(2, 30), "ab").backward()
+        numbers.append(state.sparsifier._step)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return numbers
+
+
+def test_the_number_of_a_step_is_the_same_on_all_workers_whatever_they_dropped():
+    assert run_workers(_branches, 2) == [list(range(6))] * 2

@@ -1,5 +1,6 @@
 """Strategies tell the sparsifier of epochs and learning rates, in both kinds of training."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateFinder
 
 from lightning_sparse import Accordion, SparseDDPStrategy, SparseLocalStrategy
+from lightning_sparse.strategies.epochs import tell_epoch
 from tests.integration.models import Classifier, data, quiet_trainer
 from tests.workers import run_workers
 
@@ -57,3 +59,17 @@ def test_a_layer_is_sent_densely_at_first_and_where_the_learning_rate_has_fallen
         assert [len(one) for one in densities] == [4] * 6
         is_high = [[density > (LOW + HIGH) / 2 for density in one] for one in densities]
         assert is_high == [[expected] * 4 for expected in (True, True, False, True, False, False)]
+
+
+def test_the_rates_of_all_groups_of_all_optimizers_are_told() -> None:
+    told: list[Any] = []
+    holder = SimpleNamespace(epoch=None, begin_epoch=lambda *what: told.append(what))
+    optimizers = [
+        SimpleNamespace(param_groups=[{"lr": 0.1}, {"lr": torch.tensor(0.5)}]),
+        SimpleNamespace(param_groups=[{"lr": 2}]),
+    ]
+    module = SimpleNamespace(trainer=SimpleNamespace(current_epoch=4))
+    tell_epoch(holder, SimpleNamespace(lightning_module=module, optimizers=optimizers))  # type: ignore[arg-type]
+    holder.epoch = 4
+    tell_epoch(holder, SimpleNamespace(lightning_module=module, optimizers=optimizers))  # type: ignore[arg-type]
+    assert told == [(4, [0.1, 0.5, 2.0])]

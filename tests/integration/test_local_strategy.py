@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 
 from lightning_sparse import (
+    Accordion,
     DensityMonitor,
     ErrorMonitor,
     LocalHardThresholdStrategy,
@@ -136,6 +137,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bfloat16": {"strategy": {"value_dtype": "bfloat16"}},
     "accumulation": {"accumulate": 2},
     "middle of an epoch": {"batches_per_epoch": 5},
+    "accordion": {"batches_per_epoch": 5, "sparsifier": Accordion(0.05, 0.3, interval=1)},
     "scaled, one worker overflows": {"overflows": True},
 }
 
@@ -150,7 +152,9 @@ def scaled() -> MixedPrecision:
     return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
 
 
-def strategy_of(case: dict[str, Any], **options: Any) -> LocalHardThresholdStrategy:
+def strategy_of(case: dict[str, Any], **options: Any) -> SparseLocalStrategy:
+    if "sparsifier" in case:
+        return SparseLocalStrategy(case["sparsifier"], **options)
     given = case.get("strategy", {})
     threshold = {} if "density" in given else {"threshold": THRESHOLD}
     return LocalHardThresholdStrategy(**(threshold | given | options))

@@ -106,6 +106,41 @@ def test_a_layer_is_critical_while_its_norm_or_the_learning_rate_changes(norms, 
     assert of_norms(norms, **options) == expected
 
 
+def test_an_epoch_without_an_exchange_is_not_waited_for():
+    sparsifier, layout, found = Accordion(0.1, 0.5, interval=2), LayerLayout(("weight",), (2,)), []
+    for epoch in range(8):
+        sparsifier.begin_epoch(epoch, [0.1])
+        if epoch % 2:
+            sparsifier.begin_step(epoch, 0)
+            sparsifier.observe(layout, torch.ones(2))
+            found.append(sparsifier.density_of("weight"))
+    assert found == [0.5, 0.5, 0.1, 0.1]  # 1 and 3 are compared once 3 is over
+
+
+def test_an_epoch_that_has_been_told_of_but_not_begun_goes_through_a_file():
+    sparsifier = Told(Accordion(0.1, 0.5, interval=1)).sparsifier
+    sparsifier.begin_epoch(3, [0.1])
+    resumed = Accordion(0.1, 0.5, interval=1)
+    resumed.load_state_dict(sparsifier.state_dict(7))
+    resumed.begin_step(7, 0)
+    assert resumed.state_dict(7)["epoch"] == 3
+    assert resumed.state_dict(7)["coming"] is None
+
+
+def test_a_layer_of_another_size_begins_anew():
+    saved = Told(Accordion(0.1, 0.5, interval=1))
+    saved.goes_through([(0, 0.1, 1, False)] * 2)
+    resumed = Told(Accordion(0.1, 0.5, interval=1))
+    resumed.sparsifier.load_state_dict(saved.sparsifier.state_dict(2))
+    resumed.step = 2
+    resumed.sparsifier.begin_epoch(0, [0.1])
+    resumed.sparsifier.begin_step(2, 0)
+    resumed.sparsifier.observe(LayerLayout(("a.bias",), (3,)), torch.ones(3))
+    assert resumed.sparsifier.state_dict(3)["sums"]["a.bias"].tolist() == [1.0] * 3
+    resumed.sparsifier.begin_step(3, 0)
+    assert resumed.sparsifier.state_dict(3)["sums"]["a.bias"].tolist() == [1.0] * 3
+
+
 def test_a_bucket_may_hold_layers_of_both_kinds_and_what_is_not_finite_is_sent():
     sparsifier = Accordion(0.1, 0.5)
     sparsifier._calm = {"calm"}
@@ -141,6 +176,8 @@ def test_it_is_the_same_sparsifier_whatever_it_was_told_of():
         ({"interval": True}, "Invalid interval=True"),
         ({"relative_change": 0.0}, "Invalid relative_change=0.0. Must be above 0"),
         ({"relative_change": float("nan")}, "Invalid relative_change=nan"),
+        ({"relative_change": "x"}, "Invalid relative_change='x'"),
+        ({"relative_change": True}, "Invalid relative_change=True"),
     ],
 )
 def test_bad_settings_are_refused_with_the_value_and_what_is_allowed(arguments, message):

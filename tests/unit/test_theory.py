@@ -153,6 +153,39 @@ def test_what_is_measured_is_what_is_there():
         measured_noise([draws[0, :1]])
 
 
+PAIR = torch.ones(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: total_error(PAIR, PAIR), r"Got sent of torch.float32, shape \(2, 2\). Give bool of \(2, 2\)"),
+        (lambda: total_error(PAIR, PAIR[0] > 0), r"Got sent of torch.bool, shape \(2,\)"),
+        (lambda: optimal_threshold(PAIR / 0 * 0, 1), "The sequence holds NaN"),
+        (lambda: squared_error_bound(0, 1.0), "Invalid num_elements=0"),
+        (lambda: squared_error_bound(1, float("nan")), "Invalid threshold=nan"),
+        (lambda: top_k_squared_error_bound(2.0, 1.0), "Invalid density=2.0"),
+        (lambda: threshold_of_equal_bound(0.5, 1.0, 0), "Invalid num_elements=0"),
+        (lambda: Problem(0.0, 1, 1.0), "Invalid smoothness=0.0"),
+        (lambda: Problem(1.0, 0, 1.0), "Invalid num_workers=0"),
+        (lambda: Problem(1.0, 1, -1.0), "Invalid noise=-1.0"),
+        (lambda: convex_bound(Problem(1.0, 1, 1.0), 1.0, 0.1, 0, 0.0), "Invalid num_steps=0"),
+        (lambda: nonconvex_bound(Problem(1.0, 1, 1.0), -1.0, 0.1, 1, 0.0), "Invalid suboptimality=-1.0"),
+        (lambda: measured_noise([]), r"Got draws of shapes \[\]. Give \(draws, d\) of every worker"),
+        (lambda: measured_noise([PAIR[None]]), r"Got draws of shapes \[\(1, 2, 2\)\]"),
+        (lambda: measured_smoothness(PAIR, PAIR[:1]), r"points of shape \(2, 2\), gradients of \(1, 2\)"),
+        (lambda: measured_smoothness(PAIR, PAIR), "Got 2 points, all in one place"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_magnitudes_are_those_of_the_numbers_whatever_holds_them():
+    assert optimal_threshold(torch.tensor([[-128, 127]], dtype=torch.int8), 1) == 128.0
+
+
 @pytest.mark.parametrize("rate", [0.0, 0.26, float("nan")])
 def test_a_learning_rate_for_which_a_bound_does_not_hold_is_refused(rate):
     problem = Problem(smoothness=1.0, num_workers=4, noise=1.0)
