@@ -1,0 +1,90 @@
+"""Trains with several sparsifiers, and puts the theory beside it, on one data set.
+
+    python -m recipes.logistic_regression --root data --dataset madelon --output DIR
+
+Writes curves.csv, bound.csv and their figures to DIR and prints two tables. To draw again:
+``python -m recipes.logistic_regression.report DIR``.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import pandas as pd
+import torch
+
+from recipes import MissingDataError
+from recipes.logistic_regression.bounds import SHARES_OF_THRESHOLD, allowed_learning_rate, bounds
+from recipes.logistic_regression.curves import METHODS, Setting, curves, threshold_of_density
+from recipes.logistic_regression.data import URLS, load
+from recipes.logistic_regression.objective import Objective
+from recipes.logistic_regression.report import BOUND, CURVES, report
+from recipes.logistic_regression.training import shards, without_remainder
+
+
+def main() -> None:
+    """Runs everything and reports."""
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.logistic_regression",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--root", type=Path, default=Path("data"), help="the folder that has, or gets, libsvm/")
+    parser.add_argument("--dataset", choices=URLS, default="gisette")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--shardings", nargs="+", choices=["shuffled", "sorted"], default=["shuffled", "sorted"])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=["dense", "top_k", "hard_threshold"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--workers", type=int, default=20)
+    parser.add_argument("--iterations", type=int, default=3000)
+    parser.add_argument("--every", type=int, default=30, help="iterations from one record to the next")
+    parser.add_argument("--density", type=float, default=0.002, help="of Top-k, k at least 1")
+    parser.add_argument("--threshold", type=float, help="λ in gradient units; else that of Top-k's volume")
+    parser.add_argument("--relative-rate", type=float, default=1.0, help="the learning rate times L + l2")
+    arguments = parser.parse_args()
+    try:
+        run(arguments)
+    except MissingDataError as error:
+        sys.exit(str(error))
+    report(arguments.output)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Writes both CSV files, and the numbers of the problem to standard output."""
+    examples = load(arguments.root, arguments.dataset)
+    kept = without_remainder(len(examples.labels), arguments.workers)
+    objective = Objective(examples.features[kept], examples.labels[kept])
+    rate = arguments.relative_rate / objective.smoothness
+    print(
+        f"{arguments.dataset}: N = {len(kept)}, d = {objective.num_elements}, L = {objective.smoothness:.4g}, "
+        f"γ = {rate:.4g}"
+    )
+    curve_frames, bound_frames = [], []
+    for sharding in arguments.shardings:
+        own = shards(objective.labels, arguments.workers, sharding)
+        setting = Setting(objective, own, rate, arguments.iterations, arguments.every)
+        threshold = arguments.threshold
+        if threshold is None:
+            threshold = threshold_of_density(setting, arguments.density)
+        frame = curves(setting, arguments.methods, arguments.seeds, arguments.density, threshold)
+        curve_frames.append(_labelled(frame, arguments.dataset, sharding))
+
+        slower = setting._replace(learning_rate=allowed_learning_rate(objective, rate))
+        bounded = bounds(slower, [share * threshold for share in SHARES_OF_THRESHOLD], arguments.seeds)
+        bound_frames.append(_labelled(bounded.frame, arguments.dataset, sharding))
+        print(
+            f"{sharding} shards: λ = {threshold:.4g}; σ² = {bounded.problem.noise:.4g} and "
+            f"ζ² = {bounded.problem.heterogeneity:.4g} measured, bound for γ = {slower.learning_rate:.4g}"
+        )
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    pd.concat(curve_frames).to_csv(arguments.output / f"{CURVES}.csv", index=False)
+    pd.concat(bound_frames).to_csv(arguments.output / f"{BOUND}.csv", index=False)
+
+
+def _labelled(frame: pd.DataFrame, dataset: str, sharding: str) -> pd.DataFrame:
+    return frame.assign(dataset=dataset, sharding=sharding)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # the tensors are small
+    main()

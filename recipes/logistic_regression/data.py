@@ -1,0 +1,73 @@
+"""Two-class data sets as dense matrices: from LIBSVM's collection, and MADELON from scikit-feature's."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import scipy.io
+import torch
+from sklearn.datasets import load_svmlight_file
+from sklearn.preprocessing import scale
+from torch import Tensor
+
+from recipes import MissingDataError
+from recipes.download import fetch
+
+LIBSVM = "https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/binary"
+SCIKIT_FEATURE = "https://jundongl.github.io/scikit-feature/files/datasets"
+URLS = {
+    "a9a": f"{LIBSVM}/a9a",
+    "gisette": f"{LIBSVM}/gisette_scale.bz2",
+    "madelon": f"{SCIKIT_FEATURE}/madelon.mat",
+    "mushrooms": f"{LIBSVM}/mushrooms",
+}
+
+
+class Examples(NamedTuple):
+    """A data set of two classes.
+
+    Attributes:
+        features: float64, shape (examples, d).
+        labels: -1.0 or 1.0, float64, shape (examples,); the higher of the file's two labels is 1.
+    """
+
+    features: Tensor
+    labels: Tensor
+
+
+def load(root: Path, dataset: str) -> Examples:
+    """Returns a data set of ``<root>/libsvm``, fetched unless its file is there.
+
+    Features of a9a and mushrooms are 0 or 1 and those of gisette within -1 and 1, as LIBSVM has them; madelon's, whole
+    numbers around 500, are standardised: mean 0 and variance 1 over all examples.
+
+    Raises:
+        MissingDataError: the file could not be fetched or read. One line that says what to put where.
+        ValueError: no data set of this name.
+    """
+    if dataset not in URLS:
+        raise ValueError(f"Invalid {dataset=}. Must be one of {', '.join(URLS)}.")
+    path = fetch(URLS[dataset], root / "libsvm" / URLS[dataset].rsplit("/", 1)[1])
+    read: Callable[[Path], tuple[np.ndarray, np.ndarray]] = _read_mat if path.suffix == ".mat" else _read_svmlight
+    try:
+        features, labels = read(path)
+        classes = np.unique(labels)
+        if len(classes) != 2:
+            raise ValueError(f"it has {len(classes)} classes instead of two")
+    except (ValueError, TypeError, KeyError, EOFError, OSError) as error:
+        raise MissingDataError(
+            f"{path.absolute()} cannot be read: {' '.join(str(error).split())}. Delete it to have it fetched again, or "
+            f"put the file from {URLS[dataset]} there."
+        ) from error
+    return Examples(torch.from_numpy(features), torch.from_numpy(np.where(labels == classes[1], 1.0, -1.0)))
+
+
+def _read_svmlight(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    features, labels = load_svmlight_file(str(path))
+    return features.toarray(), labels
+
+
+def _read_mat(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    content = scipy.io.loadmat(path)
+    return scale(content["X"].astype(np.float64)), content["Y"].ravel()

@@ -1,0 +1,107 @@
+"""Logistic regression with an l2 penalty: values, gradients, smoothness and the minimum."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from scipy.optimize import minimize
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+CURVATURE_RATIO = 1e4
+"""Smoothness of the data's part of f over l2, as in Fig. 1 of the paper."""
+LARGEST_ERROR_OF_MINIMUM = 1e-12
+
+
+@dataclass(frozen=True)
+class Objective:
+    """f(x) = (1/N) Σ_j log(1 + exp(−b_j ⟨a_j, x⟩)) + (l2/2) ‖x‖², with l2 = λ_max(AᵀA) / (4 N) / 10⁴.
+
+    All tensors are float64.
+
+    Args:
+        features: A, shape (N, d).
+        labels: b, -1 or 1, shape (N,).
+    """
+
+    features: Tensor
+    labels: Tensor
+
+    @property
+    def num_elements(self) -> int:
+        """The number of unknowns, d."""
+        return self.features.shape[1]
+
+    @cached_property
+    def data_smoothness(self) -> float:
+        """λ_max(AᵀA) / (4 N), the smoothness of f without the penalty: σ'(·) ≤ 1/4, which is reached at 0."""
+        return float(torch.linalg.eigvalsh(self.features.T @ self.features)[-1]) / (4 * len(self.features))
+
+    @cached_property
+    def l2(self) -> float:
+        """The penalty's factor, which is also the strong convexity of f."""
+        return self.data_smoothness / CURVATURE_RATIO
+
+    @property
+    def smoothness(self) -> float:
+        """L of f with the penalty."""
+        return self.data_smoothness + self.l2
+
+    def value(self, x: Tensor) -> float:
+        """Returns f(x)."""
+        return float(-logsigmoid(self.labels * (self.features @ x)).mean() + self.l2 / 2 * x.dot(x))
+
+    def gradient(self, x: Tensor) -> Tensor:
+        """Returns ∇f(x), shape (d,)."""
+        slopes = -self.labels * torch.sigmoid(-self.labels * (self.features @ x))
+        return self.features.T @ slopes / len(slopes) + self.l2 * x
+
+    def gradients(self, x: Tensor, examples: Tensor) -> Tensor:
+        """Returns the gradients at x of single examples, each with the whole penalty, so that their mean is ∇f.
+
+        Args:
+            x: shape (d,).
+            examples: their numbers, int64, shape (m,).
+
+        Returns:
+            Shape (m, d).
+        """
+        rows, labels = self.features[examples], self.labels[examples]
+        slopes = -labels * torch.sigmoid(-labels * (rows @ x))
+        return slopes[:, None] * rows + self.l2 * x
+
+    def hessian(self, x: Tensor) -> Tensor:
+        """Returns ∇²f(x), shape (d, d)."""
+        probabilities = torch.sigmoid(self.features @ x)
+        weighted = (probabilities * (1 - probabilities))[:, None] * self.features
+        result = self.features.T @ weighted / len(self.features)
+        result.diagonal().add_(self.l2)
+        return result
+
+
+def error_of_minimum(objective: Objective, x: Tensor) -> float:
+    """Returns ‖∇f(x)‖² / (2 l2), which f(x) − f* does not exceed, since f is strongly convex with l2."""
+    return float(objective.gradient(x).square().sum()) / (2 * objective.l2)
+
+
+def minimiser(objective: Objective) -> Tensor:
+    """Returns x with f(x) − f* below 1e-12, shape (d,), by SciPy's trust-region method with the exact Hessian.
+
+    Raises:
+        RuntimeError: the method ended before that.
+    """
+    found = minimize(
+        lambda x: objective.value(torch.from_numpy(x)),
+        np.zeros(objective.num_elements),
+        jac=lambda x: objective.gradient(torch.from_numpy(x)).numpy(),
+        hess=lambda x: objective.hessian(torch.from_numpy(x)).numpy(),
+        method="trust-exact",
+        options={"gtol": (objective.l2 * LARGEST_ERROR_OF_MINIMUM) ** 0.5},
+    )
+    x = torch.from_numpy(found.x)
+    if not (error := error_of_minimum(objective, x)) < LARGEST_ERROR_OF_MINIMUM:
+        raise RuntimeError(
+            f"The minimum is known up to {error:g} only, not {LARGEST_ERROR_OF_MINIMUM:g}: {found.message}"
+        )
+    return x

@@ -1,0 +1,169 @@
+"""Figures and tables of a folder that has the CSV files already; runs nothing.
+
+python -m recipes.logistic_regression.report DIR
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+LABELS = {
+    "dense": "dense",
+    "top_k": "Top-k of each layer",
+    "top_k_model": "Top-k of the model",
+    "hard_threshold": "hard threshold",
+}
+CURVES, BOUND = "curves", "bound"
+TENTH = 0.1
+
+
+def main() -> None:
+    """Reads the folder named on the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.logistic_regression.report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "folder", type=Path, metavar="DIR", help="of python -m recipes.logistic_regression --output DIR"
+    )
+    folder = parser.parse_args().folder
+    if missing := [name for name in (CURVES, BOUND) if not (folder / f"{name}.csv").exists()]:
+        sys.exit(
+            f"{folder} has no {missing[0]}.csv: run python -m recipes.logistic_regression --output {folder} first."
+        )
+    report(folder)
+
+
+def report(folder: Path) -> None:
+    """Writes ``curves.png`` and ``bound.png`` beside ``curves.csv`` and ``bound.csv``, and prints the tables."""
+    curves, bound = (pd.read_csv(folder / f"{name}.csv") for name in (CURVES, BOUND))
+    draw_curves(curves).savefig(folder / f"{CURVES}.png", dpi=80)
+    draw_bound(bound).savefig(folder / f"{BOUND}.png", dpi=80)
+    print(curves_table(curves), bound_table(bound), sep="\n\n")
+
+
+def draw_curves(frame: pd.DataFrame) -> Figure:
+    """Returns a row of axes for each sharding: the mean of all seeds, and pale from the lowest to the highest."""
+    shardings = list(frame["sharding"].unique())
+    figure = Figure(figsize=(12, 3.3 * len(shardings) + 0.3), layout="constrained")
+    figure.suptitle(frame["dataset"].iloc[0], fontsize="medium")
+    frame = frame.assign(
+        error_norm=frame["squared_error"] ** 0.5,
+        kilobits=frame["bits"] / 1e3,
+        bound=frame["squared_error_bound"] ** 0.5,
+    )
+    for sharding, row in zip(shardings, figure.subplots(len(shardings), 3, squeeze=False), strict=True):
+        own = frame[frame["sharding"] == sharding]
+        for number, method in enumerate(own["method"].unique()):
+            one = own[own["method"] == method]
+            colour, label = f"C{number}", LABELS[method]
+            _band(row[0], one, "epoch", "suboptimality", colour, label)
+            _band(row[1], one[one["iteration"] > 0], "kilobits", "suboptimality", colour, label)
+            if method != "dense":
+                _band(row[2], one, "iteration", "error_norm", colour, label)
+            if method == "hard_threshold":
+                row[2].axhline(one["bound"].iloc[0], color=colour, linestyle="--", label="λ √d")
+        row[0].set(xlabel="epochs", ylabel=f"f(x) − f*, {sharding} shards", yscale="log")
+        row[1].set(xlabel="kilobits sent by a worker", yscale="log", xscale="log")
+        row[2].set(xlabel="iterations", ylabel="‖e‖, gradient units")
+        row[2].legend(fontsize="small")
+        for axes in row:
+            _plain(axes)
+    figure.axes[0].legend(fontsize="small")
+    return figure
+
+
+def draw_bound(frame: pd.DataFrame) -> Figure:
+    """Returns axes for each sharding: the average of f(x_t) − f* so far, and the bound dashed in the same colour."""
+    shardings = list(frame["sharding"].unique())
+    figure = Figure(figsize=(4.8 * len(shardings) + 1, 3.8), layout="constrained")
+    figure.suptitle(frame["dataset"].iloc[0], fontsize="medium")
+    for sharding, axes in zip(
+        shardings, figure.subplots(1, len(shardings), sharey=True, squeeze=False)[0], strict=True
+    ):
+        own = frame[frame["sharding"] == sharding]
+        for number, threshold in enumerate(own["threshold"].unique()):
+            one = own[own["threshold"] == threshold]
+            _band(axes, one, "iteration", "average_suboptimality", f"C{number}", f"λ = {threshold:.3g}")
+            axes.plot(*_mean(one, "iteration", "bound"), color=f"C{number}", linestyle="--")
+        axes.set(xlabel="iterations", title=f"{sharding} shards", yscale="log")
+        axes.legend(fontsize="small")
+        _plain(axes)
+    figure.axes[0].set_ylabel("mean of f(x_t) − f*, and its bound (dashed)")
+    return figure
+
+
+def curves_table(frame: pd.DataFrame) -> str:
+    """Returns a Markdown table, means over the seeds.
+
+    f(x) − f* is the mean of the last tenth of a run, with the standard deviation over seeds. Error norms are root mean
+    squares over workers and seeds: after a tenth of the iterations, after the last, the largest of all records, and
+    that of all records together, which is the total error's root but for the number of iterations.
+    """
+    last = frame["iteration"].max()
+    lines = [
+        "| shards | method | f(x) − f* at the end | density | kbit a worker | ‖e‖ at a tenth | at the end | largest "
+        "| of all | λ √d |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for (sharding, method), one in frame.groupby(["sharding", "method"], sort=False):
+        at_end = one[one["iteration"] > (1 - TENTH) * last].groupby("seed")["suboptimality"].mean()
+        final = one[one["iteration"] == last]
+        errors = one.groupby("iteration")["squared_error"].mean()
+        tenth = (errors.index - TENTH * last).to_series().abs().argmin()
+        norms = [error**0.5 for error in (errors.iloc[tenth], errors.iloc[-1], errors.max(), errors.mean())]
+        bound = one["squared_error_bound"].iloc[0] ** 0.5
+        lines.append(
+            f"| {sharding} | {LABELS[method]} | {_spread(at_end)} | {100 * final['density'].mean():.2f} % "
+            f"| {final['bits'].mean() / 1e3:,.0f} | {' | '.join(f'{norm:.3g}' for norm in norms)} "
+            f"| {'–' if pd.isna(bound) or not bound else f'{bound:.3g}'} |"
+        )
+    return "\n".join(lines)
+
+
+def bound_table(frame: pd.DataFrame) -> str:
+    """Returns a Markdown table of the whole training: the mean of f(x_t) − f* over seeds, the bound and its parts."""
+    final = frame[frame["iteration"] == frame["iteration"].max()]
+    lines = [
+        "| shards | λ | mean of f(x_t) − f* | bound | of the start | of the noise | of the threshold |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for (sharding, threshold), one in final.groupby(["sharding", "threshold"], sort=False):
+        parts = " | ".join(
+            f"{one[name].mean():.3g}" for name in ("bound", "start_term", "noise_term", "threshold_term")
+        )
+        lines.append(f"| {sharding} | {threshold:.3g} | {_spread(one['average_suboptimality'])} | {parts} |")
+    return "\n".join(lines)
+
+
+def _spread(values: pd.Series) -> str:
+    deviation = f" ± {values.std():.2g}" if len(values) > 1 else ""
+    return f"{values.mean():.3g}{deviation}"
+
+
+def _mean(frame: pd.DataFrame, x: str, y: str) -> tuple[pd.Series, pd.Series]:
+    means = (
+        frame.groupby("iteration")[[x, y]].mean() if x != "iteration" else frame.groupby(x, as_index=False)[y].mean()
+    )
+    return means[x], means[y]
+
+
+def _band(axes: Axes, frame: pd.DataFrame, x: str, y: str, colour: str, label: str) -> None:
+    across, means = _mean(frame, x, y)
+    seeds = frame.groupby("iteration")[y]
+    axes.plot(across, means, color=colour, label=label, linewidth=1.2)
+    axes.fill_between(across, seeds.min(), seeds.max(), color=colour, alpha=0.2, linewidth=0)
+
+
+def _plain(axes: Axes) -> None:
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+if __name__ == "__main__":
+    main()
