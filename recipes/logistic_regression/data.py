@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import scipy.io
 import torch
+from scipy.io.matlab import MatReadError
 from sklearn.datasets import load_svmlight_file
 from sklearn.preprocessing import scale
 from torch import Tensor
@@ -55,7 +56,7 @@ def load(root: Path, dataset: str) -> Examples:
         classes = np.unique(labels)
         if len(classes) != 2:
             raise ValueError(f"it has {len(classes)} classes instead of two")
-    except (ValueError, TypeError, KeyError, EOFError, OSError) as error:
+    except (ValueError, TypeError, KeyError, EOFError, OSError, MatReadError) as error:
         raise MissingDataError(
             f"{path.absolute()} cannot be read: {' '.join(str(error).split())}. Delete it to have it fetched again, or "
             f"put the file from {URLS[dataset]} there."

@@ -1,0 +1,354 @@
+import os
+import sys
+from math import ceil, log2
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.io
+import torch
+from sklearn.datasets import dump_svmlight_file
+from sklearn.linear_model import LogisticRegression
+from torch.nn.functional import softplus
+
+from lightning_sparse import Dense, HardThreshold, TopK
+from recipes import MissingDataError
+from recipes.logistic_regression import objective as objective_module
+from recipes.logistic_regression import report
+from recipes.logistic_regression.__main__ import main
+from recipes.logistic_regression.bounds import allowed_learning_rate, bounds, noise_at
+from recipes.logistic_regression.curves import Setting, curves, threshold_of_density
+from recipes.logistic_regression.data import URLS, load
+from recipes.logistic_regression.objective import Objective, error_of_minimum, minimiser
+from recipes.logistic_regression.training import draws, shards, training, tuned_threshold, without_remainder
+
+DATA = os.environ.get("LIGHTNING_SPARSE_DATA")
+KEYS = ["dataset", "sharding", "method", "seed", "iteration"]
+
+
+def classified(num_examples=60, num_elements=12):
+    """Features of different scales and labels that no plane separates."""
+    generator = torch.Generator().manual_seed(1)
+    features = torch.randn(num_examples, num_elements, generator=generator, dtype=torch.float64)
+    features *= torch.linspace(0.5, 2, num_elements, dtype=torch.float64)
+    noise = torch.randn(num_examples, generator=generator, dtype=torch.float64)
+    return features, torch.where(features.sum(dim=1) + 3 * noise > 0, 1.0, -1.0).double()
+
+
+@pytest.fixture(scope="module")
+def objective():
+    return Objective(*classified())
+
+
+def points(num_elements, number=5):
+    return torch.randn(number, num_elements, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+def by_hand(objective, x, rows=slice(None)):
+    margins = objective.labels[rows] * (objective.features[rows] @ x)
+    return softplus(-margins).mean() + objective.l2 / 2 * x.square().sum()
+
+
+class TestObjective:
+    def test_value_and_derivatives(self, objective):
+        for x in points(objective.num_elements):
+            x.requires_grad_()
+            value = by_hand(objective, x)
+            (gradient,) = torch.autograd.grad(value, x)
+            hessian = torch.autograd.functional.hessian(lambda y: by_hand(objective, y), x)
+            x = x.detach()
+            assert objective.value(x) == pytest.approx(value.item(), rel=1e-12)
+            torch.testing.assert_close(objective.gradient(x), gradient)
+            torch.testing.assert_close(objective.hessian(x), hessian)
+
+    def test_gradients_of_single_examples(self, objective):
+        for x in points(objective.num_elements, 2):
+            x.requires_grad_()
+            found = objective.gradients(x.detach(), torch.tensor([3, 0, 3]))
+            for row, example in zip(found, (3, 0, 3), strict=True):
+                (gradient,) = torch.autograd.grad(by_hand(objective, x, slice(example, example + 1)), x)
+                torch.testing.assert_close(row, gradient)
+
+    def test_smoothness_is_the_largest_curvature_which_is_at_zero(self, objective):
+        at_zero = torch.linalg.eigvalsh(objective.hessian(torch.zeros(objective.num_elements, dtype=torch.float64)))
+        assert objective.smoothness == pytest.approx(at_zero[-1].item())
+        assert objective.l2 == pytest.approx(objective.data_smoothness / 1e4)
+
+    def test_minimum_against_scikit_learn(self, objective):
+        x = minimiser(objective)
+        model = LogisticRegression(
+            C=1 / (objective.l2 * len(objective.labels)), fit_intercept=False, solver="newton-cholesky", tol=1e-10
+        )
+        theirs = torch.from_numpy(model.fit(objective.features.numpy(), objective.labels.numpy()).coef_[0])
+        torch.testing.assert_close(x, theirs, rtol=1e-5, atol=1e-6)
+
+    def test_minimum_is_certified(self, objective):
+        x = minimiser(objective)
+        assert error_of_minimum(objective, x) < 1e-12
+        for offset in points(objective.num_elements):
+            above = objective.value(x + 0.1 * offset) - objective.value(x)
+            assert 0 < above <= error_of_minimum(objective, x + 0.1 * offset)
+
+    def test_a_minimum_that_is_not_reached_is_an_error(self, objective, monkeypatch):
+        minimize = objective_module.minimize
+
+        def one_iteration(*args, options, **kwargs):
+            return minimize(*args, options={**options, "maxiter": 1}, **kwargs)
+
+        monkeypatch.setattr(objective_module, "minimize", one_iteration)
+        with pytest.raises(RuntimeError, match=r"The minimum is known up to .* only"):
+            minimiser(objective)
+
+
+class TestShards:
+    def test_each_example_is_one_workers(self):
+        labels = torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0, -1.0])
+        for sharding in ("shuffled", "sorted"):
+            assert sorted(shards(labels, 3, sharding).flatten().tolist()) == list(range(6))
+        assert labels[shards(labels, 2, "sorted")].tolist() == [[-1.0] * 3, [1.0] * 3]
+        many = torch.tensor([1.0, -1.0]).repeat(50)
+        assert (many[shards(many, 2, "shuffled")].mean(dim=1).abs() < 0.5).all()
+
+    def test_workers_with_different_numbers_are_refused(self):
+        with pytest.raises(ValueError, match="Got 7 examples for 2 workers"):
+            shards(torch.ones(7), 2, "shuffled")
+        kept = without_remainder(7, 2)
+        assert len(set(kept.tolist())) == 6
+
+    def test_a_worker_draws_from_its_own(self):
+        own = torch.arange(12).view(3, 4)
+        drawn = draws(own, 200, seed=1)
+        for worker in range(3):
+            assert set(drawn[:, worker].tolist()) == set(own[worker].tolist())
+        assert torch.equal(drawn, draws(own, 200, seed=1))
+        assert not torch.equal(drawn, draws(own, 200, seed=2))
+
+
+class TestTraining:
+    @pytest.fixture
+    def drawn(self, objective):
+        return draws(shards(objective.labels, 4, "sorted"), 80, seed=1)
+
+    def test_everything_sent_is_sgd_on_the_mean_gradient(self, objective, drawn):
+        x = torch.zeros(objective.num_elements, dtype=torch.float64, requires_grad=True)
+        optimizer = torch.optim.SGD([x], lr=0.1)
+        for examples in drawn:
+            optimizer.zero_grad()
+            by_hand(objective, x, examples).backward()
+            optimizer.step()
+        *_, last = training(objective, drawn, Dense(), 0.1, every=50)
+        torch.testing.assert_close(last.x, x.detach())
+        assert (last.iteration, last.sent) == (80, 80 * 4 * objective.num_elements)
+        assert not last.residuals.any()
+
+    def test_records(self, objective, drawn):
+        assert [state.iteration for state in training(objective, drawn, Dense(), 0.1, every=30)] == [0, 30, 60, 80]
+
+    @pytest.mark.parametrize("sparsifier", [TopK(0.2), HardThreshold(1.5)], ids=["top_k", "hard_threshold"])
+    def test_what_is_not_in_x_is_in_the_residuals(self, objective, drawn, sparsifier):
+        total = torch.zeros(objective.num_elements, dtype=torch.float64)
+        before = torch.zeros_like(total)
+        for state, examples in zip(training(objective, drawn, sparsifier, 0.1, every=1), drawn, strict=False):
+            torch.testing.assert_close(state.x - 0.1 * state.residuals.mean(dim=0), -0.1 * total)
+            total += objective.gradients(state.x, examples).mean(dim=0)
+            before = state.residuals.clone()
+        assert before.any()
+
+    def test_what_is_kept_is_below_the_threshold(self, objective, drawn):
+        states = [state.residuals.abs().max() for state in training(objective, drawn, HardThreshold(1.5), 0.1, every=1)]
+        assert 1.0 < max(states) < 1.5
+
+    def test_workers_together_and_one_by_one_are_the_same(self, objective, drawn):
+        # Without ties Top-k of the model, which is asked worker by worker, is that of each layer.
+        *_, together = training(objective, drawn, TopK(0.2), 0.1, every=80)
+        *_, one_by_one = training(objective, drawn, TopK(0.2, granularity="model"), 0.1, every=80)
+        assert together.sent == one_by_one.sent == 80 * 4 * 2
+        torch.testing.assert_close(together.x, one_by_one.x)
+
+    @pytest.mark.parametrize("budget", [100, 1000])
+    def test_tuned_threshold_sends_the_budget(self, objective, drawn, budget):
+        threshold = tuned_threshold(objective, drawn, 0.1, budget)
+        *_, last = training(objective, drawn, HardThreshold(threshold), 0.1, every=80)
+        assert last.sent == pytest.approx(budget, rel=0.02)  # so few coordinates: one more or less is 1 % already
+
+    def test_a_budget_that_cannot_be_is_refused(self, objective, drawn):
+        with pytest.raises(ValueError, match=r"Invalid budget=3840\. Must be at least 1 and below 3840"):
+            tuned_threshold(objective, drawn, 0.1, drawn.numel() * objective.num_elements)
+
+
+class TestCurves:
+    @pytest.fixture
+    def setting(self, objective):
+        return Setting(objective, shards(objective.labels, 4, "shuffled"), 1 / objective.smoothness, 200, 20)
+
+    def test_what_is_recorded(self, setting):
+        d = setting.objective.num_elements
+        setting = setting._replace(learning_rate=0.1)
+        threshold = threshold_of_density(setting, 0.2)
+        frame = curves(setting, ["dense", "top_k", "hard_threshold"], [1, 2], 0.2, threshold)
+        assert len(frame) == 3 * 2 * 11
+        assert (frame["suboptimality"] > 0).all()
+        first = frame[frame["iteration"] == 0]
+        assert first["suboptimality"].nunique() == 1
+        last = frame[frame["iteration"] == 200].set_index(["method", "seed"])
+        assert (last["epoch"] == 200 * 4 / 60).all()
+        assert (last["suboptimality"] < first["suboptimality"].iloc[0] / 3).all()
+        assert (last.loc["dense", "bits"] == 200 * d * 32).all()
+        assert (last.loc["top_k", "bits"] == 200 * 2 * (32 + ceil(log2(d)))).all()
+        assert last.loc["top_k", "density"].to_numpy() == pytest.approx(2 / d)
+        assert last.loc["hard_threshold", "density"].mean() == pytest.approx(2 / d, rel=0.1)
+        own = frame[frame["method"] == "hard_threshold"]
+        assert (own["squared_error"] <= own["squared_error_bound"]).all()
+        assert (own["squared_error_bound"] == d * threshold**2).all()
+        assert frame[frame["method"] == "top_k"]["squared_error_bound"].isna().all()
+
+    def test_the_bound_and_what_it_bounds(self, setting):
+        objective = setting.objective
+        slower = setting._replace(learning_rate=allowed_learning_rate(objective, setting.learning_rate))
+        assert slower.learning_rate == pytest.approx(setting.learning_rate / 4)
+        assert allowed_learning_rate(objective, 1e-3) == 1e-3
+        problem, frame = bounds(slower, [0.0, 0.5], [1, 2])
+        assert problem.smoothness == objective.smoothness
+        assert (frame["average_suboptimality"] <= frame["bound"]).all()
+        terms = frame[["start_term", "noise_term", "threshold_term"]]
+        assert frame["bound"].to_numpy() == pytest.approx(terms.sum(axis=1).to_numpy())
+        start = objective.value(torch.zeros(objective.num_elements, dtype=torch.float64))
+        first = frame[frame["iteration"] == 20]["average_suboptimality"]
+        assert first.to_numpy() == pytest.approx(start - objective.value(minimiser(objective)))
+        with pytest.raises(ValueError, match="The bound holds above 0 and up to"):
+            bounds(setting, [0.0], [1])
+
+    def test_noise_of_single_examples_and_of_classes(self, objective):
+        x = points(objective.num_elements, 1)[0]
+        each = shards(objective.labels, 60, "shuffled")
+        noise, heterogeneity = noise_at(objective, each, x, seed=1)
+        gradients = objective.gradients(x, torch.arange(60))
+        assert noise == pytest.approx(0, abs=1e-12)
+        assert heterogeneity == pytest.approx(float((gradients - objective.gradient(x)).square().sum(dim=1).mean()))
+        noise, heterogeneity = noise_at(objective, shards(objective.labels, 2, "sorted"), x, seed=1)
+        own = [gradients[one] for one in shards(objective.labels, 2, "sorted")]
+        exact = sum(float(one.var(dim=0, correction=0).sum()) for one in own) / 2
+        assert noise == pytest.approx(exact, rel=0.2)  # of 100 draws a worker
+        assert heterogeneity == pytest.approx(float((own[0].mean(0) - own[1].mean(0)).square().sum()) / 4, rel=0.3)
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A folder with 62 examples in the place of mushrooms."""
+    features, labels = classified(62)
+    (tmp_path / "libsvm").mkdir()
+    dump_svmlight_file(features.numpy(), labels.numpy() + 1, str(tmp_path / "libsvm" / "mushrooms"), zero_based=False)
+    return tmp_path
+
+
+def run(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["recipes.logistic_regression", *map(str, arguments)])
+    main()
+
+
+SMALL = ("--dataset=mushrooms", "--workers=4", "--iterations=40", "--every=10", "--density=0.2")
+
+
+class TestCommand:
+    def test_the_same_numbers_twice_and_figures_from_csv_alone(self, written, monkeypatch, capsys):
+        once, again = written / "once", written / "again"
+        run(monkeypatch, "--root", written, *SMALL, "--seeds", 1, 2, "--output", once)
+        with monkeypatch.context() as without_report:
+            without_report.setattr("recipes.logistic_regression.__main__.report", lambda folder: None)
+            run(monkeypatch, "--root", written, *SMALL, "--seeds", 1, 2, "--output", again)
+        printed = capsys.readouterr().out
+        for name in ("curves.csv", "bound.csv"):
+            assert (once / name).read_bytes() == (again / name).read_bytes()
+        frame = pd.read_csv(once / "curves.csv")
+        measured = {"epoch", "suboptimality", "bits", "squared_error", "density", "threshold", "squared_error_bound"}
+        assert {*frame.columns} == {*KEYS, *measured}
+        assert not frame.duplicated(KEYS).any()
+        assert len(frame) == 2 * 3 * 2 * 5
+        assert printed.count("mushrooms: N = 60, d = 12") == 2
+
+        drawn = {name: (once / name).read_bytes() for name in ("curves.png", "bound.png")}
+        for name in drawn:
+            (once / name).unlink()
+        (written / "libsvm" / "mushrooms").unlink()
+        monkeypatch.setattr(sys, "argv", ["report", str(once)])
+        report.main()
+        assert {name: (once / name).read_bytes() for name in drawn} == drawn
+        table = capsys.readouterr().out
+        assert table in printed
+        assert table.count("\n| shuffled | ") == table.count("\n| sorted | ") == 6
+
+    def test_a_threshold_that_is_given_is_taken(self, written, monkeypatch):
+        arguments = ("--threshold", 0.75, "--seeds", 1, "--shardings", "sorted", "--methods", "hard_threshold")
+        monkeypatch.setattr("recipes.logistic_regression.__main__.report", lambda folder: None)
+        run(monkeypatch, "--root", written, *SMALL, *arguments, "--output", written / "given")
+        frame = pd.read_csv(written / "given" / "curves.csv")
+        assert set(frame["threshold"]) == {0.75}
+        assert set(frame["sharding"]) == {"sorted"}
+        assert set(frame["method"]) == {"hard_threshold"}
+
+    def test_data_that_cannot_be_had_are_one_line(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        monkeypatch.setitem(URLS, "gisette", "http://127.0.0.1:1/gisette_scale.bz2")
+        with pytest.raises(SystemExit) as ended:
+            run(monkeypatch, "--root", tmp_path, "--output", tmp_path / "out")
+        assert "\n" not in ended.value.code
+        assert f"Put the file from http://127.0.0.1:1/gisette_scale.bz2 at {tmp_path}/libsvm" in ended.value.code
+        assert not (tmp_path / "out").exists()
+
+    def test_nothing_to_draw(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
+        with pytest.raises(SystemExit, match=r"has no curves\.csv: run python -m recipes\.logistic_regression"):
+            report.main()
+
+
+class TestData:
+    def test_svmlight(self, written):
+        features, labels = classified(62)
+        examples = load(written, "mushrooms")
+        torch.testing.assert_close(examples.features, features)
+        assert torch.equal(examples.labels, labels)  # from 0 and 2
+
+    def test_madelon_is_standardised(self, tmp_path):
+        (tmp_path / "libsvm").mkdir()
+        values = np.arange(20, dtype=np.uint16).reshape(5, 4) ** 2
+        labels = np.array([[1], [-1], [1], [1], [-1]], dtype=np.int16)
+        scipy.io.savemat(tmp_path / "libsvm" / "madelon.mat", {"X": values, "Y": labels})
+        examples = load(tmp_path, "madelon")
+        assert examples.features.dtype == torch.float64
+        assert examples.features.mean(dim=0).numpy() == pytest.approx(0, abs=1e-12)
+        assert examples.features.var(dim=0, correction=0).numpy() == pytest.approx(1)
+        assert examples.labels.tolist() == [1, -1, 1, 1, -1]
+
+    @pytest.mark.parametrize(
+        ("dataset", "content"),
+        [
+            ("mushrooms", "1 1:0.5\n2 1:word\n"),
+            ("mushrooms", "1 1:0.5\n2 1:1\n3 1:1\n"),
+            ("madelon", "no such format"),
+            ("gisette", "not compressed"),
+        ],
+    )
+    def test_a_file_that_cannot_be_read(self, tmp_path, dataset, content):
+        path = tmp_path / "libsvm" / URLS[dataset].rsplit("/", 1)[1]
+        path.parent.mkdir()
+        path.write_text(content)
+        with pytest.raises(MissingDataError, match=rf"^\S+{path.name} cannot be read: .*Delete it") as raised:
+            load(tmp_path, dataset)
+        assert "\n" not in str(raised.value)
+
+    def test_no_such_data_set(self, tmp_path):
+        with pytest.raises(ValueError, match=r"Invalid dataset='iris'\. Must be one of a9a, gisette"):
+            load(tmp_path, "iris")
+
+    @pytest.mark.skipif(DATA is None, reason="set LIGHTNING_SPARSE_DATA to a folder that holds libsvm/ for real data")
+    @pytest.mark.parametrize(
+        ("dataset", "shape"), [("madelon", (2600, 500)), ("mushrooms", (8124, 112)), ("a9a", (32561, 123))]
+    )
+    def test_real_data(self, dataset, shape):
+        if not (Path(DATA) / "libsvm" / URLS[dataset].rsplit("/", 1)[1]).exists():
+            pytest.skip(f"{DATA} holds no libsvm/{dataset}")
+        examples = load(Path(DATA), dataset)
+        assert examples.features.shape == shape
+        objective = Objective(*examples)
+        assert error_of_minimum(objective, minimiser(objective)) < 1e-12
