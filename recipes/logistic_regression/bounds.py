@@ -56,6 +56,9 @@ def bounds(setting: Setting, thresholds: Iterable[float], seeds: Sequence[int]) 
         bound: what the theory allows, the sum of the next three.
         start_term, noise_term, threshold_term: 2 ‖x_0 − x*‖² / (γ T), 2 γ σ² / n and 4 L γ² d λ², where T is
             ``iteration``.
+        squared_shift: ‖ē‖² of the workers' mean residual in gradient units, the mean of the records after the first.
+            The proof puts d λ² in its place.
+        density: share of coordinates sent so far, in 0…1.
 
     Raises:
         ValueError: a learning rate for which the bound does not hold.
@@ -67,18 +70,20 @@ def bounds(setting: Setting, thresholds: Iterable[float], seeds: Sequence[int]) 
     noises, measured = [], []
     for threshold in thresholds:
         for seed in seeds:
-            total = 0.0
+            total = shifts = 0.0
             for number, state in enumerate(setting.training(HardThreshold(threshold), seed)):
                 if number % points == 0:
                     noises.append(noise_at(objective, setting.shards, state.x, seed))
                 if number:
-                    measured.append((threshold, seed, state.iteration, total / number))
+                    shifts += float(state.residuals.mean(dim=0).square().sum())
+                    density = state.sent / (state.iteration * state.residuals.numel())
+                    measured.append((threshold, seed, state.iteration, total / number, shifts / number, density))
                 total += objective.value(state.x) - minimum
     noise, heterogeneity = (max(values) for values in zip(*noises, strict=True))
     # An estimate without bias, below 0 where workers hardly differ.
     problem = Problem(objective.smoothness, len(setting.shards), noise, max(0.0, heterogeneity))
     rows = []
-    for threshold, seed, iteration, average in measured:
+    for threshold, seed, iteration, average, squared_shift, density in measured:
         squared_error = squared_error_bound(objective.num_elements, threshold, rate)
         rows.append(
             {
@@ -90,6 +95,8 @@ def bounds(setting: Setting, thresholds: Iterable[float], seeds: Sequence[int]) 
                 "start_term": 2 * squared_distance / (rate * iteration),
                 "noise_term": 2 * rate * problem.variance_of_mean,
                 "threshold_term": 4 * problem.smoothness * squared_error,
+                "squared_shift": squared_shift,
+                "density": density,
             }
         )
     return Bounded(problem, pd.DataFrame(rows))

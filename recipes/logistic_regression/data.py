@@ -9,7 +9,7 @@ import scipy.io
 import torch
 from scipy.io.matlab import MatReadError
 from sklearn.datasets import load_svmlight_file
-from sklearn.preprocessing import scale
+from sklearn.preprocessing import minmax_scale, scale
 from torch import Tensor
 
 from recipes import MissingDataError
@@ -21,6 +21,7 @@ URLS = {
     "a9a": f"{LIBSVM}/a9a",
     "gisette": f"{LIBSVM}/gisette_scale.bz2",
     "madelon": f"{SCIKIT_FEATURE}/madelon.mat",
+    "madelon_unit": f"{SCIKIT_FEATURE}/madelon.mat",
     "mushrooms": f"{LIBSVM}/mushrooms",
 }
 
@@ -40,8 +41,9 @@ class Examples(NamedTuple):
 def load(root: Path, dataset: str) -> Examples:
     """Returns a data set of ``<root>/libsvm``, fetched unless its file is there.
 
-    Features of a9a and mushrooms are 0 or 1 and those of gisette within -1 and 1, as LIBSVM has them; madelon's, whole
-    numbers around 500, are standardised: mean 0 and variance 1 over all examples.
+    Features of a9a and mushrooms are 0 or 1 and those of gisette within -1 and 1, as LIBSVM has them. Those of madelon,
+    whole numbers around 500, are standardised: mean 0 and variance 1 over all examples. In madelon_unit each goes from
+    0 to 1 instead, so that all have a mean, along which f is far steeper than across.
 
     Raises:
         MissingDataError: the file could not be fetched or read. One line that says what to put where.
@@ -61,6 +63,8 @@ def load(root: Path, dataset: str) -> Examples:
             f"{path.absolute()} cannot be read: {' '.join(str(error).split())}. Delete it to have it fetched again, or "
             f"put the file from {URLS[dataset]} there."
         ) from error
+    if path.suffix == ".mat":
+        features = minmax_scale(features) if dataset.endswith("_unit") else scale(features)
     return Examples(torch.from_numpy(features), torch.from_numpy(np.where(labels == classes[1], 1.0, -1.0)))
 
 
@@ -71,4 +75,4 @@ def _read_svmlight(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 def _read_mat(path: Path) -> tuple[np.ndarray, np.ndarray]:
     content = scipy.io.loadmat(path)
-    return scale(content["X"].astype(np.float64)), content["Y"].ravel()
+    return content["X"].astype(np.float64), content["Y"].ravel()

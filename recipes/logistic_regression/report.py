@@ -130,14 +130,17 @@ def bound_table(frame: pd.DataFrame) -> str:
     """Returns a Markdown table of the whole training: the mean of f(x_t) − f* over seeds, the bound and its parts."""
     final = frame[frame["iteration"] == frame["iteration"].max()]
     lines = [
-        "| shards | λ | mean of f(x_t) − f* | bound | of the start | of the noise | of the threshold |",
-        "|---|---|---|---|---|---|---|",
+        "| shards | λ | density | mean of f(x_t) − f* | bound | of the start | of the noise | of the threshold | ‖ē‖ |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for (sharding, threshold), one in final.groupby(["sharding", "threshold"], sort=False):
         parts = " | ".join(
             f"{one[name].mean():.3g}" for name in ("bound", "start_term", "noise_term", "threshold_term")
         )
-        lines.append(f"| {sharding} | {threshold:.3g} | {_spread(one['average_suboptimality'])} | {parts} |")
+        lines.append(
+            f"| {sharding} | {threshold:.3g} | {100 * one['density'].mean():.2f} % "
+            f"| {_spread(one['average_suboptimality'])} | {parts} | {one['squared_shift'].mean() ** 0.5:.3g} |"
+        )
     return "\n".join(lines)
 
 
