@@ -19,6 +19,7 @@ LABELS = {
 }
 CURVES, BOUND = "curves", "bound"
 TENTH = 0.1
+DOTS_PER_INCH = 72
 
 
 def main() -> None:
@@ -42,15 +43,15 @@ def main() -> None:
 def report(folder: Path) -> None:
     """Writes ``curves.png`` and ``bound.png`` beside ``curves.csv`` and ``bound.csv``, and prints the tables."""
     curves, bound = (pd.read_csv(folder / f"{name}.csv") for name in (CURVES, BOUND))
-    draw_curves(curves).savefig(folder / f"{CURVES}.png", dpi=80)
-    draw_bound(bound).savefig(folder / f"{BOUND}.png", dpi=80)
+    draw_curves(curves).savefig(folder / f"{CURVES}.png", dpi=DOTS_PER_INCH)
+    draw_bound(bound).savefig(folder / f"{BOUND}.png", dpi=DOTS_PER_INCH)
     print(curves_table(curves), bound_table(bound), sep="\n\n")
 
 
 def draw_curves(frame: pd.DataFrame) -> Figure:
     """Returns a row of axes for each sharding: the mean of all seeds, and pale from the lowest to the highest."""
     shardings = list(frame["sharding"].unique())
-    figure = Figure(figsize=(12, 3.3 * len(shardings) + 0.3), layout="constrained")
+    figure = Figure(figsize=(11, 3.1 * len(shardings) + 0.3), layout="constrained")
     figure.suptitle(frame["dataset"].iloc[0], fontsize="medium")
     frame = frame.assign(
         error_norm=frame["squared_error"] ** 0.5,
@@ -63,7 +64,8 @@ def draw_curves(frame: pd.DataFrame) -> Figure:
             one = own[own["method"] == method]
             colour, label = f"C{number}", LABELS[method]
             _band(row[0], one, "epoch", "suboptimality", colour, label)
-            _band(row[1], one[one["iteration"] > 0], "kilobits", "suboptimality", colour, label)
+            # Without the seeds' spread, which is that on the left.
+            row[1].plot(*_mean(one[one["iteration"] > 0], "kilobits", "suboptimality"), color=colour, linewidth=1.2)
             if method != "dense":
                 _band(row[2], one, "iteration", "error_norm", colour, label)
             if method == "hard_threshold":
@@ -120,8 +122,8 @@ def curves_table(frame: pd.DataFrame) -> str:
         bound = one["squared_error_bound"].iloc[0] ** 0.5
         lines.append(
             f"| {sharding} | {LABELS[method]} | {_spread(at_end)} | {100 * final['density'].mean():.2f} % "
-            f"| {final['bits'].mean() / 1e3:,.0f} | {' | '.join(f'{norm:.3g}' for norm in norms)} "
-            f"| {'–' if pd.isna(bound) or not bound else f'{bound:.3g}'} |"
+            f"| {final['bits'].mean() / 1e3:,.0f} | {' | '.join(map(_number, norms))} "
+            f"| {'–' if pd.isna(bound) or not bound else _number(bound)} |"
         )
     return "\n".join(lines)
 
@@ -135,7 +137,7 @@ def bound_table(frame: pd.DataFrame) -> str:
     ]
     for (sharding, threshold), one in final.groupby(["sharding", "threshold"], sort=False):
         parts = " | ".join(
-            f"{one[name].mean():.3g}" for name in ("bound", "start_term", "noise_term", "threshold_term")
+            _number(one[name].mean()) for name in ("bound", "start_term", "noise_term", "threshold_term")
         )
         lines.append(
             f"| {sharding} | {threshold:.3g} | {100 * one['density'].mean():.2f} % "
@@ -147,6 +149,10 @@ def bound_table(frame: pd.DataFrame) -> str:
 def _spread(values: pd.Series) -> str:
     deviation = f" ± {values.std():.2g}" if len(values) > 1 else ""
     return f"{values.mean():.3g}{deviation}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def _mean(frame: pd.DataFrame, x: str, y: str) -> tuple[pd.Series, pd.Series]:
