@@ -90,6 +90,15 @@ class TestObjective:
             above = objective.value(x + 0.1 * offset) - objective.value(x)
             assert 0 < above <= error_of_minimum(objective, x + 0.1 * offset)
 
+    def test_the_certificate_is_exact_where_only_the_penalty_acts(self):
+        features, labels = classified()
+        objective = Objective(torch.nn.functional.pad(features, (0, 1)), labels)  # a feature that is always 0
+        x = minimiser(objective)
+        along = torch.zeros_like(x)
+        along[-1] = 50.0
+        above = objective.value(x + along) - objective.value(x)
+        assert error_of_minimum(objective, x + along) == pytest.approx(above, rel=1e-6)
+
     def test_a_minimum_that_is_not_reached_is_an_error(self, objective, monkeypatch):
         minimize = objective_module.minimize
 
