@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import pkgutil
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -135,42 +136,6 @@ def test_what_the_package_imports_it_also_requires():
     }
     # typing_extensions comes with torch, triton does on Linux; triton's absence is handled, and that of matplotlib.
     provided = required | {"lightning_sparse", "typing_extensions", "triton", "matplotlib"}
-    standard = {
-        "__future__",
-        "abc",
-        "ast",
-        "collections",
-        "contextlib",
-        "copy",
-        "ctypes",
-        "dataclasses",
-        "datetime",
-        "difflib",
-        "fnmatch",
-        "functools",
-        "hashlib",
-        "inspect",
-        "io",
-        "json",
-        "math",
-        "os",
-        "pathlib",
-        "platform",
-        "re",
-        "shlex",
-        "shutil",
-        "socket",
-        "stat",
-        "statistics",
-        "subprocess",
-        "sys",
-        "tempfile",
-        "time",
-        "typing",
-        "uuid",
-        "warnings",
-        "weakref",
-    }
     for path in FILES:
         for module in imported_modules(path):
-            assert module.split(".")[0] in provided | standard, f"{path.name} imports {module}"
+            assert module.split(".")[0] in provided | sys.stdlib_module_names, f"{path.name} imports {module}"
