@@ -236,7 +236,7 @@ def measured_smoothness(points: Tensor, gradients: Tensor) -> float:
     """
     if points.dim() != 2 or points.shape != gradients.shape:
         raise ValueError(
-            f"Got points of shape {tuple(points.shape)}, gradients of {tuple(gradients.shape)}. Give (points, d) of both."
+            f"Got points of shape {tuple(points.shape)}, gradients of {tuple(gradients.shape)}. Give (points, d) twice."
         )
     steps = points.double().diff(dim=0).norm(dim=1)
     changes = gradients.double().diff(dim=0).norm(dim=1)

@@ -1,15 +1,13 @@
 """A strategy that trains as n workers would, one after the other on one device."""
 
 import copy
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
-from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states, reset_seed
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -255,18 +253,19 @@ class SimulatedWorkersStrategy(SingleDeviceStrategy):
     @contextmanager
     def _random_numbers_of(self, rank: int) -> Iterator[None]:
         """Within it random numbers are this worker's; all begin with those of the first, which are everybody's."""
-        firsts = _random_state(self.root_device)
+        has_cuda = self.root_device.type == "cuda"
+        firsts = _collect_rng_states(has_cuda)
         if not self._random_states:
             self._random_states = [firsts] * self.num_workers
         if rank == 0:
             yield
             return
-        _set_random_state(self._random_states[rank], self.root_device)
+        _set_rng_states(self._random_states[rank])
         try:
             yield
         finally:
-            self._random_states[rank] = _random_state(self.root_device)
-            _set_random_state(firsts, self.root_device)
+            self._random_states[rank] = _collect_rng_states(has_cuda)
+            _set_rng_states(firsts)
 
     @override
     def save_checkpoint(
@@ -321,17 +320,3 @@ def _require_simulable(module: LightningModule, scaler: object) -> None:
         wrong = "on_before_batch_transfer, which would be given the batches of all workers; use on_after_batch_transfer"
     if wrong is not None:
         raise ValueError(f"Simulated workers do not do {wrong}. Start real workers with SparseDDPStrategy for that.")
-
-
-def _random_state(device: torch.device) -> tuple[Any, ...]:
-    of_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return random.getstate(), numpy.random.get_state(), torch.get_rng_state(), of_device
-
-
-def _set_random_state(state: tuple[Any, ...], device: torch.device) -> None:
-    of_python, of_numpy, of_torch, of_device = state
-    random.setstate(of_python)
-    numpy.random.set_state(of_numpy)
-    torch.set_rng_state(of_torch)
-    if of_device is not None:
-        torch.cuda.set_rng_state(of_device, device)
