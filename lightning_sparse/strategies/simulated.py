@@ -147,6 +147,20 @@ class SimulatedWorkersStrategy(SingleDeviceStrategy):
         self.workers.each[0].subscribe(self.step_log.add)
 
     @override
+    def setup_optimizers(self, trainer: Any) -> None:
+        with self._as_worker(0):  # a learning rate may follow from how many there are
+            super().setup_optimizers(trainer)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        if self.world_size > 1:
+            raise ValueError(
+                "Simulated workers do not do all_gather: one has run when another has not. Start real workers with "
+                "SparseDDPStrategy for that."
+            )
+        return super().all_gather(tensor, group, sync_grads)
+
+    @override
     def process_dataloader(self, dataloader: object) -> object:
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
@@ -187,7 +201,16 @@ class SimulatedWorkersStrategy(SingleDeviceStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        calls = 0
+
         def closure_and_exchange() -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                raise ValueError(
+                    f"Simulated workers do not do {type(optimizer).__name__}, which calls its closure several times "
+                    "for a step. Start real workers with SparseDDPStrategy for that."
+                )
             output = closure()
             self._exchange()
             return output
@@ -211,6 +234,9 @@ class SimulatedWorkersStrategy(SingleDeviceStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.step_log.begin_batch(self.lightning_module)
         assert self.workers is not None
+        assert self.lightning_module is not None
+        if batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0:
+            self._gradients = [{} for _ in range(self.num_workers)]  # what was not stepped on Lightning drops as well
         for worker in self.workers.each:
             tell_epoch(worker, self)
 

@@ -82,6 +82,19 @@ def _jittered(items: Any) -> Any:
     return [inputs + 0.1 * torch.randn_like(inputs), labels]
 
 
+class Scaled(Classifier):
+    """Its learning rate follows from how many workers there are; every third backward it does not step."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1 * self.trainer.world_size)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 3 == 2:
+            optimizer_closure()
+        else:
+            optimizer.step(closure=optimizer_closure)
+
+
 class Sharded(Classifier):
     def train_dataloader(self) -> DataLoader:
         return DataLoader(Shards(self.trainer.global_rank), batch_size=None)
@@ -154,6 +167,7 @@ CASES: dict[str, dict[str, Any]] = {
     "random numbers": {"module": Noisy, "optimizer": "adam"},
     "shards by rank": {"module": Sharded},
     "augmented": {"module": Augmented},
+    "steps left out": {"module": Scaled},
     "remembers": {"module": Remembering, "own": ["memory"]},
     "top k": {"sparsifier": TopK(0.05)},
     "top k of the model": {"sparsifier": TopK(0.05, granularity="model")},
@@ -265,6 +279,26 @@ def test_what_is_not_simulated_is_refused(module: Any, message: str) -> None:
     trainer = quiet_trainer(SimulatedWorkersStrategy(HardThreshold(0.1), 2), num_workers=1)
     with pytest.raises(ValueError, match=f"Simulated workers do not do {message}"):
         trainer.fit(one, data(), data())
+
+
+class Gathering(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.all_gather(batch[1])
+        return super().training_step(batch, batch_idx)
+
+
+def _refused() -> None:
+    for module, message in (
+        (Classifier(torch.optim.LBFGS), "LBFGS, which calls"),
+        (Gathering(), "all_gather: one has"),
+    ):
+        trainer = quiet_trainer(SimulatedWorkersStrategy(HardThreshold(0.1), 2), num_workers=1)
+        with pytest.raises(ValueError, match=f"Simulated workers do not do {message}"):
+            trainer.fit(module, data())
+
+
+def test_what_would_be_something_else_is_refused_when_it_happens() -> None:
+    run_workers(_refused, 1, process_group=False)
 
 
 def _unknown_attribute() -> None:
