@@ -1,22 +1,24 @@
 """A strategy that trains as n workers would, one after the other on one device."""
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states, reset_seed
-from lightning.pytorch import LightningModule
+from lightning.fabric.utilities import rank_zero_only
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.utilities.types import STEP_OUTPUT
+from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_sparse.ddp.options import DensityControlMode, ExchangeOptions, require_density_control
 from lightning_sparse.ddp.simulation import SimulatedWorker, SimulatedWorkers
+from lightning_sparse.ddp.weak_call import weakly
 from lightning_sparse.exchange import ExchangeMode
 from lightning_sparse.exchange.payload import ValueDtype
 from lightning_sparse.sparsifiers import Sparsifier
@@ -24,6 +26,8 @@ from lightning_sparse.strategies.checkpoint import VERSION, CheckpointOptions, O
 from lightning_sparse.strategies.epochs import tell_epoch
 from lightning_sparse.strategies.saving import KEY
 from lightning_sparse.strategies.simulated_data import BatchesOfWorkers, loader_of_workers
+from lightning_sparse.strategies.simulated_limits import loss_of, refuse, require_attributes, require_simulable
+from lightning_sparse.strategies.simulated_turns import Turns, named_parameters
 from lightning_sparse.strategies.step_log import StepLog
 
 
@@ -89,6 +93,8 @@ class SimulatedWorkersStrategy(SingleDeviceStrategy):
         # To be checked as the strategy of real workers checks them.
         options = ExchangeOptions("gradient", local_clip_norm, value_dtype, exchange, density_control)
         require_density_control(sparsifier, density_control)
+        if isinstance(own_attributes, str):
+            raise TypeError(f"Invalid {own_attributes=}. Give names in a list: [{own_attributes!r}].")
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         super().__init__(device=device, **kwargs)
@@ -99,10 +105,9 @@ class SimulatedWorkersStrategy(SingleDeviceStrategy):
         self._options = options
         self._checkpoint_options = CheckpointOptions("full", on_world_size_change)
         self._per_layer_stats = False
-        self._gradients: list[dict[str, Tensor]] = []
-        self._random_states: list[Any] = []
         self._own_attributes = tuple(own_attributes)
-        self._attributes: dict[int, dict[str, Any]] = {}
+        self._turns: Turns | None = None
+        self._exchanges = self._has_run = False
 
     def request_layer_stats(self) -> None:
         """Asks for per-layer numbers from the next ``fit`` on."""
@@ -120,24 +125,22 @@ class SimulatedWorkersStrategy(SingleDeviceStrategy):
 
     @override
     def setup(self, trainer: Any) -> None:
+        self._turns = None
         super().setup(trainer)
         self.step_log.clear()
-        self._gradients, self._random_states = [{} for _ in range(self.num_workers)], []
         if trainer.state.fn != "fit":
             return
         module = self.lightning_module
         assert module is not None
-        _require_simulable(module, getattr(self.precision_plugin, "scaler", None))
-        missing = [name for name in self._own_attributes if not hasattr(module, name)]
-        if missing:
-            raise ValueError(f"Invalid own_attributes: {type(module).__name__} has no {', '.join(missing)}.")
-        self._attributes = {}
+        require_simulable(module, trainer, getattr(self.precision_plugin, "scaler", None))
+        require_attributes(module, self._own_attributes)
+        self._turns = Turns(module, self.num_workers, self._own_attributes, self.root_device)
         if self.workers is not None:
             self.workers.close()
         self.workers = SimulatedWorkers(
             self.num_workers,
             self.sparsifier,
-            {name: one for name, one in _names(module).items() if one.requires_grad},
+            {name: one for name, one in named_parameters(module).items() if one.requires_grad},
             local_clip_norm=self._options.local_clip_norm,
             exchange=self._options.exchange,
             value_dtype=self._options.value_dtype,
@@ -150,15 +153,31 @@ class SimulatedWorkersStrategy(SingleDeviceStrategy):
     def setup_optimizers(self, trainer: Any) -> None:
         with self._as_worker(0):  # a learning rate may follow from how many there are
             super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            optimizer.register_step_pre_hook(weakly(self._step_begins))
+
+    def _step_begins(self, *_: Any) -> None:
+        if not self._exchanges:
+            refuse("steps that go past Lightning, as those of torch's own optimizer in an own optimizer_step do")
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        if self.world_size > 1:
-            raise ValueError(
-                "Simulated workers do not do all_gather: one has run when another has not. Start real workers with "
-                "SparseDDPStrategy for that."
-            )
+        self._require_nobody("all_gather")
         return super().all_gather(tensor, group, sync_grads)
+
+    @override
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        self._require_nobody("broadcast")
+        return super().broadcast(obj, src)
+
+    def _require_nobody(self, what: str) -> None:
+        if self.world_size > 1:
+            refuse(f"{what}: one has run when another has not")
+
+    @property
+    @override
+    def is_global_zero(self) -> bool:
+        return self.global_rank == 0
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -169,12 +188,17 @@ class SimulatedWorkersStrategy(SingleDeviceStrategy):
     @contextmanager
     def _as_worker(self, rank: int) -> Iterator[None]:
         """Within it this process is, to whoever asks the trainer, the worker of that rank."""
-        self.global_rank, self.world_size = rank, self.num_workers
+        self._be(rank, self.num_workers)
         try:
-            with self._random_numbers_of(rank):
+            with nullcontext() if self._turns is None else self._turns.random_numbers_of(rank):
                 yield
         finally:
-            self.global_rank, self.world_size = 0, 1
+            self._be(0, 1)
+
+    def _be(self, rank: int, world_size: int) -> None:
+        self.global_rank, self.world_size = rank, world_size
+        for one in (rank_zero_only, utilities_rank_zero_only):
+            setattr(one, "rank", rank)  # noqa: B010 (mypy knows of no such attribute)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -185,113 +209,63 @@ class SimulatedWorkersStrategy(SingleDeviceStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         batches, *rest = args
-        assert isinstance(batches, BatchesOfWorkers)
+        if not isinstance(batches, BatchesOfWorkers):
+            refuse("training_step(dataloader_iter), which takes batches by itself")
+        if self._has_run:
+            refuse("a closure that is called several times for a step, as by LBFGS or SAM")
+        self._has_run = True
+        assert self._turns is not None
+        self._turns.share_what_hooks_set()
         # The first worker last: what it leaves behind remains.
         for rank in range(self.num_workers - 1, 0, -1):
-            with self._as_worker(rank), self._own_gradients(rank), self._own_state(rank):
+            with self._as_worker(rank), self._turns.own_gradients(rank), self._turns.own_state(rank):
                 batch = super().batch_to_device(batches[rank])
                 output = super().training_step(batch, *rest, **kwargs)
-                loss = output["loss"] if isinstance(output, Mapping) else output
-                if loss is not None:
-                    assert self.lightning_module is not None
-                    accumulated = self.lightning_module.trainer.accumulate_grad_batches
-                    self.backward(loss / accumulated, None)
+                assert self.lightning_module is not None
+                accumulated = self.lightning_module.trainer.accumulate_grad_batches
+                self.backward(loss_of(output) / accumulated, None)
         with self._as_worker(0):
-            return super().training_step(super().batch_to_device(batches[0]), *rest, **kwargs)
+            output = super().training_step(super().batch_to_device(batches[0]), *rest, **kwargs)
+        loss_of(output)
+        self._turns.end_batch()
+        return output
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        calls = 0
-
         def closure_and_exchange() -> Any:
-            nonlocal calls
-            calls += 1
-            if calls > 1:
-                raise ValueError(
-                    f"Simulated workers do not do {type(optimizer).__name__}, which calls its closure several times "
-                    "for a step. Start real workers with SparseDDPStrategy for that."
-                )
             output = closure()
             self._exchange()
             return output
 
-        output = super().optimizer_step(optimizer, closure_and_exchange, model, **kwargs)
+        self._exchanges = True
+        try:
+            output = super().optimizer_step(optimizer, closure_and_exchange, model, **kwargs)
+        finally:
+            self._exchanges = False
         self.step_log.write(self.lightning_module)
         return output
 
     def _exchange(self) -> None:
         assert self.workers is not None
+        assert self._turns is not None
         assert self.lightning_module is not None
-        parameters = _names(self.lightning_module)
-        self._gradients[0] = {name: one.grad for name, one in parameters.items() if one.grad is not None}
-        reached = set().union(*self._gradients)
-        averages = self.workers.average(self._gradients)
-        for name, average in averages.items():
+        parameters, gradients = named_parameters(self.lightning_module), self._turns.gradients
+        gradients[0] = {name: one.grad for name, one in parameters.items() if one.grad is not None}
+        reached = set().union(*gradients)
+        for name, average in self.workers.average(gradients).items():
             parameters[name].grad = average if name in reached else None
-        self._gradients = [{} for _ in range(self.num_workers)]
+        self._turns.forget_gradients()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.step_log.begin_batch(self.lightning_module)
         assert self.workers is not None
         assert self.lightning_module is not None
-        if batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0:
-            self._gradients = [{} for _ in range(self.num_workers)]  # what was not stepped on Lightning drops as well
+        self._has_run = False
+        assert self._turns is not None
+        self._turns.begin_batch(begins_anew=batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0)
         for worker in self.workers.each:
             tell_epoch(worker, self)
-
-    @contextmanager
-    def _own_gradients(self, rank: int) -> Iterator[None]:
-        """Within it gradients are this worker's, of the batches since the last step."""
-        assert self.lightning_module is not None
-        parameters = _names(self.lightning_module)
-        firsts = {name: one.grad for name, one in parameters.items()}
-        for name, one in parameters.items():
-            one.grad = self._gradients[rank].get(name)
-        try:
-            yield
-        finally:
-            self._gradients[rank] = {name: one.grad for name, one in parameters.items() if one.grad is not None}
-            for name, one in parameters.items():
-                one.grad = firsts[name]
-
-    @contextmanager
-    def _own_state(self, rank: int) -> Iterator[None]:
-        """Within it the module's own attributes are this worker's; after it they and buffers are the first's again."""
-        module = self.lightning_module
-        assert module is not None
-        buffers = {name: one.clone() for name, one in module.named_buffers()}
-        firsts = {name: getattr(module, name) for name in self._own_attributes}
-        if len(self._attributes) < self.num_workers - 1:
-            self._attributes[rank] = copy.deepcopy(firsts)
-        for name, value in self._attributes[rank].items():
-            setattr(module, name, value)
-        try:
-            yield
-        finally:
-            self._attributes[rank] = {name: getattr(module, name) for name in self._own_attributes}
-            for name, value in firsts.items():
-                setattr(module, name, value)
-            for name, one in module.named_buffers():
-                if name in buffers:
-                    one.copy_(buffers[name])
-
-    @contextmanager
-    def _random_numbers_of(self, rank: int) -> Iterator[None]:
-        """Within it random numbers are this worker's; all begin with those of the first, which are everybody's."""
-        has_cuda = self.root_device.type == "cuda"
-        firsts = _collect_rng_states(has_cuda)
-        if not self._random_states:
-            self._random_states = [firsts] * self.num_workers
-        if rank == 0:
-            yield
-            return
-        _set_rng_states(self._random_states[rank])
-        try:
-            yield
-        finally:
-            self._random_states[rank] = _collect_rng_states(has_cuda)
-            _set_rng_states(firsts)
 
     @override
     def save_checkpoint(
@@ -328,21 +302,3 @@ class SimulatedWorkersStrategy(SingleDeviceStrategy):
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Does nothing: it takes a sparsifier."""
-
-
-def _names(module: LightningModule) -> dict[str, Tensor]:
-    return {name.replace("_orig_mod.", ""): one for name, one in module.named_parameters()}
-
-
-def _require_simulable(module: LightningModule, scaler: object) -> None:
-    wrong = None
-    if not module.automatic_optimization:
-        wrong = "manual optimization (automatic_optimization=False)"
-    elif scaler is not None:
-        wrong = "precision with a GradScaler; use 'bf16-mixed' or '32-true'"
-    elif any(one.is_complex() for one in module.parameters()):
-        wrong = "complex parameters"
-    elif type(module).on_before_batch_transfer is not LightningModule.on_before_batch_transfer:
-        wrong = "on_before_batch_transfer, which would be given the batches of all workers; use on_after_batch_transfer"
-    if wrong is not None:
-        raise ValueError(f"Simulated workers do not do {wrong}. Start real workers with SparseDDPStrategy for that.")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from lightning.fabric.utilities.data import has_iterable_dataset
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn, has_iterable_dataset
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors.data_connector import _get_distributed_sampler, _request_dataloader
 from lightning.pytorch.trainer.states import RunningStage
@@ -96,6 +96,8 @@ def loader_of_workers(trainer: Trainer, as_worker: AsWorker, num_workers: int) -
                 rank=rank,
             )
             loader = _update_dataloader(loader, sampler, mode=RunningStage.TRAINING)
+        if isinstance(loader, DataLoader):
+            _auto_add_worker_init_fn(loader, rank)  # which Lightning does for a loader that it knows
         loaders.append(loader)
     return LoaderOfWorkers(loaders, as_worker)
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.fabric.utilities import rank_zero_only
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
@@ -57,6 +58,25 @@ class Remembering(Classifier):
         return super().forward(inputs + self.memory["mean"])
 
 
+class Forgetting(Remembering):
+    """Begins each epoch without a past."""
+
+    def on_train_epoch_start(self) -> None:
+        self.memory = {"mean": torch.zeros(8)}
+
+
+class WithBuffer(Classifier):
+    """What it has seen is in a buffer that its forward uses."""
+
+    def __init__(self, make_optimizer: Any = None) -> None:
+        super().__init__(make_optimizer)
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.seen += inputs.detach().mean(dim=0)
+        return super().forward(inputs + 0.1 * self.seen)
+
+
 class Shards(IterableDataset):
     """Batches that follow from the worker's rank, as a data set does that is told it when it is made."""
 
@@ -75,6 +95,13 @@ class Augmented(Classifier):
     def train_dataloader(self) -> DataLoader:
         loader = data(60, 3)
         return DataLoader(loader.dataset, 3, collate_fn=_jittered)
+
+
+class AugmentedElsewhere(Augmented):
+    """In a process of the loader's own, which Lightning seeds by the worker's rank."""
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(data(60, 3).dataset, 3, collate_fn=_jittered, num_workers=1)
 
 
 def _jittered(items: Any) -> Any:
@@ -124,6 +151,8 @@ class Witness(Callback):
 
 def fit(strategy: Any, num_processes: int, case: dict[str, Any], ckpt_path: str | None = None) -> dict[str, Any]:
     random.seed(5), numpy.random.seed(5), torch.manual_seed(5)
+    if case.get("seeds"):
+        seed_everything(5, workers=True)
     witness = Witness()
     options = {"max_steps": 9, "limit_val_batches": 0} | case.get("trainer", {})
     trainer = quiet_trainer(strategy, num_workers=num_processes, callbacks=[witness], **options)
@@ -167,6 +196,9 @@ CASES: dict[str, dict[str, Any]] = {
     "random numbers": {"module": Noisy, "optimizer": "adam"},
     "shards by rank": {"module": Sharded},
     "augmented": {"module": Augmented},
+    "augmented by seeded processes": {"module": AugmentedElsewhere, "seeds": True},
+    "forgets": {"module": Forgetting, "own": ["memory"], "trainer": {"max_steps": 23}},
+    "buffers, accumulated": {"module": WithBuffer, "trainer": {"accumulate_grad_batches": 2, "max_steps": 6}},
     "steps left out": {"module": Scaled, "undoes": True},
     "remembers": {"module": Remembering, "own": ["memory"]},
     "top k": {"sparsifier": TopK(0.05)},
@@ -293,28 +325,90 @@ class Gathering(Classifier):
         return super().training_step(batch, batch_idx)
 
 
+class Perturbing(Classifier):
+    """Steps as SAM does."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        optimizer.step(closure=optimizer_closure)
+
+
+class PastLightning(Classifier):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        optimizer.optimizer.step()
+
+
+class SaysNothing(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) if self.trainer.global_rank == 0 else None
+
+
+class Transferring(LightningDataModule):
+    def train_dataloader(self) -> DataLoader:
+        return data()
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+
+REFUSED: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
+    "a closure that is called several": (lambda: Classifier(torch.optim.LBFGS), data, {}, {}),
+    "a closure that is called several times for a step": (Perturbing, data, {}, {}),
+    "steps that go past Lightning": (PastLightning, data, {}, {}),
+    "a training_step that returns None": (SaysNothing, data, {}, {}),
+    "all_gather: one has": (Gathering, data, {}, {}),
+    "on_before_batch_transfer, which would": (Classifier, Transferring, {}, {}),
+    "sync_batchnorm": (Classifier, data, {"sync_batchnorm": True}, {}),
+    "devices=2 on 1 nodes": (Classifier, data, {"devices": 2}, {}),
+    "no first_one": (Classifier, data, {}, {"own_attributes": ["first_one"]}),
+    "first is no attribute of Classifier's own": (Classifier, data, {}, {"own_attributes": ["first"]}),
+    "_parameters is no attribute": (Classifier, data, {}, {"own_attributes": ["_parameters"]}),
+}
+
+
 def _refused() -> None:
-    for module, message in (
-        (Classifier(torch.optim.LBFGS), "LBFGS, which calls"),
-        (Gathering(), "all_gather: one has"),
-    ):
-        trainer = quiet_trainer(SimulatedWorkersStrategy(HardThreshold(0.1), 2), num_workers=1)
-        with pytest.raises(ValueError, match=f"Simulated workers do not do {message}"):
-            trainer.fit(module, data())
+    for message, (module, source, options, own) in REFUSED.items():
+        strategy = SimulatedWorkersStrategy(HardThreshold(0.1), 2, **own)
+        trainer = quiet_trainer(strategy, num_workers=options.pop("devices", 1), **options)
+        with pytest.raises(ValueError, match=message):
+            trainer.fit(one := module(), source())
+        assert (trainer.global_rank, trainer.world_size, rank_zero_only.rank) == (0, 1, 0), (message, one)
 
 
 def test_what_would_be_something_else_is_refused_when_it_happens() -> None:
     run_workers(_refused, 1, process_group=False)
 
 
-def _unknown_attribute() -> None:
-    strategy = SimulatedWorkersStrategy(HardThreshold(0.1), 2, own_attributes=["hidden"])
-    with pytest.raises(ValueError, match="Invalid own_attributes: Classifier has no hidden"):
-        quiet_trainer(strategy, num_workers=1).fit(Classifier(), data())
+class Speaking(Classifier):
+    """Counts who speaks."""
+
+    said = 0
+    warned = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self._say()
+        assert self.trainer.is_global_zero == (self.trainer.global_rank == 0)
+        return super().training_step(batch, batch_idx)
+
+    @rank_zero_only
+    def _say(self) -> None:
+        self.said += 1
+
+    def on_after_backward(self) -> None:
+        assert self.trainer.world_size in (1, 3)
 
 
-def test_an_attribute_that_is_not_there_is_refused() -> None:
-    run_workers(_unknown_attribute, 1, process_group=False)
+def _spoken() -> Any:
+    module = Speaking()
+    trainer = quiet_trainer(SimulatedWorkersStrategy(HardThreshold(0.1), 3), num_workers=1, max_steps=5)
+    with pytest.warns(UserWarning, match=r"Speaking.on_after_backward is called for each simulated worker"):
+        trainer.fit(module, data())
+    return module.said
+
+
+def test_the_first_worker_speaks_alone() -> None:
+    assert run_workers(_spoken, 1, process_group=False) == [5]
 
 
 def _several_loaders() -> None:
@@ -347,8 +441,9 @@ def test_bad_arguments_are_refused(arguments: Any, message: str) -> None:
         ({"exchange": "ring"}, "Invalid exchange='ring'"),
         ({"density_control": "hold"}, "density_control='hold' with a constant threshold"),
         ({"local_clip_norm": -1.0}, "local_clip_norm"),
+        ({"own_attributes": "hidden"}, r"Invalid own_attributes='hidden'. Give names in a list"),
     ],
 )
 def test_bad_options_are_refused(options: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         SimulatedWorkersStrategy(HardThreshold(0.1), 2, **options)

@@ -1,0 +1,54 @@
+"""What simulated workers cannot do as real ones would, and say so."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from lightning.fabric.utilities import rank_zero_warn
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import Tensor
+
+
+def refuse(what: str) -> NoReturn:
+    """Raises ValueError."""
+    raise ValueError(f"Simulated workers do not do {what}. Start real workers with SparseDDPStrategy for that.")
+
+
+def loss_of(output: Any) -> Tensor:
+    """Returns the loss that a training step has returned."""
+    loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output
+    if loss is None:
+        refuse("a training_step that returns None, which DDP does not either")
+    return loss
+
+
+def require_simulable(module: LightningModule, trainer: Any, scaler: object) -> None:
+    """Raises ValueError where a fit would be another one with real workers."""
+    own = "on_before_batch_transfer"
+    if not module.automatic_optimization:
+        refuse("manual optimization (automatic_optimization=False)")
+    if scaler is not None:
+        refuse("precision with a GradScaler; use 'bf16-mixed' or '32-true'")
+    if any(one.is_complex() for one in module.parameters()):
+        refuse("complex parameters")
+    if trainer.num_devices != 1 or trainer.num_nodes != 1:
+        refuse(f"devices={trainer.num_devices} on {trainer.num_nodes} nodes: all are on one, so devices=1 it must be")
+    if trainer._accelerator_connector._layer_sync is not None:
+        refuse("sync_batchnorm")
+    for one, base in ((module, LightningModule), (trainer.datamodule, LightningDataModule)):
+        if one is not None and getattr(type(one), own) is not getattr(base, own):
+            refuse(f"{own}, which would be given the batches of all workers; use on_after_batch_transfer")
+    if type(module).on_after_backward is not LightningModule.on_after_backward:
+        rank_zero_warn(
+            f"lightning_sparse: {type(module).__name__}.on_after_backward is called for each simulated worker and sees "
+            "that worker's own gradients; with real ones it sees their average. Use on_before_optimizer_step."
+        )
+
+
+def require_attributes(module: LightningModule, names: Sequence[str]) -> None:
+    """Raises ValueError where one of them is not what the module keeps from batch to batch."""
+    held = {*dict(module.named_children()), *dict(module.named_parameters()), *dict(module.named_buffers())}
+    for name in names:
+        if not hasattr(module, name):
+            raise ValueError(f"Invalid own_attributes: {type(module).__name__} has no {name}.")
+        if name in held or name.startswith("_") or hasattr(LightningModule, name) or name == "training":
+            raise ValueError(f"Invalid own_attributes: {name} is no attribute of {type(module).__name__}'s own.")
