@@ -30,8 +30,9 @@ def require_simulable(module: LightningModule, trainer: Any, scaler: object) -> 
         refuse("precision with a GradScaler; use 'bf16-mixed' or '32-true'")
     if any(one.is_complex() for one in module.parameters()):
         refuse("complex parameters")
-    if trainer.num_devices != 1 or trainer.num_nodes != 1:
-        refuse(f"devices={trainer.num_devices} on {trainer.num_nodes} nodes: all are on one, so devices=1 it must be")
+    devices = len(trainer._accelerator_connector._parallel_devices)
+    if devices != 1 or trainer.num_nodes != 1:
+        refuse(f"devices={devices} on {trainer.num_nodes} nodes: all are on one, so devices=1 it must be")
     if trainer._accelerator_connector._layer_sync is not None:
         refuse("sync_batchnorm")
     for one, base in ((module, LightningModule), (trainer.datamodule, LightningDataModule)):
