@@ -1,0 +1,46 @@
+"""Workers that are threads of one process."""
+
+import pytest
+import torch
+
+from lightning_sparse.exchange import Crew
+
+
+@pytest.fixture
+def crew():
+    made = Crew(3)
+    yield made
+    made.close()
+
+
+def test_collectives_give_what_a_process_groups_do(crew):
+    def collectives(rank):
+        worker = crew.workers[rank]
+        gathered, turned = torch.zeros(6), torch.zeros(6)
+        total = torch.tensor([1e8, 1.0, -1e8][rank : rank + 1])  # in another order the sum would be 1
+        worker.all_gather(gathered, torch.full((2,), float(rank))).wait()
+        worker.all_to_all(turned, torch.arange(6.0) + 10 * rank).wait()
+        worker.all_reduce(total).wait()
+        assert not torch.is_grad_enabled()
+        return gathered.tolist(), turned.tolist(), total.tolist()
+
+    results = crew.run(collectives)
+    assert [gathered for gathered, *_ in results] == [[0.0, 0.0, 1.0, 1.0, 2.0, 2.0]] * 3
+    assert [turned for _, turned, _ in results] == [
+        [0.0, 1.0, 10.0, 11.0, 20.0, 21.0],
+        [2.0, 3.0, 12.0, 13.0, 22.0, 23.0],
+        [4.0, 5.0, 14.0, 15.0, 24.0, 25.0],
+    ]
+    assert [total for *_, total in results] == [[0.0]] * 3
+
+
+def test_what_one_raises_is_raised_and_nobody_waits_for_it_ever(crew):
+    def fails(rank):
+        if rank == 1:
+            raise KeyError("of one")
+        crew.workers[rank].all_reduce(torch.ones(1)).wait()
+
+    for _ in range(2):
+        with pytest.raises(KeyError, match="of one"):
+            crew.run(fails)
+    assert crew.run(lambda rank: rank) == [0, 1, 2]
