@@ -11,7 +11,6 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -197,8 +196,7 @@ class SimulatedWorkersStrategy(SingleDeviceStrategy):
 
     def _be(self, rank: int, world_size: int) -> None:
         self.global_rank, self.world_size = rank, world_size
-        for one in (rank_zero_only, utilities_rank_zero_only):
-            setattr(one, "rank", rank)  # noqa: B010 (mypy knows of no such attribute)
+        setattr(rank_zero_only, "rank", rank)  # noqa: B010 (mypy knows of no such attribute)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
