@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from lightning_sparse.engine.engine import FlatBucket
+from lightning_sparse.engine import FlatBucket
 from lightning_sparse.selection.residual import Residual, rescale
 
 
@@ -13,21 +13,26 @@ class LastLearningRates:
 
     Algorithm 1 of Sahu et al. (NeurIPS 2021) keeps residuals in units of lr · gradient; in gradient units that is to
     multiply them by lr_{t-1} / lr_t. Like a residual, a new rate is open until its backward is settled.
+
+    Args:
+        parameter_names: the name of every parameter whose rate counts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parameter_names: Mapping[Tensor, str]) -> None:
+        self._names = parameter_names
         self._settled: dict[str, float] = {}
         self._open: dict[str, float] = {}
         self._ratios: dict[str, float] = {}
 
-    def begin(self, rates: Mapping[str, float]) -> None:
-        """Takes lr_{t-1} / lr_t by name for a backward whose step will have these rates; 1 for a first step.
+    def begin(self, rates: Mapping[Tensor, float]) -> None:
+        """Takes lr_{t-1} / lr_t for a backward whose step will have these rates; 1 for a first step.
 
         A rate of 0 has no ratio: such a step leaves the residual and lr_{t-1} alone.
         """
         self._ratios = {}
-        for name, rate in rates.items():
-            if rate != 0:
+        for parameter, rate in rates.items():
+            name = self._names.get(parameter)
+            if name is not None and rate != 0:
                 self._ratios[name] = self._open.get(name, self._settled.get(name, rate)) / rate
                 self._open[name] = rate
 

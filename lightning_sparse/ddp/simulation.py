@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.ddp.clipping import clip_gradient
+from lightning_sparse.ddp.notices import warn_of_drawn_numbers
 from lightning_sparse.engine import Engine, EngineHolder, FlatBucket
 from lightning_sparse.engine.memory import ResidualMemory
+from lightning_sparse.engine.memory_format import as_parameter, in_memory_order, require_strides
 from lightning_sparse.exchange import Crew, ExchangeMode, Workers
-from lightning_sparse.exchange.payload import ValueDtype
+from lightning_sparse.exchange.wire import ValueDtype
 from lightning_sparse.sparsifiers import LayerLayout, Sparsifier
 
 
@@ -55,34 +57,54 @@ class SimulatedWorker(EngineHolder):
         )
         self._clip_norm = local_clip_norm
         self._parameters = dict(parameters)
-        self._layout = LayerLayout(tuple(parameters), tuple(one.numel() for one in parameters.values()))
-        self.residuals = ResidualMemory()
+        self._strides = {name: one.stride() for name, one in self._parameters.items()}
+        by_dtype: dict[torch.dtype, list[str]] = {}  # in a bucket is one, as in DDP's
+        for name, one in self._parameters.items():
+            by_dtype.setdefault(one.dtype, []).append(name)
+        sizes = self.parameter_sizes
+        self._layouts = [LayerLayout(tuple(names), tuple(sizes[name] for name in names)) for names in by_dtype.values()]
+        self.residuals = ResidualMemory(self._parameters)
 
     @property
     def parameter_sizes(self) -> dict[str, int]:
         """Elements of every parameter's residual, by name."""
-        return dict(zip(self._layout.names, self._layout.sizes, strict=True))
+        return {name: one.numel() for name, one in self._parameters.items()}
 
     def average(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the average of what all workers send, as :meth:`SimulatedWorkers.average` does. Collective."""
-        flat = torch.cat(
-            [
-                gradients[name].flatten() if name in gradients else one.new_zeros(one.numel())
-                for name, one in self._parameters.items()
-            ]
-        )
-        bucket = FlatBucket(0, self._layout, flat, self.residuals.bucket(0, self._layout, flat), is_last=True)
+        """Returns the average of what all workers send, as :meth:`SimulatedWorkers.average` does. Collective.
+
+        Raises:
+            RuntimeError: a parameter's memory format is not what it was.
+        """
+        require_strides(list(self._parameters), list(self._parameters.values()), self._strides)
+        buckets = [self._bucket(index, layout, gradients) for index, layout in enumerate(self._layouts)]
         if self._clip_norm is not None:
-            clip_gradient([flat], self._clip_norm)
+            clip_gradient([one.gradient for one in buckets], self._clip_norm)
         self._engine.begin()
-        self._engine.survey([bucket])
-        self._engine.add(bucket)
+        self._engine.survey(buckets)
+        for one in buckets:
+            self._engine.add(one)
         self._engine.finish()
-        self.residuals.keep(0)
-        self.residuals.settle(set(self._layout.names))
+        for one in buckets:
+            self.residuals.keep(one.index)
+        self.residuals.settle(set(self._parameters))
         self._engine.account()
-        parts = torch.split(bucket.average.to(flat.dtype), list(self._layout.sizes))
-        return {name: part.view(one.shape) for part, (name, one) in zip(parts, self._parameters.items(), strict=True)}
+        averages = {}
+        for one in buckets:
+            average = one.average.to(one.gradient.dtype)
+            for name, start, end in one.layout.spans():
+                averages[name] = as_parameter(average[start:end], self._parameters[name])
+        return averages
+
+    def _bucket(self, index: int, layout: LayerLayout, gradients: Mapping[str, Tensor]) -> FlatBucket:
+        known = [(name, self._parameters[name]) for name in layout.names]
+        parts = [
+            in_memory_order(gradients[name].flatten(), one) if name in gradients else one.new_zeros(one.numel())
+            for name, one in known
+        ]
+        flat = torch.cat(parts)
+        residual = self.residuals.bucket(index, layout, flat)
+        return FlatBucket(index, layout, flat, residual, is_last=index == len(self._layouts) - 1)
 
     def reset(self) -> None:
         """Returns to before the first step."""
@@ -96,7 +118,7 @@ class SimulatedWorker(EngineHolder):
 
     def load_shared_state(self, saved: Mapping[str, Any], *, same_world_size: bool) -> None:
         """Continues from what :meth:`shared_state` returned, here or of workers that are processes."""
-        # What an exchange has seen of buckets is of DDP's buckets, and here is one.
+        # What an exchange has seen of buckets is of DDP's buckets, and here is one of each dtype.
         self._engine.load_shared_state(saved, same_world_size=same_world_size and not saved["layout"])
 
 
@@ -114,6 +136,7 @@ class SimulatedWorkers:
         self, num_workers: int, sparsifier: Sparsifier, parameters: Mapping[str, Tensor], **options: Any
     ) -> None:
         self._crew = Crew(num_workers)
+        self._has_warned = num_workers == 1
         self.each = [SimulatedWorker(one, sparsifier, parameters, **options) for one in self._crew.workers]
 
     def average(self, gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -122,7 +145,11 @@ class SimulatedWorkers:
         Args:
             gradients: of each worker; of a parameter that is missing it sends what its residual holds of it.
         """
+        drawn_before = torch.get_rng_state()
         averages: list[dict[str, Tensor]] = self._crew.run(lambda rank: self.each[rank].average(gradients[rank]))
+        if not (self._has_warned or torch.equal(torch.get_rng_state(), drawn_before)):
+            self._has_warned = True
+            warn_of_drawn_numbers()
         return averages[0]
 
     def close(self) -> None:

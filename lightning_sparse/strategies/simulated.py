@@ -1,17 +1,12 @@
 """A strategy that trains as n workers would, one after the other on one device."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.utilities import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -19,18 +14,26 @@ from lightning_sparse.ddp.options import DensityControlMode, ExchangeOptions, re
 from lightning_sparse.ddp.simulation import SimulatedWorker, SimulatedWorkers
 from lightning_sparse.ddp.weak_call import weakly
 from lightning_sparse.exchange import ExchangeMode
-from lightning_sparse.exchange.payload import ValueDtype
+from lightning_sparse.exchange.wire import ValueDtype, require_wire
 from lightning_sparse.sparsifiers import Sparsifier
-from lightning_sparse.strategies.checkpoint import VERSION, CheckpointOptions, OnWorldSizeChange, restore
+from lightning_sparse.strategies.checkpoint import CheckpointOptions, OnWorldSizeChange, collect_simulated, restore
 from lightning_sparse.strategies.epochs import tell_epoch
 from lightning_sparse.strategies.saving import KEY
-from lightning_sparse.strategies.simulated_data import BatchesOfWorkers, loader_of_workers
-from lightning_sparse.strategies.simulated_limits import loss_of, refuse, require_attributes, require_simulable
+from lightning_sparse.strategies.simulated_data import BatchesOfWorkers, LoaderOfWorkers, loader_of_workers
+from lightning_sparse.strategies.simulated_limits import (
+    advise,
+    loss_of,
+    refuse,
+    require_attributes,
+    require_known,
+    require_simulable,
+)
+from lightning_sparse.strategies.simulated_rank import InTurn
 from lightning_sparse.strategies.simulated_turns import Turns, named_parameters
 from lightning_sparse.strategies.step_log import StepLog
 
 
-class SimulatedWorkersStrategy(SingleDeviceStrategy):
+class SimulatedWorkersStrategy(InTurn):
     """Trains on one device as n workers would with :class:`SparseDDPStrategy`: the same numbers, n times the time.
 
     For studies: what 8 or 20 workers come to, on one GPU or a laptop. One model; each worker has its own residual (4
@@ -92,20 +95,20 @@ class SimulatedWorkersStrategy(SingleDeviceStrategy):
         # To be checked as the strategy of real workers checks them.
         options = ExchangeOptions("gradient", local_clip_norm, value_dtype, exchange, density_control)
         require_density_control(sparsifier, density_control)
+        require_wire(sparsifier, value_dtype)
         if isinstance(own_attributes, str):
             raise TypeError(f"Invalid {own_attributes=}. Give names in a list: [{own_attributes!r}].")
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        super().__init__(device=device, **kwargs)
+        super().__init__(num_workers, device=device, **kwargs)
         self.sparsifier = sparsifier
-        self.num_workers = num_workers
         self.workers: SimulatedWorkers | None = None
         self.step_log = StepLog()
         self._options = options
         self._checkpoint_options = CheckpointOptions("full", on_world_size_change)
         self._per_layer_stats = False
         self._own_attributes = tuple(own_attributes)
-        self._turns: Turns | None = None
+        self._loader: LoaderOfWorkers | None = None
         self._exchanges = self._has_run = False
 
     def request_layer_stats(self) -> None:
@@ -160,43 +163,13 @@ class SimulatedWorkersStrategy(SingleDeviceStrategy):
             refuse("steps that go past Lightning, as those of torch's own optimizer in an own optimizer_step do")
 
     @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        self._require_nobody("all_gather")
-        return super().all_gather(tensor, group, sync_grads)
-
-    @override
-    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        self._require_nobody("broadcast")
-        return super().broadcast(obj, src)
-
-    def _require_nobody(self, what: str) -> None:
-        if self.world_size > 1:
-            refuse(f"{what}: one has run when another has not")
-
-    @property
-    @override
-    def is_global_zero(self) -> bool:
-        return self.global_rank == 0
-
-    @override
     def process_dataloader(self, dataloader: object) -> object:
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        return loader_of_workers(trainer, self._as_worker, self.num_workers) if trainer.training else dataloader
-
-    @contextmanager
-    def _as_worker(self, rank: int) -> Iterator[None]:
-        """Within it this process is, to whoever asks the trainer, the worker of that rank."""
-        self._be(rank, self.num_workers)
-        try:
-            with nullcontext() if self._turns is None else self._turns.random_numbers_of(rank):
-                yield
-        finally:
-            self._be(0, 1)
-
-    def _be(self, rank: int, world_size: int) -> None:
-        self.global_rank, self.world_size = rank, world_size
-        setattr(rank_zero_only, "rank", rank)  # noqa: B010 (mypy knows of no such attribute)
+        if not trainer.training:
+            return dataloader
+        self._loader = loader_of_workers(trainer, self._as_worker, self.num_workers)
+        return self._loader
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -217,16 +190,23 @@ class SimulatedWorkersStrategy(SingleDeviceStrategy):
         # The first worker last: what it leaves behind remains.
         for rank in range(self.num_workers - 1, 0, -1):
             with self._as_worker(rank), self._turns.own_gradients(rank), self._turns.own_state(rank):
-                batch = super().batch_to_device(batches[rank])
-                output = super().training_step(batch, *rest, **kwargs)
+                output = self._own_step(batches[rank], *rest, **kwargs)
                 assert self.lightning_module is not None
                 accumulated = self.lightning_module.trainer.accumulate_grad_batches
                 self.backward(loss_of(output) / accumulated, None)
         with self._as_worker(0):
-            output = super().training_step(super().batch_to_device(batches[0]), *rest, **kwargs)
+            output = self._own_step(batches[0], *rest, **kwargs)
         loss_of(output)
         self._turns.end_batch()
         return output
+
+    def _own_step(self, batch: Any, *rest: Any, **kwargs: Any) -> STEP_OUTPUT:
+        assert self.lightning_module is not None
+        results = self.lightning_module.trainer._results
+        assert results is not None
+        batch = super().batch_to_device(batch)
+        results.batch, results.batch_size = batch, None  # by its size Lightning weights what is logged for an epoch
+        return super().training_step(batch, *rest, **kwargs)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -250,6 +230,7 @@ class SimulatedWorkersStrategy(SingleDeviceStrategy):
         parameters, gradients = named_parameters(self.lightning_module), self._turns.gradients
         gradients[0] = {name: one.grad for name, one in parameters.items() if one.grad is not None}
         reached = set().union(*gradients)
+        require_known(parameters, reached, self.workers.each[0].parameter_sizes)
         for name, average in self.workers.average(gradients).items():
             parameters[name].grad = average if name in reached else None
         self._turns.forget_gradients()
@@ -270,16 +251,7 @@ class SimulatedWorkersStrategy(SingleDeviceStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         if "optimizer_states" in checkpoint and self.workers is not None:
-            checkpoint[KEY] = {
-                "version": VERSION,
-                "world_size": self.num_workers,
-                "shared": self.workers.each[0].shared_state(),
-                "residuals": [
-                    {name: one.cpu() for name, one in worker.residuals.state_dict().items()}
-                    for worker in self.workers.each
-                ],
-                "why_no_residuals": None,
-            }
+            checkpoint[KEY] = collect_simulated(self.workers.each)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -291,9 +263,16 @@ class SimulatedWorkersStrategy(SingleDeviceStrategy):
             restore(worker, saved, self._checkpoint_options.on_world_size_change)
 
     @override
+    def on_exception(self, exception: BaseException) -> None:
+        advise(exception)
+        super().on_exception(exception)
+
+    @override
     def teardown(self) -> None:
         if self.workers is not None:
             self.workers.close()
+        if self._loader is not None:
+            self._loader.close()
         super().teardown()
 
     @classmethod

@@ -1,14 +1,16 @@
 """The training data of workers that are simulated: a loader of each, read side by side."""
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn, has_iterable_dataset
+from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors.data_connector import _get_distributed_sampler, _request_dataloader
 from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.combined_loader import CombinedLoader, _shutdown_workers_and_reset_iterator
 from lightning.pytorch.utilities.data import _update_dataloader
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -35,13 +37,22 @@ class LoaderOfWorkers:
         return min(map(len, self._loaders))
 
     def __iter__(self) -> Iterator[BatchesOfWorkers]:
-        # A DataLoader draws a seed for its processes, and without any its data set may draw for every batch.
+        # A DataLoader draws a seed for its processes, now and not when the first batch is asked for: Lightning makes
+        # iterators that it never reads. Without processes its data set may draw for every batch.
         iterators = self._of_each(lambda rank: iter(self._loaders[rank]))
+        return self._batches(iterators)
+
+    def _batches(self, iterators: Sequence[Iterator[Any]]) -> Iterator[BatchesOfWorkers]:
         while True:
             batches = self._of_each(lambda rank: next(iterators[rank], _NO_MORE))
             if any(one is _NO_MORE for one in batches):
                 return
             yield batches
+
+    def close(self) -> None:
+        """Ends processes that loaders keep from epoch to epoch."""
+        for loader in self._loaders:
+            _shutdown_workers_and_reset_iterator(loader)
 
     def _of_each(self, function: Callable[[int], Any]) -> BatchesOfWorkers:
         found = BatchesOfWorkers()
@@ -66,6 +77,20 @@ class LoaderOfWorkers:
                         tell(epoch)
 
 
+class StatefulLoaderOfWorkers(LoaderOfWorkers):
+    """The same of loaders that say where they are: a checkpoint holds the first worker's place, as of processes."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the first worker's."""
+        state: dict[str, Any] = self._loaders[0].state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Gives it to all, as every process gets it."""
+        for loader in self._loaders:
+            loader.load_state_dict(copy.deepcopy(state))
+
+
 def loader_of_workers(trainer: Trainer, as_worker: AsWorker, num_workers: int) -> LoaderOfWorkers:
     """Returns the training data of all workers, each asked for as by that worker.
 
@@ -75,9 +100,9 @@ def loader_of_workers(trainer: Trainer, as_worker: AsWorker, num_workers: int) -
         num_workers: n.
 
     Raises:
-        ValueError: a combination of several loaders.
+        ValueError: a combination of several loaders, or one iterator for all.
     """
-    loaders = []
+    loaders: list[Any] = []
     for rank in range(num_workers):
         with as_worker(rank):
             loader = _request_dataloader(trainer.fit_loop._data_source)
@@ -86,6 +111,14 @@ def loader_of_workers(trainer: Trainer, as_worker: AsWorker, num_workers: int) -
                 f"train_dataloader returned {type(loader).__name__}. Simulated workers read one loader: have its "
                 "dataset return what belongs together."
             )
+        if isinstance(loader, Iterator) and any(loader is one for one in loaders):
+            raise ValueError(
+                f"The {type(loader).__name__} for training is one for all simulated workers, who would take batches "
+                "from one another. Make one in train_dataloader, which is called for each of them."
+            )
+        if isinstance(loader, DataLoader):
+            loader = copy.copy(loader)  # one that was handed out to all keeps the iterator that it made last
+            loader._iterator = None
         if _needs_sampler(trainer, loader):
             sampler = _get_distributed_sampler(
                 loader,
@@ -99,7 +132,8 @@ def loader_of_workers(trainer: Trainer, as_worker: AsWorker, num_workers: int) -
         if isinstance(loader, DataLoader):
             _auto_add_worker_init_fn(loader, rank)  # which Lightning does for a loader that it knows
         loaders.append(loader)
-    return LoaderOfWorkers(loaders, as_worker)
+    is_stateful = all(isinstance(loader, _Stateful) for loader in loaders)
+    return (StatefulLoaderOfWorkers if is_stateful else LoaderOfWorkers)(loaders, as_worker)
 
 
 def _needs_sampler(trainer: Trainer, loader: object) -> bool:

@@ -1,11 +1,14 @@
 """What simulated workers cannot do as real ones would, and say so."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from lightning.fabric.utilities import rank_zero_warn
 from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import BatchSizeFinder
 from torch import Tensor
+
+from lightning_sparse.ddp.comm_hook import refuse_sparse_gradients
 
 
 def refuse(what: str) -> NoReturn:
@@ -30,6 +33,12 @@ def require_simulable(module: LightningModule, trainer: Any, scaler: object) -> 
         refuse("precision with a GradScaler; use 'bf16-mixed' or '32-true'")
     if any(one.is_complex() for one in module.parameters()):
         refuse("complex parameters")
+    refuse_sparse_gradients(module)
+    if any(isinstance(one, BatchSizeFinder) for one in trainer.callbacks):
+        raise ValueError(
+            "The search for a batch size (BatchSizeFinder, Tuner.scale_batch_size) is for one worker, as with DDP. "
+            "Search with Trainer(devices=1) without a strategy, and set what it finds."
+        )
     devices = len(trainer._accelerator_connector._parallel_devices)
     if devices != 1 or trainer.num_nodes != 1:
         refuse(f"devices={devices} on {trainer.num_nodes} nodes: all are on one, so devices=1 it must be")
@@ -42,6 +51,32 @@ def require_simulable(module: LightningModule, trainer: Any, scaler: object) -> 
         rank_zero_warn(
             f"lightning_sparse: {type(module).__name__}.on_after_backward is called for each simulated worker and sees "
             "that worker's own gradients; with real ones it sees their average. Use on_before_optimizer_step."
+        )
+
+
+def require_known(parameters: Mapping[str, Tensor], reached: Collection[str], known: Collection[str]) -> None:
+    """Raises ValueError where a backward has reached a parameter that is not exchanged.
+
+    Args:
+        parameters: of the module, by name.
+        reached: names of those that have a gradient.
+        known: names of those that were trained when training was set up.
+    """
+    for name in sorted(set(reached) - set(known)):
+        if parameters[name].requires_grad:  # else it is left from an earlier fit
+            raise ValueError(
+                f"The parameter {name!r} has a gradient, and was frozen or not there when training was set up: it is "
+                "not exchanged, nor would DDP exchange it. Leave requires_grad on at set-up and its learning rate 0 "
+                "until it is to train, or begin a new fit then."
+            )
+
+
+def advise(exception: BaseException) -> None:
+    """Adds what to do to torch's message that there is no process group."""
+    if "process group has not been initialized" in str(exception):
+        exception.args = (
+            f"{exception} Simulated workers have none. In train_dataloader ask the trainer instead: "
+            "DistributedSampler(dataset, trainer.world_size, trainer.global_rank), or leave the sampler to Lightning.",
         )
 
 

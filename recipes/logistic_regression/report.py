@@ -6,6 +6,7 @@ python -m recipes.logistic_regression.report DIR
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -51,7 +52,7 @@ def report(folder: Path) -> None:
 def draw_curves(frame: pd.DataFrame) -> Figure:
     """Returns a row of axes for each sharding: the mean of all seeds, and pale from the lowest to the highest."""
     shardings = list(frame["sharding"].unique())
-    figure = Figure(figsize=(11, 3.1 * len(shardings) + 0.3), layout="constrained")
+    figure = Figure(figsize=(11, 3.1 * len(shardings) + 0.6), layout="constrained")
     figure.suptitle(frame["dataset"].iloc[0], fontsize="medium")
     frame = frame.assign(
         error_norm=frame["squared_error"] ** 0.5,
@@ -63,20 +64,23 @@ def draw_curves(frame: pd.DataFrame) -> Figure:
         for number, method in enumerate(own["method"].unique()):
             one = own[own["method"] == method]
             colour, label = f"C{number}", LABELS[method]
-            _band(row[0], one, "epoch", "suboptimality", colour, label)
+            # Dashed and above the others, which may coincide with it.
+            style = {"linestyle": (0, (4, 3)), "zorder": 3} if method == "dense" else {}
+            _band(row[0], one, "epoch", "suboptimality", colour, label, **style)
             # Without the seeds' spread, which is that on the left.
-            row[1].plot(*_mean(one[one["iteration"] > 0], "kilobits", "suboptimality"), color=colour, linewidth=1.2)
+            across, means = _mean(one[one["iteration"] > 0], "kilobits", "suboptimality")
+            row[1].plot(across, means, color=colour, label=label, linewidth=1.2, **style)
             if method != "dense":
                 _band(row[2], one, "iteration", "error_norm", colour, label)
             if method == "hard_threshold":
                 row[2].axhline(one["bound"].iloc[0], color=colour, linestyle="--", label="λ √d")
         row[0].set(xlabel="epochs", ylabel=f"f(x) − f*, {sharding} shards", yscale="log")
-        row[1].set(xlabel="kilobits sent by a worker", yscale="log", xscale="log")
+        row[1].set(xlabel="kilobits sent by a worker", ylabel="f(x) − f*", yscale="log", xscale="log")
         row[2].set(xlabel="iterations", ylabel="‖e‖, gradient units")
-        row[2].legend(fontsize="small")
         for axes in row:
             _plain(axes)
-    figure.axes[0].legend(fontsize="small")
+    lines = {line.get_label(): line for axes in figure.axes for line in axes.get_legend_handles_labels()[0]}
+    figure.legend(handles=list(lines.values()), loc="outside lower center", ncols=len(lines), fontsize="small")
     return figure
 
 
@@ -162,10 +166,10 @@ def _mean(frame: pd.DataFrame, x: str, y: str) -> tuple[pd.Series, pd.Series]:
     return means[x], means[y]
 
 
-def _band(axes: Axes, frame: pd.DataFrame, x: str, y: str, colour: str, label: str) -> None:
+def _band(axes: Axes, frame: pd.DataFrame, x: str, y: str, colour: str, label: str, **style: Any) -> None:
     across, means = _mean(frame, x, y)
     seeds = frame.groupby("iteration")[y]
-    axes.plot(across, means, color=colour, label=label, linewidth=1.2)
+    axes.plot(across, means, color=colour, label=label, linewidth=1.2, **style)
     axes.fill_between(across, seeds.min(), seeds.max(), color=colour, alpha=0.2, linewidth=0)
 
 

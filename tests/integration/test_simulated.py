@@ -10,8 +10,9 @@ import pytest
 import torch
 from lightning.fabric.utilities import rank_zero_only
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import BatchSizeFinder
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate
 
 from lightning_sparse import (
     Accordion,
@@ -19,8 +20,10 @@ from lightning_sparse import (
     GaussianK,
     HardThreshold,
     RandomK,
+    Selection,
     SimulatedWorkersStrategy,
     SparseDDPStrategy,
+    Sparsifier,
     TopK,
 )
 from tests.integration.models import Classifier, adam, assert_equal, clones, data, nesterov, quiet_trainer
@@ -78,15 +81,16 @@ class WithBuffer(Classifier):
 
 
 class Shards(IterableDataset):
-    """Batches that follow from the worker's rank, as a data set does that is told it when it is made."""
+    """Batches that follow from the worker's rank, sizes too, as a data set does that is told it when it is made."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
     def __iter__(self) -> Any:
         generator = torch.Generator().manual_seed(self.rank)
+        size = 4 + 6 * self.rank  # an even sum: Lightning rounds the mean of how many examples workers had
         for _ in range(6):
-            yield [torch.randn(4, 8, generator=generator), torch.randint(0, 3, (4,), generator=generator)]
+            yield [torch.randn(size, 8, generator=generator), torch.randint(0, 3, (size,), generator=generator)]
 
 
 class Augmented(Classifier):
@@ -109,6 +113,53 @@ def _jittered(items: Any) -> Any:
     return [inputs + 0.1 * torch.randn_like(inputs), labels]
 
 
+class Stream(IterableDataset):
+    """The same items for every worker."""
+
+    def __iter__(self) -> Any:
+        yield from data(12, 3).dataset
+
+
+class Bookmarked:
+    """A loader that says where it is, of a worker's own."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.read = rank, 0
+
+    def __len__(self) -> int:
+        return 30
+
+    def __iter__(self) -> Any:
+        batches = list(Shards(self.rank))
+        while self.read < 30:
+            self.read += 1
+            yield batches[self.read * self.read % len(batches)]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"read": self.read}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.read = state["read"]
+
+
+class Pictures(Classifier):
+    """Its convolutions lie in memory by channels, and one of its layers is in double precision."""
+
+    def __init__(self, make_optimizer: Any = None) -> None:
+        super().__init__(make_optimizer)
+        generator = torch.Generator().manual_seed(8)
+        self.first, self.middle = nn.Conv2d(2, 12, 3, padding=1), nn.Conv2d(12, 12, 3, padding=1)
+        self.last = nn.Linear(12, 3, dtype=torch.float64)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        seen = self.middle(self.first(inputs.view(-1, 2, 2, 2)).tanh())
+        return self.last(seen.tanh().mean(dim=(2, 3)).double())
+
+
 class Scaled(Classifier):
     """Its learning rate follows from how many workers there are; every third backward it does not step."""
 
@@ -123,8 +174,22 @@ class Scaled(Classifier):
 
 
 class Sharded(Classifier):
+    """Its data and its loss follow from the rank."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("mean", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss * (1 + self.local_rank)
+
     def train_dataloader(self) -> DataLoader:
         return DataLoader(Shards(self.trainer.global_rank), batch_size=None)
+
+
+class Placed(Sharded):
+    """Reads loaders that can go on in their middle."""
+
+    def train_dataloader(self) -> Any:
+        return Bookmarked(self.trainer.global_rank)
 
 
 class Witness(Callback):
@@ -146,6 +211,7 @@ class Witness(Callback):
             "weights": clones([*pl_module.named_parameters(), *pl_module.named_buffers()]),
             "residuals": state.residuals.state_dict(),
             "optimizer": trainer.optimizers[0].state_dict()["state"],
+            "mean": float(trainer.callback_metrics.get("mean", 0.0)),
         }
 
 
@@ -157,18 +223,23 @@ def fit(strategy: Any, num_processes: int, case: dict[str, Any], ckpt_path: str 
     options = {"max_steps": 9, "limit_val_batches": 0} | case.get("trainer", {})
     trainer = quiet_trainer(strategy, num_workers=num_processes, callbacks=[witness], **options)
     module = case.get("module", Classifier)(OPTIMIZERS[case.get("optimizer", "sgd")])
-    loader = (
-        None if isinstance(module, (Sharded, Augmented)) else data(60, 3) if not case.get("shuffle") else shuffled()
-    )
+    loader = None if isinstance(module, (Sharded, Augmented)) else case.get("loader", unshuffled)()
     trainer.fit(module, loader, ckpt_path=ckpt_path)
     if path := case.get("saves"):
         trainer.save_checkpoint(path)
     return witness.seen
 
 
+def unshuffled() -> DataLoader:
+    return data(60, 3)
+
+
 def shuffled() -> DataLoader:
-    loader = data(60, 3)
-    return DataLoader(loader.dataset, 3, shuffle=True)
+    return DataLoader(data(60, 3).dataset, 3, shuffle=True)
+
+
+def persistent() -> DataLoader:
+    return DataLoader(Stream(), 3, num_workers=1, persistent_workers=True)
 
 
 def _processes(case: dict[str, Any], num_workers: int, ckpt_path: str | None = None) -> Any:
@@ -187,7 +258,7 @@ def _simulated(case: dict[str, Any], num_workers: int, ckpt_path: str | None = N
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "adam": {"optimizer": "adam"},
-    "shuffled, several epochs": {"shuffle": True, "optimizer": "nesterov", "trainer": {"max_steps": 23}},
+    "shuffled, several epochs": {"loader": shuffled, "optimizer": "nesterov", "trainer": {"max_steps": 23}},
     "accumulated": {"trainer": {"accumulate_grad_batches": 3, "max_steps": 6}},
     "clipped": {"trainer": {"gradient_clip_val": 0.05}},
     "bfloat16": {"like": {"value_dtype": "bfloat16"}},
@@ -195,6 +266,12 @@ CASES: dict[str, dict[str, Any]] = {
     "double": {"trainer": {"precision": "64-true"}},
     "random numbers": {"module": Noisy, "optimizer": "adam"},
     "shards by rank": {"module": Sharded},
+    "persistent processes": {"loader": persistent, "trainer": {"max_steps": 8}},
+    "reloaded": {
+        "module": Noisy,
+        "loader": shuffled,
+        "trainer": {"max_steps": 8, "limit_train_batches": 3, "reload_dataloaders_every_n_epochs": 1},
+    },
     "augmented": {"module": Augmented},
     "augmented by seeded processes": {"module": AugmentedElsewhere, "seeds": True},
     "forgets": {"module": Forgetting, "own": ["memory"], "trainer": {"max_steps": 23}},
@@ -205,6 +282,8 @@ CASES: dict[str, dict[str, Any]] = {
     "top k of the model": {"sparsifier": TopK(0.05, granularity="model")},
     "gaussian k": {"sparsifier": GaussianK(0.1)},
     "random k": {"sparsifier": RandomK(0.2, same_on_all=False)},
+    "channels last, mixed dtypes": {"module": Pictures, "optimizer": "adam", "sparsifier": RandomK(0.2)},
+    "top k of mixed dtypes": {"module": Pictures, "sparsifier": TopK(0.1, granularity="model")},
     "accordion": {"sparsifier": Accordion(0.02, 0.2, interval=1, relative_change=5.0), "trainer": {"max_steps": 23}},
     "layers": {"sparsifier": HardThreshold(0.05, layer_thresholds={"first.*": 0.2})},
 }
@@ -223,6 +302,7 @@ def test_simulated_workers_come_to_what_processes_come_to(name: str, num_workers
     assert_equal(simulated["optimizer"], processes[0]["optimizer"])
     assert_equal(simulated["residuals"], processes[0]["residuals"])
     assert simulated["logged"] == processes[0]["logged"]
+    assert simulated["mean"] == pytest.approx(processes[0]["mean"], rel=1e-6)
     assert 0 < simulated["steps"][-1].density < 0.9
     if case.get("undoes"):  # what no optimizer steps on is not exchanged here, and undone there
         assert len(simulated["steps"]) < len(processes[0]["steps"])
@@ -261,13 +341,27 @@ def test_a_checkpoint_of_one_continues_in_the_other(saves: Any, resumes: Any, tm
 
     def stopped_and_resumed(saves: Any, resumes: Any) -> Any:
         path = str(tmp_path / f"{saves.__name__}.ckpt")
-        run(saves, {"optimizer": "adam", "trainer": {"max_steps": 10}, "saves": path})
-        return run(resumes, {"optimizer": "adam", "trainer": {"max_steps": 15}}, path)
+        case = {"module": Pictures, "optimizer": "adam"}
+        run(saves, case | {"trainer": {"max_steps": 10}, "saves": path})
+        return run(resumes, case | {"trainer": {"max_steps": 15}}, path)
 
     expected, resumed = stopped_and_resumed(_processes, _processes), stopped_and_resumed(saves, resumes)
     assert len(resumed["steps"]) == 5
     assert_equal(resumed["weights"], expected["weights"])
     assert_equal(resumed["residuals"], expected["residuals"])
+
+
+def test_loaders_go_on_where_those_of_processes_would(tmp_path: Path) -> None:
+    path = str(tmp_path / "one.ckpt")
+    begun = {"module": Placed, "trainer": {"max_steps": 4}, "saves": path}
+    run_workers(_simulated, 1, begun, 2, process_group=False)
+    resumes = {"module": Placed, "trainer": {"max_steps": 7}}
+    (simulated,) = run_workers(_simulated, 1, resumes, 2, path, process_group=False)
+    (unstopped,) = run_workers(_simulated, 1, resumes, 2, process_group=False)
+    processes = run_workers(_processes, 2, resumes, 2, path, process_group=False)
+    for other in (unstopped, processes[0]):
+        assert_equal(simulated["weights"], other["weights"])
+        assert_equal(simulated["residuals"], other["residuals"])
 
 
 def test_another_number_of_workers_starts_from_the_mean(tmp_path: Path) -> None:
@@ -339,6 +433,44 @@ class PastLightning(Classifier):
         optimizer.optimizer.step()
 
 
+class Relaid(Pictures):
+    """Changes how it lies in memory once it trains."""
+
+    def on_train_start(self) -> None:
+        self.to(memory_format=torch.contiguous_format)
+
+
+class Unfrozen(Classifier):
+    """Trains a layer that was frozen when training was set up."""
+
+    def __init__(self, make_optimizer: Any = None) -> None:
+        super().__init__(make_optimizer)
+        self.first.requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.first.requires_grad_(batch_idx == 2)
+
+
+class Embedded(Classifier):
+    def __init__(self, make_optimizer: Any = None) -> None:
+        super().__init__(make_optimizer)
+        self.words = nn.Embedding(4, 8, sparse=True)
+
+
+class Sized(Classifier):
+    batch_size = 4
+
+    def train_dataloader(self) -> DataLoader:
+        return data(batch_size=self.batch_size)
+
+
+class Unranked(Classifier):
+    """Leaves it to torch to find out which worker it is."""
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(data().dataset, sampler=DistributedSampler(data().dataset))
+
+
 class SaysNothing(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step(batch, batch_idx) if self.trainer.global_rank == 0 else None
@@ -357,6 +489,11 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
     "a closure that is called several times for a step": (Perturbing, data, {}, {}),
     "steps that go past Lightning": (PastLightning, data, {}, {}),
     "a training_step that returns None": (SaysNothing, data, {}, {}),
+    "'first.weight' has strides": (Relaid, data, {}, {}),
+    "'first.bias' has a gradient, and was frozen or not there": (Unfrozen, data, {}, {}),
+    r"'words' is Embedding\(sparse=True\)": (Embedded, data, {}, {}),
+    r"The search for a batch size .* is for one worker": (Sized, lambda: None, {"callbacks": [BatchSizeFinder()]}, {}),
+    r"initialized.* Simulated workers have none\. In train_dataloader": (Unranked, lambda: None, {}, {}),
     "all_gather: one has": (Gathering, data, {}, {}),
     "on_before_batch_transfer, which would": (Classifier, Transferring, {}, {}),
     "sync_batchnorm": (Classifier, data, {"sync_batchnorm": True}, {}),
@@ -371,7 +508,7 @@ def _refused() -> None:
     for message, (module, source, options, own) in REFUSED.items():
         strategy = SimulatedWorkersStrategy(HardThreshold(0.1), 2, **own)
         trainer = quiet_trainer(strategy, num_workers=options.pop("devices", 1), **options)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((ValueError, RuntimeError), match=message):
             trainer.fit(one := module(), source())
         assert (trainer.global_rank, trainer.world_size, rank_zero_only.rank) == (0, 1, 0), (message, one)
 
@@ -411,10 +548,49 @@ def test_the_first_worker_speaks_alone() -> None:
     assert run_workers(_spoken, 1, process_group=False) == [5]
 
 
+class Guessing(Sparsifier):
+    """Sends what chance picks, torch's own."""
+
+    def select(self, compensated: torch.Tensor, layout: Any) -> Selection:
+        indices = (torch.rand(compensated.numel()) < 0.1).nonzero().squeeze(1)
+        return Selection(indices, compensated[indices])
+
+
+def _guessed() -> None:
+    trainer = quiet_trainer(SimulatedWorkersStrategy(Guessing(), 2), num_workers=1)
+    with pytest.warns(UserWarning, match=r"the sparsifier draws torch's random numbers.* in begin_step") as caught:
+        trainer.fit(Classifier(), data())
+    assert sum("random numbers" in str(one.message) for one in caught) == 1
+
+
+def test_a_sparsifier_that_draws_what_threads_have_in_common_is_warned_of() -> None:
+    run_workers(_guessed, 1, process_group=False)
+
+
 def _several_loaders() -> None:
     trainer = quiet_trainer(SimulatedWorkersStrategy(HardThreshold(0.1), 2), num_workers=1)
     with pytest.raises(ValueError, match=r"train_dataloader returned list\. Simulated workers read one loader"):
         trainer.fit(Classifier(), [data(), data()])
+
+
+class Exhausted:
+    """Has one iterator, however often it is asked for."""
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        raise StopIteration
+
+
+def _one_iterator() -> None:
+    trainer = quiet_trainer(SimulatedWorkersStrategy(HardThreshold(0.1), 2), num_workers=1)
+    with pytest.raises(ValueError, match=r"Exhausted for training is one for all .* Make one in train_dataloader"):
+        trainer.fit(Classifier(), Exhausted())
+
+
+def test_an_iterator_of_all_is_refused() -> None:
+    run_workers(_one_iterator, 1, process_group=False)
 
 
 def test_several_loaders_are_refused() -> None:
