@@ -58,7 +58,8 @@ def draw(runs: dict[str, Run], title: str = "") -> Figure:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("step")
-    figure.axes[0].legend(loc="upper right", fontsize="small")
+    lines = {line.get_label(): line for axes in figure.axes for line in axes.get_legend_handles_labels()[0]}
+    figure.legend(handles=list(lines.values()), loc="outside lower center", ncols=2, fontsize="small")  # over no curve
     return figure
 
 

@@ -1,3 +1,4 @@
+import csv
 import re
 import subprocess
 import sys
@@ -5,10 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from recipes import compare, plot
-from recipes.compare import Grid, Outcome, grid_table, labelled, parsed_grid, table
+from recipes import plot
+from recipes.compare import __main__ as compare
+from recipes.compare.pictures import draw_steps, draw_volume
+from recipes.compare.runs import Choice, Outcome, Runs, next_slope
+from recipes.compare.tables import grid_table, table
+from recipes.compare.variants import Grid, Variant, expanded, labelled, parsed_grid
+from recipes.demo import Run
 
 PROJECT = Path(__file__).parents[2]
+VALUES = {"dense": (0.9, 1.0, 1.1), "other": (1.4, 1.5, 1.6), "same": (0.9, 1.0, 1.1)}
 
 
 @pytest.fixture
@@ -50,6 +57,14 @@ def test_a_comparison_runs_every_variant_once_and_can_be_drawn(tmp_path, call):
     again = call(compare.main, *arguments_of_comparison(tmp_path))
     assert again.out == first.out
     assert again.err == ""  # nothing was run
+    with (tmp_path / "resnet18_cifar10" / "runs.csv").open() as file:
+        listed = list(csv.DictReader(file))
+    assert [row["variant"] for row in listed] == ["dense", "hard threshold, λ = 1"]
+    assert float(listed[1]["payload_bytes"]) < float(listed[1]["dense_bytes"]) / 5
+    assert "--trainer.strategy.threshold=1.0" in listed[1]["command"]
+    assert "--model.width=4" in listed[1]["command"]
+    for name in ("volume.png", "steps.png"):
+        assert (tmp_path / "resnet18_cifar10" / name).read_bytes().startswith(b"\x89PNG")
 
     folders = [next(tmp_path.rglob(f"{name}*/4/1")) for name in ("dense", "hard")]
     picture = tmp_path / "curves.png"
@@ -104,4 +119,145 @@ def test_a_grid_takes_the_best_and_never_a_run_that_diverged(mode, best):
     ],
 )
 def test_a_variant_is_a_label_and_arguments(text, expected):
-    assert labelled(text) == expected
+    (variant,) = expanded(dict([labelled(text)]), [])
+    assert (variant.label, variant.name, list(variant.arguments)) == (expected[0], *expected)
+
+
+def test_a_variant_that_asks_for_a_density_is_one_for_each():
+    listed = {"a": "--x={density}", "b": {"arguments": "--y={tuned}", "tuned": 0.02}, "c": "--z"}
+    variants = expanded(listed, [0.01, 0.0001])
+    assert [one.label for one in variants] == ["a, 1 %", "a, 0.01 %", "b, 1 %", "b, 0.01 %", "c"]
+    assert [one.name for one in variants] == ["a", "a", "b", "b", "c"]
+    assert [one.arguments for one in variants[:2]] == [("--x=0.01",), ("--x=0.0001",)]
+    assert [one.start for one in variants] == [None, None, 0.02, pytest.approx(0.2), None]
+    assert variants[2].with_tuned("0.5") == ["--y=0.5"]
+    assert [one.label for one in expanded(listed, [0.01])] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("listed", "message"),
+    [
+        ({"a": "--x={density}"}, "'a' asks for a density, and none is given"),
+        ({"a": "--x={tuned}"}, "{tuned} and a number to start from"),
+        ({"a": {"arguments": "--x=1", "tuned": 1}}, "{tuned} and a number to start from"),
+        ({"a": 3}, "Variant 'a' is 3. Give its arguments as text"),
+        ({"a": {"tuned": 1}}, "Give arguments, and as tuned a number above 0"),
+        ({"a": {"arguments": "--x={tuned}", "tuned": -1}}, "Give arguments, and as tuned a number above 0"),
+    ],
+)
+def test_a_variant_that_cannot_be_is_refused(listed, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        expanded(listed, [])
+
+
+@pytest.mark.parametrize("power", [-2.0, -1.0, -5.0])
+def test_what_is_tuned_comes_to_the_density_asked_for_by_runs_that_are_kept(power, tmp_path):
+    made = []
+
+    def outcome(variant, choice):
+        made.append(choice.tuned)
+        return Outcome(0.0, min(0.3 * float(choice.tuned) ** power, 1.0), 1.0, 1.0, 1.0)
+
+    runs = Runs(tmp_path / "x.yaml", tmp_path, "loss", [], None)
+    variant = Variant("a", "a", ("--x={tuned}",), density=0.01, start=1.0)
+    choice = runs.tuned(variant, "0.1", outcome)
+    assert choice.of_grid == "0.1"
+    assert 0.3 * float(choice.tuned) ** power == pytest.approx(0.01, rel=0.1)
+    assert choice.tuned == made[-1]
+    assert len(made) <= 5
+    assert runs.folder(variant, choice, 3).parts[-3:] == ("0.1", f"tuned_{choice.tuned}", "3")
+
+
+def test_what_cannot_be_tuned_ends_with_what_was_tried(tmp_path):
+    variant = Variant("a", "a", ("--x={tuned}",), density=0.01, start=1.0)
+    with pytest.raises(SystemExit, match=r"a: no value came within 10% of 0.01 \(1: 0.5, "):
+        Runs(tmp_path / "x.yaml", tmp_path, "loss", [], None).tuned(
+            variant, None, lambda *_: Outcome(0.0, 0.5, 1.0, 1.0, 1.0)
+        )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "must hold label: arguments"),
+        ("1: --x", "must hold label: arguments"),
+        ("a: [", "cannot be read"),
+        ("mode: Min\nvariants: {a: --x}", "Invalid mode 'Min'. Must be min or max"),
+        ("seeds: 1\nvariants: {a: --x}", "must be lists"),
+        ("densities: [2]\nvariants: {a: --x}", r"Invalid densities \[2\]"),
+        ("wrong: 1\nvariants: {a: --x}", "Unknown keys"),
+    ],
+)
+def test_a_file_that_cannot_be_is_refused(content, message, tmp_path, call, capsys):
+    (tmp_path / "variants.yaml").write_text(content)
+    with pytest.raises(SystemExit) as ended:
+        call(compare.main, "x.yaml", "--metric", "loss", "--variants", tmp_path / "variants.yaml")
+    assert re.search(message, f"{ended.value}\n{capsys.readouterr().err}")
+
+
+def test_a_kept_run_of_other_arguments_is_not_taken_for_this_one(monkeypatch, tmp_path):
+    monkeypatch.setattr("recipes.compare.runs.outcome_of", lambda folder, metric: folder)
+
+    def fit(command, **_):
+        (folder,) = [one.partition("=")[2] for one in command if one.startswith("--trainer.logger.save_dir=")]
+        Path(folder).mkdir(parents=True)
+        return subprocess.CompletedProcess(command, 0, "")
+
+    monkeypatch.setattr(subprocess, "run", fit)
+    runs, choice = Runs(tmp_path / "recipe" / "x.yaml", tmp_path, "loss", [], None), Choice(None, None)
+    first, other = Variant("c d", "c d", ("--x=1",)), Variant("c-d", "c-d", ("--x=2",))
+    folder = runs.outcome(first, choice, 1)
+    assert runs.outcome(first, choice, 1) == folder
+    assert "--x=1" in (folder / "arguments.txt").read_text()
+    with pytest.raises(SystemExit, match="holds a run of other arguments"):
+        runs.outcome(other, choice, 1)
+    away = runs.outcome(Variant("..", "..", ("--x=3",)), choice, 1)
+    assert away.is_relative_to(tmp_path / "recipe")
+    assert away != folder
+
+
+def test_a_slope_is_that_of_the_last_two_within_reason():
+    assert next_slope([(0.0, 1.0)]) == -2.0
+    assert next_slope([(9.0, 9.0), (0.0, 3.0), (1.0, 6.0)]) == -3.0
+    assert next_slope([(0.0, 3.0), (1.0, 3.001)]) == -0.25
+
+
+def test_differences_come_with_a_test():
+    runs = {label: [Outcome(one, 1.0, 1e6, 1e6, 0.03) for one in some] for label, some in VALUES.items()}
+    lines = table(runs, "loss", "dense").splitlines()
+    assert lines[0].startswith("| | loss | less dense (p) | average density |")
+    assert "| dense | 1.0000 ± 0.1000 | – | 100.0 ± 0.0 % |" in lines[2]
+    # t = 0.5 / sqrt(2 * 0.01 / 3) with 4 degrees of freedom
+    assert "| other | 1.5000 ± 0.1000 | +0.5 (0.0036) |" in lines[3]
+    assert "| same | 1.0000 ± 0.1000 | +0 (1) |" in lines[4]
+    assert "less" not in table({label: some[:1] for label, some in runs.items()}, "loss", "dense")
+
+
+def test_pictures_have_a_line_for_each_and_say_what_they_show():
+    outcomes = {
+        Variant(f"{name}, {density:g}", name, (), density): [
+            Outcome(one, density, 1e8 * density, 1e8, 0.03) for one in some
+        ]
+        for name, some in VALUES.items()
+        for density in (0.01, 0.1)
+    }
+    (axes,) = draw_volume(outcomes, "val/loss").axes
+    assert [one.get_label() for one in axes.containers] == list(VALUES)
+    for container, (_, some) in zip(axes.containers, VALUES.items(), strict=True):
+        assert container.lines[0].get_xydata().tolist() == [
+            [1.0, pytest.approx(sum(some) / 3)],
+            [10.0, pytest.approx(sum(some) / 3)],
+        ]
+    steps = {"val/loss": [9, 19], "sparse/error_norm": list(range(1000)), "sparse/density": list(range(1000))}
+    sparse = Run(
+        Path(), steps, {"val/loss": [2.0, 1.0], "sparse/error_norm": [3.0] * 1000, "sparse/density": [0.1] * 1000}
+    )
+    dense = Run(Path(), {"val/loss": [9, 19]}, {"val/loss": [1.5, 0.5]})
+    figure = draw_steps({"sparse": [sparse, sparse], "dense": [dense]}, "val/loss")
+    metric, norm, total, density = figure.axes
+    assert [len(one.lines) for one in figure.axes] == [2, 1, 1, 1]
+    assert metric.lines[0].get_xydata().tolist() == [[9.0, 2.0], [19.0, 1.0]]
+    assert norm.lines[0].get_ydata().tolist() == [3.0] * 200
+    assert total.lines[0].get_ydata()[-1] == pytest.approx(9 * 998)  # of the last five steps the mean
+    assert density.get_xlabel() == "step"
+    assert all(one.get_ylabel() for one in figure.axes)

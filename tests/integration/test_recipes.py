@@ -29,12 +29,14 @@ from recipes.resnet18_cifar10.model import ImageClassifier, parameter_groups
 from tests.workers import run_workers
 
 REPOSITORY = Path(__file__).parents[2]
-COMPARISONS = sorted((REPOSITORY / "recipes").rglob("comparison.yaml"))
+COMPARISONS = sorted(
+    path for name in ("comparison", "rivals") for path in (REPOSITORY / "recipes").rglob(f"{name}.yaml")
+)
 RECIPES = sorted({*(REPOSITORY / "recipes").rglob("*.yaml")} - {*COMPARISONS})
 VARIANTS = {
-    f"{comparison.parent.name}: {label}": (comparison.with_name("laptop.yaml"), shlex.split(arguments))
-    for comparison in COMPARISONS
-    for label, arguments in yaml.safe_load(comparison.read_text()).items()
+    f"{path.parent.name}/{path.stem}: {label}": (path.with_name("laptop.yaml"), shlex.split(arguments))
+    for path in COMPARISONS
+    for label, arguments in yaml.safe_load(path.read_text()).items()
 }
 RESNET = REPOSITORY / "recipes" / "resnet18_cifar10"
 COMPARED = ("hard_threshold", "dense", "top_k")

@@ -1,0 +1,89 @@
+"""Pictures of a comparison, as the paper's Fig. 2 and 3: the metric against the volume, and what happened by step."""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from statistics import fmean, pstdev
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from recipes.compare.runs import Outcome
+from recipes.compare.variants import Variant
+from recipes.demo import Run
+
+POINTS = 200
+"""Along a curve: steps that are drawn as one, by their mean."""
+
+
+def draw_volume(outcomes: Mapping[Variant, Sequence[Outcome]], metric: str) -> Figure:
+    """Returns a picture of the metric against the bytes sent: means, and standard deviations as bars."""
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    names = list(dict.fromkeys(variant.name for variant in outcomes))
+    for number, name in enumerate(names):
+        own = [runs for variant, runs in outcomes.items() if variant.name == name]
+        own.sort(key=lambda runs: fmean([one.payload_bytes for one in runs]))
+        axes.errorbar(
+            [fmean([one.payload_bytes for one in runs]) / 1e6 for runs in own],
+            [fmean([one.metric for one in runs]) for runs in own],
+            [pstdev([one.metric for one in runs]) for runs in own],
+            color=f"C{number}",
+            marker="o",
+            capsize=3,
+            label=name,
+        )
+    axes.set_xscale("log")
+    axes.set_xlabel("MB sent per worker in the whole training")
+    axes.set_ylabel(metric)
+    _finish(axes)
+    figure.legend(loc="outside right upper", frameon=False)
+    return figure
+
+
+def draw_steps(runs: Mapping[str, Sequence[Run]], metric: str) -> Figure:
+    """Returns a picture of metric, error norm, total error and density by step: of each label the mean of its runs."""
+    rows: tuple[tuple[str, str, str, Callable[[list[float]], list[float]]], ...] = (
+        (metric, metric, "linear", list),
+        ("sparse/error_norm", "error norm ‖e‖\n(units of what is sent)", "linear", list),
+        ("sparse/error_norm", "total error Σ ‖e‖²", "log", lambda norms: list(accumulate(one * one for one in norms))),
+        ("sparse/density", "density k / d", "log", list),
+    )
+    figure = Figure(figsize=(8.5, 9), layout="constrained")
+    for axes, (name, title, scale, made) in zip(figure.subplots(len(rows), sharex=True), rows, strict=True):
+        for number, (label, some) in enumerate(runs.items()):
+            steps, means = _mean_curve(some, name, made)
+            if means and (scale == "linear" or any(means)):
+                axes.plot(steps, means, color=f"C{number}", linewidth=1.2, label=label)
+        axes.set_ylabel(title)
+        axes.set_yscale(scale)
+        _finish(axes)
+    axes.set_xlabel("step")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
+    return figure
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Writes a picture."""
+    figure.savefig(path, dpi=120)
+
+
+def _mean_curve(
+    runs: Sequence[Run], name: str, made: Callable[[list[float]], list[float]]
+) -> tuple[list[float], list[float]]:
+    """Returns steps and values: the mean over runs, and over neighbouring steps where there are many."""
+    curves = [(run.steps[name], made(run.values[name])) for run in runs if name in run.values]
+    if not curves:
+        return [], []
+    length = min(len(values) for _, values in curves)
+    steps = curves[0][0][:length]
+    means = [fmean(at) for at in zip(*(values[:length] for _, values in curves), strict=True)]
+    width = max(1, length // POINTS)
+    starts = range(0, length, width)
+    return [fmean(steps[at : at + width]) for at in starts], [fmean(means[at : at + width]) for at in starts]
+
+
+def _finish(axes: Axes) -> None:
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)

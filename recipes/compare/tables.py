@@ -1,0 +1,78 @@
+"""Markdown tables of what runs came to, and a CSV with one row a run."""
+
+import csv
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+
+from scipy.stats import ttest_ind
+
+from recipes.compare.runs import Outcome
+from recipes.compare.variants import Grid
+
+
+def table(outcomes: Mapping[str, Sequence[Outcome]], metric: str, against: str | None = None) -> str:
+    """Returns a Markdown table: mean and standard deviation over the seeds.
+
+    Args:
+        outcomes: of each variant, seed by seed.
+        metric: its name.
+        against: a variant from which the differences of all others are told, with the p of Welch's t-test.
+    """
+    several = against is not None and all(len(runs) > 1 for runs in outcomes.values())
+    head = [metric, *([f"less {against} (p)"] if several else [])]
+    head += ["average density", "MB sent per worker", "times fewer", "median step"]
+    lines = [f"| | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
+    for label, runs in outcomes.items():
+        sent = fmean([one.payload_bytes for one in runs])
+        cells = [label, spread([one.metric for one in runs], 4)]
+        if several and against is not None:
+            cells.append("–" if label == against else difference(runs, outcomes[against]))
+        cells += [
+            f"{spread([100 * one.density for one in runs], 2)} %",
+            f"{sent / 1e6:,.1f}",
+            f"{fmean([one.dense_bytes for one in runs]) / sent:.1f}",
+            f"{1000 * fmean([one.step_time for one in runs]):.0f} ms",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """Returns mean and standard deviation."""
+    if fmean(values) >= 10:  # a perplexity or a percentage, not a share
+        digits = 1
+    deviation = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{fmean(values):.{digits}f}{deviation}"
+
+
+def difference(runs: Sequence[Outcome], others: Sequence[Outcome]) -> str:
+    """Returns the difference of the means of the metric, and how likely one as large is where there is none."""
+    first, second = ([one.metric for one in some] for some in (runs, others))
+    p = float(ttest_ind(first, second, equal_var=False).pvalue)
+    return f"{fmean(first) - fmean(second):+.4g} ({'–' if math.isnan(p) else f'{p:.2g}'})"
+
+
+def grid_table(grid: Grid, tried: dict[str, dict[str, float]], metric: str, seeds: list[int]) -> str:
+    """Returns a Markdown table of what each value of the grid came to, the best in bold."""
+    of_seeds = f"{'seed' if len(seeds) == 1 else 'mean of seeds'} {', '.join(map(str, seeds))}"
+    lines = [
+        f"| {metric} by {grid.argument}, {of_seeds} | {' | '.join(grid.values)} |",
+        "|---" * (len(grid.values) + 1) + "|",
+    ]
+    for label, metrics in tried.items():
+        best = grid.best(metrics)
+        cells = [f"**{one:.4f}**" if value == best else f"{one:.4f}" for value, one in metrics.items()]
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def write_csv(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+    """Writes a file of which each line is a run: its variant, what it came to, and the command that repeats it."""
+    rows = list(rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
