@@ -6,7 +6,7 @@ Two hosts exchange one bucket in mode "gather" over Gloo, with a number of coord
 from step to step and from worker to worker. Bytes are counted where they leave the host, at its network interface,
 after as many steps as the forecast of the capacity needs to settle, and divided by the coordinates sent. They are
 
-    coordinates   the values and offsets themselves: 6 bytes each in fp32, 4 in bf16 and fp16
+    coordinates   the values and offsets themselves: 6 bytes each in fp32, 4 in bf16 and fp16, 3 in fp8
     padding       room that the forecast kept and nobody used, and second rounds for what did not fit
     header        counts a block and the step's numbers, 8-byte aligned: the same whatever is sent
     frames        Ethernet, IP and TCP headers, acknowledgements, and what Gloo adds
@@ -32,11 +32,12 @@ from benchmarks import report
 from benchmarks.network_lab import INTERFACE, NetworkLab
 from lightning_sparse.exchange import LARGEST_SLICE, NUM_SELECTED, Exchange, largest_slice
 from lightning_sparse.exchange.payload import PayloadFormat
+from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.selection.numbers import FIXED_FIELDS
 from lightning_sparse.sparsifiers import Selection
 
 RESNET_18 = 11_173_962
-TARGETS = {"float32": 6.1, "bfloat16": 4.1, "float16": 4.1}
+TARGETS = {"float32": 6.1, "bfloat16": 4.1, "float16": 4.1, "float8": 3.1}
 MARK = "RESULT "
 
 
@@ -47,12 +48,12 @@ def interface_bytes() -> tuple[int, int]:
     return int(fields[0]), int(fields[8])
 
 
-def exchange_once(exchange: Exchange, selection: Selection, out: Tensor, wire_dtype: torch.dtype) -> int:
+def exchange_once(exchange: Exchange, selection: Selection, out: Tensor, wire: Wire) -> int:
     """Exchanges one bucket as the communication hook does; returns the bytes handed to collectives. Collective."""
     header = torch.zeros(FIXED_FIELDS, dtype=torch.float64)
     header[NUM_SELECTED] = selection.indices.numel()
     header[LARGEST_SLICE] = largest_slice(selection.indices, out.numel(), exchange.workers.num_workers)
-    shipment = exchange.open(0, out.numel(), wire_dtype, header.numel(), out, is_last=True)
+    shipment = exchange.open(0, out.numel(), wire, header.numel(), out, is_last=True)
     if shipment.payload is None:
         out.zero_()
         out[selection.indices] = selection.values
@@ -93,7 +94,10 @@ def work(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _case(dtype: str, selected: int, variation: float, options: argparse.Namespace) -> dict[str, Any]:
-    wire_dtype, rank = getattr(torch, dtype), dist.get_rank()
+    wire, rank = (
+        Wire(torch.float8_e4m3fn, 2.0**-10) if dtype == "float8" else Wire(getattr(torch, dtype)),
+        dist.get_rank(),
+    )
     generator = torch.Generator().manual_seed(rank)
     most = random_selection(options.elements, round(selected * (1 + 4 * variation)), seed=rank)
     exchange, out = Exchange("gather"), torch.empty(options.elements)
@@ -108,11 +112,11 @@ def _case(dtype: str, selected: int, variation: float, options: argparse.Namespa
             dist.barrier()
             counted = [interface_bytes()[1]]
             dist.barrier()
-        handed.append(exchange_once(exchange, Selection(most.indices[keep], most.values[keep]), out, wire_dtype))
+        handed.append(exchange_once(exchange, Selection(most.indices[keep], most.values[keep]), out, wire))
         coordinates.append(count)
         if step >= options.warm_up:
             counted.append(interface_bytes()[1])
-    payload_format = PayloadFormat(options.elements, wire_dtype, FIXED_FIELDS)
+    payload_format = PayloadFormat(options.elements, wire, FIXED_FIELDS)
     return {
         "dtype": dtype,
         "selected": selected,

@@ -47,6 +47,7 @@ from benchmarks.payload import MARK, RESNET_18, exchange_once, interface_bytes, 
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.exchange.cost_model import Costs, speeds
 from lightning_sparse.exchange.payload import PayloadFormat
+from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.selection.numbers import FIXED_FIELDS
 
 WORKERS = [2**power for power in range(1, 11)]
@@ -87,7 +88,7 @@ def likely_largest(mean: float, candidates: int) -> float:
 
 def costs_of(num_workers: int, num_elements: int) -> Costs:
     """The package's costs of a bucket of so many float32 elements."""
-    fixed_bytes = PayloadFormat(num_elements, torch.float32).fixed_bytes
+    fixed_bytes = PayloadFormat(num_elements, Wire(torch.float32)).fixed_bytes
     return Costs(num_workers, num_elements, FLOAT_BYTES, FLOAT_BYTES, fixed_bytes)
 
 

@@ -10,7 +10,7 @@ repetition finds the same coordinates at or above λ.
     take_out         p = e + g, select into a payload, keep the rest, ‖e'‖² (compiled functions; Triton's kernels)
     take_out_masked  the same into a dense tensor with zeros between, for the dense route
     by_operations    take_out where there is no compiler: BlockFilter, PayloadFormat.fill and the norm
-    plain            compensate, HardThreshold.select, round_to_wire, keep_rest: the same step without kept buffers
+    plain            compensate, HardThreshold.select, Wire.rounded, keep_rest: the same step without kept buffers
     topk             abs().topk(k) of p alone, with the k that the threshold selects; it neither adds nor clears
 
 and beside them what a receiver does:
@@ -34,7 +34,9 @@ from torch import Tensor
 
 from benchmarks import report
 from lightning_sparse.exchange import adding
-from lightning_sparse.exchange.payload import PayloadFormat, round_to_wire
+from lightning_sparse.exchange.forecast import aligned
+from lightning_sparse.exchange.payload import PayloadFormat
+from lightning_sparse.exchange.wire import VALUE_DTYPES, ValueDtype, wire_of
 from lightning_sparse.kernels import is_available
 from lightning_sparse.selection.block_filter import BlockFilter
 from lightning_sparse.selection.bucket_gradient import BucketGradient
@@ -77,7 +79,7 @@ class Shipment:
         self.rest: Any = None
 
 
-def ways(start: Tensor, gradient: Tensor, selected: int, wire_dtype: torch.dtype) -> dict[str, tuple[Way, float]]:
+def ways(start: Tensor, gradient: Tensor, selected: int, value_dtype: ValueDtype) -> dict[str, tuple[Way, float]]:
     """Each way of selecting and the bytes that it cannot but move."""
     size = gradient.numel()
     layout = LayerLayout(("weight",), (size,))
@@ -85,7 +87,8 @@ def ways(start: Tensor, gradient: Tensor, selected: int, wire_dtype: torch.dtype
     runs = sparsifier.runs(layout, torch.float32)
     out = torch.empty_like(gradient)
     compensated = torch.empty_like(gradient)
-    payload_format = PayloadFormat(size, wire_dtype)
+    wire = wire_of(value_dtype, torch.float32, sparsifier)
+    payload_format = PayloadFormat(size, wire)
 
     new_residual = torch.empty_like(gradient)
 
@@ -94,21 +97,19 @@ def ways(start: Tensor, gradient: Tensor, selected: int, wire_dtype: torch.dtype
 
     def plain(residual: Tensor) -> None:
         indices, values = sparsifier.select(compensate(Residual(residual, residual), gradient), layout)
-        keep_rest(residual, indices, round_to_wire(values, wire_dtype))
+        keep_rest(residual, indices, wire.rounded(values))
 
     def topk(residual: Tensor) -> Tensor:
         return residual.abs().topk(selected, sorted=False).indices
 
     extraction = Extraction(sparsifier, num_slices=0, per_layer=False, keeps_rest=True)
-    payload = torch.zeros(
-        payload_format.payload_bytes(-(-selected // 4) * 4), dtype=torch.uint8, device=gradient.device
-    )
+    payload = torch.zeros(payload_format.payload_bytes(aligned(selected)), dtype=torch.uint8, device=gradient.device)
 
     def into(shipment: Shipment) -> Way:
         return lambda residual: extraction.fill(BucketGradient(layout, gradient, two(residual), [], None), shipment)
 
     def by_operations(residual: Tensor) -> Tensor:
-        sent = blocks.take_out(two(residual), gradient, runs, None, wire_dtype)
+        sent = blocks.take_out(two(residual), gradient, runs, None, wire)
         payload_format.fill(payload, sent)
         return squared_norm(new_residual)
 
@@ -153,7 +154,7 @@ def measure(density: float, options: argparse.Namespace) -> dict[str, Any]:
     """Times all ways in turn at one density."""
     device = torch.device(options.device)
     start, gradient, selected = bucket(options.elements, density, device)
-    candidates = ways(start, gradient, selected, getattr(torch, options.wire_dtype))
+    candidates = ways(start, gradient, selected, options.wire_dtype)
     residual = start.clone()
     times: dict[str, list[float]] = {name: [] for name in candidates}
     faults: dict[str, list[float]] = {name: [] for name in candidates}
@@ -221,7 +222,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--elements", type=int, help="default: 11.17 million on a CPU (ResNet-18), 100 on a GPU")
     parser.add_argument("--densities", type=float, nargs="+", default=[1e-4, 1e-3, 1e-2, 1e-1])
-    parser.add_argument("--wire-dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--wire-dtype", default="float32", choices=VALUE_DTYPES)
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--warm-up", type=int, default=3, help="repetitions before those that count")
     parser.add_argument("--output", type=Path)

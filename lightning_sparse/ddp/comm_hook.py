@@ -19,7 +19,7 @@ from lightning_sparse.ddp.options import (
 )
 from lightning_sparse.ddp.sparse_state import LearningRates, SparseState
 from lightning_sparse.exchange import ExchangeMode, current_device, require_agreement
-from lightning_sparse.exchange.payload import ValueDtype
+from lightning_sparse.exchange.wire import ValueDtype
 from lightning_sparse.sparsifiers import Sparsifier
 
 if TYPE_CHECKING:

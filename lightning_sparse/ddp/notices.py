@@ -23,3 +23,12 @@ def warn_of_no_steps(num_backwards: int) -> None:
         "or an optimizer holds copies of them, call state.commit() after each update (strategy.state, or what "
         "register_comm_hook returned)."
     )
+
+
+def warn_of_drawn_numbers() -> None:
+    """Warns that workers in threads have drawn random numbers that all have in common."""
+    rank_zero_warn(
+        "lightning_sparse: the sparsifier draws torch's random numbers, which simulated workers have in common, in the "
+        "order in which their threads come by: no two runs need be alike. Have it make a torch.Generator in "
+        "begin_step, seeded from the step's number and the rank."
+    )

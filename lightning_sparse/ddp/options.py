@@ -5,7 +5,7 @@ from math import isfinite
 from typing import Literal
 
 from lightning_sparse.exchange import EXCHANGE_MODES, ExchangeMode, require_link
-from lightning_sparse.exchange.payload import VALUE_DTYPES, ValueDtype
+from lightning_sparse.exchange.wire import VALUE_DTYPES, ValueDtype
 from lightning_sparse.sparsifiers import HardThreshold, Sparsifier
 
 ErrorFeedback = Literal["gradient", "learning_rate", "none"]
@@ -34,7 +34,9 @@ class ExchangeOptions:
             lr_{t-1} / lr_t before each step (Algorithm 1 of Sahu et al., NeurIPS 2021); ``"none"`` keeps nothing.
         local_clip_norm: clips this worker's whole gradient to this norm before it is compensated. The norm needs all
             buckets, so nothing is sent before backward has ended: the exchange no longer overlaps with it.
-        value_dtype: what values travel in. ``"float32"`` sends them as the residual holds them.
+        value_dtype: what values travel in. ``"float32"`` sends them as the residual holds them; what rounding to any
+            other leaves is kept and sent later. ``"float8"`` (e4m3, scaled to λ) and ``"int16"`` need a threshold or
+            a sparsifier that rounds, ``"int8"`` the latter (:mod:`lightning_sparse.exchange.wire`).
         exchange: see :class:`lightning_sparse.exchange.Exchange`.
         density_control: what becomes of a λ that was asked for by a density. ``"calibrate"`` leaves it constant after
             its calibration, as the theory has it; ``"hold"`` corrects it slowly, so that the average volume after

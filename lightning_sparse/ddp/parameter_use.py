@@ -30,6 +30,8 @@ class ParameterUse:
         parameters: the name of every parameter that DDP may bring.
     """
 
+    allows_unused = True
+
     def __init__(self, parameters: Mapping[Tensor, str]) -> None:
         self._parameters = {name: parameter for parameter, name in parameters.items()}
         self._used: set[str] = set()
@@ -133,6 +135,36 @@ class ParameterUse:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+
+class EveryParameterUsed:
+    """In place of :class:`ParameterUse` where DDP insists that every backward reaches every parameter."""
+
+    allows_unused = False
+
+    def forget_old(self) -> None:
+        """Does nothing: nothing is set aside."""
+
+    def set_aside(self, layout: LayerLayout, gradient: Tensor) -> dict[str, tuple[int, int]]:
+        """Returns nothing: every layer was reached."""
+        return {}
+
+    def marks(self, layout: LayerLayout, device: torch.device) -> None:
+        """Returns None: a header has nothing to tell."""
+
+    def end(self, layouts: Sequence[LayerLayout], notes: Sequence[Tensor]) -> tuple[set[str], set[str]]:
+        """Returns all names, and none."""
+        return {name for layout in layouts for name in layout.names}, set()
+
+    def add_old(self, workers: Workers, names: set[str], layout: LayerLayout, average: Tensor) -> int:
+        """Adds nothing, which takes 0 bytes."""
+        return 0
+
+    def put_back(self, used_by_any: set[str], layout: LayerLayout, gradient: Tensor) -> None:
+        """Does nothing."""
+
+    def close(self) -> None:
+        """Does nothing: the parameters have no hooks."""
 
 
 def _note(used: set[str], name: str, parameter: Tensor) -> None:

@@ -8,7 +8,6 @@ did is open until an optimizer steps on the gradient, and undone if none does (:
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -17,11 +16,12 @@ from lightning_sparse.ddp.clipping import clip_gradient
 from lightning_sparse.ddp.learning_rates import LastLearningRates
 from lightning_sparse.ddp.notices import say_dropped
 from lightning_sparse.ddp.options import ExchangeOptions
-from lightning_sparse.ddp.parameter_use import ParameterUse
+from lightning_sparse.ddp.parameter_use import EveryParameterUsed, ParameterUse
 from lightning_sparse.ddp.regrouping import BucketLike
+from lightning_sparse.ddp.running_step import Averaged, RunningStep
 from lightning_sparse.ddp.settlement import Settlement
 from lightning_sparse.ddp.weak_call import weakly
-from lightning_sparse.engine.engine import Engine, FlatBucket
+from lightning_sparse.engine import Engine, FlatBucket
 from lightning_sparse.engine.holder import EngineHolder
 from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.memory_format import real_numel
@@ -82,31 +82,26 @@ class SparseState(EngineHolder):
         )
         self.options = options
         self.settlement = Settlement(parameter_names, weakly(self._settle), weakly(self._undo))
-        self._parameter_names = dict(parameter_names)
         # As of now: a layer frozen later on stays in DDP.
         self._parameters = {name: one for one, name in parameter_names.items() if one.requires_grad}
         self.residuals = ResidualMemory(self._parameters, forgets=options.error_feedback == "none")
         self.meeting = Meeting(self.workers)
         self._loss_scale = loss_scale
         self._learning_rates = learning_rates
-        self._rates = LastLearningRates()
+        self._rates = LastLearningRates(parameter_names)
         self._has_said_undone = False
         self._layouts = BucketLayouts(parameter_names)
-        self._use = ParameterUse(parameter_names) if allows_unused_parameters else None
-        self._arrival = Arrival(self._parameter_names, len(self._parameters) if is_static_graph else None)
+        self._use = ParameterUse(parameter_names) if allows_unused_parameters else EveryParameterUsed()
+        self._arrival = Arrival(parameter_names, len(self._parameters) if is_static_graph else None)
         self._bucket_names: list[tuple[str, ...]] = []
-        # Of the running step:
         self.is_exchanging = self.is_saving = self._is_moving = False
-        self._scale: Tensor | None = None
-        self._buckets: list[FlatBucket] = []
-        self._futures: list[torch.futures.Future[Tensor]] = []
-        self._unused: set[str] = set()
+        self._step = RunningStep()
         self._note_shared_state()
         self.settlement.on_step.append(weakly(self._note_shared_state))
 
     def rehearse(self, *, is_scaled: bool) -> None:
         """Builds the kernels that steps will need; see :func:`~lightning_sparse.engine.rehearse_steps`."""
-        rehearse_steps(self._engine, self._parameters, is_scaled=is_scaled, has_unused=self._use is not None)
+        rehearse_steps(self._engine, self._parameters, is_scaled=is_scaled, has_unused=self._use.allows_unused)
 
     def close(self) -> None:
         """Takes off the model what this state put there, apart from the hook itself, which DDP cannot remove.
@@ -116,8 +111,7 @@ class SparseState(EngineHolder):
         self._engine.close()
         self.settlement.close()
         self.meeting.close()
-        if self._use is not None:
-            self._use.close()
+        self._use.close()
 
     @property
     def parameter_sizes(self) -> dict[str, int]:
@@ -202,22 +196,18 @@ class SparseState(EngineHolder):
             self._arrival.continue_with(saved["layout"])
         self._note_shared_state()
 
-    def receive(self, grad_bucket: BucketLike) -> torch.futures.Future[Tensor]:
+    def receive(self, grad_bucket: BucketLike) -> Averaged:
         """Takes one of DDP's buckets through the step. Collective: every worker calls this for the same bucket."""
         return self._arrival.receive(grad_bucket, self._receive)
 
-    def _receive(self, grad_bucket: BucketLike) -> torch.futures.Future[Tensor]:
+    def _receive(self, grad_bucket: BucketLike) -> Averaged:
         """Takes a bucket through the step, or puts it aside where something must be known of all of them first."""
         if grad_bucket.index() == 0:
             self._begin_step()
         self._is_moving = True
         bucket = self._open(grad_bucket)
         self._is_moving = False
-        self._buckets.append(bucket)
-        future: torch.futures.Future[Tensor] = torch.futures.Future(
-            devices=None if bucket.gradient.device.type == "cpu" else [bucket.gradient.device]
-        )
-        self._futures.append(future)
+        future = self._step.put(bucket)
         if self.options.local_clip_norm is None and not self._engine.needs_survey:
             self._rates.rescale(bucket)
             self._engine.add(bucket)
@@ -229,9 +219,6 @@ class SparseState(EngineHolder):
 
     def _begin_step(self) -> None:
         if self.is_exchanging:  # an exception has broken off the last backward in its middle
-            self._buckets.clear()
-            self._futures.clear()
-            self._unused.clear()
             self.settlement.undo_all()
             self.residuals.abandon()
             self._rates.undo_all()
@@ -239,13 +226,11 @@ class SparseState(EngineHolder):
         # Not counted is what no optimizer has stepped on, as in a run that resumes. What is open differs by worker.
         self._engine.next_step = self._shared["next_step"]
         self.is_exchanging = True
-        if self._use is not None:
-            self._use.forget_old()
+        self._use.forget_old()
         self._engine.begin()
-        self._scale = self._loss_scale()
+        self._step = RunningStep(self._loss_scale())
         if self.options.error_feedback == "learning_rate":
-            named = ((self._parameter_names.get(one), rate) for one, rate in self._learning_rates().items())
-            self._rates.begin({name: rate for name, rate in named if name is not None})
+            self._rates.begin(self._learning_rates())
 
     def _open(self, grad_bucket: BucketLike) -> FlatBucket:
         gradient = grad_bucket.buffer()
@@ -253,55 +238,53 @@ class SparseState(EngineHolder):
         if is_new:
             self._engine.forget_sizes()
         residual = self.residuals.bucket(grad_bucket.index(), layout, gradient)
-        bucket = FlatBucket(
-            grad_bucket.index(), layout, gradient, residual, grad_bucket.is_last(), loss_scale=self._scale
+        unused = self._use.set_aside(layout, gradient)
+        self._step.unused.update(unused)
+        return FlatBucket(
+            grad_bucket.index(),
+            layout,
+            gradient,
+            residual,
+            grad_bucket.is_last(),
+            left_out=list(unused.values()),
+            loss_scale=self._step.loss_scale,
+            notes=self._use.marks(layout, gradient.device),
         )
-        if self._use is not None:
-            unused = self._use.set_aside(layout, gradient)
-            self._unused.update(unused)
-            bucket.left_out = list(unused.values())
-            bucket.notes = self._use.marks(layout, gradient.device)
-        return bucket
 
     def _send_all(self) -> None:
+        buckets = self._step.buckets
         if self.options.local_clip_norm is not None:
-            clip_gradient([one.gradient for one in self._buckets], self.options.local_clip_norm, self._scale)
-        for bucket in self._buckets:
+            clip_gradient([one.gradient for one in buckets], self.options.local_clip_norm, self._step.loss_scale)
+        for bucket in buckets:
             self._rates.rescale(bucket)
-        self._engine.survey(self._buckets)
-        for bucket in self._buckets:
+        self._engine.survey(buckets)
+        for bucket in buckets:
             self._engine.add(bucket)
 
     def _end_step(self) -> None:
-        buckets, self._buckets = self._buckets, []
-        futures, self._futures = self._futures, []
-        unused, self._unused = self._unused, set()
-        names = {name for bucket in buckets for name in bucket.layout.names}
-
-        notes = self._engine.finish()
-        used_by_any, with_old, more_bytes = names, set[str](), 0
-        if self._use is not None:
-            used_by_any, with_old = self._use.end([bucket.layout for bucket in buckets], notes)
-        for bucket in buckets:
-            if self._scale is not None:
-                bucket.average.mul_(self._scale)
-            if self._use is not None:
-                more_bytes += self._use.add_old(self.workers, with_old, bucket.layout, bucket.average)
+        step = self._step
+        layouts = [bucket.layout for bucket in step.buckets]
+        used_by_any, with_old = self._use.end(layouts, self._engine.finish())
+        more_bytes = 0
+        for bucket in step.buckets:
+            if step.loss_scale is not None:
+                bucket.average.mul_(step.loss_scale)
+            more_bytes += self._use.add_old(self.workers, with_old, bucket.layout, bucket.average)
             if bucket.average is not bucket.gradient:
                 bucket.gradient.copy_(bucket.average)
-            if self._use is not None:
-                self._use.put_back(used_by_any, bucket.layout, bucket.gradient)
-        if self._use is not None:
-            self._use.forget_old()
+            self._use.put_back(used_by_any, bucket.layout, bucket.gradient)
+        self._use.forget_old()
 
-        self._bucket_names = [bucket.layout.names for bucket in buckets]
-        for bucket in buckets:
-            self.residuals.keep(bucket.index, unused)
-        self._rates.settle(unused - self.settlement.open_names)
+        self._bucket_names = [layout.names for layout in layouts]
+        for bucket in step.buckets:
+            self.residuals.keep(bucket.index, step.unused)
+        self._rates.settle(step.unused - self.settlement.open_names)
         self.is_exchanging = False
-        self.settlement.end_exchange(names - unused, used_by_any)
-        for bucket, future in zip(buckets, futures, strict=True):
-            future.set_result(bucket.gradient)
+        self.settlement.end_exchange(
+            {name for names in self._bucket_names for name in names} - step.unused, used_by_any
+        )
+        step.keep_promises()
+        self._step = RunningStep(step.loss_scale)  # lets go of the buckets
         self._engine.account(more_bytes=more_bytes)
 
     def _settle(self, names: set[str]) -> None:
@@ -311,7 +294,7 @@ class SparseState(EngineHolder):
     def _undo(self, names: set[str]) -> None:
         self.residuals.undo(names)
         self._rates.undo(names)
-        has_overflowed = self._scale is not None and self.last_step is not None and self.last_step.non_finite
+        has_overflowed = self._step.loss_scale is not None and self.last_step is not None and self.last_step.non_finite
         if not (has_overflowed or self._has_said_undone or self.is_exchanging):
             self._has_said_undone = True
             say_dropped(names)

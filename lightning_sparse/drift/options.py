@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparse.exchange import EXCHANGE_MODES, ExchangeMode, require_link
-from lightning_sparse.exchange.payload import VALUE_DTYPES, ValueDtype
+from lightning_sparse.exchange.wire import VALUE_DTYPES, ValueDtype
 
 OuterOptimizer = Callable[[Iterable[Tensor]], Optimizer]
 
@@ -29,7 +29,7 @@ class DriftOptions:
             None subtracts it. DiLoCo (Douillard et al., 2023, arXiv:2311.08105):
             ``partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``.
         overlap: whether what was sent travels while the next step is computed, and is applied one step late.
-        value_dtype: what values travel in. What rounding to a half precision leaves is kept.
+        value_dtype: what values travel in, as for gradients. What rounding leaves is kept.
         exchange: the route, as for gradients.
         link_gbit_s: the rate of a worker's link, as for gradients.
 

@@ -15,7 +15,7 @@ and once all are there:
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from operator import index
 from typing import Any
@@ -26,41 +26,14 @@ from lightning.fabric.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_sparse.engine.calibrator import Calibrator
+from lightning_sparse.engine.flat_bucket import FlatBucket
 from lightning_sparse.engine.step_stats import StepStats, step_stats
 from lightning_sparse.exchange import Buffers, Exchange, ExchangeMode, Workers
-from lightning_sparse.exchange.payload import ValueDtype, wire_dtype
+from lightning_sparse.exchange.wire import ValueDtype, Wire, require_wire, wire_of
 from lightning_sparse.selection.bucket_gradient import BucketGradient
 from lightning_sparse.selection.extraction import Extraction
 from lightning_sparse.selection.numbers import header_fields
-from lightning_sparse.selection.residual import Residual, compensated
-from lightning_sparse.sparsifiers import LayerLayout, Sparsifier, WholeStep
-
-
-@dataclass
-class FlatBucket:
-    """One bucket on its way through a step.
-
-    Attributes:
-        index: its place in the order that all workers keep to.
-        layout: its layers.
-        gradient: g · S, flat, shape (layout.num_elements,). The average may be formed in its memory.
-        residual: e, and where e' is formed; float32, or float64 where the gradient is.
-        is_last: whether no bucket of this step comes after it.
-        left_out: ``(start, end)`` of layers of which this worker sends nothing.
-        loss_scale: S, one element on the same device; None is 1.
-        notes: numbers of the caller's own for all workers, float64, on the bucket's device: they ride in the header.
-        average: (1/n) Σ_i out_i, once the step is finished, in the residual's dtype; the gradient's memory if it fits.
-    """
-
-    index: int
-    layout: LayerLayout
-    gradient: Tensor
-    residual: Residual
-    is_last: bool
-    left_out: Sequence[tuple[int, int]] = ()
-    loss_scale: Tensor | None = None
-    notes: Tensor | None = None
-    average: Tensor = None  # type: ignore[assignment]  # the engine's to give
+from lightning_sparse.sparsifiers import HardThreshold, Sparsifier, WholeStep
 
 
 class Engine:
@@ -76,6 +49,9 @@ class Engine:
         keeps_rest: False forgets what is not sent.
         holds_density: whether a λ that was asked for by a density is corrected after its calibration.
         workers: others than the group's.
+
+    Raises:
+        ValueError: values are to travel as whole numbers, for which the sparsifier has no grid.
 
     Attributes:
         sparsifier: the engine's own; a calibrated λ is in it once calibration has ended.
@@ -97,6 +73,7 @@ class Engine:
         holds_density: bool = False,
         workers: Workers | None = None,
     ) -> None:
+        require_wire(sparsifier, value_dtype)
         self.sparsifier = copy.deepcopy(sparsifier)
         self.last_step: StepStats | None = None
         self.next_step = 0
@@ -153,6 +130,8 @@ class Engine:
         double._exchange, double._calibrates = exchange, calibrates
         double._averages, double._buckets, double._headers = Buffers(), [], []
         double.sparsifier = copy.deepcopy(self.sparsifier)
+        if isinstance(double.sparsifier, HardThreshold) and double.sparsifier.threshold is None and not calibrates:
+            double.sparsifier.fix_threshold(1.0)  # as good as the one that calibration will find
         double._extraction = double._make_extraction()
         return double
 
@@ -193,7 +172,7 @@ class Engine:
         if self.needs_survey:
             dtype = max((bucket.residual.before.dtype for bucket in buckets), key=lambda one: one.itemsize)
             num_elements = sum(bucket.layout.num_elements for bucket in buckets)
-            self.sparsifier.survey(WholeStep([partial(_whole, one, dtype) for one in buckets], num_elements, dtype))
+            self.sparsifier.survey(WholeStep([partial(one.whole, dtype) for one in buckets], num_elements, dtype))
 
     def add(self, bucket: FlatBucket) -> None:
         """Takes out of a bucket what is sent, and starts its exchange. Collective."""
@@ -205,11 +184,12 @@ class Engine:
         shipment = self._exchange.open(
             bucket.index,
             layout.num_elements,
-            wire_dtype(self._value_dtype, dtype),
+            self._wire(dtype),
             header_fields(layout, self._per_layer_stats) + (0 if bucket.notes is None else bucket.notes.numel()),
             bucket.average,
             is_last=bucket.is_last,
             is_full=self.is_calibrating,
+            shared=partial(self.sparsifier.shared_indices, layout, gradient.device),
         )
         header = self._extraction.fill(
             BucketGradient(layout, gradient, bucket.residual, bucket.left_out, bucket.loss_scale),
@@ -219,6 +199,9 @@ class Engine:
         if bucket.notes is not None:
             header = torch.cat([header, bucket.notes])
         self._exchange.start(shipment, header, is_last=bucket.is_last)
+
+    def _wire(self, residual_dtype: torch.dtype) -> Wire:
+        return wire_of(self._value_dtype, residual_dtype, None if self.is_calibrating else self.sparsifier)
 
     def finish(self) -> list[Tensor]:
         """Ends the exchange, with the step's only wait for the device: all averages are there. Collective.
@@ -315,11 +298,3 @@ class Engine:
         self.next_step = saved.get("next_step", 0)
         if same_world_size:
             self._exchange.load_state_dict(saved["exchange"])
-
-
-def _whole(bucket: FlatBucket, dtype: torch.dtype) -> Tensor:
-    """Returns p of a bucket in memory of its own, 0 where it sends nothing."""
-    whole = compensated(bucket.residual, bucket.gradient, bucket.loss_scale)
-    for start, end in bucket.left_out:
-        whole[start:end] = 0
-    return whole.to(dtype)

@@ -18,7 +18,7 @@ def zero_residual(parameter: Tensor) -> Tensor:
 
 
 def require_strides(names: Sequence[str], parameters: Sequence[Tensor], strides: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises if a parameter no longer lies in memory as it did when DDP made its buckets, in whose order residuals are.
+    """Raises if a parameter no longer lies in memory as it did when buckets were made, in whose order residuals are.
 
     Raises:
         RuntimeError: names the first such parameter and says what to do.
@@ -27,7 +27,7 @@ def require_strides(names: Sequence[str], parameters: Sequence[Tensor], strides:
         if parameter.stride() != strides.get(name, parameter.stride()):
             raise RuntimeError(
                 f"The parameter {name!r} has strides {tuple(parameter.stride())}, and had {tuple(strides[name])} when "
-                "the model was wrapped in DDP. Change the memory format before that: in __init__, configure_model or "
+                "training was set up. Change the memory format before that: in __init__, configure_model or "
                 "setup, or before fit."
             )
 
@@ -65,6 +65,13 @@ def in_memory_order(residual: Tensor, parameter: Tensor) -> Tensor:
     view = _as_laid_out(laid_out, parameter)
     view.copy_(residual.view(view.shape))
     return laid_out
+
+
+def as_parameter(flat: Tensor, parameter: Tensor) -> Tensor:
+    """Returns a view of what lies in a bucket, of a real parameter's shape and strides."""
+    if parameter.is_contiguous() or not is_dense(parameter):
+        return flat.view(parameter.shape)
+    return _as_laid_out(flat, parameter)
 
 
 def _as_laid_out(flat: Tensor, parameter: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightning_sparse.engine.engine import Engine, FlatBucket
+from lightning_sparse.engine.engine import Engine
+from lightning_sparse.engine.flat_bucket import FlatBucket
 from lightning_sparse.exchange import Exchange, ExchangeMode, Workers
 from lightning_sparse.exchange.workers import Pending
 from lightning_sparse.kernels import native, rehearse

@@ -11,6 +11,7 @@ from lightning_sparse.exchange.exchange import EXCHANGE_MODES, Exchange, Exchang
 from lightning_sparse.exchange.in_process import Crew
 from lightning_sparse.exchange.meeting import Meeting
 from lightning_sparse.exchange.reduce_scatter import largest_slice, slice_bounds, slice_elements
+from lightning_sparse.exchange.shared import SharedShipment
 from lightning_sparse.exchange.shipment import LARGEST_SLICE, NUM_SELECTED, Shipment
 from lightning_sparse.exchange.workers import Workers
 
@@ -23,6 +24,7 @@ __all__ = [
     "Exchange",
     "ExchangeMode",
     "Meeting",
+    "SharedShipment",
     "Shipment",
     "Workers",
     "current_device",

@@ -33,9 +33,9 @@ def average(
         places = num_workers * payload_format.capacity(rows.shape[1])
         decode(payload_format, rows, out, quotients=take("quotients", places, out.dtype))
         return
-    if is_native(out, wire_dtype=payload_format.wire_dtype):
+    if is_native(out, wire_dtype=payload_format.wire.dtype):
         _, ends, values, offsets = payload_format.parts(rows[0])
-        native.average(rows, ends, values, offsets, out)
+        native.average(rows, ends, values, offsets, out, payload_format.wire.dtype, payload_format.wire.scale)
         return
     counts = [payload_format.num_selected(row) for row in rows]
     capacity = payload_format.capacity(rows.shape[1])

@@ -66,6 +66,7 @@ class Costs:
         value_bytes: bytes of a value on the wire.
         sum_bytes: bytes of an element of the averaged gradient, which dense routes send.
         fixed_bytes: bytes of a payload without coordinates.
+        dense_element_bytes: bytes of an element on the dense route, there and back; 0 for twice those of a sum.
     """
 
     num_workers: int
@@ -73,14 +74,16 @@ class Costs:
     value_bytes: int
     sum_bytes: int
     fixed_bytes: int = 0
+    dense_element_bytes: int = 0
 
     def gather_bytes(self, selected: float) -> float:
         """The payloads of all others, with so many coordinates each."""
         return (self.num_workers - 1) * (self.fixed_bytes + selected * (self.value_bytes + 2))
 
     def dense_bytes(self) -> float:
-        """What a ring all-reduce brings to each worker."""
-        return 2 * (self.num_workers - 1) / self.num_workers * self.num_elements * self.sum_bytes
+        """What a ring all-reduce, or whatever the dense route is, brings to each worker."""
+        element = self.dense_element_bytes or 2 * self.sum_bytes
+        return (self.num_workers - 1) / self.num_workers * self.num_elements * element
 
     def scatter_bytes(self, largest_slice: float) -> float:
         """First half of a sparse reduce-scatter: from each other worker the coordinates of this worker's slice."""

@@ -14,7 +14,7 @@ The headers of all buckets ride in the last bucket's payload. Only where that bu
 a small gather of their own follows.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import torch
@@ -25,13 +25,16 @@ from lightning_sparse.exchange.buffers import Buffers, HostCopy
 from lightning_sparse.exchange.convoy import Convoy, full_bytes
 from lightning_sparse.exchange.cost_model import Costs, Route, speeds
 from lightning_sparse.exchange.dense import DenseShipment, LocalShipment
+from lightning_sparse.exchange.dense_steps import DenseStepsShipment, dense_element_bytes
 from lightning_sparse.exchange.forecast import Forecast
 from lightning_sparse.exchange.gather import GatherShipment
 from lightning_sparse.exchange.gloo_threads import let_senders_finish
 from lightning_sparse.exchange.hierarchical import HierarchicalShipment, Nodes, find_nodes, is_one_node
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.reduce_scatter import ReduceScatterShipment, slice_elements
+from lightning_sparse.exchange.shared import SharedShipment
 from lightning_sparse.exchange.shipment import LARGEST_SLICE, NUM_SELECTED, Shipment
+from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.exchange.workers import Workers
 
 ExchangeMode = Literal["auto", "gather", "reduce_scatter", "dense", "hierarchical"]
@@ -137,30 +140,33 @@ class Exchange:
         self,
         bucket: int,
         num_elements: int,
-        wire_dtype: torch.dtype,
+        wire: Wire,
         header_fields: int,
         out: Tensor,
         *,
         is_last: bool,
         is_full: bool = False,
+        shared: Callable[[], Tensor | None] = lambda: None,
     ) -> Shipment:
         """Returns the bucket's shipment, for the caller to fill.
 
         Args:
             bucket: the bucket's place in DDP's order.
             num_elements: its elements.
-            wire_dtype: dtype in which values travel.
+            wire: how values travel.
             header_fields: H of this bucket.
             out: float32 or float64, shape (num_elements,): receives the average, the same bits on all workers.
             is_last: whether no bucket of this step comes after it.
             is_full: whether everything is sent for once, as in a calibration: densely then, as payloads of all
                 coordinates would take more memory and time, and no reason to forecast that of later steps.
+            shared: returns what all workers select alike, with ``"auto"`` exchanged by its values alone; or None.
         """
         key = (bucket, num_elements)
         fields = sum(header.numel() for header in self._headers) + header_fields if is_last else 0
-        payload_format = PayloadFormat(num_elements, wire_dtype, fields)
-        fixed_bytes = PayloadFormat(num_elements, wire_dtype).fixed_bytes
-        costs = Costs(self.workers.num_workers, num_elements, wire_dtype.itemsize, out.itemsize, fixed_bytes)
+        payload_format = PayloadFormat(num_elements, wire, fields)
+        fixed_bytes = PayloadFormat(num_elements, wire).fixed_bytes
+        element = dense_element_bytes(wire, out.dtype, self.workers.num_workers)
+        costs = Costs(self.workers.num_workers, num_elements, wire.itemsize, out.itemsize, fixed_bytes, element)
         route = self._route(key, costs, on_gpu=out.device.type != "cpu")
         common = (bucket, payload_format, out, self.workers, self._buffers)
         selected = self._selected.get(key)
@@ -171,8 +177,10 @@ class Exchange:
         is_empty = num_elements == 0  # parameters without elements: payloads of no bytes are no place for views
         if self._nodes is not None and not is_empty:
             return HierarchicalShipment(*common, nodes=self._nodes)
+        if self.mode == "auto" and not is_empty and (indices := shared()) is not None:
+            return SharedShipment(*common, indices=indices)
         if route == "dense" or is_full or is_empty:
-            dense = DenseShipment(*common)
+            dense = (DenseStepsShipment if wire.is_stepped and not is_empty else DenseShipment)(*common)
             dense.is_typical = not is_full
             return dense
         if route == "gather":

@@ -5,16 +5,17 @@ from lightning_sparse.exchange.payload import CAPACITY_STEP
 SMALLEST_CAPACITY = 16
 MEAN_WEIGHT = 0.2
 DEVIATION_WEIGHT = 0.1
-SLACK_DEVIATIONS = 4.0
-"""In mean absolute deviations: for Gaussian noise 3.2 standard deviations, an overflow in a thousand steps."""
+SLACK_DEVIATIONS = 2.0
+"""In mean absolute deviations: for Gaussian noise 1.6 standard deviations, an overflow in twenty steps."""
 
 
 class Forecast:
     """Forecasts a count that all workers saw in every step so far.
 
-    Room for the running mean and four times the running mean deviation from it. So a steady count costs next to no
-    padding, and a restless one seldom overflows; an overflow costs another round, not correctness. A count that halves
-    or doubles from one step to the next begins anew.
+    Room for the running mean and twice the running mean deviation from it. So a steady count costs next to no padding.
+    A restless one overflows now and then, which costs another round and not correctness: rarer overflows would cost
+    more bytes than they save (docs/performance.md). A count that halves or doubles from one step to the next begins
+    anew.
 
     Attributes:
         last: the count of the last step.

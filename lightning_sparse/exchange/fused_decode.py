@@ -50,6 +50,7 @@ def decode(
         (payload_format.num_blocks, groups),
         *(out, quotients, ends, values, offsets, factor, num_payloads // groups, values.numel(), *rows),
         payload_format.num_elements,
+        payload_format.wire.scale,
         BLOCK=BLOCK_ELEMENTS,
         TILE=TILE,
         num_warps=8,

@@ -53,7 +53,7 @@ class GatherShipment(Shipment):
         self._passage: Passage | None = None
         self._rows = self.payload.view(1, -1)
         self._work: Pending | None = None
-        self._rest_format = PayloadFormat(payload_format.num_elements, payload_format.wire_dtype)
+        self._rest_format = PayloadFormat(payload_format.num_elements, payload_format.wire)
         self._rests: list[Tensor] = []
         self._is_dense = self._is_decoded = False
 

@@ -14,6 +14,7 @@ from lightning_sparse.exchange.forecast import aligned
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.reduce_scatter import slice_elements
 from lightning_sparse.exchange.shipment import Shipment
+from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.exchange.workers import Pending, Workers, new_group
 from lightning_sparse.sparsifiers import Selection
 
@@ -113,7 +114,7 @@ class HierarchicalShipment(Shipment):
         super().__init__(bucket, payload_format, out, workers, buffers)
         self._nodes = nodes
         self._slice_elements = slice_elements(payload_format.num_elements, nodes.inside.num_workers)
-        self._format = PayloadFormat(self._slice_elements, out.dtype)
+        self._format = PayloadFormat(self._slice_elements, Wire(out.dtype))
         self._work: Pending | None = None
         self._selection = Selection(torch.empty(0, dtype=torch.int64), torch.empty(0))
         self._slice = out

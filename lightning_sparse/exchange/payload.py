@@ -1,8 +1,8 @@
 """How a selection is packed: values and 16-bit indices in one buffer of bytes, and back.
 
-The layout of a payload, every part in the machine's byte order::
+The layout of a payload, every part in the machine's byte order, ends padded to 8 bytes and values to 2::
 
-    | header: H x float64 | block ends: B x int32, padded to 8 bytes | values: c | offsets: c x 16 bit |
+    | header: H x float64 | block ends: B x int32 | values: c | offsets: c x 16 bit |
 
 An index is an offset of 16 bits inside its block of 65,536 elements. Indices ascend, so where each block's coordinates
 end is all that is needed to recover the block: 2 bytes an index and 4 bytes a block instead of 8 bytes an index.
@@ -14,18 +14,17 @@ so the last one is k: where k < c the room after the first k is unused, where k 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.sparsifiers import Selection
 
 BLOCK_ELEMENTS = 65_536
-CAPACITY_STEP = 4
-"""Capacities that are multiples of this make payloads whose bytes are a multiple of 8, in every wire dtype."""
-ValueDtype = Literal["float32", "bfloat16", "float16"]
-VALUE_DTYPES: tuple[ValueDtype, ...] = ("float32", "bfloat16", "float16")
+CAPACITY_STEP = 8
+"""Capacities that are multiples of this make payloads whose bytes are a multiple of 8, on every wire."""
 
 
 class PayloadParts(NamedTuple):
@@ -34,7 +33,7 @@ class PayloadParts(NamedTuple):
     Attributes:
         header: float64, shape (H,).
         ends: int32, shape (B,): selected coordinates up to the end of each block of 65,536 elements.
-        values: the wire dtype, shape (c,).
+        values: as they travel, shape (c,).
         offsets: int16, shape (c,): 16 unsigned bits each.
     """
 
@@ -50,12 +49,12 @@ class PayloadFormat:
 
     Args:
         num_elements: elements of the bucket.
-        wire_dtype: dtype in which values travel.
+        wire: how values travel.
         header_fields: H, how many numbers travel along.
     """
 
     num_elements: int
-    wire_dtype: torch.dtype
+    wire: Wire
     header_fields: int = 0
 
     @property
@@ -66,7 +65,7 @@ class PayloadFormat:
     @property
     def coordinate_bytes(self) -> int:
         """Bytes of one coordinate: its value and its offset."""
-        return self.wire_dtype.itemsize + 2
+        return self.wire.itemsize + 2
 
     @property
     def fixed_bytes(self) -> int:
@@ -75,7 +74,8 @@ class PayloadFormat:
 
     def payload_bytes(self, capacity: int) -> int:
         """Bytes of a payload with room for so many coordinates."""
-        return self.fixed_bytes + capacity * self.coordinate_bytes
+        padding = capacity * self.wire.itemsize % 2
+        return self.fixed_bytes + capacity * self.coordinate_bytes + padding
 
     def capacity(self, payload_bytes: int) -> int:
         """The capacity of a payload of so many bytes."""
@@ -90,11 +90,12 @@ class PayloadFormat:
         capacity = self.capacity(payload.shape[-1])
         ends_start = 8 * self.header_fields
         values_start = self.fixed_bytes
-        offsets_start = values_start + capacity * self.wire_dtype.itemsize
+        values_end = values_start + capacity * self.wire.itemsize
+        offsets_start = values_end + values_end % 2
         return PayloadParts(
             payload[..., :ends_start].view(torch.float64),
             payload[..., ends_start : ends_start + 4 * self.num_blocks].view(torch.int32),
-            payload[..., values_start:offsets_start].view(self.wire_dtype),
+            payload[..., values_start:values_end].view(self.wire.storage),
             payload[..., offsets_start : offsets_start + 2 * capacity].view(torch.int16),
         )
 
@@ -106,7 +107,7 @@ class PayloadFormat:
         """Returns a payload just large enough: uint8, shape (payload_bytes(k),), on the selection's device.
 
         Args:
-            selection: k coordinates; their values must be exact in wire_dtype (see :func:`round_to_wire`).
+            selection: k coordinates; their values must be exact on the wire (see :meth:`Wire.rounded`).
         """
         payload = torch.zeros(
             self.payload_bytes(selection.indices.numel()), dtype=torch.uint8, device=selection.indices.device
@@ -119,14 +120,14 @@ class PayloadFormat:
 
         Args:
             payload: uint8, shape (…, payload_bytes(c)); its header is left as it is.
-            selection: k coordinates, exact in wire_dtype: shapes (…, k).
+            selection: k coordinates, exact on the wire: shapes (…, k).
         """
         _, ends, values, offsets = self.parts(payload)
         indices = selection.indices
         block_ends = _block_starts(self.num_blocks, indices.device) + BLOCK_ELEMENTS
         ends.copy_(torch.searchsorted(indices, block_ends.expand(*indices.shape[:-1], -1).contiguous()))
         written = min(indices.shape[-1], values.shape[-1])
-        values[..., :written].copy_(selection.values[..., :written])
+        values[..., :written].copy_(self.wire.encoded(selection.values[..., :written]))
         # 16 unsigned bits, kept in an int16: 32,768 and above wrap to negative and are unwrapped when unpacked.
         offsets[..., :written].copy_(indices[..., :written].bitwise_and(BLOCK_ELEMENTS - 1))
 
@@ -143,7 +144,9 @@ class PayloadFormat:
         held = values.numel() if num_selected is None else min(num_selected, values.numel())
         counts = _counts(ends.clamp(max=held))  # the ends are those of more than is held, perhaps
         starts = _block_starts(self.num_blocks, payload.device).repeat_interleave(counts, output_size=held)
-        return Selection(starts + offsets[:held].long().bitwise_and_(BLOCK_ELEMENTS - 1), values[:held].to(dtype))
+        return Selection(
+            starts + offsets[:held].long().bitwise_and_(BLOCK_ELEMENTS - 1), self.wire.decoded(values[:held], dtype)
+        )
 
     def unpack_many(self, payloads: Sequence[Tensor], dtype: torch.dtype, nums_selected: Sequence[int]) -> Selection:
         """Returns the coordinates of several payloads one after the other; not for a payload that could not hold all.
@@ -159,7 +162,8 @@ class PayloadFormat:
         starts = starts.repeat_interleave(counts, output_size=sum(nums_selected))
         offsets = torch.cat([part.offsets[:k] for part, k in zip(parts, nums_selected, strict=True)])
         values = torch.cat([part.values[:k] for part, k in zip(parts, nums_selected, strict=True)])
-        return Selection(starts.add_(offsets.long().bitwise_and_(BLOCK_ELEMENTS - 1)), values.to(dtype))
+        indices = starts.add_(offsets.long().bitwise_and_(BLOCK_ELEMENTS - 1))
+        return Selection(indices, self.wire.decoded(values, dtype))
 
     def unpack_padded(self, payload: Tensor, dtype: torch.dtype) -> Selection:
         """Returns c coordinates without knowing k, and so without a wait for the device.
@@ -171,7 +175,8 @@ class PayloadFormat:
         block = torch.searchsorted(ends, places, right=True)
         indices = (block * BLOCK_ELEMENTS).add_(offsets.long().bitwise_and_(BLOCK_ELEMENTS - 1))
         is_used = block < self.num_blocks
-        return Selection(torch.where(is_used, indices, self.num_elements), torch.where(is_used, values.to(dtype), 0))
+        values = self.wire.decoded(values, dtype)
+        return Selection(torch.where(is_used, indices, self.num_elements), torch.where(is_used, values, 0))
 
 
 @lru_cache(maxsize=256)
@@ -181,23 +186,3 @@ def _block_starts(num_blocks: int, device: torch.device) -> Tensor:
 
 def _counts(ends: Tensor) -> Tensor:
     return ends.diff(prepend=ends.new_zeros(1))
-
-
-def wire_dtype(value_dtype: ValueDtype, residual_dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which values travel: ``"float32"`` sends them as the residual holds them.
-
-    So a float64 model is exchanged in float64 unless bfloat16 or float16 is asked for.
-    """
-    return {"float32": residual_dtype, "bfloat16": torch.bfloat16, "float16": torch.float16}[value_dtype]
-
-
-def round_to_wire(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the values rounded to a wire dtype and back, in their own dtype; the rest stays in the residual.
-
-    A finite value beyond the range of the wire dtype (65,504 for float16) becomes the largest finite one: infinity
-    would look like an overflow to every worker, and what is cut off goes out in the steps that follow.
-    """
-    if dtype == values.dtype:
-        return values
-    limit = torch.finfo(dtype).max
-    return torch.where(values.isfinite(), values.clamp(-limit, limit), values).to(dtype).to(values.dtype)

@@ -10,6 +10,7 @@ from lightning_sparse.exchange.cost_model import Costs
 from lightning_sparse.exchange.gather import GatherShipment
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat
 from lightning_sparse.exchange.shipment import LARGEST_SLICE, NUM_SELECTED
+from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.sparsifiers import Selection
 
@@ -73,9 +74,9 @@ class ReduceScatterShipment(GatherShipment):
         self.has_overflowed = False
         self._slice_capacity = slice_capacity
         self._slice_elements = slice_elements(payload_format.num_elements, workers.num_workers)
-        self._parcel_format = PayloadFormat(self._slice_elements, payload_format.wire_dtype)
+        self._parcel_format = PayloadFormat(self._slice_elements, payload_format.wire)
         self._received = self._average = out
-        self._average_format = PayloadFormat(self._slice_elements, out.dtype)
+        self._average_format = PayloadFormat(self._slice_elements, Wire(out.dtype))
         # Sparse or dense, whichever is less.
         room = self._slice_elements if union_capacity is None else union_capacity
         size = self._average_format.payload_bytes(room)
@@ -140,7 +141,7 @@ class ReduceScatterShipment(GatherShipment):
         """Copies the payload's coordinates into one parcel a slice, without knowing their number on the host."""
         assert self.payload is not None
         n, capacity = self.workers.num_workers, self._slice_capacity
-        indices, values = self.format.unpack_padded(self.payload, self.format.wire_dtype)
+        indices, values = self.format.unpack_padded(self.payload, self.out.dtype)
         bounds = torch.arange(n + 1, device=indices.device) * self._slice_elements
         starts = torch.searchsorted(indices, bounds.clamp(max=self.format.num_elements))
         places = starts[:-1, None] + torch.arange(capacity, device=indices.device)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from lightning_sparse.kernels.launching import jit, tl
+from lightning_sparse.kernels.threshold import of_wire
 
 __all__ = ["add_payloads"]
 
@@ -12,7 +13,7 @@ __all__ = ["add_payloads"]
 def add_payloads(
     out: tl.tensor, quotients: tl.tensor, ends: tl.tensor, values: tl.tensor, offsets: tl.tensor, factor: tl.tensor,
     num_workers: tl.tensor, capacity: tl.tensor, ends_row: tl.tensor, values_row: tl.tensor, offsets_row: tl.tensor,
-    num_elements: tl.tensor, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    num_elements: tl.tensor, scale: tl.tensor, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Adds all workers' coordinates of one block to zeros, in rank order, and divides what is there by their number.
 
@@ -32,8 +33,8 @@ def add_payloads(
             place = first + tl.arange(0, TILE)
             at = _offsets(row_offsets, place, end)
             held = tl.load(out + at, mask=place < end, other=0.0)
-            value = tl.load(values + place, mask=place < end, other=0.0)
-            tl.store(out + at, held + value.to(held.dtype), mask=place < end)
+            value = of_wire(tl.load(values + place, mask=place < end, other=0), scale, held.dtype)
+            tl.store(out + at, held + value, mask=place < end)
         tl.debug_barrier()  # what this worker sent is in memory before the next one's is added
         row_ends += ends_row
         row_offsets += offsets_row

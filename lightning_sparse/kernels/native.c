@@ -18,7 +18,7 @@
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-enum wire { WIRE_FLOAT32, WIRE_BFLOAT16 };
+enum wire { WIRE_FLOAT32, WIRE_BFLOAT16, WIRE_INT8, WIRE_INT16, WIRE_FLOAT8 };
 
 static uint16_t to_bfloat16(float p) {
     const float limit = 3.3895313892515355e38f; /* finite values stay finite */
@@ -37,12 +37,52 @@ static float of_bfloat16(uint16_t half) {
     return p;
 }
 
+/* The whole number of steps nearest to p, half to even, within the range; the lowest, beyond it, where p is not finite. */
+static int32_t to_whole(float p, float scale, int32_t limit) {
+    const float magic = 12582912.0f; /* 1.5 * 2^23: what is added to it loses its fraction */
+    if (!isfinite(p)) return -limit - 1;
+    float steps = p * (1.0f / scale); /* a power of two: exact */
+    if (steps > (float)limit) return limit;
+    if (steps < -(float)limit) return -limit;
+    return (int32_t)((steps + magic) - magic);
+}
+
+static float of_whole(int32_t whole, float scale, int32_t limit) { return whole < -limit ? NAN : (float)whole * scale; }
+
+/* The nearest e4m3 of p / scale within its range, half to even; NaN where p is not finite. */
+static uint8_t to_float8(float p, float scale) {
+    const float magic = 12582912.0f, limit = 448.0f;
+    if (!isfinite(p)) return 0x7F;
+    float scaled = p * (1.0f / scale), magnitude = fabsf(scaled);
+    uint32_t bits, code;
+    if (magnitude > limit) magnitude = limit;
+    if (magnitude < 0.015625f) {
+        code = (uint32_t)((magnitude * 512.0f + magic) - magic);
+    } else {
+        memcpy(&bits, &magnitude, sizeof bits);
+        code = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3);
+    }
+    return (uint8_t)(code | (signbit(scaled) ? 0x80 : 0));
+}
+
+static float of_float8(uint8_t code, float scale) {
+    uint32_t magnitude = code & 0x7F, bits = (magnitude << 20) + (120u << 23);
+    float p;
+    if (magnitude == 0x7F) return NAN;
+    memcpy(&p, &bits, sizeof p);
+    if (magnitude < 8) p = (float)magnitude / 512.0f;
+    return (code & 0x80 ? -p : p) * scale;
+}
+
+static int32_t limit_of(int32_t wire) { return wire == WIRE_INT8 ? INT8_MAX : INT16_MAX; }
+
 typedef struct {
-    void *values;          /* capacity of them, float32 or bfloat16 */
+    void *values;          /* capacity of them, as the wire has them */
     uint16_t *offsets;     /* likewise */
     int32_t *ends;         /* one for each block of the payload */
     int64_t capacity;
     int32_t wire;
+    float scale;           /* of values that are multiples of a step, a power of two */
     int64_t selected;      /* so far, written or not */
     int64_t non_finite;    /* of them */
     double squares;        /* of what is kept */
@@ -50,9 +90,17 @@ typedef struct {
     int64_t *slices;       /* how many are selected in each */
 } payload_t;
 
-/* What is left of a value that is sent, as it is rounded; nothing of one that is not finite. */
-static float left_of(float p, int32_t wire) {
-    float kept = wire == WIRE_BFLOAT16 ? p - of_bfloat16(to_bfloat16(p)) : 0.0f;
+/* A value as it comes out at the other end. */
+static inline float rounded(float p, int32_t wire, float scale) {
+    if (wire == WIRE_BFLOAT16) return of_bfloat16(to_bfloat16(p));
+    if (wire == WIRE_FLOAT32) return p;
+    if (wire == WIRE_FLOAT8) return of_float8(to_float8(p, scale), scale);
+    return of_whole(to_whole(p, scale, limit_of(wire)), scale, limit_of(wire));
+}
+
+/* What is left of a value that is sent; nothing of one that is not finite. */
+static float left_of(float p, const payload_t *out) {
+    float kept = out->wire == WIRE_FLOAT32 ? 0.0f : p - rounded(p, out->wire, out->scale);
     return isfinite(kept) ? kept : 0.0f;
 }
 
@@ -80,22 +128,41 @@ static void fold(floats *squares, const float *after, int64_t begin, int64_t end
             if (written < last && out->offsets[written] == (uint16_t)j)
                 written++;
             else if (!(fabsf(after[j]) < threshold))
-                kept = left_of(after[j], out->wire);
+                kept = left_of(after[j], out);
             sum += kept * kept;
         }
     }
     out->squares += sum;
 }
 
+static inline void put(float p, payload_t *out) {
+    int64_t place = out->selected;
+    if (out->wire == WIRE_FLOAT32)
+        ((float *)out->values)[place] = p;
+    else if (out->wire == WIRE_BFLOAT16)
+        ((uint16_t *)out->values)[place] = to_bfloat16(p);
+    else if (out->wire == WIRE_INT8)
+        ((int8_t *)out->values)[place] = (int8_t)to_whole(p, out->scale, INT8_MAX);
+    else if (out->wire == WIRE_FLOAT8)
+        ((uint8_t *)out->values)[place] = to_float8(p, out->scale);
+    else
+        ((int16_t *)out->values)[place] = (int16_t)to_whole(p, out->scale, INT16_MAX);
+}
+
+static inline float get(const void *values, int64_t place, int32_t wire, float scale) {
+    if (wire == WIRE_FLOAT32) return ((const float *)values)[place];
+    if (wire == WIRE_BFLOAT16) return of_bfloat16(((const uint16_t *)values)[place]);
+    if (wire == WIRE_INT8) return of_whole(((const int8_t *)values)[place], scale, INT8_MAX);
+    if (wire == WIRE_FLOAT8) return of_float8(((const uint8_t *)values)[place], scale);
+    return of_whole(((const int16_t *)values)[place], scale, INT16_MAX);
+}
+
 /* Sends one element as far as there is room; returns what is kept of it. */
 static inline float send(float p, int64_t place, payload_t *out, float *after) {
-    float kept = left_of(p, out->wire);
+    float kept = left_of(p, out);
     out->non_finite += !isfinite(p);
     if (out->selected < out->capacity) {
-        if (out->wire == WIRE_BFLOAT16)
-            ((uint16_t *)out->values)[out->selected] = to_bfloat16(p);
-        else
-            ((float *)out->values)[out->selected] = p;
+        put(p, out);
         out->offsets[out->selected] = (uint16_t)place;
         *after = kept;
     }
@@ -221,9 +288,13 @@ walk_masked(const float *before, float *after, const float *gradient, float scal
             }
         }
         sent = p;
-        if (wire == WIRE_BFLOAT16)
-            for (int l = 0; l < LANES; l++) sent[l] = of_bfloat16(to_bfloat16(p[l]));
         ints below = is_below(p, threshold), finite = is_below(p, INFINITY);
+        if (wire == WIRE_BFLOAT16) {
+            for (int l = 0; l < LANES; l++) sent[l] = of_bfloat16(to_bfloat16(p[l]));
+        } else if (wire != WIRE_FLOAT32 && !all(below)) {
+            for (int l = 0; l < LANES; l++)
+                if (!below[l]) sent[l] = rounded(p[l], wire, out->scale);
+        }
         kept = p - sent;
         kept = (floats)(((ints)p & below) | ((ints)kept & ~below & is_below(kept, INFINITY)));
         sent = (floats)((ints)sent & ~below) / divisor;
@@ -257,7 +328,7 @@ void take_out_masked(const float *before, float *after, const float *gradient, f
 /* Adds payloads to zeros, in rank order, and divides what is there by their number; block by block, as a block stays in
    the cache. Each payload is row bytes after the one before it. */
 void average(const char *ends, const char *values, const char *offsets, int64_t row, int64_t num_payloads,
-             int64_t capacity, int32_t wire, float *out, int64_t num_blocks) {
+             int64_t capacity, int32_t wire, float scale, float *out, int64_t num_blocks) {
     const float divisor = (float)num_payloads;
     for (int64_t block = 0; block < num_blocks; block++) {
         uint64_t divided[(1 << BLOCK_SHIFT) / 64];
@@ -273,8 +344,7 @@ void average(const char *ends, const char *values, const char *offsets, int64_t 
                 for (int64_t k = first; k < last; k++) {
                     uint64_t bit = 1ull << (place[k] % 64);
                     if (pass == 0) {
-                        part[place[k]] +=
-                            wire == WIRE_BFLOAT16 ? of_bfloat16(((uint16_t *)value)[k]) : ((float *)value)[k];
+                        part[place[k]] += get(value, k, wire, scale);
                     } else if (!(divided[place[k] / 64] & bit)) { /* once, though several may have sent it */
                         divided[place[k] / 64] |= bit;
                         part[place[k]] /= divisor;

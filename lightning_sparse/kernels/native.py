@@ -23,7 +23,7 @@ from lightning_sparse.kernels.building import build
 
 SOURCE = Path(__file__).with_name("native.c")
 _NAMES = ("take_out", "take_out_masked", "average")
-_WIRES = {torch.float32: 0, torch.bfloat16: 1}
+_WIRES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.int16: 3, torch.float8_e4m3fn: 4}
 _VECTORS = {
     "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"],
     "AVX2": ["-mavx2", "-mfma"],
@@ -40,6 +40,7 @@ class _Payload(ctypes.Structure):
         ("ends", ctypes.c_void_p),
         ("capacity", ctypes.c_int64),
         ("wire", ctypes.c_int32),
+        ("scale", ctypes.c_float),
         ("selected", ctypes.c_int64),
         ("non_finite", ctypes.c_int64),
         ("squares", ctypes.c_double),
@@ -49,7 +50,7 @@ class _Payload(ctypes.Structure):
 
 
 def is_native(*tensors: Tensor, wire_dtype: torch.dtype) -> bool:
-    """Whether the functions here are there and take such tensors: float32 on a CPU, values of 4 or 2 bytes."""
+    """Whether the functions here are there and take such tensors: float32 on a CPU, values other than float16."""
     return (
         wire_dtype in _WIRES
         and all(one.device.type == "cpu" and one.dtype == torch.float32 for one in tensors)
@@ -67,19 +68,26 @@ class NativeThreshold:
         after: where e' is formed, likewise; may be the same memory.
         gradient: g, likewise.
         loss_scale: S, one element; None is 1.
-        wire_dtype: float32 or bfloat16.
+        wire_dtype: float32, bfloat16, float8_e4m3fn, int8 or int16.
+        scale: by how much less than a value is what has that dtype, a power of two.
 
     Attributes:
         selected: coordinates with not (abs(p) < λ), p = e + g / S, so far.
     """
 
     def __init__(
-        self, before: Tensor, after: Tensor, gradient: Tensor, loss_scale: Tensor | None, wire_dtype: torch.dtype
+        self,
+        before: Tensor,
+        after: Tensor,
+        gradient: Tensor,
+        loss_scale: Tensor | None,
+        wire_dtype: torch.dtype,
+        scale: float = 1.0,
     ) -> None:
         self._tensors = before, after, gradient
-        scale = 1.0 if loss_scale is None else float(loss_scale)
-        self._inputs = (*map(_pointer, self._tensors), ctypes.c_float(scale), loss_scale is not None)
-        self._state = _Payload(wire=_WIRES[wire_dtype])
+        divisor = 1.0 if loss_scale is None else float(loss_scale)
+        self._inputs = (*map(_pointer, self._tensors), ctypes.c_float(divisor), loss_scale is not None)
+        self._state = _Payload(wire=_WIRES[wire_dtype], scale=scale)
         self._kept_alive: list[Tensor] = []
 
     @property
@@ -128,19 +136,24 @@ class NativeThreshold:
             torch.autograd.graph.increment_version(one)
 
 
-def average(rows: Tensor, ends: Tensor, values: Tensor, offsets: Tensor, out: Tensor) -> None:
+def average(
+    rows: Tensor, ends: Tensor, values: Tensor, offsets: Tensor, out: Tensor, wire_dtype: torch.dtype, scale: float
+) -> None:
     """Adds payloads to zeros in rank order and divides by their number.
 
     Args:
         rows: uint8, shape (n, bytes), each contiguous: the payloads.
         ends: int32, shape (B,): of the first of them, a view of it.
-        values: the wire dtype, shape (capacity,), likewise.
+        values: as they travel, shape (capacity,), likewise.
         offsets: int16, shape (capacity,), likewise.
         out: float32, all zeros.
+        wire_dtype: what the values are.
+        scale: by how much less than a value is what has that dtype.
     """
     parts = map(_pointer, (ends, values, offsets))
     numbers = map(ctypes.c_int64, (rows.stride(0), len(rows), values.numel()))
-    _functions().average(*parts, *numbers, _WIRES[values.dtype], _pointer(out), ctypes.c_int64(ends.numel()))
+    wire = _WIRES[wire_dtype], ctypes.c_float(scale)
+    _functions().average(*parts, *numbers, *wire, _pointer(out), ctypes.c_int64(ends.numel()))
     torch.autograd.graph.increment_version(out)
 
 
@@ -196,7 +209,14 @@ def _is_right() -> bool:
     compensated = before + gradient / 3.0
     is_sent = (compensated.abs() < 0.4).logical_not()
     expected = compensated.masked_fill(is_sent, 0.0), (compensated / 3.0).masked_fill(~is_sent, 0.0)
-    is_right = all(torch.equal(*map(_bits, pair)) for pair in zip((after, out), expected, strict=True))
+    in_eight_bits = torch.empty_like(out)
+    taken = NativeThreshold(before, torch.empty_like(out), gradient, None, torch.float8_e4m3fn, 0.25)
+    taken.take_out_masked(0.4, 0, special.numel(), in_eight_bits, 1)
+    compensated = before + gradient
+    eighth = compensated.div(0.25).clamp(-448, 448).to(torch.float8_e4m3fn).to(torch.float32).mul(0.25)
+    eighth = eighth.masked_fill(~compensated.isfinite(), float("nan")).masked_fill(compensated.abs() < 0.4, 0.0)
+    pairs = *zip((after, out), expected, strict=True), (in_eight_bits, eighth)
+    is_right = all(torch.equal(*map(_bits, pair)) for pair in pairs)
     if not is_right:
         rank_zero_warn(
             f"lightning_sparse: what the C compiler {os.environ.get('CC', 'cc')!r} makes does not calculate as IEEE "

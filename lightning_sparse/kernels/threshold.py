@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from lightning_sparse.kernels.launching import jit, tl
 
-__all__ = ["pack_block", "summarise", "walk_block"]
+__all__ = ["of_wire", "pack_block", "summarise", "walk_block"]
 
 
 @jit
 def walk_block(
     former: tl.tensor, residual: tl.tensor, gradient: tl.tensor, loss_scale: tl.tensor, thresholds: tl.tensor,
     run_starts: tl.tensor, first_run: tl.tensor, bits: tl.tensor, counts: tl.tensor, out: tl.tensor, numbers: tl.tensor,
-    num_elements: tl.tensor, divisor: tl.tensor, WIRE: tl.constexpr, LIMIT: tl.constexpr, CLEARS: tl.constexpr,
-    MEASURES: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
+    num_elements: tl.tensor, divisor: tl.tensor, scale: tl.tensor, WIRE: tl.constexpr, LIMIT: tl.constexpr,
+    CLEARS: tl.constexpr, MEASURES: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Forms p of a block; marks what is selected or, where there is an ``out``, writes it there and keeps the rest."""
     block = tl.program_id(0)
@@ -28,7 +28,7 @@ def walk_block(
     for tile in range(0, whole, WORDS * 32):
         ones, wrong, g, kept = _walk_words(
             former, residual, gradient, loss_scale, thresholds, run_starts, first_run, bits, out,
-            begin, tile // 32 + tl.arange(0, WORDS), whole, divisor, WIRE, LIMIT, CLEARS,
+            begin, tile // 32 + tl.arange(0, WORDS), whole, divisor, scale, WIRE, LIMIT, CLEARS,
         )  # fmt: skip
         selected_of_word += ones
         non_finite_of_word += wrong
@@ -42,7 +42,7 @@ def walk_block(
     if whole < length:
         ones, wrong, g, kept = _walk_words(
             former, residual, gradient, loss_scale, thresholds, run_starts, first_run, bits, out,
-            begin, whole // 32 + tl.arange(0, 1), length, divisor, WIRE, LIMIT, CLEARS,
+            begin, whole // 32 + tl.arange(0, 1), length, divisor, scale, WIRE, LIMIT, CLEARS,
         )  # fmt: skip
         selected += tl.sum(ones, 0)
         non_finite += tl.sum(wrong, 0)
@@ -60,7 +60,8 @@ def walk_block(
 def _walk_words(
     former: tl.tensor, residual: tl.tensor, gradient: tl.tensor, loss_scale: tl.tensor, thresholds: tl.tensor,
     run_starts: tl.tensor, first_run: tl.tensor, bits: tl.tensor, out: tl.tensor, begin: tl.tensor, word: tl.tensor,
-    length: tl.tensor, divisor: tl.tensor, WIRE: tl.constexpr, LIMIT: tl.constexpr, CLEARS: tl.constexpr,
+    length: tl.tensor, divisor: tl.tensor, scale: tl.tensor, WIRE: tl.constexpr, LIMIT: tl.constexpr,
+    CLEARS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Walks words of 32 elements; returns how many in each are selected and non-finite, g / S, and what is kept."""
     column = tl.arange(0, 32)[None, :]
@@ -83,13 +84,13 @@ def _walk_words(
     # A comparison with NaN is false, so "not below" selects NaN as well.
     selected = ~(tl.abs(p) < threshold) & inside
     ones = selected.to(tl.int32)
-    sent = _to_wire(p, WIRE, LIMIT)
+    sent = of_wire(_to_wire(p, scale, WIRE, LIMIT), scale, p.dtype)
     kept = tl.where(selected, _rest(p, sent), p)
     if out is None:
         tl.store(residual + begin + at, p, mask=inside)  # what finds no room in the payload stays
     else:
         tl.store(residual + begin + at, kept, mask=inside)
-        part = _divide(tl.where(selected, sent.to(p.dtype), 0.0), divisor.to(p.dtype))
+        part = _divide(tl.where(selected, sent, 0.0), divisor.to(p.dtype))
         tl.store(out + begin + at, part.to(out.dtype.element_ty), mask=inside)
     if CLEARS:
         tl.store(gradient + begin + at, tl.zeros_like(p).to(gradient.dtype.element_ty), mask=inside)
@@ -183,7 +184,8 @@ def _difference(before: tl.tensor, place: tl.tensor, inside: tl.tensor) -> tl.te
 @jit
 def pack_block(
     residual: tl.tensor, bits: tl.tensor, starts: tl.tensor, values: tl.tensor, offsets: tl.tensor,
-    num_elements: tl.tensor, capacity: tl.tensor, LIMIT: tl.constexpr, BLOCK: tl.constexpr, PER_END: tl.constexpr,
+    num_elements: tl.tensor, capacity: tl.tensor, scale: tl.tensor, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
+    PER_END: tl.constexpr,
 ) -> None:  # fmt: skip
     """Writes the marked coordinates of a block to their places in the payload, and keeps the rest."""
     block = tl.program_id(0)
@@ -202,10 +204,10 @@ def pack_block(
         at = word * 32 + _bit_count((marks ^ without_lowest) - 1)
         fits = marked & (place < room)
         p = tl.load(residual + begin + at, mask=fits, other=0.0)
-        sent = _to_wire(p, values.dtype.element_ty, LIMIT)
+        sent = _to_wire(p, scale, values.dtype.element_ty, LIMIT)
         tl.store(values + earlier + place, sent, mask=fits)
         tl.store(offsets + earlier + place, (first_offset + at).to(tl.int16), mask=fits)
-        tl.store(residual + begin + at, _rest(p, sent), mask=fits)
+        tl.store(residual + begin + at, _rest(p, of_wire(sent, scale, p.dtype)), mask=fits)
         marks = without_lowest
         place += 1
 
@@ -231,17 +233,55 @@ def _is_finite(values: tl.tensor) -> tl.tensor:
 
 
 @jit
-def _to_wire(p: tl.tensor, WIRE: tl.constexpr, LIMIT: tl.constexpr) -> tl.tensor:
-    # As round_to_wire: finite values stay finite. PyTorch, too, rounds float64 by way of float32.
+def _to_wire(p: tl.tensor, scale: tl.tensor, WIRE: tl.constexpr, LIMIT: tl.constexpr) -> tl.tensor:
+    # As Wire.rounded and Wire.encoded; uint8 is a float8.
     sent = p
-    if p.dtype != WIRE:
+    if tl.int8 == WIRE or tl.int16 == WIRE:
+        steps = tl.minimum(tl.maximum(_divide(p, scale), -LIMIT), LIMIT)
+        # 1.5 times the power of two from which on a number of this dtype has no fraction: half to even.
+        magic = 12582912.0 if p.dtype == tl.float32 else 6755399441055744.0
+        sent = tl.where(_is_finite(p), (steps + magic) - magic, -LIMIT - 1).to(WIRE)
+    elif tl.uint8 == WIRE:
+        scaled = tl.minimum(tl.maximum(_divide(p, scale), -LIMIT), LIMIT)
+        sent = tl.where(_is_finite(p), _to_float8(scaled.to(tl.float32)), 0x7F).to(WIRE)
+    elif p.dtype != WIRE:
+        # Finite values stay finite. PyTorch, too, rounds float64 by way of float32.
         clamped = tl.minimum(tl.maximum(p, -LIMIT), LIMIT)
         sent = tl.where(_is_finite(p), clamped, p).to(tl.float32).to(WIRE)
     return sent
 
 
 @jit
+def _to_float8(p: tl.tensor) -> tl.tensor:
+    """Returns the bits of the nearest e4m3 as an int32; not of what is beyond 448. No GPU need know the format."""
+    bits = p.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+    steps = (tl.abs(p) * 512.0 + 12582912.0) - 12582912.0  # half to even, as above
+    code = tl.where(tl.abs(p) < 0.015625, steps.to(tl.int32), normal)
+    return code | ((bits >> 24) & 0x80)
+
+
+@jit
+def of_wire(sent: tl.tensor, scale: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Returns values as they come out at the other end; as Wire.decoded."""
+    value = sent.to(dtype)
+    if sent.dtype == tl.int8:
+        value = tl.where(sent == -128, float("nan"), value * scale)
+    elif sent.dtype == tl.int16:
+        value = tl.where(sent == -32768, float("nan"), value * scale)
+    elif sent.dtype == tl.uint8:
+        code = sent.to(tl.int32)
+        magnitude = code & 0x7F
+        normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+        value = tl.where(magnitude < 8, magnitude.to(tl.float32) / 512, normal)
+        value = tl.where(magnitude == 0x7F, float("nan"), tl.where(code < 0x80, value, -value))
+        value = value.to(dtype) * scale
+    return value
+
+
+@jit
 def _rest(p: tl.tensor, sent: tl.tensor) -> tl.tensor:
     # As keep_rest: 0 where the difference is not finite.
-    rest = p - sent.to(p.dtype)
+    rest = p - sent
     return tl.where(_is_finite(rest), rest, 0.0)

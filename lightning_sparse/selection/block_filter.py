@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lightning_sparse.exchange.payload import round_to_wire
+from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.selection.residual import Residual, keep_rest
 from lightning_sparse.sparsifiers import Selection, ThresholdRun
 
@@ -34,7 +34,7 @@ class BlockFilter:
     """Takes the coordinates that reach a threshold out of a bucket on the CPU; holds the buffers for it.
 
     Both methods form p = e + g / S in the residual's second tensor, leave e' = p − out there, and come to what
-    ``HardThreshold.select`` with ``round_to_wire`` and ``keep_rest`` come to, bit by bit.
+    ``HardThreshold.select`` with ``Wire.rounded`` and ``keep_rest`` come to, bit by bit.
     """
 
     def __init__(self) -> None:
@@ -50,25 +50,25 @@ class BlockFilter:
         gradient: Tensor,
         runs: Sequence[ThresholdRun],
         loss_scale: Tensor | None,
-        wire_dtype: torch.dtype,
+        wire: Wire,
         *,
         clears_gradient: bool = False,
     ) -> Selection:
-        """Returns what is sent, rounded to the wire dtype.
+        """Returns what is sent, rounded as it travels.
 
         Args:
             residual: e, and where e' is formed; shapes (m,), on the CPU.
             gradient: g in any floating dtype, shape (m,).
             runs: which λ holds where; together they cover the bucket.
             loss_scale: S, one element; None is 1.
-            wire_dtype: dtype in which values travel.
+            wire: how values travel.
             clears_gradient: whether to leave zeros in the gradient: here it is in the cache, later it is not.
         """
         found = [self._search(residual, gradient, run, loss_scale, clears_gradient) for run in runs]
         after = residual.after
         indices = found[0] if len(found) == 1 else torch.cat(found) if found else after.new_empty(0).long()
-        sent = Selection(indices, round_to_wire(after.index_select(0, indices), wire_dtype))
-        if wire_dtype == after.dtype:
+        sent = Selection(indices, wire.rounded(after.index_select(0, indices)))
+        if wire.dtype == after.dtype:
             after.index_fill_(0, indices, 0.0)
         else:
             keep_rest(after, *sent)
@@ -80,7 +80,7 @@ class BlockFilter:
         gradient: Tensor,
         runs: Sequence[ThresholdRun],
         loss_scale: Tensor | None,
-        wire_dtype: torch.dtype,
+        wire: Wire,
         out: Tensor,
         divisor: int = 1,
     ) -> list[int]:
@@ -93,7 +93,7 @@ class BlockFilter:
             gradient: as for :meth:`take_out`; may be the same memory as ``out``.
             runs: as for :meth:`take_out`.
             loss_scale: as for :meth:`take_out`.
-            wire_dtype: as for :meth:`take_out`.
+            wire: as for :meth:`take_out`.
             out: the residual's dtype, shape (m,); overwritten.
             divisor: by which ``out`` is divided while it is in the cache; the residual is not concerned.
         """
@@ -101,21 +101,21 @@ class BlockFilter:
         after = residual.after
         scratch = self._chunk(after.dtype)
         was_zero, is_zero = self.is_zero(residual.before), self.is_zero(after)
-        is_zero_after = wire_dtype == after.dtype and all(run.threshold == 0 for run in runs)
+        is_zero_after = wire.dtype == after.dtype and all(run.threshold == 0 for run in runs)
         for threshold, start, end in runs:
             count = 0.0
             for before, e, g, o in _chunks(start, end, residual.before, after, gradient, out):
                 g = _unscaled(g, loss_scale, e.dtype)
                 if threshold == 0:
-                    is_zero_after &= _send_all(Residual(before, e), g, o, wire_dtype, was_zero, is_zero)
+                    is_zero_after &= _send_all(Residual(before, e), g, o, wire, was_zero, is_zero)
                 else:
                     # hardshrink keeps what is strictly larger than its argument, and NaN.
                     torch.add(before, g, out=e)
                     torch.ops.aten.hardshrink.out(e, _next_below(threshold, e.dtype), out=o)
                     # As numbers, which add up faster than booleans.
                     count += torch.ne(o, 0, out=scratch[: o.numel()]).sum().item()
-                    if wire_dtype != o.dtype:
-                        o.copy_(round_to_wire(o, wire_dtype))
+                    if wire.dtype != o.dtype:
+                        o.copy_(wire.rounded(o))
                     e.sub_(o)
                 if divisor != 1:
                     o.div_(divisor)
@@ -203,9 +203,7 @@ class BlockFilter:
         return highest[:num_blocks], lowest[:num_blocks]
 
 
-def _send_all(
-    residual: Residual, gradient: Tensor, out: Tensor, wire_dtype: torch.dtype, was_zero: bool, is_zero: bool
-) -> bool:
+def _send_all(residual: Residual, gradient: Tensor, out: Tensor, wire: Wire, was_zero: bool, is_zero: bool) -> bool:
     """λ = 0 for one chunk, with no more passes over memory than plain DDP where both residuals are zero already.
 
     Returns:
@@ -216,9 +214,9 @@ def _send_all(
         torch.add(before, gradient, out=out)
     elif out.data_ptr() != gradient.data_ptr():
         out.copy_(gradient)
-    if wire_dtype != out.dtype:
+    if wire.dtype != out.dtype:
         after.copy_(out)
-        after.sub_(out.copy_(round_to_wire(out, wire_dtype)))
+        after.sub_(out.copy_(wire.rounded(out)))
     elif not math.isfinite(out.sum().item()):
         torch.sub(out, out, out=after)  # NaN where it is not finite
     else:

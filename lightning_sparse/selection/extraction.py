@@ -12,8 +12,9 @@ from math import inf, isfinite
 import torch
 from torch import Tensor
 
-from lightning_sparse.exchange import Shipment, largest_slice, slice_bounds
-from lightning_sparse.exchange.payload import PayloadFormat, round_to_wire
+from lightning_sparse.exchange import SharedShipment, Shipment, largest_slice, slice_bounds
+from lightning_sparse.exchange.payload import PayloadFormat
+from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels import is_available
 from lightning_sparse.selection.block_filter import BlockFilter, repair
 from lightning_sparse.selection.bucket_gradient import BucketGradient
@@ -22,6 +23,7 @@ from lightning_sparse.selection.marking import take_out_marked
 from lightning_sparse.selection.native_threshold import goes_native, take_out_natively
 from lightning_sparse.selection.numbers import FIXED_FIELDS, LocalNumbers, header_fields, layer_errors, squared_norm
 from lightning_sparse.selection.residual import compensate, keep_rest
+from lightning_sparse.selection.shared import take_out_shared
 from lightning_sparse.sparsifiers import (
     HardThreshold,
     LayerLayout,
@@ -75,6 +77,13 @@ class Extraction:
         return self._fill(bucket, shipment, is_threshold).header(squared_gradient_norm, bucket.gradient.device)
 
     def _fill(self, bucket: BucketGradient, shipment: Shipment, is_threshold: bool) -> LocalNumbers:
+        if isinstance(shipment, SharedShipment):
+            sent, num_non_finite = take_out_shared(bucket, shipment)
+            if not self._keeps_rest:
+                bucket.residual.after.zero_()
+            numbers = self._numbers(bucket, without(sent, bucket.unused, bucket.layout.num_elements))
+            numbers.non_finite = num_non_finite
+            return numbers
         is_on_cpu = bucket.gradient.device.type == "cpu"
         if type(self._sparsifier).select is MarkingSparsifier.select and not is_on_cpu:
             return self._fill_marked(bucket, shipment)
@@ -93,11 +102,11 @@ class Extraction:
                 bucket.gradient,
                 self._runs(bucket),
                 bucket.loss_scale,
-                shipment.format.wire_dtype,
+                shipment.format.wire,
                 clears_gradient=shipment.is_cleared,
             )
         else:
-            sent = self._select(bucket, shipment.format.wire_dtype)
+            sent = self._select(bucket, shipment.format.wire)
         if not self._keeps_rest:
             bucket.residual.after.zero_()
         if shipment.payload is None:
@@ -109,27 +118,27 @@ class Extraction:
             shipment.rest = lambda: Selection(sent.indices[capacity:], sent.values[capacity:])
         return self._numbers(bucket, sent)
 
-    def _select(self, bucket: BucketGradient, wire_dtype: torch.dtype) -> Selection:
+    def _select(self, bucket: BucketGradient, wire: Wire) -> Selection:
         compensated = compensate(bucket.residual, bucket.gradient, bucket.loss_scale)
         selected = self._sparsifier.select(compensated, bucket.layout)
         if type(self._sparsifier).select not in (HardThreshold.select, MarkingSparsifier.select):
             selected = in_order(selected, bucket.layout.num_elements)
         selected = without(selected, bucket.unused, bucket.layout.num_elements)
-        sent = Selection(selected.indices, round_to_wire(selected.values, wire_dtype))
+        sent = Selection(selected.indices, wire.rounded(selected.values))
         keep_rest(compensated, *sent)
         return sent
 
     def _mask_on_cpu(self, bucket: BucketGradient, shipment: Shipment) -> LocalNumbers:
-        after = bucket.residual.after
-        shipment.is_divided = True
+        after, divisor = bucket.residual.after, shipment.format.wire.divisor(shipment.workers.num_workers)
+        shipment.is_divided = divisor > 1
         counts = self._block_filter.take_out_masked(
             bucket.residual,
             bucket.gradient,
             self._runs(bucket, by_layer=self._per_layer),
             bucket.loss_scale,
-            shipment.format.wire_dtype,
+            shipment.format.wire,
             shipment.out,
-            divisor=shipment.workers.num_workers,
+            divisor=divisor,
         )
         squared_error = 0.0 if self._block_filter.is_zero(after) else squared_norm(after).item()
         non_finite = 0
@@ -150,15 +159,16 @@ class Extraction:
         header = torch.empty(header_fields(bucket.layout, self._per_layer), dtype=torch.float64, device=after.device)
         boundaries = self._boundaries(bucket, has_slices=shipment.payload is not None)
         if shipment.payload is None:
-            shipment.is_divided = True
+            divisor = shipment.format.wire.divisor(shipment.workers.num_workers)
+            shipment.is_divided = divisor > 1
             self._fused.mask(
                 bucket.residual,
                 bucket.gradient,
                 runs,
                 loss_scale=bucket.loss_scale,
                 out=shipment.out,
-                wire_dtype=shipment.format.wire_dtype,
-                divisor=shipment.workers.num_workers,
+                wire=shipment.format.wire,
+                divisor=divisor,
                 header=header,
                 boundaries=boundaries,
                 measures_gradient=measures_gradient,
@@ -171,6 +181,7 @@ class Extraction:
                 runs,
                 loss_scale=bucket.loss_scale,
                 payload=shipment.format.parts(shipment.payload),
+                wire=shipment.format.wire,
                 header=header,
                 boundaries=boundaries,
                 clears_gradient=shipment.is_cleared,
@@ -184,11 +195,13 @@ class Extraction:
     def _fill_marked(self, bucket: BucketGradient, shipment: Shipment) -> LocalNumbers:
         """On a GPU, where asking for the indices would make the host wait for their number."""
         assert isinstance(self._sparsifier, MarkingSparsifier)
-        marks = self._sparsifier.mark(compensate(bucket.residual, bucket.gradient, bucket.loss_scale), bucket.layout)
+        compensated = compensate(bucket.residual, bucket.gradient, bucket.loss_scale)
+        marks = self._sparsifier.mark(compensated, bucket.layout)
+        values = self._sparsifier.values(compensated, bucket.layout)
         for start, end in bucket.unused:
             marks[start:end] = False
         non_finite = bucket.residual.after.isfinite().logical_not_().logical_and_(marks).count_nonzero()
-        take_out_marked(bucket.residual, marks, shipment)
+        take_out_marked(bucket.residual, marks, values, shipment)
         if not self._keeps_rest:
             bucket.residual.after.zero_()
         numbers = LocalNumbers(marks.count_nonzero(), non_finite, squared_norm(bucket.residual.after))
@@ -250,7 +263,7 @@ def _rest_in_residual(
         is_left[start:end] = (residual[start:end].abs() < threshold).logical_not_()
     is_left[first.indices] = False  # what rounding left of these may reach λ: it goes in the next step
     indices = is_left.nonzero().squeeze(1)
-    sent = Selection(indices, round_to_wire(residual[indices], payload_format.wire_dtype))
+    sent = Selection(indices, payload_format.wire.rounded(residual[indices]))
     keep_rest(residual, *sent)
     return sent
 

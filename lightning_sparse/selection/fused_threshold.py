@@ -1,6 +1,6 @@
 """The hard-threshold step of one bucket in three GPU kernels, without a wait for the device.
 
-The same bits as ``compensate``, ``HardThreshold.select``, ``round_to_wire``, ``keep_rest`` and ``PayloadFormat.fill``
+The same bits as ``compensate``, ``HardThreshold.select``, ``Wire.rounded``, ``keep_rest`` and ``PayloadFormat.fill``
 one after the other, with nearly all memory traffic in one pass: 12 bytes an element where the gradient is float32, 10
 where it is bfloat16, 4 or 2 more where the gradient is cleared for the average, and some 100 bytes for each coordinate
 of a sparse selection.
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS as ELEMENTS_PER_END
 from lightning_sparse.exchange.payload import PayloadParts
+from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels import launch, tl
 from lightning_sparse.kernels.threshold import pack_block, summarise, walk_block
 from lightning_sparse.selection.numbers import FIXED_FIELDS
@@ -73,6 +74,7 @@ class FusedThreshold:
         loss_scale: Tensor | None,
         payload: PayloadParts,
         header: Tensor,
+        wire: Wire,
         boundaries: Boundaries | None = None,
         clears_gradient: bool = False,
         measures_gradient: bool = False,
@@ -92,6 +94,7 @@ class FusedThreshold:
                 own header is left as it is.
             header: float64, shape (FIXED_FIELDS + layers,) or more: becomes the numbers of the step, of each layer how
                 many coordinates are selected. What is beyond is left as it is.
+            wire: how values are rounded and written.
             boundaries: of the layers and slices that are counted.
             clears_gradient: whether to leave zeros in the gradient, which else is not modified.
             measures_gradient: whether the header tells ‖g‖², else 0.
@@ -105,12 +108,12 @@ class FusedThreshold:
         _check_flat(values.numel(), values=values, offsets=offsets)
         device = residual.after.device
         bits = self._reserve("bits", blocks * BLOCK_ELEMENTS // 32, torch.int32, device)
-        constants = _wire(values.dtype) | {"CLEARS": clears_gradient, "MEASURES": measures_gradient}
-        self._walk(residual, gradient, runs, loss_scale, bits, None, 1, constants)
+        constants = _wire(wire) | {"CLEARS": clears_gradient, "MEASURES": measures_gradient}
+        self._walk(residual, gradient, runs, loss_scale, bits, None, 1, wire.scale, constants)
         starts = self._summarise(size, bits, boundaries, ends, header, measures_gradient)
         if size:
-            packed = (residual.after, bits, starts, values, offsets, size, values.numel())
-            launch(pack_block, blocks, *packed, LIMIT=torch.finfo(values.dtype).max, **_PACK)
+            packed = (residual.after, bits, starts, values, offsets, size, values.numel(), wire.scale)
+            launch(pack_block, blocks, *packed, LIMIT=wire.limit, **_PACK)
 
     def mask(
         self,
@@ -120,7 +123,7 @@ class FusedThreshold:
         *,
         loss_scale: Tensor | None,
         out: Tensor,
-        wire_dtype: torch.dtype,
+        wire: Wire,
         header: Tensor,
         divisor: int = 1,
         boundaries: Boundaries | None = None,
@@ -133,8 +136,8 @@ class FusedThreshold:
             gradient: as for :meth:`select`; it may be ``out`` as well.
             runs: as for :meth:`select`.
             loss_scale: as for :meth:`select`.
-            out: shape (m,), contiguous, in a dtype that holds every value of ``wire_dtype``. Overwritten.
-            wire_dtype: the dtype to which values are rounded.
+            out: shape (m,), contiguous, in a dtype that holds all that travels. Overwritten.
+            wire: how values are rounded.
             divisor: by which they are divided then; the residual is not concerned.
             header: as for :meth:`select`.
             boundaries: as for :meth:`select`.
@@ -145,8 +148,8 @@ class FusedThreshold:
         bits = None
         if boundaries is not None:
             bits = self._reserve("bits", blocks * BLOCK_ELEMENTS // 32, torch.int32, residual.after.device)
-        constants = _wire(wire_dtype) | {"CLEARS": False, "MEASURES": measures_gradient}
-        self._walk(residual, gradient, runs, loss_scale, bits, out, divisor, constants)
+        constants = _wire(wire) | {"CLEARS": False, "MEASURES": measures_gradient}
+        self._walk(residual, gradient, runs, loss_scale, bits, out, divisor, wire.scale, constants)
         self._summarise(size, bits, boundaries, None, header, measures_gradient)
 
     def _walk(
@@ -158,6 +161,7 @@ class FusedThreshold:
         bits: Tensor | None,
         out: Tensor | None,
         divisor: int,
+        scale: float,
         constants: dict[str, object],
     ) -> None:
         before, after = residual
@@ -168,7 +172,7 @@ class FusedThreshold:
         numbers = self._reserve("numbers", 3 * blocks, torch.float64, after.device)
         if size:
             inputs = (before, after, gradient, loss_scale, *tables)
-            launch(walk_block, blocks, *inputs, bits, counts, out, numbers, size, divisor, **constants, **_WALK)
+            launch(walk_block, blocks, *inputs, bits, counts, out, numbers, size, divisor, scale, **constants, **_WALK)
 
     def _summarise(
         self,
@@ -200,8 +204,8 @@ class FusedThreshold:
         return space[:size]
 
 
-def _wire(dtype: torch.dtype) -> dict[str, object]:
-    return {"WIRE": getattr(tl, str(dtype).removeprefix("torch.")), "LIMIT": torch.finfo(dtype).max}
+def _wire(wire: Wire) -> dict[str, object]:
+    return {"WIRE": getattr(tl, str(wire.storage).removeprefix("torch.")), "LIMIT": wire.limit}
 
 
 def _check_flat(size: int, **tensors: Tensor) -> None:

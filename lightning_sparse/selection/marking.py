@@ -6,21 +6,22 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.exchange import Shipment
-from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, round_to_wire
+from lightning_sparse.exchange.payload import BLOCK_ELEMENTS
 from lightning_sparse.selection.residual import Residual
 from lightning_sparse.sparsifiers import Selection
 
 
-def take_out_marked(residual: Residual, marks: Tensor, shipment: Shipment) -> None:
+def take_out_marked(residual: Residual, marks: Tensor, values: Tensor, shipment: Shipment) -> None:
     """Sends what is marked of p, which is where e' is to be, and leaves e' there. Nothing waits for the device.
 
     Args:
         residual: its second tensor holds p; shape (m,).
         marks: bool, shape (m,).
+        values: what is to be sent where it is marked, shape (m,): p itself, or p rounded in some way.
         shipment: where what is sent goes.
     """
-    after, wire_dtype = residual.after, shipment.format.wire_dtype
-    sent = torch.where(marks, round_to_wire(after, wire_dtype), 0)
+    after = residual.after
+    sent = torch.where(marks, shipment.format.wire.rounded(values), 0)
     after.sub_(sent)
     after.masked_fill_(after.isfinite().logical_not_().logical_and_(marks), 0)  # as keep_rest
     if shipment.payload is None:
@@ -32,8 +33,8 @@ def take_out_marked(residual: Residual, marks: Tensor, shipment: Shipment) -> No
         # What is not used gets an index beyond all blocks: it is before no block's end.
         beyond = shipment.format.num_blocks * BLOCK_ELEMENTS
         indices = torch.nonzero_static(marks, size=capacity, fill_value=beyond).squeeze(1)
-    values = sent.index_select(0, indices.clamp(max=max(marks.numel() - 1, 0)))
-    shipment.format.fill(shipment.payload, Selection(indices, values))
+    selection = Selection(indices, sent.index_select(0, indices.clamp(max=max(marks.numel() - 1, 0))))
+    shipment.format.fill(shipment.payload, selection)
     shipment.rest = partial(_rest, marks, sent, capacity)
 
 

@@ -17,7 +17,7 @@ from lightning_sparse.sparsifiers import ThresholdRun
 
 def goes_native(bucket: BucketGradient, shipment: Shipment, runs: Sequence[ThresholdRun]) -> bool:
     """Whether :func:`take_out_natively` can do it, and there is no shorter way, as where everything is sent densely."""
-    if not is_native(*bucket.residual, bucket.gradient, wire_dtype=shipment.format.wire_dtype):
+    if not is_native(*bucket.residual, bucket.gradient, wire_dtype=shipment.format.wire.dtype):
         return False
     return shipment.payload is not None or all(run.threshold > 0 for run in runs)
 
@@ -36,10 +36,12 @@ def take_out_natively(
         num_slices: how many equal slices' coordinates to count; 0 for none.
         per_layer: whether the numbers are told of every layer.
     """
-    taken = NativeThreshold(*bucket.residual, bucket.gradient, bucket.loss_scale, shipment.format.wire_dtype)
+    wire = shipment.format.wire
+    taken = NativeThreshold(*bucket.residual, bucket.gradient, bucket.loss_scale, wire.dtype, wire.scale)
     slices = None
     if shipment.payload is None:
-        shipment.is_divided = True
+        divisor = wire.divisor(shipment.workers.num_workers)
+        shipment.is_divided = divisor > 1
     else:
         shipment.is_cleared = shipment.out is bucket.gradient
         _, ends, values, offsets = shipment.format.parts(shipment.payload)
@@ -49,7 +51,7 @@ def take_out_natively(
     counts, errors = [0], []
     for threshold, start, end in runs:
         if shipment.payload is None:
-            taken.take_out_masked(threshold, start, end, shipment.out, shipment.workers.num_workers)
+            taken.take_out_masked(threshold, start, end, shipment.out, divisor)
         else:
             taken.take_out(threshold, start, end, clears_gradient=shipment.is_cleared)
         counts.append(taken.selected)

@@ -13,6 +13,7 @@ from lightning_sparse.sparsifiers.protocol import (
     in_order,
 )
 from lightning_sparse.sparsifiers.random_k import RandomK
+from lightning_sparse.sparsifiers.rounding import ScaledIntegerRounding, StochasticRounding
 from lightning_sparse.sparsifiers.top_k import TopK
 
 __all__ = [
@@ -23,8 +24,10 @@ __all__ = [
     "LayerLayout",
     "MarkingSparsifier",
     "RandomK",
+    "ScaledIntegerRounding",
     "Selection",
     "Sparsifier",
+    "StochasticRounding",
     "ThresholdRun",
     "TopK",
     "WholeStep",

@@ -8,9 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_sparse.sparsifiers.grid import power_of_two
 from lightning_sparse.sparsifiers.protocol import LayerLayout, Selection, Sparsifier
 
 DEFAULT_DENSITY = 0.001
+STEPS = 8
+"""Of a grid, at least so many up to λ: what is sent then has the four significant bits of a float8."""
+REACH = 100
+"""Times the largest λ: beyond it values may be cut off."""
 
 
 class ThresholdRun(NamedTuple):
@@ -82,6 +87,38 @@ class HardThreshold(Sparsifier):
     def current_threshold(self) -> float:
         """λ in gradient units; 0 while it is being calibrated."""
         return 0.0 if self.threshold is None else self.threshold
+
+    def grid_step(self, most_steps: int) -> float | None:
+        """The largest power of two up to an eighth of the smallest λ; see :meth:`Sparsifier.grid_step`.
+
+        None while λ is not known, where one is 0 (what is sent may be as small as anything), and where so many steps do
+        not reach far beyond the largest: what is cut off there could pile up.
+        """
+        known = [0.0 if self.threshold is None else self.threshold, *self.layer_thresholds.values()]
+        step = power_of_two(min(known) / STEPS) if min(known) > 0 else 0.0
+        return step if 0 < step <= min(known) / STEPS and most_steps * step >= REACH * max(known) else None
+
+    def require_grid(self, value_dtype: str, most_steps: int) -> None:
+        """See :meth:`Sparsifier.require_grid`."""
+        known = [*([] if self.threshold is None else [self.threshold]), *self.layer_thresholds.values()]
+        if 0.0 in known:
+            raise ValueError(
+                f"Got value_dtype={value_dtype!r} and a threshold of 0, which sends a layer whole: nothing says of "
+                "which step its values could be multiples. Use value_dtype='bfloat16', or a threshold above 0."
+            )
+        if most_steps < 2 * STEPS * REACH:
+            raise ValueError(
+                f"Got value_dtype={value_dtype!r} with a hard threshold. It reaches {most_steps} steps, of which a "
+                "threshold is 8 to 16: what is beyond would be cut off, and residuals could pile up. Use "
+                "value_dtype='float8', which takes as many bytes; 'int8' is for ScaledIntegerRounding and "
+                "StochasticRounding."
+            )
+        if self.threshold is not None and self.grid_step(most_steps) is None:
+            raise ValueError(
+                f"Got value_dtype={value_dtype!r} with thresholds from {min(known):g} to {max(known):g}. It reaches "
+                f"{most_steps} steps of an eighth of the smallest, too little for the largest, or the steps are no "
+                "float32 numbers. Use value_dtype='bfloat16'."
+            )
 
     def fix_threshold(self, threshold: float) -> None:
         """Sets λ from here on, as calibration does when it ends.

@@ -46,7 +46,7 @@ class Selection(NamedTuple):
 
     Attributes:
         indices: int64, shape (k,), positions in the bucket, each once; best ascending, else they are sorted.
-        values: shape (k,), dtype of the compensated gradient: its values there, before any rounding.
+        values: shape (k,), dtype of the compensated gradient: its values there, or what is to be sent in their place.
     """
 
     indices: Tensor
@@ -129,6 +129,20 @@ class Sparsifier(ABC):
         """Is shown all that a step has to send, where ``needs_survey``."""
         return
 
+    def shared_indices(self, layout: LayerLayout, device: torch.device) -> Tensor | None:
+        """Returns what all workers select of a bucket in this step, if that does not follow from what they have.
+
+        Then :meth:`select` need not be asked, and values alone are exchanged. Nothing may wait for the device.
+
+        Args:
+            layout: the layers of the bucket.
+            device: the bucket's.
+
+        Returns:
+            Ascending, int64, shape (k,), on the device; None where every worker selects its own.
+        """
+        return None
+
     def begin_epoch(self, epoch: int, learning_rates: Sequence[float]) -> None:
         """Is told of an epoch before its first step, perhaps more than once; does nothing unless overridden.
 
@@ -180,6 +194,24 @@ class Sparsifier(ABC):
         """The λ in force for layers without one of their own, in gradient units; None if the sparsifier has none."""
         return None
 
+    def grid_step(self, most_steps: int) -> float | None:
+        """Returns ε of which values may travel as multiples: a power of two, the same on all workers.
+
+        None where there is none, or not yet: values then travel as they are.
+
+        Args:
+            most_steps: the largest magnitude that would travel, in steps.
+        """
+        return None
+
+    def require_grid(self, value_dtype: str, most_steps: int) -> None:
+        """Raises ValueError where values cannot travel as multiples of a step, at most so many in magnitude."""
+        raise ValueError(
+            f"Got value_dtype={value_dtype!r} with {type(self).__name__}, which has no step of which values could "
+            "travel as multiples. Use value_dtype='bfloat16', or a sparsifier that has one: HardThreshold, "
+            "StochasticRounding, ScaledIntegerRounding."
+        )
+
     def settings(self) -> dict[str, object]:
         """Everything that must be the same on all workers, as plain values: all attributes without a leading ``_``.
 
@@ -204,10 +236,19 @@ class MarkingSparsifier(Sparsifier):
             layout: likewise.
         """
 
+    def values(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
+        """Returns what is sent of the coordinates that are marked: the bucket's shape. Nothing may wait for the device.
+
+        Args:
+            compensated: as in :meth:`select`.
+            layout: likewise.
+        """
+        return compensated
+
     def select(self, compensated: Tensor, layout: LayerLayout) -> Selection:
         """Returns the coordinates that are marked; see :meth:`Sparsifier.select`."""
         indices = self.mark(compensated, layout).nonzero().squeeze(1)
-        return Selection(indices, compensated[indices])
+        return Selection(indices, self.values(compensated, layout)[indices])
 
 
 def require_density(density: float, example: str, name: str = "density") -> None:

@@ -12,7 +12,7 @@ _REPLACED_ARGUMENTS = {
     "ddp_comm_hook": "The sparse exchange is the communication hook, and DDP has only one. Use value_dtype='bfloat16' "
     "to compress values further, or Lightning's DDPStrategy for another hook",
     "ddp_comm_state": "The sparse exchange keeps its own state. Read it from strategy.state",
-    "ddp_comm_wrapper": "The sparse exchange is not wrapped. Use value_dtype='bfloat16' or 'float16' to send values in "
+    "ddp_comm_wrapper": "The sparse exchange is not wrapped. Use value_dtype='bfloat16' or 'float8' to send values in "
     "half precision",
     "model_averaging_period": "Gradients are exchanged in every step, so there are no models to average. Use "
     "Lightning's DDPStrategy for post-local SGD",

@@ -86,10 +86,22 @@ def collect(state: SparseState, residual_checkpoint: ResidualCheckpoint, patienc
             f"lightning_sparse: the checkpoint is written without residuals: {why_not}. A run that resumes from it "
             "begins with residuals of zero; what was held back is lost."
         )
+    return _content(state.workers.num_workers, state.shared_state(), residuals, why_not)
+
+
+def collect_simulated(workers: Sequence[SimulatedWorker]) -> dict[str, Any]:
+    """Returns what a checkpoint holds of workers in one process: the same as of real ones, with "full"."""
+    residuals = [{name: one.cpu() for name, one in worker.residuals.state_dict().items()} for worker in workers]
+    return _content(len(workers), workers[0].shared_state(), residuals, None)
+
+
+def _content(
+    world_size: int, shared: dict[str, Any] | None, residuals: list[Residuals] | Residuals, why_not: str | None
+) -> dict[str, Any]:
     return {
         "version": VERSION,
-        "world_size": state.workers.num_workers,
-        "shared": state.shared_state(),
+        "world_size": world_size,
+        "shared": shared,
         "residuals": residuals,
         "why_no_residuals": why_not,
     }
@@ -150,13 +162,7 @@ def content_without_state(world_size: int) -> dict[str, Any]:
         f"lightning_sparse: the checkpoint is written without residuals: {why_not}. Have a ModelCheckpoint save them "
         "while training goes on, or start workers by torchrun or strategy='ddp_hardthreshold'."
     )
-    return {
-        "version": VERSION,
-        "world_size": world_size,
-        "shared": None,
-        "residuals": {},
-        "why_no_residuals": why_not,
-    }
+    return _content(world_size, None, {}, why_not)
 
 
 def restore(

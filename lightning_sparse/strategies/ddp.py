@@ -22,7 +22,7 @@ from lightning_sparse.ddp.options import (
 )
 from lightning_sparse.ddp.sparse_state import SparseState
 from lightning_sparse.exchange import ExchangeMode, parameter_settings, require_agreement
-from lightning_sparse.exchange.payload import ValueDtype
+from lightning_sparse.exchange.wire import ValueDtype, require_wire
 from lightning_sparse.sparsifiers import Sparsifier
 from lightning_sparse.strategies.arguments import check_ddp_arguments
 from lightning_sparse.strategies.checkpoint import (
@@ -55,7 +55,8 @@ class SparseDDPStrategy(DDPStrategy):
         local_clip_norm: clips this worker's whole gradient to this norm *before* anything is sent (Lightning's
             ``gradient_clip_val`` acts on the averaged gradient). It needs the whole gradient, so that the exchange
             cannot begin before backward has ended.
-        value_dtype: what values travel in. What rounding to a half precision leaves is kept and sent later.
+        value_dtype: what values travel in; see :class:`~lightning_sparse.ddp.options.ExchangeOptions`. What rounding
+            leaves is kept and sent later.
         exchange: the route that selected values take. ``"gather"``: every worker's to all others;
             ``"reduce_scatter"``: each to the worker that sums its part of the bucket, and the sums to all;
             ``"dense"``: a masked whole gradient in an all-reduce; ``"hierarchical"``: dense inside a node, sparse
@@ -110,6 +111,7 @@ class SparseDDPStrategy(DDPStrategy):
             error_feedback, local_clip_norm, value_dtype, exchange, density_control, link_gbit_s
         )
         require_density_control(sparsifier, density_control)
+        require_wire(sparsifier, value_dtype)
         super().__init__(**kwargs)
         self.sparsifier = sparsifier
         self.state: SparseState | None = None

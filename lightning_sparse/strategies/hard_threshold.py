@@ -5,7 +5,7 @@ from typing import Any
 from lightning_sparse.ddp.options import DensityControlMode, ErrorFeedback
 from lightning_sparse.drift.options import OuterOptimizer
 from lightning_sparse.exchange import ExchangeMode
-from lightning_sparse.exchange.payload import ValueDtype
+from lightning_sparse.exchange.wire import ValueDtype
 from lightning_sparse.sparsifiers import HardThreshold
 from lightning_sparse.strategies.checkpoint import OnWorldSizeChange, ResidualCheckpoint
 from lightning_sparse.strategies.ddp import SparseDDPStrategy

@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_sparse.drift import DriftOptions, SparseModelAverager
 from lightning_sparse.drift.options import OuterOptimizer
 from lightning_sparse.exchange import ExchangeMode, require_agreement
-from lightning_sparse.exchange.payload import ValueDtype
+from lightning_sparse.exchange.wire import ValueDtype, require_wire
 from lightning_sparse.sparsifiers import Sparsifier
 from lightning_sparse.strategies.arguments import process_group_arguments
 from lightning_sparse.strategies.drift_checkpoint import (
@@ -99,6 +99,7 @@ class SparseLocalStrategy(DDPStrategy):
         self._options = DriftOptions(
             every_n_steps, keep_drift, drift_decay, outer_optimizer, overlap, value_dtype, exchange, link_gbit_s
         )
+        require_wire(sparsifier, value_dtype)
         super().__init__(**kwargs)
         self.sparsifier = sparsifier
         self.averager: SparseModelAverager | None = None

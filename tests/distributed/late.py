@@ -6,7 +6,7 @@ a GPU it runs in a stream of its own after a pause, as NCCL's does where others 
 
 import torch
 
-from lightning_sparse.engine.engine import Engine, FlatBucket
+from lightning_sparse.engine import Engine, FlatBucket
 from lightning_sparse.exchange import Workers, exchange
 from lightning_sparse.selection.residual import Residual
 from lightning_sparse.sparsifiers import LayerLayout

@@ -14,11 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sparse import HardThreshold
-from lightning_sparse.ddp import sparse_state
+from lightning_sparse.ddp import running_step, sparse_state
 from lightning_sparse.ddp.options import ExchangeOptions
 from lightning_sparse.ddp.regrouping import Bucket
-from lightning_sparse.engine import memory
-from lightning_sparse.engine.engine import Engine, FlatBucket
+from lightning_sparse.engine import Engine, FlatBucket, memory
 from lightning_sparse.exchange import ExchangeMode, adding, buffers, exchange, fused_decode, gather
 from lightning_sparse.exchange.workers import Pending, Workers
 from lightning_sparse.selection import extraction, fused_threshold
@@ -167,7 +166,7 @@ def measure_door(
     num_layers: int = 150,
 ) -> Counts:
     """Returns the counts of the last of some steps through DDP's door: residuals, unused layers, the way back."""
-    sparse_state.torch.futures.Future = lambda devices=None: SimpleNamespace(set_result=lambda value: None)
+    running_step.torch.futures.Future = lambda devices=None: SimpleNamespace(set_result=lambda value: None)
     buffers.let_go = memory.let_go = lambda tensor: None
     _pretend(8, has_kernels=True)
     names = [[f"{place}.{layer}" for layer in range(place, num_layers, num_buckets)] for place in range(num_buckets)]
@@ -199,7 +198,7 @@ def measure_door(
             counter.__enter__()
 
         _now.leave_fake = leave_fake
-        if state._use is not None:
+        if has_unused:
             state._use._used |= {name for place, some in enumerate(names) for name in some if place % 2 == 0}
         fake.__enter__()
         counter.__enter__()

@@ -6,7 +6,16 @@ import pytest
 import torch
 from scipy.stats import norm
 
-from lightning_sparse import Accordion, Dense, GaussianK, HardThreshold, RandomK, TopK
+from lightning_sparse import (
+    Accordion,
+    Dense,
+    GaussianK,
+    HardThreshold,
+    RandomK,
+    ScaledIntegerRounding,
+    StochasticRounding,
+    TopK,
+)
 from tests.distributed.simulation import Plan, simulate
 from tests.distributed.training import OPTIMIZERS, STEPS, Result, build_batches, build_model, train
 from tests.workers import run_workers
@@ -30,6 +39,14 @@ def through_bfloat16(values):
     return values.to(torch.bfloat16).to(values.dtype)
 
 
+def through_float8(values):
+    """Four significant bits of multiples of a step, which is the largest power of two up to an eighth of THRESHOLD."""
+    scale = 512 * 2.0**-8
+    scaled = (values / scale).float().double()  # PyTorch goes by way of float32
+    last = 2.0 ** (scaled.abs().clamp(min=2.0**-6).log2().floor() - 3)
+    return (scaled / last).round() * last * scale
+
+
 SCENARIOS = {
     "gathered": ({"exchange": "gather"}, {}),
     "dense": ({"exchange": "dense"}, {}),
@@ -38,6 +55,15 @@ SCENARIOS = {
     "learning_rate": ({"error_feedback": "learning_rate", "step_size": 9}, {"feedback": "learning_rate"}),
     "none": ({"error_feedback": "none"}, {"feedback": "none"}),
     "bfloat16": ({"value_dtype": "bfloat16"}, {"round_values": through_bfloat16}),
+}
+OF_A_THRESHOLD = SCENARIOS | {
+    "float8": ({"value_dtype": "float8"}, {"round_values": through_float8}),
+    "float8, gathered": ({"value_dtype": "float8", "exchange": "gather"}, {"round_values": through_float8}),
+    "float8, summed": ({"value_dtype": "float8", "exchange": "reduce_scatter"}, {"round_values": through_float8}),
+    "int16": (
+        {"value_dtype": "int16", "exchange": "gather"},
+        {"round_values": lambda values: (values * 2.0**8).round() * 2.0**-8},
+    ),
 }
 
 
@@ -60,9 +86,9 @@ def assert_matches_simulation(results: list[Result], optimizer_name, plan, step_
 
 
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("scenario", OF_A_THRESHOLD)
 def test_hard_threshold_in_float64_trains_as_the_simulation_does(scenario, optimizer_name):
-    options, plan = SCENARIOS[scenario]
+    options, plan = OF_A_THRESHOLD[scenario]
     results = run_workers(_train, 3, HardThreshold(THRESHOLD), optimizer_name, options)
     assert_matches_simulation(results, optimizer_name, Plan(reaches(THRESHOLD), **plan), options.get("step_size"))
     assert results[0].buckets_per_step[0] == 1  # DDP rebuilds its buckets after the first step
@@ -164,9 +190,11 @@ def test_accordion_in_float64_trains_as_the_simulation_does(interval, change, st
         assert len(set(other.critical.values())) == 2 or len(other.regimes) > len(other.critical) + 1
 
 
+@pytest.mark.parametrize("exchange", ["auto", "gather", "dense"])
 @pytest.mark.parametrize("same_on_all", [True, False])
-def test_random_k_in_float64_trains_as_workers_do_that_send_what_it_chose(same_on_all):
-    results = run_workers(_train, 3, RandomK(0.2, same_on_all=same_on_all), "adam", {"record_history": True})
+def test_random_k_in_float64_trains_as_workers_do_that_send_what_it_chose(same_on_all, exchange):
+    options = {"record_history": True, "exchange": exchange}
+    results = run_workers(_train, 3, RandomK(0.2, same_on_all=same_on_all), "adam", options)
     # What was sent has no residual, and everything else has one: no gradient here is zero.
     masks = [
         {name: (residual == 0).view(weights[name].shape) for name, residual in residuals.items()}
@@ -179,6 +207,51 @@ def test_random_k_in_float64_trains_as_workers_do_that_send_what_it_chose(same_o
     last = [torch.cat([mask.flatten() for mask in one.values()]) for one in masks[-3:]]
     assert torch.equal(last[0], last[1]) == torch.equal(last[0], last[2]) == same_on_all
     assert not torch.equal(last[0], torch.cat([mask.flatten() for mask in masks[-6].values()]))  # the step before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"value_dtype": "int8"},
+        {"value_dtype": "int8", "exchange": "dense"},
+        {"value_dtype": "int16", "exchange": "gather"},
+    ],
+)
+def test_scaled_integer_rounding_in_float64_trains_as_the_simulation_does(options):
+    step = 2.0**-4  # the largest power of two up to 0.1
+
+    def rounded(values):
+        return torch.round(values / step) * step
+
+    results = run_workers(_train, 3, ScaledIntegerRounding(0.1), "nesterov", options)
+    assert_matches_simulation(results, "nesterov", Plan(lambda name, p: rounded(p) != 0, round_values=rounded))
+
+
+@pytest.mark.parametrize("options", [{}, {"value_dtype": "int8", "exchange": "gather"}])
+def test_stochastic_rounding_in_float64_keeps_less_than_a_step_and_loses_nothing(options):
+    step = 2.0**-5
+    results = run_workers(_train, 3, StochasticRounding(0.05), "nesterov", options | {"record_history": True})
+    model = build_model()
+    parameters, optimizer = dict(model.named_parameters()), OPTIMIZERS["nesterov"](model.parameters())
+    for number, batches in enumerate(build_batches(3)):
+        sent = {name: torch.zeros(p.numel(), dtype=torch.float64) for name, p in parameters.items()}
+        for result, (inputs, targets) in zip(results, batches, strict=True):
+            before, after = result.history[number][1], result.history[number + 1][1]
+            model.zero_grad()
+            torch.nn.functional.mse_loss(model(inputs), targets).backward()
+            for name, p in parameters.items():
+                out = before[name] + p.grad.flatten() - after[name]
+                assert (after[name].abs() < step).all()
+                torch.testing.assert_close(out / step, (out / step).round(), rtol=0, atol=1e-9)
+                sent[name] += out / 3
+        for name, p in parameters.items():
+            p.grad = sent[name].view(p.shape)
+        optimizer.step()
+        for name, p in parameters.items():
+            torch.testing.assert_close(results[0].history[number + 1][0][name], p.data, rtol=1e-9, atol=1e-11)
+    kept = [torch.cat(list(result.history[-1][1].values())) for result in results]
+    assert not torch.equal(kept[0], kept[1])
 
 
 def test_dense_in_float64_trains_as_plain_workers_do():
@@ -247,6 +320,17 @@ def test_replicas_are_equal_to_the_last_bit(optimizer_name, exchange):
         for other in results[1:]:
             assert torch.equal(weight, other.weights[name])
     assert any(not torch.equal(results[0].residuals[name], results[1].residuals[name]) for name in results[0].weights)
+
+
+def test_multiples_of_a_step_come_to_the_same_bits_on_every_route():
+    weights = []
+    for exchange in ("gather", "reduce_scatter", "dense", "auto"):
+        options = {"exchange": exchange, "value_dtype": "float8"}
+        weights += [
+            one.weights for one in run_workers(_train, 3, HardThreshold(0.01), "nesterov", options, torch.float32)
+        ]
+    for name, weight in weights[0].items():
+        assert all(torch.equal(weight, other[name]) for other in weights[1:]), name
 
 
 def test_float32_differs_from_exact_arithmetic_only_where_a_coordinate_sits_at_the_threshold():

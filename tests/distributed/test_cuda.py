@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse import HardThreshold, TopK, register_comm_hook
 from lightning_sparse.exchange import Workers
 from lightning_sparse.exchange.payload import PayloadFormat
+from lightning_sparse.exchange.wire import Wire
 from tests.distributed.simulation import Plan, simulate
 from tests.distributed.training import OPTIMIZERS, STEPS, build_batches, build_model
 from tests.workers import run_workers
@@ -27,7 +28,7 @@ def test_selection_and_payload_are_the_same_on_both_devices(sparsifier):
     compensated[[5, 70_000, 149_999]] = torch.tensor([float("nan"), float("inf"), float("-inf")])
     on_cpu, on_cuda = sparsifier.select(compensated, layout), sparsifier.select(compensated.cuda(), layout)
     assert torch.equal(on_cpu.indices, on_cuda.indices.cpu())
-    payload_format = PayloadFormat(150_000, torch.bfloat16)
+    payload_format = PayloadFormat(150_000, Wire(torch.bfloat16))
     packed = [payload_format.pack(one) for one in (on_cpu, on_cuda)]
     assert torch.equal(packed[0], packed[1].cpu())
 

@@ -339,6 +339,23 @@ def test_an_outer_optimizer_is_resumed():
         assert torch.equal(whole[1], resumed[1])
 
 
+def _state_within():
+    model = Net().double()
+    averager = SparseModelAverager(model, HardThreshold(THRESHOLD))
+    with torch.no_grad():
+        model.last.bias.fill_(dist.get_rank())
+    before = averager.state_dict()["own"]["weights"]
+    with averager.averaged_weights():
+        assert model.last.bias.tolist() == [0.5] * 4
+        within = averager.state_dict()["own"]["weights"]
+    torch.testing.assert_close(within, before, rtol=0, atol=0)
+    return within["last.bias"].tolist()
+
+
+def test_within_averaged_weights_a_state_holds_the_workers_own():
+    assert run_workers(_state_within, 2) == [[0.0] * 4, [1.0] * 4]
+
+
 def several_kinds():
     """Parameters of all dtypes, in other memory formats, tied, complex and frozen at first."""
     rank = dist.get_rank()

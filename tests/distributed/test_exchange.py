@@ -16,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse import HardThreshold, register_comm_hook
 from lightning_sparse.exchange import Exchange, Workers, convoy
 from lightning_sparse.exchange.hierarchical import find_nodes, is_one_node
-from lightning_sparse.exchange.payload import PayloadFormat, round_to_wire
+from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.plain import plain_average
+from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.selection.numbers import FIXED_FIELDS
 from lightning_sparse.sparsifiers import Selection
 from tests.workers import run_workers
@@ -34,7 +35,7 @@ def selection_of(seed, rank, size, density, dtype, wire):
     values = torch.randn(indices.numel(), generator=generator, dtype=dtype)
     if seed % 7 == 3 and values.numel() > 1:
         values[0], values[1] = float("nan"), float("inf")
-    return Selection(indices, round_to_wire(values, wire))
+    return Selection(indices, wire.rounded(values))
 
 
 def header_of(selection, size, slices):
@@ -75,8 +76,8 @@ def _run(modes, cases):
     """Runs cases of (sizes, densities, dtype, wire, seed) on every route; returns checksums of all averages."""
     checksums = []
     for mode in modes:
-        is_exact = mode in ("gather", "reduce_scatter")
         for sizes, densities, dtype, wire, seed in cases:
+            is_exact = mode in ("gather", "reduce_scatter") or wire.is_stepped
             convoy.FULL_BYTES = (0, 3000, 2**16)[seed % 3]
             exchange = Exchange(mode)
             for step, density in enumerate(densities):
@@ -103,14 +104,18 @@ def cases(draw):
     sizes = draw(st.lists(st.sampled_from([0, 1, 3, 17, 1000, 65_536, 70_000]), min_size=1, max_size=3))
     densities = draw(st.lists(st.sampled_from([0.0, 0.001, 0.01, 0.3, 1.0]), min_size=2, max_size=6))
     dtype = draw(st.sampled_from([torch.float32, torch.float64]))
-    wire = draw(st.sampled_from([dtype, torch.bfloat16, torch.float16]))
+    wire = draw(st.sampled_from([Wire(dtype), Wire(torch.bfloat16), Wire(torch.float16), BYTE, *WHOLE]))
     return sizes, densities, dtype, wire, draw(st.integers(0, 10_000))
 
 
+FLOAT, BYTE = Wire(torch.float32), Wire(torch.float8_e4m3fn, 2.0**-6)
+WHOLE = Wire(torch.int8, 2.0**-5), Wire(torch.int16, 2.0**-12)
 ALWAYS = [
-    ([70_000, 17], [0.0, 1.0, 0.0, 0.001, 1.0, 0.3, 0.0], torch.float32, torch.float32, 3),
-    ([1], [1.0, 0.0, 1.0], torch.float32, torch.bfloat16, 1),
-    ([0, 17, 0], [1.0, 0.01, 1.0], torch.float64, torch.float32, 5),
+    ([70_000, 17], [0.01, 1.0, 0.001], torch.float32, BYTE, 3),
+    ([1000, 1], [0.01, 1.0, 0.3], torch.float32, WHOLE[0], 3),
+    ([70_000, 17], [0.0, 1.0, 0.0, 0.001, 1.0, 0.3, 0.0], torch.float32, Wire(torch.float32), 3),
+    ([1], [1.0, 0.0, 1.0], torch.float32, Wire(torch.bfloat16), 1),
+    ([0, 17, 0], [1.0, 0.01, 1.0], torch.float64, Wire(torch.float32), 5),
 ]
 
 
@@ -125,12 +130,19 @@ def test_every_route_gives_what_the_plain_exchange_gives(num_workers, drawn):
     assert all(checksums == ranks[0] for checksums in ranks)
 
 
-def _bytes_of_steps(mode, densities):
+def _bytes_of_steps(mode, densities, wire=FLOAT):
     exchange, size, sent = Exchange(mode), 30_000, []
     for step, density in enumerate(densities):
-        selection = selection_of(10 * step + 1, 2 * dist.get_rank(), size, density, torch.float32, torch.float32)
-        sent.append(exchange_once(exchange, [selection], [size], torch.float32, torch.float32)[2])
+        selection = selection_of(10 * step + 1, 2 * dist.get_rank(), size, density, torch.float32, wire)
+        sent.append(exchange_once(exchange, [selection], [size], torch.float32, wire)[2])
     return sent
+
+
+@pytest.mark.parametrize(("wire", "of_values", "of_sums"), [(WHOLE[0], 1, 2), (WHOLE[1], 2, 4), (BYTE, 1, 4)])
+def test_densely_multiples_of_a_step_take_their_bytes_and_those_of_a_slices_sums(wire, of_values, of_sums):
+    header_bytes = 8 * FIXED_FIELDS
+    for sent in run_workers(_bytes_of_steps, 3, "dense", [0.5], wire):
+        assert sent == [30_000 * of_values + 10_000 * of_sums + header_bytes]
 
 
 @pytest.mark.parametrize("mode", ["gather", "reduce_scatter"])
@@ -147,7 +159,7 @@ def _fill_one_slice():
     exchange, size, averages = Exchange("reduce_scatter"), 30_000, []
     for step in (100, 100, 1, 1):
         selection = Selection(torch.arange(300) * step, torch.full((300,), dist.get_rank() + 1.0))
-        averages.append(exchange_once(exchange, [selection], [size], torch.float32, torch.float32)[0][0])
+        averages.append(exchange_once(exchange, [selection], [size], torch.float32, Wire(torch.float32))[0][0])
     return averages
 
 
@@ -203,10 +215,10 @@ def _count_collectives(mode, densities, full_bytes=convoy.FULL_BYTES, link_gbit_
     for step, density in enumerate(densities):
         calls.clear()
         selections = [
-            selection_of(10 * step + bucket + 1, 0, size, density, torch.float32, torch.float32)
+            selection_of(10 * step + bucket + 1, 0, size, density, torch.float32, Wire(torch.float32))
             for bucket, size in enumerate(sizes)
         ]
-        _, _, sent_bytes = exchange_once(exchange, selections, sizes, torch.float32, torch.float32)
+        _, _, sent_bytes = exchange_once(exchange, selections, sizes, torch.float32, Wire(torch.float32))
         per_step.append((list(calls), sent_bytes))
     return per_step
 
@@ -236,10 +248,15 @@ def test_an_overflow_costs_one_more_round_for_its_bucket_only():
 def _messages_before_the_end():
     calls, isend = [], dist.isend
     dist.isend = lambda *args, **kwargs: (calls.append(None), isend(*args, **kwargs))[1]
-    selections = [selection_of(1, 0, 3000, 0.1, torch.float32, torch.float32)] * 2
+    selections = [selection_of(1, 0, 3000, 0.1, torch.float32, Wire(torch.float32))] * 2
     counts = []
     exchange_once(
-        Exchange("gather"), selections, [3000] * 2, torch.float32, torch.float32, lambda: counts.append(len(calls))
+        Exchange("gather"),
+        selections,
+        [3000] * 2,
+        torch.float32,
+        Wire(torch.float32),
+        lambda: counts.append(len(calls)),
     )
     return [*counts, len(calls)]
 
@@ -252,14 +269,14 @@ def test_everything_is_on_its_way_once_the_last_bucket_is_there():
 def _break_off():
     exchange, sizes = Exchange("gather"), [3000, 2000]
     selections = [
-        selection_of(bucket + 1, 0, size, 0.1, torch.float32, torch.float32) for bucket, size in enumerate(sizes)
+        selection_of(bucket + 1, 0, size, 0.1, torch.float32, Wire(torch.float32)) for bucket, size in enumerate(sizes)
     ]
     if dist.get_rank() == 0:  # the other worker's backward failed before this bucket was ready
         exchange.begin()
-        shipment = exchange.open(0, sizes[0], torch.float32, FIXED_FIELDS, torch.zeros(sizes[0]), is_last=False)
+        shipment = exchange.open(0, sizes[0], Wire(torch.float32), FIXED_FIELDS, torch.zeros(sizes[0]), is_last=False)
         shipment.format.fill(shipment.payload, selections[0])
         exchange.start(shipment, header_of(selections[0], sizes[0], 2), is_last=False)
-    outs, _, _ = exchange_once(exchange, selections, sizes, torch.float32, torch.float32)
+    outs, _, _ = exchange_once(exchange, selections, sizes, torch.float32, Wire(torch.float32))
     return [torch.equal(out[one.indices], one.values) for out, one in zip(outs, selections, strict=True)]
 
 
@@ -283,8 +300,8 @@ def _padding(density):
     exchange, size = Exchange("gather"), 1_000_000
     bytes_per_coordinate = []
     for _ in range(60):
-        selection = selection_of(1, 0, size, density, torch.float32, torch.float32)  # the same every time
-        _, _, sent_bytes = exchange_once(exchange, [selection], [size], torch.float32, torch.float32)
+        selection = selection_of(1, 0, size, density, torch.float32, Wire(torch.float32))  # the same every time
+        _, _, sent_bytes = exchange_once(exchange, [selection], [size], torch.float32, Wire(torch.float32))
         bytes_per_coordinate.append(sent_bytes / selection.indices.numel())
     return bytes_per_coordinate
 

@@ -7,6 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse import DriftOptions, HardThreshold, SparseModelAverager, register_comm_hook
 from lightning_sparse.exchange import LARGEST_SLICE, adding, fused_decode, gather
 from lightning_sparse.exchange.payload import PayloadFormat
+from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels import launching
 from lightning_sparse.selection import extraction, fused_threshold
 from lightning_sparse.selection.bucket_gradient import BucketGradient
@@ -21,6 +22,7 @@ from tests.workers import run_workers
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 NAN, INF = float("nan"), float("inf")
+WIRES = (*map(Wire, (torch.float32, torch.bfloat16, torch.float16)), Wire(torch.float8_e4m3fn, 0.125))
 STEPS = 15
 """A quarter of a second each for a worker: the interpreter goes through a kernel operation by operation."""
 
@@ -161,6 +163,7 @@ if INTERPRETED:
         [
             (HardThreshold(0.02), torch.float32, {}),
             (HardThreshold(0.02), torch.bfloat16, {"exchange": "gather", "value_dtype": "bfloat16"}),
+            (HardThreshold(density=0.1, calibration_steps=2), torch.float32, {"value_dtype": "float8"}),
         ],
     )
     def test_no_kernel_is_first_built_in_an_exchange_of_drifts(sparsifier, dtype, options):
@@ -182,7 +185,9 @@ if INTERPRETED:
             self.rest = None
 
     @pytest.mark.parametrize("capacity", [0, 4, 400])
-    @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize(
+        "wire", [*map(Wire, (torch.float32, torch.bfloat16, torch.float16)), Wire(torch.int8, 0.25)]
+    )
     def test_a_payload_that_is_too_small_leaves_a_rest(wire, capacity, monkeypatch):
         size = 70_000
         generator = torch.Generator().manual_seed(0)

@@ -84,8 +84,9 @@ def test_a_stop_after_the_first_step_or_a_dropped_one_changes_no_weight(sparsifi
         assert any(one.any() for one in straight[2]["residuals"].values())
         torch.testing.assert_close(straight[:2], resumed[:2], rtol=0, atol=0)
         torch.testing.assert_close(straight[2]["residuals"], resumed[2]["residuals"], rtol=0, atol=0)
-        sums = [one[2]["shared"]["sparsifier"].get("sums", {}) for one in (straight, resumed)]
-        torch.testing.assert_close(*sums, rtol=0, atol=0)
+        for key in ("sums", "norms"):  # of the running epoch, and of the last, in which the stop was
+            found = [one[2]["shared"]["sparsifier"].get(key, {}) for one in (straight, resumed)]
+            torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def _of_the_other_worker():
@@ -140,6 +141,21 @@ def _told_of_an_epoch():
 
 def test_an_epoch_is_told_of_anew_after_a_file_or_a_reset():
     run_workers(_told_of_an_epoch, 2)
+
+
+def _with_other_settings():
+    model, optimizer, state = begin(Accordion(0.05, 0.2, interval=1))
+    run(model, optimizer, build_batches(dist.get_world_size(), torch.float32, 2), state=state)
+    saved = state.state_dict()
+    assert saved["shared"]["sparsifier"]["sums"]
+    *_, other = begin(Accordion(0.05, 0.2, interval=2))
+    fresh = other.sparsifier.state_dict(0)
+    other.load_state_dict(saved)
+    assert other.sparsifier.state_dict(0) == fresh
+
+
+def test_what_a_sparsifier_of_other_settings_has_seen_is_not_loaded():
+    run_workers(_with_other_settings, 2)
 
 
 class OfAnotherKind(HardThreshold):

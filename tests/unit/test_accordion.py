@@ -99,11 +99,57 @@ def of_norms(norms: list[float], rates: list[float] | None = None, **options: An
         ([float("nan"), 1.0, 1.0, 1.0, float("inf"), 1.0], {}, [0.5, 0.5, 0.5, 0.1, 0.1, 0.5]),
         ([1.0, 9.0, 1.0, 9.0, 1.0, 9.0], {"interval": 2}, [0.5, 0.5, 0.5, 0.1, 0.1, 0.1]),  # 0, 2 and 4 count
         ([1.0] * 5, {"rates": [0.1, 0.1, 0.1, 0.05, 0.05]}, [0.5, 0.5, 0.1, 0.5, 0.1]),
+        ([1.0] * 4, {"rates": [0.1, 0.1, 0.1, 0.2]}, [0.5, 0.5, 0.1, 0.1]),
         ([1.0] * 8, {"rates": [0.1] * 5 + [0.05] * 3, "interval": 3}, [0.5, 0.5, 0.5, 0.5, 0.1, 0.5, 0.5, 0.1]),
     ],
 )
 def test_a_layer_is_critical_while_its_norm_or_the_learning_rate_changes(norms, options, expected):
     assert of_norms(norms, **options) == expected
+
+
+def after(averages):
+    """A sparsifier that has seen these averages in its first epoch, the last of them in the running step."""
+    sparsifier = Accordion(0.1, 0.5, interval=1)
+    sparsifier.begin_epoch(0, [0.1])
+    for step, average in enumerate(averages):
+        sparsifier.begin_step(step, 0)
+        sparsifier.observe(LayerLayout(("weight",), (2,)), average)
+        average.fill_(1e9)  # it is the gradient's
+    return sparsifier
+
+
+@pytest.mark.parametrize(
+    ("averages", "expected"),
+    [
+        ([torch.tensor([3.0, 4.0]), torch.ones(2)], [4.0, 5.0]),
+        ([torch.ones(2, dtype=torch.bfloat16) for _ in range(300)], [300.0] * 2),  # in bfloat16 it ends at 256
+    ],
+)
+def test_a_sum_is_of_copies_in_float32(averages, expected):
+    assert after(averages).state_dict(len(averages))["sums"]["weight"].tolist() == expected
+
+
+def test_a_norm_is_that_of_all_elements_and_no_square_is_too_large_for_it():
+    sparsifier = after([torch.tensor([3e30, 4e30])])
+    sparsifier.begin_epoch(1, [0.1])
+    sparsifier.begin_step(1, 0)
+    assert sparsifier.state_dict(1)["norms"]["weight"] == pytest.approx(5e30)
+
+
+def test_of_an_epoch_that_is_told_of_twice_the_first_rates_hold():
+    sparsifier = Accordion(0.1, 0.5)
+    for rate in (0.1, 0.05):
+        sparsifier.begin_epoch(0, [rate])
+    sparsifier.begin_step(0, 0)
+    assert sparsifier.state_dict(0)["learning_rates"] == [0.1]
+
+
+def test_what_the_running_step_has_brought_is_forgotten_with_the_rest():
+    sparsifier = after([torch.ones(2)])
+    sparsifier.load_state_dict({})
+    sparsifier.begin_epoch(0, [0.1])
+    sparsifier.begin_step(1, 0)
+    assert sparsifier.state_dict(1)["sums"] == sparsifier.state_dict(1)["norms"] == {}
 
 
 def test_an_epoch_without_an_exchange_is_not_waited_for():

@@ -7,12 +7,14 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.selection.block_filter import BLOCK_ELEMENTS, CHUNK_ELEMENTS, BlockFilter, repair
 from lightning_sparse.selection.residual import Residual
 from lightning_sparse.sparsifiers import ThresholdRun
 
 NAN, INF = float("nan"), float("inf")
-WIRE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+FLOAT = Wire(torch.float32)
+WIRES = (FLOAT, *map(Wire, (torch.float64, torch.bfloat16, torch.float16)), Wire(torch.int16, 2.0**-12))
 SIZES = [0, 1, 7, 127, 128, 129, 1000, 5 * BLOCK_ELEMENTS, CHUNK_ELEMENTS, CHUNK_ELEMENTS + 130, 2 * CHUNK_ELEMENTS]
 
 
@@ -33,7 +35,7 @@ def cases(draw):
     cuts = sorted({0, size, *(draw(st.integers(0, size)) for _ in range(draw(st.integers(0, 3))))})
     thresholds = st.sampled_from([0.0, 0.5, 1.0, 3.0, 1e38, INF])
     runs = [ThresholdRun(draw(thresholds), start, end) for start, end in pairwise(cuts)] or [ThresholdRun(1.0, 0, 0)]
-    wire = draw(st.sampled_from(WIRE_DTYPES if dtype == torch.float64 else [w for w in WIRE_DTYPES if w.itemsize < 8]))
+    wire = draw(st.sampled_from(WIRES if dtype == torch.float64 else [one for one in WIRES if one.itemsize < 8]))
     loss_scale = draw(st.sampled_from([None, torch.tensor(4.0), torch.tensor(3.0)]))
     return residual, gradient, runs, loss_scale, wire
 
@@ -45,8 +47,12 @@ def plainly(residual, gradient, runs, loss_scale, wire):
     mask = torch.zeros(p.shape, dtype=torch.bool)
     for threshold, start, end in runs:
         mask[start:end] = ~(p[start:end].abs() < threshold)
-    limit = torch.finfo(wire).max
-    rounded = torch.where(p.isfinite(), p.clamp(-limit, limit), p).to(wire).to(p.dtype)
+    if wire.is_whole:
+        whole = p.double().div(wire.step).clamp(-32_767, 32_767).round()
+        rounded = torch.where(p.isfinite(), (whole * wire.step).to(p.dtype), NAN)
+    else:
+        limit = torch.finfo(wire.dtype).max
+        rounded = torch.where(p.isfinite(), p.clamp(-limit, limit), p).to(wire.dtype).to(p.dtype)
     out = torch.where(mask, rounded, 0.0)
     rest = p - out
     return p, out, mask, torch.where(rest.isfinite(), rest, 0.0)
@@ -57,8 +63,8 @@ def assert_same_bits(actual, expected):
 
 
 @given(cases())
-@example((torch.zeros(300), torch.ones(300), [ThresholdRun(1.0, 0, 300)], None, torch.float32))
-@example((torch.zeros(300), -torch.ones(300), [ThresholdRun(0.0, 0, 300)], None, torch.bfloat16))
+@example((torch.zeros(300), torch.ones(300), [ThresholdRun(1.0, 0, 300)], None, FLOAT))
+@example((torch.zeros(300), -torch.ones(300), [ThresholdRun(0.0, 0, 300)], None, WIRES[2]))
 def test_what_is_taken_out_is_what_the_definition_says(case):
     residual, gradient, runs, loss_scale, wire = case
     _, out, mask, rest = plainly(*case)
@@ -114,7 +120,7 @@ def test_any_density_comes_out_in_one_piece(density):
     chosen = torch.rand(size, generator=generator) < density
     p[chosen] = -1.5
     residual = torch.zeros(size)
-    sent = BlockFilter().take_out(in_place(residual), p, [ThresholdRun(1.0, 0, size)], None, torch.float32)
+    sent = BlockFilter().take_out(in_place(residual), p, [ThresholdRun(1.0, 0, size)], None, FLOAT)
     assert torch.equal(sent.indices, chosen.nonzero().squeeze(1))
     assert torch.equal(residual, torch.where(chosen, 0.0, p))
 
@@ -123,7 +129,7 @@ def test_the_masked_gradient_may_take_the_gradients_place():
     gradient = torch.tensor([0.5, 2.0, NAN, -0.25])
     residual = torch.tensor([0.5, 0.0, 0.0, 0.25])
     runs = [ThresholdRun(1.0, 0, 4)]
-    counts = BlockFilter().take_out_masked(in_place(residual), gradient, runs, None, torch.float32, gradient)
+    counts = BlockFilter().take_out_masked(in_place(residual), gradient, runs, None, FLOAT, gradient)
     assert counts == [3]
     assert_same_bits(gradient, torch.tensor([1.0, 2.0, NAN, 0.0]))
     assert_same_bits(residual, torch.tensor([0.0, 0.0, NAN, 0.0]))
@@ -133,12 +139,12 @@ def test_a_residual_is_known_to_be_zero_only_while_nobody_writes_into_it():
     block_filter, runs = BlockFilter(), [ThresholdRun(0.0, 0, 200)]
     residual, out = torch.full((200,), 0.5), torch.empty(200)
     for _ in range(2):
-        block_filter.take_out_masked(in_place(residual), torch.ones(200), runs, None, torch.float32, out)
+        block_filter.take_out_masked(in_place(residual), torch.ones(200), runs, None, FLOAT, out)
         assert block_filter.is_zero(residual)
     assert torch.equal(out, torch.ones(200))
     residual[3:5] += 1.0  # for example loaded
     assert not block_filter.is_zero(residual)
-    block_filter.take_out_masked(in_place(residual), torch.ones(200), runs, None, torch.float32, out)
+    block_filter.take_out_masked(in_place(residual), torch.ones(200), runs, None, FLOAT, out)
     assert out[2:6].tolist() == [1.0, 2.0, 2.0, 1.0]
     assert not residual.any()
 
@@ -147,11 +153,11 @@ def test_with_two_residuals_in_turn_each_is_known_to_be_zero_or_not():
     block_filter, runs, out = BlockFilter(), [ThresholdRun(0.0, 0, 200)], torch.empty(200)
     one, other = torch.full((200,), 0.5), torch.full((200,), NAN)
     for before, after, expected in ((one, other, 1.5), (other, one, 1.0), (one, other, 1.0)):
-        block_filter.take_out_masked(Residual(before, after), torch.ones(200), runs, None, torch.float32, out)
+        block_filter.take_out_masked(Residual(before, after), torch.ones(200), runs, None, FLOAT, out)
         assert torch.equal(out, torch.full((200,), expected))
         assert not after.any()
     other[7] = 2.0
-    block_filter.take_out_masked(Residual(other, one), torch.ones(200), runs, None, torch.float32, out)
+    block_filter.take_out_masked(Residual(other, one), torch.ones(200), runs, None, FLOAT, out)
     assert out[7] == 3.0
 
 
@@ -160,7 +166,7 @@ def test_non_finite_values_are_found_when_everything_is_sent():
     residual = torch.zeros(4)
     for _ in range(2):
         gradient = torch.tensor([1.0, NAN, -INF, INF])
-        block_filter.take_out_masked(in_place(residual), gradient, runs, None, torch.float32, gradient)
+        block_filter.take_out_masked(in_place(residual), gradient, runs, None, FLOAT, gradient)
         assert_same_bits(gradient, torch.tensor([1.0, NAN, -INF, INF]))
         assert repair(residual) == 3
         assert not residual.any()

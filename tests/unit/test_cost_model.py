@@ -35,7 +35,7 @@ def test_a_fall_in_density_is_not_padded_for_long():
     assert forecast.capacity(10**9) <= 1700
 
 
-def test_a_restless_count_seldom_overflows():
+def test_a_restless_count_overflows_in_one_of_twenty_steps_for_little_padding():
     # k of a hard threshold over steps: noise of a few per cent around a slow trend.
     noise = random.Random(0)
     forecast, overflows, padding = Forecast(10_000), 0, 0
@@ -44,8 +44,8 @@ def test_a_restless_count_seldom_overflows():
         overflows += count > forecast.capacity(10**9)
         padding += max(forecast.capacity(10**9) - count, 0) / count
         forecast.observe(count)
-    assert overflows < 2000 * 0.01
-    assert padding < 2000 * 0.15
+    assert overflows < 2000 * 0.065
+    assert padding < 2000 * 0.065
 
 
 @pytest.mark.parametrize("num_workers", [2, 4, 16, 256])

@@ -1,5 +1,7 @@
 """Workers that are threads of one process."""
 
+import time
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from lightning_sparse.exchange import Crew
 def crew():
     made = Crew(3)
     yield made
+    made._barrier.abort()  # if one still waits, the test fails and does not hang
     made.close()
 
 
@@ -17,7 +20,7 @@ def test_collectives_give_what_a_process_groups_do(crew):
     def collectives(rank):
         worker = crew.workers[rank]
         gathered, turned = torch.zeros(6), torch.zeros(6)
-        total = torch.tensor([1e8, 1.0, -1e8][rank : rank + 1])  # in another order the sum would be 1
+        total = torch.tensor([1e8, -1e8, 1.0][rank : rank + 1])  # with the last one first the sum would be 0
         worker.all_gather(gathered, torch.full((2,), float(rank))).wait()
         worker.all_to_all(turned, torch.arange(6.0) + 10 * rank).wait()
         worker.all_reduce(total).wait()
@@ -31,7 +34,7 @@ def test_collectives_give_what_a_process_groups_do(crew):
         [2.0, 3.0, 12.0, 13.0, 22.0, 23.0],
         [4.0, 5.0, 14.0, 15.0, 24.0, 25.0],
     ]
-    assert [total for *_, total in results] == [[0.0]] * 3
+    assert [total for *_, total in results] == [[1.0]] * 3
 
 
 def test_what_one_raises_is_raised_and_nobody_waits_for_it_ever(crew):
@@ -43,4 +46,41 @@ def test_what_one_raises_is_raised_and_nobody_waits_for_it_ever(crew):
     for _ in range(2):
         with pytest.raises(KeyError, match="of one"):
             crew.run(fails)
-    assert crew.run(lambda rank: rank) == [0, 1, 2]
+
+    def adds(rank):
+        total = torch.ones(1)
+        crew.workers[rank].all_reduce(total).wait()
+        return total.item()
+
+    assert crew.run(adds) == [3.0] * 3
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_nobody_waits_for_one_that_is_interrupted(crew, kind):
+    def ends(rank):
+        if rank == 1:
+            raise kind
+        crew.workers[rank].all_reduce(torch.ones(1)).wait()
+
+    with pytest.raises(kind):
+        crew.run(ends)
+
+
+@pytest.mark.parametrize("collective", ["all_gather", "all_to_all"])
+def test_nobody_changes_its_part_before_the_slowest_has_read_it(crew, collective, monkeypatch):
+    swap = crew.swap
+
+    def slowly(rank, part):
+        found = swap(rank, part)
+        time.sleep(0.1 * rank)
+        return found
+
+    def gives(rank):
+        out, part = torch.zeros(3), torch.full((1 if collective == "all_gather" else 3,), rank + 1.0)
+        getattr(crew.workers[rank], collective)(out, part).wait()
+        part.fill_(-1.0)
+        return out.tolist()
+
+    monkeypatch.setattr(crew, "swap", slowly)
+    assert crew.run(gives) == [[1.0, 2.0, 3.0]] * 3

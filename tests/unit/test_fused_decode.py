@@ -7,15 +7,16 @@ from hypothesis import strategies as st
 
 from lightning_sparse.exchange.adding import pack_nonzero
 from lightning_sparse.exchange.fused_decode import TILE, decode
-from lightning_sparse.exchange.payload import PayloadFormat, round_to_wire
+from lightning_sparse.exchange.payload import CAPACITY_STEP, PayloadFormat
+from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.sparsifiers import Selection
 from tests.interpreter import INTERPRETED, run_in_interpreter
 from tests.unit.test_fused_threshold import (
-    BRAIN,
+    AS_IT_IS,
     DEVICE,
     DOUBLE,
     FLOAT,
-    HALF,
+    WIRES,
     check_guards,
     guarded,
     on_device,
@@ -25,7 +26,10 @@ from tests.unit.test_fused_threshold import (
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 
-def selections(size, counts, dtype=FLOAT, wire=FLOAT, seed=0):
+KINDS = [*((FLOAT, wire) for wire in (*WIRES, Wire(torch.int8, 0.25))), (DOUBLE, Wire(DOUBLE)), (DOUBLE, WIRES[-1])]
+
+
+def selections(size, counts, dtype=FLOAT, wire=AS_IT_IS, seed=0):
     """What each worker sends: so many coordinates, many of them the same, and what is special."""
     generator = torch.Generator().manual_seed(seed)
     common = torch.randperm(size, generator=generator)
@@ -36,7 +40,7 @@ def selections(size, counts, dtype=FLOAT, wire=FLOAT, seed=0):
         values = torch.randn(count, generator=generator, dtype=DOUBLE).mul(2.0).to(dtype)
         special = torch.tensor([float("nan"), float("inf"), -float("inf"), 1e-40, 3e38, -0.0], dtype=DOUBLE).to(dtype)
         values[: min(count, 6)] = special[: min(count, 6)]
-        found.append(Selection(indices, round_to_wire(values, wire)))
+        found.append(Selection(indices, wire.rounded(values)))
     return found
 
 
@@ -47,11 +51,11 @@ def payloads_of(payload_format, chosen, capacity):
     return rows.to(DEVICE)
 
 
-def check(size, chosen, dtype=FLOAT, wire=FLOAT, capacity=None, header_fields=0, factor=None, divides=True):
+def check(size, chosen, dtype=FLOAT, wire=AS_IT_IS, capacity=None, header_fields=0, factor=None, divides=True):
     """Decodes on the device and compares with adding one by one."""
     payload_format = PayloadFormat(size, wire, header_fields)
     capacity = max(selection.indices.numel() for selection in chosen) + 1 if capacity is None else capacity
-    capacity = -(-capacity // 4) * 4
+    capacity = -(-capacity // CAPACITY_STEP) * CAPACITY_STEP
     n = len(chosen)
     expected = torch.zeros(size, dtype=dtype)
     for indices, values in chosen:
@@ -74,7 +78,7 @@ def check(size, chosen, dtype=FLOAT, wire=FLOAT, capacity=None, header_fields=0,
 
 
 @on_device
-@pytest.mark.parametrize(("dtype", "wire"), [(FLOAT, FLOAT), (FLOAT, BRAIN), (FLOAT, HALF), (DOUBLE, DOUBLE)])
+@pytest.mark.parametrize(("dtype", "wire"), KINDS)
 @pytest.mark.parametrize("counts", [[900], [900, 900], [400, 0, 700], [3, 5000, 17, 1, 6000]])
 def test_payloads_are_added_in_rank_order_and_divided_once(dtype, wire, counts):
     check(70_000, selections(70_000, counts, dtype, wire), dtype, wire, header_fields=7)
@@ -104,7 +108,7 @@ def test_of_a_payload_that_was_too_small_what_is_there_is_added_and_nothing_beyo
 @on_device
 @pytest.mark.parametrize(("size", "whole"), [(100, 250), (66_000, 130_001), (9, 10)])
 def test_neighbouring_parts_are_put_side_by_side(size, whole):
-    payload_format, dense = PayloadFormat(size, FLOAT), torch.zeros(3, size)
+    payload_format, dense = PayloadFormat(size, AS_IT_IS), torch.zeros(3, size)
     generator = torch.Generator().manual_seed(0)
     for rank in range(3):
         part = dense[rank, : max(min(size, whole - rank * size), 0)]
@@ -119,7 +123,7 @@ def test_neighbouring_parts_are_put_side_by_side(size, whole):
 
 
 def test_what_is_not_zero_is_packed_as_far_as_there_is_room():
-    payload_format = PayloadFormat(140_000, FLOAT)
+    payload_format = PayloadFormat(140_000, AS_IT_IS)
     values = torch.zeros(140_000)
     values[[3, 70_000, 70_001, 139_999]] = torch.tensor([1.0, float("nan"), -2.0, 3.0])
     for capacity, held in [(8, [3, 70_000, 70_001, 139_999]), (4, [3, 70_000, 70_001, 139_999]), (0, [])]:
@@ -128,7 +132,7 @@ def test_what_is_not_zero_is_packed_as_far_as_there_is_room():
         indices, found = payload_format.unpack(payload, FLOAT, min(4, capacity))
         assert indices.tolist() == held
         same_bits(found, values[held])
-    empty = PayloadFormat(0, FLOAT)
+    empty = PayloadFormat(0, AS_IT_IS)
     assert pack_nonzero(empty, torch.zeros(0), torch.zeros(empty.payload_bytes(4), dtype=torch.uint8)) == 0
 
 
@@ -144,7 +148,7 @@ def test_nothing_at_all():
 def test_any_payloads(data):
     size, n = data.draw(st.sampled_from([3, 100, 66_000])), data.draw(st.integers(1, 5))
     counts = [data.draw(st.integers(0, min(size, 200))) for _ in range(n)]
-    wire = data.draw(st.sampled_from([FLOAT, BRAIN, HALF]))
+    wire = data.draw(st.sampled_from(WIRES))
     chosen = selections(size, counts, wire=wire, seed=data.draw(st.integers(0, 99)))
     check(size, chosen, wire=wire, capacity=data.draw(st.integers(0, 220)))
 

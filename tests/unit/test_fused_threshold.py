@@ -15,7 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat, PayloadParts, round_to_wire
+from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat, PayloadParts
+from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels import decode, is_available, launching, threshold
 from lightning_sparse.selection.fused_threshold import BLOCK_ELEMENTS as KERNEL_ELEMENTS
 from lightning_sparse.selection.fused_threshold import PER_END, Boundaries, FusedThreshold
@@ -26,6 +27,8 @@ from tests.interpreter import INTERPRETED, run_in_interpreter
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 FLOAT, DOUBLE, HALF, BRAIN = torch.float32, torch.float64, torch.float16, torch.bfloat16
+AS_IT_IS = Wire(FLOAT)
+WIRES = (AS_IT_IS, Wire(BRAIN), Wire(HALF), Wire(torch.float8_e4m3fn, 0.25), Wire(torch.int16, 2.0**-9))
 SENTINEL = 77
 
 # Overflow and NaN are what the tests are about; numpy, with which the interpreter computes, warns of them.
@@ -85,15 +88,29 @@ class Expected:
         ]
 
 
+def through_float8(values):
+    """Float32 as a sign, four significant bits and exponents from -6 to 8, in plain arithmetic."""
+    exponents = values.double().abs().clamp(min=2.0**-6, max=448).log2().floor()
+    last = 2.0 ** (exponents - 3)
+    return (values.double().clamp(-448, 448) / last).round() * last
+
+
 def expect(residual, gradient, runs, wire, scale=None):
     compensated = residual + (gradient.to(residual.dtype) if scale is None else gradient.to(residual.dtype) / scale)
     limits = torch.full_like(residual, nan)
     for limit, start, end in runs:
         limits[start:end] = limit
     selected = (compensated.abs() >= limits) | compensated.isnan()
-    sent = compensated.to(wire).to(residual.dtype)
-    overflown = sent.isinf() & compensated.isfinite()
-    sent = torch.where(overflown, compensated.sign() * torch.finfo(wire).max, sent)
+    if wire.dtype == torch.int16:
+        steps = compensated.double().div(wire.step).round().clamp(-32_767, 32_767)
+        sent = torch.where(compensated.isfinite(), (steps * wire.step + 0.0).to(residual.dtype), nan)
+    elif wire.dtype == torch.float8_e4m3fn:
+        eighths = through_float8(compensated.float() / (512 * wire.step)) * (512 * wire.step)
+        sent = torch.where(compensated.isfinite(), eighths.to(residual.dtype), nan)
+    else:
+        sent = compensated.to(wire.dtype).to(residual.dtype)
+        overflown = sent.isinf() & compensated.isfinite()
+        sent = torch.where(overflown, compensated.sign() * torch.finfo(wire.dtype).max, sent)
     sent = torch.where(selected, sent, 0.0)
     rest = torch.where(selected, compensated - sent, compensated)
     return Expected(compensated, selected, sent, torch.where(rest.isfinite(), rest, 0.0))
@@ -116,7 +133,7 @@ def check_header(header, expected, gradient, scale, measures):
 
 
 def check_select(
-    residual, gradient, runs, wire=FLOAT, scale=None, capacity=None, fused=None, clears=False, measures=False
+    residual, gradient, runs, wire=AS_IT_IS, scale=None, capacity=None, fused=None, clears=False, measures=False
 ):
     """Runs ``select`` on copies and compares everything it writes; returns what plain tensors expect."""
     expected = expect(residual, gradient, runs, wire, scale)
@@ -127,20 +144,21 @@ def check_select(
     before, kept = residual.to(DEVICE, copy=True), guarded(torch.full_like(residual, nan))
     given_gradient = guarded(gradient)
     ends, offsets = guarded(blocks, torch.int32), guarded(capacity, torch.int16)
-    values, header = guarded(capacity, wire), header_of()
+    values, header = guarded(capacity, wire.storage), header_of()
     (fused or FusedThreshold()).select(
         Residual(before, kept),
         given_gradient,
         runs,
         loss_scale=None if scale is None else torch.tensor([scale], device=DEVICE),
         payload=PayloadParts(torch.empty(0), ends, values, offsets),
+        wire=wire,
         header=header,
         clears_gradient=clears,
         measures_gradient=measures,
     )
     check_guards(kept, ends, values, offsets, given_gradient)
     same_bits(ends, torch.bincount(indices // BLOCK_ELEMENTS, minlength=blocks).cumsum(0).to(torch.int32))
-    same_bits(values[:written], expected.sent[indices[:written]].to(wire))
+    same_bits(values[:written], wire.encoded(expected.sent[indices[:written]]))
     assert torch.equal(offsets[:written].cpu().long() % BLOCK_ELEMENTS, indices[:written] % BLOCK_ELEMENTS)
     assert (values[written:] == SENTINEL).all()
     assert (offsets[written:] == SENTINEL).all()
@@ -153,7 +171,7 @@ def check_select(
     return expected
 
 
-def check_mask(residual, gradient, runs, wire=FLOAT, scale=None, out=None, fused=None, measures=False, divisor=1):
+def check_mask(residual, gradient, runs, wire=AS_IT_IS, scale=None, out=None, fused=None, measures=False, divisor=1):
     expected = expect(residual, gradient, runs, wire, scale)
     kept, given_gradient = guarded(residual), guarded(gradient)
     out = given_gradient if out is None else guarded(residual.numel(), out)
@@ -162,7 +180,7 @@ def check_mask(residual, gradient, runs, wire=FLOAT, scale=None, out=None, fused
         *(Residual(kept, kept), given_gradient, runs),
         loss_scale=loss_scale,
         out=out,
-        wire_dtype=wire,
+        wire=wire,
         header=header,
         divisor=divisor,
         measures_gradient=measures,
@@ -192,7 +210,7 @@ def one_run(threshold, size):
 
 
 @on_device
-@pytest.mark.parametrize("wire", [FLOAT, BRAIN, HALF])
+@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize(("gradient_dtype", "scale"), [(FLOAT, None), (BRAIN, None), (HALF, 3.0), (FLOAT, 1024.0)])
 def test_a_float32_residual(gradient_dtype, scale, wire):
     residual, gradient = bucket(70_000, gradient_dtype)
@@ -203,7 +221,7 @@ def test_a_float32_residual(gradient_dtype, scale, wire):
 
 
 @on_device
-@pytest.mark.parametrize("wire", [DOUBLE, FLOAT, BRAIN, HALF])
+@pytest.mark.parametrize("wire", [Wire(DOUBLE), *WIRES])
 @pytest.mark.parametrize("scale", [None, 3.0])
 def test_a_float64_residual(wire, scale):
     residual, gradient = bucket(70_000, DOUBLE, DOUBLE)
@@ -218,8 +236,8 @@ def test_a_float64_residual(wire, scale):
 @pytest.mark.parametrize("size", [1, 31, 32, 33, 8191, 8192, 8193, 65_535, 65_536, 65_537, 200_000])
 def test_every_size(size):
     residual, gradient = bucket(size)
-    check_select(residual, gradient, one_run(2.5, size), BRAIN)
-    check_mask(residual, gradient, one_run(2.5, size), BRAIN, out=BRAIN)
+    check_select(residual, gradient, one_run(2.5, size), WIRES[1])
+    check_mask(residual, gradient, one_run(2.5, size), WIRES[1], out=BRAIN)
 
 
 @on_device
@@ -239,9 +257,9 @@ def test_the_threshold_itself_is_selected_and_what_is_just_below_is_not(dtype):
     threshold = torch.tensor(0.1, dtype=dtype)
     below = torch.nextafter(threshold, torch.zeros_like(threshold))
     residual = torch.stack([threshold, -threshold, below, -below, threshold * 0, -threshold * 0]).repeat(11)
-    expected = check_select(residual, torch.zeros(66), one_run(threshold.item(), 66), dtype)
+    expected = check_select(residual, torch.zeros(66), one_run(threshold.item(), 66), Wire(dtype))
     assert expected.selected.tolist() == [True, True, False, False, False, False] * 11
-    check_mask(residual, torch.zeros(66, dtype=dtype), one_run(threshold.item(), 66), dtype)
+    check_mask(residual, torch.zeros(66, dtype=dtype), one_run(threshold.item(), 66), Wire(dtype))
 
 
 @on_device
@@ -277,12 +295,14 @@ def test_a_threshold_for_every_run(size, starts):
 def test_runs_of_float64_keep_their_bits():
     threshold = 0.1
     residual = torch.full((64,), nextafter(threshold, 0), dtype=DOUBLE)
-    expected = check_select(residual, torch.zeros(64), [(threshold, 0, 32), (nextafter(threshold, 0), 32, 64)], DOUBLE)
+    expected = check_select(
+        residual, torch.zeros(64), [(threshold, 0, 32), (nextafter(threshold, 0), 32, 64)], Wire(DOUBLE)
+    )
     assert expected.selected.tolist() == [False] * 32 + [True] * 32
 
 
 @on_device
-@pytest.mark.parametrize("wire", [FLOAT, HALF])
+@pytest.mark.parametrize("wire", [AS_IT_IS, Wire(HALF)])
 @pytest.mark.parametrize("spare", [-1, 0, 1, -10_000])
 @pytest.mark.parametrize("size", [3000, 140_000])
 def test_what_finds_no_room_stays_and_is_counted(size, spare, wire):
@@ -292,7 +312,7 @@ def test_what_finds_no_room_stays_and_is_counted(size, spare, wire):
 
 
 @on_device
-@pytest.mark.parametrize("wire", [FLOAT, BRAIN, HALF])
+@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("spare", [-70, 0, 5])
 def test_the_payload_has_the_bits_of_the_plain_step(wire, spare):
     layout = LayerLayout(("weight", "bias", "head"), (66_000, 33, 70_001))
@@ -303,7 +323,7 @@ def test_the_payload_has_the_bits_of_the_plain_step(wire, spare):
 
     compensate(Residual(residual, residual), gradient)
     indices, values = sparsifier.select(residual, layout)
-    sent = round_to_wire(values, wire)
+    sent = wire.rounded(values)
     payload_format = PayloadFormat(layout.num_elements, wire)
     capacity = indices.numel() + spare
     expected = torch.zeros(payload_format.payload_bytes(capacity), dtype=torch.uint8)
@@ -313,7 +333,7 @@ def test_the_payload_has_the_bits_of_the_plain_step(wire, spare):
     payload = torch.zeros(payload_format.payload_bytes(capacity), dtype=torch.uint8, device=DEVICE)
     parts = payload_format.parts(payload)
     FusedThreshold().select(
-        Residual(kept, kept), given_gradient, runs, loss_scale=None, payload=parts, header=header_of()
+        Residual(kept, kept), given_gradient, runs, loss_scale=None, payload=parts, wire=wire, header=header_of()
     )
     for actual, plain in zip(parts, payload_format.parts(expected), strict=True):
         same_bits(actual, plain)
@@ -330,16 +350,16 @@ def test_coordinates_of_every_layer_and_slice_are_counted(size, masks):
     slices = [0, size // 3, size // 2 + 1, size]
     fused = FusedThreshold()
     for limit, places in [(1.0, (layers, slices)), (0.0, (layers, [])), (1.5, ([], slices)), (2.0, ([], []))]:
-        expected = expect(residual, gradient, one_run(limit, size), FLOAT)
+        expected = expect(residual, gradient, one_run(limit, size), AS_IT_IS)
         kept, header = residual.to(DEVICE, copy=True), header_of(max(len(places[0]) - 1, 0))
         arguments = {"loss_scale": None, "header": header, "boundaries": Boundaries(*places, torch.device(DEVICE))}
         inputs = (Residual(kept, kept), gradient.to(DEVICE), one_run(limit, size))
         if masks:
-            fused.mask(*inputs, **arguments, out=torch.empty(size, device=DEVICE), wire_dtype=FLOAT)
+            fused.mask(*inputs, **arguments, out=torch.empty(size, device=DEVICE), wire=AS_IT_IS)
         else:
-            payload_format = PayloadFormat(size, FLOAT)
+            payload_format = PayloadFormat(size, AS_IT_IS)
             payload = torch.zeros(payload_format.payload_bytes(4), dtype=torch.uint8, device=DEVICE)
-            fused.select(*inputs, **arguments, payload=payload_format.parts(payload))
+            fused.select(*inputs, **arguments, payload=payload_format.parts(payload), wire=AS_IT_IS)
         check_header(header, expected, gradient, None, False)
         counts, of_slices = (
             [float(expected.selected[start:end].sum()) for start, end in pairwise(some)] for some in places
@@ -353,15 +373,15 @@ def test_the_work_space_is_shared_by_buckets_of_all_sizes_and_dtypes():
     fused = FusedThreshold()
     for seed, (size, dtype) in enumerate([(40, FLOAT), (130_000, FLOAT), (100, DOUBLE), (66_000, FLOAT), (1, DOUBLE)]):
         residual, gradient = bucket(size, dtype, dtype, seed)
-        check_select(residual, gradient, one_run(1.0, size), dtype, fused=fused)
-        check_mask(residual, gradient, one_run(0.5, size), dtype, fused=fused)
+        check_select(residual, gradient, one_run(1.0, size), Wire(dtype), fused=fused)
+        check_mask(residual, gradient, one_run(0.5, size), Wire(dtype), fused=fused)
 
 
 @on_device
 @pytest.mark.parametrize(("gradient_dtype", "out"), [(FLOAT, None), (FLOAT, FLOAT), (BRAIN, FLOAT), (BRAIN, None)])
 def test_a_mask_may_be_written_into_the_gradient(gradient_dtype, out):
     residual, gradient = bucket(3000, gradient_dtype)
-    check_mask(residual, gradient, one_run(2.0, 3000), BRAIN, out=out)
+    check_mask(residual, gradient, one_run(2.0, 3000), WIRES[1], out=out)
 
 
 @on_device
@@ -374,10 +394,10 @@ def test_what_is_sent_and_what_is_kept_make_up_the_compensated_gradient(data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(residual)), max_size=4)))
     limits = st.sampled_from([0.0, 0.5, 1.0, 1e30]) | st.floats(0, 4, width=32)
     runs = [(data.draw(limits), *span) for span in pairwise([0, *cuts, len(residual)])]
-    wire = data.draw(st.sampled_from([FLOAT, BRAIN, HALF]))
+    wire = data.draw(st.sampled_from(WIRES))
     expected = check_select(residual, gradient, runs, wire, capacity=data.draw(st.integers(0, len(residual) + 1)))
     check_mask(residual, gradient, runs, wire, out=FLOAT)
-    if wire == FLOAT:
+    if wire == AS_IT_IS:
         finite = expected.compensated.isfinite()
         assert torch.equal((expected.sent + expected.rest)[finite], expected.compensated[finite])
         for limit, start, end in runs:
@@ -389,7 +409,7 @@ def test_what_is_sent_and_what_is_kept_make_up_the_compensated_gradient(data):
 def test_no_call_but_the_first_waits_for_the_device():
     start, gradient = (one.cuda() for one in bucket(200_000))
     residual = Residual(start, torch.empty_like(start))
-    payload_format = PayloadFormat(200_000, BRAIN)
+    payload_format = PayloadFormat(200_000, WIRES[1])
     payload = torch.zeros(payload_format.payload_bytes(20_000), dtype=torch.uint8, device="cuda")
     boundaries = Boundaries([0, 70_000, 200_000], [0, 100_000, 200_000], torch.device("cuda"))
     scaled = {"loss_scale": torch.ones(1, device="cuda"), "header": header_of(2), "boundaries": boundaries}
@@ -398,8 +418,8 @@ def test_no_call_but_the_first_waits_for_the_device():
         for mode in ("default", "error"):
             torch.cuda.set_sync_debug_mode(mode)
             for runs in (one_run(2.0, 200_000), [(2.0, 0, 70_000), (2.5, 70_000, 200_000)]):
-                fused.select(residual, gradient, runs, payload=payload_format.parts(payload), **scaled)
-                fused.mask(residual, gradient, runs, out=gradient, wire_dtype=BRAIN, **scaled)
+                fused.select(residual, gradient, runs, payload=payload_format.parts(payload), wire=WIRES[1], **scaled)
+                fused.mask(residual, gradient, runs, out=gradient, wire=WIRES[1], **scaled)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -431,6 +451,7 @@ def test_what_does_not_fit_together_is_refused_before_anything_is_launched(repla
         "runs": one_run(1.0, 10),
         "loss_scale": None,
         "payload": parts_of(),
+        "wire": AS_IT_IS,
         "header": torch.zeros(FIXED_FIELDS, dtype=DOUBLE),
     }
     with pytest.raises(ValueError, match=message):
@@ -481,6 +502,7 @@ TYPES = {
     "*i64": ("run_starts", "starts", "boundaries", "before"),
     "*i32": ("first_run", "bits", "counts", "ends"),
     "*i16": ("offsets",),
+    "fp32": ("scale",),
     "i32": ("programs", "divisor", "num_layers", "num_slices", "num_workers"),
     "i64": ("num_elements", "capacity", "ends_row", "values_row", "offsets_row"),
 }
@@ -494,10 +516,16 @@ SUMMARISE = {"BLOCK": KERNEL_ELEMENTS, "PER_END": PER_END, "WIDTH": 2048, "ROWS"
     [
         (threshold.walk_block, 16, WALK | {"out": None, "CLEARS": True, "MEASURES": False}),
         (threshold.walk_block, 16, WALK | {"bits": None, "CLEARS": False, "MEASURES": True}),
+        (threshold.walk_block, 16, WALK | {"WIRE": "uint8", "LIMIT": 448.0, "CLEARS": True, "MEASURES": False}),
+        (threshold.walk_block, 16, WALK | {"WIRE": "int16", "LIMIT": 32767.0, "CLEARS": True, "MEASURES": False}),
         (threshold.summarise, 8, SUMMARISE | {"MEASURES": True}),
         (threshold.summarise, 8, SUMMARISE | {"MEASURES": False, "boundaries": None, "before": None, "bits": None}),
         (threshold.pack_block, 4, {"LIMIT": 3e38, "BLOCK": KERNEL_ELEMENTS, "PER_END": PER_END}),
+        (threshold.pack_block, 4, {"LIMIT": 448.0, "BLOCK": KERNEL_ELEMENTS, "PER_END": PER_END, "values": "*u8"}),
+        (threshold.pack_block, 4, {"LIMIT": 127.0, "BLOCK": KERNEL_ELEMENTS, "PER_END": PER_END, "values": "*i8"}),
         (decode.add_payloads, 8, {"BLOCK": BLOCK_ELEMENTS, "TILE": 1024}),
+        (decode.add_payloads, 8, {"BLOCK": BLOCK_ELEMENTS, "TILE": 1024, "values": "*u8"}),
+        (decode.add_payloads, 8, {"BLOCK": BLOCK_ELEMENTS, "TILE": 1024, "values": "*i16"}),
         (decode.add_payloads, 8, {"BLOCK": BLOCK_ELEMENTS, "TILE": 1024, "quotients": None, "factor": None}),
     ],
     ids=lambda one: getattr(one, "__name__", None),
@@ -511,7 +539,10 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_there(kernel, warps, constant
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     if "WIRE" in constants:
         constants = constants | {"WIRE": getattr(triton.language, constants["WIRE"])}
-    signature = {name: kind for kind, names in TYPES.items() for name in names} | dict.fromkeys(constants, "constexpr")
+    types = {name: kind for name, kind in constants.items() if str(kind).startswith("*")}
+    constants = {name: value for name, value in constants.items() if name not in types}
+    signature = {name: kind for kind, names in TYPES.items() for name in names} | types
+    signature |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(
         fn=kernel,
         signature={name: signature[name] for name in kernel.arg_names},

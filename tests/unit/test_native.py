@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from lightning_sparse import HardThreshold
 from lightning_sparse.exchange import adding
-from lightning_sparse.exchange.payload import PayloadFormat, round_to_wire
+from lightning_sparse.exchange.payload import PayloadFormat
+from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels import building, native
 from lightning_sparse.selection import native_threshold
 from lightning_sparse.selection.bucket_gradient import BucketGradient
@@ -22,6 +23,8 @@ from lightning_sparse.selection.residual import Residual
 from lightning_sparse.sparsifiers import LayerLayout, Selection
 
 NAN, INF = float("nan"), float("inf")
+WIRES = (Wire(torch.float32), Wire(torch.bfloat16), Wire(torch.int8, 2.0**-4), Wire(torch.float8_e4m3fn, 2.0**-6))
+WIRES += (Wire(torch.int16, 2.0**-12),)
 pytestmark = pytest.mark.skipif(
     shutil.which("cc") is None, reason="no C compiler here: tensor operations do it, which other tests are about"
 )
@@ -93,7 +96,7 @@ def test_a_bucket_leaves_the_same(data):
         residual[start:end] = residual[start:end].nan_to_num(0.0, 0.0, 0.0)
         gradient[start:end] = 0.0
     options = (
-        data.draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        data.draw(st.sampled_from(WIRES)),
         data.draw(st.sampled_from([None, 0, 4, 400, 80_000])),
         data.draw(st.sampled_from([None, 3.0, 1024.0])),
         unused,
@@ -116,13 +119,13 @@ def test_a_bucket_leaves_the_same(data):
 def test_what_rounding_leaves_of_huge_values_is_told_whether_they_found_room_or_not(capacity, monkeypatch):
     layout = LayerLayout(("l0",), (20_000,))
     residual, gradient = torch.randn(2, 20_000, generator=torch.Generator().manual_seed(0)).unbind()
-    options = (torch.bfloat16, capacity, None, [], None, False, False)
+    options = (WIRES[1], capacity, None, [], None, False, False)
     headers = [outcome(way, monkeypatch, layout, residual * 1e25, gradient * 1e25, options)[2] for way in (True, False)]
     torch.testing.assert_close(headers[0][3:], headers[1][3:], rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("capacity", [4, 2000])
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("capacity", [8, 2000])
 def test_payloads_are_added_up_to_the_same_bits(wire, capacity, monkeypatch):
     size, generator = 140_000, torch.Generator().manual_seed(0)
     payload_format = PayloadFormat(size, wire, header_fields=3)
@@ -131,9 +134,9 @@ def test_payloads_are_added_up_to_the_same_bits(wire, capacity, monkeypatch):
         indices = torch.randperm(1500 if rank % 2 else size, generator=generator)[: 1000 * (rank != 3)].sort().values
         values = torch.randn(indices.numel(), generator=generator)
         values[:3] = torch.tensor([NAN, INF, 3e38])[: indices.numel()]
-        payload_format.fill(row, Selection(indices, round_to_wire(values, wire)))
+        payload_format.fill(row, Selection(indices, wire.rounded(values)))
     one, other = torch.zeros(2, size)
-    assert native.is_native(one, wire_dtype=wire)
+    assert native.is_native(one, wire_dtype=wire.dtype)
     adding.average(payload_format, rows, one, lambda *_: None)
     monkeypatch.setattr(adding, "is_native", lambda *_, **__: False)
     adding.average(payload_format, rows, other, lambda *_: None)

@@ -3,10 +3,15 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat, round_to_wire, wire_dtype
+from lightning_sparse import Dense, HardThreshold, ScaledIntegerRounding, StochasticRounding, TopK
+from lightning_sparse.exchange import wire
+from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat
+from lightning_sparse.exchange.wire import Wire, require_wire, wire_of
 from lightning_sparse.sparsifiers import Selection
 
-WIRE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+FLOAT, DOUBLE, BRAIN, HALF = map(Wire, (torch.float32, torch.float64, torch.bfloat16, torch.float16))
+BYTE, SHORT, QUARTER = Wire(torch.int8, 0.25), Wire(torch.int16, 2.0**-9), Wire(torch.float8_e4m3fn, 2.0**-11)
+WIRES = (FLOAT, DOUBLE, BRAIN, HALF, BYTE, SHORT, QUARTER)
 NAN, INF = float("nan"), float("inf")
 
 
@@ -20,15 +25,15 @@ def selections(draw):
     return num_elements, indices, numbers
 
 
-@given(selections(), st.sampled_from(WIRE_DTYPES), st.integers(0, 5), st.integers(-20, 20))
-@example((0, [], []), torch.float32, 0, 0)
-@example((BLOCK_ELEMENTS, list(range(BLOCK_ELEMENTS)), [1.0] * BLOCK_ELEMENTS), torch.bfloat16, 3, 0)
-def test_unpacking_returns_what_was_packed_as_far_as_there_was_room(selection, dtype, header_fields, spare):
+@given(selections(), st.sampled_from(WIRES), st.integers(0, 5), st.integers(-20, 20))
+@example((0, [], []), FLOAT, 0, 0)
+@example((BLOCK_ELEMENTS, list(range(BLOCK_ELEMENTS)), [1.0] * BLOCK_ELEMENTS), BRAIN, 3, 0)
+def test_unpacking_returns_what_was_packed_as_far_as_there_was_room(selection, wire, header_fields, spare):
     num_elements, indices, numbers = selection
-    working = torch.float64 if dtype == torch.float64 else torch.float32
-    values = round_to_wire(torch.tensor(numbers, dtype=working), dtype)
+    working = torch.float64 if wire == DOUBLE else torch.float32
+    values = wire.rounded(torch.tensor(numbers, dtype=working))
     chosen = Selection(torch.tensor(indices, dtype=torch.int64), values)
-    payload_format = PayloadFormat(num_elements, dtype, header_fields)
+    payload_format = PayloadFormat(num_elements, wire, header_fields)
     capacity = max(0, len(indices) + spare)
     payload = torch.full((payload_format.payload_bytes(capacity),), 0xFF, dtype=torch.uint8)
     header = torch.arange(header_fields, dtype=torch.float64) + 0.5
@@ -57,9 +62,11 @@ def test_unpacking_returns_what_was_packed_as_far_as_there_was_room(selection, d
     assert payload_format.unpack(exact, working).indices.tolist() == indices
 
 
-@pytest.mark.parametrize(("dtype", "bytes_a_coordinate"), [(torch.float32, 6), (torch.bfloat16, 4), (torch.float16, 4)])
-def test_a_coordinate_costs_its_value_and_two_bytes(dtype, bytes_a_coordinate):
-    payload_format = PayloadFormat(1_000_000, dtype, 4)
+@pytest.mark.parametrize(
+    ("wire", "bytes_a_coordinate"), [(FLOAT, 6), (BRAIN, 4), (HALF, 4), (SHORT, 4), (BYTE, 3), (QUARTER, 3)]
+)
+def test_a_coordinate_costs_its_value_and_two_bytes(wire, bytes_a_coordinate):
+    payload_format = PayloadFormat(1_000_000, wire, 4)
     empty, full = (payload_format.pack(Selection(torch.arange(k), torch.ones(k))).numel() for k in (0, 10_000))
     assert full - empty == 10_000 * bytes_a_coordinate
     assert empty <= 32 + 4 * 16 + 4  # header, a count per block, padding
@@ -72,14 +79,94 @@ def test_a_coordinate_costs_its_value_and_two_bytes(dtype, bytes_a_coordinate):
         ("float32", torch.float64, torch.float64),
         ("bfloat16", torch.float64, torch.bfloat16),
         ("float16", torch.float32, torch.float16),
+        ("float8", torch.float64, torch.float64),
     ],
 )
-def test_float32_sends_what_the_residual_holds(value_dtype, residual_dtype, expected):
-    assert wire_dtype(value_dtype, residual_dtype) == expected
+def test_float32_and_whole_numbers_without_a_step_send_what_the_residual_holds(value_dtype, residual_dtype, expected):
+    assert wire_of(value_dtype, residual_dtype) == Wire(expected)
+
+
+def test_multiples_are_of_the_sparsifiers_steps():
+    assert wire_of("int8", torch.float32, ScaledIntegerRounding(0.7)) == Wire(torch.int8, 0.5)
+    assert wire_of("int16", torch.float64, HardThreshold(1.0)) == Wire(torch.int16, 0.125)
+    assert wire_of("float8", torch.float64, HardThreshold(1.0, layer_thresholds={"a": 0.5})).step == 2.0**-4
+    assert wire_of("bfloat16", torch.float32, HardThreshold(1.0)) == BRAIN
+    # Too far apart, or too small, which with a density is not known before training.
+    far_apart, too_small = HardThreshold(1.0, layer_thresholds={"a": 1e-9}), HardThreshold(1e-50)
+    wire._warn_of_no_step.cache_clear()
+    with pytest.warns(UserWarning, match="value_dtype='float8' does not reach far enough"):
+        assert wire_of("float8", torch.float32, far_apart) == FLOAT
+    assert wire_of("float8", torch.float64, too_small) == DOUBLE
+
+
+@pytest.mark.parametrize(
+    ("sparsifier", "value_dtype", "message"),
+    [
+        (TopK(0.1), "int16", "with TopK, which has no step of which"),
+        (HardThreshold(0.0), "float8", "a threshold of 0, which sends a layer whole"),
+        (HardThreshold(0.1, layer_thresholds={"*.bias": 0.0}), "float8", "a threshold of 0"),
+        (HardThreshold(density=0.1, layer_thresholds={"*.bias": 0.0}), "float8", "a threshold of 0"),
+        (HardThreshold(0.0, layer_thresholds={"a": 2.0}), "float8", "a threshold of 0"),
+        (HardThreshold(1e-50), "float8", "are no float32 numbers"),
+        (Dense(), "float8", "a threshold of 0"),
+        (HardThreshold(0.1), "int8", "It reaches 127 steps, .* Use value_dtype='float8'"),
+        (HardThreshold(density=0.1), "int8", "It reaches 127 steps"),
+        (HardThreshold(0.1, layer_thresholds={"bias": 1e-4}), "float8", "thresholds from 0.0001 to 0.1. .*'bfloat16'"),
+    ],
+)
+def test_without_a_step_that_fits_multiples_are_refused(sparsifier, value_dtype, message):
+    with pytest.raises(ValueError, match=message):
+        require_wire(sparsifier, value_dtype)
+    require_wire(sparsifier, "bfloat16")
+
+
+@pytest.mark.parametrize("value_dtype", ["int8", "int16", "float8"])
+def test_with_a_step_multiples_may_travel(value_dtype):
+    for sparsifier in (StochasticRounding(0.1), ScaledIntegerRounding(1e-9)):
+        require_wire(sparsifier, value_dtype)
+    if value_dtype != "int8":
+        for sparsifier in (HardThreshold(0.1), HardThreshold(), HardThreshold(0.1, layer_thresholds={"a": 2.0})):
+            require_wire(sparsifier, value_dtype)
 
 
 def test_rounding_keeps_nan_and_infinity_and_makes_no_new_ones():
     values = torch.tensor([NAN, INF, -INF, 1e38, -1e38, 70_000.0, 1.0 + 2**-20])
-    rounded = round_to_wire(values, torch.float16)
+    rounded = HALF.rounded(values)
     assert rounded.isnan().tolist() == [True] + [False] * 6
     assert rounded[1:].tolist() == [INF, -INF, 65_504.0, -65_504.0, 65_504.0, 1.0]
+
+
+def test_a_grid_rounds_half_to_even_within_its_range_and_makes_one_nan_of_all_that_is_not_finite():
+    values = torch.tensor([0.125, 0.375, -0.375, -0.1, 31.75, 32.0, -1e38, 31.9, NAN, INF, -INF])
+    rounded = BYTE.rounded(values)
+    assert rounded[:8].tolist() == [0.0, 0.5, -0.5, 0.0, 31.75, 31.75, -31.75, 31.75]
+    assert torch.signbit(rounded[:8]).tolist() == [False, False, True, False, False, False, True, False]
+    assert rounded[8:].isnan().all()
+    assert BYTE.encoded(rounded).tolist() == [0, 2, -2, 0, 127, 127, -127, 127, -128, -128, -128]
+
+
+@given(
+    st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=20),
+    st.sampled_from([torch.int8, torch.int16, torch.float8_e4m3fn]),
+    st.integers(-126, 20),
+    st.sampled_from([torch.float32, torch.float64]),
+)
+@example([-(2.0**127)], torch.int8, -126, torch.float32)
+def test_multiples_leave_half_of_their_last_bit_or_what_is_beyond_their_range(numbers, dtype, exponent, working):
+    wire, values = Wire(dtype, 2.0**exponent), torch.tensor(numbers, dtype=working)
+    rounded = wire.rounded(values)
+    assert torch.equal(rounded, wire.decoded(wire.encoded(rounded), working))
+    left, magnitude = (values.double() - rounded.double()).abs(), values.double().abs()
+    share = magnitude / 16 if dtype == torch.float8_e4m3fn else torch.zeros_like(magnitude)
+    beyond = magnitude - wire.limit * wire.scale
+    assert (left <= torch.maximum(share, beyond).clamp(min=wire.step / 2)).all()
+
+
+def test_a_float8_is_what_its_bits_say():
+    for code in range(256):
+        sign, exponent, mantissa = code >> 7, code >> 3 & 15, code & 7
+        value = (mantissa / 8 + (exponent > 0)) * 2.0 ** (max(exponent, 1) - 7) * (-1) ** sign
+        found = QUARTER.decoded(torch.tensor([code], dtype=torch.uint8), torch.float64).item()
+        assert found == value * QUARTER.scale or (code & 127 == 127 and found != found)
+        if found == found:
+            assert QUARTER.encoded(torch.tensor([found])).item() == code

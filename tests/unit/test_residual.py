@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sparse import HardThreshold, TopK
+from lightning_sparse import HardThreshold, ScaledIntegerRounding, StochasticRounding, TopK
 from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.memory_format import in_logical_order, in_memory_order
-from lightning_sparse.exchange.payload import round_to_wire, wire_dtype
+from lightning_sparse.exchange.wire import wire_of
 from lightning_sparse.selection.residual import Residual, compensate, keep_rest, rescale
 from lightning_sparse.sparsifiers import LayerLayout
 from tests.unit.strategies import DTYPES, layouts, thresholds, values
@@ -32,7 +32,7 @@ def run_step(layout, residual, gradient, sparsifier, value_dtype="float32", scal
     assert torch.equal(residual, before)
     expected = compensated.clone()
     indices, selected = sparsifier.select(compensated, layout)
-    sent = round_to_wire(selected, wire_dtype(value_dtype, compensated.dtype))
+    sent = wire_of(value_dtype, compensated.dtype, sparsifier).rounded(selected)
     kept = keep_rest(compensated, indices, sent)
     out = torch.zeros_like(expected)
     out[indices] = sent
@@ -54,6 +54,38 @@ def test_what_is_sent_and_what_is_kept_make_up_the_compensated_gradient(step, sp
 def test_every_residual_is_below_the_threshold_after_a_step(step, threshold):
     *_, kept, _, _ = run_step(*step, HardThreshold(threshold))
     assert all(abs(value) < threshold or value == 0 for value in kept.tolist())
+
+
+@given(steps(finite=True), st.floats(2.0**-20, 20), st.sampled_from(["float8", "int16"]))
+def test_of_what_is_sent_as_multiples_of_a_step_little_stays(step, threshold, value_dtype):
+    sparsifier, most = HardThreshold(threshold), {"float8": 229_376, "int16": 32_767}[value_dtype]
+    size = sparsifier.grid_step(most)
+    assert threshold / 16 < size <= threshold / 8
+    expected, out, kept, indices, sent = run_step(*step, sparsifier, value_dtype)
+    assert all(one / size == round(one / size) for one in sent.tolist())
+    eps = torch.finfo(expected.dtype).eps * expected.double().abs()
+    torch.testing.assert_close(out.double() + kept.double(), expected.double(), rtol=2.0**-23, atol=0)
+    magnitude, left = expected.double().abs(), kept.double().abs()
+    beyond = magnitude - most * size
+    # A float8 has four significant bits: half of the last of them is a 16th.
+    share = magnitude / 16 if value_dtype == "float8" else torch.full_like(magnitude, size / 2)
+    assert (left[indices] <= torch.maximum(share, beyond)[indices] + eps[indices]).all()
+    within = 16 * threshold if value_dtype == "float8" else most * size
+    assert (left[magnitude <= within] <= threshold).all()
+
+
+@given(steps(finite=True), st.sampled_from([2.0**-10, 0.5, 3.0]), st.sampled_from(["float32", "int8", "int16"]))
+def test_what_rounding_leaves_is_less_than_a_step_or_what_was_beyond_the_range(step, size, value_dtype):
+    most = {"float32": float("inf"), "int8": 127, "int16": 32_767}[value_dtype]
+    for sparsifier, share in ((ScaledIntegerRounding(size), 0.5), (StochasticRounding(size), 1.0)):
+        grid = sparsifier.grid_step()
+        assert size / 2 < grid <= size
+        expected, out, kept, _, sent = run_step(*step, sparsifier, value_dtype)
+        assert all(one / grid == round(one / grid) != 0 for one in sent.tolist())
+        eps = torch.finfo(expected.dtype).eps * expected.double().abs()
+        beyond = expected.double().abs() - most * grid
+        assert (kept.double().abs() <= beyond.clamp(min=share * grid) + eps).all()
+        torch.testing.assert_close(out.double() + kept.double(), expected.double(), rtol=2.0**-23, atol=2.0**-24 * grid)
 
 
 @given(steps(finite=False), SPARSIFIERS, st.sampled_from(["float32", "bfloat16", "float16"]))

@@ -3,6 +3,7 @@
 import re
 import textwrap
 from collections import Counter
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_sparse import Dense, GaussianK, LayerLayout, RandomK, Selection, Sparsifier, TopK
+from lightning_sparse import (
+    Dense,
+    GaussianK,
+    LayerLayout,
+    RandomK,
+    ScaledIntegerRounding,
+    Selection,
+    Sparsifier,
+    StochasticRounding,
+    TopK,
+)
 from lightning_sparse.sparsifiers import WholeStep, in_order
 from lightning_sparse.sparsifiers.magnitudes import kth_largest_magnitude
 from tests.unit.strategies import DTYPES, buckets, values
@@ -225,3 +236,45 @@ def test_the_page_on_sparsifiers_shows_one_that_works():
     for name in re.findall(r'`"(ddp_\w+)"`', page):
         assert name in StrategyRegistry
         assert name.replace("ddp", "local") in StrategyRegistry
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_stochastic_rounding_is_right_on_average_and_by_chance_that_can_be_repeated(dtype):
+    values = torch.tensor([0.1, 0.25, -0.4, 0.5, 1.3, -2.05], dtype=dtype).repeat_interleave(20_000)
+    layout, rounding = layout_of(values.numel()), StochasticRounding(0.5, seed=3)
+
+    def rounded(step, rank, like=rounding, layout=layout):
+        like.begin_step(step, rank)
+        return like.values(values, layout)
+
+    first = rounded(4, 1)
+    for one, mean in zip(values[::20_000].tolist(), first.view(-1, 20_000).mean(1).tolist(), strict=True):
+        assert mean == pytest.approx(one, abs=5 * 0.25 / 20_000**0.5)  # five standard errors at most
+    assert set((first * 2).tolist()) <= {float(whole) for whole in range(-5, 4)}
+    assert torch.equal(first.view(-1, 20_000)[3], values.view(-1, 20_000)[3])  # what is a multiple stays one
+    assert torch.equal(first, rounded(4, 1, StochasticRounding(0.5, seed=3)))
+    others = [
+        rounded(5, 1),
+        rounded(4, 0),
+        rounded(4, 1, StochasticRounding(0.5)),
+        rounded(4, 1, layout=layout_of(values.numel(), "bias")),
+    ]
+    for one, other in combinations([first, *others], 2):
+        is_between = (values * 2).frac() != 0
+        share = (one == other)[is_between].double().mean().item()
+        assert 0.5 < share < 0.9  # of two that know nothing of each other: (x² + (1 − x)²) on average
+
+
+@pytest.mark.parametrize("wrong", [0, -1, float("inf"), float("nan"), True, "0.1", 1e-60, 10**400])
+def test_a_step_is_a_positive_number(wrong):
+    for rounding in (ScaledIntegerRounding, StochasticRounding):
+        with pytest.raises(ValueError, match="Invalid step="):
+            rounding(wrong)
+
+
+def test_so_large_a_number_that_its_steps_overflow_is_sent_as_it_is():
+    values = torch.tensor([3e38, -1e33, 0.3])
+    for rounding in (ScaledIntegerRounding(1e-3), StochasticRounding(1e-3)):
+        sent = rounding.values(values, layout_of(3))
+        assert sent[:2].tolist() == values[:2].tolist()
+        assert sent[2] == pytest.approx(0.3, abs=1e-3)

@@ -153,6 +153,18 @@ def test_what_is_measured_is_what_is_there():
         measured_noise([draws[0, :1]])
 
 
+def test_bounds_have_the_constants_of_the_docs():
+    """Those of docs/theory.md; V, noise and heterogeneity of the mean of four workers, is 2."""
+    problem = Problem(smoothness=2.0, num_workers=4, noise=3.0, heterogeneity=5.0, relative_noise=1.0)
+    # "What is kept": B = γ² d λ², and γ² 4 (1 − δ) G² / δ² for Top-k.
+    assert squared_error_bound(7, 0.5, 0.1) == pytest.approx(0.01 * 7 * 0.25)
+    assert top_k_squared_error_bound(0.5, 3.0, 0.1) == pytest.approx(4 * 0.01 * 0.5 * 3 / 0.25)
+    # "Convex f": 2 ‖x_0 − x*‖² / (γ T) + 2 γ V + 4 L B.
+    assert convex_bound(problem, 7.0, 0.05, 10, 0.3) == pytest.approx(2 * 7 / 0.5 + 2 * 0.05 * 2 + 4 * 2 * 0.3)
+    # "Any f": 4 (f(x_0) − f*) / (γ T) + 2 L γ V + 2 L² B.
+    assert nonconvex_bound(problem, 7.0, 0.05, 10, 0.3) == pytest.approx(4 * 7 / 0.5 + 2 * 2 * 0.05 * 2 + 2 * 4 * 0.3)
+
+
 PAIR = torch.ones(2, 2)
 
 

@@ -3,7 +3,7 @@
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -15,7 +15,7 @@ WIRES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 DTYPE_CHOICES = ("float32", "float64", "bfloat16", "mixed")
 SPARSIFIERS = ("threshold", "density", "top_k")
 FEEDBACKS = ("gradient", "learning_rate", "none")
-VALUE_DTYPES = ("float32", "bfloat16", "float16")
+VALUE_DTYPES = ("float32", "bfloat16", "float16", "float8")
 EXCHANGES = ("auto", "gather", "dense", "reduce_scatter", "hierarchical")
 UNUSED = ("never", "find", "static")
 ZEROING = ("none", "zeros", "used")
@@ -231,7 +231,7 @@ def draw_case(seed: int) -> Case:
     if is_view and keeps and not all(map(all, attempts)) and zeroing == "zeros":
         # A bucket has one version for all views of it, by which gradients of zeros are known to be untouched.
         zeroing = "none"
-    return Case(
+    case = Case(
         seed=seed,
         num_workers=num_workers,
         layers=layers,
@@ -266,6 +266,10 @@ def draw_case(seed: int) -> Case:
         discards=tuple(step for step in range(steps) if more.chance(0.2)) if more.chance(0.35) else (),
         resumes=resumes,
     )
+    has_one_threshold = not case.layer_thresholds and (sparsifier == "density" or 0 < case.threshold < HUGE)
+    if sparsifier != "top_k" and has_one_threshold and Draw(seed + 2**34).chance(0.3):
+        return replace(case, value_dtype="float8")
+    return case
 
 
 def _draw_attempts(draw: Draw, steps: int, has_two_optimizers: bool) -> tuple[tuple[bool, bool], ...]:

@@ -16,7 +16,6 @@ from tests.distributed.fuzz.simulation import (
     precision_of,
     squared,
     squared_slack,
-    wire_quantum,
 )
 
 SMALLEST_SQUARE = torch.finfo(torch.float32).smallest_normal * torch.finfo(torch.float32).eps
@@ -91,7 +90,7 @@ class Checker:
                 if is_used[worker]:
                     self._check_bound(where, layer, actual)
                 expected = one.kept
-                quantum = torch.where(one.rounding > 0, wire_quantum(one.compensated, case.value_dtype), 0.0)
+                quantum = torch.where(one.rounding > 0, one.quantum, 0.0)
                 require_close(where, actual, expected, one.rounding + quantum)
             if any(is_used) and gradient is not None:
                 self._check_average(step, index, of_workers, gradient, scale)
@@ -204,7 +203,7 @@ class Checker:
         is_exact = n <= 2 or adds_in_order or case.workers_per_node == 2
         off = torch.zeros_like(average, dtype=torch.float64)
         for one in workers:
-            quantum = torch.where(one.rounding > 0, wire_quantum(one.compensated, case.value_dtype), 0.0)
+            quantum = torch.where(one.rounding > 0, one.quantum, 0.0)
             off += (one.rounding + quantum).double() / n
         # A term that is off by its last bits also makes sums with larger terms round otherwise.
         rounding = sum_rounding([one.double() for one in sent], n, layer)

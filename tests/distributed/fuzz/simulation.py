@@ -21,6 +21,7 @@ class Sent:
         is_open: where the worker may have selected or not, and nothing tells which.
         rounding: how far p may be off: 0, or what a clipping factor's last bits change.
         count: k.
+        quantum: how far apart what two near values of p round to may be.
     """
 
     compensated: Tensor
@@ -30,6 +31,7 @@ class Sent:
     is_open: Tensor
     rounding: Tensor
     count: int
+    quantum: Tensor
 
 
 @dataclass
@@ -234,7 +236,9 @@ class Simulation:
         count = 0
         if is_used:
             is_sent, is_open, count = self._select(layer, p, rounding)
-        rounded = round_values(p, self.case.value_dtype)
+        threshold = self.threshold_of(layer.name)
+        rounded = round_values(p, self.case.value_dtype, threshold)
+        quantum = wire_quantum(p, self.case.value_dtype, threshold)
         if actual is not None:
             # Where it may go either way the worker's residual tells: nearer to p it was kept.
             was_sent = (actual - (p - rounded)).abs() < (actual - p).abs()
@@ -249,7 +253,7 @@ class Simulation:
         if self.case.error_feedback == "none":
             kept = torch.zeros_like(p)
         sent = torch.where(is_sent, rounded, torch.zeros_like(p))
-        return Sent(p, sent, kept, is_sent, is_open, rounding, count)
+        return Sent(p, sent, kept, is_sent, is_open, rounding, count, quantum)
 
     def _select(self, layer: Layer, p: Tensor, rounding: Tensor) -> tuple[Tensor, Tensor, int]:
         magnitude = p.abs().double()
@@ -294,7 +298,7 @@ def squared_slack(one: Sent, case: Case) -> float:
     """How far ‖e'‖² may be off where p or what is sent is: |‖e + δ‖² − ‖e‖²| <= 2 ‖e‖ ‖δ‖ + ‖δ‖²."""
     if case.error_feedback == "none":
         return 0.0
-    off = torch.where(one.rounding > 0, one.rounding + wire_quantum(one.compensated, case.value_dtype), 0.0)
+    off = torch.where(one.rounding > 0, one.rounding + one.quantum, 0.0)
     off += torch.where(one.is_open, one.compensated.abs(), 0.0)
     return 2 * math.sqrt(squared(one.kept) * squared(off)) + squared(off)
 
@@ -313,8 +317,19 @@ def relative(layer: Layer, precision: float) -> float:
     return 2.0**-6 if layer.dtype == "bfloat16" else precision
 
 
-def round_values(values: Tensor, value_dtype: str) -> Tensor:
+def float8_scale(threshold: float) -> float:
+    """64 times the largest power of two up to λ."""
+    return 64 * 2.0 ** math.floor(math.log2(threshold))
+
+
+def round_values(values: Tensor, value_dtype: str, threshold: float) -> Tensor:
     """Returns what arrives of values; finite ones stay finite."""
+    if value_dtype == "float8" and threshold:
+        scale = float8_scale(threshold)
+        magnitude = (values / scale).float().double().abs().clamp(max=448)  # PyTorch goes by way of float32
+        last = 2.0 ** (magnitude.clamp(min=2.0**-6).log2().floor() - 3)
+        rounded = (magnitude / last).round() * last * scale
+        return torch.where(values.isfinite(), rounded.to(values.dtype) * values.sign(), torch.nan)
     if value_dtype not in WIRES:
         return values
     largest = torch.finfo(WIRES[value_dtype]).max
@@ -322,8 +337,11 @@ def round_values(values: Tensor, value_dtype: str) -> Tensor:
     return limited.to(WIRES[value_dtype]).to(values.dtype)
 
 
-def wire_quantum(values: Tensor, value_dtype: str) -> Tensor:
+def wire_quantum(values: Tensor, value_dtype: str, threshold: float) -> Tensor:
     """How far apart what two near values round to may be."""
+    if value_dtype == "float8" and threshold:
+        scale = float8_scale(threshold)
+        return (values.abs().clamp(max=448 * scale) / 8 + scale / 512).nan_to_num(0.0)
     if value_dtype not in WIRES:
         return torch.zeros_like(values)
     info = torch.finfo(WIRES[value_dtype])

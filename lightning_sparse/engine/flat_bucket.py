@@ -1,0 +1,44 @@
+"""What travels through a step of the engine."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.selection.residual import Residual, compensated
+from lightning_sparse.sparsifiers import LayerLayout
+
+
+@dataclass
+class FlatBucket:
+    """One bucket on its way through a step.
+
+    Attributes:
+        index: its place in the order that all workers keep to.
+        layout: its layers.
+        gradient: g · S, flat, shape (layout.num_elements,). The average may be formed in its memory.
+        residual: e, and where e' is formed; float32, or float64 where the gradient is.
+        is_last: whether no bucket of this step comes after it.
+        left_out: ``(start, end)`` of layers of which this worker sends nothing.
+        loss_scale: S, one element on the same device; None is 1.
+        notes: numbers of the caller's own for all workers, float64, on the bucket's device: they ride in the header.
+        average: (1/n) Σ_i out_i, once the step is finished, in the residual's dtype; the gradient's memory if it fits.
+    """
+
+    index: int
+    layout: LayerLayout
+    gradient: Tensor
+    residual: Residual
+    is_last: bool
+    left_out: Sequence[tuple[int, int]] = ()
+    loss_scale: Tensor | None = None
+    notes: Tensor | None = None
+    average: Tensor = None  # type: ignore[assignment]  # the engine's to give
+
+    def whole(self, dtype: torch.dtype) -> Tensor:
+        """Returns p in memory of its own, 0 where nothing is sent: shape (layout.num_elements,)."""
+        whole = compensated(self.residual, self.gradient, self.loss_scale)
+        for start, end in self.left_out:
+            whole[start:end] = 0
+        return whole.to(dtype)

@@ -1,0 +1,141 @@
+"""How a value travels: in a floating dtype, or in few bits as a multiple of a step."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import nan
+from typing import Literal
+
+import torch
+from lightning.fabric.utilities import rank_zero_warn
+from torch import Tensor
+
+from lightning_sparse.sparsifiers import Sparsifier
+
+ValueDtype = Literal["float32", "bfloat16", "float16", "float8", "int16", "int8"]
+VALUE_DTYPES: tuple[ValueDtype, ...] = ("float32", "bfloat16", "float16", "float8", "int16", "int8")
+HALVES: dict[ValueDtype, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+STEPPED: dict[ValueDtype, torch.dtype] = {
+    "float8": torch.float8_e4m3fn,
+    "int16": torch.int16,
+    "int8": torch.int8,
+}
+MOST_STEPS = {torch.float8_e4m3fn: 448 * 512, torch.int16: 32_767, torch.int8: 127}
+"""The largest magnitude that travels, in steps."""
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What a value is on the wire.
+
+    Whole numbers are those of steps. A float8 has four significant bits (e4m3: Micikevicius et al., *FP8 formats for
+    deep learning*, 2022, arXiv:2209.05433) and is scaled so that its smallest magnitude is a step; it, too, is always a
+    whole number of them. Multiples of a power of two are exact in float32, and so are their sums up to 2^24 steps:
+    however they are added up, the bits are the same. All that is not finite comes out as NaN.
+
+    Args:
+        dtype: float32, float64 or a half precision; float8_e4m3fn, int8 or int16 for multiples of a step.
+        step: ε of these, a power of two; 1 for others.
+    """
+
+    dtype: torch.dtype
+    step: float = 1.0
+
+    @property
+    def is_stepped(self) -> bool:
+        """Whether values are multiples of the step."""
+        return self.dtype in MOST_STEPS
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether values travel as whole numbers of steps."""
+        return not self.dtype.is_floating_point
+
+    @property
+    def storage(self) -> torch.dtype:
+        """In what tensors hold them: few operations take a float8."""
+        return torch.uint8 if self.dtype == torch.float8_e4m3fn else self.dtype
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a value."""
+        return self.dtype.itemsize
+
+    @property
+    def scale(self) -> float:
+        """By how much less than a value is what has the dtype."""
+        return self.step * 512 if self.dtype == torch.float8_e4m3fn else self.step
+
+    @property
+    def limit(self) -> float:
+        """The largest magnitude in the dtype."""
+        return float(torch.iinfo(self.dtype).max) if self.is_whole else torch.finfo(self.dtype).max
+
+    def divisor(self, num_workers: int) -> int:
+        """Returns by what values are best divided before they are added: by 1 where their sum would be exact."""
+        return 1 if self.is_stepped else num_workers
+
+    def rounded(self, values: Tensor) -> Tensor:
+        """Returns what comes out at the other end, in the values' own dtype; the rest stays in the residual.
+
+        A finite value beyond the range (65,504 for float16, 127 steps for int8) becomes the largest that travels:
+        infinity would look like an overflow to every worker, and what is cut off goes out in the steps that follow.
+        """
+        if self.dtype == values.dtype:
+            return values
+        if not self.is_stepped:
+            within = torch.where(values.isfinite(), values.clamp(-self.limit, self.limit), values)
+            return within.to(self.dtype).to(values.dtype)
+        scaled = values.div(self.scale).clamp_(-self.limit, self.limit)
+        # Half to even; and 0.0 for the -0.0 that whole numbers do not have.
+        scaled = scaled.round_().add_(0.0) if self.is_whole else scaled.to(self.dtype).to(values.dtype)
+        return torch.where(values.isfinite(), scaled.mul_(self.scale), nan)
+
+    def encoded(self, values: Tensor) -> Tensor:
+        """Returns the values, exact here (see :meth:`rounded`), as they travel: in the storage dtype."""
+        if not self.is_stepped:
+            return values.to(self.dtype)
+        scaled = values.div(self.scale)
+        if self.is_whole:
+            return torch.where(values.isnan(), torch.iinfo(self.dtype).min, scaled).to(self.dtype)
+        return scaled.to(self.dtype).view(self.storage)
+
+    def decoded(self, encoded: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns values as they travelled, in a floating dtype."""
+        if not self.is_stepped:
+            return encoded.to(dtype)
+        if self.is_whole:
+            is_nan = encoded == torch.iinfo(self.dtype).min
+            return torch.where(is_nan, nan, encoded.to(dtype).mul_(self.scale))
+        return encoded.view(self.dtype).to(dtype).mul_(self.scale)
+
+
+def require_wire(sparsifier: Sparsifier, value_dtype: ValueDtype) -> None:
+    """Raises ValueError where values are to travel as multiples of a step and the sparsifier has none that fits."""
+    if value_dtype in STEPPED:
+        sparsifier.require_grid(value_dtype, MOST_STEPS[STEPPED[value_dtype]])
+
+
+def wire_of(value_dtype: ValueDtype, residual_dtype: torch.dtype, sparsifier: Sparsifier | None = None) -> Wire:
+    """Returns how values travel: with ``"float32"`` as the residual holds them, so float64 in a float64 model.
+
+    Args:
+        value_dtype: what was asked for.
+        residual_dtype: float32 or float64.
+        sparsifier: whose step it is of which values are multiples; without one, or where it has none, they are not.
+    """
+    if value_dtype in STEPPED and sparsifier is not None:
+        dtype = STEPPED[value_dtype]
+        step = sparsifier.grid_step(MOST_STEPS[dtype])
+        if step is not None:
+            return Wire(dtype, step)
+        _warn_of_no_step(value_dtype)
+    return Wire(HALVES.get(value_dtype, residual_dtype))
+
+
+@lru_cache
+def _warn_of_no_step(value_dtype: ValueDtype) -> None:
+    rank_zero_warn(
+        f"lightning_sparse: with the thresholds of now, value_dtype={value_dtype!r} does not reach far enough beyond "
+        "the largest. Values travel as float32. Bring layer_thresholds nearer to the calibrated threshold, or use "
+        "'bfloat16'."
+    )
