@@ -77,11 +77,11 @@ class SaveAt(Callback):
 
 
 class WithSchedule(Classifier):
-    """A learning rate that falls while the run is stopped."""
+    """A learning rate that falls from the last step before the stop to the first after it."""
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.parameters())
-        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7), "interval": "step"}]
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, STOP, 0.7), "interval": "step"}]
 
 
 OPTIMIZERS = {"sgd": sgd, "adam": adam, "nesterov": nesterov}

@@ -66,7 +66,7 @@ def test_the_rates_of_all_groups_of_all_optimizers_are_told() -> None:
     holder = SimpleNamespace(epoch=None, begin_epoch=lambda *what: told.append(what))
     optimizers = [
         SimpleNamespace(param_groups=[{"lr": 0.1}, {"lr": torch.tensor(0.5)}]),
-        SimpleNamespace(param_groups=[{"lr": 2}]),
+        SimpleNamespace(param_groups=[{"lr": 2}, {"step_size": 0.3}]),
     ]
     module = SimpleNamespace(trainer=SimpleNamespace(current_epoch=4))
     tell_epoch(holder, SimpleNamespace(lightning_module=module, optimizers=optimizers))  # type: ignore[arg-type]
