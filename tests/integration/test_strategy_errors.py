@@ -59,7 +59,7 @@ def test_a_layer_threshold_outside_its_range_is_refused_with_its_pattern(thresho
     ("name", "allowed"),
     [
         ("error_feedback", "'gradient', 'learning_rate', 'none'"),
-        ("value_dtype", "'float32', 'bfloat16', 'float16'"),
+        ("value_dtype", "'float32', 'bfloat16', 'float16', 'float8', 'int16', 'int8'"),
         ("exchange", "'auto', 'gather', 'reduce_scatter', 'dense', 'hierarchical'"),
     ],
 )
@@ -90,7 +90,7 @@ def test_a_local_clip_norm_outside_its_range_is_refused(norm: float) -> None:
     [
         ("ddp_comm_hook", print, "value_dtype='bfloat16'"),
         ("ddp_comm_state", {"step": 0}, "strategy.state"),
-        ("ddp_comm_wrapper", print, "value_dtype='bfloat16' or 'float16'"),
+        ("ddp_comm_wrapper", print, "value_dtype='bfloat16' or 'float8'"),
         ("model_averaging_period", 4, "Lightning's DDPStrategy for post-local SGD"),
         ("mixed_precision", "any", "Trainer(precision='bf16-mixed')"),
         ("skip_all_reduce_unused_params", True, "The hook must see every bucket"),
