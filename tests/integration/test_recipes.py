@@ -1,7 +1,6 @@
 import hashlib
 import os
 import pickle
-import shlex
 import subprocess
 import sys
 import tarfile
@@ -20,6 +19,7 @@ from torchvision.datasets import CIFAR10, CIFAR100
 from lightning_sparse import DDPHardThresholdStrategy, SparseDDPStrategy
 from recipes import MissingDataError, demo
 from recipes.__main__ import main
+from recipes.compare.variants import expanded
 from recipes.learning_rate import relative_learning_rate
 from recipes.resnet18_cifar10 import images as images_module
 from recipes.resnet18_cifar10.architectures import PAPER_NUM_PARAMETERS, build_network
@@ -34,9 +34,13 @@ COMPARISONS = sorted(
 )
 RECIPES = sorted({*(REPOSITORY / "recipes").rglob("*.yaml")} - {*COMPARISONS})
 VARIANTS = {
-    f"{path.parent.name}/{path.stem}: {label}": (path.with_name("laptop.yaml"), shlex.split(arguments))
+    f"{path.parent.name}/{path.stem}: {variant.label}": (
+        path.with_name("laptop.yaml"),
+        variant.with_tuned(str(variant.start)),
+    )
     for path in COMPARISONS
-    for label, arguments in yaml.safe_load(path.read_text()).items()
+    for content in [yaml.safe_load(path.read_text())]
+    for variant in expanded(content.get("variants", content), content.get("densities", []))
 }
 RESNET = REPOSITORY / "recipes" / "resnet18_cifar10"
 COMPARED = ("hard_threshold", "dense", "top_k")
