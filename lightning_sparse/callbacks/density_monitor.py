@@ -25,7 +25,8 @@ class DensityMonitor(StepMonitor):
     - Per layer, every ``log_every_n_steps`` of the Trainer, of the newest exchange: a histogram in TensorBoard
       (``sparse/layer_density``), a scalar a layer (``sparse/layer_density/<name>``) in any other logger.
     - One image in TensorBoard, layers × steps, of log10 density; updated at the end of every epoch. Needs matplotlib.
-    - A table on the first worker at the end of ``fit``: average density, bytes sent, times fewer than dense.
+    - A table on the first worker at the end of ``fit``, unless it is alone: density asked for and realised, λ, bytes,
+      times fewer than dense, and how much of all that was calibration or travelled whole.
 
     It works without a logger too (the table remains), costs no collective, and continues its averages when a
     checkpoint is resumed. The image begins anew.
@@ -46,16 +47,25 @@ class DensityMonitor(StepMonitor):
         self.average_density = AverageDensity()
         self._wants_layer_stats = per_layer
         self._history = _LayerHistory(image_columns)
-        self._totals = {"steps": 0, "payload_bytes": 0, "dense_bytes": 0}
+        self._asked: float | None = None
+        self._threshold: float | None = None
+        self._num_workers = 0
+        self._totals: dict[str, float] = dict.fromkeys(_TOTALS, 0)
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        density = getattr(getattr(trainer.strategy, "sparsifier", None), "density", None)
+        self._asked = float(density) if isinstance(density, (int, float)) else None
 
     @override
     def take_in(self, steps: list[StepStats]) -> None:
         for step in steps:
             self.average_density.update(step)
             self._history.add(step)
-            self._totals["steps"] += 1
-            self._totals["payload_bytes"] += step.payload_bytes
-            self._totals["dense_bytes"] += step.dense_bytes
+            self._num_workers, self._threshold = step.num_workers, step.threshold
+            for name, value in _totals_of(step).items():
+                self._totals[name] += value
 
     @override
     def log_totals(self, pl_module: LightningModule) -> None:
@@ -84,19 +94,34 @@ class DensityMonitor(StepMonitor):
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._totals["steps"] and trainer.is_global_zero:
+        if self._totals["steps"] and trainer.is_global_zero and self._num_workers > 1:
             print(self.table())
 
     def table(self) -> str:
         """Returns the table of the run so far as text."""
-        steps, sent, dense = (self._totals[name] for name in ("steps", "payload_bytes", "dense_bytes"))
-        rows = [
-            ("steps exchanged", f"{steps:,}"),
-            ("average density", f"{100 * self.average_density.compute().item():.4g} %"),
+        total = self._totals
+        calibration, later = total["calibration_steps"], total["steps"] - total["calibration_steps"]
+        rows = [("steps exchanged", f"{total['steps']:,.0f}")]
+        if total["dense_steps"]:
+            rows.append(("  travelled whole", f"{total['dense_steps']:,.4g}"))
+        if calibration:
+            rows.append(("  for calibration", f"{calibration:,.0f}"))
+        if self._asked is not None:
+            rows.append(("density asked for", f"{100 * self._asked:.4g} %"))
+        rows.append(("average density", f"{100 * self.average_density.compute().item():.4g} %"))
+        if calibration and later:
+            rows.append(("density after calibration", f"{100 * total['later_density'] / later:.4g} %"))
+        if self._threshold is not None:
+            rows.append(("threshold λ at the end", f"{self._threshold:.4g}"))
+        sent, dense = total["payload_bytes"], total["dense_bytes"]
+        rows += [
             ("bytes sent per worker", _readable_bytes(sent)),
             ("the same, dense", _readable_bytes(dense)),
             ("times fewer", f"{dense / sent:.1f}" if sent else "-"),
         ]
+        if calibration and total["later_payload_bytes"]:
+            fewer = total["later_dense_bytes"] / total["later_payload_bytes"]
+            rows.append(("times fewer after calibration", f"{fewer:.1f}"))
         rows += [
             (f"density of {name} ({size:,} elements)", f"{100 * density:.4g} %")
             for name, size, density in self._history.densest(3)
@@ -111,10 +136,37 @@ class DensityMonitor(StepMonitor):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._totals = {name: int(state_dict[name]) for name in self._totals}
+        self._totals = {name: state_dict.get(name, 0) for name in self._totals}
         self._has_numbers = self._totals["steps"] > 0
         self.average_density.selected.fill_(state_dict["selected"])
         self.average_density.elements.fill_(state_dict["elements"])
+
+
+_TOTALS = (
+    "steps",
+    "payload_bytes",
+    "dense_bytes",
+    "dense_steps",
+    "calibration_steps",
+    "later_density",
+    "later_payload_bytes",
+    "later_dense_bytes",
+)
+"""What the table adds up. Later is after calibration; of a step half may travel whole."""
+
+
+def _totals_of(step: StepStats) -> dict[str, float]:
+    later = not step.is_calibration
+    return {
+        "steps": 1,
+        "payload_bytes": step.payload_bytes,
+        "dense_bytes": step.dense_bytes,
+        "dense_steps": step.dense_elements / step.num_elements if step.num_elements else 0,
+        "calibration_steps": not later,
+        "later_density": later * step.density,
+        "later_payload_bytes": later * step.payload_bytes,
+        "later_dense_bytes": later * step.dense_bytes,
+    }
 
 
 class _LayerHistory:

@@ -65,7 +65,7 @@ def register_comm_hook(
     local_clip_norm: float | None = None,
     value_dtype: ValueDtype = "float32",
     exchange: ExchangeMode = "auto",
-    density_control: DensityControlMode = "calibrate",
+    density_control: DensityControlMode | None = None,
     link_gbit_s: float | None = None,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,

@@ -10,18 +10,18 @@ from lightning_sparse.sparsifiers import HardThreshold, Sparsifier
 
 ErrorFeedback = Literal["gradient", "learning_rate", "none"]
 ERROR_FEEDBACKS: tuple[ErrorFeedback, ...] = ("gradient", "learning_rate", "none")
-DensityControlMode = Literal["calibrate", "hold"]
-DENSITY_CONTROLS: tuple[DensityControlMode, ...] = ("calibrate", "hold")
+DensityControlMode = Literal["hold", "calibrate"]
+DENSITY_CONTROLS: tuple[DensityControlMode | None, ...] = ("hold", "calibrate", None)
 
 
-def require_density_control(sparsifier: Sparsifier, density_control: DensityControlMode) -> None:
-    """Raises ValueError where a density is to be held and there is none to which λ could be corrected."""
+def require_density_control(sparsifier: Sparsifier, density_control: DensityControlMode | None) -> None:
+    """Raises ValueError where something is to become of the λ of a density, and no density was asked for."""
     has_density = isinstance(sparsifier, HardThreshold) and sparsifier.density is not None
-    if density_control == "hold" and not has_density:
+    if density_control is not None and not has_density:
         what = "a constant threshold" if isinstance(sparsifier, HardThreshold) else type(sparsifier).__name__
         raise ValueError(
-            f"Got density_control='hold' with {what}. It corrects the λ of a hard threshold that was asked for by a "
-            "density: give density=… in place of threshold=…, or leave density_control out."
+            f"Got density_control={density_control!r} with {what}. It says what becomes of the λ of a hard threshold "
+            "that was asked for by a density: give density=… in place of threshold=…, or leave density_control out."
         )
 
 
@@ -38,9 +38,10 @@ class ExchangeOptions:
             other leaves is kept and sent later. ``"float8"`` (e4m3, scaled to λ) and ``"int16"`` need a threshold or
             a sparsifier that rounds, ``"int8"`` the latter (:mod:`lightning_sparse.exchange.wire`).
         exchange: see :class:`lightning_sparse.exchange.Exchange`.
-        density_control: what becomes of a λ that was asked for by a density. ``"calibrate"`` leaves it constant after
-            its calibration, as the theory has it; ``"hold"`` corrects it slowly, so that the average volume after
-            calibration meets the density (:mod:`lightning_sparse.engine.density_control`).
+        density_control: what becomes of a λ that was asked for by a density. ``"hold"``, which None stands for,
+            corrects it slowly, so that the average volume after calibration meets the density
+            (:mod:`lightning_sparse.engine.density_control`); ``"calibrate"`` leaves it constant after its calibration,
+            as the theory has it.
         link_gbit_s: the rate of a worker's link in one direction, by which ``exchange="auto"`` chooses, and by which
             small payloads wait for each other over Gloo; None chooses with caution, see
             :mod:`lightning_sparse.exchange.cost_model` and :mod:`lightning_sparse.exchange.convoy`.
@@ -53,7 +54,7 @@ class ExchangeOptions:
     local_clip_norm: float | None = None
     value_dtype: ValueDtype = "float32"
     exchange: ExchangeMode = "auto"
-    density_control: DensityControlMode = "calibrate"
+    density_control: DensityControlMode | None = None
     link_gbit_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -71,3 +72,8 @@ class ExchangeOptions:
             raise ValueError(
                 f"Invalid local_clip_norm={self.local_clip_norm}. Must be a finite number above 0, or None to not clip."
             )
+
+    @property
+    def holds_density(self) -> bool:
+        """Whether a λ that was asked for by a density is corrected after its calibration."""
+        return self.density_control != "calibrate"

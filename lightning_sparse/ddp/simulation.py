@@ -53,7 +53,8 @@ class SimulatedWorker(EngineHolder):
                 value_dtype=value_dtype,
                 holds_density=holds_density,
                 per_layer_stats=per_layer_stats,
-            )
+            ),
+            parameters,
         )
         self._clip_norm = local_clip_norm
         self._parameters = dict(parameters)

@@ -77,8 +77,9 @@ class SparseState(EngineHolder):
                 value_dtype=options.value_dtype,
                 per_layer_stats=per_layer_stats,
                 keeps_rest=options.error_feedback != "none",
-                holds_density=options.density_control == "hold",
-            )
+                holds_density=options.holds_density,
+            ),
+            parameter_names.values(),
         )
         self.options = options
         self.settlement = Settlement(parameter_names, weakly(self._settle), weakly(self._undo))
@@ -96,8 +97,8 @@ class SparseState(EngineHolder):
         self._bucket_names: list[tuple[str, ...]] = []
         self.is_exchanging = self.is_saving = self._is_moving = False
         self._step = RunningStep()
-        self._note_shared_state()
         self.settlement.on_step.append(weakly(self._note_shared_state))
+        self._note_shared_state()
 
     def rehearse(self, *, is_scaled: bool) -> None:
         """Builds the kernels that steps will need; see :func:`~lightning_sparse.engine.rehearse_steps`."""
@@ -280,9 +281,8 @@ class SparseState(EngineHolder):
             self.residuals.keep(bucket.index, step.unused)
         self._rates.settle(step.unused - self.settlement.open_names)
         self.is_exchanging = False
-        self.settlement.end_exchange(
-            {name for names in self._bucket_names for name in names} - step.unused, used_by_any
-        )
+        names = {name for names in self._bucket_names for name in names}
+        self.settlement.end_exchange(names - step.unused, used_by_any)
         step.keep_promises()
         self._step = RunningStep(step.loss_scale)  # lets go of the buckets
         self._engine.account(more_bytes=more_bytes)

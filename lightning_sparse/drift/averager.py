@@ -98,7 +98,8 @@ class SparseModelAverager(EngineHolder):
                     value_dtype=self.options.value_dtype,
                     per_layer_stats=per_layer_stats,
                     holds_density=True,
-                )
+                ),
+                weights,
             )
             self.meeting = Meeting(self.workers)
             ignored = ignored_names(module)

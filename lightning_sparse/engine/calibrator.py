@@ -45,7 +45,9 @@ class Calibrator:
             self._sparsifier.forget_calibration()
             if self._holds_density:
                 self._control = DensityControl(self._sparsifier.density)
-            self._running = ThresholdCalibration(self._sparsifier.density, self._sparsifier.calibration_steps)
+            self._running = ThresholdCalibration(
+                self._sparsifier.density, self._sparsifier.calibration_steps, until_stable=self._holds_density
+            )
 
     def observe(self, stats: StepStats, before: StepStats | None) -> None:
         """Adds the numbers of a step; fixes λ with the last that calibration needs, and corrects it after that.

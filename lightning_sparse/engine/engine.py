@@ -91,7 +91,6 @@ class Engine:
         self._subscribers: list[Callable[[StepStats], None]] = []
         self._buckets: list[FlatBucket] = []
         self._headers: list[Tensor] = []
-        self._payload_bytes = 0
 
     def _make_extraction(self) -> Extraction:
         return Extraction(
@@ -209,7 +208,7 @@ class Engine:
         Returns:
             All workers' notes by bucket: float64, shape (n, numbers), on the CPU.
         """
-        headers, self._payload_bytes = self._exchange.finish()
+        headers, self._volume = self._exchange.finish()
         lengths = [0 if bucket.notes is None else bucket.notes.numel() for bucket in self._buckets]
         split = [
             torch.split(header, [header.shape[1] - length, length], dim=1)
@@ -234,9 +233,11 @@ class Engine:
             0 if before is None else before.step + 1,
             [bucket.layout for bucket in buckets],
             self._headers,
-            payload_bytes=self._payload_bytes + more_bytes,
+            payload_bytes=self._volume.sent_bytes + more_bytes,
             dense_bytes=dense_exchanges * sum(bucket.gradient.nbytes for bucket in buckets),
+            dense_elements=self._volume.dense_elements,
             threshold=self.sparsifier.current_threshold,
+            is_calibration=self.is_calibrating,
         )
         self.last_step = stats
         self.next_step += 1
@@ -293,8 +294,7 @@ class Engine:
             self._calibrator.load_state_dict(saved)
             self.sparsifier.load_state_dict(saved.get("sparsifier", {}))
             self.epoch = None
-        if saved["last_step"] is not None:
-            self.last_step = StepStats(**saved["last_step"])
+        self.last_step = None if saved["last_step"] is None else StepStats(**saved["last_step"])
         self.next_step = saved.get("next_step", 0)
         if same_world_size:
             self._exchange.load_state_dict(saved["exchange"])

@@ -1,12 +1,16 @@
 """What can be asked of whoever holds an engine, whatever it averages."""
 
-from collections.abc import Callable, Mapping, Sequence
+import difflib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
+
+from lightning.fabric.utilities import rank_zero_warn
 
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.exchange import Workers
-from lightning_sparse.sparsifiers import Sparsifier
+from lightning_sparse.sparsifiers import HardThreshold, Sparsifier
 
 
 class EngineHolder:
@@ -14,10 +18,13 @@ class EngineHolder:
 
     Args:
         engine: the holder's own.
+        names: of all parameters that are averaged.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, names: Collection[str]) -> None:
         self._engine = engine
+        if isinstance(engine.sparsifier, HardThreshold):
+            _warn_of_patterns(engine.sparsifier.layer_thresholds, names)
 
     @property
     def workers(self) -> Workers:
@@ -70,4 +77,15 @@ class EngineHolder:
             raise RuntimeError(
                 f"This state is of rank {saved['rank']} of {saved['world_size']} workers, and this is rank "
                 f"{here['rank']} of {here['world_size']}. Load the file of the same rank, or {advice}."
+            )
+
+
+def _warn_of_patterns(patterns: Collection[str], names: Collection[str]) -> None:
+    """Warns of patterns that match no name: what was meant by them does not happen."""
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            like = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or sorted(names)[:3]
+            rank_zero_warn(
+                f"lightning_sparse: layer_thresholds[{pattern!r}] matches no parameter and does nothing. Names are "
+                f"{', '.join(map(repr, like))}, …; a pattern may hold *, as in '*.bias'."
             )

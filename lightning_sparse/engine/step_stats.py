@@ -49,6 +49,8 @@ class StepStats:
         payload_bytes: bytes that one worker handed to collectives in this step.
         dense_bytes: bytes of the gradient itself, which plain DDP hands to its all-reduce.
         threshold: λ in gradient units, None for a sparsifier without one.
+        dense_elements: those of buckets that travelled whole, because so many were selected or while calibrating.
+        is_calibration: whether everything was sent to find λ.
         layers: per parameter name, if per-layer numbers were asked for; else empty.
     """
 
@@ -62,6 +64,8 @@ class StepStats:
     payload_bytes: int
     dense_bytes: int
     threshold: float | None = None
+    dense_elements: int = 0
+    is_calibration: bool = False
     layers: dict[str, LayerStats] = field(default_factory=dict)
 
     @property
@@ -82,7 +86,9 @@ def step_stats(
     *,
     payload_bytes: int,
     dense_bytes: int,
+    dense_elements: int,
     threshold: float | None,
+    is_calibration: bool,
 ) -> StepStats:
     """Returns the numbers of a step from the headers of its buckets.
 
@@ -92,7 +98,9 @@ def step_stats(
         headers: for each bucket all workers' headers, on the CPU: float64, shape (n, H).
         payload_bytes: bytes that this worker handed to collectives.
         dense_bytes: bytes of the gradient.
+        dense_elements: those of buckets that travelled whole.
         threshold: λ in force.
+        is_calibration: whether everything was sent to find λ.
     """
     num_workers = headers[0].shape[0]
     totals = torch.stack([header[:, :FIXED_FIELDS] for header in headers]).sum(dim=(0, 1)).tolist()
@@ -116,5 +124,7 @@ def step_stats(
         payload_bytes=payload_bytes,
         dense_bytes=dense_bytes,
         threshold=threshold,
+        dense_elements=dense_elements,
+        is_calibration=is_calibration,
         layers=layers,
     )

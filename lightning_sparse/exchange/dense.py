@@ -16,6 +16,7 @@ class DenseShipment(Shipment):
 
     def start(self) -> None:
         """Issues the all-reduce."""
+        self.is_dense = True
         self._work = self.workers.all_reduce(self.out)
         self.sent_bytes += self.out.numel() * self.out.itemsize
 

@@ -37,6 +37,7 @@ class DenseStepsShipment(Shipment):
 
     def start(self) -> None:
         """Issues the all-to-all of the slices."""
+        self.is_dense = True
         parcels = self.take("parcels", self._num_padded, self._wire.storage)
         parcels[: self.out.numel()].copy_(self._wire.encoded(self.out))
         self._received = self.take("received parcels", self._num_padded, self._wire.storage)

@@ -33,7 +33,7 @@ from lightning_sparse.exchange.hierarchical import HierarchicalShipment, Nodes, 
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.reduce_scatter import ReduceScatterShipment, slice_elements
 from lightning_sparse.exchange.shared import SharedShipment
-from lightning_sparse.exchange.shipment import LARGEST_SLICE, NUM_SELECTED, Shipment
+from lightning_sparse.exchange.shipment import LARGEST_SLICE, NUM_SELECTED, Shipment, Volume
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.exchange.workers import Workers
 
@@ -215,12 +215,11 @@ class Exchange:
         if is_last:
             self._convoy.depart()
 
-    def finish(self) -> tuple[list[Tensor], int]:
+    def finish(self) -> tuple[list[Tensor], Volume]:
         """Completes the step: every ``out`` holds its average.
 
         Returns:
-            For each bucket all workers' headers in rank order: float64, shape (n, H), on the CPU; and the bytes that
-            this worker handed to collectives.
+            For each bucket all workers' headers in rank order: float64, shape (n, H), on the CPU; and what was sent.
         """
         shipments = self._shipments
         local_sizes = [one for shipment in shipments if (one := shipment.prepare()) is not None]
@@ -237,10 +236,11 @@ class Exchange:
         for shipment, header in zip(shipments, headers, strict=True):
             shipment.finish(header)
         small_bytes = 8 * (len(local_sizes) + (0 if _carries_headers(shipments[-1]) else sum(lengths)))
-        sent_bytes = sum(shipment.sent_bytes for shipment in shipments) + small_bytes
+        dense = sum(shipment.out.numel() for shipment in shipments if shipment.is_dense)
+        volume = Volume(sum(shipment.sent_bytes for shipment in shipments) + small_bytes, dense)
         self.begin()
         self._buffers.end_step()
-        return headers, sent_bytes
+        return headers, volume
 
     def _route(self, key: tuple[int, int], costs: Costs, *, on_gpu: bool) -> Route:
         if self.mode in ("gather", "reduce_scatter", "dense"):

@@ -55,7 +55,7 @@ class GatherShipment(Shipment):
         self._work: Pending | None = None
         self._rest_format = PayloadFormat(payload_format.num_elements, payload_format.wire)
         self._rests: list[Tensor] = []
-        self._is_dense = self._is_decoded = False
+        self._is_decoded = False
 
     def start(self) -> None:
         """Sends the payload on its way to all."""
@@ -114,7 +114,7 @@ class GatherShipment(Shipment):
         self._wait()
         if self._is_decoded:
             return
-        if self._is_dense:
+        if self.is_dense:
             self.out.div_(self.workers.num_workers)
         elif self._rests:
             counts: list[int] = header[:, NUM_SELECTED].long().tolist()
@@ -141,7 +141,7 @@ class GatherShipment(Shipment):
     def _start_dense(self, num_selected: int, rest: Selection | None) -> None:
         """Begins again as a masked dense all-reduce; what was gathered is not used."""
         self._wait()
-        self._is_dense = True
+        self.is_dense = True
         self.out.zero_()
         for part in (self.own(num_selected), rest):
             if part is not None:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,18 @@ from lightning_sparse.sparsifiers import Selection
 
 NUM_SELECTED, LARGEST_SLICE = range(2)
 """The fields of a header that the exchange itself reads: k, and the most coordinates in any of n equal slices."""
+
+
+class Volume(NamedTuple):
+    """What a worker sent in a step.
+
+    Attributes:
+        sent_bytes: that it handed to collectives.
+        dense_elements: elements of buckets that travelled whole.
+    """
+
+    sent_bytes: int
+    dense_elements: int
 
 
 class Shipment(ABC):
@@ -39,6 +51,7 @@ class Shipment(ABC):
         is_masked: whether the caller writes a masked gradient into ``out`` instead of a payload.
         has_sizes: whether ``prepare`` returns a number that all workers must know of each other.
         sent_bytes: bytes that this worker handed to collectives.
+        is_dense: whether the whole bucket travels, or did in the end.
         is_typical: whether later steps may be expected to be like this one.
         is_cleared: whether the caller left zeros in ``out``.
         is_divided: whether the caller divided what it wrote into ``out`` by n.
@@ -59,7 +72,7 @@ class Shipment(ABC):
         self.payload: Tensor | None = None
         self.rest: Callable[[], Selection] = _nothing_left
         self.is_typical = True
-        self.is_cleared = self.is_divided = False
+        self.is_cleared = self.is_divided = self.is_dense = False
         self.sent_bytes = 0
 
     @abstractmethod

@@ -40,7 +40,7 @@ class HardThreshold(Sparsifier):
 
     Args:
         threshold: λ ≥ 0 in gradient units. 0 sends everything.
-        density: the share of coordinates to be sent on average, in (0, 1]. With neither, 0.001.
+        density: the share of coordinates to be sent on average, in (0, 1]; 1 is λ = 0. With neither, 0.001.
         calibration_steps: steps over which ‖g‖² is averaged, at least 1. Unused when a threshold is given.
         layer_thresholds: λ for single layers: fnmatch patterns of parameter names, the first match wins. It holds in
             calibration too: a layer with a λ of its own is not calibrated. 0 sends a layer whole.
@@ -77,6 +77,8 @@ class HardThreshold(Sparsifier):
             raise ValueError(f"Invalid {calibration_steps=}. Must be a whole number of at least 1.")
         for pattern, value in (layer_thresholds or {}).items():
             _check_threshold(f"layer_thresholds[{pattern!r}]", value)
+        if density == 1:
+            threshold, density = 0.0, None  # nothing to find
         self.threshold = threshold
         self.density = density
         self.calibration_steps = calibration_steps

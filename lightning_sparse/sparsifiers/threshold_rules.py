@@ -1,6 +1,10 @@
 """λ from a density: the paper's rule, and calibration on the gradients of the first steps."""
 
-from math import isfinite, sqrt
+from math import inf, isfinite, sqrt
+
+FEWEST_STEPS = 3
+STABLE = 0.2
+"""A mean of ‖g‖² is known well enough, where λ is corrected later, once its standard error is this share of it."""
 
 
 def paper_threshold(density: float, num_elements: int) -> float:
@@ -38,32 +42,47 @@ class ThresholdCalibration:
     Args:
         density: the density to aim at, in (0, 1].
         steps: how many steps to average over.
+        until_stable: whether to end earlier, when the mean is known to a fifth.
     """
 
-    def __init__(self, density: float, steps: int) -> None:
+    def __init__(self, density: float, steps: int, *, until_stable: bool = False) -> None:
         self.density = density
         self.steps = steps
         self.measured_steps = 0
-        self._sum = 0.0
+        self._until_stable = until_stable
+        self._sum = self._sum_of_squares = 0.0
 
     def state_dict(self) -> dict[str, float]:
         """Returns what has been measured so far."""
-        return {"measured_steps": self.measured_steps, "sum": self._sum}
+        return {
+            "measured_steps": self.measured_steps,
+            "sum": self._sum,
+            "sum_of_squares": self._sum_of_squares,
+        }
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Continues a measurement."""
         self.measured_steps, self._sum = int(state["measured_steps"]), state["sum"]
+        self._sum_of_squares = state.get("sum_of_squares", inf)
 
     def observe(self, squared_gradient_norm: float) -> None:
         """Adds one step's (1/n) Σ_i ‖g_i‖² (gradient units squared); a non-finite one is not counted."""
         if isfinite(squared_gradient_norm):
             self.measured_steps += 1
             self._sum += squared_gradient_norm
+            self._sum_of_squares += squared_gradient_norm**2
 
     @property
     def is_complete(self) -> bool:
         """Whether enough steps were measured, at least one of them with a gradient that is not zero."""
-        return self.measured_steps >= self.steps and self._sum > 0
+        return self._sum > 0 and (self.measured_steps >= self.steps or (self._until_stable and self._is_stable()))
+
+    def _is_stable(self) -> bool:
+        steps, mean = self.measured_steps, self._sum / self.measured_steps
+        if steps < FEWEST_STEPS:
+            return False
+        variance = max(0.0, self._sum_of_squares / steps - mean**2) * steps / (steps - 1)
+        return variance / steps <= (STABLE * mean) ** 2
 
     def threshold(self, num_elements: int) -> float:
         """Returns λ in gradient units, for a model of d = num_elements.

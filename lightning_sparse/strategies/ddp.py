@@ -1,12 +1,13 @@
 """Lightning strategies: DDP with a sparse exchange of gradients."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities import rank_zero_info
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from torch.nn.parallel import DistributedDataParallel
@@ -23,7 +24,8 @@ from lightning_sparse.ddp.options import (
 from lightning_sparse.ddp.sparse_state import SparseState
 from lightning_sparse.exchange import ExchangeMode, parameter_settings, require_agreement
 from lightning_sparse.exchange.wire import ValueDtype, require_wire
-from lightning_sparse.sparsifiers import Sparsifier
+from lightning_sparse.sparsifiers import Dense, Sparsifier
+from lightning_sparse.strategies.advice import Advice, exchanges_of
 from lightning_sparse.strategies.arguments import check_ddp_arguments
 from lightning_sparse.strategies.checkpoint import (
     CheckpointOptions,
@@ -61,8 +63,9 @@ class SparseDDPStrategy(DDPStrategy):
             ``"reduce_scatter"``: each to the worker that sums its part of the bucket, and the sums to all;
             ``"dense"``: a masked whole gradient in an all-reduce; ``"hierarchical"``: dense inside a node, sparse
             between nodes; ``"auto"``: for each bucket the cheapest of the first three, judged by the step before.
-        density_control: what becomes of a λ that was asked for by a density. ``"calibrate"``: constant once it has been
-            calibrated; ``"hold"``: corrected slowly, so that the average volume after that meets the density.
+        density_control: what becomes of a λ that was asked for by a density, in ``calibration_steps`` steps at most.
+            ``"hold"``, which None stands for: corrected slowly, so that the average volume after that meets the
+            density; ``"calibrate"``: constant once it has been calibrated in as many steps.
         link_gbit_s: the rate of a worker's link between nodes, in Gbit/s and one direction, by which
             ``exchange="auto"`` judges what is cheapest. None takes it for 10 Gbit/s on CPUs; on GPUs for NVLink
             inside a node, and for 100 Gbit/s between nodes. Over Gloo small payloads of several buckets wait for each
@@ -94,7 +97,7 @@ class SparseDDPStrategy(DDPStrategy):
         local_clip_norm: float | None = None,
         value_dtype: ValueDtype = "float32",
         exchange: ExchangeMode = "auto",
-        density_control: DensityControlMode = "calibrate",
+        density_control: DensityControlMode | None = None,
         link_gbit_s: float | None = None,
         residual_checkpoint: ResidualCheckpoint = "full",
         on_world_size_change: OnWorldSizeChange = "mean",
@@ -117,6 +120,7 @@ class SparseDDPStrategy(DDPStrategy):
         self.state: SparseState | None = None
         self._per_layer_stats = False
         self.step_log = StepLog()
+        self._advice = Advice("gradients")
         self._is_stepping = False
 
     def request_layer_stats(self) -> None:
@@ -157,16 +161,34 @@ class SparseDDPStrategy(DDPStrategy):
         # Lightning's own method registers hooks on CUDA only; elsewhere it would silently train densely.
         assert isinstance(self.model, DistributedDataParallel)
         self.step_log.clear()
+        sparsifier, options = self._what_is_sent()
         self.state = attach(
             self.model,
-            self.sparsifier,
-            self._options,
+            sparsifier,
+            options,
             grad_scaler=lambda: getattr(self.precision_plugin, "scaler", None),
             learning_rates=lambda: learning_rates_of(self.optimizers),
             per_layer_stats=self._per_layer_stats,
         )
         self.state.subscribe(self.step_log.add)
+        self._advice.follow(self.state)
         self.state.settlement.on_step.append(self._on_any_step)
+
+    def _what_is_sent(self) -> tuple[Sparsifier, ExchangeOptions]:
+        if self.world_size > 1:
+            return self.sparsifier, self._options
+        rank_zero_info("lightning_sparse: one worker has nobody to exchange with: gradients pass through whole.")
+        return Dense(), replace(self._options, value_dtype="float32", density_control=None)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._advice.begin(self.optimizers, exchanges_of(self.lightning_module))
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._advice.end()
 
     @override
     def pre_backward(self, closure_loss: torch.Tensor) -> None:

@@ -50,7 +50,7 @@ class DDPHardThresholdStrategy(SparseDDPStrategy):
         local_clip_norm: float | None = None,
         value_dtype: ValueDtype = "float32",
         exchange: ExchangeMode = "auto",
-        density_control: DensityControlMode = "calibrate",
+        density_control: DensityControlMode | None = None,
         link_gbit_s: float | None = None,
         residual_checkpoint: ResidualCheckpoint = "full",
         on_world_size_change: OnWorldSizeChange = "mean",

@@ -2,11 +2,12 @@
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities import rank_zero_info
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -19,7 +20,8 @@ from lightning_sparse.drift import DriftOptions, SparseModelAverager
 from lightning_sparse.drift.options import OuterOptimizer
 from lightning_sparse.exchange import ExchangeMode, require_agreement
 from lightning_sparse.exchange.wire import ValueDtype, require_wire
-from lightning_sparse.sparsifiers import Sparsifier
+from lightning_sparse.sparsifiers import Dense, Sparsifier
+from lightning_sparse.strategies.advice import Advice, exchanges_of
 from lightning_sparse.strategies.arguments import process_group_arguments
 from lightning_sparse.strategies.drift_checkpoint import (
     DriftCheckpoint,
@@ -104,6 +106,7 @@ class SparseLocalStrategy(DDPStrategy):
         self.sparsifier = sparsifier
         self.averager: SparseModelAverager | None = None
         self.step_log = StepLog()
+        self._advice = Advice("drifts")
         self._per_layer_stats = self._has_ended = self._is_in_a_step = False
         self._why_not: str | None = None
 
@@ -122,10 +125,16 @@ class SparseLocalStrategy(DDPStrategy):
         self.step_log.clear()
         self._has_ended = False
         require_agreement(asdict(self._checkpoint_options))
-        self.averager = SparseModelAverager(
-            self.model, self.sparsifier, self._options, per_layer_stats=self._per_layer_stats
-        )
+        sparsifier, options = self._what_is_sent()
+        self.averager = SparseModelAverager(self.model, sparsifier, options, per_layer_stats=self._per_layer_stats)
         self.averager.subscribe(self.step_log.add)
+        self._advice.follow(self.averager)
+
+    def _what_is_sent(self) -> tuple[Sparsifier, DriftOptions]:
+        if self.world_size > 1:
+            return self.sparsifier, self._options
+        rank_zero_info("lightning_sparse: one worker has nobody to exchange with: nothing is held back.")
+        return Dense(), replace(self._options, value_dtype="float32")
 
     @override
     def setup_optimizers(self, trainer: Any) -> None:
@@ -174,6 +183,7 @@ class SparseLocalStrategy(DDPStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._return_weights()  # that a checkpoint has brought
+        self._advice.begin(self.optimizers, exchanges_of(self.lightning_module, self._options.every_n_steps))
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -187,6 +197,7 @@ class SparseLocalStrategy(DDPStrategy):
     def on_train_end(self) -> None:
         self._share_weights()
         self._has_ended = True
+        self._advice.end()
 
     def _share_weights(self) -> None:
         if self.averager is not None and self._is_fitting and not self._has_ended:

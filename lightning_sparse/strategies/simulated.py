@@ -16,6 +16,7 @@ from lightning_sparse.ddp.weak_call import weakly
 from lightning_sparse.exchange import ExchangeMode
 from lightning_sparse.exchange.wire import ValueDtype, require_wire
 from lightning_sparse.sparsifiers import Sparsifier
+from lightning_sparse.strategies.advice import Advice, exchanges_of
 from lightning_sparse.strategies.checkpoint import CheckpointOptions, OnWorldSizeChange, collect_simulated, restore
 from lightning_sparse.strategies.epochs import tell_epoch
 from lightning_sparse.strategies.saving import KEY
@@ -80,7 +81,7 @@ class SimulatedWorkersStrategy(InTurn):
         local_clip_norm: float | None = None,
         value_dtype: ValueDtype = "float32",
         exchange: ExchangeMode = "gather",
-        density_control: DensityControlMode = "calibrate",
+        density_control: DensityControlMode | None = None,
         on_world_size_change: OnWorldSizeChange = "mean",
         own_attributes: Sequence[str] = (),
         device: str = "auto",
@@ -104,6 +105,7 @@ class SimulatedWorkersStrategy(InTurn):
         self.sparsifier = sparsifier
         self.workers: SimulatedWorkers | None = None
         self.step_log = StepLog()
+        self._advice = Advice("gradients")
         self._options = options
         self._checkpoint_options = CheckpointOptions("full", on_world_size_change)
         self._per_layer_stats = False
@@ -146,10 +148,11 @@ class SimulatedWorkersStrategy(InTurn):
             local_clip_norm=self._options.local_clip_norm,
             exchange=self._options.exchange,
             value_dtype=self._options.value_dtype,
-            holds_density=self._options.density_control == "hold",
+            holds_density=self._options.holds_density,
             per_layer_stats=self._per_layer_stats,
         )
         self.workers.each[0].subscribe(self.step_log.add)
+        self._advice.follow(self.workers.each[0])
 
     @override
     def setup_optimizers(self, trainer: Any) -> None:
@@ -245,6 +248,16 @@ class SimulatedWorkersStrategy(InTurn):
         self._turns.begin_batch(begins_anew=batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0)
         for worker in self.workers.each:
             tell_epoch(worker, self)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._advice.begin(self.optimizers, exchanges_of(self.lightning_module))
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._advice.end()
 
     @override
     def save_checkpoint(

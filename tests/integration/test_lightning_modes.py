@@ -429,15 +429,14 @@ def _train_with_loss_scale() -> tuple[Run, Run, float]:
     return scaled, train(Classifier, {"threshold": 0.05}), scaler.get_scale()
 
 
-def test_a_single_worker_keeps_and_sends_as_many_do() -> None:
-    [run] = train_workers(Classifier, frozen(), num_workers=1)
-    assert_nothing_was_sent(run, total(run.own_gradients), steps=3)
-    [run] = train_workers(Classifier, {"threshold": 0.05}, {"max_steps": 1}, num_workers=1)
+@pytest.mark.parametrize("options", [{}, {"value_dtype": "float8"}, {"error_feedback": "none"}])
+def test_a_single_worker_holds_nothing_back(options: dict[str, Any]) -> None:
+    [run] = train_workers(Classifier, {"threshold": 0.05, **options}, {"max_steps": 1}, num_workers=1)
     sent = {name: (run.initial[name] - weight).flatten() for name, weight in run.weights.items()}
-    assert 0 < run.steps[0].density < 1
-    assert_close({name: sent[name] + run.residuals[name] for name in sent}, run.own_gradients[0])
+    assert run.steps[0].density == 1
+    assert_close(sent, run.own_gradients[0])
     for values in run.residuals.values():
-        assert values.abs().max() < 0.05
+        assert not values.any()
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
@@ -506,7 +505,7 @@ def test_a_second_fit_calibrates_anew() -> None:
 
 def _calibrate_twice() -> list[float | None]:
     model, recorder = Classifier(), Recorder()
-    strategy = DDPHardThresholdStrategy(density=0.05, calibration_steps=2)
+    strategy = DDPHardThresholdStrategy(density=0.05, calibration_steps=2, density_control="calibrate")
     trainer = quiet_trainer(strategy, num_workers=2, callbacks=[recorder], max_steps=4)
     trainer.fit(model, data())
     trainer.fit_loop.epoch_loop.max_steps = 8
@@ -654,7 +653,8 @@ def _calibrate() -> tuple[Run, list[str]]:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).addHandler(Listener())
     make_model = partial(Classifier, partial(torch.optim.SGD, lr=0.0))
-    run = train(make_model, {"density": 0.05, "calibration_steps": 3}, {"max_steps": 6})
+    options = {"density": 0.05, "calibration_steps": 3, "density_control": "calibrate"}
+    run = train(make_model, options, {"max_steps": 6})
     return run, messages
 
 

@@ -42,7 +42,9 @@ def test_a_step_averages_over_workers_and_adds_up_buckets():
         [header(3, 0, 0.0, 8.0, ([1, 2], [0.0, 0.0])), header(0, 2, 24.0, 8.0, ([0], [24.0]))],
     ]
     headers = [torch.stack([of_worker[worker][bucket] for worker in range(2)]) for bucket in range(2)]
-    result = step_stats(5, layouts, headers, payload_bytes=70, dense_bytes=40, threshold=0.5)
+    numbers = {"payload_bytes": 70, "dense_bytes": 40, "dense_elements": 6, "threshold": 0.5, "is_calibration": False}
+    result = step_stats(5, layouts, headers, **numbers)
+    assert {name: getattr(result, name) for name in numbers} == numbers
     assert (result.step, result.num_workers, result.num_elements, result.selected) == (5, 2, 10, 7)
     assert result.density == pytest.approx(7 / 20)
     assert result.error_norm == pytest.approx(((25 + 24) / 2) ** 0.5)

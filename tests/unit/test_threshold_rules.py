@@ -1,5 +1,5 @@
 import dataclasses
-from math import sqrt
+from math import isfinite, sqrt
 
 import pytest
 import torch
@@ -41,6 +41,53 @@ def test_calibration_does_not_count_a_step_that_overflowed():
     assert not calibration.is_complete
     calibration.observe(1.0)
     assert calibration.is_complete
+
+
+@pytest.mark.parametrize(
+    ("norms", "needed"),
+    [
+        ([4.0] * 20, 3),
+        ([1.0, 1.5, 1.2], 3),
+        ([100.0, 1.0, 1.0, 1.0, 1.0, 1.0], None),
+        ([0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0], None),
+        ([float("nan"), 2.0, 2.0, 2.0], 4),
+        ([1.0, 2.0] * 10, 4),
+        ([1.0, 4.0] * 10, 10),
+    ],
+)
+def test_calibration_ends_when_the_mean_is_known_to_a_fifth(norms, needed):
+    calibration = ThresholdCalibration(density=0.01, steps=1000, until_stable=True)
+    ended = None
+    for step, norm in enumerate(norms, 1):
+        calibration.observe(norm)
+        finite = torch.tensor([one for one in norms[:step] if isfinite(one)])
+        is_known = len(finite) >= 3 and finite.std() / len(finite) ** 0.5 <= 0.2 * finite.mean() and finite.sum() > 0
+        assert calibration.is_complete == is_known
+        ended = ended or (step if calibration.is_complete else None)
+        calibration = _saved_and_loaded(calibration)
+    assert ended == needed
+
+
+def _saved_and_loaded(calibration):
+    double = ThresholdCalibration(calibration.density, calibration.steps, until_stable=True)
+    double.load_state_dict(calibration.state_dict())
+    return double
+
+
+def test_without_it_a_calibration_takes_all_of_its_steps():
+    calibration = ThresholdCalibration(density=0.01, steps=5)
+    for _ in range(4):
+        calibration.observe(1.0)
+        assert not calibration.is_complete
+    calibration.observe(1.0)
+    assert calibration.is_complete
+
+
+def test_a_density_of_one_sends_everything_and_calibrates_nothing():
+    sparsifier = HardThreshold(density=1)
+    assert (sparsifier.threshold, sparsifier.density) == (0.0, None)
+    calibrator = Calibrator(sparsifier, speaks=True, holds_density=True)
+    assert not calibrator.is_running
 
 
 def test_calibration_waits_for_a_gradient_that_is_not_zero():
