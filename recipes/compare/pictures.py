@@ -12,6 +12,8 @@ from recipes.compare.runs import Outcome
 from recipes.compare.variants import Variant
 from recipes.demo import Run
 
+WIDE = 20.0
+"""Times the smallest value: a metric with a larger one, as of a training that diverged, has a logarithmic axis."""
 POINTS = 200
 """Along a curve: steps that are drawn as one, by their mean."""
 
@@ -36,6 +38,7 @@ def draw_volume(outcomes: Mapping[Variant, Sequence[Outcome]], metric: str) -> F
     axes.set_xscale("log")
     axes.set_xlabel("MB sent per worker in the whole training")
     axes.set_ylabel(metric)
+    axes.set_yscale(_scale([fmean([one.metric for one in runs]) for runs in outcomes.values()]))
     _finish(axes)
     figure.legend(loc="outside right upper", frameon=False)
     return figure
@@ -43,16 +46,17 @@ def draw_volume(outcomes: Mapping[Variant, Sequence[Outcome]], metric: str) -> F
 
 def draw_steps(runs: Mapping[str, Sequence[Run]], metric: str) -> Figure:
     """Returns a picture of metric, error norm, total error and density by step: of each label the mean of its runs."""
-    rows: tuple[tuple[str, str, str, Callable[[list[float]], list[float]]], ...] = (
-        (metric, metric, "linear", list),
-        ("sparse/error_norm", "error norm ‖e‖\n(units of what is sent)", "linear", list),
+    rows: tuple[tuple[str, str, str | None, Callable[[list[float]], list[float]]], ...] = (
+        (metric, metric, None, list),
+        ("sparse/error_norm", "error norm ‖e‖\n(units of what is sent)", None, list),
         ("sparse/error_norm", "total error Σ ‖e‖²", "log", lambda norms: list(accumulate(one * one for one in norms))),
         ("sparse/density", "density k / d", "log", list),
     )
     figure = Figure(figsize=(8.5, 9), layout="constrained")
     for axes, (name, title, scale, made) in zip(figure.subplots(len(rows), sharex=True), rows, strict=True):
-        for number, (label, some) in enumerate(runs.items()):
-            steps, means = _mean_curve(some, name, made)
+        curves = {label: _mean_curve(some, name, made) for label, some in runs.items()}
+        scale = scale or _scale([one for _, means in curves.values() for one in means if one])
+        for number, (label, (steps, means)) in enumerate(curves.items()):
             if means and (scale == "linear" or any(means)):
                 axes.plot(steps, means, color=f"C{number}", linewidth=1.2, label=label)
         axes.set_ylabel(title)
@@ -67,6 +71,10 @@ def draw_steps(runs: Mapping[str, Sequence[Run]], metric: str) -> Figure:
 def save(figure: Figure, path: Path) -> None:
     """Writes a picture."""
     figure.savefig(path, dpi=120)
+
+
+def _scale(values: Sequence[float]) -> str:
+    return "log" if values and min(values) > 0 and max(values) > WIDE * min(values) else "linear"
 
 
 def _mean_curve(

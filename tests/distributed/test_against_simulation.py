@@ -277,7 +277,11 @@ def test_layer_thresholds_apply_to_their_layers():
 def test_calibration_sends_everything_and_then_fixes_the_same_threshold_everywhere():
     density, calibration_steps = 0.02, 5
     results = run_workers(
-        _train, 3, HardThreshold(density=density, calibration_steps=calibration_steps), "nesterov", {}
+        _train,
+        3,
+        HardThreshold(density=density, calibration_steps=calibration_steps),
+        "nesterov",
+        {"density_control": "calibrate"},
     )
     assert len({result.threshold for result in results}) == 1
     steps = results[0].steps
