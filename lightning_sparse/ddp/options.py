@@ -15,13 +15,13 @@ DENSITY_CONTROLS: tuple[DensityControlMode | None, ...] = ("hold", "calibrate", 
 
 
 def require_density_control(sparsifier: Sparsifier, density_control: DensityControlMode | None) -> None:
-    """Raises ValueError where something is to become of the λ of a density, and no density was asked for."""
-    has_density = isinstance(sparsifier, HardThreshold) and sparsifier.density is not None
-    if density_control is not None and not has_density:
+    """Raises ValueError where a density is to be held and there is none to which λ could be corrected."""
+    has_density = isinstance(sparsifier, HardThreshold) and (sparsifier.density is not None or not sparsifier.threshold)
+    if density_control == "hold" and not has_density:
         what = "a constant threshold" if isinstance(sparsifier, HardThreshold) else type(sparsifier).__name__
         raise ValueError(
-            f"Got density_control={density_control!r} with {what}. It says what becomes of the λ of a hard threshold "
-            "that was asked for by a density: give density=… in place of threshold=…, or leave density_control out."
+            f"Got density_control='hold' with {what}. It corrects the λ of a hard threshold that was asked for by a "
+            "density: give density=… in place of threshold=…, or leave density_control out."
         )
 
 

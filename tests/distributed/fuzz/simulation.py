@@ -68,7 +68,7 @@ class Simulation:
     @property
     def is_calibrating(self) -> bool:
         is_enough = len(self.measured) >= self.case.calibration_steps and sum(self.measured) > 0
-        return self.case.sparsifier == "density" and not is_enough
+        return self.case.sparsifier == "density" and self.case.density < 1 and not is_enough
 
     def step(
         self, step: int, scale: float | None, actual: list[dict[str, Tensor]]
