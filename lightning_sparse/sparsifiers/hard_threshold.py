@@ -3,13 +3,14 @@
 import struct
 from fnmatch import fnmatchcase
 from math import inf, isfinite
+from numbers import Real
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.sparsifiers.grid import power_of_two
-from lightning_sparse.sparsifiers.protocol import LayerLayout, Selection, Sparsifier
+from lightning_sparse.sparsifiers.protocol import LayerLayout, Selection, Sparsifier, require_density
 
 DEFAULT_DENSITY = 0.001
 STEPS = 8
@@ -71,8 +72,8 @@ class HardThreshold(Sparsifier):
             _check_threshold("threshold", threshold)
         elif density is None:
             density = DEFAULT_DENSITY
-        if density is not None and not 0 < density <= 1:
-            raise ValueError(f"Invalid {density=}. Must be within (0, 1]; for example 0.001 sends about 0.1 %.")
+        if density is not None:
+            require_density(density, "about 0.1 %")
         if isinstance(calibration_steps, bool) or not isinstance(calibration_steps, int) or calibration_steps < 1:
             raise ValueError(f"Invalid {calibration_steps=}. Must be a whole number of at least 1.")
         for pattern, value in (layer_thresholds or {}).items():
@@ -176,9 +177,10 @@ class HardThreshold(Sparsifier):
 
 
 def _check_threshold(name: str, value: float) -> None:
-    if not (isfinite(value) and value >= 0):
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not (is_number and isfinite(value) and value >= 0):
         raise ValueError(
-            f"Invalid {name}={value}. Must be a finite number of at least 0, in gradient units; 0 sends everything."
+            f"Invalid {name}={value!r}. Must be a finite number of at least 0, in gradient units; 0 sends everything."
         )
 
 

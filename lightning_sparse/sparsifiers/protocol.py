@@ -4,6 +4,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -253,7 +254,7 @@ class MarkingSparsifier(Sparsifier):
 
 def require_density(density: float, example: str, name: str = "density") -> None:
     """Raises ValueError where this is no share of coordinates to send."""
-    if isinstance(density, bool) or not isinstance(density, (int, float)) or not 0 < density <= 1:
+    if isinstance(density, bool) or not isinstance(density, Real) or not 0 < density <= 1:
         raise ValueError(f"Invalid {name}={density!r}. Must be within (0, 1]; for example 0.001 sends {example}.")
 
 

@@ -23,8 +23,12 @@ _REPLACED_ARGUMENTS = {
 }
 
 
-def check_ddp_arguments(arguments: dict[str, Any]) -> None:
+def check_ddp_arguments(arguments: dict[str, Any], strategy: type[DDPStrategy]) -> None:
     """Raises for an argument that DDP does not know, or that a sparse exchange cannot honour.
+
+    Args:
+        arguments: that were given beside the strategy's own.
+        strategy: whose options may have been meant.
 
     Raises:
         ValueError: it cannot be honoured; says what to use instead.
@@ -39,18 +43,26 @@ def check_ddp_arguments(arguments: dict[str, Any]) -> None:
     } - {"self", "module", "kwargs", "device_ids"}
     for name in arguments:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
             raise TypeError(
                 f"Unknown argument {name!r}: neither this strategy, nor Lightning's DDPStrategy, nor "
-                f"DistributedDataParallel of torch {torch.__version__} takes it.{hint}"
+                f"DistributedDataParallel of torch {torch.__version__} takes it.{_hint(name, known, strategy)}"
             )
 
 
-def process_group_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+def _hint(name: str, known: set[str], strategy: type[DDPStrategy]) -> str:
+    own = set(inspect.signature(strategy.__init__).parameters) - {"self", "kwargs"}
+    close = difflib.get_close_matches(name, known | own, n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def process_group_arguments(arguments: dict[str, Any], strategy: type[DDPStrategy]) -> dict[str, Any]:
     """Returns what of DDP's arguments means something without a DDP module.
 
     A command line hands on all arguments that there are: those with their default value are left out.
+
+    Args:
+        arguments: that were given beside the strategy's own.
+        strategy: whose options may have been meant.
 
     Raises:
         ValueError: one that concerns DDP's own exchange.
@@ -72,9 +84,8 @@ def process_group_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
                     "none: leave it out."
                 )
         else:
-            close = difflib.get_close_matches(name, allowed, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
             raise TypeError(
-                f"Unknown argument {name!r}: neither this strategy nor Lightning's DDPStrategy takes it.{hint}"
+                f"Unknown argument {name!r}: neither this strategy nor Lightning's DDPStrategy takes it."
+                f"{_hint(name, allowed, strategy)}"
             )
     return meant

@@ -108,7 +108,7 @@ class SparseDDPStrategy(DDPStrategy):
                 f"Expected a sparsifier such as HardThreshold(threshold=0.01), got {sparsifier!r}. "
                 "For a threshold alone use DDPHardThresholdStrategy(threshold=0.01)."
             )
-        check_ddp_arguments(kwargs)
+        check_ddp_arguments(kwargs, type(self))
         self._checkpoint_options = CheckpointOptions(residual_checkpoint, on_world_size_change)
         self._options = ExchangeOptions(
             error_feedback, local_clip_norm, value_dtype, exchange, density_control, link_gbit_s

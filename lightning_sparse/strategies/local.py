@@ -96,7 +96,7 @@ class SparseLocalStrategy(DDPStrategy):
                 f"Expected a sparsifier such as HardThreshold(threshold=0.001), got {sparsifier!r}. "
                 "For a threshold alone use LocalHardThresholdStrategy(threshold=0.001)."
             )
-        kwargs = process_group_arguments(kwargs)
+        kwargs = process_group_arguments(kwargs, type(self))
         self._checkpoint_options = DriftCheckpointOptions(drift_checkpoint, optimizer_checkpoint)
         self._options = DriftOptions(
             every_n_steps, keep_drift, drift_decay, outer_optimizer, overlap, value_dtype, exchange, link_gbit_s

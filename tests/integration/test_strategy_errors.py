@@ -109,11 +109,20 @@ def test_a_refused_argument_may_be_given_as_none_as_a_saved_config_does() -> Non
 
 @pytest.mark.parametrize(
     ("misspelt", "meant"),
-    [("find_unused_parameter", "find_unused_parameters"), ("bucket_cap", "bucket_cap_mb"), ("static", "static_graph")],
+    [
+        ("find_unused_parameter", "find_unused_parameters"),
+        ("bucket_cap", "bucket_cap_mb"),
+        ("static", "static_graph"),
+        ("treshold", "threshold"),
+        ("densty", "density"),
+        ("value_dtyp", "value_dtype"),
+    ],
 )
 def test_a_misspelt_argument_is_refused_with_the_one_that_was_meant(misspelt: str, meant: str) -> None:
     with pytest.raises(TypeError, match=f"Unknown argument '{misspelt}': .* Did you mean '{meant}'"):
-        DDPHardThresholdStrategy(threshold=0.1, **{misspelt: True})
+        DDPHardThresholdStrategy(**{misspelt: True})
+    with pytest.raises(TypeError, match=r"Unknown argument 'every_n_step': .* Did you mean 'every_n_steps'"):
+        LocalHardThresholdStrategy(every_n_step=8)
 
 
 def test_an_argument_like_no_other_is_refused_without_a_guess() -> None:
