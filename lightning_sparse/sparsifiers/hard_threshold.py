@@ -3,14 +3,13 @@
 import struct
 from fnmatch import fnmatchcase
 from math import inf, isfinite
-from numbers import Real
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.sparsifiers.grid import power_of_two
-from lightning_sparse.sparsifiers.protocol import LayerLayout, Selection, Sparsifier, require_density
+from lightning_sparse.sparsifiers.protocol import LayerLayout, Selection, Sparsifier, is_number, require_density
 
 DEFAULT_DENSITY = 0.001
 STEPS = 8
@@ -177,8 +176,7 @@ class HardThreshold(Sparsifier):
 
 
 def _check_threshold(name: str, value: float) -> None:
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not (is_number and isfinite(value) and value >= 0):
+    if not (is_number(value) and isfinite(value) and value >= 0):
         raise ValueError(
             f"Invalid {name}={value!r}. Must be a finite number of at least 0, in gradient units; 0 sends everything."
         )

@@ -252,9 +252,14 @@ class MarkingSparsifier(Sparsifier):
         return Selection(indices, self.values(compensated, layout)[indices])
 
 
+def is_number(value: object) -> bool:
+    """Whether this is a real number, also one of numpy's."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def require_density(density: float, example: str, name: str = "density") -> None:
     """Raises ValueError where this is no share of coordinates to send."""
-    if isinstance(density, bool) or not isinstance(density, Real) or not 0 < density <= 1:
+    if not is_number(density) or not 0 < density <= 1:
         raise ValueError(f"Invalid {name}={density!r}. Must be within (0, 1]; for example 0.001 sends {example}.")
 
 
