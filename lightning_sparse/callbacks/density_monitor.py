@@ -49,6 +49,7 @@ class DensityMonitor(StepMonitor):
         self._history = _LayerHistory(image_columns)
         self._asked: float | None = None
         self._threshold: float | None = None
+        self._since = ""
         self._num_workers = 0
         self._totals: dict[str, float] = dict.fromkeys(_TOTALS, 0)
 
@@ -123,7 +124,7 @@ class DensityMonitor(StepMonitor):
             fewer = total["later_dense_bytes"] / total["later_payload_bytes"]
             rows.append(("times fewer after calibration", f"{fewer:.1f}"))
         rows += [
-            (f"density of {name} ({size:,} elements)", f"{100 * density:.4g} %")
+            (f"density of {name} ({size:,} elements{self._since})", f"{100 * density:.4g} %")
             for name, size, density in self._history.densest(3)
         ]
         width = max(len(name) for name, _ in rows)
@@ -138,6 +139,7 @@ class DensityMonitor(StepMonitor):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._totals = {name: state_dict.get(name, 0) for name in self._totals}
         self._has_numbers = self._totals["steps"] > 0
+        self._since = ", since the resume" if self._has_numbers else ""
         self.average_density.selected.fill_(state_dict["selected"])
         self.average_density.elements.fill_(state_dict["elements"])
 

@@ -35,13 +35,15 @@ class Advice:
         self._sparsifier: Sparsifier | None = None
         self._clear()
 
-    def follow(self, holder: EngineHolder) -> None:
+    def follow(self, holder: EngineHolder, *, holds_density: bool) -> None:
         """Watches another fit; what was seen and said before is forgotten.
 
         Args:
             holder: what exchanges. One worker alone is left in peace.
+            holds_density: whether a λ that was asked for by a density is corrected.
         """
         self._clear()
+        self._holds_density = holds_density
         if holder.workers.num_workers > 1:
             self._sparsifier = holder.sparsifier
             holder.subscribe(self.add)
@@ -49,19 +51,23 @@ class Advice:
     def _clear(self) -> None:
         self._said.clear()
         self._sparsifier = None
+        self._holds_density = False
+        self._silent_since = 0.0
         self._num_exchanges = float("inf")
         self._calibrating = self._steps = self._silent = 0
         self._selected = self._elements = self._dense_elements = 0
         self._silent_layers: dict[str, float] = {}
 
-    def begin(self, optimizers: Sequence[Optimizer], num_exchanges: float) -> None:
+    def begin(self, optimizers: Sequence[Optimizer], num_exchanges: float | None) -> None:
         """Says what can be known before the first step.
 
         Args:
             optimizers: of the training.
-            num_exchanges: how many there will be; infinite where nobody knows.
+            num_exchanges: how many there will be; infinite where nobody knows, None for a run that is thrown away.
         """
-        if self._sparsifier is None:
+        if num_exchanges is None:
+            self._sparsifier = None
+        if self._sparsifier is None or num_exchanges is None:
             return
         self._num_exchanges = num_exchanges
         density = self._asked
@@ -94,6 +100,8 @@ class Advice:
 
     def add(self, stats: StepStats) -> None:
         """Adds the numbers of an exchange."""
+        if self._sparsifier is None:
+            return
         if stats.is_calibration:
             self._calibrating += 1
             return
@@ -104,6 +112,8 @@ class Advice:
         self._elements += stats.num_workers * stats.num_elements
         self._dense_elements += stats.num_workers * stats.dense_elements
         self._silent = 0 if stats.selected else self._silent + 1
+        if self._silent == 1:
+            self._silent_since = stats.squared_error
         if self._steps == 1:
             self._silent_layers = dict.fromkeys(stats.layers, 0.0)
         for name in [*self._silent_layers] if stats.layers else []:
@@ -119,6 +129,8 @@ class Advice:
 
     def end(self) -> None:
         """Says what only the end of a fit shows."""
+        if self._sparsifier is None:
+            return
         if self._calibrating and not self._steps:
             self._warn(
                 "calibration",
@@ -146,17 +158,21 @@ class Advice:
             )
 
     def _say_nothing_sent(self, stats: StepStats) -> None:
-        if stats.squared_error == 0 or not isinstance(self._sparsifier, HardThreshold):
-            told = "what there is to send is zero. Look for a loss that does not depend on the weights"
+        grown = stats.squared_error - self._silent_since
+        if grown <= 1e-6 * stats.squared_error or not isinstance(self._sparsifier, HardThreshold):
+            if self._averages == "drifts":
+                return  # with a learning rate of 0 nothing moves
+            told = "gradients are zero. Look for a loss that does not depend on the weights"
         else:
-            # A residual that nothing has left is a random walk of so many steps.
-            per_step = stats.squared_error / (ENOUGH_STEPS * stats.num_elements)
-            density = self._asked or 0.001
-            told = (
-                f"λ = {self._sparsifier.current_threshold:.3g} is far above what residuals have come to (norm "
-                f"{stats.error_norm:.3g}). For a density of {density:g} set threshold={sqrt(per_step / density):.2g}, "
-                f"or density={density:g} to have it measured"
-            )
+            # A residual that nothing leaves is a random walk.
+            per_step = grown / (self._silent * stats.num_elements)
+            density, now = self._asked or 0.001, self._sparsifier.current_threshold
+            advised = min(sqrt(per_step / density), now / 2)
+            told = f"λ = {now:.3g} is far above what residuals have come to (norm {stats.error_norm:.3g}). "
+            if self._asked is not None and self._holds_density:
+                told += "It is being lowered"
+            else:
+                told += f"For a density of {density:g}, say, set threshold={advised:.2g}, or density={density:g}"
         self._warn("nothing", f"nothing was sent in {ENOUGH_STEPS} exchanges: {told}")
 
     def _say_far_off(self, stats: StepStats) -> None:
@@ -164,11 +180,13 @@ class Advice:
         if asked is None or not isinstance(self._sparsifier, HardThreshold) or 1 / FAR_OFF < seen / asked < FAR_OFF:
             return
         now = self._sparsifier.current_threshold
+        advised = f"set threshold={now * sqrt(seen / asked):.2g}, or leave density_control out, to have λ corrected"
+        if self._holds_density:
+            advised = "it is corrected until the average is what was asked for"
         self._warn(
             "density",
             f"in {self._steps:,} exchanges after calibration {100 * seen:.3g} % were sent, and {100 * asked:.3g} % "
-            f"asked for. With λ = {now:.3g} now, set threshold={now * sqrt(seen / asked):.2g}, or "
-            "density_control='hold', which corrects λ slowly",
+            f"asked for. With λ = {now:.3g} now, {advised}",
         )
 
     def _say_dense(self, stats: StepStats) -> None:
@@ -194,11 +212,14 @@ class Advice:
             rank_zero_warn(f"lightning_sparse: {text}. See docs/choosing-a-threshold.md.")
 
 
-def exchanges_of(module: LightningModule | None, every_n_steps: int = 1) -> float:
-    """Returns how many exchanges a fit will make, as far as is known when training starts; infinite where it is not."""
+def exchanges_of(module: LightningModule | None, every_n_steps: int = 1) -> float | None:
+    """Returns how many exchanges a fit will make, as :meth:`Advice.begin` wants to know it when training starts."""
     if module is None or not module.automatic_optimization:
         return float("inf")
-    return float(module.trainer.estimated_stepping_batches) / every_n_steps
+    if getattr(module.trainer, "fast_dev_run", False):
+        return None
+    steps = float(module.trainer.estimated_stepping_batches)
+    return steps / every_n_steps if steps > 0 else float("inf")  # -1 of data without a length
 
 
 def _normalises(optimizer: Optimizer) -> bool:

@@ -171,7 +171,7 @@ class SparseDDPStrategy(DDPStrategy):
             per_layer_stats=self._per_layer_stats,
         )
         self.state.subscribe(self.step_log.add)
-        self._advice.follow(self.state)
+        self._advice.follow(self.state, holds_density=options.holds_density)
         self.state.settlement.on_step.append(self._on_any_step)
 
     def _what_is_sent(self) -> tuple[Sparsifier, ExchangeOptions]:

@@ -128,7 +128,7 @@ class SparseLocalStrategy(DDPStrategy):
         sparsifier, options = self._what_is_sent()
         self.averager = SparseModelAverager(self.model, sparsifier, options, per_layer_stats=self._per_layer_stats)
         self.averager.subscribe(self.step_log.add)
-        self._advice.follow(self.averager)
+        self._advice.follow(self.averager, holds_density=True)
 
     def _what_is_sent(self) -> tuple[Sparsifier, DriftOptions]:
         if self.world_size > 1:

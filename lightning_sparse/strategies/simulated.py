@@ -152,7 +152,7 @@ class SimulatedWorkersStrategy(InTurn):
             per_layer_stats=self._per_layer_stats,
         )
         self.workers.each[0].subscribe(self.step_log.add)
-        self._advice.follow(self.workers.each[0])
+        self._advice.follow(self.workers.each[0], holds_density=self._options.holds_density)
 
     @override
     def setup_optimizers(self, trainer: Any) -> None:

@@ -44,6 +44,7 @@ class Situation:
         averages: gradients or drifts.
         planned: how many exchanges there will be.
         workers: how many.
+        holds: whether the density is held.
     """
 
     steps: list[StepStats]
@@ -51,8 +52,9 @@ class Situation:
     sparsifier: Sparsifier = field(default_factory=lambda: _calibrated(0.01))
     optimizer: type[torch.optim.Optimizer] = torch.optim.SGD
     averages: str = "gradients"
-    planned: float = 10_000
+    planned: float | None = 10_000
     workers: int = WORKERS
+    holds: bool = False
 
 
 def _calibrated(density: float) -> HardThreshold:
@@ -71,13 +73,25 @@ SITUATIONS = {
     "off with a constant threshold": Situation([step(40)] * 300, sparsifier=HardThreshold(threshold=1.0)),
     "off with Top-k, whose layers are small": Situation([step(40)] * 300, sparsifier=TopK(0.01)),
     "nothing for 200 exchanges": Situation(
-        # Of 1,000 coordinates a residual of squared norm 200 after 200 steps: 0.001 a coordinate and step.
-        [step(5)] + [step(0, error=200.0)] * 230,
-        [r"nothing was sent in 200 exchanges: λ = 1 is far above .* \(norm 14.1\). .* threshold=0.32, or density=0.01"],
+        # Of 1,000 coordinates a squared norm that grows by 0.5 in each step: 0.0005 a coordinate.
+        [step(5)] + [step(0, error=0.5 * number) for number in range(1, 231)],
+        [r"nothing was sent in 200 exchanges: λ = 1 is far above .* \(norm 10\). .* threshold=0.22, or density=0.01"],
     ),
-    "nothing twice": Situation([step(0)] * 210 + [step(10)] + [step(0)] * 210, ["nothing was sent"]),
+    "nothing twice": Situation(
+        ([step(0, error=number) for number in range(1, 211)] + [step(10)]) * 2, ["nothing was sent"]
+    ),
+    "nothing, and λ is not far above": Situation(
+        [step(0, error=1000.0 * number) for number in range(1, 201)], [r"set threshold=0.5, or"]
+    ),
+    "nothing while λ is corrected": Situation(
+        [step(0, error=number) for number in range(1, 201)], [r"far above .* It is being lowered"], holds=True
+    ),
+    "nothing of zero gradients, after others": Situation([step(10)] + [step(0)] * 200, ["gradients are zero"]),
+    "nothing moves": Situation([step(10)] + [step(0)] * 200, averages="drifts"),
+    "too much while λ is corrected": Situation([step(40)] * 300, [r"λ = 1 now, it is corrected until"], holds=True),
+    "thrown away": Situation([CALIBRATION] * 20, optimizer=torch.optim.Adam, planned=None),
     "nothing for 199 exchanges": Situation(([step(0)] * 199 + [step(3000)]) * 2),
-    "nothing of zero gradients": Situation([step(0, error=0.0)] * 200, [r"what there is to send is zero"]),
+    "nothing of zero gradients": Situation([step(0, error=0.0)] * 200, [r"gradients are zero"]),
     "all of it densely": Situation(
         [step(300, dense=1.0)] * 250,
         [r"30 % were sent", r"100% of what was exchanged travelled whole, since at a density of 30 % that costs less"],
@@ -132,7 +146,7 @@ def listen(situation: Situation, advice: Advice) -> list[str]:
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            advice.follow(holder)
+            advice.follow(holder, holds_density=situation.holds)
             advice.begin([situation.optimizer([torch.nn.Parameter(torch.ones(1))], lr=0.1)], situation.planned)
             for number, one in enumerate(situation.steps):
                 for receive in subscribers:
