@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import fmean, stdev
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -29,7 +29,7 @@ def draw_volume(outcomes: Mapping[Variant, Sequence[Outcome]], metric: str) -> F
         axes.errorbar(
             [fmean([one.payload_bytes for one in runs]) / 1e6 for runs in own],
             [fmean([one.metric for one in runs]) for runs in own],
-            [pstdev([one.metric for one in runs]) for runs in own],
+            [stdev([one.metric for one in runs]) if len(runs) > 1 else 0.0 for runs in own],
             color=f"C{number}",
             marker="o",
             capsize=3,

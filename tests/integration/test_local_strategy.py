@@ -54,6 +54,24 @@ def weights_of(module: nn.Module) -> Tensor:
     return torch.cat([one.flatten().double() for one in tensors])
 
 
+@pytest.mark.parametrize("options", [{}, {"keep_drift": False}, {"every_n_steps": 3, "value_dtype": "float8"}])
+def test_a_single_worker_holds_nothing_back(options: dict[str, Any]) -> None:
+    [(weights, plain, density)] = run_workers(_train_alone, 1, options, process_group=False)
+    assert density == 1
+    torch.testing.assert_close(weights, plain)
+
+
+def _train_alone(options: dict[str, Any]) -> tuple[Tensor, Tensor, float]:
+    weights = []
+    for strategy in (LocalHardThresholdStrategy(threshold=100.0, **options), "ddp"):
+        model = Classifier(adam)
+        quiet_trainer(strategy, num_workers=1, max_steps=6).fit(model, data())
+        weights.append(weights_of(model))
+        if strategy != "ddp":
+            density = strategy.averager.last_step.density
+    return *weights, density
+
+
 class Witness(Callback):
     """Notes what a training came to, while the strategy is still set up."""
 

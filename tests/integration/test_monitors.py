@@ -373,6 +373,46 @@ def _watch_without_logger(per_layer: bool) -> Watched:
     return watch([DensityMonitor(per_layer)])
 
 
+def test_the_table_tells_calibration_and_what_travelled_whole_from_the_rest() -> None:
+    first, second = run_workers(_watch_calibration, 2, process_group=False)
+    assert second.printed == ""
+    rows = dict(re.findall(r"^ +(\S.+?)  +(.+)$", first.printed, re.MULTILINE))
+    number = sum(step.is_calibration for step in first.steps)
+    calibrating, later = first.steps[:number], first.steps[number:]
+    assert 3 <= number < 10  # it ends when the mean of ‖g‖² is known, not with calibration_steps
+    assert all(step.is_calibration and step.dense_elements == NUM_ELEMENTS for step in calibrating)
+    assert all(step.density == 1 for step in calibrating)
+    assert all(
+        step.dense_elements == 0 and step.density < 1 for step in later[1:]
+    )  # auto knows nothing before the first
+    assert rows["steps exchanged"] == "12"
+    assert rows["for calibration"] == f"{number}"
+    assert rows["travelled whole"] == f"{sum(step.dense_elements for step in first.steps) / NUM_ELEMENTS:.4g}"
+    assert rows["density asked for"] == "5 %"
+    assert rows["density after calibration"] == f"{100 * sum(step.density for step in later) / len(later):.4g} %"
+    assert rows["threshold λ at the end"] == f"{later[-1].threshold:.4g}"
+    fewer = sum(step.dense_bytes for step in later) / sum(step.payload_bytes for step in later)
+    assert rows["times fewer after calibration"] == f"{fewer:.1f}"
+
+
+def _watch_calibration() -> Watched:
+    strategy = DDPHardThresholdStrategy(density=0.05, calibration_steps=10, bucket_cap_mb=SMALL_BUCKETS_MB)
+    return watch([DensityMonitor(per_layer=False)], strategy=strategy, max_steps=12)
+
+
+def test_a_worker_that_is_alone_has_no_table() -> None:
+    [printed] = run_workers(_watch_alone, 1, process_group=False)
+    assert printed == ""
+
+
+def _watch_alone() -> str:
+    printed = io.StringIO()
+    trainer = quiet_trainer(DDPHardThresholdStrategy(0.1), num_workers=1, max_steps=3, callbacks=[DensityMonitor()])
+    with redirect_stdout(printed):
+        trainer.fit(Classifier(), data())
+    return printed.getvalue()
+
+
 def test_the_error_monitors_last_line_is_printed_by_the_first_worker() -> None:
     workers = run_workers(_watch_errors, 2, process_group=False)
     errors = [sum(one.squared_error.values()) for one in recompute(workers)]

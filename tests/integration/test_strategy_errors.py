@@ -3,7 +3,9 @@
 import re
 import subprocess
 import sys
+import warnings
 from math import inf, nan
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from lightning_sparse import (
     SparseDDPStrategy,
     TopK,
 )
+from lightning_sparse.engine.holder import EngineHolder
 from lightning_sparse.strategies import register_strategies
 
 
@@ -123,6 +126,34 @@ def test_a_misspelt_argument_is_refused_with_the_one_that_was_meant(misspelt: st
         DDPHardThresholdStrategy(**{misspelt: True})
     with pytest.raises(TypeError, match=r"Unknown argument 'every_n_step': .* Did you mean 'every_n_steps'"):
         LocalHardThresholdStrategy(every_n_step=8)
+
+
+@pytest.mark.parametrize(
+    ("sparsifier", "control", "holds"),
+    [
+        (HardThreshold(density=0.1), None, True),
+        (HardThreshold(density=0.1), "hold", True),
+        (HardThreshold(density=0.1), "calibrate", False),
+        (HardThreshold(density=1), "hold", True),
+        (HardThreshold(threshold=0.1), "calibrate", False),  # as configurations that were saved have it
+        (TopK(0.1), "calibrate", False),
+    ],
+)
+def test_a_density_is_held_unless_it_is_to_be_calibrated_once(sparsifier: Any, control: Any, holds: bool) -> None:
+    assert SparseDDPStrategy(sparsifier, density_control=control)._options.holds_density == holds
+
+
+def test_a_pattern_that_matches_no_layer_is_told_of_with_names_like_it() -> None:
+    names = ["conv.weight", "conv.bias", "fc.weight"]
+    with pytest.warns(UserWarning, match=r"layer_thresholds\['cnv.bias'\] matches no parameter .* 'conv.bias'"):
+        EngineHolder(_engine({"cnv.bias": 0.1, "*.weight": 0.0}), names)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        EngineHolder(_engine({"conv.*": 0.1, "fc.weight": 0.0}), names)
+
+
+def _engine(patterns: dict[str, float]) -> Any:
+    return SimpleNamespace(sparsifier=HardThreshold(threshold=0.1, layer_thresholds=patterns))
 
 
 def test_an_argument_like_no_other_is_refused_without_a_guess() -> None:
