@@ -4,7 +4,13 @@ Importing this package registers ``Trainer(strategy="ddp_hardthreshold")`` and i
 """
 
 from lightning_sparse._version import __version__ as __version__
-from lightning_sparse.callbacks import DensityMonitor, ErrorMonitor
+from lightning_sparse.callbacks import (
+    DensityMonitor,
+    ErrorMonitor,
+    ThresholdCurve,
+    ThresholdFinder,
+    find_threshold,
+)
 from lightning_sparse.ddp import SparseState, register_comm_hook
 from lightning_sparse.drift import DriftOptions, SparseModelAverager
 from lightning_sparse.engine import StepStats
@@ -58,9 +64,12 @@ __all__ = [
     "Sparsifier",
     "StepStats",
     "StochasticRounding",
+    "ThresholdCurve",
+    "ThresholdFinder",
     "TopK",
     "TotalError",
     "WholeStep",
+    "find_threshold",
     "paper_threshold",
     "register_comm_hook",
 ]

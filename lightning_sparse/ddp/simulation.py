@@ -153,6 +153,11 @@ class SimulatedWorkers:
             warn_of_drawn_numbers()
         return averages[0]
 
+    def reset(self) -> None:
+        """Returns all to before the first step."""
+        for one in self.each:
+            one.reset()
+
     def close(self) -> None:
         """Ends the threads."""
         self._crew.close()

@@ -25,11 +25,13 @@ class Calibrator:
 
     def __init__(self, sparsifier: Sparsifier, *, speaks: bool, holds_density: bool) -> None:
         self._sparsifier = sparsifier if isinstance(sparsifier, HardThreshold) else None
+        self._name = type(sparsifier).__name__
         self._speaks = speaks
         self._holds_density = holds_density
         self._running: ThresholdCalibration | None = None
         self._observed_steps = 0
         self._control: DensityControl | None = None
+        self._suspended: float | None = None
         self.begin()
 
     @property
@@ -48,6 +50,38 @@ class Calibrator:
             self._running = ThresholdCalibration(
                 self._sparsifier.density, self._sparsifier.calibration_steps, until_stable=self._holds_density
             )
+
+    def set_threshold(self, threshold: float) -> None:
+        """Sets λ, in place of a calibration; where a density is held it is corrected from there.
+
+        Raises:
+            TypeError: the sparsifier is no hard threshold.
+            ValueError: a threshold that is negative, NaN or infinite.
+        """
+        self._hard_threshold.fix_threshold(threshold)
+        self._running = None
+
+    def suspend(self) -> None:
+        """Makes λ 0, until :meth:`resume`.
+
+        Raises:
+            TypeError: the sparsifier is no hard threshold.
+        """
+        self._suspended = self._hard_threshold.threshold
+        self._hard_threshold.fix_threshold(0.0)
+
+    def resume(self) -> None:
+        """Gives λ back what it was."""
+        if self._suspended is None:
+            self._hard_threshold.forget_calibration()
+        else:
+            self._hard_threshold.fix_threshold(self._suspended)
+
+    @property
+    def _hard_threshold(self) -> HardThreshold:
+        if self._sparsifier is None:
+            raise TypeError(f"{self._name} has no λ to set. Use HardThreshold.")
+        return self._sparsifier
 
     def observe(self, stats: StepStats, before: StepStats | None) -> None:
         """Adds the numbers of a step; fixes λ with the last that calibration needs, and corrects it after that.

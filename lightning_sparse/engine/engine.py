@@ -17,7 +17,6 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from operator import index
 from typing import Any
 
 import torch
@@ -58,6 +57,8 @@ class Engine:
         last_step: the numbers of the last step, None before the first.
         next_step: what the sparsifier is told that the next step's number is; the caller's to set back.
         epoch: the last that the sparsifier was told of; None where it does not know of any.
+        calibrator: sets λ.
+        subscribers: who is told of each step's numbers; see :meth:`subscribe`.
     """
 
     def __init__(
@@ -81,14 +82,15 @@ class Engine:
         # As text: what a sparsifier of the user's own is set with need not be something that a checkpoint can hold.
         self._settings = {name: repr(value) for name, value in sparsifier.settings().items()}
         self._exchange = Exchange(exchange, group, link_gbit_s, workers)
-        self._calibrator = Calibrator(self.sparsifier, speaks=self.workers.rank == 0, holds_density=holds_density)
+        self.calibrator = Calibrator(self.sparsifier, speaks=self.workers.rank == 0, holds_density=holds_density)
         self._calibrates: bool | None = None
+        self._recorder: Callable[[FlatBucket], None] | None = None
         self._value_dtype: ValueDtype = value_dtype
         self._per_layer_stats = per_layer_stats
         self._keeps_rest = keeps_rest
         self._extraction = self._make_extraction()
         self._averages = Buffers()
-        self._subscribers: list[Callable[[StepStats], None]] = []
+        self.subscribers: list[Callable[[StepStats], None]] = []
         self._buckets: list[FlatBucket] = []
         self._headers: list[Tensor] = []
 
@@ -107,7 +109,7 @@ class Engine:
 
     def subscribe(self, receiver: Callable[[StepStats], None]) -> None:
         """Calls the receiver with the numbers of every step when its exchange is over; it must not communicate."""
-        self._subscribers.append(receiver)
+        self.subscribers.append(receiver)
 
     def close(self) -> None:
         """Ends groups of the exchange's own."""
@@ -121,7 +123,11 @@ class Engine:
     @property
     def is_calibrating(self) -> bool:
         """Whether λ is not known yet, so that everything is sent."""
-        return self._calibrator.is_running if self._calibrates is None else self._calibrates
+        return self.calibrator.is_running if self._calibrates is None else self._calibrates
+
+    def record(self, recorder: Callable[[FlatBucket], None] | None) -> None:
+        """Sends everything from now on, shows the recorder each bucket before, and tells nobody; None ends that."""
+        self._recorder, self._calibrates = recorder, None if recorder is None else True
 
     def understudy(self, exchange: Exchange, *, calibrates: bool) -> "Engine":
         """Returns an engine that does the same with another exchange, and of whose steps nobody is told."""
@@ -140,20 +146,9 @@ class Engine:
         self._exchange.forget_sizes()
 
     def begin_epoch(self, epoch: int, learning_rates: Sequence[float]) -> None:
-        """Tells the sparsifier that an epoch begins.
-
-        Raises:
-            TypeError: an epoch that is no whole number, or learning rates that are no list of numbers.
-        """
-        try:
-            self.epoch = index(epoch)
-            rates = [float(rate) for rate in learning_rates]  # a tensor would change with the next epoch's
-        except (TypeError, ValueError):
-            raise TypeError(
-                f"Got begin_epoch({epoch!r}, {learning_rates!r}). Give the number of the epoch, and the learning rates "
-                "of all parameter groups in a list."
-            ) from None
-        self.sparsifier.begin_epoch(self.epoch, rates)
+        """Tells the sparsifier that an epoch begins."""
+        self.epoch = epoch
+        self.sparsifier.begin_epoch(epoch, learning_rates)
 
     def begin(self) -> None:
         """Begins a step; one that was broken off in its middle is forgotten."""
@@ -176,6 +171,8 @@ class Engine:
     def add(self, bucket: FlatBucket) -> None:
         """Takes out of a bucket what is sent, and starts its exchange. Collective."""
         self._buckets.append(bucket)
+        if self._recorder is not None:
+            self._recorder(bucket)
         gradient, layout, dtype = bucket.gradient, bucket.layout, bucket.residual.after.dtype
         bucket.average = gradient
         if gradient.dtype != dtype:  # the average does not fit it
@@ -228,6 +225,8 @@ class Engine:
             dense_exchanges: how many dense exchanges of gradients it stands for.
         """
         buckets, self._buckets = self._buckets, []
+        if self._recorder is not None:
+            return
         before = self.last_step
         stats = step_stats(
             0 if before is None else before.step + 1,
@@ -241,13 +240,13 @@ class Engine:
         )
         self.last_step = stats
         self.next_step += 1
-        self._calibrator.observe(stats, before)
-        for receiver in self._subscribers:
+        self.calibrator.observe(stats, before)
+        for receiver in self.subscribers:
             receiver(stats)
 
     def reset(self) -> None:
         """Returns to the state before the first step."""
-        self._calibrator.begin()
+        self.calibrator.begin()
         self._exchange.load_state_dict({})
         self.sparsifier.load_state_dict({})
         self.last_step = self.epoch = None
@@ -270,7 +269,7 @@ class Engine:
         last_step = None if self.last_step is None else asdict(replace(self.last_step, layers={}))
         return {
             "settings": self._settings,
-            **self._calibrator.state_dict(),
+            **self.calibrator.state_dict(),
             "last_step": last_step,
             "next_step": self.next_step,
             "exchange": self._exchange.state_dict(),
@@ -291,7 +290,7 @@ class Engine:
                 f"{saved['settings']}. That of now is used; with a density, calibration begins anew."
             )
         else:
-            self._calibrator.load_state_dict(saved)
+            self.calibrator.load_state_dict(saved)
             self.sparsifier.load_state_dict(saved.get("sparsifier", {}))
             self.epoch = None
         self.last_step = None if saved["last_step"] is None else StepStats(**saved["last_step"])

@@ -3,11 +3,13 @@
 import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
+from operator import index
 from typing import Any
 
 from lightning.fabric.utilities import rank_zero_warn
 
 from lightning_sparse.engine.engine import Engine
+from lightning_sparse.engine.flat_bucket import FlatBucket
 from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.exchange import Workers
 from lightning_sparse.sparsifiers import HardThreshold, Sparsifier
@@ -47,8 +49,19 @@ class EngineHolder:
         Args:
             epoch: its number from 0, the same on all workers; again with the same is harmless.
             learning_rates: of all parameter groups of all optimizers.
+
+        Raises:
+            TypeError: an epoch that is no whole number, or learning rates that are no list of numbers.
         """
-        self._engine.begin_epoch(epoch, learning_rates)
+        try:
+            number = index(epoch)
+            rates = [float(rate) for rate in learning_rates]  # a tensor would change with the next epoch's
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"Got begin_epoch({epoch!r}, {learning_rates!r}). Give the number of the epoch, and the learning rates "
+                "of all parameter groups in a list."
+            ) from None
+        self._engine.begin_epoch(number, rates)
 
     @property
     def epoch(self) -> int | None:
@@ -61,6 +74,46 @@ class EngineHolder:
         It may run inside backward, on every worker: it must be quick and must not communicate.
         """
         self._engine.subscribe(receiver)
+
+    def follow(self, before: "EngineHolder", but: Collection[Callable[[StepStats], None]]) -> None:
+        """Tells those who subscribed to another holder, which this takes the place of, from now on.
+
+        Args:
+            before: the other.
+            but: those who know of this one.
+        """
+        for receiver in before._engine.subscribers:
+            if receiver not in but:
+                self._engine.subscribe(receiver)
+
+    def set_threshold(self, threshold: float) -> None:
+        """Sets λ from the next step on: the same on all workers. With a density, calibration is over with that.
+
+        Args:
+            threshold: λ ≥ 0, in the units of what is averaged.
+
+        Raises:
+            TypeError: the sparsifier is no hard threshold.
+            ValueError: a threshold that is negative, NaN or infinite.
+        """
+        self._engine.calibrator.set_threshold(threshold)
+
+    def record(self, recorder: Callable[[FlatBucket], None]) -> None:
+        """Sends everything from now on, and shows the recorder each bucket before that; no subscriber is told.
+
+        For measurements before a training. :meth:`end_recording` ends it; what it leaves behind is the caller's to
+        undo.
+
+        Raises:
+            TypeError: the sparsifier is no hard threshold, which alone can be told to send everything.
+        """
+        self._engine.calibrator.suspend()
+        self._engine.record(recorder)
+
+    def end_recording(self) -> None:
+        """Ends what :meth:`record` began, and gives λ back what it was."""
+        self._engine.record(None)
+        self._engine.calibrator.resume()
 
     def _place(self) -> dict[str, int]:
         return {"world_size": self.workers.num_workers, "rank": self.workers.rank}

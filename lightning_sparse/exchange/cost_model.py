@@ -134,3 +134,19 @@ class Costs:
                 + REDUCE_SCATTER_LAUNCHES * launch
             )
         return min(taken, key=lambda route: taken[route])
+
+    def break_even_density(self, speeds: Speeds) -> float:
+        """Returns the density above which the dense route is the cheapest, in 0…1; 0 where it always is.
+
+        Args:
+            speeds: see :func:`speeds`.
+        """
+        sparse, dense = 0.0, 1.0
+        for _ in range(30):
+            density = (sparse + dense) / 2
+            selected = density * self.num_elements
+            if self.cheapest(selected, selected / self.num_workers, speeds) == "dense":
+                dense = density
+            else:
+                sparse = density
+        return sparse

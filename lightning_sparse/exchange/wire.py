@@ -132,6 +132,11 @@ def wire_of(value_dtype: ValueDtype, residual_dtype: torch.dtype, sparsifier: Sp
     return Wire(HALVES.get(value_dtype, residual_dtype))
 
 
+def value_bytes(value_dtype: ValueDtype) -> int:
+    """Returns the bytes of a value of a float32 model, once there is a step where one is needed."""
+    return STEPPED.get(value_dtype, HALVES.get(value_dtype, torch.float32)).itemsize
+
+
 @lru_cache
 def _warn_of_no_step(value_dtype: ValueDtype) -> None:
     rank_zero_warn(

@@ -10,6 +10,7 @@ from torch.optim import Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer
 from lightning_sparse.engine import StepStats
 from lightning_sparse.engine.holder import EngineHolder
 from lightning_sparse.sparsifiers import Dense, HardThreshold, Sparsifier
+from lightning_sparse.strategies.trial import is_trial
 
 FAR_OFF = 2.0
 """A density is off if it is so many times what was asked for, or so many times less."""
@@ -33,6 +34,7 @@ class Advice:
         self._averages = averages
         self._said: set[str] = set()
         self._sparsifier: Sparsifier | None = None
+        self._watched: Sparsifier | None = None
         self._clear()
 
     def follow(self, holder: EngineHolder, *, holds_density: bool) -> None:
@@ -44,14 +46,18 @@ class Advice:
         """
         self._clear()
         self._holds_density = holds_density
-        if holder.workers.num_workers > 1:
-            self._sparsifier = holder.sparsifier
+        self._is_alone = holder.workers.num_workers == 1
+        if not self._is_alone:
+            self._watched = holder.sparsifier
             holder.subscribe(self.add)
 
     def _clear(self) -> None:
         self._said.clear()
-        self._sparsifier = None
-        self._holds_density = False
+        self._sparsifier = self._watched = None
+        self._holds_density = self._is_alone = False
+        self._begin_counting()
+
+    def _begin_counting(self) -> None:
         self._silent_since = 0.0
         self._num_exchanges = float("inf")
         self._calibrating = self._steps = self._silent = 0
@@ -65,8 +71,11 @@ class Advice:
             optimizers: of the training.
             num_exchanges: how many there will be; infinite where nobody knows, None for a run that is thrown away.
         """
-        if num_exchanges is None:
-            self._sparsifier = None
+        # What is thrown away may come before a training: nothing of it is counted.
+        self._sparsifier = None if num_exchanges is None else self._watched
+        self._begin_counting()
+        if self._is_alone and num_exchanges is not None:
+            self._say("alone", f"one worker has nobody to exchange with: {self._averages} pass through whole.")
         if self._sparsifier is None or num_exchanges is None:
             return
         self._num_exchanges = num_exchanges
@@ -214,10 +223,10 @@ class Advice:
 
 def exchanges_of(module: LightningModule | None, every_n_steps: int = 1) -> float | None:
     """Returns how many exchanges a fit will make, as :meth:`Advice.begin` wants to know it when training starts."""
+    if module is not None and (getattr(module.trainer, "fast_dev_run", False) or is_trial(module.trainer)):
+        return None
     if module is None or not module.automatic_optimization:
         return float("inf")
-    if getattr(module.trainer, "fast_dev_run", False):
-        return None
     steps = float(module.trainer.estimated_stepping_batches)
     return steps / every_n_steps if steps > 0 else float("inf")  # -1 of data without a length
 

@@ -1,5 +1,6 @@
 """Lightning strategies: DDP with a sparse exchange of gradients."""
 
+import gc
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -7,7 +8,6 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities import rank_zero_info
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from torch.nn.parallel import DistributedDataParallel
@@ -130,6 +130,16 @@ class SparseDDPStrategy(DDPStrategy):
         """
         self._per_layer_stats = True
 
+    def restart(self) -> None:
+        """Wraps the module anew: all begins as before the first step, with the weights of now. Collective."""
+        assert isinstance(self.model, DistributedDataParallel)
+        assert self.state is not None
+        before, self.model = self.state, self.model.module
+        before.close()
+        gc.collect()  # the old DDP module, which would answer to the next backward
+        self.configure_ddp()
+        self.state.follow(before, but={self.step_log.add, self._advice.add})
+
     @override
     def configure_ddp(self) -> None:
         # Lightning flushes the first static-graph iteration once per strategy object, but a second fit has one too.
@@ -177,7 +187,6 @@ class SparseDDPStrategy(DDPStrategy):
     def _what_is_sent(self) -> tuple[Sparsifier, ExchangeOptions]:
         if self.world_size > 1:
             return self.sparsifier, self._options
-        rank_zero_info("lightning_sparse: one worker has nobody to exchange with: gradients pass through whole.")
         return Dense(), replace(self._options, value_dtype="float32", density_control=None)
 
     @override

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities import rank_zero_info
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -119,6 +118,12 @@ class SparseLocalStrategy(DDPStrategy):
         """The averager, by the name that other sparse strategies have for what they keep."""
         return self.averager
 
+    def restart(self) -> None:
+        """Returns what is exchanged to before the first step, with the weights of now. Not collective."""
+        assert self.averager is not None
+        self.averager.restart()
+        self._has_ended = self._is_in_a_step = False
+
     @override
     def configure_ddp(self) -> None:
         assert self.model is not None
@@ -133,7 +138,6 @@ class SparseLocalStrategy(DDPStrategy):
     def _what_is_sent(self) -> tuple[Sparsifier, DriftOptions]:
         if self.world_size > 1:
             return self.sparsifier, self._options
-        rank_zero_info("lightning_sparse: one worker has nobody to exchange with: nothing is held back.")
         return Dense(), replace(self._options, value_dtype="float32")
 
     @override

@@ -154,6 +154,12 @@ class SimulatedWorkersStrategy(InTurn):
         self.workers.each[0].subscribe(self.step_log.add)
         self._advice.follow(self.workers.each[0], holds_density=self._options.holds_density)
 
+    def restart(self) -> None:
+        """Returns all workers to before the first step, with the weights of now."""
+        if self.workers is not None and self._turns is not None:
+            self.workers.reset()
+            self._turns = self._turns.anew()
+
     @override
     def setup_optimizers(self, trainer: Any) -> None:
         with self._as_worker(0):  # a learning rate may follow from how many there are

@@ -31,11 +31,16 @@ class Turns:
         self.gradients: list[dict[str, Tensor]] = [{} for _ in range(num_workers)]
         self.begins_anew = True
         self._module, self._num_workers, self._own_attributes = module, num_workers, tuple(own_attributes)
+        self._device = device
         self._has_cuda = device.type == "cuda"
         self._random_states: list[Any] = []
         self._attributes: dict[int, dict[str, Any]] = {}
         self._firsts: dict[str, Any] = {}
         self._buffers: dict[int, dict[str, Tensor]] = {}
+
+    def anew(self) -> "Turns":
+        """Returns what it was before the first batch."""
+        return Turns(self._module, self._num_workers, self._own_attributes, self._device)
 
     def begin_batch(self, *, begins_anew: bool) -> None:
         """Begins the turns of a batch."""

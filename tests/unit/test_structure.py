@@ -111,9 +111,12 @@ def test_the_public_surface():
         "Sparsifier",
         "StepStats",
         "StochasticRounding",
+        "ThresholdCurve",
+        "ThresholdFinder",
         "TopK",
         "TotalError",
         "WholeStep",
+        "find_threshold",
         "paper_threshold",
         "register_comm_hook",
     ]

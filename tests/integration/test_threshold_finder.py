@@ -1,0 +1,361 @@
+"""Looking for a threshold: it leaves no trace of itself, is used where it shall be, and tells what it found."""
+
+import copy
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torchmetrics import MeanMetric
+
+from lightning_sparse import (
+    DDPHardThresholdStrategy,
+    DensityMonitor,
+    HardThreshold,
+    LocalHardThresholdStrategy,
+    SimulatedWorkersStrategy,
+    SparseDDPStrategy,
+    ThresholdCurve,
+    ThresholdFinder,
+    TopK,
+    find_threshold,
+)
+from tests.integration.models import Classifier, ManualClassifier, TwoPlayers, adam, data, nesterov, quiet_trainer
+from tests.workers import run_workers
+
+STEPS = 6
+
+
+class Everything(Classifier):
+    """Has buffers, random numbers, a metric, an extra state and a schedule that waits for validation."""
+
+    def __init__(self) -> None:
+        super().__init__(nesterov)
+        self.norm = nn.BatchNorm1d(40)
+        self.mean_loss = MeanMetric()
+        self.counter = Counter()
+        self.seen: list[float] = []
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(F.dropout(self.norm(self.middle(self.first(inputs).tanh())), 0.2, self.training))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.seen.append(batch[0].sum().item())
+        self.counter.count += 1
+        loss = self.loss(batch)
+        self.mean_loss(loss.detach())
+        self.log("mean_loss", self.mean_loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        by_step = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2), "interval": "step"}
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return [optimizer], [by_step, {"scheduler": plateau, "monitor": "val_loss", "interval": "epoch"}]
+
+
+class Counter(nn.Module):
+    """A state that is no tensor."""
+
+    count = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = state["count"]
+
+
+def with_own_generator() -> DataLoader:
+    samples = torch.randn(64, 8, generator=torch.Generator().manual_seed(11))
+    labels = torch.arange(64) % 3
+    generator = torch.Generator().manual_seed(5)
+    return DataLoader(TensorDataset(samples, labels), 4, sampler=RandomSampler(samples, generator=generator))
+
+
+@dataclass
+class Program:
+    """A training that must not notice that a threshold was looked for.
+
+    Attributes:
+        model: to train.
+        strategy: with which.
+        options: of the Trainer.
+        loader: of the training data.
+        num_processes: workers that are processes.
+    """
+
+    model: Callable[[], LightningModule] = Classifier
+    strategy: Callable[[], Any] = lambda: DDPHardThresholdStrategy(0.05)
+    options: dict[str, Any] = field(default_factory=dict)
+    loader: Callable[[], DataLoader] = data
+    num_processes: int = 2
+
+
+PROGRAMS = {
+    "a threshold": Program(),
+    "a density": Program(strategy=lambda: DDPHardThresholdStrategy(density=0.1)),
+    "layers of their own": Program(strategy=lambda: DDPHardThresholdStrategy(0.05, layer_thresholds={"*bias": 0.1})),
+    "epochs, validation, momentum, random numbers": Program(
+        Everything,
+        options={"max_epochs": 2, "max_steps": -1, "limit_val_batches": 2, "accumulate_grad_batches": 3},
+        loader=lambda: DataLoader(data().dataset, 4, shuffle=True),
+    ),
+    "a generator of one's own": Program(
+        Everything, loader=with_own_generator, options={"use_distributed_sampler": False}
+    ),
+    "by hand": Program(ManualClassifier),
+    "two players": Program(
+        TwoPlayers, strategy=lambda: DDPHardThresholdStrategy(0.05, find_unused_parameters=True)
+    ),
+    "learning-rate residuals": Program(strategy=lambda: DDPHardThresholdStrategy(0.05, error_feedback="learning_rate")),
+    "static graph": Program(strategy=lambda: DDPHardThresholdStrategy(0.05, static_graph=True)),
+    "half precision": Program(
+        strategy=lambda: DDPHardThresholdStrategy(density=0.1), options={"precision": "bf16-mixed"}
+    ),
+    "drifts": Program(lambda: Classifier(adam), lambda: LocalHardThresholdStrategy(0.003)),
+    "drifts, kept apart, every 2": Program(
+        lambda: Classifier(adam), lambda: LocalHardThresholdStrategy(density=0.1, keep_drift=False, every_n_steps=2)
+    ),
+    "drifts, overlapping, batch norm": Program(Everything, lambda: LocalHardThresholdStrategy(0.003, overlap=True)),
+    "simulated": Program(
+        Everything,
+        lambda: SimulatedWorkersStrategy(HardThreshold(0.05), 3, device="cpu"),
+        {"limit_val_batches": 2},
+        num_processes=1,
+    ),
+    "alone": Program(num_processes=1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_training_goes_as_if_nothing_had_been_looked_for(name: str) -> None:
+    num_processes = PROGRAMS[name].num_processes
+    for plain, searched in run_workers(_train_with_and_without, num_processes, name, process_group=False):
+        assert searched.pop("densities")[0] > 0.4  # of two players half each time
+        assert_equal(searched, plain)
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def _train_with_and_without(name: str) -> list[dict[str, Any]]:
+    program, seen = PROGRAMS[name], []
+    for finders in ([], [ThresholdFinder(0.05, num_steps=7, update=False)]):
+        torch.manual_seed(1)
+        model, monitor = program.model(), DensityMonitor()
+        options = {"max_steps": STEPS} | program.options
+        workers = program.num_processes
+        strategy = program.strategy()
+        witness = Witness()
+        trainer = quiet_trainer(strategy, num_workers=workers, callbacks=[monitor, witness, *finders], **options)
+        validation = data() if options.get("limit_val_batches") else None
+        trainer.fit(model, program.loader(), validation)
+        seen.append(
+            {
+                "weights": model.state_dict(),
+                "optimizers": [one.state_dict()["state"] for one in trainer.strategy.optimizers],
+                "progress": [trainer.global_step, trainer.current_epoch],
+                "logged": {key: value for key, value in trainer.callback_metrics.items() if key != "epoch"},
+                "random": torch.rand(1),
+                "data": getattr(model, "seen", [])[-STEPS:],
+                "exchanges": witness.exchanges,
+                "totals": {key: value for key, value in monitor.state_dict().items() if key == "steps"},
+            }
+        )
+        for finder in finders:
+            assert finder.curve is not None
+            seen[-1]["densities"] = finder.curve.densities
+    return seen
+
+
+class Witness(Callback):
+    """Sees every exchange, and nothing of a search."""
+
+    def __init__(self) -> None:
+        self.exchanges: list[dict[str, Any]] = []
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.strategy.state.subscribe(
+            lambda step: self.exchanges.append(copy.copy(vars(step)) | {"layers": len(step.layers)})
+        )
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        DDPHardThresholdStrategy(1e9),
+        DDPHardThresholdStrategy(density=0.1),
+        LocalHardThresholdStrategy(1e9),
+        LocalHardThresholdStrategy(density=0.1),
+    ],
+    ids=["threshold", "density", "drift threshold", "drift density"],
+)
+def test_what_is_found_is_used_from_the_first_step_on(strategy: Any) -> None:
+    for curve, thresholds, said in run_workers(_use, 2, strategy, process_group=False):
+        assert thresholds[0] == curve.suggestion()
+        if strategy.sparsifier.density is None:
+            assert set(thresholds) == {curve.suggestion()}
+        else:
+            assert len(set(thresholds)) > 1  # held from there
+        assert not [text for text in said if "calibrated" in text]
+
+
+def _use(strategy: Any) -> tuple[ThresholdCurve, list[float], list[str]]:
+    finder, witness, listener = ThresholdFinder(0.2, num_steps=5), Witness(), Listener()
+    logging.getLogger("lightning.fabric").addHandler(listener)
+    trainer = quiet_trainer(strategy, num_workers=2, max_steps=STEPS, callbacks=[witness, finder])
+    trainer.fit(Classifier(adam), data())
+    assert finder.curve is not None
+    return finder.curve, [one["threshold"] for one in witness.exchanges], listener.messages
+
+
+class Listener(logging.Handler):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+class Noise(LightningModule):
+    """Its gradients are noise of deviation 1 for ever, whatever its weights are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(20_000))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.weight @ torch.randn(len(self.weight))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+@pytest.mark.parametrize("strategy", [DDPHardThresholdStrategy(1.0), LocalHardThresholdStrategy(1.0)], ids=["g", "d"])
+def test_gradients_that_stay_what_they_are_are_sent_as_was_foretold(strategy: Any) -> None:
+    [(density, suggestion), _] = run_workers(_foretell, 2, strategy, process_group=False)
+    assert density == pytest.approx(0.02, rel=0.15)
+    assert suggestion == pytest.approx(0.02**-0.5 - 0.583, rel=0.1) or suggestion < 1
+
+
+def _foretell(strategy: Any) -> tuple[float, float]:
+    torch.manual_seed(int(torch.distributed.is_initialized()))
+    finder, witness = ThresholdFinder(0.02, num_steps=20), Witness()
+    trainer = quiet_trainer(strategy, num_workers=2, max_steps=400, callbacks=[witness, Diverse(), finder])
+    trainer.fit(Noise(), data(4000))
+    later = witness.exchanges[200:]
+    assert finder.curve is not None
+    return sum(one["selected"] for one in later) / (2 * 20_000 * len(later)), finder.curve.suggestion()
+
+
+class Diverse(Callback):
+    """Gives every worker other random numbers."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        torch.manual_seed(trainer.global_rank)
+
+
+@pytest.mark.parametrize("strategy", ["ddp_hardthreshold", "ddp_hardthreshold_fork"])
+def test_a_curve_can_be_had_without_training(strategy: str) -> None:
+    num_processes = 1 if strategy.endswith("fork") else 2
+    for curve, moved, again in run_workers(_find, num_processes, strategy, process_group=False, new=True):
+        assert 0.05 == curve.density != curve.densities[0]
+        assert curve.num_steps == 4
+        assert not moved
+        assert again == (0 if num_processes == 1 else STEPS)
+
+
+def _find(strategy: str) -> tuple[ThresholdCurve, bool, int]:
+    model = Classifier(adam)
+    before = copy.deepcopy(model.state_dict())
+    trainer = quiet_trainer(strategy, num_workers=2, max_steps=STEPS)
+    callbacks = [*trainer.callbacks]
+    curve = find_threshold(trainer, model, data(), density=0.05, num_steps=4)
+    assert trainer.callbacks == callbacks
+    moved = any(not torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    if strategy == "ddp_hardthreshold":  # processes that are forked Lightning lets a Trainer have once
+        trainer.fit(model, data())
+    return curve, moved, trainer.global_step
+
+
+def test_where_there_is_nothing_to_look_for_it_says_so() -> None:
+    run_workers(_look_in_vain, 1, process_group=False)
+
+
+def _look_in_vain() -> None:
+    def train(strategy: Any, **options: Any) -> tuple[ThresholdFinder, list[str]]:
+        finder, listener = ThresholdFinder(num_steps=2), Listener()
+        for name in ("lightning.pytorch", "lightning.fabric"):
+            logging.getLogger(name).addHandler(listener)
+        trainer = quiet_trainer(strategy, num_workers=1, callbacks=[finder], **options)
+        trainer.fit(Classifier(), data())
+        return finder, [text for text in listener.messages if "ThresholdFinder" in text]
+
+    finder, [said] = train("ddp")
+    assert finder.curve is None
+    assert "idle: DDPStrategy exchanges whole gradients" in said
+    finder, [said] = train(DDPHardThresholdStrategy(0.1), fast_dev_run=True)
+    assert finder.curve is None
+    assert "does nothing: fast_dev_run" in said
+    with pytest.raises(RuntimeError, match="Found no threshold with strategy=DDPStrategy"):
+        find_threshold(quiet_trainer("ddp", num_workers=1), Classifier(), data())
+
+
+def test_what_has_no_threshold_and_what_has_no_gradient_are_refused() -> None:
+    run_workers(_refuse, 1, process_group=False)
+
+
+def _refuse() -> None:
+    simulated = SimulatedWorkersStrategy(TopK(0.1), 2, device="cpu")
+    with pytest.raises(TypeError, match="looks for the λ of a HardThreshold, and the sparsifier is TopK"):
+        find_threshold(quiet_trainer(simulated, num_workers=1), Classifier(), data())
+    simulated = SimulatedWorkersStrategy(HardThreshold(0.1), 2, device="cpu")
+    trainer = quiet_trainer(simulated, num_workers=1)
+    with pytest.raises(RuntimeError, match=r"measured no gradient in 50 steps: all were zero"):
+        find_threshold(trainer, Still(), data(1000))
+
+
+class Still(Classifier):
+    """Learns nothing."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return 0.0 * super().loss(batch)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"density": 0.0}, r"Invalid density=0\.0"), ({"num_steps": 0}, "Invalid num_steps=0. Must be at least 1")],
+)
+def test_options_outside_their_range_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        ThresholdFinder(**options)
+
+
+def test_a_training_that_resumes_keeps_its_threshold(tmp_path: Any) -> None:
+    run_workers(_resume, 2, str(tmp_path / "half.ckpt"), process_group=False)
+
+
+def _resume(path: str) -> None:
+    strategy = DDPHardThresholdStrategy(density=0.2)
+    trainer = quiet_trainer(strategy, num_workers=2, max_steps=3, callbacks=[ThresholdFinder(num_steps=3)])
+    trainer.fit(Classifier(), data())
+    trainer.save_checkpoint(path)
+    assert strategy.state is not None
+    threshold, finder = strategy.state.sparsifier.current_threshold, ThresholdFinder(num_steps=3)
+    strategy = SparseDDPStrategy(HardThreshold(density=0.2))
+    witness = Witness()
+    trainer = quiet_trainer(strategy, num_workers=2, max_steps=5, callbacks=[witness, finder])
+    trainer.fit(Classifier(), data(), ckpt_path=path)
+    assert finder.curve is None
+    assert witness.exchanges[0]["threshold"] == threshold
