@@ -9,6 +9,7 @@ from lightning_sparse.callbacks import (
     ErrorMonitor,
     ThresholdCurve,
     ThresholdFinder,
+    ThresholdSchedule,
     find_threshold,
 )
 from lightning_sparse.ddp import SparseState, register_comm_hook
@@ -66,6 +67,7 @@ __all__ = [
     "StochasticRounding",
     "ThresholdCurve",
     "ThresholdFinder",
+    "ThresholdSchedule",
     "TopK",
     "TotalError",
     "WholeStep",

@@ -4,5 +4,13 @@ from lightning_sparse.callbacks.density_monitor import DensityMonitor
 from lightning_sparse.callbacks.error_monitor import ErrorMonitor
 from lightning_sparse.callbacks.threshold_curve import ThresholdCurve
 from lightning_sparse.callbacks.threshold_finder import ThresholdFinder, find_threshold
+from lightning_sparse.callbacks.threshold_schedule import ThresholdSchedule
 
-__all__ = ["DensityMonitor", "ErrorMonitor", "ThresholdCurve", "ThresholdFinder", "find_threshold"]
+__all__ = [
+    "DensityMonitor",
+    "ErrorMonitor",
+    "ThresholdCurve",
+    "ThresholdFinder",
+    "ThresholdSchedule",
+    "find_threshold",
+]

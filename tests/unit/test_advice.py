@@ -123,7 +123,14 @@ SITUATIONS = {
         [step(10, layers={"a": (5, 1.0), "b": (0, 2.0)})] * 599 + [step(10, layers={"a": (5, 1.0), "b": (1, 2.0)})]
     ),
     "layers in so short a run": Situation([step(10, layers={"a": (5, 1.0), "b": (0, 2.0)})] * 300),
-    "one worker": Situation([CALIBRATION] * 20, optimizer=torch.optim.Adam, planned=20, workers=1),
+    "one worker": Situation(
+        [CALIBRATION] * 20, ["one worker has nobody to exchange with: gradients pass through whole"],
+        optimizer=torch.optim.Adam, planned=20, workers=1,
+    ),
+    "one worker's drifts": Situation(
+        [], ["one worker has nobody to exchange with: drifts pass through whole"], workers=1, averages="drifts"
+    ),
+    "one worker, thrown away": Situation([CALIBRATION] * 20, planned=None, workers=1),
 }  # fmt: skip
 
 
@@ -168,3 +175,26 @@ def test_what_is_said_is_said_once_and_nothing_else_is(name):
         for pattern in situation.said:
             assert any(re.search(pattern, one) for one in messages), messages
         assert all(one.startswith("lightning_sparse: ") for one in messages)
+
+
+def test_of_a_search_before_the_training_nothing_is_said_or_counted():
+    """Lightning's own, or one for a threshold: the same objects train after it."""
+    advice, subscribers = Advice("gradients"), []
+    holder: Any = SimpleNamespace(
+        sparsifier=_calibrated(0.01), workers=SimpleNamespace(num_workers=2), subscribe=subscribers.append
+    )
+    optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)]
+    advice.follow(holder, holds_density=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for planned, sent in ((None, 500), (10_000, 10)):
+            advice.begin(optimizers, planned)
+            for _ in range(300):
+                subscribers[0](step(sent))
+            advice.end()
+        assert not caught
+        advice.begin(optimizers, 10_000)
+        for _ in range(300):
+            subscribers[0](step(500))
+    [told] = caught
+    assert "in 200 exchanges after calibration 50 % were sent, and 1 % asked for" in str(told.message)

@@ -113,6 +113,7 @@ def test_the_public_surface():
         "StochasticRounding",
         "ThresholdCurve",
         "ThresholdFinder",
+        "ThresholdSchedule",
         "TopK",
         "TotalError",
         "WholeStep",

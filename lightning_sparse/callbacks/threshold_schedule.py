@@ -1,0 +1,123 @@
+"""λ by step, by epoch, or with the learning rate."""
+
+from collections.abc import Callable, Mapping
+from math import isfinite
+from typing import Any, Literal
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from lightning_sparse.callbacks.step_monitor import SPARSE
+from lightning_sparse.sparsifiers import HardThreshold
+from lightning_sparse.sparsifiers.protocol import is_number
+
+Factors = Mapping[int, float] | Callable[[int], float] | Literal["learning_rate"]
+
+
+class ThresholdSchedule(Callback):
+    """Multiplies the strategy's ``threshold`` by a factor that changes over the run.
+
+    A constant λ is what the theory asks for; this is for who wants to send more at the beginning, or knows that
+    gradients or drifts change. Each λ is in ``sparse/threshold``. It is a function of the step, so that a resumed run
+    has the same. λ of ``layer_thresholds`` stays what it is. A density is held by λ itself: with one, and with a
+    sparsifier that has no λ, this is refused.
+
+    Args:
+        factors: ``{step: factor}``, each of which holds from its step on, and 1 before the first; or a function that
+            returns the factor of a step; or ``"learning_rate"``: that of the first optimizer's first parameter group,
+            divided by the one that the optimizer was made with.
+        interval: what is counted from 0: ``"step"``, all optimizers' steps as in ``trainer.global_step``, or
+            ``"epoch"``.
+        linear: whether factors that are given by step change linearly from one to the next.
+
+    Raises:
+        ValueError: a factor below 0 or not finite, a step below 0, or an unknown interval.
+        TypeError: factors that are none of these.
+
+    Example:
+        Everything is sent in the first 200 steps, and λ has grown to the strategy's own after 1,000:
+
+        >>> schedule = ThresholdSchedule({0: 0.0, 200: 0.0, 1000: 1.0}, linear=True)
+        >>> [schedule.factor(step) for step in (0, 200, 400, 600, 5000)]
+        [0.0, 0.0, 0.25, 0.5, 1.0]
+    """
+
+    def __init__(self, factors: Factors, interval: Literal["step", "epoch"] = "step", linear: bool = False) -> None:
+        if interval not in ("step", "epoch"):
+            raise ValueError(f"Invalid {interval=}. Must be 'step' or 'epoch'.")
+        if isinstance(factors, Mapping):
+            wrong = [one for one in factors if isinstance(one, bool) or not isinstance(one, int) or one < 0]
+            if wrong or not factors:
+                raise ValueError(f"Invalid {factors=}. Give {{step: factor}}, with steps from 0 on.")
+            for factor in factors.values():
+                _require_factor(factor)
+        elif factors != "learning_rate" and not callable(factors):
+            raise TypeError(f"Invalid {factors=}. Give {{step: factor}}, a function of the step, or 'learning_rate'.")
+        if linear and not isinstance(factors, Mapping):
+            raise ValueError("linear=True is for factors that are given by step.")
+        self.factors = factors
+        self.interval = interval
+        self.linear = linear
+        self._base: float | None = None
+        self._given: float | None = None
+
+    def factor(self, number: int) -> float:
+        """Returns the factor of a step or an epoch; not for ``"learning_rate"``, which does not follow from it."""
+        if callable(self.factors):
+            return _require_factor(self.factors(number))
+        assert isinstance(self.factors, Mapping)
+        before = max((one for one in self.factors if one <= number), default=None)
+        after = min((one for one in self.factors if one > number), default=None)
+        if before is None:
+            return 1.0
+        if after is None or not self.linear:
+            return float(self.factors[before])
+        share = (number - before) / (after - before)
+        return (1 - share) * self.factors[before] + share * self.factors[after]
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        strategy: Any = trainer.strategy
+        sparsifier = getattr(strategy, "sparsifier", None)
+        if not isinstance(strategy, SPARSE) or not isinstance(sparsifier, HardThreshold):
+            what = type(strategy if sparsifier is None else sparsifier).__name__
+            raise ValueError(f"ThresholdSchedule changes the λ of a hard threshold, and {what} has none.")
+        if sparsifier.density is not None:
+            raise ValueError(
+                f"ThresholdSchedule was given with density={sparsifier.density:g}, which λ follows by itself. Give the "
+                "strategy threshold=… instead, or leave the schedule out."
+            )
+        if self._given != sparsifier.threshold:
+            self._base, self._given = None, sparsifier.threshold
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        strategy: Any = trainer.strategy
+        workers = getattr(strategy, "workers", None)
+        holders = [strategy.state] if workers is None else workers.each
+        if holders[0].workers.num_workers == 1:
+            return  # gradients pass through whole
+        if self._base is None:
+            self._base = holders[0].sparsifier.current_threshold  # what a search has found, perhaps
+        if self.factors == "learning_rate":
+            optimizer = strategy.optimizers[0]
+            factor = _require_factor(float(optimizer.param_groups[0]["lr"]) / float(optimizer.defaults["lr"]))
+        else:
+            factor = self.factor(trainer.global_step if self.interval == "step" else trainer.current_epoch)
+        for holder in holders:
+            if holder.sparsifier.current_threshold != factor * self._base:
+                holder.set_threshold(factor * self._base)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"base": self._base, "given": self._given}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._base, self._given = state_dict["base"], state_dict["given"]
+
+
+def _require_factor(factor: float) -> float:
+    if not is_number(factor) or not isfinite(factor) or factor < 0:
+        raise ValueError(f"Invalid {factor=} of λ. Must be a finite number of at least 0; 0 sends everything.")
+    return float(factor)

@@ -1,0 +1,164 @@
+"""λ that changes over a run: by step, by epoch and with the learning rate; resumed, and refused where it cannot be."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_sparse import (
+    DDPHardThresholdStrategy,
+    HardThreshold,
+    LocalHardThresholdStrategy,
+    SimulatedWorkersStrategy,
+    SparseDDPStrategy,
+    ThresholdFinder,
+    ThresholdSchedule,
+    TopK,
+)
+from tests.integration.models import Classifier, TwoPlayers, data, quiet_trainer
+from tests.workers import run_workers
+
+
+class Thresholds(Callback):
+    """Notes the λ of every exchange."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.strategy.state.subscribe(lambda step: self.seen.append(step.threshold))
+
+
+class Decaying(Classifier):
+    """Its learning rate halves every 2 steps."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.2)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}]
+
+
+def halving(epoch: int) -> float:
+    return 0.5**epoch
+
+
+CASES: dict[str, tuple[Any, dict[str, Any], list[float]]] = {
+    "by step": (ThresholdSchedule({2: 0.5, 4: 0.0}), {}, [1, 1, 0.5, 0.5, 0, 0]),
+    "linearly": (ThresholdSchedule({0: 0.0, 4: 1.0}, linear=True), {}, [0, 0.25, 0.5, 0.75, 1, 1]),
+    "by a function of the epoch": (
+        ThresholdSchedule(halving, "epoch"), {"limit_train_batches": 2}, [1, 1, 0.5, 0.5, 0.25, 0.25]
+    ),
+    "with the learning rate": (ThresholdSchedule("learning_rate"), {}, [1, 1, 0.5, 0.5, 0.25, 0.25]),
+    "accumulated": (ThresholdSchedule({1: 0.5}), {"accumulate_grad_batches": 2, "max_steps": 3}, [1, 0.5, 0.5]),
+    "drifts": (
+        ThresholdSchedule({2: 0.5}), {"strategy": LocalHardThresholdStrategy(0.2)}, [1, 1, 0.5, 0.5, 0.5, 0.5]
+    ),
+    "two optimizers": (
+        ThresholdSchedule({2: 0.5}),
+        {"model": TwoPlayers(), "strategy": DDPHardThresholdStrategy(0.2, find_unused_parameters=True)},
+        [1, 1, 0.5, 0.5, 0.5, 0.5],
+    ),
+    "simulated": (
+        ThresholdSchedule({2: 0.5}),
+        {"strategy": SimulatedWorkersStrategy(HardThreshold(0.2), 3, device="cpu"), "num_workers": 1},
+        [1, 1, 0.5, 0.5, 0.5, 0.5],
+    ),
+    "alone": (ThresholdSchedule({2: 0.5}), {"num_workers": 1}, [0] * 6),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_thresholds_are_those_of_the_schedule(name: str) -> None:
+    expected = [pytest.approx(0.2 * factor) for factor in CASES[name][2]]
+    for seen in run_workers(_train, CASES[name][1].get("num_workers", 2), name, process_group=False):
+        assert seen == expected
+
+
+def _train(name: str) -> list[float]:
+    schedule, options, _ = CASES[name]
+    options = {"strategy": DDPHardThresholdStrategy(0.2), "model": Decaying(), "num_workers": 2} | options
+    thresholds, model = Thresholds(), options.pop("model")
+    options = {"max_steps": 6} | options
+    quiet_trainer(options.pop("strategy"), callbacks=[thresholds, schedule], **options).fit(model, data())
+    return thresholds.seen
+
+
+def test_a_resumed_run_goes_on_with_it(tmp_path: Any) -> None:
+    for whole, halves, other in run_workers(_resume, 2, str(tmp_path / "half.ckpt"), process_group=False):
+        assert halves == whole
+        assert other == [pytest.approx(0.5 * one / 0.2) for one in whole[3:]]  # of a strategy with another λ
+
+
+def _resume(path: str) -> list[list[float]]:
+    def train(max_steps: int, threshold: float = 0.2, **options: Any) -> tuple[Trainer, list[float]]:
+        thresholds, schedule = Thresholds(), ThresholdSchedule({0: 0.1, 5: 1.0}, linear=True)
+        trainer = quiet_trainer(
+            DDPHardThresholdStrategy(threshold), num_workers=2, max_steps=max_steps, callbacks=[thresholds, schedule]
+        )
+        trainer.fit(Classifier(), data(), **options)
+        return trainer, thresholds.seen
+
+    _, whole = train(6)
+    trainer, first = train(3)
+    trainer.save_checkpoint(path)
+    _, second = train(6, ckpt_path=path)
+    _, other = train(6, threshold=0.5, ckpt_path=path)
+    return [whole, first + second, other]
+
+
+def test_it_begins_with_what_a_search_has_found() -> None:
+    for found, seen in run_workers(_search, 2, process_group=False):
+        assert seen == [pytest.approx(factor * found) for factor in (1, 1, 0.5, 0.5)]
+
+
+def _search() -> tuple[float, list[float]]:
+    thresholds, finder = Thresholds(), ThresholdFinder(0.2, num_steps=4)
+    callbacks = [thresholds, finder, ThresholdSchedule({2: 0.5})]
+    quiet_trainer(DDPHardThresholdStrategy(9.0), num_workers=2, max_steps=4, callbacks=callbacks).fit(
+        Classifier(), data()
+    )
+    assert finder.curve is not None
+    return finder.curve.suggestion(), thresholds.seen
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        (DDPHardThresholdStrategy(density=0.1), r"with density=0\.1, which λ follows by itself"),
+        (SparseDDPStrategy(TopK(0.1)), "and TopK has none"),
+        ("ddp", "and DDPStrategy has none"),
+    ],
+    ids=["density", "top k", "ddp"],
+)
+def test_where_no_threshold_stands_still_it_is_refused(strategy: Any, said: str) -> None:
+    run_workers(_refuse, 1, strategy, said, process_group=False)
+
+
+def _refuse(strategy: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        quiet_trainer(strategy, num_workers=1, callbacks=[ThresholdSchedule({5: 2.0})]).fit(Classifier(), data())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        (({0: -1.0},), ValueError, r"Invalid factor=-1\.0 of λ"),
+        (({0: float("nan")},), ValueError, "Invalid factor=nan of λ"),
+        (({0: "1"},), ValueError, "Invalid factor='1' of λ"),
+        (({-1: 1.0},), ValueError, "steps from 0 on"),
+        (({0.5: 1.0},), ValueError, "steps from 0 on"),
+        (({},), ValueError, "steps from 0 on"),
+        (("lr",), TypeError, "Invalid factors='lr'"),
+        ((0.5,), TypeError, "Invalid factors=0.5"),
+        (({0: 1.0}, "batch"), ValueError, "Invalid interval='batch'. Must be 'step' or 'epoch'"),
+        ((halving, "step", True), ValueError, "linear=True is for factors that are given by step"),
+    ],
+)
+def test_what_is_no_schedule_is_refused(arguments: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        ThresholdSchedule(*arguments)
+
+
+def test_a_function_that_returns_no_factor_is_told_of() -> None:
+    with pytest.raises(ValueError, match="Invalid factor=-2 of λ"):
+        ThresholdSchedule(lambda step: -step).factor(2)
