@@ -15,6 +15,7 @@ from lightning_sparse.callbacks import (
 from lightning_sparse.ddp import SparseState, register_comm_hook
 from lightning_sparse.drift import DriftOptions, SparseModelAverager
 from lightning_sparse.engine import StepStats
+from lightning_sparse.exchange.estimate import Estimate, estimate
 from lightning_sparse.metrics import AverageDensity, TotalError
 from lightning_sparse.sparsifiers import (
     Accordion,
@@ -49,6 +50,7 @@ __all__ = [
     "DensityMonitor",
     "DriftOptions",
     "ErrorMonitor",
+    "Estimate",
     "GaussianK",
     "HardThreshold",
     "LayerLayout",
@@ -71,6 +73,7 @@ __all__ = [
     "TopK",
     "TotalError",
     "WholeStep",
+    "estimate",
     "find_threshold",
     "paper_threshold",
     "register_comm_hook",

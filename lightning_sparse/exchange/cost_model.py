@@ -105,7 +105,12 @@ class Costs:
         return self.num_elements * (1 - (1 - min(selected / self.num_elements, 1.0)) ** self.num_workers)
 
     def cheapest(self, selected: float, largest_slice: float, speeds: Speeds) -> Route:
-        """Returns the route that takes least for the coordinates expected of a worker.
+        """Returns the route that takes least for the coordinates expected of a worker; see :meth:`seconds`."""
+        taken = self.seconds(selected, largest_slice, speeds)
+        return min(taken, key=lambda route: taken[route])
+
+    def seconds(self, selected: float, largest_slice: float, speeds: Speeds) -> dict[Route, float]:
+        """Returns the seconds that each route takes for the coordinates expected of a worker.
 
         Args:
             selected: coordinates of the worker that selects most.
@@ -133,7 +138,7 @@ class Costs:
                 + n * speeds.payload
                 + REDUCE_SCATTER_LAUNCHES * launch
             )
-        return min(taken, key=lambda route: taken[route])
+        return taken
 
     def break_even_density(self, speeds: Speeds) -> float:
         """Returns the density above which the dense route is the cheapest, in 0…1; 0 where it always is.

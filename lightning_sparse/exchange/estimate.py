@@ -1,0 +1,161 @@
+"""What an exchange will cost, said before anything runs."""
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+from torch import nn
+
+from lightning_sparse.exchange.cost_model import Costs, Route, Speeds, speeds
+from lightning_sparse.exchange.wire import VALUE_DTYPES, ValueDtype, value_bytes
+from lightning_sparse.sparsifiers.protocol import is_number, require_density
+
+BUCKET_BYTES = 25 * 2**20
+"""Of DDP's buckets unless it is told otherwise."""
+CPU_DENSE_ELEMENT, CPU_SPARSE_ELEMENT = 0.7e-9, 1.6e-9
+"""Seconds an element that a step takes longer than without DDP: with DDP and nothing exchanged, and with a threshold of
+which hardly anything is sent (benchmarks/results/step_time_bucket_view.json, one core of an AMD EPYC)."""
+GPU_SPARSE_ELEMENT = 6e-12
+"""Reading gradient and residual and writing the residual at 2 TB/s; predicted, not measured."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What exchanging a gradient costs a step, densely and sparsely, if nothing of it overlaps with backward.
+
+    Attributes:
+        num_elements: d, of all parameters that are trained.
+        num_workers: n.
+        gbit_per_s: of a worker's link, in one direction.
+        density: share of the coordinates that is sent.
+        dense_seconds: of a step, for a dense exchange in float32.
+        sparse_seconds: for a sparse one.
+        dense_bytes: that reach a worker in a step.
+        sparse_bytes: likewise.
+        break_even: the density above which buckets travel whole, since that costs less, in 0…1.
+        compute_seconds: of a step without any exchange; None where it was not said.
+    """
+
+    num_elements: int
+    num_workers: int
+    gbit_per_s: float
+    density: float
+    dense_seconds: float
+    sparse_seconds: float
+    dense_bytes: float
+    sparse_bytes: float
+    break_even: float
+    compute_seconds: float | None = None
+
+    @property
+    def times_faster(self) -> float:
+        """How many times as fast a step is; of the exchange alone where computing was not said."""
+        compute = self.compute_seconds or 0.0
+        return (compute + self.dense_seconds) / (compute + self.sparse_seconds)
+
+    def __str__(self) -> str:
+        """The verdict in a few sentences."""
+        said = [
+            f"{self.num_elements:,} elements, {self.num_workers} workers, {self.gbit_per_s:g} Gbit/s each: exchanging "
+            f"them takes {_time(self.dense_seconds)} densely and {_time(self.sparse_seconds)} at a density of "
+            f"{100 * self.density:g} %, if nothing of it overlaps with backward."
+        ]
+        if self.compute_seconds is not None:
+            dense, sparse = self.compute_seconds + self.dense_seconds, self.compute_seconds + self.sparse_seconds
+            said.append(
+                f"With {_time(self.compute_seconds)} of computing a step takes {_time(dense)} and {_time(sparse)}: "
+                f"{self.dense_seconds / dense:.0%} of the dense step is exchange, and a sparse one is "
+                f"{self.times_faster:.2g} times as fast."
+            )
+        if self.break_even == 0:
+            said.append("Dense is the fastest at any density: take strategy='ddp'.")
+        elif self.break_even < 1:
+            said.append(f"Above a density of {100 * self.break_even:.2g} % nothing is gained.")
+        return " ".join(said)
+
+
+def estimate(
+    model: nn.Module | int,
+    *,
+    num_workers: int,
+    gbit_per_s: float,
+    density: float = 0.001,
+    value_dtype: ValueDtype = "float32",
+    compute_seconds: float | None = None,
+    on_gpu: bool = False,
+) -> Estimate:
+    """Returns what an exchange will cost, from the cost model by which ``exchange="auto"`` chooses routes.
+
+    On CPUs its constants are measured, on GPUs they are predicted. For gradients that travel while backward goes on it
+    is the most that a step can take.
+
+    Args:
+        model: whose parameters with ``requires_grad`` are exchanged; or their number of elements.
+        num_workers: n, at least 2.
+        gbit_per_s: of a worker's link, in one direction, above 0. Workers of a node that share a link have their part.
+        density: share of the coordinates that is sent, in (0, 1].
+        value_dtype: what values travel in.
+        compute_seconds: of a step without any exchange, if it is known.
+        on_gpu: whether gradients are on GPUs.
+
+    Raises:
+        ValueError: a number outside its range.
+
+    Example:
+        >>> result = estimate(11_173_962, num_workers=8, gbit_per_s=1, compute_seconds=0.06)
+        >>> round(result.dense_seconds, 2), round(result.sparse_seconds, 3), round(result.times_faster)
+        (0.74, 0.023, 10)
+    """
+    if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 2:
+        raise ValueError(f"Invalid {num_workers=}. Must be at least 2: one worker exchanges nothing.")
+    if not is_number(gbit_per_s) or not gbit_per_s > 0:
+        raise ValueError(f"Invalid {gbit_per_s=}. Must be above 0, in Gbit/s.")
+    if compute_seconds is not None and (not is_number(compute_seconds) or not compute_seconds >= 0):
+        raise ValueError(f"Invalid {compute_seconds=}. Must be at least 0, in seconds.")
+    if value_dtype not in VALUE_DTYPES:
+        raise ValueError(f"Invalid {value_dtype=}. Must be one of {', '.join(map(repr, VALUE_DTYPES))}.")
+    require_density(density, "one in a thousand")
+    num_elements = model if isinstance(model, int) else sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if num_elements < 1:
+        raise ValueError(f"Got {num_elements} elements to exchange. Is anything trained?")
+    rates = speeds(gbit_per_s, on_gpu=on_gpu)
+    dense, sparse = _seconds(num_elements, num_workers, density, value_bytes(value_dtype), rates, on_gpu)
+    costs = Costs(num_workers, num_elements, value_bytes(value_dtype), 4)
+    route = min(sparse, key=lambda one: sparse[one])
+    received = {
+        "dense": costs.dense_bytes(),
+        "gather": costs.gather_bytes(density * num_elements),
+        "reduce_scatter": costs.scatter_bytes(density * num_elements / num_workers)
+        + costs.slices_bytes(costs.independent_union(density * num_elements)),
+    }
+    per_bucket = replace(costs, num_elements=min(num_elements, BUCKET_BYTES // 4))
+    return Estimate(
+        num_elements=num_elements,
+        num_workers=num_workers,
+        gbit_per_s=float(gbit_per_s),
+        density=density,
+        dense_seconds=dense,
+        sparse_seconds=sparse[route],
+        dense_bytes=costs.dense_bytes(),
+        sparse_bytes=received[route],
+        break_even=per_bucket.break_even_density(rates),
+        compute_seconds=compute_seconds,
+    )
+
+
+def _seconds(
+    num_elements: int, num_workers: int, density: float, bytes_of_value: int, rates: Speeds, on_gpu: bool
+) -> tuple[float, dict[Route, float]]:
+    """Returns the seconds of a dense exchange, and of each route of a sparse one."""
+    buckets = ceil(4 * num_elements / BUCKET_BYTES)
+    each = num_elements // buckets
+    selected = density * each
+    routes = Costs(num_workers, each, bytes_of_value, 4).seconds(selected, selected / num_workers, rates)
+    dense = 0.0 if on_gpu else CPU_DENSE_ELEMENT * num_elements
+    sparse = (GPU_SPARSE_ELEMENT if on_gpu else CPU_SPARSE_ELEMENT) * num_elements
+    return dense + buckets * routes["dense"], {route: sparse + buckets * taken for route, taken in routes.items()}
+
+
+def _time(seconds: float) -> str:
+    if seconds < 1e-3:
+        return f"{1e6 * seconds:.3g} µs"
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -1,0 +1,89 @@
+"""What is said of an exchange beforehand, against the steps that were measured and against sums by hand."""
+
+import json
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from lightning_sparse import estimate
+
+RESULTS = Path(__file__).parents[2] / "benchmarks/results/step_time_bucket_view.json"
+RATES = {"200mbit": 0.2, "1gbit": 1.0}
+"""At which the exchange is more than a step computes meanwhile: nothing is hidden behind backward."""
+
+
+def measured() -> list[tuple[str, float, float, float, float]]:
+    rows = []
+    for result in json.loads(RESULTS.read_text())["results"]:
+        methods = {name: one for name, one in result["methods"].items() if result["rate"] in RATES}
+        for name, one in methods.items():
+            if name == "ddp_fp32" or name.startswith("hard_threshold_0"):
+                density = one["density"]["mean"] if "density" in one else 1.0
+                floor = methods["floor"]["seconds"]["median"]
+                rows.append((name, RATES[result["rate"]], density, one["seconds"]["median"], floor))
+    return rows
+
+
+@pytest.mark.parametrize(("method", "rate", "density", "seconds", "floor"), measured())
+def test_a_step_takes_what_was_estimated(method, rate, density, seconds, floor):
+    result = estimate(11_181_642, num_workers=2, gbit_per_s=rate, density=density, compute_seconds=floor)
+    exchange = result.dense_seconds if method == "ddp_fp32" else result.sparse_seconds
+    assert floor + exchange == pytest.approx(seconds, rel=0.2)
+
+
+def test_all_of_them_were_measured():
+    assert len(measured()) == 8
+
+
+def test_bytes_are_those_of_the_routes():
+    result = estimate(1_000_000, num_workers=4, gbit_per_s=1.0, density=0.01)
+    assert result.dense_bytes == 3 / 4 * 1_000_000 * 8
+    assert result.sparse_bytes == 3 * 10_000 * 6
+    half = estimate(1_000_000, num_workers=4, gbit_per_s=1.0, density=0.01, value_dtype="bfloat16")
+    assert half.sparse_bytes == 3 * 10_000 * 4
+
+
+def test_only_what_is_trained_is_exchanged():
+    model = nn.Sequential(nn.Linear(100, 10), nn.Linear(10, 10))
+    model[1].requires_grad_(False)
+    assert estimate(model, num_workers=2, gbit_per_s=1).num_elements == 1010
+
+
+def test_the_verdict_in_words():
+    text = str(estimate(11_173_962, num_workers=8, gbit_per_s=1, compute_seconds=0.06))
+    assert text == (
+        "11,173,962 elements, 8 workers, 1 Gbit/s each: exchanging them takes 736 ms densely and 23.5 ms at a density "
+        "of 0.1 %, if nothing of it overlaps with backward. With 60 ms of computing a step takes 796 ms and 83.5 ms: "
+        "92% of the dense step is exchange, and a sparse one is 9.5 times as fast. Above a density of 36 % nothing is "
+        "gained."
+    )
+    assert "computing" not in str(estimate(1000, num_workers=2, gbit_per_s=1))
+    fast = estimate(10_000, num_workers=2, gbit_per_s=5000, on_gpu=True)
+    assert fast.break_even == pytest.approx(0, abs=1e-6)
+    assert str(fast).endswith("Dense is the fastest at any density: take strategy='ddp'.")
+
+
+def test_a_sparse_exchange_pays_the_more_the_slower_the_link():
+    gains = [estimate(10**8, num_workers=8, gbit_per_s=rate).times_faster for rate in (0.1, 1, 10, 100)]
+    assert gains == sorted(gains, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"num_workers": 1}, "Invalid num_workers=1. Must be at least 2: one worker exchanges nothing"),
+        ({"num_workers": True}, "Invalid num_workers=True"),
+        ({"gbit_per_s": 0}, "Invalid gbit_per_s=0. Must be above 0"),
+        ({"gbit_per_s": float("nan")}, "Invalid gbit_per_s=nan"),
+        ({"gbit_per_s": "1gbit"}, "Invalid gbit_per_s='1gbit'"),
+        ({"density": 0.0}, "Invalid density=0.0"),
+        ({"value_dtype": "half"}, "Invalid value_dtype='half'. Must be one of 'float32'"),
+        ({"compute_seconds": -1.0}, "Invalid compute_seconds=-1.0. Must be at least 0"),
+        ({"model": nn.ReLU()}, "Got 0 elements to exchange"),
+    ],
+)
+def test_numbers_outside_their_range_are_refused(options, said):
+    options = {"model": 1000, "num_workers": 2, "gbit_per_s": 1.0} | options
+    with pytest.raises(ValueError, match=said):
+        estimate(options.pop("model"), **options)
