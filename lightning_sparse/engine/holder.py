@@ -122,7 +122,7 @@ class EngineHolder:
         """Raises RuntimeError where a state was saved by another worker.
 
         Args:
-            saved: what :meth:`_place` returned when it was saved, among others.
+            saved: what ``_place`` returned when it was saved, among others.
             advice: what else to do with states of other workers.
         """
         here = self._place()

@@ -110,7 +110,7 @@ class Costs:
         Args:
             selected: coordinates of the worker that selects most.
             largest_slice: the most that any worker has for any slice.
-            speeds: see :func:`speeds`.
+            speeds: see ``speeds``.
         """
         n, byte, launch = self.num_workers, speeds.byte, speeds.launch
         union = self.independent_union(selected)
