@@ -40,7 +40,7 @@ default_role = "py:obj"
 nitpicky = True
 # Types in signatures that are other projects' or not public stay without a link.
 nitpick_ignore_regex = [("py:class", r"(torch|lightning|collections|lightning_sparse\.(?!theory)\w+)\..*|dict\[str")]
-autodoc_default_options = {"members": True}
+autodoc_default_options = {"members": True, "exclude-members": "register_strategies"}
 autodoc_inherit_docstrings = False
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
@@ -53,18 +53,15 @@ pygments_style, pygments_dark_style = "friendly", "github-dark"
 html_title = f"{project} {version}"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
-html_copy_source = False
+html_copy_source = html_use_index = html_domain_indices = False
 html_theme_options: dict[str, Any] = {}
 
-# Set `Repository` in pyproject.toml's [project.urls], and the site links to it and every page to its source there.
-_urls = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"].get("urls", {})
-if "Repository" in _urls:
-    html_theme_options = {
-        "source_repository": _urls["Repository"],
-        "source_branch": "main",
-        "source_directory": "docs/",
-        "footer_icons": [{"name": "Repository", "url": _urls["Repository"], "html": "Repository", "class": ""}],
-    }
+# Set `Repository` in pyproject.toml's [project.urls], and the site links to it, and each page to its source there.
+REPOSITORY = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"].get("urls", {}).get("Repository", "")
+if REPOSITORY:
+    html_theme_options["footer_icons"] = [{"name": "Repository", "url": REPOSITORY, "html": "Repository", "class": ""}]
+if REPOSITORY.startswith(("https://github.com/", "https://gitlab.com/", "https://bitbucket.org/")):
+    html_theme_options |= {"source_repository": REPOSITORY, "source_branch": "main", "source_directory": "docs/"}
 
 
 def _add_navigation(app: Sphinx, page: str, source: list[str]) -> None:
