@@ -58,7 +58,7 @@ class Engine:
         next_step: what the sparsifier is told that the next step's number is; the caller's to set back.
         epoch: the last that the sparsifier was told of; None where it does not know of any.
         calibrator: sets λ.
-        subscribers: who is told of each step's numbers; see :meth:`subscribe`.
+        subscribers: who is told of each step's numbers; see ``subscribe``.
     """
 
     def __init__(

@@ -139,7 +139,7 @@ class Costs:
         """Returns the density above which the dense route is the cheapest, in 0…1; 0 where it always is.
 
         Args:
-            speeds: see :func:`speeds`.
+            speeds: see ``speeds``.
         """
         sparse, dense = 0.0, 1.0
         for _ in range(30):

@@ -58,6 +58,12 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert sorted(pages) == sorted(path.stem for path in (PROJECT / "docs").glob("*.md"))
 
 
+def test_everything_public_is_in_the_reference() -> None:
+    reference = (PROJECT / "docs" / "reference.md").read_text()
+    named = re.findall(r"^\.\. auto(?:class|function):: lightning_sparse\.(\w+)$", reference, re.MULTILINE)
+    assert sorted(named) == sorted(lightning_sparse.__all__)
+
+
 def test_examples_that_pages_include_are_run() -> None:
     tested = (PROJECT / "tests" / "integration" / "test_examples.py").read_text()
     included = {name for page in PAGES for name in re.findall(r"\{literalinclude\} examples/(\S+)", page.read_text())}
