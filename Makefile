@@ -59,7 +59,7 @@ lint: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python $(INSTALL) --constraint requirements/constraints.txt --editable ".[docs]"
-	$(BIN)/mkdocs build --strict
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --fresh-env --doctree-dir build/docs docs site
 
 clean:
 	rm -rf $(VENV) $(VENV)-oldest build dist site demo_output

@@ -154,7 +154,7 @@ def convex_bound(
         squared_distance: ‖x_0 − x*‖² from the first iterate to a minimiser.
         learning_rate: γ.
         num_steps: T.
-        squared_error: B, of :func:`squared_error_bound` with the same γ.
+        squared_error: B, of `squared_error_bound` with the same γ.
 
     Raises:
         ValueError: a learning rate for which it does not hold.
@@ -180,7 +180,7 @@ def nonconvex_bound(
         suboptimality: f(x_0) − f*.
         learning_rate: γ.
         num_steps: T.
-        squared_error: B, of :func:`squared_error_bound` with the same γ.
+        squared_error: B, of `squared_error_bound` with the same γ.
 
     Raises:
         ValueError: a learning rate for which it does not hold.

@@ -1,4 +1,4 @@
-"""A worker process of :mod:`tests.workers`: answers calls one by one, as long as none leaves anything behind."""
+"""A worker process of ``tests.workers``: answers calls one by one, as long as none leaves anything behind."""
 
 import gc
 import logging

@@ -2,7 +2,7 @@
 
 Processes come from a fork server that has imported what tests need once and computed nothing: starting a worker takes
 a fraction of a second, and no thread of the test process is forked along. Workers stay for the next call, as a
-notebook's kernel does, but those that failed or were left changed (:mod:`tests.worker_process`).
+notebook's kernel does, but those that failed or were left changed (``tests.worker_process``).
 """
 
 import atexit

@@ -50,7 +50,7 @@ class ThresholdFinder(Callback):
             calibration where it has a density. One worker alone has nothing to exchange, and goes on as it was.
 
     Attributes:
-        curve: the :class:`ThresholdCurve`, None before.
+        curve: the `ThresholdCurve`, None before.
 
     Raises:
         ValueError: a density that is none, or less than one step.

@@ -79,12 +79,16 @@ def register_comm_hook(
         ddp_module: a ``DistributedDataParallel``, or what ``Fabric(strategy="ddp").setup(...)`` returns. It must not
             have a communication hook yet.
         sparsifier: chooses what is sent; copied.
-        error_feedback: see :class:`ExchangeOptions`.
-        local_clip_norm: see :class:`ExchangeOptions`.
-        value_dtype: see :class:`ExchangeOptions`.
-        exchange: see :class:`ExchangeOptions`.
-        density_control: see :class:`ExchangeOptions`.
-        link_gbit_s: see :class:`ExchangeOptions`.
+        error_feedback: ``"gradient"`` keeps residuals in gradient units, ``"learning_rate"`` rescales them as learning
+            rates change (and needs ``optimizer``), ``"none"`` throws away what is not sent.
+        local_clip_norm: clips this worker's whole gradient to this norm before it is sent; None does not clip.
+        value_dtype: what a value travels in, as in `SparseDDPStrategy`.
+        exchange: ``"gather"``, ``"reduce_scatter"``, ``"dense"``, ``"hierarchical"`` or ``"auto"``, which are those of
+            `SparseDDPStrategy`.
+        density_control: ``"hold"`` (None stands for it) corrects a λ that was calibrated to a density, ``"calibrate"``
+            leaves it constant.
+        link_gbit_s: the rate of a worker's link between nodes, in Gbit/s and one direction; None is that of
+            `SparseDDPStrategy`.
         optimizer: the optimizer or optimizers, whose learning rates ``error_feedback="learning_rate"`` needs.
         grad_scaler: the scaler that scales the losses, if one does, so that thresholds and residuals are in units of
             the unscaled gradient.
@@ -121,7 +125,7 @@ def attach(
     learning_rates: Callable[[], LearningRates],
     per_layer_stats: bool,
 ) -> SparseState:
-    """Registers :func:`sparse_hook` with a fresh state; :func:`register_comm_hook` for callers that look up S late."""
+    """Registers ``sparse_hook`` with a fresh state; `register_comm_hook` for callers that look up S late."""
     ddp_module = _unwrapped(ddp_module)
     if not isinstance(ddp_module, DistributedDataParallel):
         raise TypeError(

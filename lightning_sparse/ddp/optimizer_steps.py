@@ -25,7 +25,7 @@ _hooks: list[torch.utils.hooks.RemovableHandle] = []
 
 
 def follow_steps(follower: Follower) -> None:
-    """Tells it of steps for as long as it lives, or until :func:`follow_no_steps`."""
+    """Tells it of steps for as long as it lives, or until ``follow_no_steps``."""
     _followers[:] = [one for one in _followers if one() is not None] + [weakref.ref(follower)]
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_steps_begin))

@@ -89,7 +89,7 @@ class ParameterUse:
 
         Args:
             layouts: of the buckets.
-            notes: of each bucket all workers' :meth:`marks`, on the CPU: shape (n, 2 L).
+            notes: of each bucket all workers' ``marks``, on the CPU: shape (n, 2 L).
         """
         self._used.clear()
         used: set[str] = set()
@@ -105,7 +105,7 @@ class ParameterUse:
 
         Args:
             workers: who takes part. Collective.
-            names: of all layers, those that :meth:`end` returned last.
+            names: of all layers, those that ``end`` returned last.
             layout: of the bucket.
             average: of the bucket, in units of the gradient.
         """
@@ -138,7 +138,7 @@ class ParameterUse:
 
 
 class EveryParameterUsed:
-    """In place of :class:`ParameterUse` where DDP insists that every backward reaches every parameter."""
+    """In place of ``ParameterUse`` where DDP insists that every backward reaches every parameter."""
 
     allows_unused = False
 

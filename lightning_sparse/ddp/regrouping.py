@@ -1,11 +1,11 @@
 """First steps, in which DDP's buckets are not yet those that the exchange needs: numbered, and laid out anew.
 
 **In the first iteration of a static graph** DDP gives all buckets the index 0 and, where they are several, calls none
-of them the last: :class:`Numbering` counts them.
+of them the last: ``Numbering`` counts them.
 
 **After a resume** DDP begins with one bucket of everything, as in every run, and lays its buckets out anew after the
 first iteration. Which route a bucket takes, and where an all-reduce cuts it, would then differ from the run that went
-on, and so would the last bits of sums over more than two workers. So :class:`Regrouping` hands DDP's buckets of that
+on, and so would the last bits of sums over more than two workers. So ``Regrouping`` hands DDP's buckets of that
 step on in the saved layout::
 
     DDP, first step    [ fc | conv2 | conv1 ]
@@ -41,7 +41,7 @@ class BucketLike(Protocol):
 
 @dataclass(frozen=True)
 class Bucket:
-    """A bucket that DDP did not make; see :class:`BucketLike`."""
+    """A bucket that DDP did not make; see ``BucketLike``."""
 
     place: int
     flat: Tensor
@@ -49,19 +49,19 @@ class Bucket:
     last: bool
 
     def index(self) -> int:
-        """See :class:`BucketLike`."""
+        """See ``BucketLike``."""
         return self.place
 
     def buffer(self) -> Tensor:
-        """See :class:`BucketLike`."""
+        """See ``BucketLike``."""
         return self.flat
 
     def parameters(self) -> list[Tensor]:
-        """See :class:`BucketLike`."""
+        """See ``BucketLike``."""
         return self.layers
 
     def is_last(self) -> bool:
-        """See :class:`BucketLike`."""
+        """See ``BucketLike``."""
         return self.last
 
 

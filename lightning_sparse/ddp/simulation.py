@@ -23,9 +23,9 @@ class SimulatedWorker(EngineHolder):
         workers: its place among the others.
         sparsifier: chooses what is sent; copied.
         parameters: what is trained, by name.
-        local_clip_norm: see :class:`~lightning_sparse.ddp.options.ExchangeOptions`.
-        per_layer_stats: whether :class:`StepStats` holds numbers of every layer.
-        exchange: of the :class:`Engine`, as the two that follow.
+        local_clip_norm: see ``ExchangeOptions``.
+        per_layer_stats: whether `StepStats` holds numbers of every layer.
+        exchange: of the ``Engine``, as the two that follow.
         value_dtype: see there.
         holds_density: see there.
 
@@ -72,7 +72,7 @@ class SimulatedWorker(EngineHolder):
         return {name: one.numel() for name, one in self._parameters.items()}
 
     def average(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the average of what all workers send, as :meth:`SimulatedWorkers.average` does. Collective.
+        """Returns the average of what all workers send, as ``SimulatedWorkers.average`` does. Collective.
 
         Raises:
             RuntimeError: a parameter's memory format is not what it was.
@@ -113,12 +113,12 @@ class SimulatedWorker(EngineHolder):
         self._engine.reset()
 
     def shared_state(self) -> dict[str, Any]:
-        """Returns what is the same on every worker, as a hook's state does; see :class:`SparseState`."""
+        """Returns what is the same on every worker, as a hook's state does; see `SparseState`."""
         rest: dict[str, Any] = {"layout": [], "learning_rates": {}}
         return self._engine.shared_state() | self._engine.sparsifier_state(self._engine.next_step) | rest
 
     def load_shared_state(self, saved: Mapping[str, Any], *, same_world_size: bool) -> None:
-        """Continues from what :meth:`shared_state` returned, here or of workers that are processes."""
+        """Continues from what ``shared_state`` returned, here or of workers that are processes."""
         # What an exchange has seen of buckets is of DDP's buckets, and here is one of each dtype.
         self._engine.load_shared_state(saved, same_world_size=same_world_size and not saved["layout"])
 
@@ -130,7 +130,7 @@ class SimulatedWorkers:
         num_workers: n.
         sparsifier: chooses what is sent; each worker has a copy.
         parameters: what is trained, by name.
-        **options: of :class:`SimulatedWorker`.
+        **options: of ``SimulatedWorker``.
     """
 
     def __init__(

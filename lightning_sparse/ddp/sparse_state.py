@@ -2,7 +2,7 @@
 
 DDP brings the buckets one by one, in the same order on all workers, while backward runs. Each gets its residual and
 goes to the engine; in the hook of the last one the averages, times S, replace the gradients in all of them. What this
-did is open until an optimizer steps on the gradient, and undone if none does (:mod:`lightning_sparse.ddp.settlement`).
+did is open until an optimizer steps on the gradient, and undone if none does (``lightning_sparse.ddp.settlement``).
 """
 
 from collections.abc import Callable, Mapping
@@ -43,7 +43,7 @@ class SparseState(EngineHolder):
         loss_scale: returns S of the running step as a tensor of one element, or None where losses are not scaled.
         learning_rates: returns the learning rate of every optimized parameter in the running step; called only with
             ``error_feedback="learning_rate"``.
-        per_layer_stats: whether :class:`StepStats` holds numbers of every layer.
+        per_layer_stats: whether `StepStats` holds numbers of every layer.
         allows_unused_parameters: whether a backward may leave parameters out.
         is_static_graph: whether DDP was told so.
 
@@ -101,7 +101,7 @@ class SparseState(EngineHolder):
         self._note_shared_state()
 
     def rehearse(self, *, is_scaled: bool) -> None:
-        """Builds the kernels that steps will need; see :func:`~lightning_sparse.engine.rehearse_steps`."""
+        """Builds the kernels that steps will need; see ``lightning_sparse.engine.rehearse_steps``."""
         rehearse_steps(self._engine, self._parameters, is_scaled=is_scaled, has_unused=self._use.allows_unused)
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class SparseState(EngineHolder):
 
     @property
     def parameter_sizes(self) -> dict[str, int]:
-        """Elements of every parameter's residual, by name: two for each of a complex parameter."""
+        """By name, how many elements the parameter's residual has; a complex parameter's has two for each."""
         return {name: real_numel(one) for name, one in self._parameters.items()}
 
     @property
@@ -163,7 +163,7 @@ class SparseState(EngineHolder):
         return self._place() | own
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continues from what :meth:`state_dict` returned on the worker of the same rank, before the first step.
+        """Continues from what `state_dict` returned on the worker of the same rank, before the first step.
 
         Raises:
             RuntimeError: it is of another rank or of another number of workers. (For that, average the residuals of all
@@ -183,7 +183,7 @@ class SparseState(EngineHolder):
         self._shared = self._engine.shared_state() | {"layout": [list(names) for names in self._bucket_names]}
 
     def load_shared_state(self, saved: Mapping[str, Any], *, same_world_size: bool) -> None:
-        """Continues from what :meth:`shared_state` returned in another run.
+        """Continues from what `shared_state` returned in another run.
 
         λ and its calibration continue where the sparsifier has the settings of then; with others those of now hold.
 

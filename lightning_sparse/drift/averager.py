@@ -34,7 +34,7 @@ from lightning_sparse.sparsifiers import Sparsifier
 class SparseModelAverager(EngineHolder):
     """Local training with a sparse exchange, for a module that is *not* wrapped in DistributedDataParallel.
 
-    Call :meth:`step` after every optimizer step, on all workers alike, also where a worker's own step was skipped.
+    Call `step` after every optimizer step, on all workers alike, also where a worker's own step was skipped.
 
     Example::
 
@@ -50,12 +50,12 @@ class SparseModelAverager(EngineHolder):
     Args:
         module: the model, on its device. All workers take the first one's weights and buffers. Collective.
         sparsifier: chooses what is sent of drifts, λ in the parameters' own units; copied.
-        options: see :class:`DriftOptions`.
+        options: see `DriftOptions`.
         group: the process group; None is the default group.
         per_layer_stats: whether to report density and error of every layer.
 
     Attributes:
-        num_steps: how often :meth:`step` was called.
+        num_steps: how often `step` was called.
         shared: what gives the module weights that all workers share.
 
     Raises:
@@ -126,7 +126,7 @@ class SparseModelAverager(EngineHolder):
         return self._exchange.largest_drift
 
     def close(self) -> None:
-        """Ends groups of the averager's own. With ``overlap=True`` call :meth:`flush` before it, on all workers."""
+        """Ends groups of the averager's own. With ``overlap=True`` call `flush` before it, on all workers."""
         self._engine.close()
         self.meeting.close()
 
@@ -180,11 +180,11 @@ class SparseModelAverager(EngineHolder):
 
     @torch.no_grad()
     def load_own_state(self, state: Mapping[str, Any], *, is_apart: bool = False) -> None:
-        """Continues from what :meth:`own_state` returned, as far as the module still has it.
+        """Continues from what `own_state` returned, as far as the module still has it.
 
         Args:
             state: of this worker.
-            is_apart: leaves the module the weights that it has, and its own to :meth:`SharedWeights.give_back`.
+            is_apart: leaves the module the weights that it has, and its own to ``SharedWeights.give_back``.
         """
         self.shared.set_apart(state.get("weights", {}))
         if not is_apart:
@@ -198,7 +198,7 @@ class SparseModelAverager(EngineHolder):
 
     @torch.no_grad()
     def load_shared_state(self, saved: Mapping[str, Any], *, same_world_size: bool) -> None:
-        """Continues from what :meth:`shared_state` returned in another run.
+        """Continues from what `shared_state` returned in another run.
 
         Args:
             saved: the other run's.
@@ -224,7 +224,7 @@ class SparseModelAverager(EngineHolder):
         return self._place() | {"shared": self.shared_state(), "own": own}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continues from what :meth:`state_dict` returned on the worker of the same rank; gives the module its weights.
+        """Continues from what `state_dict` returned on the worker of the same rank; gives the module its weights.
 
         Raises:
             RuntimeError: it is of another rank or of another number of workers.

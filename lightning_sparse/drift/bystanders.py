@@ -50,7 +50,7 @@ class Bystanders:
 
         Args:
             workers: all of them.
-            prints: everybody's :meth:`prints`, shape (n, numbers), on the CPU.
+            prints: everybody's ``prints``, shape (n, numbers), on the CPU.
             only_buffers: as for those.
         """
         workers.average(list(self.differing(prints, only_buffers=only_buffers).values()))

@@ -21,7 +21,7 @@ class DriftExchange:
     Args:
         module: whose parameters are anchored, as they are when they first require a gradient.
         engine: exchanges.
-        options: see :class:`DriftOptions`.
+        options: see `DriftOptions`.
 
     Attributes:
         buckets: the anchored parameters.
@@ -113,7 +113,7 @@ class DriftExchange:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], *, with_anchor: bool) -> None:
-        """Continues from what :meth:`state_dict` returned in another run.
+        """Continues from what ``state_dict`` returned in another run.
 
         Args:
             saved: the other run's.
@@ -155,7 +155,7 @@ class DriftExchange:
         return {name: part.cpu().clone() for name, part in parts}
 
     def copy_by_name(self, saved: Mapping[str, Tensor], tensor_of: Callable[[AnchorBucket], Tensor]) -> None:
-        """Copies what :meth:`by_name` returned, as far as it still fits."""
+        """Copies what ``by_name`` returned, as far as it still fits."""
         for bucket in self.buckets:
             for name, part in bucket.by_name(tensor_of(bucket)):
                 if name in saved and saved[name].numel() == part.numel():

@@ -62,7 +62,7 @@ class Calibrator:
         self._running = None
 
     def suspend(self) -> None:
-        """Makes λ 0, until :meth:`resume`.
+        """Makes λ 0, until ``resume``.
 
         Raises:
             TypeError: the sparsifier is no hard threshold.

@@ -58,5 +58,5 @@ class DensityControl:
         return {"recent": self._recent, "owed": self._owed}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continues from what :meth:`state_dict` returned."""
+        """Continues from what ``state_dict`` returned."""
         self._recent, self._owed = state["recent"], state["owed"]

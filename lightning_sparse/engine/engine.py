@@ -41,10 +41,10 @@ class Engine:
     Args:
         sparsifier: chooses what is sent. Copied, so that calibration never changes the caller's own.
         group: the process group; None is the default group.
-        exchange: the route, see :class:`~lightning_sparse.exchange.Exchange`.
+        exchange: the route, see ``Exchange``.
         link_gbit_s: see there.
         value_dtype: what values travel in.
-        per_layer_stats: whether :class:`StepStats` holds numbers of every layer.
+        per_layer_stats: whether `StepStats` holds numbers of every layer.
         keeps_rest: False forgets what is not sent.
         holds_density: whether a λ that was asked for by a density is corrected after its calibration.
         workers: others than the group's.
@@ -58,7 +58,7 @@ class Engine:
         next_step: what the sparsifier is told that the next step's number is; the caller's to set back.
         epoch: the last that the sparsifier was told of; None where it does not know of any.
         calibrator: sets λ.
-        subscribers: who is told of each step's numbers; see :meth:`subscribe`.
+        subscribers: who is told of each step's numbers; see ``subscribe``.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Engine:
 
     @property
     def needs_survey(self) -> bool:
-        """Whether :meth:`survey` must be called before a step's first :meth:`add`."""
+        """Whether ``survey`` must be called before a step's first ``add``."""
         return self.sparsifier.needs_survey
 
     def survey(self, buckets: Sequence[FlatBucket]) -> None:
@@ -276,7 +276,7 @@ class Engine:
         }
 
     def load_shared_state(self, saved: Mapping[str, Any], *, same_world_size: bool) -> None:
-        """Continues from what :meth:`shared_state` returned in another run.
+        """Continues from what ``shared_state`` returned in another run.
 
         λ and its calibration continue where the sparsifier has the settings of then; with others those of now hold.
 

@@ -101,7 +101,7 @@ class EngineHolder:
     def record(self, recorder: Callable[[FlatBucket], None]) -> None:
         """Sends everything from now on, and shows the recorder each bucket before that; no subscriber is told.
 
-        For measurements before a training. :meth:`end_recording` ends it; what it leaves behind is the caller's to
+        For measurements before a training. ``end_recording`` ends it; what it leaves behind is the caller's to
         undo.
 
         Raises:
@@ -111,7 +111,7 @@ class EngineHolder:
         self._engine.record(recorder)
 
     def end_recording(self) -> None:
-        """Ends what :meth:`record` began, and gives λ back what it was."""
+        """Ends what ``record`` began, and gives λ back what it was."""
         self._engine.record(None)
         self._engine.calibrator.resume()
 
@@ -122,7 +122,7 @@ class EngineHolder:
         """Raises RuntimeError where a state was saved by another worker.
 
         Args:
-            saved: what :meth:`_place` returned when it was saved, among others.
+            saved: what ``_place`` returned when it was saved, among others.
             advice: what else to do with states of other workers.
         """
         here = self._place()

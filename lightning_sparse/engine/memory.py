@@ -24,7 +24,7 @@ class ResidualMemory:
                           │       │      │            views by name
         iteration 1   [ fc | conv2 ]  [ conv1 ]       copied layer by layer, once; the old tensors are freed
 
-    A backward must be undone if no optimizer ever steps on its gradient (:mod:`lightning_sparse.ddp.settlement`), so it
+    A backward must be undone if no optimizer ever steps on its gradient (``lightning_sparse.ddp.settlement``), so it
     reads one tensor and writes the other, and what is *settled* stays as it was. A step turns the two round::
 
         backward      settled e ── + g, − out ──▶ open e'
@@ -53,7 +53,7 @@ class ResidualMemory:
     def bucket(self, index: int, layout: LayerLayout, gradient: Tensor) -> Residual:
         """Begins a backward of a bucket: returns its residual, each tensor of shape (layout.num_elements,).
 
-        The second is the memory itself: what is written into it becomes what is open once :meth:`keep` is called. A
+        The second is the memory itself: what is written into it becomes what is open once ``keep`` is called. A
         parameter seen for the first time has a residual of zeros.
 
         Args:
@@ -98,17 +98,17 @@ class ResidualMemory:
         return self._in_logical_order(self._loaded | placed)
 
     def all_layers(self) -> Residuals:
-        """Returns what :meth:`layers` does, with zeros for parameters that no backward has brought yet."""
+        """Returns what ``layers`` does, with zeros for parameters that no backward has brought yet."""
         held = self.layers()
         missing = {name: one for name, one in self._parameters.items() if name not in held}
         return held | {name: zero_residual(one) for name, one in missing.items()}
 
     def state_dict(self) -> Residuals:
-        """Returns what :meth:`layers` does as copies that later steps do not change."""
+        """Returns what ``layers`` does as copies that later steps do not change."""
         return {name: residual.clone() for name, residual in self.layers().items()}
 
     def latest(self) -> Residuals:
-        """Returns what :meth:`state_dict` will return if optimizers step on all that is open now."""
+        """Returns what ``state_dict`` will return if optimizers step on all that is open now."""
         placed = {name: bucket.latest_part(name, *span) for name, (bucket, *span) in self._places.items()}
         return {name: one.clone() for name, one in self._in_logical_order(self._loaded | placed).items()}
 
@@ -116,7 +116,7 @@ class ResidualMemory:
         """Replaces all residuals; they are laid out into buckets when those are next asked for.
 
         Args:
-            state: what :meth:`state_dict` returned, here or in another run.
+            state: what ``state_dict`` returned, here or in another run.
             is_as_in_memory: whether residuals are in the order in which parameters lie in memory instead.
         """
         self.was_loaded = bool(state)

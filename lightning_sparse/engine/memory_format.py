@@ -58,7 +58,7 @@ def in_logical_order(residual: Tensor, parameter: Tensor) -> Tensor:
 
 
 def in_memory_order(residual: Tensor, parameter: Tensor) -> Tensor:
-    """Returns a residual as DDP lays it out in a bucket; the inverse of :func:`in_logical_order`."""
+    """Returns a residual as DDP lays it out in a bucket; the inverse of ``in_logical_order``."""
     if parameter.is_contiguous() or not is_dense(parameter):
         return residual
     laid_out = torch.empty_like(residual)

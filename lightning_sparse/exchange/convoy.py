@@ -9,7 +9,7 @@ from lightning_sparse.exchange.workers import Pending, Workers
 
 MESSAGE_SECONDS = 1e-3
 """What a message over Gloo takes each worker of a core, with whatever is in it: 0.2 ms at best, and up to 3 ms where
-:mod:`lightning_sparse.exchange.gloo_threads` cannot help (docs/performance.md)."""
+``lightning_sparse.exchange.gloo_threads`` cannot help (docs/performance.md)."""
 FULL_BYTES = 2**16
 """A convoy of so many bytes waits for no other payload, where nothing is said of the link: those of 500 Mbit/s."""
 
@@ -75,7 +75,7 @@ class Convoy:
 
         Args:
             payload: uint8, shape (bytes,), a multiple of 8 of them.
-            take: see :data:`Take`.
+            take: see ``Take``.
         """
         passage = Passage(self, payload)
         self._waiting.append((passage, take))

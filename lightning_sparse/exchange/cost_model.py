@@ -115,7 +115,7 @@ class Costs:
         Args:
             selected: coordinates of the worker that selects most.
             largest_slice: the most that any worker has for any slice.
-            speeds: see :func:`speeds`.
+            speeds: see ``speeds``.
         """
         n, byte, launch = self.num_workers, speeds.byte, speeds.launch
         union = self.independent_union(selected)
@@ -144,7 +144,7 @@ class Costs:
         """Returns the density above which the dense route is the cheapest, in 0…1; 0 where it always is.
 
         Args:
-            speeds: see :func:`speeds`.
+            speeds: see ``speeds``.
         """
         sparse, dense = 0.0, 1.0
         for _ in range(30):

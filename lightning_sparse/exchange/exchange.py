@@ -62,11 +62,11 @@ class Exchange:
             sums their slice, and the sums to all; ``"dense"`` all-reduces the selected values in a buffer of the
             bucket's size; ``"hierarchical"`` is dense inside a node and sparse between nodes; ``"auto"`` takes for each
             bucket and step the one of the first three that costs least
-            (:mod:`lightning_sparse.exchange.cost_model`), judged by what was selected the step before. A bucket
+            (``lightning_sparse.exchange.cost_model``), judged by what was selected the step before. A bucket
             without a history, as in the first step, goes dense.
         group: the process group; None is the default group.
         link_gbit_s: the rate of a worker's link, by which ``"auto"`` judges, and how long payloads wait for each other
-            (:mod:`lightning_sparse.exchange.convoy`); None judges with caution.
+            (``lightning_sparse.exchange.convoy``); None judges with caution.
         workers: others than the group's, for a rehearsal.
 
     Attributes:
@@ -201,7 +201,7 @@ class Exchange:
         """Issues the first collective of a shipment that the caller has filled.
 
         Args:
-            shipment: from :meth:`open`.
+            shipment: from ``open``.
             header: float64, shape (H,): this worker's numbers of the bucket; its first two fields are NUM_SELECTED and
                 LARGEST_SLICE.
             is_last: whether no bucket of this step comes after it.

@@ -23,7 +23,7 @@ class GatherShipment(Shipment):
         first     | header | ends | c values | c offsets |   one all-gather; k may be larger than c on some workers
         second             | ends | rest                 |   only then: one all-gather, as large as the largest rest
 
-    The result is that of :func:`~lightning_sparse.exchange.plain.plain_average`, to the last bit: all that one rank
+    The result is that of ``lightning_sparse.exchange.plain.plain_average``, to the last bit: all that one rank
     sent is added before anything of the next.
 
     Args:

@@ -50,13 +50,13 @@ class Crew:
             raise
 
     def swap(self, rank: int, part: Any) -> list[Any]:
-        """Returns what all gave, in rank order. Nobody goes on before all have taken it: see :meth:`taken`."""
+        """Returns what all gave, in rank order. Nobody goes on before all have taken it: see ``taken``."""
         self._parts[rank] = part
         self._barrier.wait()
         return self._parts
 
     def taken(self) -> None:
-        """Waits until all have taken what they need of what :meth:`swap` returned."""
+        """Waits until all have taken what they need of what ``swap`` returned."""
         self._barrier.wait()
 
 

@@ -69,7 +69,7 @@ class Meeting:
         return self._apart
 
     def close(self) -> None:
-        """Ends the group of :meth:`workers_apart`, if there is one."""
+        """Ends the group of ``workers_apart``, if there is one."""
         if self._apart is not None:
             dist.destroy_process_group(self._apart.group)
             self._apart = None
@@ -87,7 +87,7 @@ class Meeting:
         return self._lead(status, patience) if self._workers.rank == 0 else self._follow(status, patience)
 
     def give_up_apart(self) -> None:
-        """Forgets the group of :meth:`workers_apart`, in which something failed; the next one is new."""
+        """Forgets the group of ``workers_apart``, in which something failed; the next one is new."""
         self._apart = None
 
     def _follow(self, status: dict[str, Any], patience: float) -> Verdict:

@@ -107,7 +107,7 @@ class PayloadFormat:
         """Returns a payload just large enough: uint8, shape (payload_bytes(k),), on the selection's device.
 
         Args:
-            selection: k coordinates; their values must be exact on the wire (see :meth:`Wire.rounded`).
+            selection: k coordinates; their values must be exact on the wire (see ``Wire.rounded``).
         """
         payload = torch.zeros(
             self.payload_bytes(selection.indices.numel()), dtype=torch.uint8, device=selection.indices.device
@@ -152,7 +152,7 @@ class PayloadFormat:
         """Returns the coordinates of several payloads one after the other; not for a payload that could not hold all.
 
         Args:
-            payloads: each as for :meth:`unpack`.
+            payloads: each as for ``unpack``.
             dtype: dtype of the values returned.
             nums_selected: k of each payload.
         """

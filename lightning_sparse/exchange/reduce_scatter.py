@@ -51,7 +51,7 @@ class ReduceScatterShipment(GatherShipment):
         union_capacity: room for the coordinates that anybody has in one slice, likewise; None sends slices densely.
 
     Attributes:
-        has_overflowed: whether something did not fit; known once :meth:`second` was called.
+        has_overflowed: whether something did not fit; known once ``second`` was called.
     """
 
     has_sizes = True

@@ -96,7 +96,7 @@ class Shipment(ABC):
 
         Args:
             header: all workers' headers of this bucket on the CPU, shape (n, H).
-            sizes: what :meth:`prepare` returned on every worker.
+            sizes: what ``prepare`` returned on every worker.
         """
         return
 
@@ -105,7 +105,7 @@ class Shipment(ABC):
         """Waits for what is under way and writes the average into ``out``, if it is not there."""
 
     def take(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """Returns memory for this bucket by name; see :class:`Buffers`."""
+        """Returns memory for this bucket by name; see ``Buffers``."""
         return self.buffers.take((self.bucket, name), numel, dtype, self.out.device)
 
 

@@ -91,7 +91,7 @@ class Wire:
         return torch.where(values.isfinite(), scaled.mul_(self.scale), nan)
 
     def encoded(self, values: Tensor) -> Tensor:
-        """Returns the values, exact here (see :meth:`rounded`), as they travel: in the storage dtype."""
+        """Returns the values, exact here (see ``rounded``), as they travel: in the storage dtype."""
         if not self.is_stepped:
             return values.to(self.dtype)
         scaled = values.div(self.scale)

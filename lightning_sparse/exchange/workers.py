@@ -44,7 +44,7 @@ class Workers:
 
     Over Gloo both gathers are made of messages: every worker first says that it is ready to receive from all others,
     then sends; small messages it sends first, so that nothing arrives meanwhile
-    (:mod:`lightning_sparse.exchange.gloo_threads`). Gloo's own all-gather is a ring of n − 1 rounds, and a neighbour's
+    (``lightning_sparse.exchange.gloo_threads``). Gloo's own all-gather is a ring of n − 1 rounds, and a neighbour's
     readiness waits behind the data that goes its way: at 100 Mbit/s 8 MB took two workers 1.5 times as long as their
     links allow, and twice as long with Gloo's all-to-all (benchmarks/scaling.py).
 
@@ -123,7 +123,7 @@ class Workers:
         """Returns the same workers in a new group, with connections of its own. Collective.
 
         Args:
-            name: see :func:`new_group`.
+            name: see ``new_group``.
         """
         made = Workers(new_group(self.group, self._global_ranks, name), self.rank, self.num_workers)
         if not made.is_over_gloo:

@@ -106,7 +106,7 @@ class NativeThreshold:
         return squares
 
     def write_to(self, ends: Tensor, values: Tensor, offsets: Tensor) -> None:
-        """Makes a payload what :meth:`take_out` writes to: int32, the wire dtype, int16."""
+        """Makes a payload what ``take_out`` writes to: int32, the wire dtype, int16."""
         state = self._state
         state.ends, state.values, state.offsets = (one.data_ptr() for one in (ends, values, offsets))
         state.capacity = values.numel()

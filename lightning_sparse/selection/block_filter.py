@@ -86,14 +86,14 @@ class BlockFilter:
     ) -> list[int]:
         """Writes what is sent into ``out``, with zeros between; returns how many coordinates of each run that is.
 
-        Where a non-finite value was sent, e' is left NaN: see :func:`repair`.
+        Where a non-finite value was sent, e' is left NaN: see ``repair``.
 
         Args:
-            residual: as for :meth:`take_out`.
-            gradient: as for :meth:`take_out`; may be the same memory as ``out``.
-            runs: as for :meth:`take_out`.
-            loss_scale: as for :meth:`take_out`.
-            wire: as for :meth:`take_out`.
+            residual: as for ``take_out``.
+            gradient: as for ``take_out``; may be the same memory as ``out``.
+            runs: as for ``take_out``.
+            loss_scale: as for ``take_out``.
+            wire: as for ``take_out``.
             out: the residual's dtype, shape (m,); overwritten.
             divisor: by which ``out`` is divided while it is in the cache; the residual is not concerned.
         """

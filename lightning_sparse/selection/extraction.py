@@ -2,7 +2,7 @@
 
 Several ways come to the same bits: the hard threshold has two for CPUs (``native_threshold`` and, where that is not to
 be had, ``block_filter``) and one for GPUs (``fused_threshold``), those that mark what they select one for GPUs
-(``marking``), and every other sparsifier is asked through :meth:`~lightning_sparse.sparsifiers.Sparsifier.select`.
+(``marking``), and every other sparsifier is asked through `Sparsifier.select`.
 """
 
 from collections.abc import Sequence
@@ -63,7 +63,7 @@ class Extraction:
             measures_gradient: whether the header tells ‖g‖².
 
         Returns:
-            float64, shape (:func:`header_fields`,), on the bucket's device.
+            float64, shape (``header_fields``,), on the bucket's device.
         """
         # A subclass that selects differently is asked, not bypassed.
         is_threshold = type(self._sparsifier).select is HardThreshold.select

@@ -129,19 +129,19 @@ class FusedThreshold:
         boundaries: Boundaries | None = None,
         measures_gradient: bool = False,
     ) -> None:
-        """Selects as :meth:`select` does, but into a dense tensor with zeros between the rounded values. Two kernels.
+        """Selects as ``select`` does, but into a dense tensor with zeros between the rounded values. Two kernels.
 
         Args:
-            residual: as for :meth:`select`.
-            gradient: as for :meth:`select`; it may be ``out`` as well.
-            runs: as for :meth:`select`.
-            loss_scale: as for :meth:`select`.
+            residual: as for ``select``.
+            gradient: as for ``select``; it may be ``out`` as well.
+            runs: as for ``select``.
+            loss_scale: as for ``select``.
             out: shape (m,), contiguous, in a dtype that holds all that travels. Overwritten.
             wire: how values are rounded.
             divisor: by which they are divided then; the residual is not concerned.
-            header: as for :meth:`select`.
-            boundaries: as for :meth:`select`.
-            measures_gradient: as for :meth:`select`.
+            header: as for ``select``.
+            boundaries: as for ``select``.
+            measures_gradient: as for ``select``.
         """
         size, blocks = residual.after.numel(), -(-residual.after.numel() // BLOCK_ELEMENTS)
         _check_flat(size, out=out)

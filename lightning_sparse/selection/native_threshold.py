@@ -16,7 +16,7 @@ from lightning_sparse.sparsifiers import ThresholdRun
 
 
 def goes_native(bucket: BucketGradient, shipment: Shipment, runs: Sequence[ThresholdRun]) -> bool:
-    """Whether :func:`take_out_natively` can do it, and there is no shorter way, as where everything is sent densely."""
+    """Whether ``take_out_natively`` can do it, and there is no shorter way, as where everything is sent densely."""
     if not is_native(*bucket.residual, bucket.gradient, wire_dtype=shipment.format.wire.dtype):
         return False
     return shipment.payload is not None or all(run.threshold > 0 for run in runs)

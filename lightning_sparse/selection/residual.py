@@ -35,7 +35,7 @@ def compensate(residual: Residual, gradient: Tensor, loss_scale: Tensor | None =
 def compensated(
     residual: Residual, gradient: Tensor, loss_scale: Tensor | None = None, *, out: Tensor | None = None
 ) -> Tensor:
-    """Returns the compensated gradient as :func:`compensate`, in other memory: by default in its own."""
+    """Returns the compensated gradient as ``compensate``, in other memory: by default in its own."""
     unscaled = gradient if loss_scale is None else gradient.to(residual.before.dtype) / loss_scale
     return torch.add(residual.before, unscaled, out=out)
 

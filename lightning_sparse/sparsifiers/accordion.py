@@ -92,7 +92,7 @@ class Accordion(MarkingSparsifier):
         return self.low_density if name in self._calm else self.high_density
 
     def begin_epoch(self, epoch: int, learning_rates: Sequence[float]) -> None:
-        """Is told of an epoch and its learning rates; see :meth:`Sparsifier.begin_epoch`."""
+        """Is told of an epoch and its learning rates; see `Sparsifier.begin_epoch`."""
         known = self._epoch if self._coming is None else self._coming[0]
         if epoch != known:
             self._coming = epoch, tuple(learning_rates)
@@ -151,7 +151,7 @@ class Accordion(MarkingSparsifier):
         return marks
 
     def state_dict(self, next_step: int) -> dict[str, Any]:
-        """Returns epoch, regimes, norms and the running sums; see :meth:`Sparsifier.state_dict`."""
+        """Returns epoch, regimes, norms and the running sums; see `Sparsifier.state_dict`."""
         last = self._last if next_step > self._step else {}
         names = [*self._sums, *(name for name in last if name not in self._sums)]
         return {
@@ -165,7 +165,7 @@ class Accordion(MarkingSparsifier):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from what :meth:`state_dict` returned; from ``{}`` it begins anew."""
+        """Continues from what `state_dict` returned; from ``{}`` it begins anew."""
         self._forget()
         if state:
             self._epoch, self._due, coming = state["epoch"], state["due"], state["coming"]

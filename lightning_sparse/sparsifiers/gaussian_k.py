@@ -18,9 +18,9 @@ class GaussianK(MarkingSparsifier):
     """Selects in every layer what is above the threshold that a Gaussian would have for k = ⌊density · size⌋.
 
     Top-k without a sort (Shi, Chu, Cheung and See, *Understanding Top-k sparsification in distributed deep learning*,
-    arXiv:1911.08772, Algorithm 1): t = |μ| + z σ of the layer's finite p, with z the quantile of 1 − density / 2. Three
-    times it is looked how many exceed t, and t is halved for less than 2/3 k, or multiplied by 1.5 for more than 4/3 k.
-    What exceeds it then is sent, which may be many times k, and the largest if nothing does. k is at least 1.
+    arXiv:1911.08772, Algorithm 1): t = abs(μ) + z σ of the layer's finite p, with z the quantile of 1 − density / 2.
+    Three times it is looked how many exceed t, and t is halved for less than 2/3 k, or multiplied by 1.5 for more than
+    4/3 k. What exceeds it then is sent, which may be many times k, and the largest if nothing does. k is at least 1.
 
     As of Top-k there is no bound on what stays unsent. (The authors' code takes μ with its sign, cuts off what is more
     than k, and never sends a layer of equal magnitudes. Here neither sign nor place decides, and no layer waits for
@@ -44,7 +44,7 @@ class GaussianK(MarkingSparsifier):
         self._wanted: dict[tuple[LayerLayout, torch.device], Tensor] = {}
 
     def mark(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
-        """Marks what exceeds its layer's threshold and every non-finite one; see :meth:`MarkingSparsifier.mark`."""
+        """Marks what exceeds its layer's threshold and every non-finite one; see `MarkingSparsifier.mark`."""
         is_finite = compensated.isfinite()
         finite = torch.where(is_finite, compensated, 0)
         marks = is_finite.logical_not_()

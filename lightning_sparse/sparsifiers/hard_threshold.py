@@ -36,7 +36,7 @@ class HardThreshold(Sparsifier):
 
     Give either a threshold or a density. A density is turned into a threshold by calibration: for the first
     ``calibration_steps`` steps everything is sent while the mean of ‖g‖² is measured, then λ is fixed
-    (:class:`lightning_sparse.sparsifiers.threshold_rules.ThresholdCalibration`).
+    (``ThresholdCalibration``).
 
     Args:
         threshold: λ ≥ 0 in gradient units. 0 sends everything.
@@ -91,7 +91,7 @@ class HardThreshold(Sparsifier):
         return 0.0 if self.threshold is None else self.threshold
 
     def grid_step(self, most_steps: int) -> float | None:
-        """The largest power of two up to an eighth of the smallest λ; see :meth:`Sparsifier.grid_step`.
+        """The largest power of two up to an eighth of the smallest λ; see `Sparsifier.grid_step`.
 
         None while λ is not known, where one is 0 (what is sent may be as small as anything), and where so many steps do
         not reach far beyond the largest: what is cut off there could pile up.
@@ -101,7 +101,7 @@ class HardThreshold(Sparsifier):
         return step if 0 < step <= min(known) / STEPS and most_steps * step >= REACH * max(known) else None
 
     def require_grid(self, value_dtype: str, most_steps: int) -> None:
-        """See :meth:`Sparsifier.require_grid`."""
+        """See `Sparsifier.require_grid`."""
         known = [*([] if self.threshold is None else [self.threshold]), *self.layer_thresholds.values()]
         if 0.0 in known:
             raise ValueError(
@@ -146,7 +146,7 @@ class HardThreshold(Sparsifier):
         return self.current_threshold
 
     def select(self, compensated: Tensor, layout: LayerLayout) -> Selection:
-        """Returns the coordinates for which not (abs(p) < λ); see :meth:`Sparsifier.select`."""
+        """Returns the coordinates for which not (abs(p) < λ); see `Sparsifier.select`."""
         below = torch.empty_like(compensated, dtype=torch.bool)
         for threshold, start, end in self.runs(layout, compensated.dtype):
             # A comparison with NaN is false, so "not below" selects NaN as well as what reaches λ.

@@ -34,7 +34,7 @@ class LayerLayout:
 
     @property
     def num_elements(self) -> int:
-        """Elements of the bucket: the sum of the sizes."""
+        """The sum of the sizes."""
         return self.boundaries[-1]
 
     def spans(self) -> Iterator[tuple[str, int, int]]:
@@ -110,10 +110,10 @@ class Sparsifier(ABC):
     """
 
     needs_averages: bool = False
-    """Whether :meth:`observe` is shown the averages of every step."""
+    """Whether `observe` is shown the averages of every step."""
 
     needs_survey: bool = False
-    """Whether :meth:`survey` must see a whole step before :meth:`select` is asked: no exchange begins before that."""
+    """Whether `survey` must see a whole step before `select` is asked: no exchange begins before that."""
 
     def begin_step(self, step: int, rank: int) -> None:
         """Is told of a step before it begins; does nothing unless a subclass needs to know.
@@ -133,7 +133,7 @@ class Sparsifier(ABC):
     def shared_indices(self, layout: LayerLayout, device: torch.device) -> Tensor | None:
         """Returns what all workers select of a bucket in this step, if that does not follow from what they have.
 
-        Then :meth:`select` need not be asked, and values alone are exchanged. Nothing may wait for the device.
+        Then `select` need not be asked, and values alone are exchanged. Nothing may wait for the device.
 
         Args:
             layout: the layers of the bucket.
@@ -175,7 +175,7 @@ class Sparsifier(ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from what :meth:`state_dict` returned; from ``{}`` it begins anew."""
+        """Continues from what `state_dict` returned; from ``{}`` it begins anew."""
         return
 
     @abstractmethod
@@ -230,10 +230,10 @@ class MarkingSparsifier(Sparsifier):
 
     @abstractmethod
     def mark(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
-        """Returns where :meth:`select` finds something: bool, the bucket's shape. Nothing may wait for the device.
+        """Returns where `select` finds something: bool, the bucket's shape. Nothing may wait for the device.
 
         Args:
-            compensated: as in :meth:`select`.
+            compensated: as in `select`.
             layout: likewise.
         """
 
@@ -241,13 +241,13 @@ class MarkingSparsifier(Sparsifier):
         """Returns what is sent of the coordinates that are marked: the bucket's shape. Nothing may wait for the device.
 
         Args:
-            compensated: as in :meth:`select`.
+            compensated: as in `select`.
             layout: likewise.
         """
         return compensated
 
     def select(self, compensated: Tensor, layout: LayerLayout) -> Selection:
-        """Returns the coordinates that are marked; see :meth:`Sparsifier.select`."""
+        """Returns the coordinates that are marked; see `Sparsifier.select`."""
         indices = self.mark(compensated, layout).nonzero().squeeze(1)
         return Selection(indices, self.values(compensated, layout)[indices])
 

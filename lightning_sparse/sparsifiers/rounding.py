@@ -41,18 +41,18 @@ class ScaledIntegerRounding(MarkingSparsifier):
         self.step = step
 
     def grid_step(self, most_steps: int = 0) -> float:
-        """Returns ε; see :meth:`Sparsifier.grid_step`."""
+        """Returns ε; see `Sparsifier.grid_step`."""
         return power_of_two(self.step)
 
     def require_grid(self, value_dtype: str, most_steps: int) -> None:
-        """Does nothing: there is one; see :meth:`Sparsifier.require_grid`."""
+        """Does nothing: there is one; see `Sparsifier.require_grid`."""
 
     def mark(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
-        """Marks what is not rounded to 0; see :meth:`MarkingSparsifier.mark`."""
+        """Marks what is not rounded to 0; see `MarkingSparsifier.mark`."""
         return self.values(compensated, layout) != 0  # NaN is not 0
 
     def values(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
-        """Returns multiples of ε; see :meth:`MarkingSparsifier.values`."""
+        """Returns multiples of ε; see `MarkingSparsifier.values`."""
         rounded = self._whole(compensated / self.grid_step(), layout).mul_(self.grid_step())
         # So large a number that its steps overflow is a multiple of ε as it is.
         return torch.where(rounded.isfinite(), rounded, compensated)
@@ -73,7 +73,7 @@ class StochasticRounding(ScaledIntegerRounding):
     without a stop would have, on every kind of device and however DDP cuts its buckets.
 
     Args:
-        step: as of :class:`ScaledIntegerRounding`.
+        step: as of `ScaledIntegerRounding`.
         seed: at least 0.
 
     Raises:

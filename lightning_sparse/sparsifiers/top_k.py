@@ -25,7 +25,7 @@ class TopK(MarkingSparsifier):
         density: the share to send, in (0, 1].
         granularity: ``"layer"``; or ``"model"``, which gives every layer what its magnitudes deserve in the whole.
             Then no exchange can begin before backward has ended, and p is looked at twice more
-            (:func:`~lightning_sparse.sparsifiers.magnitudes.kth_largest_magnitude`).
+            (``lightning_sparse.sparsifiers.magnitudes.kth_largest_magnitude``).
 
     Raises:
         ValueError: a density outside (0, 1], or another granularity.

@@ -222,7 +222,7 @@ class Advice:
 
 
 def exchanges_of(module: LightningModule | None, every_n_steps: int = 1) -> float | None:
-    """Returns how many exchanges a fit will make, as :meth:`Advice.begin` wants to know it when training starts."""
+    """Returns how many exchanges a fit will make, as ``Advice.begin`` wants to know it when training starts."""
     if module is not None and (getattr(module.trainer, "fast_dev_run", False) or is_trial(module.trainer)):
         return None
     if module is None or not module.automatic_optimization:

@@ -72,7 +72,7 @@ def collect(state: SparseState, residual_checkpoint: ResidualCheckpoint, patienc
 
     Args:
         state: this worker's.
-        residual_checkpoint: see :class:`CheckpointOptions`.
+        residual_checkpoint: see ``CheckpointOptions``.
         patience: seconds to wait for others.
     """
     residuals: list[Residuals] | Residuals = {}
@@ -172,8 +172,8 @@ def restore(
 
     Args:
         state: this worker's, between two steps.
-        saved: what :func:`collect` returned; None for the checkpoint of another strategy.
-        on_world_size_change: see :class:`CheckpointOptions`.
+        saved: what ``collect`` returned; None for the checkpoint of another strategy.
+        on_world_size_change: see ``CheckpointOptions``.
 
     Raises:
         RuntimeError: the content is of a newer version, or of another number of workers with ``"error"``.

@@ -57,8 +57,9 @@ class SparseDDPStrategy(DDPStrategy):
         local_clip_norm: clips this worker's whole gradient to this norm *before* anything is sent (Lightning's
             ``gradient_clip_val`` acts on the averaged gradient). It needs the whole gradient, so that the exchange
             cannot begin before backward has ended.
-        value_dtype: what values travel in; see :class:`~lightning_sparse.ddp.options.ExchangeOptions`. What rounding
-            leaves is kept and sent later.
+        value_dtype: what values travel in; what rounding leaves is kept and sent later. ``"float32"`` sends them as the
+            residual holds them, ``"bfloat16"`` and ``"float16"`` are for all sparsifiers, ``"float8"`` and ``"int16"``
+            for a threshold above 0 or a sparsifier that rounds, ``"int8"`` for the latter.
         exchange: the route that selected values take. ``"gather"``: every worker's to all others;
             ``"reduce_scatter"``: each to the worker that sums its part of the bucket, and the sums to all;
             ``"dense"``: a masked whole gradient in an all-reduce; ``"hierarchical"``: dense inside a node, sparse
@@ -82,7 +83,7 @@ class SparseDDPStrategy(DDPStrategy):
             where nothing can notice: in automatic optimization, and if no parameter may stay unused.
 
     Attributes:
-        state: the :class:`~lightning_sparse.SparseState` of the running or last ``fit``, None before.
+        state: the `SparseState` of the running or last ``fit``, None before.
 
     Raises:
         ValueError: an invalid option, or a DDP argument that a sparse exchange cannot honour.
@@ -124,7 +125,7 @@ class SparseDDPStrategy(DDPStrategy):
         self._is_stepping = False
 
     def request_layer_stats(self) -> None:
-        """Asks for per-layer numbers in :class:`StepStats` from the next ``fit`` on; call it on every worker.
+        """Asks for per-layer numbers in `StepStats` from the next ``fit`` on; call it on every worker.
 
         A callback does so in its ``setup``, which Lightning runs before the hook is registered.
         """

@@ -132,8 +132,8 @@ def collect(
         checkpoint: of Lightning, with this worker's ``optimizer_states``, which may become the mean of all.
         precision: under which it has the precision plugin's state, if that has any.
         options: what to keep.
-        why_not: of :func:`shared_state_dict`: None if the weights are the mean of all workers.
-        meet_again: :func:`meet`.
+        why_not: of ``shared_state_dict``: None if the weights are the mean of all workers.
+        meet_again: ``meet``.
     """
     own: list[dict[str, Any]] = []
     has_mean = why_not is None
@@ -174,7 +174,7 @@ def restored(
     Args:
         averager: this worker's, whose module has the checkpoint's weights already.
         checkpoint: of Lightning.
-        precision: as for :func:`collect`.
+        precision: as for ``collect``.
         saved: what that returned; None for the checkpoint of another strategy.
 
     Raises:

@@ -41,7 +41,7 @@ class SparseLocalStrategy(DDPStrategy):
 
     There is no DDP module and no exchange of gradients: every worker steps its own optimizer, and every
     ``every_n_steps`` optimizer steps its weights' drift from what all share is exchanged. See
-    :class:`~lightning_sparse.SparseModelAverager`. Right for Adam and its like, which need gradients as they come.
+    `SparseModelAverager`. Right for Adam and its like, which need gradients as they come.
 
     Validation, test, predict, checkpoints and what is left after ``fit`` are the mean of the workers' weights.
 
@@ -52,13 +52,18 @@ class SparseLocalStrategy(DDPStrategy):
     Args:
         sparsifier: what to send, such as ``HardThreshold(density=0.01)`` or ``TopK(density=0.01)``.
         every_n_steps: optimizer steps (of all optimizers together) from one exchange to the next.
-        keep_drift: see :class:`~lightning_sparse.drift.DriftOptions`.
-        drift_decay: see :class:`~lightning_sparse.drift.DriftOptions`.
-        outer_optimizer: see :class:`~lightning_sparse.drift.DriftOptions`.
-        overlap: see :class:`~lightning_sparse.drift.DriftOptions`.
-        value_dtype: see :class:`SparseDDPStrategy`.
-        exchange: see :class:`SparseDDPStrategy`.
-        link_gbit_s: see :class:`SparseDDPStrategy`.
+        keep_drift: True leaves each worker where it is but for what was sent. False takes every worker back to
+            the anchor after each exchange and keeps apart what was not sent (SparseLoCo).
+        drift_decay: by what is multiplied what was not sent before the next drift is added, in (0, 1]; below 1 only
+            with ``keep_drift=False``.
+        outer_optimizer: makes the optimizer that moves the anchor by the average drift, as if that were its gradient;
+            None subtracts it. DiLoCo: ``partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``.
+        overlap: whether what was sent travels while the next step is computed, and is applied one step late.
+        value_dtype: what a value travels in, as in `SparseDDPStrategy`; what rounding leaves is kept.
+        exchange: ``"gather"``, ``"reduce_scatter"``, ``"dense"``, ``"hierarchical"`` or ``"auto"``, which are those of
+            `SparseDDPStrategy`.
+        link_gbit_s: the rate of a worker's link between nodes, in Gbit/s and one direction; None is that of
+            `SparseDDPStrategy`.
         drift_checkpoint: what checkpoints hold of drifts. ``"full"``: every worker's weights, n times the model, for a
             resume that equals a run without a stop; ``"mean"``: their mean, which is in the file anyway.
         optimizer_checkpoint: what they hold of optimizers, which differ between workers. ``"full"``: every worker's;
@@ -67,7 +72,7 @@ class SparseLocalStrategy(DDPStrategy):
             ``DDPStrategy``. What concerns DDP's own exchange is refused.
 
     Attributes:
-        averager: the :class:`~lightning_sparse.SparseModelAverager` of the running or last ``fit``, None before.
+        averager: the `SparseModelAverager` of the running or last ``fit``, None before.
 
     Raises:
         ValueError: an invalid option, or an argument that needs a DDP module.

@@ -35,7 +35,7 @@ from lightning_sparse.strategies.step_log import StepLog
 
 
 class SimulatedWorkersStrategy(InTurn):
-    """Trains on one device as n workers would with :class:`SparseDDPStrategy`: the same numbers, n times the time.
+    """Trains on one device as n workers would with `SparseDDPStrategy`: the same numbers, n times the time.
 
     For studies: what 8 or 20 workers come to, on one GPU or a laptop. One model; each worker has its own residual (4
     bytes a parameter, and as many again), its own shard of the data, its own random numbers. A step takes a batch of
@@ -52,11 +52,11 @@ class SimulatedWorkersStrategy(InTurn):
     Args:
         sparsifier: what to send, such as ``HardThreshold(threshold=0.01)``.
         num_workers: n, at least 1.
-        local_clip_norm: see :class:`SparseDDPStrategy`.
-        value_dtype: see :class:`SparseDDPStrategy`.
-        exchange: see :class:`SparseDDPStrategy`; not ``"hierarchical"``.
-        density_control: see :class:`SparseDDPStrategy`.
-        on_world_size_change: see :class:`SparseDDPStrategy`.
+        local_clip_norm: clips each worker's whole gradient to this norm before it is sent; None does not clip.
+        value_dtype: what values are rounded to, as in `SparseDDPStrategy`; what rounding leaves is kept.
+        exchange: the route by which sums are made, as in `SparseDDPStrategy`; not ``"hierarchical"``.
+        density_control: ``"hold"`` (None stands for it) or ``"calibrate"``, as in `SparseDDPStrategy`.
+        on_world_size_change: ``"mean"``, ``"reset"`` or ``"error"``, as in `SparseDDPStrategy`.
         own_attributes: names of what the module keeps in attributes from one batch to the next, such as the state of a
             recurrent network: every worker has its own, of which a checkpoint holds the first worker's. What is not
             named, and is no parameter, buffer or random number, all have in common.

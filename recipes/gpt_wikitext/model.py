@@ -71,11 +71,11 @@ class GPTLanguageModel(LightningModule):
     all windows of all workers.
 
     Args:
-        vocabulary_size: see :class:`GPT`; at least that of the data.
-        length: see :class:`GPT`.
-        width: see :class:`GPT`.
-        num_layers: see :class:`GPT`.
-        num_heads: see :class:`GPT`.
+        vocabulary_size: see ``GPT``; at least that of the data.
+        length: see ``GPT``.
+        width: see ``GPT``.
+        num_layers: see ``GPT``.
+        num_heads: see ``GPT``.
         learning_rate: of AdamW, after the warm-up.
         warmup_steps: optimizer steps in which it rises from zero.
         weight_decay: of AdamW.

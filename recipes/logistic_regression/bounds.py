@@ -19,7 +19,7 @@ SHARES_OF_THRESHOLD = (0.0, 0.1, 1.0)
 
 
 class Bounded(NamedTuple):
-    """What :func:`bounds` found.
+    """What ``bounds`` found.
 
     Attributes:
         problem: L exactly; σ² and ζ², the largest of all points at which they were measured.

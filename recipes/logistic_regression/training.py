@@ -19,7 +19,7 @@ def shards(labels: Tensor, num_workers: int, sharding: Sharding) -> Tensor:
 
     The same in every call. With ``"shuffled"`` they are in random order, with ``"sorted"`` after that in the order of
     their labels, so that all workers but one have a single class. That f is the mean of the workers' f_i takes an N
-    that is a multiple of n, as :func:`without_remainder` makes it.
+    that is a multiple of n, as ``without_remainder`` makes it.
 
     Raises:
         ValueError: an N that is not.
@@ -88,7 +88,7 @@ def training(
 
     Args:
         objective: f, with batches of one example.
-        drawn: of :func:`draws`, shape (T, n).
+        drawn: of ``draws``, shape (T, n).
         sparsifier: one that keeps nothing from step to step, as Dense, HardThreshold and TopK do not.
         learning_rate: γ.
         every: iterations from one state to the next.

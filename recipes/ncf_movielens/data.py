@@ -22,7 +22,7 @@ class MovieLensDataModule(LightningDataModule):
 
     ``movielens``: the ratings in ``<root>/<dataset>/ratings.csv``, fetched if missing, read once and then cached beside
     the file. Any file of that layout will do. ``builtin``: 1,000 users and 400 items drawn from a known low-rank model,
-    whose best possible hit rate is :attr:`best_hit_rate`.
+    whose best possible hit rate is ``best_hit_rate``.
 
     A training sample is a user, an item and a label: 1 for a rating, whatever its value, and 0 for each of the
     ``negatives`` items that every epoch draws anew for it. An epoch holds every rating once, over all workers; order,

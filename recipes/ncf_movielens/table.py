@@ -24,7 +24,7 @@ class InvalidRatingsError(MissingDataError):
 
 
 def read_table(path: Path) -> pd.DataFrame:
-    """Returns the columns of :data:`COLUMNS` of a CSV file that has them, each of the type that stands there.
+    """Returns the columns of ``COLUMNS`` of a CSV file that has them, each of the type that stands there.
 
     Raises:
         InvalidRatingsError: the file is empty; a column is missing; a row does not hold numbers or has too many fields.

@@ -1,6 +1,6 @@
 """An exception, a signal or a death anywhere leaves a checkpoint that is right, or says what it lacks.
 
-Every row strikes one training. For each, :mod:`tests.integration.fault_judge` has all files that are left loaded
+Every row strikes one training. For each, ``tests.integration.fault_judge`` has all files that are left loaded
 with ``weights_only=True``, compared with a simulation in plain tensors, resumed, and compared with it again. What is
 expected beyond that is in the rows. Hundreds of points more: ``python -m tests.integration.fault_table``.
 """

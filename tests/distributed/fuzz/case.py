@@ -41,7 +41,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Case:
-    """Everything about one training; see :func:`draw_case`.
+    """Everything about one training; see ``draw_case``.
 
     Attributes:
         unused: how DDP is told that layers may be left out.

@@ -1,6 +1,6 @@
 """Where a program runs: under plain DDP, under the sparse exchange or under the oracle; and what is seen of it there.
 
-A program is a function of a :class:`World`: a training as a user would write it, but for the words in which the four
+A program is a function of a ``World``: a training as a user would write it, but for the words in which the four
 kinds of world differ (wrapping a module, or a strategy; a backward; ``no_sync``).
 """
 

@@ -1,0 +1,244 @@
+"""Python and YAML of the README and of docs/ run as they stand there, on two workers, and train.
+
+What a snippet leaves out it finds: everything public, ``torch``, ``nn``, ``Trainer``, ``DistributedDataParallel``, a
+``model``, its ``optimizer`` and a ``loader``; and what came before it on its page. What it makes is then used: a
+Trainer, a strategy or a sparsifier trains, and so does a DDP module. With ``<!-- not run: why -->`` before it, only its
+names and arguments are looked at. Included files are run by test_examples.py.
+"""
+
+import ast
+import contextlib
+import inspect
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch
+import pytest
+import torch
+import yaml
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import Strategy
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_sparse
+from lightning_sparse import SimulatedWorkersStrategy, SparseDDPStrategy, SparseState, Sparsifier
+from tests.integration.models import Classifier, data
+from tests.markdown import PAGES, Block, after, blocks
+from tests.workers import run_workers
+
+LANGUAGES = ("python", "diff", "yaml")
+TRAINS = [page for page in PAGES if blocks(page.read_text(), *LANGUAGES)]
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+STEPS = 30
+"""As many as lie between two exchanges at most, in what a page proposes."""
+
+
+@pytest.mark.parametrize("page", TRAINS, ids=lambda page: page.name)
+def test_snippets_run_and_what_they_make_trains(page: Path) -> None:
+    run_workers(run_page, 2, str(page))
+
+
+WRONG = {
+    "python": {
+        "raise RuntimeError('so it is')": "so it is",
+        "Trainer(strategy='ddp_hardtreshold')": "invalid strategy name.*ddp_hardtreshold",
+        "DDPHardThresholdStrategy(densty=0.1)": "'densty'.*'density'",
+        "DDPHardThresholdStrategy(density=2.0)": r"Invalid density=2\.0",
+        "Trainer(devices=2, strategie='ddp')": "unexpected keyword argument 'strategie'",
+        "nothing = unknown": "'unknown' is not defined",
+        "register_comm_hook(model, TopK(0.1))": "got Classifier. Wrap the model first",
+        "class Mine(Sparsifier):\n    def select(self, compensated, layout):\n        return 1": "Return a Selection",
+    },
+    "diff": {"-trainer = 1\n+trainer = Trainer(strategy='ddp_topp')": "invalid strategy name.*ddp_topp"},
+    "yaml": {
+        "trainer: {strategy: {class_path: lightning_sparse.TopK}}": "ArgumentError.*TopK",
+        "trainer: {strategy: {class_path: lightning_sparse.SparseDDPStrategy, init_args: {x: 1}}}": "ArgumentError.*x",
+        "trainer: {strategie: ddp}": "ArgumentError.*strategie",
+        "strategy: ddp": "strategy",
+    },
+}
+
+
+def test_what_is_wrong_in_a_snippet_is_seen(tmp_path: Path) -> None:
+    for language, snippets in WRONG.items():
+        for index, code in enumerate(snippets):
+            (tmp_path / f"{language}{index}.md").write_text(f"```{language}\n{code}\n```\n")
+    for errors in run_workers(errors_of, 2, str(tmp_path)):
+        for language, snippets in WRONG.items():
+            for index, (code, expected) in enumerate(snippets.items()):
+                error = errors[f"{language}{index}"]
+                assert re.search(expected, error, re.DOTALL), (code, error)
+
+
+def test_names_and_arguments_are_looked_at_where_nothing_is_run() -> None:
+    look_at("DDPHardThresholdStrategy(density=0.1, timeout=t); lightning_sparse.TopK(0.1); print(unknown(1))")
+    for code, error in (
+        ("TopK(densty=0.1)", "densty"),
+        ("lightning_sparse.HardThreshold(1, 2, 3, 4, 5)", "too many"),
+        ("from lightning_sparse import TopQ", "TopQ"),
+        ("lightning_sparse.topk(1)", "topk"),
+        ("DDPHardThresholdStrategy(densty=0.1)", "densty"),
+    ):
+        with pytest.raises((TypeError, AttributeError), match=error):
+            look_at(code)
+
+
+def errors_of(folder: str) -> dict[str, str]:
+    """Returns for every page what it was refused for, or nothing; each worker calls this."""
+    errors = {}
+    for page in sorted(Path(folder).glob("*.md")):
+        try:
+            run_page(str(page))
+        except AssertionError as error:
+            errors[page.stem] = repr(error.__cause__)
+        else:
+            errors[page.stem] = ""
+    return errors
+
+
+def run_page(path: str) -> None:
+    """Runs every block of a page, one after the other, in a folder of its own; each worker calls this."""
+    text = Path(path).read_text()
+    given = provided()
+    for block in blocks(text, *LANGUAGES):
+        before = text.splitlines()[max(0, block.line - 3) : block.line - 2]
+        try:
+            if block.language == "yaml":
+                use(trainer_of(block.code), given)
+            elif before and before[0].startswith("<!-- not run: "):
+                look_at(block.code)
+            else:
+                with elsewhere():
+                    run(block, given)
+        except (Exception, SystemExit) as error:
+            raise AssertionError(f"{path}, line {block.line}: {error!r}\n{block.code}") from error
+
+
+@contextlib.contextmanager
+def elsewhere() -> Iterator[None]:
+    """What is written without a path goes into a folder that is gone afterwards."""
+    before = os.getcwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        try:
+            yield
+        finally:
+            os.chdir(before)
+
+
+def provided() -> dict[str, Any]:
+    """Returns what a snippet finds."""
+    torch.manual_seed(0)
+    model = Classifier()
+    return {
+        **{name: getattr(lightning_sparse, name) for name in lightning_sparse.__all__},
+        "lightning_sparse": lightning_sparse,
+        "torch": torch,
+        "nn": torch.nn,
+        "Trainer": SmallTrainer,
+        "DistributedDataParallel": DistributedDataParallel,
+        "model": model,
+        "loader": data(),
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+    }
+
+
+class SmallTrainer(Trainer):
+    """Takes what a Trainer takes, and trains a few steps on the CPU workers that are there."""
+
+    made: list["SmallTrainer"] = []  # noqa: RUF012
+
+    def __init__(self, **options: Any) -> None:
+        inspect.signature(Trainer).bind(**options)
+        simulates = isinstance(options.get("strategy"), SimulatedWorkersStrategy)
+        fixed = {"accelerator": "cpu", "devices": 1 if simulates else 2, "num_nodes": 1}
+        super().__init__(**(QUIET | options | fixed | {"max_steps": STEPS, "max_epochs": -1}))
+        self.made.append(self)
+
+
+def run(block: Block, given: dict[str, Any]) -> None:
+    """Runs a block among what came before it, and uses what it makes."""
+    known = dict(given)
+    SmallTrainer.made.clear()
+    code = after(block.code) if block.language == "diff" else block.code
+    tree = ast.parse(code)
+    shown = []
+    for index, statement in enumerate(tree.body):
+        if isinstance(statement, ast.Expr):  # what stands alone on a line is there to be shown
+            tree.body[index] = ast.parse(f"_shown.append({ast.unparse(statement)})").body[0]
+    given["_shown"] = shown
+    with mock.patch.object(lightning.pytorch, "Trainer", SmallTrainer):
+        exec(compile(ast.fix_missing_locations(tree), "snippet", "exec"), given)
+    made = [value for name, value in given.items() if value is not known.get(name) and name != "_shown"]
+    for thing in unique([*SmallTrainer.made, *shown, *made]):
+        use(thing, given)
+
+
+def use(thing: Any, given: dict[str, Any]) -> None:
+    """Trains with what a snippet made, if one can."""
+    if isinstance(thing, Trainer):
+        if thing.strategy.__class__.__module__.startswith("lightning_sparse"):
+            if not thing.global_step:
+                thing.fit(Classifier(), data())
+            assert thing.global_step == STEPS
+            assert 0 <= thing.callback_metrics["sparse/density"] <= 1
+    elif isinstance(thing, Strategy) and thing not in [trainer.strategy for trainer in SmallTrainer.made]:
+        use(SmallTrainer(strategy=thing), given)
+    elif isinstance(thing, type) and issubclass(thing, Sparsifier):
+        use(SparseDDPStrategy(thing()), given)
+    elif isinstance(thing, Sparsifier):
+        use(SparseDDPStrategy(thing), given)
+    elif isinstance(thing, SparseState):
+        inputs, labels = next(iter(given["loader"]))
+        torch.nn.functional.cross_entropy(given["ddp_model"](inputs), labels).backward()
+        given["optimizer"].step()
+        assert 0 <= thing.last_step.density <= 1
+
+
+def unique(things: list[Any]) -> Iterator[Any]:
+    seen: set[int] = set()
+    for thing in things:
+        if id(thing) not in seen:
+            seen.add(id(thing))
+            yield thing
+
+
+def trainer_of(code: str) -> Trainer:
+    """Returns the Trainer that LightningCLI makes of a configuration."""
+    options = yaml.safe_load(code)
+    assert "trainer" in options, list(options)
+    fixed = {"accelerator": "cpu", "devices": 2, "max_steps": STEPS, "max_epochs": -1}
+    given = {"trainer": options["trainer"] | fixed | QUIET}
+    speaks = {"exit_on_error": False}
+    return LightningCLI(Classifier, run=False, save_config_callback=None, args=given, parser_kwargs=speaks).trainer
+
+
+def look_at(code: str) -> None:
+    """Raises where a snippet names or calls something of the package that is not there, or gives it what it lacks."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and node.module == "lightning_sparse":
+            for alias in node.names:
+                getattr(lightning_sparse, alias.name)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "lightning_sparse":
+            getattr(lightning_sparse, node.attr)
+        if isinstance(node, ast.Call):
+            name = re.sub(r"^lightning_sparse\.", "", ast.unparse(node.func))
+            if name in lightning_sparse.__all__:
+                check_call(getattr(lightning_sparse, name), node)
+
+
+def check_call(function: Any, call: ast.Call) -> None:
+    """Raises TypeError where a call does not fit; what a strategy hands on must be Lightning's or DDP's."""
+    named = [keyword.arg for keyword in call.keywords if keyword.arg]
+    inspect.signature(function).bind(*call.args, **dict.fromkeys(named))
+    if inspect.isclass(function) and issubclass(function, Strategy):
+        takers = [*(base.__init__ for base in function.__mro__), DistributedDataParallel]
+        unknown = {*named}.difference(*(inspect.signature(taker).parameters for taker in takers))
+        if unknown:
+            raise TypeError(f"{function.__name__} has no {', '.join(sorted(unknown))}")
