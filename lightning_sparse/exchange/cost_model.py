@@ -105,7 +105,7 @@ class Costs:
         return self.num_elements * (1 - (1 - min(selected / self.num_elements, 1.0)) ** self.num_workers)
 
     def cheapest(self, selected: float, largest_slice: float, speeds: Speeds) -> Route:
-        """Returns the route that takes least for the coordinates expected of a worker; see :meth:`seconds`."""
+        """Returns the route that takes least for the coordinates expected of a worker; see ``seconds``."""
         taken = self.seconds(selected, largest_slice, speeds)
         return min(taken, key=lambda route: taken[route])
 
