@@ -5,6 +5,8 @@ Importing this package registers ``Trainer(strategy="ddp_hardthreshold")`` and i
 
 from lightning_sparse._version import __version__ as __version__
 from lightning_sparse.callbacks import (
+    CommunicationProfile,
+    CommunicationProfiler,
     DensityMonitor,
     ErrorMonitor,
     ThresholdCurve,
@@ -45,6 +47,8 @@ from lightning_sparse.strategies import (
 __all__ = [
     "Accordion",
     "AverageDensity",
+    "CommunicationProfile",
+    "CommunicationProfiler",
     "DDPHardThresholdStrategy",
     "Dense",
     "DensityMonitor",

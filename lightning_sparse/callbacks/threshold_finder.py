@@ -104,13 +104,8 @@ class ThresholdFinder(Callback):
             raise TypeError(f"ThresholdFinder looks for the λ of a HardThreshold, and the sparsifier is {name}.")
         num_elements = sum(one.numel() for one in trainer.lightning_module.parameters() if one.requires_grad)
         recorders = [GradientRecorder(num_elements, one.workers.rank) for one in holders]
-        for one, recorder in zip(holders, recorders, strict=True):
-            one.record(recorder)
-        try:
-            run_trial(trainer, self._num_batches(strategy), strategy.restart)
-        finally:
-            for one in holders:
-                one.end_recording()
+        recordings = [one.recording(recorder) for one, recorder in zip(holders, recorders, strict=True)]
+        run_trial(trainer, self._num_batches(strategy), strategy.restart, *recordings)
         return self._curve(strategy, holders, recorders, num_elements)
 
     def _num_batches(self, strategy: Any) -> int:

@@ -1,7 +1,8 @@
 """What can be asked of whoever holds an engine, whatever it averages."""
 
 import difflib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from operator import index
 from typing import Any
@@ -98,22 +99,31 @@ class EngineHolder:
         """
         self._engine.calibrator.set_threshold(threshold)
 
-    def record(self, recorder: Callable[[FlatBucket], None]) -> None:
-        """Sends everything from now on, and shows the recorder each bucket before that; no subscriber is told.
+    @contextmanager
+    def recording(self, recorder: Callable[[FlatBucket], None]) -> Iterator[None]:
+        """Within it everything is sent, the recorder is shown each bucket before that, and no subscriber is told.
 
-        For measurements before a training. ``end_recording`` ends it; what it leaves behind is the caller's to
-        undo.
+        For measurements before a training: what they leave behind is the caller's to undo. λ is what it was after it.
 
         Raises:
             TypeError: the sparsifier is no hard threshold, which alone can be told to send everything.
         """
         self._engine.calibrator.suspend()
         self._engine.record(recorder)
+        try:
+            yield
+        finally:
+            self._engine.record(None)
+            self._engine.calibrator.resume()
 
-    def end_recording(self) -> None:
-        """Ends what ``record`` began, and gives λ back what it was."""
-        self._engine.record(None)
-        self._engine.calibrator.resume()
+    @contextmanager
+    def telling(self, receiver: Callable[[StepStats], None]) -> Iterator[None]:
+        """Within it this receiver is told of each step, and no subscriber."""
+        before, self._engine.subscribers = self._engine.subscribers, [receiver]
+        try:
+            yield
+        finally:
+            self._engine.subscribers = before
 
     def _place(self) -> dict[str, int]:
         return {"world_size": self.workers.num_workers, "rank": self.workers.rank}

@@ -44,3 +44,26 @@ def replayed_densities(
             sent += is_sent
             residual.masked_fill_(is_sent, 0.0)
     return sent / (passes * num_steps)
+
+
+def first_densities(recorded: Tensor, thresholds: Tensor, weights: Tensor, skipped: int) -> Tensor:
+    """Returns the share that each λ sends of steps that were recorded, if residuals are 0 before the first.
+
+    Args:
+        recorded: shape (N, m), finite.
+        thresholds: λ ≥ 0, shape (K,), in the same units.
+        weights: shape (m,): for how many elements each coordinate stands.
+        skipped: how many of the first steps do not count, less than N.
+
+    Returns:
+        Shape (K,), in 0…1.
+    """
+    limits = thresholds.to(recorded.dtype).unsqueeze(1)
+    residual = recorded.new_zeros(len(thresholds), recorded.shape[1])
+    sent = torch.zeros_like(residual)
+    for number, gradient in enumerate(recorded):
+        residual += gradient
+        is_sent = residual.abs() >= limits
+        sent += is_sent * (number >= skipped)
+        residual.masked_fill_(is_sent, 0.0)
+    return sent.double() @ weights.double() / (weights.double().sum() * (len(recorded) - skipped))

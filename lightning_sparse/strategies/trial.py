@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -27,7 +27,13 @@ def is_trial(trainer: Any) -> bool:
     return any(isinstance(one, (Trial, _LRCallback)) for one in trainer.callbacks)
 
 
-def run_trial(trainer: Any, num_steps: int, restart: Callable[[], None]) -> None:
+def run_trial(
+    trainer: Any,
+    num_steps: int,
+    restart: Callable[[], None],
+    *during: AbstractContextManager[Any],
+    trial: Trial | None = None,
+) -> None:
     """Trains for some steps from within ``on_fit_start``, without validation, and puts everything back. Collective.
 
     Put back are weights, buffers, extra states and metrics of the module, optimizers, learning-rate schedulers, the
@@ -39,6 +45,8 @@ def run_trial(trainer: Any, num_steps: int, restart: Callable[[], None]) -> None
         trainer: at the beginning of a fit.
         num_steps: optimizer steps, fewer if the training is shorter.
         restart: brings back the strategy's own state; called last.
+        *during: what holds while it runs; left before anything else is put back.
+        trial: the callback to use, such as one that measures.
     """
     module = trainer.lightning_module
     with ExitStack() as undo:
@@ -49,11 +57,13 @@ def run_trial(trainer: Any, num_steps: int, restart: Callable[[], None]) -> None
         undo.enter_context(_module_as_it_was(module))
         undo.enter_context(_optimizers_as_they_were(trainer))
         undo.enter_context(_trainer_as_it_was(trainer))
-        trainer.callbacks = [Trial()]
+        trainer.callbacks = [trial or Trial()]
         trainer.loggers = [DummyLogger()] if trainer.loggers else []
         trainer.limit_val_batches = 0
         trainer.fit_loop.epoch_loop.max_steps = trainer.global_step + num_steps
         trainer.fit_loop._combined_loader = None
+        for one in during:
+            undo.enter_context(one)
         trainer.fit_loop.run()
 
 

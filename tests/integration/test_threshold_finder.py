@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_sparse import (
+    CommunicationProfiler,
     DDPHardThresholdStrategy,
     DensityMonitor,
     HardThreshold,
@@ -138,17 +139,32 @@ PROGRAMS = {
 def test_a_training_goes_as_if_nothing_had_been_looked_for(name: str) -> None:
     num_processes = PROGRAMS[name].num_processes
     for plain, searched in run_workers(_train_with_and_without, num_processes, name, process_group=False):
-        assert searched.pop("densities")[0] > 0.4  # of two players half each time
+        assert searched.pop("found").densities[0] > 0.4  # of two players half each time
         assert_equal(searched, plain)
+
+
+MEASURED = ("a density", "epochs, validation, momentum, random numbers", "by hand", "drifts, kept apart, every 2")
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_training_goes_as_if_nothing_had_been_measured(name: str) -> None:
+    for plain, measured in run_workers(_train_with_and_without, 2, name, True, process_group=False):
+        profile = measured.pop("found")
+        assert min(profile.compute_seconds, profile.dense_seconds, profile.sparse_seconds) > 0
+        assert 0 < profile.density < 0.5
+        assert profile.num_workers == 2
+        assert profile.exchanges_per_step == (0.5 if name.endswith("every 2") else 1)
+        assert_equal(measured, plain)
 
 
 def assert_equal(one: Any, other: Any) -> None:
     torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-def _train_with_and_without(name: str) -> list[dict[str, Any]]:
+def _train_with_and_without(name: str, measures: bool = False) -> list[dict[str, Any]]:
     program, seen = PROGRAMS[name], []
-    for finders in ([], [ThresholdFinder(0.05, num_steps=7, update=False)]):
+    finder = CommunicationProfiler(4, 0.05) if measures else ThresholdFinder(0.05, num_steps=7, update=False)
+    for finders in ([], [finder]):
         torch.manual_seed(1)
         model, monitor = program.model(), DensityMonitor()
         options = {"max_steps": STEPS} | program.options
@@ -170,9 +186,7 @@ def _train_with_and_without(name: str) -> list[dict[str, Any]]:
                 "totals": {key: value for key, value in monitor.state_dict().items() if key == "steps"},
             }
         )
-        for finder in finders:
-            assert finder.curve is not None
-            seen[-1]["densities"] = finder.curve.densities
+    seen[-1]["found"] = finder.profile if isinstance(finder, CommunicationProfiler) else finder.curve
     return seen
 
 
@@ -295,21 +309,40 @@ def test_where_there_is_nothing_to_look_for_it_says_so() -> None:
 
 def _look_in_vain() -> None:
     def train(strategy: Any, **options: Any) -> tuple[ThresholdFinder, list[str]]:
-        finder, listener = ThresholdFinder(num_steps=2), Listener()
-        for name in ("lightning.pytorch", "lightning.fabric"):
-            logging.getLogger(name).addHandler(listener)
-        trainer = quiet_trainer(strategy, num_workers=1, callbacks=[finder], **options)
-        trainer.fit(Classifier(), data())
-        return finder, [text for text in listener.messages if "ThresholdFinder" in text]
+        finder = ThresholdFinder(num_steps=2)
+        return finder, listen_to(finder, strategy, **options)
 
     finder, [said] = train("ddp")
     assert finder.curve is None
     assert "idle: DDPStrategy exchanges whole gradients" in said
+    profiler = CommunicationProfiler()
+    for strategy, options, why in (
+        ("ddp", {}, "with DDPStrategy there is no sparse exchange between processes to measure"),
+        (
+            SimulatedWorkersStrategy(HardThreshold(0.1), 2, device="cpu"),
+            {},
+            "with SimulatedWorkersStrategy there is no",
+        ),
+        (DDPHardThresholdStrategy(0.1), {}, "one worker exchanges with nobody"),
+        (DDPHardThresholdStrategy(0.1), {"fast_dev_run": True}, "fast_dev_run"),
+    ):
+        [said] = listen_to(profiler, strategy, **options)
+        assert f"CommunicationProfiler does nothing: {why}" in said
+        assert profiler.profile is None
     finder, [said] = train(DDPHardThresholdStrategy(0.1), fast_dev_run=True)
     assert finder.curve is None
     assert "does nothing: fast_dev_run" in said
     with pytest.raises(RuntimeError, match="Found no threshold with strategy=DDPStrategy"):
         find_threshold(quiet_trainer("ddp", num_workers=1), Classifier(), data())
+
+
+def listen_to(callback: Callback, strategy: Any, **options: Any) -> list[str]:
+    """What a callback says in a training."""
+    listener = Listener()
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).addHandler(listener)
+    quiet_trainer(strategy, num_workers=1, callbacks=[callback], **options).fit(Classifier(), data())
+    return [text for text in listener.messages if type(callback).__name__ in text]
 
 
 def test_what_has_no_threshold_and_what_has_no_gradient_are_refused() -> None:
@@ -337,9 +370,10 @@ class Still(Classifier):
     ("options", "said"),
     [({"density": 0.0}, r"Invalid density=0\.0"), ({"num_steps": 0}, "Invalid num_steps=0. Must be at least 1")],
 )
-def test_options_outside_their_range_are_refused(options: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize("callback", [ThresholdFinder, CommunicationProfiler])
+def test_options_outside_their_range_are_refused(callback: Any, options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        ThresholdFinder(**options)
+        callback(**options)
 
 
 def test_a_training_that_resumes_keeps_its_threshold(tmp_path: Any) -> None:

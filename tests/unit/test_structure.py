@@ -90,6 +90,8 @@ def test_the_public_surface():
     assert lightning_sparse.__all__ == [
         "Accordion",
         "AverageDensity",
+        "CommunicationProfile",
+        "CommunicationProfiler",
         "DDPHardThresholdStrategy",
         "Dense",
         "DensityMonitor",

@@ -1,0 +1,78 @@
+"""Whether sparse exchange pays on this machine: the times of steps that were measured, and what follows from them."""
+
+from dataclasses import dataclass
+
+from lightning_sparse.exchange.cost_model import Costs, speeds
+
+NOT_WORTH_IT = 1.03
+"""So many times as fast is within what such a measurement varies."""
+FASTEST_LINK = 1000.0
+"""In Gbit/s: what a link is taken for whose bytes cost nothing that could be measured."""
+
+
+@dataclass(frozen=True)
+class CommunicationProfile:
+    """Seconds of an optimizer step, by how it exchanges: medians, of the slowest worker.
+
+    Attributes:
+        compute_seconds: without any exchange.
+        dense_seconds: with everything sent, which takes what plain DDP takes, up to 5 %.
+        sparse_seconds: at the density.
+        density: that was sent in the sparse steps, in 0…1.
+        num_elements: d.
+        num_workers: n.
+        payload_element_bytes: bytes of a coordinate that is sent.
+        exchanges_per_step: 1 for gradients; less where only every so manieth step exchanges.
+        on_gpu: whether it was measured on GPUs.
+    """
+
+    compute_seconds: float
+    dense_seconds: float
+    sparse_seconds: float
+    density: float
+    num_elements: int
+    num_workers: int
+    payload_element_bytes: float
+    exchanges_per_step: float = 1.0
+    on_gpu: bool = False
+
+    @property
+    def exchange_share(self) -> float:
+        """Share of a dense step that is exchange which nothing hides, in 0…1."""
+        return max(0.0, 1 - self.compute_seconds / self.dense_seconds)
+
+    @property
+    def times_faster(self) -> float:
+        """How many times as fast a sparse step is as a dense one."""
+        return self.dense_seconds / self.sparse_seconds
+
+    @property
+    def link_gbit_s(self) -> float:
+        """The rate of a link, in Gbit/s, over which a dense exchange would take what it has taken: an estimate."""
+        costs = Costs(self.num_workers, self.num_elements, 4, 4)
+        exposed = max(0.0, self.dense_seconds - self.compute_seconds) / self.exchanges_per_step
+        own = 0.0 if self.on_gpu else speeds(FASTEST_LINK, on_gpu=False).byte
+        return min(FASTEST_LINK, 8e-9 / max(exposed / costs.dense_bytes() - own, 8e-9 / FASTEST_LINK))
+
+    @property
+    def break_even(self) -> float:
+        """The density at which a sparse step takes what a dense one takes, in 0…1, by the cost model at that rate."""
+        rates = speeds(self.link_gbit_s, on_gpu=self.on_gpu)
+        received = (self.num_workers - 1) * self.payload_element_bytes * rates.byte
+        of_a_coordinate = received + rates.select + self.num_workers * rates.add
+        slope = self.exchanges_per_step * self.num_elements * of_a_coordinate
+        return min(1.0, max(0.0, self.density + (self.dense_seconds - self.sparse_seconds) / slope))
+
+    def __str__(self) -> str:
+        """The verdict in two sentences."""
+        measured = (
+            f"a step takes {1e3 * self.compute_seconds:.3g} ms without any exchange, {1e3 * self.dense_seconds:.3g} ms "
+            f"with a dense one ({self.exchange_share:.0%} of it is exchange), and {1e3 * self.sparse_seconds:.3g} ms "
+            f"at a density of {100 * self.density:.2g} %."
+        )
+        if self.times_faster < NOT_WORTH_IT:
+            return f"{measured} Sparse exchange does not pay here: take strategy='ddp'."
+        return (
+            f"{measured} Sparse is {self.times_faster:.2g} times as fast; break-even is at a density of about "
+            f"{100 * self.break_even:.2g} %."
+        )
