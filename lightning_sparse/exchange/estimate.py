@@ -55,9 +55,9 @@ class Estimate:
     def __str__(self) -> str:
         """The verdict in a few sentences."""
         said = [
-            f"{self.num_elements:,} elements, {self.num_workers} workers, {self.gbit_per_s:g} Gbit/s each: exchanging "
-            f"them takes {_time(self.dense_seconds)} densely and {_time(self.sparse_seconds)} at a density of "
-            f"{100 * self.density:g} %, if nothing of it overlaps with backward."
+            f"{self.num_elements:,} elements, {self.num_workers} workers, {self.gbit_per_s:.3g} Gbit/s each: "
+            f"exchanging them takes {_time(self.dense_seconds)} densely and {_time(self.sparse_seconds)} at a density "
+            f"of {100 * self.density:g} %, if nothing of it overlaps with backward."
         ]
         if self.compute_seconds is not None:
             dense, sparse = self.compute_seconds + self.dense_seconds, self.compute_seconds + self.sparse_seconds

@@ -27,6 +27,7 @@ ROOMS = (
     "theory",
     "strategies",
     "callbacks",
+    "doctor",
 )
 COLLECTIVES = {
     *("all_gather", "all_gather_object", "all_gather_into_tensor", "all_reduce", "all_to_all", "all_to_all_single"),

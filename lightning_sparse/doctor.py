@@ -1,0 +1,124 @@
+"""Says what this machine has and, between workers, how fast their link is: ``python -m lightning_sparse.doctor``.
+
+    python -m lightning_sparse.doctor                                           (this machine)
+    torchrun --nproc-per-node 2 -m lightning_sparse.doctor                      (workers on one)
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 --rdzv-backend c10d -m lightning_sparse.doctor
+
+With several workers it measures the link between them and says what an exchange would cost a model of so many
+parameters (``--parameters``) at a density (``--density``).
+"""
+
+import argparse
+import os
+import platform
+import socket
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+import torch.distributed as dist
+
+from lightning_sparse._version import __version__
+from lightning_sparse.exchange.estimate import estimate
+from lightning_sparse.exchange.link_test import LinkSpeed, measure_link
+from lightning_sparse.kernels import is_available, native
+
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "OMP_NUM_THREADS")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints what there is; on the first worker alone, where there are several."""
+    parser = argparse.ArgumentParser(
+        prog="python -m lightning_sparse.doctor",
+        description="What this machine has and, started by torchrun, how fast the link between workers is.",
+    )
+    parser.add_argument("--parameters", type=int, default=100_000_000, help="of the model to speak of (100,000,000)")
+    parser.add_argument("--density", type=float, default=0.001, help="share of coordinates to send (0.001)")
+    options = parser.parse_args(arguments)
+    num_workers = int(os.environ.get("WORLD_SIZE", "1"))
+    if num_workers == 1:
+        print("\n".join(described()))
+        print("One worker. Started by torchrun on several, this measures the link between them.")
+        return
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    try:
+        speed = measure_link(device)
+        if dist.get_rank() == 0:
+            print("\n".join(described()))
+            print("\n".join(verdict(speed, num_workers, options.parameters, options.density, on_gpu=on_gpu)))
+    finally:
+        dist.destroy_process_group()
+
+
+def described() -> list[str]:
+    """Returns what this machine has, line by line."""
+    versions = {name: _version_of(name) for name in ("torch", "lightning", "torchmetrics", "triton", "matplotlib")}
+    gpus = [torch.cuda.get_device_name(one) for one in range(torch.cuda.device_count())]
+    is_native = native.is_native(torch.empty(0), wire_dtype=torch.float32)
+    lines = [
+        f"lightning_sparse {__version__}",
+        f"  Python {platform.python_version()}, " + ", ".join(f"{name} {one}" for name, one in versions.items()),
+        f"  {platform.system()} {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads each",
+        f"  GPUs: {', '.join(gpus) or 'none'}",
+        f"  host {socket.gethostname()}: {_address()}",
+        *(f"  {name}={os.environ[name]}" for name in INTERFACES if name in os.environ),
+        f"  process groups: {', '.join(_backends()) or 'none'}",
+    ]
+    if gpus:
+        lines.append(f"  kernels of Triton: {'yes' if is_available(torch.device('cuda')) else 'no, so slower ones'}")
+    elif is_native:
+        lines.append("  compiled functions for CPUs: yes")
+    else:
+        lines.append(
+            f"  compiled functions for CPUs: no; they need a C compiler, and at most {native.MOST_THREADS} threads of "
+            "torch a worker (OMP_NUM_THREADS)"
+        )
+    return lines
+
+
+def verdict(speed: LinkSpeed, num_workers: int, num_elements: int, density: float, *, on_gpu: bool) -> list[str]:
+    """Returns what was measured between workers and what follows, line by line.
+
+    Args:
+        speed: of the link.
+        num_workers: n.
+        num_elements: parameters of the model to speak of.
+        density: share of coordinates to send, in (0, 1].
+        on_gpu: whether it was measured on GPUs.
+    """
+    told = estimate(num_elements, num_workers=num_workers, gbit_per_s=speed.gbit_s, density=density, on_gpu=on_gpu)
+    return [
+        f"Link: {speed.gbit_s:.3g} Gbit/s to each of {num_workers} workers in an all-reduce of 26 MB; "
+        f"{1e3 * speed.round_seconds:.2g} ms for an empty one. (link_gbit_s={speed.gbit_s:.2g} tells it to a strategy)",
+        str(told),
+        "Measure your own training with CommunicationProfiler.",
+    ]
+
+
+def _version_of(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def _address() -> str:
+    named = "name the interface that leads to other hosts, GLOO_SOCKET_IFNAME=… and NCCL_SOCKET_IFNAME=…"
+    try:
+        address = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return f"the name cannot be resolved; {named}"
+    return f"{address}, which is this machine alone; {named}" if address.startswith("127.") else address
+
+
+def _backends() -> list[str]:
+    there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+    return [name for name, is_there in there.items() if is_there]
+
+
+if __name__ == "__main__":
+    main()

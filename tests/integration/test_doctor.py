@@ -1,0 +1,69 @@
+"""``python -m lightning_sparse.doctor``, alone and between workers and hosts."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from benchmarks.network_lab import NetworkLab
+from lightning_sparse import __version__, doctor
+from lightning_sparse.exchange.link_test import LinkSpeed
+from tests.workers import run_workers
+
+
+def run_doctor(*arguments: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"}
+    command = [sys.executable, *arguments, "-m", "lightning_sparse.doctor", "--parameters", "1000000"]
+    return subprocess.run(command, check=True, capture_output=True, text=True, env=environment, timeout=120).stdout
+
+
+def test_alone_it_says_what_there_is() -> None:
+    text = run_doctor()
+    assert text.startswith(f"lightning_sparse {__version__}\n")
+    assert f"torch {torch.__version__.partition('+')[0]}" in text
+    assert re.search(r"compiled functions for CPUs: (yes|no; they need)", text) or "kernels of Triton" in text
+    assert text.endswith("One worker. Started by torchrun on several, this measures the link between them.\n")
+
+
+def test_between_workers_it_measures_the_link() -> None:
+    text = run_doctor("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    [rate] = re.findall(r"^Link: (\S+) Gbit/s to each of 2 workers", text, re.MULTILINE)
+    assert float(rate) > 0
+    assert "1,000,000 elements, 2 workers" in text
+    assert text.count("lightning_sparse ") == 1  # the first worker alone speaks
+
+
+@pytest.mark.xdist_group("network")
+def test_the_rate_of_a_shaped_link_is_found() -> None:
+    if reason := NetworkLab.unavailable_reason():
+        pytest.skip(reason)
+    with NetworkLab(hosts=2) as lab:
+        lab.shape("100mbit")
+        text = "\n".join(lab.run([sys.executable, "-m", "lightning_sparse.doctor"], timeout=120))
+    [rate] = re.findall(r"Link: (\S+) Gbit/s to each of 2 workers", text)
+    assert 0.05 < float(rate) <= 0.105  # no more than there is; a busy machine may use less of it
+
+
+def test_what_follows_from_a_link() -> None:
+    lines = doctor.verdict(LinkSpeed(0.94, 3e-4), 8, 10_000_000, 0.01, on_gpu=False)
+    assert lines[0].startswith(
+        "Link: 0.94 Gbit/s to each of 8 workers in an all-reduce of 26 MB; 0.3 ms for an empty one"
+    )
+    assert "link_gbit_s=0.94" in lines[0]
+    assert lines[1].startswith("10,000,000 elements, 8 workers, 0.94 Gbit/s each")
+
+
+def test_a_group_of_workers_is_as_fast_on_all() -> None:
+    speeds = run_workers(_measure, 2)
+    assert speeds[0] == speeds[1]
+    assert speeds[0].gbit_s > 0
+    assert 0 < speeds[0].round_seconds < 10
+
+
+def _measure() -> LinkSpeed:
+    from lightning_sparse.exchange.link_test import measure_link
+
+    return measure_link(torch.device("cpu"))
