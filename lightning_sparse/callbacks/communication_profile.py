@@ -48,7 +48,7 @@ class CommunicationProfile:
 
     @property
     def link_gbit_s(self) -> float:
-        """The rate of a link, in Gbit/s, over which a dense exchange would take what it has taken: an estimate."""
+        """The rate in Gbit/s of a link over which a dense exchange would take as long, by the cost model."""
         costs = Costs(self.num_workers, self.num_elements, 4, 4)
         exposed = max(0.0, self.dense_seconds - self.compute_seconds) / self.exchanges_per_step
         own = 0.0 if self.on_gpu else speeds(FASTEST_LINK, on_gpu=False).byte
