@@ -1,4 +1,7 @@
-"""What docs/migrating.md shows runs: each snippet's side before, its side after, and what each exchanges by."""
+"""What docs/migrating.md shows runs: each snippet's side before, its side after, and what each exchanges by.
+
+That what is there after trains is seen by test_snippets.py, too.
+"""
 
 import re
 from pathlib import Path
