@@ -7,7 +7,7 @@ INSTALL := -m pip install --quiet --disable-pip-version-check
 # Each test runs in one of as many processes as there are cores; for a debugger: make test ARGS="-n 0 --pdb -k name".
 PYTEST := -m pytest --numprocesses auto --dist loadgroup
 
-.PHONY: setup demo test test-oldest bench gpu-check lint docs clean
+.PHONY: setup demo test test-oldest bench gpu-check release-check lint docs clean
 
 setup: $(STAMP)
 
@@ -51,6 +51,11 @@ bench: $(STAMP)
 # Under 15 minutes on a machine with one or more GPUs; writes gpu-report.md.
 gpu-check: $(STAMP)
 	$(BIN)/python -m benchmarks.gpu_check $(ARGS)
+
+# Builds the wheel and the sdist and tries each in an environment that begins empty; what passed lies in dist. With
+# ARGS=--lent in a minute and without a download, as a first look.
+release-check: $(STAMP)
+	$(BIN)/python -m release $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -18,8 +18,16 @@ import lightning_sparse  # noqa: E402
 
 # A new page is one name here.
 NAVIGATION = {
-    "Start": ["Home <self>"],
-    "Guides": ["choosing-a-threshold", "local-training", "sparsifiers", "simulated-workers", "without-the-trainer"],
+    "Start": ["Home <self>", "migrating", "troubleshooting"],
+    "Guides": [
+        "choosing-a-threshold",
+        "local-training",
+        "sparsifiers",
+        "simulated-workers",
+        "without-the-trainer",
+        "loggers",
+        "clusters",
+    ],
     "Concepts": ["how-it-works", "theory"],
     "Evidence": ["performance", "results", "reliability"],
     "Reference": ["reference"],

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sparse
 from lightning_sparse import SimulatedWorkersStrategy, SparseDDPStrategy, SparseState, Sparsifier
 from tests.integration.models import Classifier, data
-from tests.markdown import PAGES, Block, after, blocks
+from tests.markdown import PAGES, after, blocks
 from tests.workers import run_workers
 
 LANGUAGES = ("python", "diff", "yaml")
@@ -107,15 +107,16 @@ def run_page(path: str) -> None:
     text = Path(path).read_text()
     given = provided()
     for block in blocks(text, *LANGUAGES):
+        code = after(block.code) if block.language == "diff" else block.code
         before = text.splitlines()[max(0, block.line - 3) : block.line - 2]
         try:
             if block.language == "yaml":
                 use(trainer_of(block.code), given)
             elif before and before[0].startswith("<!-- not run: "):
-                look_at(block.code)
+                look_at(code)
             else:
                 with elsewhere():
-                    run(block, given)
+                    run(code, given)
         except (Exception, SystemExit) as error:
             raise AssertionError(f"{path}, line {block.line}: {error!r}\n{block.code}") from error
 
@@ -162,11 +163,10 @@ class SmallTrainer(Trainer):
         self.made.append(self)
 
 
-def run(block: Block, given: dict[str, Any]) -> None:
+def run(code: str, given: dict[str, Any]) -> None:
     """Runs a block among what came before it, and uses what it makes."""
     known = dict(given)
     SmallTrainer.made.clear()
-    code = after(block.code) if block.language == "diff" else block.code
     tree = ast.parse(code)
     shown = []
     for index, statement in enumerate(tree.body):

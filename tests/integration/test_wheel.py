@@ -1,49 +1,77 @@
-import subprocess
-import sys
-import sysconfig
-import venv
-import zipfile
+"""The wheel and the sdist, as `make release-check` sees them; it tries them in environments that begin empty."""
+
 from pathlib import Path
 
 import pytest
 
-PROJECT = Path(__file__).parents[2]
+from lightning_sparse import __version__
+from release import smoke
+from release.__main__ import changelog_faults
+from release.distributions import (
+    IN_THE_SDIST,
+    PROJECT,
+    Environment,
+    build,
+    names_in_sdist,
+    names_in_wheel,
+    sdist_faults,
+    tracked_files,
+    wheel_faults,
+)
+
 pytestmark = pytest.mark.xdist_group("wheel")  # which is built once
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(PROJECT)]
-    subprocess.run(command, check=True, capture_output=True)
-    [path] = folder.glob("*.whl")
-    return path
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return build(tmp_path_factory.mktemp("dist"), is_isolated=False)
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(wheel):
-    names = zipfile.ZipFile(wheel).namelist()
-    folders = {name.split("/")[0] for name in names}
-    assert {folder for folder in folders if not folder.endswith(".dist-info")} == {"lightning_sparse"}
-    assert "lightning_sparse/py.typed" in names
-    assert "lightning_sparse/callbacks/density_monitor.py" in names
+def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) -> None:
+    names = names_in_wheel(built[0])
+    assert wheel_faults(names) == []
+    assert wheel_faults([*names, "tests/__init__.py"]) == ["tests does not belong into the wheel."]
+    assert wheel_faults([*names, "lightning_sparse/a.pyc"]) == ["lightning_sparse/a.pyc is a leftover."]
+    for missing in ("py.typed", "kernels/native.c"):
+        rest = [name for name in names if name != f"lightning_sparse/{missing}"]
+        assert wheel_faults(rest) == [f"lightning_sparse/{missing} is missing."]
 
 
-def test_the_wheel_works_in_an_environment_of_its_own(wheel, tmp_path):
-    venv.create(tmp_path / "venv", with_pip=True)
-    python = tmp_path / "venv" / "bin" / "python"
-    install = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
-    subprocess.run(install, check=True, capture_output=True)
-    script = """
-import lightning_sparse
-from lightning.pytorch import Trainer
-print(lightning_sparse.__file__)
-print(type(Trainer(strategy="ddp_hardthreshold", accelerator="cpu", devices=2, logger=False).strategy).__name__)
-"""
-    # The dependencies (gigabytes) are lent by the environment that runs the tests. On PYTHONPATH its .pth files are
-    # not read, so that its own editable install of the package is out of sight.
-    lent = {"PYTHONPATH": sysconfig.get_path("purelib"), "PATH": "/usr/bin:/bin"}
-    done = subprocess.run([python, "-c", script], capture_output=True, text=True, cwd=tmp_path, env=lent, check=False)
-    assert done.returncode == 0, done.stderr
-    location, strategy = done.stdout.strip().splitlines()[-2:]
-    assert Path(location).is_relative_to(tmp_path / "venv")
-    assert strategy == "DDPHardThresholdStrategy"
+def test_the_sdist_holds_tests_docs_and_recipes(built: tuple[Path, Path]) -> None:
+    names = names_in_sdist(built[1])
+    assert sdist_faults(names) == []
+    for missing in IN_THE_SDIST:
+        assert sdist_faults([name for name in names if name != missing]) == [f"{missing} is missing."]
+
+
+def test_the_sdist_is_compared_with_the_repository() -> None:
+    tracked = [*IN_THE_SDIST, ".gitignore", "tests/unit/test_theory.py"]
+    names = [*IN_THE_SDIST, "tests/unit/test_theory.py"]
+    assert sdist_faults(names, tracked) == []
+    assert sdist_faults([*names, "docs/draft.md"], tracked) == ["docs/draft.md is not in the repository."]
+    assert sdist_faults(names[:-1], tracked) == ["tests/unit/test_theory.py is missing."]
+
+
+def test_git_is_asked_for_the_repositorys_files() -> None:
+    tracked = tracked_files()
+    if tracked is None:
+        pytest.skip("This is no repository of git's, or there is no git.")
+    assert {"pyproject.toml", "tests/integration/test_wheel.py"} <= {*tracked}
+
+
+def test_the_version_is_that_of_the_changelog() -> None:
+    assert changelog_faults((PROJECT / "CHANGELOG.md").read_text(), __version__) == []
+    [fault] = changelog_faults("# Changelog\n\n## [0.0.9] - 2026-01-01\n\n## [0.1.0]", "0.1.0")
+    assert "0.0.9" in fault
+    assert changelog_faults("# Changelog", "0.1.0") != []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_it_trains_from_an_environment_of_its_own(kind: str, built: tuple[Path, Path], tmp_path: Path) -> None:
+    # The dependencies (gigabytes) are lent by the environment that runs the tests.
+    environment = Environment(tmp_path.resolve() / "environment", is_lent=True)
+    environment.install(str(built[kind == "sdist"]), PROJECT / "requirements" / "constraints.txt")
+    told = smoke.train(environment, tmp_path / "training")
+    assert smoke.faults(told, environment, __version__) == []
+    assert len(smoke.faults({**told, "hook": None, "spread": 1e-9}, environment, __version__)) == 2

@@ -66,7 +66,9 @@ def test_everything_public_is_in_the_reference() -> None:
 
 def test_examples_that_pages_include_are_run() -> None:
     tested = (PROJECT / "tests" / "integration" / "test_examples.py").read_text()
-    included = {name for page in PAGES for name in re.findall(r"\{literalinclude\} examples/(\S+)", page.read_text())}
+    included = {
+        name for page in PAGES for name in re.findall(r"\{literalinclude\} examples/(\S+\.py)", page.read_text())
+    }
     assert included == {path.name for path in (PROJECT / "docs" / "examples").glob("*.py")}
     assert all(f'"{name}"' in tested for name in included)
 

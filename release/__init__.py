@@ -1,0 +1,1 @@
+"""What a release must be before it is one: `make release-check`."""

@@ -1,0 +1,98 @@
+"""What docs/migrating.md shows runs: each snippet's side before, its side after, and what each exchanges by.
+
+That what is there after trains is seen by test_snippets.py, too.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.integration.models import Classifier, Recorder, data, quiet_trainer
+from tests.workers import run_workers
+
+PAGE = Path(__file__).parents[2] / "docs" / "migrating.md"
+SNIPPETS = re.findall(r"^```diff\n(.+?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+OF_TRAINERS = [snippet for snippet in SNIPPETS if "Trainer(" in snippet]
+OF_FABRIC = [snippet for snippet in SNIPPETS if "fabric." in snippet]
+OF_LOOPS = [snippet for snippet in SNIPPETS if "DistributedDataParallel(" in snippet]
+
+
+def side(snippet: str, sign: str) -> str:
+    """Returns the program before (`-`) or after (`+`)."""
+    return "\n".join(line[1:] for line in snippet.splitlines() if line[0] in (" ", sign))
+
+
+def test_every_snippet_is_run() -> None:
+    assert (len(OF_TRAINERS), len(OF_FABRIC), len(OF_LOOPS)) == (5, 1, 1)
+    assert len(SNIPPETS) == 7
+
+
+def run_trainer(program: str) -> str | None:
+    """Returns the hook with which two workers have trained three steps."""
+    recorder = Recorder()
+
+    def make_trainer(*, devices: int, strategy: Any) -> Trainer:
+        assert devices == 8  # what the page shows
+        return quiet_trainer(strategy, num_workers=2, callbacks=[recorder])
+
+    exec(program, {"Trainer": make_trainer, "model": Classifier(), "loader": data()})
+    [hook] = recorder.comm_hooks
+    return hook
+
+
+@pytest.mark.parametrize("snippet", OF_TRAINERS)
+@pytest.mark.parametrize("sign", ["-", "+"])
+def test_a_trainer_trains_before_and_after(snippet: str, sign: str) -> None:
+    program = side(snippet, sign)
+    is_ours = "HardThreshold" in program or "hardthreshold" in program
+    # On a CPU Lightning's own strategy registers no hook, as the page says.
+    assert run_workers(run_trainer, 2, program, process_group=False) == ["sparse_hook" if is_ours else None] * 2
+
+
+def loss_of(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def run_loop(program: str, with_fabric: bool) -> tuple[str | None, bool]:
+    """Returns the hook of a loop of one's own, and whether both workers have the same weights."""
+    model = nn.Linear(8, 3)
+    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+    names: dict[str, Any] = {
+        "DistributedDataParallel": DistributedDataParallel,
+        "loader": [[torch.randn(4, 8), torch.randint(0, 3, (4,))] for _ in range(3)],
+        "loss_of": loss_of,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+    }
+    if with_fabric:
+        names["fabric"] = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+        names["fabric"].launch()
+    exec(program, names)
+    wrapped = names["ddp_model"] if "ddp_model" in names else names["model"]._forward_module
+    weights = [torch.empty_like(model.weight) for _ in range(2)]
+    dist.all_gather(weights, model.weight.detach())
+    return wrapped._get_ddp_logging_data().get("comm_hook"), torch.equal(*weights)
+
+
+@pytest.mark.parametrize(
+    ("snippet", "sign", "hook"),
+    [
+        (OF_FABRIC[0], "-", None),
+        (OF_FABRIC[0], "+", "sparse_hook"),
+        (OF_LOOPS[0], "-", "fp16_compress_hook"),
+        (OF_LOOPS[0], "+", "sparse_hook"),
+    ],
+    ids=["Fabric before", "Fabric after", "loop before", "loop after"],
+)
+def test_a_loop_trains_before_and_after(snippet: str, sign: str, hook: str | None) -> None:
+    with_fabric = snippet in OF_FABRIC
+    results = run_workers(run_loop, 2, side(snippet, sign), with_fabric, process_group=not with_fabric)
+    assert results == [(hook, True)] * 2
