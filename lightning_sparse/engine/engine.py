@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_sparse.engine.calibrator import Calibrator
 from lightning_sparse.engine.flat_bucket import FlatBucket
+from lightning_sparse.engine.notices import say_other_sparsifier
 from lightning_sparse.engine.step_stats import StepStats, step_stats
 from lightning_sparse.exchange import Buffers, Exchange, ExchangeMode, Workers
 from lightning_sparse.exchange.wire import ValueDtype, Wire, require_wire, wire_of
@@ -285,10 +285,8 @@ class Engine:
             same_world_size: whether it had as many workers; if not, the history of its exchange says nothing.
         """
         if saved["settings"] != self._settings:
-            rank_zero_info(
-                f"lightning_sparse: the sparsifier is not the one of the checkpoint: {self._settings} instead of "
-                f"{saved['settings']}. That of now is used; with a density, calibration begins anew."
-            )
+            if self.workers.num_workers > 1:  # one worker alone holds nothing back, whatever it was told
+                say_other_sparsifier(self._settings, saved["settings"])
         else:
             self.calibrator.load_state_dict(saved)
             self.sparsifier.load_state_dict(saved.get("sparsifier", {}))

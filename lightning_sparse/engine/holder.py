@@ -1,16 +1,13 @@
 """What can be asked of whoever holds an engine, whatever it averages."""
 
-import difflib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from operator import index
 from typing import Any
 
-from lightning.fabric.utilities import rank_zero_warn
-
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.flat_bucket import FlatBucket
+from lightning_sparse.engine.notices import warn_of_patterns
 from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.exchange import Workers
 from lightning_sparse.sparsifiers import HardThreshold, Sparsifier
@@ -27,7 +24,7 @@ class EngineHolder:
     def __init__(self, engine: Engine, names: Collection[str]) -> None:
         self._engine = engine
         if isinstance(engine.sparsifier, HardThreshold):
-            _warn_of_patterns(engine.sparsifier.layer_thresholds, names)
+            warn_of_patterns(engine.sparsifier.layer_thresholds, names)
 
     @property
     def workers(self) -> Workers:
@@ -140,15 +137,4 @@ class EngineHolder:
             raise RuntimeError(
                 f"This state is of rank {saved['rank']} of {saved['world_size']} workers, and this is rank "
                 f"{here['rank']} of {here['world_size']}. Load the file of the same rank, or {advice}."
-            )
-
-
-def _warn_of_patterns(patterns: Collection[str], names: Collection[str]) -> None:
-    """Warns of patterns that match no name: what was meant by them does not happen."""
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            like = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or sorted(names)[:3]
-            rank_zero_warn(
-                f"lightning_sparse: layer_thresholds[{pattern!r}] matches no parameter and does nothing. Names are "
-                f"{', '.join(map(repr, like))}, …; a pattern may hold *, as in '*.bias'."
             )

@@ -24,6 +24,7 @@ from lightning_sparse import (
     TopK,
 )
 from lightning_sparse.engine.holder import EngineHolder
+from lightning_sparse.engine.notices import say_other_sparsifier
 from lightning_sparse.strategies import register_strategies
 
 
@@ -95,6 +96,7 @@ def test_a_local_clip_norm_outside_its_range_is_refused(norm: float) -> None:
         ("ddp_comm_state", {"step": 0}, "strategy.state"),
         ("ddp_comm_wrapper", print, "value_dtype='bfloat16' or 'float8'"),
         ("model_averaging_period", 4, "Lightning's DDPStrategy for post-local SGD"),
+        ("sharding_strategy", "FULL_SHARD", "Use Lightning's FSDPStrategy"),
         ("mixed_precision", "any", "Trainer(precision='bf16-mixed')"),
         ("skip_all_reduce_unused_params", True, "The hook must see every bucket"),
     ],
@@ -150,6 +152,22 @@ def test_a_pattern_that_matches_no_layer_is_told_of_with_names_like_it() -> None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         EngineHolder(_engine({"conv.*": 0.1, "fc.weight": 0.0}), names)
+
+
+def test_of_other_settings_at_a_resume_only_what_differs_is_told(caplog: Any) -> None:
+    settings = [
+        {name: repr(value) for name, value in one.settings().items()}
+        for one in (HardThreshold(density=0.1), HardThreshold(threshold=0.5), TopK(0.1))
+    ]
+    told = []
+    for now, before in ((0, 1), (2, 0)):
+        with caplog.at_level("INFO"):
+            say_other_sparsifier(settings[now], settings[before])
+        told.append(caplog.messages[-1].partition("checkpoint: ")[2])
+    assert told[0].startswith(
+        "density=0.1, threshold=None instead of density=None, threshold=0.5. That of now is used;"
+    )
+    assert told[1].startswith("sparsifier='TopK', granularity='layer' instead of sparsifier='HardThreshold', ")
 
 
 def _engine(patterns: dict[str, float]) -> Any:

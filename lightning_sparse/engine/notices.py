@@ -1,0 +1,28 @@
+"""What is said of settings that do not fit what is there."""
+
+import difflib
+from collections.abc import Collection, Mapping
+from fnmatch import fnmatchcase
+
+from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
+
+
+def say_other_sparsifier(settings: Mapping[str, str], before: Mapping[str, str]) -> None:
+    """Says that a run resumes with other settings of its sparsifier, and in what they differ."""
+    names = [name for name in {**before, **settings} if settings.get(name) != before.get(name)]
+    now, then = (", ".join(f"{name}={one[name]}" for name in names if name in one) for one in (settings, before))
+    rank_zero_info(
+        f"lightning_sparse: the sparsifier is not the one of the checkpoint: {now} instead of {then}. That of now is "
+        "used; with a density, calibration begins anew."
+    )
+
+
+def warn_of_patterns(patterns: Collection[str], names: Collection[str]) -> None:
+    """Warns of patterns that match no name: what was meant by them does not happen."""
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            like = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or sorted(names)[:3]
+            rank_zero_warn(
+                f"lightning_sparse: layer_thresholds[{pattern!r}] matches no parameter and does nothing. Names are "
+                f"{', '.join(map(repr, like))}, …; a pattern may hold *, as in '*.bias'."
+            )
