@@ -37,7 +37,7 @@ def profiled_step() -> dict[str, Any]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = DistributedDataParallel(torchvision.models.resnet18(num_classes=10))
-    state = register_comm_hook(model, HardThreshold(THRESHOLD), exchange="gather")
+    state = register_comm_hook(model, HardThreshold(threshold=THRESHOLD), exchange="gather")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     images, labels = torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
     sent: list[int] = []

@@ -223,7 +223,7 @@ class DriftTrainee(Trainee):
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=LEARNING_RATE)
         self.generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
         _, _, self.every = drift_of(method)
-        self.state = SparseModelAverager(self.module, HardThreshold(0.0), DriftOptions(self.every))
+        self.state = SparseModelAverager(self.module, HardThreshold(threshold=0.0), DriftOptions(self.every))
         self.logged = []
         self.seconds, self.collectives, self.page_faults = [], [], []
 

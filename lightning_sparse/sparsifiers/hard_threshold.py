@@ -57,6 +57,7 @@ class HardThreshold(Sparsifier):
 
     def __init__(
         self,
+        *,
         threshold: float | None = None,
         density: float | None = None,
         calibration_steps: int = 50,

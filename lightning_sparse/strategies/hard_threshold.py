@@ -58,11 +58,11 @@ class DDPHardThresholdStrategy(SparseDDPStrategy):
 
     def __init__(
         self,
+        *,
         threshold: float | None = None,
         density: float | None = None,
         calibration_steps: int = 50,
         layer_thresholds: dict[str, float] | None = None,
-        *,
         error_feedback: ErrorFeedback = "gradient",
         local_clip_norm: float | None = None,
         value_dtype: ValueDtype = "float32",
@@ -74,7 +74,12 @@ class DDPHardThresholdStrategy(SparseDDPStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(
-            HardThreshold(threshold, density, calibration_steps, layer_thresholds),
+            HardThreshold(
+                threshold=threshold,
+                density=density,
+                calibration_steps=calibration_steps,
+                layer_thresholds=layer_thresholds,
+            ),
             error_feedback=error_feedback,
             local_clip_norm=local_clip_norm,
             value_dtype=value_dtype,
@@ -133,11 +138,11 @@ class LocalHardThresholdStrategy(SparseLocalStrategy):
 
     def __init__(
         self,
+        *,
         threshold: float | None = None,
         density: float | None = None,
         calibration_steps: int = 50,
         layer_thresholds: dict[str, float] | None = None,
-        *,
         every_n_steps: int = 1,
         keep_drift: bool = True,
         drift_decay: float = 1.0,
@@ -153,7 +158,12 @@ class LocalHardThresholdStrategy(SparseLocalStrategy):
         if threshold is None and density is None:
             density = 0.01
         super().__init__(
-            HardThreshold(threshold, density, calibration_steps, layer_thresholds),
+            HardThreshold(
+                threshold=threshold,
+                density=density,
+                calibration_steps=calibration_steps,
+                layer_thresholds=layer_thresholds,
+            ),
             every_n_steps=every_n_steps,
             keep_drift=keep_drift,
             drift_decay=drift_decay,

@@ -71,7 +71,7 @@ def bounds(setting: Setting, thresholds: Iterable[float], seeds: Sequence[int]) 
     for threshold in thresholds:
         for seed in seeds:
             total = shifts = 0.0
-            for number, state in enumerate(setting.training(HardThreshold(threshold), seed)):
+            for number, state in enumerate(setting.training(HardThreshold(threshold=threshold), seed)):
                 if number % points == 0:
                     noises.append(noise_at(objective, setting.shards, state.x, seed))
                 if number:

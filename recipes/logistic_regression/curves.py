@@ -49,7 +49,7 @@ def sparsifiers(density: float, threshold: float) -> dict[str, Sparsifier]:
         "dense": Dense(),
         "top_k": TopK(density),
         "top_k_model": TopK(density, granularity="model"),
-        "hard_threshold": HardThreshold(threshold),
+        "hard_threshold": HardThreshold(threshold=threshold),
     }
 
 

@@ -142,7 +142,7 @@ def tuned_threshold(objective: Objective, drawn: Tensor, learning_rate: float, b
     found: dict[float, int] = {}
 
     def sends_more(threshold: float) -> bool:
-        *_, last = training(objective, drawn, HardThreshold(threshold), learning_rate, every=len(drawn))
+        *_, last = training(objective, drawn, HardThreshold(threshold=threshold), learning_rate, every=len(drawn))
         found[threshold] = last.sent
         return last.sent > budget
 

@@ -177,7 +177,7 @@ def measure_door(
         scale = torch.empty(1, device=GPU) if scaled else None
         gradients = [torch.empty(1000 * len(some), device=GPU) for some in names]
     state = sparse_state.SparseState(
-        HardThreshold(0.1),
+        HardThreshold(threshold=0.1),
         ExchangeOptions(exchange="gather"),
         {one: name for name, one in parameters.items()},
         allows_unused_parameters=has_unused,

@@ -80,7 +80,7 @@ def measure(sparsifier, device="cpu", dtype=torch.float32, steps=6, is_scaled=Fa
         count.begin()
         with count:
             model = module
-            averager = SparseModelAverager(module, HardThreshold(0.003), **options)
+            averager = SparseModelAverager(module, HardThreshold(threshold=0.003), **options)
     else:
         model = DistributedDataParallel(module, bucket_cap_mb=4, gradient_as_bucket_view=True)
         state = register_comm_hook(model, sparsifier, grad_scaler=scaler, **options)

@@ -89,7 +89,7 @@ def assert_matches_simulation(results: list[Result], optimizer_name, plan, step_
 @pytest.mark.parametrize("scenario", OF_A_THRESHOLD)
 def test_hard_threshold_in_float64_trains_as_the_simulation_does(scenario, optimizer_name):
     options, plan = OF_A_THRESHOLD[scenario]
-    results = run_workers(_train, 3, HardThreshold(THRESHOLD), optimizer_name, options)
+    results = run_workers(_train, 3, HardThreshold(threshold=THRESHOLD), optimizer_name, options)
     assert_matches_simulation(results, optimizer_name, Plan(reaches(THRESHOLD), **plan), options.get("step_size"))
     assert results[0].buckets_per_step[0] == 1  # DDP rebuilds its buckets after the first step
     assert results[0].buckets_per_step[-1] > 2
@@ -265,7 +265,7 @@ def test_dense_in_float64_trains_as_plain_workers_do():
 
 
 def test_layer_thresholds_apply_to_their_layers():
-    sparsifier = HardThreshold(THRESHOLD, layer_thresholds={"2.*": 0.2, "*.bias": 0.0})
+    sparsifier = HardThreshold(threshold=THRESHOLD, layer_thresholds={"2.*": 0.2, "*.bias": 0.0})
 
     def select(name, p):
         return reaches({"2.weight": 0.2, "2.bias": 0.2, "0.bias": 0.0, "4.bias": 0.0}.get(name, THRESHOLD))(name, p)
@@ -319,7 +319,9 @@ def test_a_calibrated_threshold_stays_or_is_corrected_alike_on_all(control, chan
 @pytest.mark.parametrize("exchange", ["gather", "dense", "auto"])
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 def test_replicas_are_equal_to_the_last_bit(optimizer_name, exchange):
-    results = run_workers(_train, 3, HardThreshold(THRESHOLD), optimizer_name, {"exchange": exchange}, torch.float32)
+    results = run_workers(
+        _train, 3, HardThreshold(threshold=THRESHOLD), optimizer_name, {"exchange": exchange}, torch.float32
+    )
     for name, weight in results[0].weights.items():
         for other in results[1:]:
             assert torch.equal(weight, other.weights[name])
@@ -331,7 +333,8 @@ def test_multiples_of_a_step_come_to_the_same_bits_on_every_route():
     for exchange in ("gather", "reduce_scatter", "dense", "auto"):
         options = {"exchange": exchange, "value_dtype": "float8"}
         weights += [
-            one.weights for one in run_workers(_train, 3, HardThreshold(0.01), "nesterov", options, torch.float32)
+            one.weights
+            for one in run_workers(_train, 3, HardThreshold(threshold=0.01), "nesterov", options, torch.float32)
         ]
     for name, weight in weights[0].items():
         assert all(torch.equal(weight, other[name]) for other in weights[1:]), name
@@ -340,7 +343,7 @@ def test_multiples_of_a_step_come_to_the_same_bits_on_every_route():
 def test_float32_differs_from_exact_arithmetic_only_where_a_coordinate_sits_at_the_threshold():
     """Follows the run step by step: from its own weights and residuals, each step is repeated in float64."""
     options = {"exchange": "gather", "record_history": True}
-    results = run_workers(_train, 3, HardThreshold(THRESHOLD), "nesterov", options, torch.float32)
+    results = run_workers(_train, 3, HardThreshold(threshold=THRESHOLD), "nesterov", options, torch.float32)
     model = build_model(torch.float64)
     parameters = dict(model.named_parameters())
     optimizer = OPTIMIZERS["nesterov"](model.parameters())

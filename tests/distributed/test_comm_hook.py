@@ -55,7 +55,7 @@ ZERO4, ZERO3, ZERO2 = [0.0] * 4, [0.0] * 3, [0.0] * 2
 
 
 def _one_worker_contributes_nothing(exchange):
-    model, state = wrapped(HardThreshold(1.0), exchange=exchange)
+    model, state = wrapped(HardThreshold(threshold=1.0), exchange=exchange)
     results = []
     for _ in range(3):
         first = [2.0, 0.6, 0.0, -1.0] if dist.get_rank() == 0 else ZERO4
@@ -83,7 +83,7 @@ def _nan_on_one_worker(sparsifier, exchange):
 
 
 @pytest.mark.parametrize("exchange", ["gather", "dense"])
-@pytest.mark.parametrize("sparsifier", [HardThreshold(1e6), TopK(0.001)])
+@pytest.mark.parametrize("sparsifier", [HardThreshold(threshold=1e6), TopK(0.001)])
 def test_nan_and_infinity_reach_every_worker_in_their_step_and_stay_nowhere(sparsifier, exchange):
     for bad, good, residuals, non_finite in run_workers(_nan_on_one_worker, 3, sparsifier, exchange):
         assert bad["first"].isnan().all()
@@ -98,7 +98,7 @@ def _train_with_scaler(scaled, overflow_at):
     """SGD on fixed gradients; with a scaler, losses are multiplied by S and one worker overflows once."""
     model = Wide()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3, enabled=scaled)
-    ddp, state = wrapped(HardThreshold(0.5), model, grad_scaler=scaler)
+    ddp, state = wrapped(HardThreshold(threshold=0.5), model, grad_scaler=scaler)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(dist.get_rank())
     statistics, around_overflow = [], None
@@ -139,7 +139,7 @@ def test_a_loss_scale_changes_no_number_and_an_overflowed_step_is_undone():
 
 
 def _unused_parameter():
-    model, state = wrapped(HardThreshold(1.0), find_unused_parameters=True)
+    model, state = wrapped(HardThreshold(threshold=1.0), find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for sometimes in ([0.7, 0.7], None, None, [0.4, 0.2]):
         step(model, [0.1] * 4, [0.1] * 3, sometimes)
@@ -163,13 +163,13 @@ def _broken_backward():
         def backward(ctx, gradient):
             raise ZeroDivisionError
 
-    model, state = wrapped(HardThreshold(0.0), local_clip_norm=1e9)
+    model, state = wrapped(HardThreshold(threshold=0.0), local_clip_norm=1e9)
     step(model, [1.0] * 4, [1.0] * 3, ZERO2)
     step(model, [1.0] * 4, [1.0] * 3, ZERO2)
     loss = (Fails.apply(model.module.first) * torch.ones(4)).sum() + model.module.second.sum()
     with pytest.raises(ZeroDivisionError):
         loss.backward()
-    fresh, fresh_state = wrapped(HardThreshold(0.0), local_clip_norm=1e9)
+    fresh, fresh_state = wrapped(HardThreshold(threshold=0.0), local_clip_norm=1e9)
     return step(fresh, [2.0] * 4, [1.0] * 3, ZERO2)["first"].tolist(), fresh_state.last_step.step, state.last_step.step
 
 
@@ -181,7 +181,7 @@ def test_a_backward_that_raises_leaves_the_workers_able_to_start_again():
 
 def _disagreement(setting):
     rank = dist.get_rank()
-    sparsifier = HardThreshold(0.1 + (0.1 * rank if setting == "threshold" else 0))
+    sparsifier = HardThreshold(threshold=0.1 + (0.1 * rank if setting == "threshold" else 0))
     if setting == "sparsifier" and rank == 1:
         sparsifier = TopK(0.1)
     options = {"value_dtype": "bfloat16"} if setting == "value_dtype" and rank == 1 else {}
@@ -211,7 +211,7 @@ def test_workers_that_agree_are_not_stopped():
 
 
 def _world_of_one(exchange):
-    model, state = wrapped(HardThreshold(1.0), exchange=exchange)
+    model, state = wrapped(HardThreshold(threshold=1.0), exchange=exchange)
     results = [step(model, [0.6, 2.0, 0.0, 0.0], ZERO3, ZERO2)["first"].tolist() for _ in range(2)]
     return results, state.last_step.num_workers
 
@@ -227,7 +227,7 @@ def _mixed_dtypes():
     model = Wide()
     model.second.data = model.second.data.double()
     model.sometimes.data = model.sometimes.data.bfloat16()
-    ddp, state = wrapped(HardThreshold(0.25), model, local_clip_norm=1e9)
+    ddp, state = wrapped(HardThreshold(threshold=0.25), model, local_clip_norm=1e9)
     gradients = (torch.full((4,), 0.5), torch.full((3,), 0.5).double(), torch.full((2,), 0.5).bfloat16())
     for _ in range(2):
         ddp.zero_grad()
@@ -246,7 +246,7 @@ def _payload_bytes(exchange):
     # Seven steps: everything is sent, then almost nothing, then everything again.
     torch.manual_seed(0)
     model = torch.nn.Linear(300, 10, bias=False)
-    ddp, state = wrapped(HardThreshold(1.0), model, bucket_cap_mb=25, exchange=exchange)
+    ddp, state = wrapped(HardThreshold(threshold=1.0), model, bucket_cap_mb=25, exchange=exchange)
     payload_bytes = []
     for size in (2.0, 2.0, 1e-3, 1e-3, 1e-3, 2.0, 2.0):
         ddp.zero_grad()
@@ -296,7 +296,7 @@ def test_a_calibration_goes_dense_and_what_follows_has_no_room_for_everything(ex
 
 def _compiled_module_keeps_its_names():
     model = torch.compile(torch.nn.Linear(4, 2), backend="eager")
-    ddp, state = wrapped(HardThreshold(0.1), model, bucket_cap_mb=25)
+    ddp, state = wrapped(HardThreshold(threshold=0.1), model, bucket_cap_mb=25)
     ddp(torch.ones(1, 4)).sum().backward()
     return sorted(state.residuals.state_dict())
 
@@ -309,22 +309,22 @@ def _errors():
     plain = torch.nn.Linear(2, 2)
     ddp = DistributedDataParallel(plain)
     with pytest.raises(TypeError, match=r"Expected a torch.nn.parallel.DistributedDataParallel module, got Linear"):
-        register_comm_hook(plain, HardThreshold(0.1))
+        register_comm_hook(plain, HardThreshold(threshold=0.1))
     with pytest.raises(TypeError, match="Expected a sparsifier such as HardThreshold"):
         register_comm_hook(ddp, 0.1)
     with pytest.raises(ValueError, match=r"needs the learning rates. Pass optimizer="):
-        register_comm_hook(ddp, HardThreshold(0.1), error_feedback="learning_rate")
+        register_comm_hook(ddp, HardThreshold(threshold=0.1), error_feedback="learning_rate")
     with pytest.raises(
         ValueError, match=r"Invalid exchange='sparse'. Must be one of 'auto', 'gather', 'reduce_scatter',"
     ):
-        register_comm_hook(ddp, HardThreshold(0.1), exchange="sparse")
+        register_comm_hook(ddp, HardThreshold(threshold=0.1), exchange="sparse")
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         reduced = DistributedDataParallel(torch.nn.Linear(2, 2))
     with pytest.raises(RuntimeError, match="python_reducer"):
-        register_comm_hook(reduced, HardThreshold(0.1))
-    state = register_comm_hook(ddp, HardThreshold(0.1))
+        register_comm_hook(reduced, HardThreshold(threshold=0.1))
+    state = register_comm_hook(ddp, HardThreshold(threshold=0.1))
     with pytest.raises(RuntimeError, match="register_comm_hook"):
-        register_comm_hook(ddp, HardThreshold(0.1))
+        register_comm_hook(ddp, HardThreshold(threshold=0.1))
     return isinstance(state, lightning_sparse.SparseState)
 
 
@@ -346,7 +346,7 @@ def test_calibration_does_not_change_the_callers_sparsifier():
 
 
 def _metrics_on_one_worker():
-    model, state = wrapped(HardThreshold(1.0))
+    model, state = wrapped(HardThreshold(threshold=1.0))
     average_density, total_error = lightning_sparse.AverageDensity(), lightning_sparse.TotalError()
     state.subscribe(average_density.update)
     state.subscribe(total_error.update)
@@ -382,8 +382,8 @@ def _idle_layer(sparsifier, options):
     ("sparsifier", "options", "sent_at_first", "kept"),
     [
         (TopK(0.5), {}, [0.9, 0.0], [0.0, 0.3]),
-        (HardThreshold(1.0), {"error_feedback": "learning_rate"}, [0.0, 0.0], [0.9 * 16, 0.3 * 16]),
-        (HardThreshold(0.5), {"value_dtype": "float16"}, [0.9, 0.0], [0.0, 0.3]),
+        (HardThreshold(threshold=1.0), {"error_feedback": "learning_rate"}, [0.0, 0.0], [0.9 * 16, 0.3 * 16]),
+        (HardThreshold(threshold=0.5), {"value_dtype": "float16"}, [0.9, 0.0], [0.0, 0.3]),
     ],
 )
 def test_what_is_held_back_of_a_layer_that_no_worker_uses_is_not_sent_into_the_void(
@@ -481,7 +481,7 @@ def test_a_sparsifier_is_told_of_the_steps_of_the_training_and_of_no_other():
 
 def _gradient_left_over(find_unused_parameters):
     """An older gradient lies in .grad of a layer that this backward does not reach."""
-    ddp, state = wrapped(HardThreshold(1.0), find_unused_parameters=find_unused_parameters)
+    ddp, state = wrapped(HardThreshold(threshold=1.0), find_unused_parameters=find_unused_parameters)
     step(ddp, [0.1] * 4, [0.1] * 3, [2.0, 0.5])
     residual = state.residuals.state_dict()["sometimes"]
     left_over = ddp.module.sometimes.grad.clone()
@@ -517,7 +517,7 @@ def _collected_within_a_step():
 
     def train():
         module = DistributedDataParallel(torch.nn.Linear(4, 2))
-        state = register_comm_hook(module, HardThreshold(0.01))
+        state = register_comm_hook(module, HardThreshold(threshold=0.01))
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         module(torch.ones(1, 4)).sum().backward()
         optimizer.step()
@@ -547,7 +547,7 @@ def _goes_with_its_module():
     gc.collect()
     gc.disable()
     model = DistributedDataParallel(Wide())
-    state = register_comm_hook(model, HardThreshold(0.5))
+    state = register_comm_hook(model, HardThreshold(threshold=0.5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         model(torch.ones(4), torch.ones(3), torch.ones(2)).backward()

@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("sparsifier", [HardThreshold(0.5), HardThreshold(0.0), TopK(0.01)])
+@pytest.mark.parametrize("sparsifier", [HardThreshold(threshold=0.5), HardThreshold(threshold=0.0), TopK(0.01)])
 def test_selection_and_payload_are_the_same_on_both_devices(sparsifier):
     from lightning_sparse.sparsifiers import LayerLayout
 
@@ -36,7 +36,7 @@ def test_selection_and_payload_are_the_same_on_both_devices(sparsifier):
 def _train_on_cuda(exchange):
     model = DistributedDataParallel(build_model().cuda(), device_ids=[0], bucket_cap_mb=0.0005)
     optimizer = OPTIMIZERS["nesterov"](model.parameters())
-    state = register_comm_hook(model, HardThreshold(0.05), exchange=exchange)
+    state = register_comm_hook(model, HardThreshold(threshold=0.05), exchange=exchange)
     densities = []
     state.subscribe(lambda stats: densities.append(stats.density))
     for batches in build_batches(dist.get_world_size()):

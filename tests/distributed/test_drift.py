@@ -121,7 +121,7 @@ def assert_as_simulated(results, simulation, expected):
 @pytest.mark.parametrize("case", CASES)
 def test_training_is_that_of_workers_in_plain_tensors(case, make_optimizer):
     options, simulation_options = CASES[case]
-    results = run_workers(train, 3, make_optimizer, HardThreshold(THRESHOLD), options)
+    results = run_workers(train, 3, make_optimizer, HardThreshold(threshold=THRESHOLD), options)
     simulation, expected = simulated(3, make_optimizer, select=at_least(THRESHOLD), **simulation_options)
     assert_as_simulated(results, simulation, expected)
     for _, mean, _, last in results:
@@ -150,7 +150,7 @@ def test_top_k_of_the_model_is_that_of_the_whole_drift(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_anchors_and_numbers_are_the_same_bits_on_all_workers(case):
-    first, *others = run_workers(train, 3, adam, HardThreshold(THRESHOLD), CASES[case][0])
+    first, *others = run_workers(train, 3, adam, HardThreshold(threshold=THRESHOLD), CASES[case][0])
     for history, mean, _, _ in others:
         assert torch.equal(mean, first[1])
         for (_, anchor, step, largest), (_, other_anchor, other_step, other_largest) in zip(
@@ -162,7 +162,7 @@ def test_anchors_and_numbers_are_the_same_bits_on_all_workers(case):
 
 @pytest.mark.parametrize("threshold", [0.005, 0.02, 0.3])
 def test_no_weight_is_further_than_the_threshold_from_the_anchor_after_an_exchange(threshold):
-    for history, *_ in run_workers(train, 3, adam, HardThreshold(threshold), {"every_n_steps": 2}):
+    for history, *_ in run_workers(train, 3, adam, HardThreshold(threshold=threshold), {"every_n_steps": 2}):
         for weights, anchor, step, largest in history[1::2]:
             distance = (weights - anchor).abs()
             # Below λ, but for the last bit of a weight.
@@ -175,7 +175,7 @@ def drifts(options):
     """Returns (x, θ) before and after the only exchange."""
     rank = dist.get_rank()
     model = Net().double()
-    averager = SparseModelAverager(model, HardThreshold(0.3), DriftOptions(**options))
+    averager = SparseModelAverager(model, HardThreshold(threshold=0.3), DriftOptions(**options))
     anchor = torch.cat([one.flatten() for one in averager.anchor().values()]).clone()
     with torch.no_grad():
         for index, one in enumerate(model.parameters()):
@@ -212,14 +212,14 @@ def ddp(make_optimizer):
 
 def test_with_sgd_and_a_threshold_of_zero_it_is_ddp():
     [expected, *_] = run_workers(ddp, 3, sgd)
-    for _, mean, own, _ in run_workers(train, 3, sgd, HardThreshold(0.0), {}):
+    for _, mean, own, _ in run_workers(train, 3, sgd, HardThreshold(threshold=0.0), {}):
         torch.testing.assert_close(own, expected, rtol=0, atol=1e-14)
         torch.testing.assert_close(mean, expected, rtol=0, atol=1e-14)
 
 
 def test_with_adam_and_a_threshold_of_zero_workers_step_on_their_own():
     [expected, *_] = run_workers(ddp, 3, adam)
-    [(_, mean, *_), *_] = run_workers(train, 3, adam, HardThreshold(0.0), {})
+    [(_, mean, *_), *_] = run_workers(train, 3, adam, HardThreshold(threshold=0.0), {})
     simulation, _ = simulated(3, adam, select=at_least(0.0))
     torch.testing.assert_close(mean, simulation.mean(), rtol=0, atol=1e-13)
     assert (mean - expected).abs().max() > 1e-3
@@ -341,7 +341,7 @@ def test_an_outer_optimizer_is_resumed():
 
 def _state_within():
     model = Net().double()
-    averager = SparseModelAverager(model, HardThreshold(THRESHOLD))
+    averager = SparseModelAverager(model, HardThreshold(threshold=THRESHOLD))
     with torch.no_grad():
         model.last.bias.fill_(dist.get_rank())
     before = averager.state_dict()["own"]["weights"]
@@ -371,7 +371,9 @@ def several_kinds():
     model.late = nn.Parameter(torch.randn(3), requires_grad=False)
     model.norm = nn.BatchNorm1d(3)
     started = {name: one.detach().clone() for name, one in model.named_parameters()}
-    averager = SparseModelAverager(model, HardThreshold(0.5), DriftOptions(every_n_steps=2), per_layer_stats=True)
+    averager = SparseModelAverager(
+        model, HardThreshold(threshold=0.5), DriftOptions(every_n_steps=2), per_layer_stats=True
+    )
     after_start = {name: one.detach().clone() for name, one in model.named_parameters()}
     for step in range(4):
         if step == 2:
@@ -407,7 +409,7 @@ def test_parameters_of_every_kind():
 
 def goes_bad():
     model = Net().double()
-    averager = SparseModelAverager(model, HardThreshold(1e30))
+    averager = SparseModelAverager(model, HardThreshold(threshold=1e30))
     with torch.no_grad():
         if dist.get_rank() == 1:
             model.last.bias[2] = float("nan")
@@ -429,7 +431,9 @@ def refuses():
     for make in (
         lambda: SparseModelAverager(DistributedDataParallel(Net()), TopK(0.1)),
         lambda: SparseModelAverager(Net().requires_grad_(False), TopK(0.1)),
-        lambda: SparseModelAverager(Net(), HardThreshold(0.1), DriftOptions(every_n_steps=1 + dist.get_rank())),
+        lambda: SparseModelAverager(
+            Net(), HardThreshold(threshold=0.1), DriftOptions(every_n_steps=1 + dist.get_rank())
+        ),
         lambda: DriftOptions(every_n_steps=0),
         lambda: DriftOptions(drift_decay=0.5),
         lambda: DriftOptions(keep_drift=False, drift_decay=1.5),
@@ -454,7 +458,7 @@ def _goes_by_counting(options):
     gc.collect()
     gc.disable()
     model = Net()
-    averager = SparseModelAverager(model, HardThreshold(THRESHOLD), DriftOptions(**options))
+    averager = SparseModelAverager(model, HardThreshold(threshold=THRESHOLD), DriftOptions(**options))
     for _ in range(3):
         averager.step()
     with averager.averaged_weights():

@@ -103,7 +103,7 @@ def begin(case, seed=11):
         value_dtype=case.value_dtype,
         exchange=case.exchange,
     )
-    sparsifier = HardThreshold(case.threshold)
+    sparsifier = HardThreshold(threshold=case.threshold)
     if case.is_top_k:
         sparsifier = TopK(0.25)
     elif case.density is not None:

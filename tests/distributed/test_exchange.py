@@ -422,7 +422,7 @@ def _see_a_sum_fail(folder, routes):
     model = DistributedDataParallel(
         torch.nn.Sequential(torch.nn.Linear(40, 10), torch.nn.Linear(10, 40)), bucket_cap_mb=0.001
     )
-    register_comm_hook(model, HardThreshold(0.0))
+    register_comm_hook(model, HardThreshold(threshold=0.0))
     model(torch.ones(1, 40)).sum().backward()
     loss = model(torch.ones(1, 40)).sum()
     if dist.get_rank() == 0:

@@ -49,7 +49,7 @@ def _train(options, dtype):
 
 
 def train_with(options, dtype):
-    return train(HardThreshold(THRESHOLD), "nesterov", dtype, steps=STEPS, **options)
+    return train(HardThreshold(threshold=THRESHOLD), "nesterov", dtype, steps=STEPS, **options)
 
 
 def _spy():
@@ -145,12 +145,16 @@ if INTERPRETED:
     @pytest.mark.parametrize(
         ("sparsifier", "dtype", "options"),
         [
-            (HardThreshold(THRESHOLD), torch.float32, {}),
-            (HardThreshold(THRESHOLD), torch.float64, {"exchange": "reduce_scatter", "value_dtype": "bfloat16"}),
-            (HardThreshold(THRESHOLD), torch.bfloat16, {"exchange": "gather", "has_scaler": True}),
+            (HardThreshold(threshold=THRESHOLD), torch.float32, {}),
+            (
+                HardThreshold(threshold=THRESHOLD),
+                torch.float64,
+                {"exchange": "reduce_scatter", "value_dtype": "bfloat16"},
+            ),
+            (HardThreshold(threshold=THRESHOLD), torch.bfloat16, {"exchange": "gather", "has_scaler": True}),
             (HardThreshold(density=0.1, calibration_steps=2), torch.float32, {"find_unused_parameters": True}),
             (HardThreshold(density=0.1, calibration_steps=2), torch.bfloat16, {"exchange": "dense"}),
-            (HardThreshold(THRESHOLD, layer_thresholds={"0.*": 0.2}), torch.float32, {"exchange": "gather"}),
+            (HardThreshold(threshold=THRESHOLD, layer_thresholds={"0.*": 0.2}), torch.float32, {"exchange": "gather"}),
         ],
     )
     def test_no_kernel_is_first_built_in_a_backward(sparsifier, dtype, options):
@@ -161,8 +165,8 @@ if INTERPRETED:
     @pytest.mark.parametrize(
         ("sparsifier", "dtype", "options"),
         [
-            (HardThreshold(0.02), torch.float32, {}),
-            (HardThreshold(0.02), torch.bfloat16, {"exchange": "gather", "value_dtype": "bfloat16"}),
+            (HardThreshold(threshold=0.02), torch.float32, {}),
+            (HardThreshold(threshold=0.02), torch.bfloat16, {"exchange": "gather", "value_dtype": "bfloat16"}),
             (HardThreshold(density=0.1, calibration_steps=2), torch.float32, {"value_dtype": "float8"}),
         ],
     )
@@ -201,7 +205,7 @@ if INTERPRETED:
             bucket = BucketGradient(
                 layout, gradient.clone(), Residual(torch.zeros(size), residual), [(0, 2)] if capacity == 4 else [], None
             )
-            header = Extraction(HardThreshold(1.0), num_slices=3, per_layer=True, keeps_rest=True).fill(
+            header = Extraction(HardThreshold(threshold=1.0), num_slices=3, per_layer=True, keeps_rest=True).fill(
                 bucket, shipment
             )
             rest = shipment.rest()

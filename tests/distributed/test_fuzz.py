@@ -171,7 +171,7 @@ def _infinity_where_all_is_sent(sparsifier):
     return counts, gradients, state.residuals.state_dict()["first"].tolist()
 
 
-@pytest.mark.parametrize("sparsifier", [HardThreshold(0.0), HardThreshold(density=1.0, calibration_steps=3)])
+@pytest.mark.parametrize("sparsifier", [HardThreshold(threshold=0.0), HardThreshold(density=1.0, calibration_steps=3)])
 def test_infinity_in_a_step_that_sends_everything_is_counted_and_leaves_no_nan(sparsifier):
     [(counts, gradients, residual)] = run_workers(_infinity_where_all_is_sent, 1, sparsifier)
     assert counts == [1, 0, 0]
@@ -183,7 +183,7 @@ def _overflow_where_all_is_sent():
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     ddp = DistributedDataParallel(Two())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
-    state = register_comm_hook(ddp, HardThreshold(0.0), grad_scaler=scaler)
+    state = register_comm_hook(ddp, HardThreshold(threshold=0.0), grad_scaler=scaler)
     for gradient in (INFINITE, torch.ones(2)):
         optimizer.zero_grad()
         scaler.scale(ddp(gradient, torch.ones(2))).backward()
@@ -201,7 +201,7 @@ def test_an_overflow_in_a_step_that_sends_everything_is_undone():
 
 def _static_graph_of_two_dtypes():
     ddp = DistributedDataParallel(Two(torch.float64), static_graph=True)
-    state = register_comm_hook(ddp, HardThreshold(0.5))
+    state = register_comm_hook(ddp, HardThreshold(threshold=0.5))
     gradients = []
     for _ in range(3):
         ddp.zero_grad()
@@ -227,6 +227,6 @@ def _clipping_factor_of_nan(sparsifier):
     return state.residuals.state_dict()["second"].tolist(), state.last_step.non_finite
 
 
-@pytest.mark.parametrize("sparsifier", [HardThreshold(2.0), TopK(0.5)])
+@pytest.mark.parametrize("sparsifier", [HardThreshold(threshold=2.0), TopK(0.5)])
 def test_a_clipping_factor_of_nan_spares_what_is_held_back_of_a_layer_that_is_left_out(sparsifier):
     assert run_workers(_clipping_factor_of_nan, 1, sparsifier) == [([0.0, 1.0], 1)]

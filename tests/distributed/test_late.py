@@ -30,7 +30,11 @@ def _train_all(device, in_side_stream, num_workers):
     # Not a reduce-scatter, which "auto" may take from three on: there workers have different slices.
     for mode in ("gather", "dense", "auto")[: 3 if num_workers == 2 else 2]:
         for dtype in (torch.float32, torch.bfloat16):
-            for sparsifier in (HardThreshold(0.9), HardThreshold(0.9, layer_thresholds={"a": 0.3}), TopK(0.01)):
+            for sparsifier in (
+                HardThreshold(threshold=0.9),
+                HardThreshold(threshold=0.9, layer_thresholds={"a": 0.3}),
+                TopK(0.01),
+            ):
                 for per_layer in (False, True):
                     options = {"per_layer": per_layer, "in_side_stream": in_side_stream}
                     densities = train(sparsifier, mode, num_workers, device, dtype, **options)

@@ -12,9 +12,9 @@ pytestmark = pytest.mark.skipif(
     TorchVersion(torch.__version__) < (2, 11), reason=f"torch {torch.__version__} asks for a GPU where tensors are fake"
 )
 BUCKETS, LAYERS = 17, 150
-THRESHOLD = HardThreshold(0.1)
+THRESHOLD = HardThreshold(threshold=0.1)
 MODEL_TOP_K = TopK(0.01, granularity="model")
-LAYERWISE = HardThreshold(0.1, layer_thresholds={"*.2": 0.2})
+LAYERWISE = HardThreshold(threshold=0.1, layer_thresholds={"*.2": 0.2})
 HALF = {"dtype": torch.bfloat16}
 
 

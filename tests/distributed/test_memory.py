@@ -28,7 +28,7 @@ ROWS = {
         HOLD | {"exchange": "dense", "is_scaled": True},
     ),
     "parameters in bfloat16": (ONE_PERCENT, HOLD | {"dtype": torch.bfloat16}),
-    '`error_feedback="none"`': (HardThreshold(5.0), {"error_feedback": "none"}),
+    '`error_feedback="none"`': (HardThreshold(threshold=5.0), {"error_feedback": "none"}),
     "`TopK`": (TopK(0.01), {}),
     "local training (`SparseModelAverager`)": (None, {}),
 }

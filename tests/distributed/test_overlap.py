@@ -13,7 +13,7 @@ BACKWARD = "autograd::engine::evaluate_function: AddmmBackward0"
 def _events():
     layers = [torch.nn.Linear(128, 128) for _ in range(6)]
     model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.1)  # more than one layer
-    register_comm_hook(model, HardThreshold(1e-6), exchange="gather")
+    register_comm_hook(model, HardThreshold(threshold=1e-6), exchange="gather")
     inputs = torch.randn(4, 128)
     for _ in range(3):
         model(inputs).square().sum().backward()

@@ -56,7 +56,7 @@ def _stop_and_go_on(sparsifier, stop=STOP, dropped=None):
     return straight, everything(model, optimizer, state)
 
 
-@pytest.mark.parametrize("sparsifier", [HardThreshold(0.2), HardThreshold(density=0.05, calibration_steps=8)])
+@pytest.mark.parametrize("sparsifier", [HardThreshold(threshold=0.2), HardThreshold(density=0.05, calibration_steps=8)])
 @pytest.mark.parametrize("num_workers", [2, 3])
 def test_a_loop_that_stops_and_goes_on_equals_one_that_does_not(num_workers, sparsifier):
     for straight, resumed in run_workers(_stop_and_go_on, num_workers, sparsifier):
@@ -70,7 +70,7 @@ def test_a_loop_that_stops_and_goes_on_equals_one_that_does_not(num_workers, spa
 @pytest.mark.parametrize(
     "sparsifier",
     [
-        HardThreshold(0.2),
+        HardThreshold(threshold=0.2),
         TopK(0.1, granularity="model"),
         RandomK(0.1),
         RandomK(0.1, same_on_all=False),
@@ -90,7 +90,7 @@ def test_a_stop_after_the_first_step_or_a_dropped_one_changes_no_weight(sparsifi
 
 
 def _of_the_other_worker():
-    *_, state = begin(HardThreshold(0.2))
+    *_, state = begin(HardThreshold(threshold=0.2))
     saved = state.state_dict() | {"rank": 1 - dist.get_rank()}
     with pytest.raises(RuntimeError, match=r"This state is of rank \d of 2 workers, and this is rank \d of 2"):
         state.load_state_dict(saved)
@@ -101,7 +101,7 @@ def test_the_file_of_another_worker_is_refused():
 
 
 def _first_layout(comes_from_another_run):
-    model, optimizer, state = begin(HardThreshold(0.2))
+    model, optimizer, state = begin(HardThreshold(threshold=0.2))
     if comes_from_another_run:
         names = [name for name, one in model.module.named_parameters() if one.requires_grad]
         state.load_shared_state(state.shared_state() | {"layout": [[name] for name in names]}, same_world_size=True)
@@ -164,7 +164,7 @@ class OfAnotherKind(HardThreshold):
 
 
 def _saves_what_is_no_dict():
-    *_, state = begin(OfAnotherKind(0.1))
+    *_, state = begin(OfAnotherKind(threshold=0.1))
     with pytest.raises(TypeError, match=r"OfAnotherKind.state_dict returned list. Return a dict"):
         state.state_dict()
 
@@ -186,7 +186,7 @@ class Watching(HardThreshold):
 def _observed(dtype, exchange):
     model = DistributedDataParallel(build_model(dtype), bucket_cap_mb=0.0005)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    state = register_comm_hook(model, Watching(0.05), grad_scaler=scaler, exchange=exchange)
+    state = register_comm_hook(model, Watching(threshold=0.05), grad_scaler=scaler, exchange=exchange)
     for of_workers in build_batches(dist.get_world_size(), dtype, 2):
         inputs, targets = of_workers[dist.get_rank()]
         model.zero_grad()

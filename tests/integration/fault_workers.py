@@ -119,7 +119,7 @@ def fit(
     strategy: DDPStrategy = DDPStrategy(process_group_backend="gloo", **common)
     if case.is_local:
         strategy = SparseLocalStrategy(
-            HardThreshold(LOCAL_THRESHOLD),
+            HardThreshold(threshold=LOCAL_THRESHOLD),
             drift_checkpoint=case.residual_checkpoint,
             optimizer_checkpoint="first" if case.residual_checkpoint == "mean" else "full",
             process_group_backend="gloo",

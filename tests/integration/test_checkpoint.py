@@ -287,7 +287,7 @@ def test_the_words_are_checked_at_construction() -> None:
     with pytest.raises(ValueError, match=r"Invalid residual_checkpoint='all'. Must be one of 'full', 'mean', 'none'"):
         DDPHardThresholdStrategy(residual_checkpoint="all")
     with pytest.raises(ValueError, match=r"Invalid on_world_size_change='keep'. Must be one of 'mean', 'reset'"):
-        SparseDDPStrategy(HardThreshold(0.1), on_world_size_change="keep")
+        SparseDDPStrategy(HardThreshold(threshold=0.1), on_world_size_change="keep")
 
 
 def _gather_flat() -> list[list[float]] | None:

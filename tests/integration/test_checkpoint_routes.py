@@ -140,7 +140,7 @@ def test_a_checkpoint_written_later_holds_what_was_when_it_was_asked_for(tmp_pat
 def _collect_and_go_on() -> tuple[Any, Any]:
     """What was collected, with nobody copying it again, before and after another step."""
     model = DistributedDataParallel(Classifier())
-    state = register_comm_hook(model, HardThreshold(0.02))
+    state = register_comm_hook(model, HardThreshold(threshold=0.02))
     (inputs, labels), *_ = ResumableData(1)
     for _ in range(2):  # after the first step DDP lays its buckets out anew, and residuals move to other memory
         torch.nn.functional.cross_entropy(model(inputs), labels).backward()
@@ -162,7 +162,7 @@ def test_later_steps_do_not_change_what_was_collected() -> None:
 def _peak_while_collecting(kind: str) -> tuple[int, int]:
     """By how many bytes a worker's memory grows at most, and how large the content is."""
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
-    state = register_comm_hook(model, HardThreshold(0.02))
+    state = register_comm_hook(model, HardThreshold(threshold=0.02))
     state.residuals.load_state_dict({f"layers.{index}": torch.ones(MILLION) for index in range(25)})
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = memory("VmHWM")

@@ -215,7 +215,7 @@ def train(
     recorder, start = Recorder(), _Start(fate)
     trainer = quiet_trainer(
         SparseDDPStrategy(
-            DyingSparsifier(THRESHOLD, fate) if fate.place == "hook" else HardThreshold(THRESHOLD),
+            DyingSparsifier(THRESHOLD, fate) if fate.place == "hook" else HardThreshold(threshold=THRESHOLD),
             exchange=exchange,
             timeout=timedelta(seconds=timeout),
             bucket_cap_mb=SMALL_BUCKETS_MB,

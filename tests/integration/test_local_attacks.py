@@ -22,7 +22,7 @@ LAMBDA = 0.01
 
 
 def strategy(**options: Any) -> LocalHardThresholdStrategy:
-    return LocalHardThresholdStrategy(LAMBDA, **options)
+    return LocalHardThresholdStrategy(threshold=LAMBDA, **options)
 
 
 def trainer_of(options: dict[str, Any], *callbacks: Callback, **trainer_options: Any) -> Trainer:
@@ -321,7 +321,7 @@ def test_a_save_before_a_backward_leaves_it_alone_while_an_exchange_travels(tmp_
 
 def _nested() -> list[Tensor]:
     model = nn.Linear(3, 3)
-    averager = SparseModelAverager(model, HardThreshold(1e9))
+    averager = SparseModelAverager(model, HardThreshold(threshold=1e9))
     with torch.no_grad():
         model.weight += torch.distributed.get_rank()
     with averager.averaged_weights():
@@ -381,13 +381,13 @@ class Outer:
 
 def _odd_ones() -> list[str]:
     said = []
-    SparseModelAverager(nn.Linear(2, 2), HardThreshold(0.1), DriftOptions(outer_optimizer=Outer())).close()
+    SparseModelAverager(nn.Linear(2, 2), HardThreshold(threshold=0.1), DriftOptions(outer_optimizer=Outer())).close()
     options = DriftOptions(outer_optimizer=partial(Outer.__call__, Outer()))
-    SparseModelAverager(nn.Linear(2, 2), HardThreshold(0.1), options).close()
+    SparseModelAverager(nn.Linear(2, 2), HardThreshold(threshold=0.1), options).close()
     wrapped = nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(2, 2)))
     for module in (wrapped, nn.LazyLinear(3)):
         with pytest.raises(ValueError, match=r"\.") as caught:
-            SparseModelAverager(module, HardThreshold(0.1))
+            SparseModelAverager(module, HardThreshold(threshold=0.1))
         said.append(str(caught.value))
     return said
 

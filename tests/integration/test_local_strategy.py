@@ -95,7 +95,7 @@ def everything(folder: str) -> dict[str, Any]:
     witness = Witness()
     model = Norm()
     trainer = quiet_trainer(
-        LocalHardThresholdStrategy(THRESHOLD, every_n_steps=2),
+        LocalHardThresholdStrategy(threshold=THRESHOLD, every_n_steps=2),
         num_workers=2,
         max_steps=-1,
         max_epochs=2,
@@ -429,7 +429,7 @@ def _usual(options: dict[str, Any], strategy: Any) -> dict[str, Tensor]:
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 3}, {"precision": "bf16-mixed"}], ids=str)
 def test_with_sgd_and_a_threshold_of_zero_it_is_ddp(options: dict[str, Any]) -> None:
     [expected, _] = run_workers(_usual, 2, options, "ddp", process_group=False)
-    for found in run_workers(_usual, 2, options, LocalHardThresholdStrategy(0.0), process_group=False):
+    for found in run_workers(_usual, 2, options, LocalHardThresholdStrategy(threshold=0.0), process_group=False):
         tolerance = 1e-2 if "precision" in options else 1e-6
         for name, one in found.items():
             torch.testing.assert_close(one, expected[name], rtol=0, atol=tolerance)

@@ -154,7 +154,7 @@ class TestTraining:
     def test_records(self, objective, drawn):
         assert [state.iteration for state in training(objective, drawn, Dense(), 0.1, every=30)] == [0, 30, 60, 80]
 
-    @pytest.mark.parametrize("sparsifier", [TopK(0.2), HardThreshold(1.5)], ids=["top_k", "hard_threshold"])
+    @pytest.mark.parametrize("sparsifier", [TopK(0.2), HardThreshold(threshold=1.5)], ids=["top_k", "hard_threshold"])
     def test_what_is_not_in_x_is_in_the_residuals(self, objective, drawn, sparsifier):
         total = torch.zeros(objective.num_elements, dtype=torch.float64)
         before = torch.zeros_like(total)
@@ -165,7 +165,10 @@ class TestTraining:
         assert before.any()
 
     def test_what_is_kept_is_below_the_threshold(self, objective, drawn):
-        states = [state.residuals.abs().max() for state in training(objective, drawn, HardThreshold(1.5), 0.1, every=1)]
+        states = [
+            state.residuals.abs().max()
+            for state in training(objective, drawn, HardThreshold(threshold=1.5), 0.1, every=1)
+        ]
         assert 1.0 < max(states) < 1.5
 
     def test_workers_together_and_one_by_one_are_the_same(self, objective, drawn):
@@ -178,7 +181,7 @@ class TestTraining:
     @pytest.mark.parametrize("budget", [100, 1000])
     def test_tuned_threshold_sends_the_budget(self, objective, drawn, budget):
         threshold = tuned_threshold(objective, drawn, 0.1, budget)
-        *_, last = training(objective, drawn, HardThreshold(threshold), 0.1, every=80)
+        *_, last = training(objective, drawn, HardThreshold(threshold=threshold), 0.1, every=80)
         assert last.sent == pytest.approx(budget, rel=0.02)  # so few coordinates: one more or less is 1 % already
 
     def test_a_budget_that_cannot_be_is_refused(self, objective, drawn):

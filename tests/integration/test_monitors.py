@@ -407,7 +407,9 @@ def test_a_worker_that_is_alone_has_no_table() -> None:
 
 def _watch_alone() -> str:
     printed = io.StringIO()
-    trainer = quiet_trainer(DDPHardThresholdStrategy(0.1), num_workers=1, max_steps=3, callbacks=[DensityMonitor()])
+    trainer = quiet_trainer(
+        DDPHardThresholdStrategy(threshold=0.1), num_workers=1, max_steps=3, callbacks=[DensityMonitor()]
+    )
     with redirect_stdout(printed):
         trainer.fit(Classifier(), data())
     return printed.getvalue()
@@ -488,7 +490,7 @@ def _count_collectives(exchange: str) -> tuple[list[str], list[str], list[str]]:
     runs = []
     for callbacks in ([], [DensityMonitor(per_layer=True), ErrorMonitor(per_layer=True)]):
         calls.clear()
-        strategy = DDPHardThresholdStrategy(SENDS_NONE, exchange=exchange, bucket_cap_mb=SMALL_BUCKETS_MB)
+        strategy = DDPHardThresholdStrategy(threshold=SENDS_NONE, exchange=exchange, bucket_cap_mb=SMALL_BUCKETS_MB)
         watch([*callbacks, _StepsOnly(calls)], strategy=strategy)
         runs.append(calls.copy())
     start, end = runs[0].index("train start"), runs[0].index("train end")
@@ -631,7 +633,7 @@ def test_each_exchange_is_shown_once_and_in_rows_only() -> None:
     every_fourth = LocalHardThresholdStrategy(threshold=0.001, every_n_steps=4)
     for shown in run_workers(_shown, 2, every_fourth, 1, 1, process_group=False):
         assert shown == [(3, 0), (7, 1)]
-    for shown in run_workers(_shown, 2, DDPHardThresholdStrategy(THRESHOLD), 2, 3, process_group=False):
+    for shown in run_workers(_shown, 2, DDPHardThresholdStrategy(threshold=THRESHOLD), 2, 3, process_group=False):
         assert shown == [(1, 1), (3, 3), (5, 5), (7, 7)]
 
 

@@ -244,13 +244,15 @@ def persistent() -> DataLoader:
 
 def _processes(case: dict[str, Any], num_workers: int, ckpt_path: str | None = None) -> Any:
     os.environ["PL_GLOBAL_SEED"] = "3"
-    strategy = SparseDDPStrategy(case.get("sparsifier", HardThreshold(0.05)), exchange="gather", **case.get("like", {}))
+    strategy = SparseDDPStrategy(
+        case.get("sparsifier", HardThreshold(threshold=0.05)), exchange="gather", **case.get("like", {})
+    )
     return fit(strategy, num_workers, case, ckpt_path)
 
 
 def _simulated(case: dict[str, Any], num_workers: int, ckpt_path: str | None = None) -> Any:
     os.environ["PL_GLOBAL_SEED"] = "3"
-    sparsifier = case.get("sparsifier", HardThreshold(0.05))
+    sparsifier = case.get("sparsifier", HardThreshold(threshold=0.05))
     own = {"own_attributes": case.get("own", [])}
     return fit(SimulatedWorkersStrategy(sparsifier, num_workers, **own, **case.get("like", {})), 1, case, ckpt_path)
 
@@ -285,7 +287,7 @@ CASES: dict[str, dict[str, Any]] = {
     "channels last, mixed dtypes": {"module": Pictures, "optimizer": "adam", "sparsifier": RandomK(0.2)},
     "top k of mixed dtypes": {"module": Pictures, "sparsifier": TopK(0.1, granularity="model")},
     "accordion": {"sparsifier": Accordion(0.02, 0.2, interval=1, relative_change=5.0), "trainer": {"max_steps": 23}},
-    "layers": {"sparsifier": HardThreshold(0.05, layer_thresholds={"first.*": 0.2})},
+    "layers": {"sparsifier": HardThreshold(threshold=0.05, layer_thresholds={"first.*": 0.2})},
 }
 
 
@@ -376,7 +378,7 @@ def test_another_number_of_workers_starts_from_the_mean(tmp_path: Path) -> None:
 
 
 def _monitored(folder: str) -> Any:
-    strategy = SimulatedWorkersStrategy(HardThreshold(0.05), 4)
+    strategy = SimulatedWorkersStrategy(HardThreshold(threshold=0.05), 4)
     monitor = DensityMonitor(per_layer=True)
     trainer = quiet_trainer(strategy, num_workers=1, callbacks=[monitor], max_steps=5, default_root_dir=folder)
     trainer.fit(Classifier(), data())
@@ -408,7 +410,7 @@ def test_what_is_not_simulated_is_refused(module: Any, message: str) -> None:
     one = module()
     if module is Manual:
         one.automatic_optimization = False
-    trainer = quiet_trainer(SimulatedWorkersStrategy(HardThreshold(0.1), 2), num_workers=1)
+    trainer = quiet_trainer(SimulatedWorkersStrategy(HardThreshold(threshold=0.1), 2), num_workers=1)
     with pytest.raises(ValueError, match=f"Simulated workers do not do {message}"):
         trainer.fit(one, data(), data())
 
@@ -506,7 +508,7 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
 
 def _refused() -> None:
     for message, (module, source, options, own) in REFUSED.items():
-        strategy = SimulatedWorkersStrategy(HardThreshold(0.1), 2, **own)
+        strategy = SimulatedWorkersStrategy(HardThreshold(threshold=0.1), 2, **own)
         trainer = quiet_trainer(strategy, num_workers=options.pop("devices", 1), **options)
         with pytest.raises((ValueError, RuntimeError), match=message):
             trainer.fit(one := module(), source())
@@ -538,7 +540,7 @@ class Speaking(Classifier):
 
 def _spoken() -> Any:
     module = Speaking()
-    trainer = quiet_trainer(SimulatedWorkersStrategy(HardThreshold(0.1), 3), num_workers=1, max_steps=5)
+    trainer = quiet_trainer(SimulatedWorkersStrategy(HardThreshold(threshold=0.1), 3), num_workers=1, max_steps=5)
     with pytest.warns(UserWarning, match=r"Speaking.on_after_backward is called for each simulated worker"):
         trainer.fit(module, data())
     return module.said
@@ -568,7 +570,7 @@ def test_a_sparsifier_that_draws_what_threads_have_in_common_is_warned_of() -> N
 
 
 def _several_loaders() -> None:
-    trainer = quiet_trainer(SimulatedWorkersStrategy(HardThreshold(0.1), 2), num_workers=1)
+    trainer = quiet_trainer(SimulatedWorkersStrategy(HardThreshold(threshold=0.1), 2), num_workers=1)
     with pytest.raises(ValueError, match=r"train_dataloader returned list\. Simulated workers read one loader"):
         trainer.fit(Classifier(), [data(), data()])
 
@@ -584,7 +586,7 @@ class Exhausted:
 
 
 def _one_iterator() -> None:
-    trainer = quiet_trainer(SimulatedWorkersStrategy(HardThreshold(0.1), 2), num_workers=1)
+    trainer = quiet_trainer(SimulatedWorkersStrategy(HardThreshold(threshold=0.1), 2), num_workers=1)
     with pytest.raises(ValueError, match=r"Exhausted for training is one for all .* Make one in train_dataloader"):
         trainer.fit(Classifier(), Exhausted())
 
@@ -600,8 +602,8 @@ def test_several_loaders_are_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((HardThreshold(0.1), 0), "Invalid num_workers=0. Must be a whole number of at least 1"),
-        ((HardThreshold(0.1), 2.0), "Invalid num_workers=2.0"),
+        ((HardThreshold(threshold=0.1), 0), "Invalid num_workers=0. Must be a whole number of at least 1"),
+        ((HardThreshold(threshold=0.1), 2.0), "Invalid num_workers=2.0"),
         ((0.1,), "Expected a sparsifier such as HardThreshold"),
     ],
 )
@@ -622,4 +624,4 @@ def test_bad_arguments_are_refused(arguments: Any, message: str) -> None:
 )
 def test_bad_options_are_refused(options: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
-        SimulatedWorkersStrategy(HardThreshold(0.1), 2, **options)
+        SimulatedWorkersStrategy(HardThreshold(threshold=0.1), 2, **options)

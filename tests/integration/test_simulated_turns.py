@@ -85,7 +85,7 @@ class InPart(Classifier):
 
 def _in_part() -> Any:
     module = InPart()
-    trainer = quiet_trainer(SimulatedWorkersStrategy(HardThreshold(0.01), 3), num_workers=1, max_steps=2)
+    trainer = quiet_trainer(SimulatedWorkersStrategy(HardThreshold(threshold=0.01), 3), num_workers=1, max_steps=2)
     trainer.fit(module, data(60, 3))
     return module.without_gradient, module.ranks
 
@@ -109,7 +109,7 @@ class Sizes(Callback):
 def _validated() -> Any:
     sizes = Sizes()
     options = {"max_steps": 2, "val_check_interval": 1, "num_sanity_val_steps": 0, "callbacks": [sizes]}
-    trainer = quiet_trainer(SimulatedWorkersStrategy(HardThreshold(0.01), 2), num_workers=1, **options)
+    trainer = quiet_trainer(SimulatedWorkersStrategy(HardThreshold(threshold=0.01), 2), num_workers=1, **options)
     trainer.fit(Classifier(), data(60, 3), data(10, 5))
     return sizes.seen
 
@@ -130,7 +130,7 @@ class LaterPastLightning(Classifier):
 
 
 def _later() -> None:
-    trainer = quiet_trainer(SimulatedWorkersStrategy(HardThreshold(0.1), 2), num_workers=1, max_steps=4)
+    trainer = quiet_trainer(SimulatedWorkersStrategy(HardThreshold(threshold=0.1), 2), num_workers=1, max_steps=4)
     with pytest.raises(ValueError, match="steps that go past Lightning"):
         trainer.fit(LaterPastLightning(), data())
     assert trainer.global_step == 1
@@ -141,7 +141,7 @@ def test_a_step_past_lightning_is_refused_also_after_one_that_is_not() -> None:
 
 
 def _payload(exchange: Any) -> int:
-    strategy = SimulatedWorkersStrategy(HardThreshold(0.05), 2, exchange=exchange)
+    strategy = SimulatedWorkersStrategy(HardThreshold(threshold=0.05), 2, exchange=exchange)
     quiet_trainer(strategy, num_workers=1, max_steps=1).fit(Classifier(), data())
     assert strategy.state is not None
     assert strategy.state.last_step is not None

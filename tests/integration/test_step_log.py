@@ -51,11 +51,11 @@ class Exchanges(Callback):
 
 
 def local(every_n_steps: int) -> Any:
-    return LocalHardThresholdStrategy(0.01, every_n_steps=every_n_steps)
+    return LocalHardThresholdStrategy(threshold=0.01, every_n_steps=every_n_steps)
 
 
 def gradients() -> Any:
-    return DDPHardThresholdStrategy(0.01, find_unused_parameters=True)
+    return DDPHardThresholdStrategy(threshold=0.01, find_unused_parameters=True)
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,9 @@ def seen_of_log(where: str) -> tuple[list[tuple[str, float]], list[float]]:
             patch.setattr(LightningModule, "log", recorded(LightningModule.log, 1))
         elif where == "instance":
             model.log = recorded(model.log, 0)
-        trainer = quiet_trainer(DDPHardThresholdStrategy(0.01), num_workers=2, max_steps=10, callbacks=[Watch()])
+        trainer = quiet_trainer(
+            DDPHardThresholdStrategy(threshold=0.01), num_workers=2, max_steps=10, callbacks=[Watch()]
+        )
         trainer.fit(model, ResumableData(5))
     return getattr(model, "seen", seen), densities
 
@@ -219,7 +221,7 @@ class Namesake(Classifier):
 
 
 def metrics_with_a_namesake(model: Classifier) -> dict[str, float]:
-    trainer = quiet_trainer(DDPHardThresholdStrategy(0.01), num_workers=2, max_steps=3)
+    trainer = quiet_trainer(DDPHardThresholdStrategy(threshold=0.01), num_workers=2, max_steps=3)
     trainer.fit(model, ResumableData(3))
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
@@ -260,7 +262,7 @@ def rows_of(model: Classifier, folder: str, precision: str, batches: int) -> lis
             trainer.strategy.state.subscribe(steps.append)
 
     trainer = quiet_trainer(
-        DDPHardThresholdStrategy(0.01),
+        DDPHardThresholdStrategy(threshold=0.01),
         num_workers=2,
         max_steps=-1,
         max_epochs=1,

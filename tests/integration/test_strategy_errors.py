@@ -188,7 +188,8 @@ def test_arguments_of_ddp_are_passed_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sparsifier", "what"), [(TopK(), "TopK"), (RandomK(), "RandomK"), (HardThreshold(0.1), "a constant threshold")]
+    ("sparsifier", "what"),
+    [(TopK(), "TopK"), (RandomK(), "RandomK"), (HardThreshold(threshold=0.1), "a constant threshold")],
 )
 def test_a_density_that_cannot_be_held_is_refused(sparsifier: Any, what: str) -> None:
     with pytest.raises(ValueError, match=f"density_control='hold' with {what}. .* give density=…"):

@@ -93,7 +93,7 @@ class Program:
     """
 
     model: Callable[[], LightningModule] = Classifier
-    strategy: Callable[[], Any] = lambda: DDPHardThresholdStrategy(0.05)
+    strategy: Callable[[], Any] = lambda: DDPHardThresholdStrategy(threshold=0.05)
     options: dict[str, Any] = field(default_factory=dict)
     loader: Callable[[], DataLoader] = data
     num_processes: int = 2
@@ -102,7 +102,9 @@ class Program:
 PROGRAMS = {
     "a threshold": Program(),
     "a density": Program(strategy=lambda: DDPHardThresholdStrategy(density=0.1)),
-    "layers of their own": Program(strategy=lambda: DDPHardThresholdStrategy(0.05, layer_thresholds={"*bias": 0.1})),
+    "layers of their own": Program(
+        strategy=lambda: DDPHardThresholdStrategy(threshold=0.05, layer_thresholds={"*bias": 0.1})
+    ),
     "epochs, validation, momentum, random numbers": Program(
         Everything,
         options={"max_epochs": 2, "max_steps": -1, "limit_val_batches": 2, "accumulate_grad_batches": 3},
@@ -113,21 +115,25 @@ PROGRAMS = {
     ),
     "by hand": Program(ManualClassifier),
     "two players": Program(
-        TwoPlayers, strategy=lambda: DDPHardThresholdStrategy(0.05, find_unused_parameters=True)
+        TwoPlayers, strategy=lambda: DDPHardThresholdStrategy(threshold=0.05, find_unused_parameters=True)
     ),
-    "learning-rate residuals": Program(strategy=lambda: DDPHardThresholdStrategy(0.05, error_feedback="learning_rate")),
-    "static graph": Program(strategy=lambda: DDPHardThresholdStrategy(0.05, static_graph=True)),
+    "learning-rate residuals": Program(
+        strategy=lambda: DDPHardThresholdStrategy(threshold=0.05, error_feedback="learning_rate")
+    ),
+    "static graph": Program(strategy=lambda: DDPHardThresholdStrategy(threshold=0.05, static_graph=True)),
     "half precision": Program(
         strategy=lambda: DDPHardThresholdStrategy(density=0.1), options={"precision": "bf16-mixed"}
     ),
-    "drifts": Program(lambda: Classifier(adam), lambda: LocalHardThresholdStrategy(0.003)),
+    "drifts": Program(lambda: Classifier(adam), lambda: LocalHardThresholdStrategy(threshold=0.003)),
     "drifts, kept apart, every 2": Program(
         lambda: Classifier(adam), lambda: LocalHardThresholdStrategy(density=0.1, keep_drift=False, every_n_steps=2)
     ),
-    "drifts, overlapping, batch norm": Program(Everything, lambda: LocalHardThresholdStrategy(0.003, overlap=True)),
+    "drifts, overlapping, batch norm": Program(
+        Everything, lambda: LocalHardThresholdStrategy(threshold=0.003, overlap=True)
+    ),
     "simulated": Program(
         Everything,
-        lambda: SimulatedWorkersStrategy(HardThreshold(0.05), 3, device="cpu"),
+        lambda: SimulatedWorkersStrategy(HardThreshold(threshold=0.05), 3, device="cpu"),
         {"limit_val_batches": 2},
         num_processes=1,
     ),
@@ -205,9 +211,9 @@ class Witness(Callback):
 @pytest.mark.parametrize(
     "strategy",
     [
-        DDPHardThresholdStrategy(1e9),
+        DDPHardThresholdStrategy(threshold=1e9),
         DDPHardThresholdStrategy(density=0.1),
-        LocalHardThresholdStrategy(1e9),
+        LocalHardThresholdStrategy(threshold=1e9),
         LocalHardThresholdStrategy(density=0.1),
     ],
     ids=["threshold", "density", "drift threshold", "drift density"],
@@ -256,7 +262,9 @@ class Noise(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.01)
 
 
-@pytest.mark.parametrize("strategy", [DDPHardThresholdStrategy(1.0), LocalHardThresholdStrategy(1.0)], ids=["g", "d"])
+@pytest.mark.parametrize(
+    "strategy", [DDPHardThresholdStrategy(threshold=1.0), LocalHardThresholdStrategy(threshold=1.0)], ids=["g", "d"]
+)
 def test_gradients_that_stay_what_they_are_are_sent_as_was_foretold(strategy: Any) -> None:
     [(density, suggestion), _] = run_workers(_foretell, 2, strategy, process_group=False)
     assert density == pytest.approx(0.02, rel=0.15)
@@ -319,17 +327,17 @@ def _look_in_vain() -> None:
     for strategy, options, why in (
         ("ddp", {}, "with DDPStrategy there is no sparse exchange between processes to measure"),
         (
-            SimulatedWorkersStrategy(HardThreshold(0.1), 2, device="cpu"),
+            SimulatedWorkersStrategy(HardThreshold(threshold=0.1), 2, device="cpu"),
             {},
             "with SimulatedWorkersStrategy there is no",
         ),
-        (DDPHardThresholdStrategy(0.1), {}, "one worker exchanges with nobody"),
-        (DDPHardThresholdStrategy(0.1), {"fast_dev_run": True}, "fast_dev_run"),
+        (DDPHardThresholdStrategy(threshold=0.1), {}, "one worker exchanges with nobody"),
+        (DDPHardThresholdStrategy(threshold=0.1), {"fast_dev_run": True}, "fast_dev_run"),
     ):
         [said] = listen_to(profiler, strategy, **options)
         assert f"CommunicationProfiler does nothing: {why}" in said
         assert profiler.profile is None
-    finder, [said] = train(DDPHardThresholdStrategy(0.1), fast_dev_run=True)
+    finder, [said] = train(DDPHardThresholdStrategy(threshold=0.1), fast_dev_run=True)
     assert finder.curve is None
     assert "does nothing: fast_dev_run" in said
     with pytest.raises(RuntimeError, match="Found no threshold with strategy=DDPStrategy"):
@@ -353,7 +361,7 @@ def _refuse() -> None:
     simulated = SimulatedWorkersStrategy(TopK(0.1), 2, device="cpu")
     with pytest.raises(TypeError, match="looks for the λ of a HardThreshold, and the sparsifier is TopK"):
         find_threshold(quiet_trainer(simulated, num_workers=1), Classifier(), data())
-    simulated = SimulatedWorkersStrategy(HardThreshold(0.1), 2, device="cpu")
+    simulated = SimulatedWorkersStrategy(HardThreshold(threshold=0.1), 2, device="cpu")
     trainer = quiet_trainer(simulated, num_workers=1)
     with pytest.raises(RuntimeError, match=r"measured no gradient in 50 steps: all were zero"):
         find_threshold(trainer, Still(), data(1000))

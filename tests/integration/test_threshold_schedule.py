@@ -51,16 +51,16 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[float]]] = {
     "with the learning rate": (ThresholdSchedule("learning_rate"), {}, [1, 1, 0.5, 0.5, 0.25, 0.25]),
     "accumulated": (ThresholdSchedule({1: 0.5}), {"accumulate_grad_batches": 2, "max_steps": 3}, [1, 0.5, 0.5]),
     "drifts": (
-        ThresholdSchedule({2: 0.5}), {"strategy": LocalHardThresholdStrategy(0.2)}, [1, 1, 0.5, 0.5, 0.5, 0.5]
+        ThresholdSchedule({2: 0.5}), {"strategy": LocalHardThresholdStrategy(threshold=0.2)}, [1, 1, 0.5, 0.5, 0.5, 0.5]
     ),
     "two optimizers": (
         ThresholdSchedule({2: 0.5}),
-        {"model": TwoPlayers(), "strategy": DDPHardThresholdStrategy(0.2, find_unused_parameters=True)},
+        {"model": TwoPlayers(), "strategy": DDPHardThresholdStrategy(threshold=0.2, find_unused_parameters=True)},
         [1, 1, 0.5, 0.5, 0.5, 0.5],
     ),
     "simulated": (
         ThresholdSchedule({2: 0.5}),
-        {"strategy": SimulatedWorkersStrategy(HardThreshold(0.2), 3, device="cpu"), "num_workers": 1},
+        {"strategy": SimulatedWorkersStrategy(HardThreshold(threshold=0.2), 3, device="cpu"), "num_workers": 1},
         [1, 1, 0.5, 0.5, 0.5, 0.5],
     ),
     "alone": (ThresholdSchedule({2: 0.5}), {"num_workers": 1}, [0] * 6),
@@ -76,7 +76,7 @@ def test_thresholds_are_those_of_the_schedule(name: str) -> None:
 
 def _train(name: str) -> list[float]:
     schedule, options, _ = CASES[name]
-    options = {"strategy": DDPHardThresholdStrategy(0.2), "model": Decaying(), "num_workers": 2} | options
+    options = {"strategy": DDPHardThresholdStrategy(threshold=0.2), "model": Decaying(), "num_workers": 2} | options
     thresholds, model = Thresholds(), options.pop("model")
     options = {"max_steps": 6} | options
     quiet_trainer(options.pop("strategy"), callbacks=[thresholds, schedule], **options).fit(model, data())
@@ -93,7 +93,10 @@ def _resume(path: str) -> list[list[float]]:
     def train(max_steps: int, threshold: float = 0.2, **options: Any) -> tuple[Trainer, list[float]]:
         thresholds, schedule = Thresholds(), ThresholdSchedule({0: 0.1, 5: 1.0}, linear=True)
         trainer = quiet_trainer(
-            DDPHardThresholdStrategy(threshold), num_workers=2, max_steps=max_steps, callbacks=[thresholds, schedule]
+            DDPHardThresholdStrategy(threshold=threshold),
+            num_workers=2,
+            max_steps=max_steps,
+            callbacks=[thresholds, schedule],
         )
         trainer.fit(Classifier(), data(), **options)
         return trainer, thresholds.seen
@@ -114,7 +117,7 @@ def test_it_begins_with_what_a_search_has_found() -> None:
 def _search() -> tuple[float, list[float]]:
     thresholds, finder = Thresholds(), ThresholdFinder(0.2, num_steps=4)
     callbacks = [thresholds, finder, ThresholdSchedule({2: 0.5})]
-    quiet_trainer(DDPHardThresholdStrategy(9.0), num_workers=2, max_steps=4, callbacks=callbacks).fit(
+    quiet_trainer(DDPHardThresholdStrategy(threshold=9.0), num_workers=2, max_steps=4, callbacks=callbacks).fit(
         Classifier(), data()
     )
     assert finder.curve is not None

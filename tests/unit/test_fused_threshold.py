@@ -316,7 +316,7 @@ def test_what_finds_no_room_stays_and_is_counted(size, spare, wire):
 @pytest.mark.parametrize("spare", [-70, 0, 5])
 def test_the_payload_has_the_bits_of_the_plain_step(wire, spare):
     layout = LayerLayout(("weight", "bias", "head"), (66_000, 33, 70_001))
-    sparsifier = HardThreshold(2.0, layer_thresholds={"bias": 0.0, "head": 2.5})
+    sparsifier = HardThreshold(threshold=2.0, layer_thresholds={"bias": 0.0, "head": 2.5})
     runs = [(sparsifier.threshold_of(name), start, end) for name, start, end in layout.spans()]
     residual, gradient = bucket(layout.num_elements)
     kept, given_gradient = residual.to(DEVICE, copy=True), gradient.to(DEVICE)

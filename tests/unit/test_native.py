@@ -49,7 +49,7 @@ def outcome(has_native, monkeypatch, layout, residual, gradient, options):
     """All that a bucket leaves: what is sent, kept, told, and the gradient's memory."""
     monkeypatch.setattr(native_threshold, "is_native", (lambda *_, **__: False) if not has_native else native.is_native)
     wire, capacity, scale, unused, thresholds, in_place, per_layer = options
-    sparsifier = HardThreshold(0.5, layer_thresholds=thresholds)
+    sparsifier = HardThreshold(threshold=0.5, layer_thresholds=thresholds)
     gradient, before = gradient.clone(), residual.clone()
     after = before if in_place else torch.full_like(before, NAN)
     out = None if in_place else torch.full_like(gradient, NAN)

@@ -88,11 +88,11 @@ def test_float32_and_whole_numbers_without_a_step_send_what_the_residual_holds(v
 
 def test_multiples_are_of_the_sparsifiers_steps():
     assert wire_of("int8", torch.float32, ScaledIntegerRounding(0.7)) == Wire(torch.int8, 0.5)
-    assert wire_of("int16", torch.float64, HardThreshold(1.0)) == Wire(torch.int16, 0.125)
-    assert wire_of("float8", torch.float64, HardThreshold(1.0, layer_thresholds={"a": 0.5})).step == 2.0**-4
-    assert wire_of("bfloat16", torch.float32, HardThreshold(1.0)) == BRAIN
+    assert wire_of("int16", torch.float64, HardThreshold(threshold=1.0)) == Wire(torch.int16, 0.125)
+    assert wire_of("float8", torch.float64, HardThreshold(threshold=1.0, layer_thresholds={"a": 0.5})).step == 2.0**-4
+    assert wire_of("bfloat16", torch.float32, HardThreshold(threshold=1.0)) == BRAIN
     # Too far apart, or too small, which with a density is not known before training.
-    far_apart, too_small = HardThreshold(1.0, layer_thresholds={"a": 1e-9}), HardThreshold(1e-50)
+    far_apart, too_small = HardThreshold(threshold=1.0, layer_thresholds={"a": 1e-9}), HardThreshold(threshold=1e-50)
     wire._warn_of_no_step.cache_clear()
     with pytest.warns(UserWarning, match="value_dtype='float8' does not reach far enough"):
         assert wire_of("float8", torch.float32, far_apart) == FLOAT
@@ -103,15 +103,19 @@ def test_multiples_are_of_the_sparsifiers_steps():
     ("sparsifier", "value_dtype", "message"),
     [
         (TopK(0.1), "int16", "with TopK, which has no step of which"),
-        (HardThreshold(0.0), "float8", "a threshold of 0, which sends a layer whole"),
-        (HardThreshold(0.1, layer_thresholds={"*.bias": 0.0}), "float8", "a threshold of 0"),
+        (HardThreshold(threshold=0.0), "float8", "a threshold of 0, which sends a layer whole"),
+        (HardThreshold(threshold=0.1, layer_thresholds={"*.bias": 0.0}), "float8", "a threshold of 0"),
         (HardThreshold(density=0.1, layer_thresholds={"*.bias": 0.0}), "float8", "a threshold of 0"),
-        (HardThreshold(0.0, layer_thresholds={"a": 2.0}), "float8", "a threshold of 0"),
-        (HardThreshold(1e-50), "float8", "are no float32 numbers"),
+        (HardThreshold(threshold=0.0, layer_thresholds={"a": 2.0}), "float8", "a threshold of 0"),
+        (HardThreshold(threshold=1e-50), "float8", "are no float32 numbers"),
         (Dense(), "float8", "a threshold of 0"),
-        (HardThreshold(0.1), "int8", "It reaches 127 steps, .* Use value_dtype='float8'"),
+        (HardThreshold(threshold=0.1), "int8", "It reaches 127 steps, .* Use value_dtype='float8'"),
         (HardThreshold(density=0.1), "int8", "It reaches 127 steps"),
-        (HardThreshold(0.1, layer_thresholds={"bias": 1e-4}), "float8", "thresholds from 0.0001 to 0.1. .*'bfloat16'"),
+        (
+            HardThreshold(threshold=0.1, layer_thresholds={"bias": 1e-4}),
+            "float8",
+            "thresholds from 0.0001 to 0.1. .*'bfloat16'",
+        ),
     ],
 )
 def test_without_a_step_that_fits_multiples_are_refused(sparsifier, value_dtype, message):
@@ -125,7 +129,11 @@ def test_with_a_step_multiples_may_travel(value_dtype):
     for sparsifier in (StochasticRounding(0.1), ScaledIntegerRounding(1e-9)):
         require_wire(sparsifier, value_dtype)
     if value_dtype != "int8":
-        for sparsifier in (HardThreshold(0.1), HardThreshold(), HardThreshold(0.1, layer_thresholds={"a": 2.0})):
+        for sparsifier in (
+            HardThreshold(threshold=0.1),
+            HardThreshold(),
+            HardThreshold(threshold=0.1, layer_thresholds={"a": 2.0}),
+        ):
             require_wire(sparsifier, value_dtype)
 
 

@@ -13,7 +13,7 @@ from lightning_sparse.selection.residual import Residual, compensate, keep_rest,
 from lightning_sparse.sparsifiers import LayerLayout
 from tests.unit.strategies import DTYPES, layouts, thresholds, values
 
-SPARSIFIERS = st.one_of(thresholds.map(HardThreshold), st.floats(0.01, 1).map(TopK))
+SPARSIFIERS = st.one_of(thresholds.map(lambda one: HardThreshold(threshold=one)), st.floats(0.01, 1).map(TopK))
 
 
 @st.composite
@@ -52,13 +52,13 @@ def test_what_is_sent_and_what_is_kept_make_up_the_compensated_gradient(step, sp
 
 @given(steps(finite=False), thresholds)
 def test_every_residual_is_below_the_threshold_after_a_step(step, threshold):
-    *_, kept, _, _ = run_step(*step, HardThreshold(threshold))
+    *_, kept, _, _ = run_step(*step, HardThreshold(threshold=threshold))
     assert all(abs(value) < threshold or value == 0 for value in kept.tolist())
 
 
 @given(steps(finite=True), st.floats(2.0**-20, 20), st.sampled_from(["float8", "int16"]))
 def test_of_what_is_sent_as_multiples_of_a_step_little_stays(step, threshold, value_dtype):
-    sparsifier, most = HardThreshold(threshold), {"float8": 229_376, "int16": 32_767}[value_dtype]
+    sparsifier, most = HardThreshold(threshold=threshold), {"float8": 229_376, "int16": 32_767}[value_dtype]
     size = sparsifier.grid_step(most)
     assert threshold / 16 < size <= threshold / 8
     expected, out, kept, indices, sent = run_step(*step, sparsifier, value_dtype)
@@ -97,8 +97,10 @@ def test_no_residual_is_ever_nan_or_infinite(step, sparsifier, value_dtype):
 @given(steps(finite=True), st.floats(0.01, 20))
 def test_a_zero_gradient_after_a_step_sends_nothing(step, threshold):
     layout, residual, gradient = step
-    *_, kept, _, _ = run_step(layout, residual, gradient, HardThreshold(threshold))
-    indices, _ = HardThreshold(threshold).select(compensate(Residual(kept, kept), torch.zeros_like(gradient)), layout)
+    *_, kept, _, _ = run_step(layout, residual, gradient, HardThreshold(threshold=threshold))
+    indices, _ = HardThreshold(threshold=threshold).select(
+        compensate(Residual(kept, kept), torch.zeros_like(gradient)), layout
+    )
     assert indices.numel() == 0
 
 
@@ -106,8 +108,8 @@ def test_a_zero_gradient_after_a_step_sends_nothing(step, threshold):
 def test_a_loss_scale_changes_nothing_but_the_gradient_that_comes_in(step, scale):
     layout, residual, gradient = step
     gradient = gradient.clamp(-1e20, 1e20)
-    plain = run_step(layout, residual, gradient, HardThreshold(0.5))
-    scaled = run_step(layout, residual, gradient * scale, HardThreshold(0.5), scale=torch.tensor(scale))
+    plain = run_step(layout, residual, gradient, HardThreshold(threshold=0.5))
+    scaled = run_step(layout, residual, gradient * scale, HardThreshold(threshold=0.5), scale=torch.tensor(scale))
     for one, other in zip(plain, scaled, strict=True):
         assert torch.equal(one, other)
 
@@ -117,7 +119,7 @@ def test_a_value_beyond_float16_is_sent_in_parts_and_never_as_infinity():
     residual, received = torch.zeros(1), 0.0
     gradient = torch.tensor([150_000.0])
     for _ in range(4):
-        _, out, residual, _, _ = run_step(layout, residual, gradient, HardThreshold(1.0), "float16")
+        _, out, residual, _, _ = run_step(layout, residual, gradient, HardThreshold(threshold=1.0), "float16")
         received += out.item()
         gradient = torch.zeros(1)
     assert received + residual.item() == 150_000.0

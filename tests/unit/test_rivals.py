@@ -1,7 +1,6 @@
 """Top-k of the model, Random-k, GaussianK and Dense, each as a function of what it is shown."""
 
 import re
-import textwrap
 from collections import Counter
 from itertools import combinations
 from pathlib import Path
@@ -26,6 +25,7 @@ from lightning_sparse import (
 )
 from lightning_sparse.sparsifiers import WholeStep, in_order
 from lightning_sparse.sparsifiers.magnitudes import kth_largest_magnitude
+from tests.markdown import blocks
 from tests.unit.strategies import DTYPES, buckets, values
 
 NAN, INF = float("nan"), float("inf")
@@ -226,8 +226,7 @@ def test_settings_tell_them_apart_and_what_a_step_leaves_is_none():
 
 def test_the_page_on_sparsifiers_shows_one_that_works():
     page = (Path(__file__).parents[2] / "docs" / "sparsifiers.md").read_text()
-    blocks = re.findall(r"(?:^    .*\n|^\n(?=    ))+", page, re.MULTILINE)
-    (code,) = (textwrap.dedent(block) for block in blocks if "class " in block and "def select" in block)
+    (code,) = (block.code for block in blocks(page, "python") if "def select" in block.code)
     names: dict[str, Any] = {"Sparsifier": Sparsifier, "Selection": Selection}
     exec(code, names)
     compensated = torch.tensor([1.0, -4.0, NAN, 0.5])

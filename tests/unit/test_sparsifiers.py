@@ -27,7 +27,7 @@ def assert_is_selection_of(selection, compensated):
 def test_hard_threshold_selects_exactly_what_reaches_the_threshold(bucket, threshold):
     layout, compensated = bucket
     before = compensated.clone()
-    selection = HardThreshold(threshold).select(compensated, layout)
+    selection = HardThreshold(threshold=threshold).select(compensated, layout)
     assert_is_selection_of(selection, before)
     # Python's floats are the judge: exact for float32 values too.
     expected = [i for i, value in enumerate(before.tolist()) if reaches(value, threshold)]
@@ -38,7 +38,7 @@ def test_hard_threshold_selects_exactly_what_reaches_the_threshold(bucket, thres
 @given(buckets(), thresholds, thresholds)
 def test_each_layer_has_the_threshold_of_the_first_pattern_that_matches(bucket, first, second):
     layout, compensated = bucket
-    sparsifier = HardThreshold(1.0, layer_thresholds={"layer1*": first, "layer[12]*": second})
+    sparsifier = HardThreshold(threshold=1.0, layer_thresholds={"layer1*": first, "layer[12]*": second})
     of_layer = {"layer1.weight": first, "layer2.weight": second}
     expected = [
         i
@@ -68,14 +68,14 @@ def test_top_k_selects_the_largest_of_every_layer_and_all_that_is_not_finite(buc
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
-@pytest.mark.parametrize("sparsifier", [HardThreshold(1e300), TopK(0.001)])
+@pytest.mark.parametrize("sparsifier", [HardThreshold(threshold=1e300), TopK(0.001)])
 def test_what_is_not_finite_is_selected_whatever_the_setting(sparsifier, value):
     compensated = torch.tensor([value, value, 0.0, 1.0, value, 0.0])
     assert {0, 1, 4} <= set(sparsifier.select(compensated, LAYOUT).indices.tolist())
 
 
 def test_threshold_zero_selects_everything():
-    assert HardThreshold(0.0).select(torch.zeros(6), LAYOUT).indices.tolist() == [0, 1, 2, 3, 4, 5]
+    assert HardThreshold(threshold=0.0).select(torch.zeros(6), LAYOUT).indices.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("threshold", [0.1, 0.7])
@@ -85,10 +85,10 @@ def test_the_threshold_is_exact_although_float32_cannot_hold_it(threshold):
     values = torch.stack([nearest.nextafter(torch.tensor(0.0)), nearest, nearest.nextafter(torch.tensor(INF))])
     expected = [i for i, value in enumerate(values.tolist()) if value >= threshold]
     assert len(expected) == (2 if threshold == 0.1 else 1)
-    assert HardThreshold(threshold).select(values, LayerLayout(("w",), (3,))).indices.tolist() == expected
+    assert HardThreshold(threshold=threshold).select(values, LayerLayout(("w",), (3,))).indices.tolist() == expected
 
 
-@pytest.mark.parametrize("sparsifier", [HardThreshold(1.0), TopK(0.5)])
+@pytest.mark.parametrize("sparsifier", [HardThreshold(threshold=1.0), TopK(0.5)])
 @pytest.mark.parametrize("layout", [LayerLayout((), ()), LayerLayout(("empty",), (0,))])
 def test_an_empty_bucket_selects_nothing(sparsifier, layout):
     indices, values = sparsifier.select(torch.zeros(0), layout)
@@ -97,13 +97,13 @@ def test_an_empty_bucket_selects_nothing(sparsifier, layout):
 
 
 def test_settings_tell_sparsifiers_apart():
-    alike = [HardThreshold(0.1), HardThreshold(0.1)]
+    alike = [HardThreshold(threshold=0.1), HardThreshold(threshold=0.1)]
     alike[0].select(torch.zeros(6), LAYOUT)  # what it remembers for speed is not a setting
     assert alike[0].settings() == alike[1].settings()
     different = [
-        HardThreshold(0.2),
+        HardThreshold(threshold=0.2),
         HardThreshold(density=0.1),
-        HardThreshold(0.1, layer_thresholds={"*": 0.0}),
+        HardThreshold(threshold=0.1, layer_thresholds={"*": 0.0}),
         TopK(),
     ]
     assert all(alike[0].settings() != one.settings() for one in different)

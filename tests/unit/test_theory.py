@@ -41,7 +41,7 @@ def selected_by(sparsifier, sequence):
 @given(sequences(), st.data())
 def test_lemma_3_no_choice_of_as_many_coordinates_leaves_less(sequence, data):
     budget = data.draw(st.integers(1, sequence.numel()))
-    sent = selected_by(HardThreshold(optimal_threshold(sequence, budget)), sequence)
+    sent = selected_by(HardThreshold(threshold=optimal_threshold(sequence, budget)), sequence)
     assert int(sent.sum()) >= budget
     error = total_error(sequence, sent)
     # Those of the last magnitude that are beyond the budget would have to stay.
@@ -56,7 +56,7 @@ def test_lemma_3_no_choice_of_as_many_coordinates_leaves_less(sequence, data):
 def test_lemma_3_top_k_of_each_step_with_the_same_budget_leaves_no_less(sequence, density):
     by_step = selected_by(TopK(density), sequence)
     budget = int(by_step.sum())
-    sent = selected_by(HardThreshold(optimal_threshold(sequence, budget)), sequence)
+    sent = selected_by(HardThreshold(threshold=optimal_threshold(sequence, budget)), sequence)
     assert total_error(sequence, sent) <= total_error(sequence, by_step) * (1 + 1e-9)
 
 
@@ -115,7 +115,7 @@ def test_no_training_exceeds_its_bounds(seed, share_of_rate, threshold, steps):
     one = Quadratic(seed)
     for is_convex in (True, False):
         rate = share_of_rate * one.problem.largest_learning_rate(is_convex=is_convex)
-        excess, squared_gradient, worst_error, _ = one.train(HardThreshold(threshold), rate, steps)
+        excess, squared_gradient, worst_error, _ = one.train(HardThreshold(threshold=threshold), rate, steps)
         assert worst_error <= squared_error_bound(one.d, threshold)
         bound = squared_error_bound(one.d, threshold, rate)
 

@@ -93,10 +93,10 @@ class Training:
             TopK(case.density)
             if case.sparsifier == "top_k"
             else HardThreshold(
-                case.threshold if case.sparsifier == "threshold" else None,
-                case.density if case.sparsifier == "density" else None,
-                case.calibration_steps,
-                dict(case.layer_thresholds),
+                threshold=case.threshold if case.sparsifier == "threshold" else None,
+                density=case.density if case.sparsifier == "density" else None,
+                calibration_steps=case.calibration_steps,
+                layer_thresholds=dict(case.layer_thresholds),
             ),
             error_feedback=case.error_feedback,
             local_clip_norm=case.local_clip_norm,

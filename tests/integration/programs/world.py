@@ -98,7 +98,7 @@ class World:
         return self.kind in ("zero", "sparse")
 
     def sparsifier(self) -> Sparsifier:
-        return HardThreshold(0.0) if self.kind == "zero" else self._make_sparsifier()
+        return HardThreshold(threshold=0.0) if self.kind == "zero" else self._make_sparsifier()
 
     # For a Trainer.
 
@@ -259,7 +259,7 @@ class Row:
 
     def world(self, kind: Kind) -> World:
         threshold = 0.0 if self.threshold is None else self.threshold
-        make_sparsifier = self.make_sparsifier or partial(HardThreshold, threshold)
+        make_sparsifier = self.make_sparsifier or partial(HardThreshold, threshold=threshold)
         return World(kind, make_sparsifier, self.select or at_least(threshold), self.exchange)
 
     @property
