@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_sparse.callbacks.step_monitor import (
+    SPARSE,
     StepMonitor,
     log_scalars,
     logging_step,
@@ -58,6 +59,12 @@ class DensityMonitor(StepMonitor):
         super().on_fit_start(trainer, pl_module)
         density = getattr(getattr(trainer.strategy, "sparsifier", None), "density", None)
         self._asked = float(density) if isinstance(density, (int, float)) else None
+        every = getattr(trainer, "log_every_n_steps", 0)
+        if trainer.loggers and every > 1 and isinstance(trainer.strategy, SPARSE):
+            rank_zero_info(
+                f"DensityMonitor: loggers show one step in {every} (log_every_n_steps={every}); the table at the "
+                "end and sparse/average_density count all of them."
+            )
 
     @override
     def take_in(self, steps: list[StepStats]) -> None:

@@ -400,6 +400,17 @@ def _watch_calibration() -> Watched:
     return watch([DensityMonitor(per_layer=False)], strategy=strategy, max_steps=12)
 
 
+@pytest.mark.parametrize("every", [1, 3])
+def test_what_loggers_leave_out_is_told(tmp_path: Path, every: int) -> None:
+    first, _ = run_workers(_watch_in_csv, 2, str(tmp_path), every, process_group=False)
+    told = [text for text in first.messages if text.startswith("DensityMonitor: loggers show one step in 3")]
+    assert len(told) == (every == 3)
+
+
+def _watch_in_csv(folder: str, every: int) -> Watched:
+    return watch([DensityMonitor()], CSVLogger(folder), log_every_n_steps=every)
+
+
 def test_a_worker_that_is_alone_has_no_table() -> None:
     [printed] = run_workers(_watch_alone, 1, process_group=False)
     assert printed == ""
