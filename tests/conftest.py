@@ -7,6 +7,8 @@ from hypothesis import settings
 
 from tests.warm_start import VARIABLE, warm_start
 
+gc.disable()  # until all is imported: to look through what stays anyway, over and over, takes a third of that time
+
 # No deadline: the machine may be busy. In continuous integration the examples are the same in every run, elsewhere new.
 settings.register_profile("project", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("project")
@@ -25,6 +27,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 def pytest_configure(config):
     """Commands of tests that run side by side need not import torch each for itself."""
+    if config.getoption("numprocesses", None):
+        gc.enable()  # who collects no tests itself imports no more
     if config.getoption("numprocesses", None) and "LIGHTNING_SPARSE_COLD_START" not in os.environ:
         server = warm_start()
         server.__enter__()
@@ -45,6 +49,7 @@ def pytest_collection_modifyitems(items):
         assert all("@" in item.nodeid for item in in_groups), "pytest-xdist does not see groups in this pytest"
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
     gc.freeze()  # modules and tests stay to the end: no need to look at them in each collection
+    gc.enable()
 
 
 def pytest_unconfigure():
