@@ -6,6 +6,8 @@ import gc
 import importlib
 import importlib.metadata
 
+from tests.warm_start.huge_pages import use_huge_pages
+
 # Every Trainer asks for entry points, and for an answer all installed packages are read.
 importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
 gc.disable()
@@ -27,4 +29,5 @@ for _name in (
 
 # The garbage collector of a worker would write to every page that it shares with the server.
 gc.freeze()
+use_huge_pages()
 gc.enable()

@@ -31,9 +31,14 @@ def run_rows(names: Sequence[str], folder: str) -> list[dict[str, Outcome]]:
 def _run_all(names: Sequence[str], folder: str) -> dict[str, Outcome]:
     from tests.integration.programs.table import ROWS  # by name, as rows cannot be pickled
 
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    return {name: _run(ROWS[name], f"{folder}/{index}") for index, name in enumerate(names)}
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    outcomes = {name: _run(ROWS[name], f"{folder}/{index}") for index, name in enumerate(names)}
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)  # a worker that is as it was is there for other tests
+    return outcomes
 
 
 def _run(row: Row, store: str) -> Outcome:
