@@ -27,6 +27,33 @@ for _name in (
     with contextlib.suppress(ImportError):  # a worker that needs it says so
         importlib.import_module(_name)
 
+
+def _meet_lightning():
+    """Has a Trainer look up what it looks up once in a process. Backward is not for it: a fork could do none."""
+    import logging
+    import warnings
+
+    import torch
+    from lightning.pytorch import LightningModule, Trainer
+
+    class Model(LightningModule):
+        def validation_step(self, batch, batch_idx):
+            self.log("mean", batch.mean())
+
+    logger, state = logging.getLogger("lightning.pytorch"), torch.get_rng_state()
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = Trainer(accelerator="cpu", devices=1, enable_model_summary=False, **quiet)
+        trainer.validate(Model(), torch.utils.data.DataLoader(torch.zeros(2, 1)), verbose=False)
+    logger.setLevel(level)
+    torch.set_rng_state(state)
+
+
+_meet_lightning()
+
 # The garbage collector of a worker would write to every page that it shares with the server.
 gc.freeze()
 use_huge_pages()

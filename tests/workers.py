@@ -1,6 +1,6 @@
 """Runs a function in several worker processes at once and returns what each returned.
 
-Processes come from a fork server that has imported what tests need once and computed nothing: starting a worker takes
+Processes come from a fork server that has imported what tests need once and trained nothing: starting a worker takes
 a fraction of a second, and no thread of the test process is forked along. Workers stay for the next call, as a
 notebook's kernel does, but those that failed or were left changed (``tests.worker_process``).
 """
