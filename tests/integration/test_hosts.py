@@ -164,7 +164,8 @@ def wait_for(condition: Callable[[], bool], training: Future[Any], timeout: floa
 
 def test_torchrun_trains_the_recipe_on_two_hosts(tmp_path: Path) -> None:
     with NetworkLab(hosts=2) as lab:
-        environment = {FOLDER: str(tmp_path), "PYTHONPATH": str(PROJECT)}
+        found_in = os.pathsep.join([str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {FOLDER: str(tmp_path), "PYTHONPATH": found_in}
         workers = lab.start(["sh", "-ec", TORCHRUN, str(tmp_path), sys.executable, str(RECIPE)], env=environment)
         status = workers.wait(timeout=150)
         assert status == 0, "\n".join(f"host {host}:\n{''.join(lines)}" for host, lines in enumerate(workers.lines))

@@ -29,11 +29,11 @@ def hand_over(address: str) -> None:
         "ignored": [number for number in _PASSED_ON if signal.getsignal(number) is signal.SIG_IGN],
     }
     body = json.dumps(request).encode()
-    folder = os.open(".", os.O_RDONLY)
+    folder, network = os.open(".", os.O_RDONLY), os.open("/proc/self/ns/net", os.O_RDONLY)
     # Whatever arrives from here on is for the command.
     for number in _PASSED_ON:
         signal.signal(number, lambda number, _frame: server.sendall(bytes([number])))
-    socket.send_fds(server, [len(body).to_bytes(8, "big")], [0, 1, 2, folder])
+    socket.send_fds(server, [len(body).to_bytes(8, "big")], [0, 1, 2, folder, network])
     server.sendall(body)
     if server.recv(1) != b"y":
         for number in _PASSED_ON:
@@ -41,6 +41,7 @@ def hand_over(address: str) -> None:
             signal.signal(number, signal.SIG_IGN if number in request["ignored"] else default)
         server.close()
         os.close(folder)
+        os.close(network)
         return
     status = server.recv(8)
     code = os.waitstatus_to_exitcode(int.from_bytes(status, "big")) if status else 1

@@ -5,6 +5,7 @@ Ends, with all that it runs, when its standard input does.
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import gc
 import importlib
@@ -34,11 +35,13 @@ _MODULES = (
 # What these begin with is read while modules are imported, but for a few that are not.
 _READ_AT_IMPORT = ("GLOO_", "KMP_", "LD_", "MKL_", "NCCL_", "OMP_", "PYTHON", "TORCH_", "TRITON_")
 _READ_LATER = {
+    "GLOO_SOCKET_IFNAME",
     "PYTHONPATH",
     "PYTHONUNBUFFERED",
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 }
+_CLONE_NEWNET = 0x40000000
 
 _ENVIRONMENT = dict(os.environ)
 
@@ -126,7 +129,7 @@ def _import_modules() -> None:
 
 
 def _received(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    head, files, _, _ = socket.recv_fds(client, 8, 4)
+    head, files, _, _ = socket.recv_fds(client, 8, 5)
     with client.makefile("rb") as stream:
         return json.loads(stream.read(int.from_bytes(head, "big"))), files
 
@@ -147,10 +150,14 @@ def _command(request: dict[str, Any]) -> Command | None:
 
     same = (
         request["prefix"] == sys.prefix
-        and request["network"] == os.stat("/proc/self/ns/net").st_ino
+        and (_is_in(request["network"]) or os.geteuid() == 0)
         and read_at_import(request["environment"]) == read_at_import(_ENVIRONMENT)
     )
     return Command(arguments, unbuffered) if known and same else None
+
+
+def _is_in(network: int) -> bool:
+    return network == os.stat("/proc/self/ns/net").st_ino
 
 
 def _set_by_imports() -> dict[str, str]:
@@ -163,6 +170,8 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     for target, file in enumerate(files[:3]):
         os.dup2(file, target)
     os.fchdir(files[3])
+    if not _is_in(request["network"]) and ctypes.CDLL(None, use_errno=True).setns(files[4], _CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "no way into the network namespace")
     for file in files:
         os.close(file)
     os.umask(request["umask"])
