@@ -1,3 +1,4 @@
+import atexit
 import gc
 import os
 import signal
@@ -18,8 +19,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for what tests start
-
     import torch
 
     torch.set_num_threads(1)  # threads that wait for a core which another process has cost more than they bring
@@ -29,6 +28,7 @@ def pytest_configure(config):
     """Commands of tests that run side by side need not import torch each for itself."""
     if config.getoption("numprocesses", None):
         gc.enable()  # who collects no tests itself imports no more
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # for tests and what they start
     if config.getoption("numprocesses", None) and "LIGHTNING_SPARSE_COLD_START" not in os.environ:
         server = warm_start()
         server.__enter__()
@@ -49,9 +49,5 @@ def pytest_collection_modifyitems(items):
         assert all("@" in item.nodeid for item in in_groups), "pytest-xdist does not see groups in this pytest"
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
     gc.freeze()  # modules and tests stay to the end: no need to look at them in each collection
+    atexit.register(gc.unfreeze)  # Python ends as it always does, but pytest collects garbage several times before that
     gc.enable()
-
-
-def pytest_unconfigure():
-    """Python ends as it always does."""
-    gc.unfreeze()
