@@ -6,8 +6,10 @@ command, folder, environment, files and signals to a server (``server.py``), whi
 remains as the process that its parent knows, passes signals on and ends as the fork ends. Only what does not come from
 this project is imported beforehand.
 
-Whatever the server cannot stand for starts as it always does: another Python, options, ``-c``, variables that are read
-when torch is imported, a network namespace of its own where the server is not root's. So does everything under
+So begin the processes of pytest-xdist and the fork servers of :mod:`tests.workers` as well.
+
+Whatever the server cannot stand for starts as it always does: another Python, options, any other ``-c``, variables that
+are read when torch is imported, a network namespace of its own where the server is not root's. So does everything under
 ``-n 0``, where ``LIGHTNING_SPARSE_COLD_START`` is set, and in tests that take the fixture ``cold_start``: of each kind
 of launch there is one.
 """

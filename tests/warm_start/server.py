@@ -6,6 +6,7 @@ Ends, with all that it runs, when its standard input does.
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import functools
 import gc
 import importlib
@@ -50,7 +51,7 @@ class Command(NamedTuple):
     """What the client was started with.
 
     Attributes:
-        arguments: of Python: ``-m`` and a module, or a file, and what follows.
+        arguments: of Python: ``-m`` and a module, ``-c`` and code, or a file, and what follows.
         unbuffered: whether with ``-u``.
     """
 
@@ -129,7 +130,7 @@ def _import_modules() -> None:
 
 
 def _received(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    head, files, _, _ = socket.recv_fds(client, 8, 5)
+    head, files, _, _ = socket.recv_fds(client, 8, 64)
     with client.makefile("rb") as stream:
         return json.loads(stream.read(int.from_bytes(head, "big"))), files
 
@@ -139,7 +140,7 @@ def _command(request: dict[str, Any]) -> Command | None:
     arguments = request["argv"][1:]
     unbuffered = arguments[0] == "-u"
     arguments = arguments[unbuffered:]
-    known = arguments and (arguments[0] == "-m" or not arguments[0].startswith("-"))
+    known = arguments and (arguments[0] in ("-c", "-m") or not arguments[0].startswith("-"))
 
     def read_at_import(environment: Any) -> dict[str, str]:
         names = {name for name in environment if name.startswith(_READ_AT_IMPORT)}
@@ -172,7 +173,12 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     os.fchdir(files[3])
     if not _is_in(request["network"]) and ctypes.CDLL(None, use_errno=True).setns(files[4], _CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "no way into the network namespace")
+    # Out of the way of the numbers that they are to have.
+    inherited = [fcntl.fcntl(file, fcntl.F_DUPFD, 1000) for file in files[5:]]
     for file in files:
+        os.close(file)
+    for target, file in zip(request["inherited"], inherited, strict=True):
+        os.dup2(file, target)
         os.close(file)
     os.umask(request["umask"])
     os.sched_setaffinity(0, request["affinity"])
@@ -202,13 +208,17 @@ def run(request: dict[str, Any], command: Command) -> None:
     if command.unbuffered:
         sys.stdout.reconfigure(write_through=True)
     first, *others = command.arguments
-    folder = os.getcwd() if first == "-m" else str(Path(first).resolve().parent)
+    folders = {"-c": "", "-m": os.getcwd()}
+    folder = folders[first] if first in folders else str(Path(first).resolve().parent)
     listed = request["environment"].get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:1] = [folder, *(os.path.abspath(entry) for entry in listed if entry)]
     importlib.invalidate_caches()
     if first == "-m":
         sys.argv = ["-m", *others[1:]]
         runpy._run_module_as_main(others[0])
+    elif first == "-c":
+        sys.argv = ["-c", *others[1:]]
+        exec(compile(others[0], "<string>", "exec"), module.__dict__)
     else:
         sys.argv = command.arguments
         module.__file__ = first
