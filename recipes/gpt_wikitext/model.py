@@ -1,7 +1,7 @@
-"""A small GPT, its AdamW and its schedule: a linear warm-up, then a cosine to nothing."""
+"""A small GPT, its optimizer and its schedule: a linear warm-up, then a cosine to nothing."""
 
 from math import cos, pi
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -76,9 +76,11 @@ class GPTLanguageModel(LightningModule):
         width: see ``GPT``.
         num_layers: see ``GPT``.
         num_heads: see ``GPT``.
-        learning_rate: of AdamW, after the warm-up.
+        learning_rate: of the optimizer, after the warm-up.
         warmup_steps: optimizer steps in which it rises from zero.
-        weight_decay: of AdamW.
+        weight_decay: of the optimizer.
+        optimizer: ``"adamw"``, with betas of 0.9 and 0.95, or ``"sgd"``, with a momentum of 0.9 and a learning rate of
+            its own, such as 0.3.
 
     Raises:
         ValueError: a number that is out of range.
@@ -94,6 +96,7 @@ class GPTLanguageModel(LightningModule):
         learning_rate: float = 3e-3,
         warmup_steps: int = 50,
         weight_decay: float = 0.01,
+        optimizer: Literal["adamw", "sgd"] = "adamw",
     ) -> None:
         super().__init__()
         if learning_rate <= 0:
@@ -131,9 +134,12 @@ class GPTLanguageModel(LightningModule):
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
         options: dict[str, Any] = dict(self.hparams)
-        optimizer = torch.optim.AdamW(
-            self.parameters(), options["learning_rate"], betas=(0.9, 0.95), weight_decay=options["weight_decay"]
+        rate, decay = options["learning_rate"], options["weight_decay"]
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+            self.parameters(), rate, betas=(0.9, 0.95), weight_decay=decay
         )
+        if options["optimizer"] == "sgd":
+            optimizer = torch.optim.SGD(self.parameters(), rate, momentum=0.9, weight_decay=decay)
         total, warmup = int(self.trainer.estimated_stepping_batches), options["warmup_steps"]
         schedule = LambdaLR(optimizer, lambda step: relative_learning_rate(step, warmup, total))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
