@@ -32,6 +32,7 @@ def _meet_lightning():
     """Has a Trainer look up what it looks up once in a process. Backward is not for it: a fork could do none."""
     import logging
     import warnings
+    from unittest import mock
 
     import torch
     from lightning.pytorch import LightningModule, Trainer
@@ -44,7 +45,12 @@ def _meet_lightning():
     level = logger.level
     logger.setLevel(logging.ERROR)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    with warnings.catch_warnings():
+    # To ask for GPUs would mark all forks as ones that may not use them.
+    with (
+        warnings.catch_warnings(),
+        mock.patch.object(torch.cuda, "is_available", return_value=False),
+        mock.patch.object(torch.cuda, "device_count", return_value=0),
+    ):
         warnings.simplefilter("ignore")
         trainer = Trainer(accelerator="cpu", devices=1, enable_model_summary=False, **quiet)
         trainer.validate(Model(), torch.utils.data.DataLoader(torch.zeros(2, 1)), verbose=False)

@@ -1,6 +1,6 @@
 """Lightning strategies: DDP with a sparse exchange of gradients."""
 
-import gc
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -38,6 +38,7 @@ from lightning_sparse.strategies.checkpoint import (
 from lightning_sparse.strategies.epochs import tell_epoch
 from lightning_sparse.strategies.saving import KEY, patience_of, wrap_whole
 from lightning_sparse.strategies.step_log import StepLog
+from lightning_sparse.strategies.trial import require_gone
 
 _LIGHTNING_STARTS_STATIC_GRAPHS = "post_backward" in vars(DDPStrategy)
 """Since pull request 21251 (Lightning 2.6). Before, a static graph in manual optimization exchanged nothing."""
@@ -125,19 +126,17 @@ class SparseDDPStrategy(DDPStrategy):
         self._is_stepping = False
 
     def request_layer_stats(self) -> None:
-        """Asks for per-layer numbers in `StepStats` from the next ``fit`` on; call it on every worker.
-
-        A callback does so in its ``setup``, which Lightning runs before the hook is registered.
-        """
+        """Asks for per-layer numbers in `StepStats` from the next ``fit`` on: on all workers, in a callback's ``setup``."""
         self._per_layer_stats = True
 
     def restart(self) -> None:
         """Wraps the module anew: all begins as before the first step, with the weights of now. Collective."""
         assert isinstance(self.model, DistributedDataParallel)
         assert self.state is not None
-        before, self.model = self.state, self.model.module
+        before, wrapper = self.state, weakref.ref(self.model)
+        self.model = self.model.module
         before.close()
-        gc.collect()  # the old DDP module, which would answer to the next backward
+        require_gone(wrapper)
         self.configure_ddp()
         self.state.follow(before, but={self.step_log.add, self._advice.add})
 

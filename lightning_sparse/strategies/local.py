@@ -127,7 +127,6 @@ class SparseLocalStrategy(DDPStrategy):
         """Returns what is exchanged to before the first step, with the weights of now. Not collective."""
         assert self.averager is not None
         self.averager.restart()
-        self.step_log.clear()
         self._has_ended = self._is_in_a_step = False
 
     @override

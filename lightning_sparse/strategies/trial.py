@@ -1,6 +1,8 @@
 """A few steps of training that leave no trace, as those of Lightning's search for a learning rate."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -65,6 +67,20 @@ def run_trial(
         for one in during:
             undo.enter_context(one)
         trainer.fit_loop.run()
+
+
+def require_gone(wrapper: weakref.ref[Any]) -> None:
+    """Raises where a DDP module that another takes the place of is still there: it would answer to backward, too.
+
+    Raises:
+        RuntimeError: says so.
+    """
+    gc.collect()
+    if wrapper() is not None:
+        raise RuntimeError(
+            "Something holds the DDP module of before the measurement (trainer.model, say, in a callback's attribute), "
+            "and it would exchange gradients a second time. Keep the LightningModule instead."
+        )
 
 
 @contextmanager

@@ -41,6 +41,7 @@ class Everything(Classifier):
         self.norm = nn.BatchNorm1d(40)
         self.mean_loss = MeanMetric()
         self.counter = Counter()
+        self.validated = 0
         self.seen: list[float] = []
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -52,7 +53,13 @@ class Everything(Classifier):
         loss = self.loss(batch)
         self.mean_loss(loss.detach())
         self.log("mean_loss", self.mean_loss)
+        if self.global_step == STEPS:  # the search is longer than most of these trainings
+            self.log("late", loss)
         return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.validated += 1
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
@@ -187,6 +194,7 @@ def _train_with_and_without(name: str, measures: bool = False) -> list[dict[str,
                 "progress": [trainer.global_step, trainer.current_epoch],
                 "logged": {key: value for key, value in trainer.callback_metrics.items() if key != "epoch"},
                 "random": torch.rand(1),
+                "validated": getattr(model, "validated", 0),
                 "data": getattr(model, "seen", [])[-STEPS:],
                 "exchanges": witness.exchanges,
                 "totals": {key: value for key, value in monitor.state_dict().items() if key == "steps"},
@@ -206,6 +214,25 @@ class Witness(Callback):
         trainer.strategy.state.subscribe(
             lambda step: self.exchanges.append(copy.copy(vars(step)) | {"layers": len(step.layers)})
         )
+
+
+def test_a_ddp_module_that_is_held_is_told_of() -> None:
+    run_workers(_hold, 2, process_group=False)
+
+
+def _hold() -> None:
+    trainer = quiet_trainer(
+        DDPHardThresholdStrategy(threshold=0.1), num_workers=2, callbacks=[Holder(), ThresholdFinder(num_steps=2)]
+    )
+    with pytest.raises(RuntimeError, match="Something holds the DDP module of before the measurement"):
+        trainer.fit(Classifier(), data())
+
+
+class Holder(Callback):
+    """Keeps what would exchange gradients a second time."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.model = trainer.model
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.warm_start import VARIABLE, warm_start
+from tests.workers import run_workers
 
 SCRIPT = """
 import os, sys, time
@@ -70,3 +72,14 @@ def test_a_signal_ends_it(number, script):
     while Path(f"/proc/{pid}").exists():  # the server has yet to ask how
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_what_is_forked_may_use_gpus(script):
+    """CUDA cannot be used in a fork of a process that has asked for GPUs: nothing that is forked here from has."""
+    (script.folder / "script.py").write_text("import torch; print('torch' in globals(), torch.cuda._is_in_bad_fork())")
+    assert script.run() == (0, "True False\n")
+    assert run_workers(is_spoilt, 1, new=True) == [False]
+
+
+def is_spoilt():
+    return torch.cuda._is_in_bad_fork()
