@@ -46,10 +46,6 @@ class StepMonitor(Callback):
             )
 
     @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._new_steps.clear()  # of a search for a learning rate, which is undone
-
-    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:

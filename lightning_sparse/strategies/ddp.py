@@ -126,7 +126,7 @@ class SparseDDPStrategy(DDPStrategy):
         self._is_stepping = False
 
     def request_layer_stats(self) -> None:
-        """Asks for per-layer numbers in `StepStats` from the next ``fit`` on: on all workers, in a callback's ``setup``."""
+        """Asks for per-layer numbers from the next ``fit`` on; on all workers, in a callback's ``setup``."""
         self._per_layer_stats = True
 
     def restart(self) -> None:

@@ -257,10 +257,12 @@ def test_what_is_found_is_used_from_the_first_step_on(strategy: Any) -> None:
 
 def _use(strategy: Any) -> tuple[ThresholdCurve, list[float], list[str]]:
     finder, witness, listener = ThresholdFinder(0.2, num_steps=5), Witness(), Listener()
-    logging.getLogger("lightning.fabric").addHandler(listener)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).addHandler(listener)
     trainer = quiet_trainer(strategy, num_workers=2, max_steps=STEPS, callbacks=[witness, finder])
     trainer.fit(Classifier(adam), data())
     assert finder.curve is not None
+    assert not any(one["is_calibration"] for one in witness.exchanges)
     return finder.curve, [one["threshold"] for one in witness.exchanges], listener.messages
 
 
