@@ -35,6 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--parameters", type=int, default=100_000_000, help="of the model to speak of (100,000,000)")
     parser.add_argument("--density", type=float, default=0.001, help="share of coordinates to send (0.001)")
     options = parser.parse_args(arguments)
+    if options.parameters < 1:
+        parser.error(f"--parameters must be at least 1, and is {options.parameters}")
+    if not 0 < options.density <= 1:
+        parser.error(f"--density must be within (0, 1], and is {options.density:g}")
     num_workers = int(os.environ.get("WORLD_SIZE", "1"))
     if num_workers == 1:
         print("\n".join(described()))

@@ -24,6 +24,8 @@ class CommunicationProfile:
         payload_element_bytes: bytes of a coordinate that is sent.
         exchanges_per_step: 1 for gradients; less where only every so manieth step exchanges.
         on_gpu: whether it was measured on GPUs.
+        spread_seconds: interquartile range of a step, the largest of the three.
+        asked_density: the density that was asked for; None for that which was sent.
     """
 
     compute_seconds: float
@@ -35,11 +37,18 @@ class CommunicationProfile:
     payload_element_bytes: float
     exchanges_per_step: float = 1.0
     on_gpu: bool = False
+    spread_seconds: float = 0.0
+    asked_density: float | None = None
 
     @property
     def exchange_share(self) -> float:
         """Share of a dense step that is exchange which nothing hides, in 0…1."""
         return max(0.0, 1 - self.compute_seconds / self.dense_seconds)
+
+    @property
+    def says_something(self) -> bool:
+        """Whether steps vary by less than a dense exchange costs, and none is the fastest."""
+        return self.dense_seconds - self.compute_seconds > self.spread_seconds
 
     @property
     def times_faster(self) -> float:
@@ -65,14 +74,22 @@ class CommunicationProfile:
 
     def __str__(self) -> str:
         """The verdict in two sentences."""
+        missed = ""
+        if self.asked_density is not None and not 0.5 < self.density / self.asked_density < 2:
+            missed = f" (asked for: {100 * self.asked_density:.2g} %)"
         measured = (
             f"a step takes {1e3 * self.compute_seconds:.3g} ms without any exchange, {1e3 * self.dense_seconds:.3g} ms "
-            f"with a dense one ({self.exchange_share:.0%} of it is exchange), and {1e3 * self.sparse_seconds:.3g} ms "
-            f"at a density of {100 * self.density:.2g} %."
+            f"with a dense one ({100 * self.exchange_share:.0f} % of it is exchange), and "
+            f"{1e3 * self.sparse_seconds:.3g} ms at a density of {100 * self.density:.3g} %{missed}."
         )
+        if not self.says_something:
+            return (
+                f"{measured} Steps vary by {1e3 * self.spread_seconds:.3g} ms, more than a dense exchange costs: there "
+                "is little to gain, or the machine is too busy to tell. Measure when it is not, with more num_steps."
+            )
         if self.times_faster < NOT_WORTH_IT:
             return f"{measured} Sparse exchange does not pay here: take strategy='ddp'."
-        return (
-            f"{measured} Sparse is {self.times_faster:.2g} times as fast; break-even is at a density of about "
-            f"{100 * self.break_even:.2g} %."
+        break_even = (
+            f"; break-even is at a density of about {100 * self.break_even:.2g} %" if self.break_even < 0.99 else ""
         )
+        return f"{measured} Sparse is {self.times_faster:.3g} times as fast{break_even}."

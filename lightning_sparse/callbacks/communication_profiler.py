@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from statistics import median
+from math import nan
+from statistics import median, quantiles
 from time import perf_counter
 from typing import Any
 
 import torch
-from lightning.fabric.utilities import rank_zero_info
+from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
@@ -18,7 +19,7 @@ from lightning_sparse.engine import StepStats
 from lightning_sparse.engine.recorder import GradientRecorder
 from lightning_sparse.exchange.wire import value_bytes
 from lightning_sparse.sparsifiers import HardThreshold
-from lightning_sparse.sparsifiers.protocol import require_density
+from lightning_sparse.sparsifiers.protocol import require_density, require_steps
 from lightning_sparse.sparsifiers.replay import first_densities
 from lightning_sparse.strategies import SparseDDPStrategy, SparseLocalStrategy
 from lightning_sparse.strategies.trial import Trial, run_trial
@@ -48,8 +49,7 @@ class CommunicationProfiler(Callback):
     """
 
     def __init__(self, num_steps: int = 20, density: float | None = None) -> None:
-        if num_steps < 1:
-            raise ValueError(f"Invalid {num_steps=}. Must be at least 1.")
+        require_steps(num_steps)
         if density is not None:
             require_density(density, "one in a thousand")
         self.num_steps = num_steps
@@ -71,22 +71,38 @@ class CommunicationProfiler(Callback):
         if why is not None:
             rank_zero_info(f"CommunicationProfiler does nothing: {why}.")
             return
+        rank_zero_info(
+            "CommunicationProfiler trains for some steps, three times; then they are undone and training begins."
+        )
         self.profile = self._measure(trainer, strategy)
-        rank_zero_info(f"lightning_sparse: {self.profile}")
+        if self.profile is not None:
+            rank_zero_info(f"lightning_sparse: {self.profile}")
 
-    def _measure(self, trainer: Trainer, strategy: Any) -> CommunicationProfile:
+    def _measure(self, trainer: Trainer, strategy: Any) -> CommunicationProfile | None:
         every = int(getattr(strategy._options, "every_n_steps", 1))
         num_elements = sum(one.numel() for one in trainer.lightning_module.parameters() if one.requires_grad)
         density = self.density or strategy.sparsifier.density or 0.001
         recorder = GradientRecorder(num_elements, strategy.global_rank)
 
+        spreads: list[float] = []
+
         def seconds(*during: Any) -> float:
             clock = _Clock(UNTIMED_EXCHANGES * every)
             run_trial(trainer, every * (UNTIMED_EXCHANGES + self.num_steps), strategy.restart, *during, trial=clock)
-            return clock.seconds(strategy, every)
+            seconds, spread = clock.seconds(strategy, every)
+            spreads.append(spread)
+            return seconds
 
         dense = seconds(strategy.state.recording(recorder))
+        if recorder.num_steps <= UNTIMED_EXCHANGES:
+            rank_zero_warn(
+                f"CommunicationProfiler measured nothing: the training makes {recorder.num_steps} exchanges, and the "
+                f"first {UNTIMED_EXCHANGES} are not timed."
+            )
+            return None
         threshold = self._threshold(recorder, density, strategy)
+        if threshold is None:
+            return None
         sent: list[StepStats] = []
         sparse = seconds(_with_threshold(strategy.state, threshold), strategy.state.telling(sent.append))
         compute = seconds(_without_exchange(strategy))
@@ -100,23 +116,24 @@ class CommunicationProfiler(Callback):
             num_workers=strategy.state.workers.num_workers,
             payload_element_bytes=value_bytes(strategy._options.value_dtype) + 2,
             exchanges_per_step=1 / every,
+            spread_seconds=max(spreads),
+            asked_density=density,
             on_gpu=strategy.root_device.type == "cuda",
         )
 
-    def _threshold(self, recorder: GradientRecorder, density: float, strategy: Any) -> float:
-        """Returns λ that sends a density of the steps that were recorded, the same on all workers."""
+    def _threshold(self, recorder: GradientRecorder, density: float, strategy: Any) -> float | None:
+        """Returns λ that sends a density of the steps that were recorded, the same on all workers; None without any."""
 
         def mean_over_workers(value: Tensor) -> Tensor:
             mean = value.to(strategy.root_device, torch.float32)
             return strategy.reduce(mean, reduce_op="mean").double().cpu()  # type: ignore[no-any-return]
 
         recorded, weights = recorder.recorded()
-        largest = mean_over_workers(recorded.abs().sum(0).max().view(1)).item()
-        if not largest > 0 or len(recorded) <= UNTIMED_EXCHANGES:
-            raise RuntimeError(
-                f"CommunicationProfiler measured {len(recorded)} finite steps, with gradients of at most {largest:g}. "
-                f"It needs more than {UNTIMED_EXCHANGES} steps with gradients that are not all zero: train for longer."
-            )
+        is_enough = len(recorded) > UNTIMED_EXCHANGES
+        largest = mean_over_workers(recorded.abs().sum(0).max().view(1) if is_enough else torch.full((1,), nan)).item()
+        if not largest > 0:  # NaN, too
+            rank_zero_warn("CommunicationProfiler measured nothing: too few gradients are finite and other than zero.")
+            return None
         thresholds = torch.logspace(-6, 0, 121, dtype=torch.float64) * largest
         densities = mean_over_workers(first_densities(recorded, thresholds, weights, UNTIMED_EXCHANGES))
         return float(thresholds[(densities - density).abs().argmin()])
@@ -147,12 +164,17 @@ class _Clock(Trial):
                 torch.cuda.synchronize(trainer.strategy.root_device)
             self._begins.append((trainer.global_step, perf_counter()))
 
-    def seconds(self, strategy: Any, every: int) -> float:
-        """Returns the median of a step, of the slowest worker; with an exchange every so many, of as many on end."""
+    def seconds(self, strategy: Any, every: int) -> tuple[float, float]:
+        """Returns median and interquartile range of a step, of the slowest worker.
+
+        With an exchange every so many steps, of as many on end.
+        """
         begins = [one for one in self._begins if one[0] - self._begins[0][0] >= self._untimed][::every]
         steps = [(t - s) / (b - a) for (a, s), (b, t) in pairwise(begins)]
-        own = torch.tensor(median(steps) if steps else float("nan"), device=strategy.root_device)
-        return float(strategy.reduce(own, reduce_op="max"))
+        lower, _, upper = quantiles(steps, n=4) if len(steps) > 1 else (nan, nan, nan)
+        own = torch.tensor([median(steps) if steps else nan, upper - lower], device=strategy.root_device)
+        seconds, spread = strategy.reduce(own, reduce_op="max").tolist()
+        return seconds, spread
 
 
 @contextmanager

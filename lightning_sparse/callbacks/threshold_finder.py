@@ -22,7 +22,7 @@ from lightning_sparse.engine.recorder import GradientRecorder
 from lightning_sparse.exchange.cost_model import Costs, speeds
 from lightning_sparse.exchange.wire import value_bytes
 from lightning_sparse.sparsifiers import HardThreshold
-from lightning_sparse.sparsifiers.protocol import require_density
+from lightning_sparse.sparsifiers.protocol import require_density, require_steps
 from lightning_sparse.sparsifiers.replay import replayed_densities
 from lightning_sparse.strategies.trial import run_trial
 
@@ -45,7 +45,7 @@ class ThresholdFinder(Callback):
 
     Args:
         density: the share of coordinates to be sent, in (0, 1); None is the strategy's, or 0.001.
-        num_steps: optimizer steps to measure.
+        num_steps: exchanges to measure.
         update: whether the fit goes on with the λ found: constant where the strategy has a threshold, in place of
             calibration where it has a density. One worker alone has nothing to exchange, and goes on as it was.
 
@@ -53,14 +53,16 @@ class ThresholdFinder(Callback):
         curve: the `ThresholdCurve`, None before.
 
     Raises:
-        ValueError: a density that is none, or less than one step.
+        ValueError: a density that is none, or less than one step; in ``fit``, data that can be read once only, or a
+            density that is not the strategy's own.
     """
 
     def __init__(self, density: float | None = None, num_steps: int = 50, update: bool = True) -> None:
         if density is not None:
             require_density(density, "one in a thousand")
-        if num_steps < 1:
-            raise ValueError(f"Invalid {num_steps=}. Must be at least 1.")
+        if density == 1:
+            raise ValueError("Invalid density=1. There is nothing to find: threshold=0 sends everything.")
+        require_steps(num_steps)
         self.density = density
         self.num_steps = num_steps
         self.update = update
@@ -80,13 +82,30 @@ class ThresholdFinder(Callback):
                 "Look for a threshold with strategy='ddp_hardthreshold' or 'local_hardthreshold'."
             )
             return
+        asked = getattr(strategy.sparsifier, "density", None)
+        # What is held is the strategy's own density.
+        if self.update and self.density is not None and asked not in (None, self.density):
+            raise ValueError(
+                f"ThresholdFinder(density={self.density:g}) would find a λ for that density, and the strategy would "
+                f"hold λ to its own density={asked:g} (0.001 where it was given nothing). Give the strategy "
+                f"density={self.density:g}, or a threshold, which the one found takes the place of; or leave the "
+                "finder's density out."
+            )
+        rank_zero_info("ThresholdFinder trains for some dense steps; then they are undone and training begins.")
         self.curve = self._find(trainer, strategy)
+        if self.curve is None and self._file is None:
+            rank_zero_warn(
+                "ThresholdFinder found nothing: the training makes no exchange in "
+                f"{self._num_batches(strategy)} optimizer steps. λ stays what it is."
+            )
+            return
         if self._file is not None:
-            if trainer.is_global_zero:
+            if trainer.is_global_zero and self.curve is not None:
                 with open(self._file, "wb") as file:
                     pickle.dump(asdict(self.curve), file)
             self._end(trainer)
             return
+        assert self.curve is not None
         self._use(self.curve, _holders(strategy))
 
     def _end(self, trainer: Trainer) -> None:
@@ -97,16 +116,19 @@ class ThresholdFinder(Callback):
         trainer.num_sanity_val_steps = 0
         trainer.fit_loop.epoch_loop.max_steps = trainer.global_step
 
-    def _find(self, trainer: Trainer, strategy: Any) -> ThresholdCurve:
+    def _find(self, trainer: Trainer, strategy: Any) -> ThresholdCurve | None:
         holders = _holders(strategy)
-        if not all(isinstance(one.sparsifier, HardThreshold) for one in holders):
-            name = type(holders[0].sparsifier).__name__
-            raise TypeError(f"ThresholdFinder looks for the λ of a HardThreshold, and the sparsifier is {name}.")
+        if not isinstance(strategy.sparsifier, HardThreshold):
+            name = type(strategy.sparsifier).__name__
+            raise TypeError(
+                f"ThresholdFinder looks for the λ of a HardThreshold, and the sparsifier is {name}. Use a strategy "
+                "such as DDPHardThresholdStrategy."
+            )
         num_elements = sum(one.numel() for one in trainer.lightning_module.parameters() if one.requires_grad)
         recorders = [GradientRecorder(num_elements, one.workers.rank) for one in holders]
         recordings = [one.recording(recorder) for one, recorder in zip(holders, recorders, strict=True)]
         run_trial(trainer, self._num_batches(strategy), strategy.restart, *recordings)
-        return self._curve(strategy, holders, recorders, num_elements)
+        return self._curve(strategy, holders, recorders, num_elements) if recorders[0].num_steps else None
 
     def _num_batches(self, strategy: Any) -> int:
         """Optimizer steps, so that there are as many exchanges as steps were asked for."""
@@ -134,7 +156,7 @@ class ThresholdFinder(Callback):
                 steps,
                 thresholds,
                 torch.Generator().manual_seed(rank),
-                own=recorder.own_thresholds(getattr(strategy.sparsifier, "layer_thresholds", {})),
+                own=recorder.own_thresholds(strategy.sparsifier.layer_thresholds),
             ).double() @ weights.double() / num_elements
             for rank, (recorder, (steps, weights)) in enumerate(zip(recorders, recorded, strict=True))
         ])  # fmt: skip

@@ -139,6 +139,8 @@ class DriftExchange:
         for bucket in self.buckets:
             bucket.read(bucket.anchor)
             bucket.kept.zero_()
+        if self._outer is not None:
+            self._outer.state.clear()
 
     def anchor(self) -> dict[str, Tensor]:
         """Returns x by parameter name: the weights' shapes, complex ones as real, views of what exchanges change."""

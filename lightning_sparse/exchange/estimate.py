@@ -1,9 +1,10 @@
 """What an exchange will cost, said before anything runs."""
 
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, inf
 
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from lightning_sparse.exchange.cost_model import Costs, Route, Speeds, speeds
 from lightning_sparse.exchange.wire import VALUE_DTYPES, ValueDtype, value_bytes
@@ -98,7 +99,8 @@ def estimate(
         on_gpu: whether gradients are on GPUs.
 
     Raises:
-        ValueError: a number outside its range.
+        ValueError: a number outside its range, or a model whose sizes are not known yet.
+        TypeError: no model.
 
     Example:
         >>> result = estimate(11_173_962, num_workers=8, gbit_per_s=1, compute_seconds=0.06)
@@ -107,8 +109,12 @@ def estimate(
     """
     if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 2:
         raise ValueError(f"Invalid {num_workers=}. Must be at least 2: one worker exchanges nothing.")
-    if not is_number(gbit_per_s) or not gbit_per_s > 0:
-        raise ValueError(f"Invalid {gbit_per_s=}. Must be above 0, in Gbit/s.")
+    if not is_number(gbit_per_s) or not 0 < gbit_per_s < inf:
+        raise ValueError(f"Invalid {gbit_per_s=}. Must be above 0 and finite, in Gbit/s.")
+    if isinstance(model, bool) or not isinstance(model, (int, nn.Module)):
+        raise TypeError(f"Expected a module or the number of its parameters, got {model!r}.")
+    if isinstance(model, nn.Module) and any(isinstance(one, UninitializedParameter) for one in model.parameters()):
+        raise ValueError("The model has layers that are not initialised. Run a batch through it first.")
     if compute_seconds is not None and (not is_number(compute_seconds) or not compute_seconds >= 0):
         raise ValueError(f"Invalid {compute_seconds=}. Must be at least 0, in seconds.")
     if value_dtype not in VALUE_DTYPES:

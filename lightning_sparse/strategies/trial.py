@@ -13,11 +13,11 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BaseProgress
 from lightning.pytorch.tuner.lr_finder import _LRCallback
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
-from torch.utils.data import DataLoader
 from torchmetrics import Metric
+
+from lightning_sparse.strategies.trial_data import data_as_they_were
 
 
 class Trial(Callback):
@@ -39,23 +39,25 @@ def run_trial(
     """Trains for some steps from within ``on_fit_start``, without validation, and puts everything back. Collective.
 
     Put back are weights, buffers, extra states and metrics of the module, optimizers, learning-rate schedulers, the
-    GradScaler, the Trainer's progress and metrics, all global random states, generators of the data loaders, and the
-    data loaders themselves, which begin anew. Callbacks and loggers see nothing of it. What the module keeps in
-    attributes of its own, and what a data set does when it is read, cannot be put back.
+    GradScaler, the Trainer's progress and metrics, all global random states, and the data (see ``trial_data``).
+    Callbacks and loggers see nothing of it. What the module keeps in attributes of its own, and what a data set does
+    when it is read, cannot be put back.
 
     Args:
         trainer: at the beginning of a fit.
         num_steps: optimizer steps, fewer if the training is shorter.
-        restart: brings back the strategy's own state; called last.
+        restart: brings back the strategy's own state; called last, and not after an exception, which other workers may
+            know nothing of.
         *during: what holds while it runs; left before anything else is put back.
         trial: the callback to use, such as one that measures.
+
+    Raises:
+        ValueError: data that can be read once only.
     """
     module = trainer.lightning_module
     with ExitStack() as undo:
-        undo.callback(restart)
         undo.enter_context(isolate_rng())
-        for generator in _generators(trainer):
-            undo.callback(generator.set_state, generator.get_state())
+        undo.enter_context(data_as_they_were(trainer))
         undo.enter_context(_module_as_it_was(module))
         undo.enter_context(_optimizers_as_they_were(trainer))
         undo.enter_context(_trainer_as_it_was(trainer))
@@ -67,6 +69,7 @@ def run_trial(
         for one in during:
             undo.enter_context(one)
         trainer.fit_loop.run()
+    restart()
 
 
 def require_gone(wrapper: weakref.ref[Any]) -> None:
@@ -86,6 +89,7 @@ def require_gone(wrapper: weakref.ref[Any]) -> None:
 @contextmanager
 def _module_as_it_was(module: LightningModule) -> Iterator[None]:
     tensors = [(one, one.detach().clone(), one.requires_grad) for one in [*module.parameters(), *module.buffers()]]
+    buffers = [(one, dict(one._buffers)) for one in module.modules()]
     gradients = [(one, None if one.grad is None else one.grad.clone()) for one in module.parameters()]
     extra = [
         (one, copy.deepcopy(one.get_extra_state()))
@@ -99,6 +103,8 @@ def _module_as_it_was(module: LightningModule) -> Iterator[None]:
     try:
         yield
     finally:
+        for owner, own in buffers:  # some may have been assigned anew
+            owner._buffers.update(own)
         with torch.no_grad():
             for tensor, before, needed_gradient in tensors:
                 tensor.copy_(before)
@@ -169,17 +175,3 @@ def _progress_of(loop: _Loop) -> Iterator[tuple[_Loop, str, Any]]:
             yield loop, name, copy.copy(value)
         elif not isinstance(value, (_Loop, Trainer)):
             yield loop, name, value
-
-
-def _generators(trainer: Trainer) -> list[torch.Generator]:
-    """Those of loaders that the user gave to ``fit``; what hooks return they make anew."""
-    source = trainer.fit_loop._data_source
-    if source.instance is None or source.is_module():
-        return []
-    found = []
-    for loader in CombinedLoader(source.instance).flattened:
-        for one in (loader, getattr(loader, "sampler", None)):
-            generator = getattr(one, "generator", None)
-            if isinstance(loader, DataLoader) and isinstance(generator, torch.Generator):
-                found.append(generator)
-    return found

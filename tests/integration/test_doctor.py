@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -67,3 +68,12 @@ def _measure() -> LinkSpeed:
     from lightning_sparse.exchange.link_test import measure_link
 
     return measure_link(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("arguments", [["--density", "2"], ["--density", "0"], ["--parameters", "0"]])
+def test_arguments_out_of_range_are_refused_before_anything_else(arguments: list[str], capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        doctor.main(arguments)
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert f"{arguments[0]} must be" in printed.err

@@ -2,13 +2,16 @@
 
 import copy
 import logging
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
@@ -80,6 +83,75 @@ class Counter(nn.Module):
         self.count = state["count"]
 
 
+class Assigned(Classifier):
+    """Assigns its buffer in place of writing into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * batch[0].mean(0)
+        return super().loss([batch[0] - self.mean, batch[1]])
+
+
+class Drawn(torch.utils.data.Dataset):
+    """Its samples are drawn when they are read."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.randn(8), index % 3
+
+
+class Counted(DataLoader):
+    """Gives other data in each epoch, and can be set back."""
+
+    epoch = 0
+
+    def __iter__(self) -> Any:
+        self.epoch += 1
+        generator = torch.Generator().manual_seed(self.epoch)
+        yield from ([torch.randn(4, 8, generator=generator), torch.arange(4) % 3] for _ in range(len(self)))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch = state["epoch"]
+
+
+class Shuffler(torch.utils.data.Sampler):
+    """Has a generator by another name than torch's own."""
+
+    def __init__(self) -> None:
+        self.numbers = torch.Generator().manual_seed(0)
+
+    def __len__(self) -> int:
+        return 64
+
+    def __iter__(self) -> Any:
+        return iter(torch.randperm(64, generator=self.numbers).tolist())
+
+
+class Renewing(LightningDataModule):
+    """Makes other data each time that it is asked, and can be set back."""
+
+    asked = 0
+
+    def train_dataloader(self) -> DataLoader:
+        self.asked += 1
+        samples = torch.randn(64, 8, generator=torch.Generator().manual_seed(self.asked))
+        return DataLoader(TensorDataset(samples, torch.arange(64) % 3), 4)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"asked": self.asked}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.asked = state["asked"]
+
+
 def with_own_generator() -> DataLoader:
     samples = torch.randn(64, 8, generator=torch.Generator().manual_seed(11))
     labels = torch.arange(64) % 3
@@ -102,7 +174,7 @@ class Program:
     model: Callable[[], LightningModule] = Classifier
     strategy: Callable[[], Any] = lambda: DDPHardThresholdStrategy(threshold=0.05)
     options: dict[str, Any] = field(default_factory=dict)
-    loader: Callable[[], DataLoader] = data
+    loader: Callable[[], Any] = data
     num_processes: int = 2
 
 
@@ -145,6 +217,23 @@ PROGRAMS = {
         num_processes=1,
     ),
     "alone": Program(num_processes=1),
+    "an assigned buffer": Program(Assigned),
+    "an outer optimizer": Program(
+        strategy=lambda: LocalHardThresholdStrategy(
+            threshold=0.003, every_n_steps=2, outer_optimizer=partial(torch.optim.SGD, lr=0.7, momentum=0.9)
+        )
+    ),
+    "persistent processes": Program(
+        loader=lambda: DataLoader(Drawn(), 4, num_workers=1, persistent_workers=True),
+        options={"use_distributed_sampler": False},
+    ),
+    "a loader with a state": Program(
+        loader=lambda: Counted(data().dataset, 4), options={"use_distributed_sampler": False}
+    ),
+    "a sampler of one's own": Program(
+        loader=lambda: DataLoader(data().dataset, 4, sampler=Shuffler()), options={"use_distributed_sampler": False}
+    ),
+    "a data module with a state": Program(loader=Renewing),
 }  # fmt: skip
 
 
@@ -216,6 +305,86 @@ class Witness(Callback):
         )
 
 
+@pytest.mark.parametrize("callback", [ThresholdFinder, CommunicationProfiler])
+def test_an_exception_of_one_worker_ends_all_with_it(callback: Any) -> None:
+    with pytest.raises(AssertionError, match="a bad file") as raised:
+        run_workers(_fail_alone, 2, callback, process_group=False, timeout=60, new=True)
+    assert "rank 1:" in str(raised.value)
+
+
+def _fail_alone(callback: Any) -> None:
+    quiet_trainer(DDPHardThresholdStrategy(threshold=0.1), num_workers=2, callbacks=[callback()]).fit(Failing(), data())
+
+
+class Failing(Classifier):
+    """Cannot read the fifth batch on the second worker."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 4 and self.global_rank == 1:
+            raise ValueError("a bad file")
+        return super().training_step(batch, batch_idx)
+
+
+NOTHING: dict[str, dict[str, Any]] = {
+    "no batches": {"limit_train_batches": 0},
+    "no epochs": {"max_epochs": 0, "max_steps": -1},
+    "no exchange": {
+        "strategy": LocalHardThresholdStrategy(threshold=0.1, every_n_steps=50),
+        "max_epochs": 1,
+        "max_steps": -1,
+    },
+}
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_a_training_without_an_exchange_is_left_in_peace(name: str) -> None:
+    for messages in run_workers(_train_nothing, 2, name, process_group=False):
+        assert any("ThresholdFinder found nothing: the training makes no exchange" in one for one in messages)
+        assert any("CommunicationProfiler measured nothing: the training makes 0 exchanges" in one for one in messages)
+
+
+def _train_nothing(name: str) -> list[str]:
+    options = {"strategy": DDPHardThresholdStrategy(threshold=0.1), "num_workers": 2} | NOTHING[name]
+    finder, profiler = ThresholdFinder(num_steps=4), CommunicationProfiler(4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quiet_trainer(options.pop("strategy"), callbacks=[finder, profiler], **options).fit(Classifier(), data(32))
+    assert finder.curve is None
+    assert profiler.profile is None
+    # Only the first worker says it.
+    said = [str(one.message) for one in caught]
+    return said if torch.distributed.get_rank() == 0 else _EXPECTED
+
+
+_EXPECTED = [
+    "ThresholdFinder found nothing: the training makes no exchange",
+    "CommunicationProfiler measured nothing: the training makes 0 exchanges",
+]
+
+
+def test_data_that_can_be_read_once_are_refused() -> None:
+    run_workers(_read_once, 2, process_group=False)
+
+
+def _read_once() -> None:
+    trainer = quiet_trainer(DDPHardThresholdStrategy(threshold=0.1), num_workers=2, callbacks=[ThresholdFinder()])
+    with pytest.raises(ValueError, match="The training data are a generator, which cannot be read twice"):
+        trainer.fit(Classifier(), (batch for batch in data()))
+
+
+def test_two_densities_are_refused() -> None:
+    run_workers(_two_densities, 2, process_group=False)
+
+
+def _two_densities() -> None:
+    for strategy, raises in (("ddp_hardthreshold", True), (DDPHardThresholdStrategy(density=0.2), False)):
+        finder = ThresholdFinder(density=0.2, num_steps=3)
+        trainer = quiet_trainer(strategy, num_workers=2, callbacks=[finder])
+        with pytest.raises(ValueError, match=r"hold λ to its own density=0\.001") if raises else nullcontext():
+            trainer.fit(Classifier(), data())
+        assert (finder.curve is None) == raises
+
+
 def test_a_ddp_module_that_is_held_is_told_of() -> None:
     run_workers(_hold, 2, process_group=False)
 
@@ -239,9 +408,9 @@ class Holder(Callback):
     "strategy",
     [
         DDPHardThresholdStrategy(threshold=1e9),
-        DDPHardThresholdStrategy(density=0.1),
+        DDPHardThresholdStrategy(density=0.2),
         LocalHardThresholdStrategy(threshold=1e9),
-        LocalHardThresholdStrategy(density=0.1),
+        LocalHardThresholdStrategy(density=0.2),
     ],
     ids=["threshold", "density", "drift threshold", "drift density"],
 )
@@ -405,7 +574,12 @@ class Still(Classifier):
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"density": 0.0}, r"Invalid density=0\.0"), ({"num_steps": 0}, "Invalid num_steps=0. Must be at least 1")],
+    [
+        ({"density": 0.0}, r"Invalid density=0\.0"),
+        ({"num_steps": 0}, "Invalid num_steps=0. Must be a whole number of at least 1"),
+        ({"num_steps": 1.5}, r"Invalid num_steps=1\.5"),
+        ({"num_steps": "5"}, "Invalid num_steps='5'"),
+    ],
 )
 @pytest.mark.parametrize("callback", [ThresholdFinder, CommunicationProfiler])
 def test_options_outside_their_range_are_refused(callback: Any, options: dict[str, Any], said: str) -> None:

@@ -15,11 +15,25 @@ MEASURED = CommunicationProfile(0.058, 0.413, 0.076, 0.001, 11_181_642, 2, 6)
 
 def test_the_verdict_in_words():
     assert str(MEASURED) == (
-        "a step takes 58 ms without any exchange, 413 ms with a dense one (86% of it is exchange), and 76 ms at a "
-        "density of 0.1 %. Sparse is 5.4 times as fast; break-even is at a density of about 31 %."
+        "a step takes 58 ms without any exchange, 413 ms with a dense one (86 % of it is exchange), and 76 ms at a "
+        "density of 0.1 %. Sparse is 5.43 times as fast; break-even is at a density of about 31 %."
     )
     nothing = replace(MEASURED, sparse_seconds=0.41)
     assert str(nothing).endswith("at a density of 0.1 %. Sparse exchange does not pay here: take strategy='ddp'.")
+    assert str(replace(MEASURED, sparse_seconds=0.058, dense_seconds=50.0, density=1.0)).endswith("862 times as fast.")
+    missed = replace(MEASURED, density=0.005, asked_density=0.001)
+    assert "at a density of 0.5 % (asked for: 0.1 %). Sparse is" in str(missed)
+    assert "asked" not in str(replace(missed, density=0.0015))
+
+
+@pytest.mark.parametrize(
+    ("compute", "dense", "spread", "says"),
+    [(0.058, 0.413, 0.1, True), (0.058, 0.413, 0.4, False), (0.352, 0.336, 0.001, False), (0.0095, 0.0096, 0.0, True)],
+)
+def test_out_of_noise_no_verdict_is_made(compute, dense, spread, says):
+    profile = replace(MEASURED, compute_seconds=compute, dense_seconds=dense, spread_seconds=spread)
+    assert profile.says_something == says
+    assert ("too busy to tell" in str(profile)) == (not says)
 
 
 def test_the_rate_is_that_over_which_a_dense_exchange_would_take_as_long():

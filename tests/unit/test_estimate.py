@@ -81,9 +81,17 @@ def test_a_sparse_exchange_pays_the_more_the_slower_the_link():
         ({"value_dtype": "half"}, "Invalid value_dtype='half'. Must be one of 'float32'"),
         ({"compute_seconds": -1.0}, "Invalid compute_seconds=-1.0. Must be at least 0"),
         ({"model": nn.ReLU()}, "Got 0 elements to exchange"),
+        ({"model": nn.LazyLinear(3)}, "has layers that are not initialised"),
+        ({"gbit_per_s": float("inf")}, "Invalid gbit_per_s=inf"),
     ],
 )
 def test_numbers_outside_their_range_are_refused(options, said):
     options = {"model": 1000, "num_workers": 2, "gbit_per_s": 1.0} | options
     with pytest.raises(ValueError, match=said):
         estimate(options.pop("model"), **options)
+
+
+@pytest.mark.parametrize("model", ["resnet18", True, None])
+def test_what_is_no_model_is_refused(model):
+    with pytest.raises(TypeError, match=f"Expected a module or the number of its parameters, got {model!r}"):
+        estimate(model, num_workers=2, gbit_per_s=1.0)
