@@ -6,8 +6,6 @@ import gc
 import importlib
 import importlib.metadata
 
-from tests.warm_start.huge_pages import use_huge_pages
-
 # Every Trainer asks for entry points, and for an answer all installed packages are read.
 importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
 gc.disable()
@@ -62,5 +60,4 @@ _meet_lightning()
 
 # The garbage collector of a worker would write to every page that it shares with the server.
 gc.freeze()
-use_huge_pages()
 gc.enable()

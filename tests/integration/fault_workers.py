@@ -127,7 +127,7 @@ def fit(
         )
     elif case.is_sparse:
         strategy = SparseDDPStrategy(
-            (OwnSelect if case.own_select else HardThreshold)(THRESHOLD),
+            (OwnSelect if case.own_select else HardThreshold)(threshold=THRESHOLD),
             exchange=case.route,
             residual_checkpoint=case.residual_checkpoint,
             process_group_backend="gloo",

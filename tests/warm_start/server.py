@@ -22,8 +22,6 @@ import types
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from huge_pages import use_huge_pages
-
 _MODULES = (
     "jsonargparse",
     "lightning.pytorch.cli",
@@ -125,7 +123,6 @@ def _import_modules() -> None:
         with contextlib.suppress(ImportError):  # a command that needs it says so
             importlib.import_module(name)
     gc.freeze()  # else a collection in a fork would write to all pages
-    use_huge_pages()
     gc.enable()
 
 
