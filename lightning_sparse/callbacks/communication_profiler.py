@@ -15,6 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.callbacks.communication_profile import CommunicationProfile
+from lightning_sparse.callbacks.step_monitor import mean_over_workers
 from lightning_sparse.engine import StepStats
 from lightning_sparse.engine.recorder import GradientRecorder
 from lightning_sparse.exchange.wire import value_bytes
@@ -123,19 +124,15 @@ class CommunicationProfiler(Callback):
 
     def _threshold(self, recorder: GradientRecorder, density: float, strategy: Any) -> float | None:
         """Returns λ that sends a density of the steps that were recorded, the same on all workers; None without any."""
-
-        def mean_over_workers(value: Tensor) -> Tensor:
-            mean = value.to(strategy.root_device, torch.float32)
-            return strategy.reduce(mean, reduce_op="mean").double().cpu()  # type: ignore[no-any-return]
-
         recorded, weights = recorder.recorded()
         is_enough = len(recorded) > UNTIMED_EXCHANGES
-        largest = mean_over_workers(recorded.abs().sum(0).max().view(1) if is_enough else torch.full((1,), nan)).item()
+        own = recorded.abs().sum(0).max().view(1) if is_enough else torch.full((1,), nan)
+        largest = mean_over_workers(strategy, own).item()
         if not largest > 0:  # NaN, too
             rank_zero_warn("CommunicationProfiler measured nothing: too few gradients are finite and other than zero.")
             return None
         thresholds = torch.logspace(-6, 0, 121, dtype=torch.float64) * largest
-        densities = mean_over_workers(first_densities(recorded, thresholds, weights, UNTIMED_EXCHANGES))
+        densities = mean_over_workers(strategy, first_densities(recorded, thresholds, weights, UNTIMED_EXCHANGES))
         return float(thresholds[(densities - density).abs().argmin()])
 
 

@@ -12,10 +12,9 @@ from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities.exceptions import _TunerExitException
-from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.callbacks.step_monitor import SPARSE
+from lightning_sparse.callbacks.step_monitor import SPARSE, holders_of, mean_over_workers
 from lightning_sparse.callbacks.threshold_curve import ThresholdCurve
 from lightning_sparse.engine.holder import EngineHolder
 from lightning_sparse.engine.recorder import GradientRecorder
@@ -106,7 +105,7 @@ class ThresholdFinder(Callback):
             self._end(trainer)
             return
         assert self.curve is not None
-        self._use(self.curve, _holders(strategy))
+        self._use(self.curve, holders_of(strategy))
 
     def _end(self, trainer: Trainer) -> None:
         """Ends the fit, of which nothing is left to do."""
@@ -117,7 +116,7 @@ class ThresholdFinder(Callback):
         trainer.fit_loop.epoch_loop.max_steps = trainer.global_step
 
     def _find(self, trainer: Trainer, strategy: Any) -> ThresholdCurve | None:
-        holders = _holders(strategy)
+        holders = holders_of(strategy)
         if not isinstance(strategy.sparsifier, HardThreshold):
             name = type(strategy.sparsifier).__name__
             raise TypeError(
@@ -137,29 +136,27 @@ class ThresholdFinder(Callback):
     def _curve(
         self, strategy: Any, holders: list[EngineHolder], recorders: list[GradientRecorder], num_elements: int
     ) -> ThresholdCurve:
-        def mean_over_workers(values: list[Tensor]) -> Tensor:
-            mean = torch.stack(values).mean(0).to(strategy.root_device, torch.float32)
-            return strategy.reduce(mean, reduce_op="mean").double().cpu()  # type: ignore[no-any-return]
-
         density = self.density or getattr(strategy.sparsifier, "density", None) or 0.001
         recorded = [one.recorded() for one in recorders]
         squares = [(steps.square().mean(0) @ weights).view(1) / num_elements for steps, weights in recorded]
-        root = sqrt(mean_over_workers(squares).item())
+        root = sqrt(mean_over_workers(strategy, torch.stack(squares).mean(0)).item())
         if not root > 0:  # NaN, too: no finite step
             raise RuntimeError(
                 f"ThresholdFinder measured no gradient in {recorders[0].num_steps} steps: all were zero or not finite."
             )
         ends = log10(LOWEST * root), log10(root / sqrt(density / TENTH))
         thresholds = torch.logspace(*ends, POINTS, dtype=torch.float64)
-        densities = mean_over_workers([
+        densities = [
             replayed_densities(
                 steps,
                 thresholds,
                 torch.Generator().manual_seed(rank),
                 own=recorder.own_thresholds(strategy.sparsifier.layer_thresholds),
-            ).double() @ weights.double() / num_elements
+            ).double()
+            @ weights.double()
+            / num_elements
             for rank, (recorder, (steps, weights)) in enumerate(zip(recorders, recorded, strict=True))
-        ])  # fmt: skip
+        ]
         options = strategy._options
         value = value_bytes(options.value_dtype)
         workers = holders[0].workers
@@ -167,7 +164,7 @@ class ThresholdFinder(Callback):
         rates = speeds(getattr(options, "link_gbit_s", None), on_gpu=strategy.root_device.type == "cuda")
         return ThresholdCurve(
             tuple(thresholds.tolist()),
-            tuple(densities.tolist()),
+            tuple(mean_over_workers(strategy, torch.stack(densities).mean(0)).tolist()),
             density,
             num_elements,
             len(recorded[0][0]),
@@ -238,8 +235,3 @@ def find_threshold(
             f"Found no threshold with strategy={type(trainer.strategy).__name__}: what it said above is why."
         )
     return finder.curve
-
-
-def _holders(strategy: Any) -> list[EngineHolder]:
-    workers = getattr(strategy, "workers", None)
-    return [strategy.state] if workers is None else list(workers.each)

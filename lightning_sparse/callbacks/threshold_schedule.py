@@ -7,7 +7,7 @@ from typing import Any, Literal
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_sparse.callbacks.step_monitor import SPARSE
+from lightning_sparse.callbacks.step_monitor import SPARSE, holders_of
 from lightning_sparse.sparsifiers import HardThreshold
 from lightning_sparse.sparsifiers.protocol import is_number
 
@@ -93,8 +93,7 @@ class ThresholdSchedule(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         strategy: Any = trainer.strategy
-        workers = getattr(strategy, "workers", None)
-        holders = [strategy.state] if workers is None else workers.each
+        holders = holders_of(strategy)
         if holders[0].workers.num_workers == 1:
             return  # gradients pass through whole
         if self._base is None:
@@ -104,6 +103,7 @@ class ThresholdSchedule(Callback):
             factor = _require_factor(float(optimizer.param_groups[0]["lr"]) / float(optimizer.defaults["lr"]))
         else:
             factor = self.factor(trainer.global_step if self.interval == "step" else trainer.current_epoch)
+        assert self._base is not None  # a hard threshold's
         for holder in holders:
             if holder.sparsifier.current_threshold != factor * self._base:
                 holder.set_threshold(factor * self._base)

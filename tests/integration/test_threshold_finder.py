@@ -31,6 +31,7 @@ from lightning_sparse import (
     find_threshold,
 )
 from tests.integration.models import Classifier, ManualClassifier, TwoPlayers, adam, data, nesterov, quiet_trainer
+from tests.integration.test_monitors import Listener
 from tests.workers import run_workers
 
 STEPS = 6
@@ -433,17 +434,6 @@ def _use(strategy: Any) -> tuple[ThresholdCurve, list[float], list[str]]:
     assert finder.curve is not None
     assert not any(one["is_calibration"] for one in witness.exchanges)
     return finder.curve, [one["threshold"] for one in witness.exchanges], listener.messages
-
-
-class Listener(logging.Handler):
-    """Keeps what is said."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
 
 
 class Noise(LightningModule):
