@@ -39,18 +39,20 @@ class CommunicationProfiler(Callback):
     least two workers; a worker that waits for another counts the wait as exchange.
 
     Args:
-        num_steps: exchanges that are timed in each way, at least 1; three more come before them.
+        num_steps: exchanges that are timed in each way, at least 2; three more come before them.
         density: the share of coordinates to send; None is the strategy's, or 0.001.
 
     Attributes:
         profile: the `CommunicationProfile`, None before, and where there was nothing to measure.
 
     Raises:
-        ValueError: less than one step, or a density that is none.
+        ValueError: less than two steps, or a density that is none.
     """
 
     def __init__(self, num_steps: int = 20, density: float | None = None) -> None:
         require_steps(num_steps)
+        if num_steps == 1:
+            raise ValueError("Invalid num_steps=1. Must be at least 2: of one step nobody knows how much steps vary.")
         if density is not None:
             require_density(density, "one in a thousand")
         self.num_steps = num_steps
@@ -95,10 +97,10 @@ class CommunicationProfiler(Callback):
             return seconds
 
         dense = seconds(strategy.state.recording(recorder))
-        if recorder.num_steps <= UNTIMED_EXCHANGES:
+        if recorder.num_steps <= UNTIMED_EXCHANGES + 1:
             rank_zero_warn(
                 f"CommunicationProfiler measured nothing: the training makes {recorder.num_steps} exchanges, and the "
-                f"first {UNTIMED_EXCHANGES} are not timed."
+                f"first {UNTIMED_EXCHANGES} are not timed. It needs two more."
             )
             return None
         threshold = self._threshold(recorder, density, strategy)

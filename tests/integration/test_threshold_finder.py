@@ -577,6 +577,28 @@ def test_options_outside_their_range_are_refused(callback: Any, options: dict[st
         callback(**options)
 
 
+def test_one_step_has_no_spread() -> None:
+    with pytest.raises(ValueError, match=r"Invalid num_steps=1\. Must be at least 2"):
+        CommunicationProfiler(num_steps=1)
+
+
+@pytest.mark.parametrize(("max_steps", "measures"), [(4, False), (5, True)])
+def test_a_short_training_is_measured_if_two_steps_can_be_timed(max_steps: int, measures: bool) -> None:
+    for profile in run_workers(_measure_short, 2, max_steps, process_group=False):
+        assert (profile is not None) == measures
+        assert profile is None or 0 <= profile.spread_seconds < float("inf")
+
+
+def _measure_short(max_steps: int) -> Any:
+    profiler = CommunicationProfiler()
+    batches = {"max_steps": -1, "max_epochs": 1, "limit_train_batches": max_steps}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        strategy = DDPHardThresholdStrategy(threshold=0.1)
+        quiet_trainer(strategy, num_workers=2, callbacks=[profiler], **batches).fit(Classifier(), data())
+    return profiler.profile
+
+
 def test_a_training_that_resumes_keeps_its_threshold(tmp_path: Any) -> None:
     run_workers(_resume, 2, str(tmp_path / "half.ckpt"), process_group=False)
 
