@@ -19,6 +19,7 @@ from lightning_sparse.drift import DriftOptions, SparseModelAverager
 from lightning_sparse.engine import StepStats
 from lightning_sparse.exchange.estimate import Estimate, estimate
 from lightning_sparse.metrics import AverageDensity, TotalError
+from lightning_sparse.shards import ShardExchange, shard_exchange
 from lightning_sparse.sparsifiers import (
     Accordion,
     Dense,
@@ -37,9 +38,11 @@ from lightning_sparse.sparsifiers import (
 from lightning_sparse.sparsifiers.threshold_rules import paper_threshold
 from lightning_sparse.strategies import (
     DDPHardThresholdStrategy,
+    HSDPHardThresholdStrategy,
     LocalHardThresholdStrategy,
     SimulatedWorkersStrategy,
     SparseDDPStrategy,
+    SparseHSDPStrategy,
     SparseLocalStrategy,
     register_strategies,
 )
@@ -56,6 +59,7 @@ __all__ = [
     "ErrorMonitor",
     "Estimate",
     "GaussianK",
+    "HSDPHardThresholdStrategy",
     "HardThreshold",
     "LayerLayout",
     "LocalHardThresholdStrategy",
@@ -63,8 +67,10 @@ __all__ = [
     "RandomK",
     "ScaledIntegerRounding",
     "Selection",
+    "ShardExchange",
     "SimulatedWorkersStrategy",
     "SparseDDPStrategy",
+    "SparseHSDPStrategy",
     "SparseLocalStrategy",
     "SparseModelAverager",
     "SparseState",
@@ -81,6 +87,7 @@ __all__ = [
     "find_threshold",
     "paper_threshold",
     "register_comm_hook",
+    "shard_exchange",
 ]
 
 register_strategies()

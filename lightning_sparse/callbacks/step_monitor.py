@@ -11,9 +11,14 @@ from typing_extensions import override
 
 from lightning_sparse.engine.holder import EngineHolder
 from lightning_sparse.engine.step_stats import StepStats
-from lightning_sparse.strategies import SimulatedWorkersStrategy, SparseDDPStrategy, SparseLocalStrategy
+from lightning_sparse.strategies import (
+    SimulatedWorkersStrategy,
+    SparseDDPStrategy,
+    SparseHSDPStrategy,
+    SparseLocalStrategy,
+)
 
-SPARSE = (SparseDDPStrategy, SparseLocalStrategy, SimulatedWorkersStrategy)
+SPARSE = (SparseDDPStrategy, SparseLocalStrategy, SparseHSDPStrategy, SimulatedWorkersStrategy)
 
 
 class StepMonitor(Callback):

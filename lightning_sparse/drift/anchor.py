@@ -6,10 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_sparse.engine.grouping import as_real, grouped, kept_dtype
 from lightning_sparse.sparsifiers import LayerLayout
-
-BUCKET_ELEMENTS = 25 * 2**18
-"""25 MiB of float32, as DDP's buckets. A parameter is never cut, so one that is larger has a bucket of its own."""
 
 
 @dataclass
@@ -84,15 +82,8 @@ def lay_out(parameters: Mapping[str, Tensor], first_index: int = 0) -> list[Anch
         parameters: by name, in the same order on all workers.
         first_index: of the first bucket.
     """
-    groups: dict[tuple[torch.dtype, torch.device], list[list[str]]] = {}
-    for name, parameter in parameters.items():
-        runs = groups.setdefault((anchor_dtype(parameter), parameter.device), [[]])
-        room = BUCKET_ELEMENTS - sum(as_real(parameters[one]).numel() for one in runs[-1])
-        if runs[-1] and as_real(parameter).numel() > room:
-            runs.append([])
-        runs[-1].append(name)
     buckets: list[AnchorBucket] = []
-    for (dtype, device), runs in groups.items():
+    for (dtype, device), runs in grouped(parameters, kept_dtype).items():
         sizes = [sum(as_real(parameters[name]).numel() for name in names) for names in runs]
         zeros = torch.zeros(max(sizes), dtype=dtype, device=device)
         for names, size in zip(runs, sizes, strict=True):
@@ -104,16 +95,6 @@ def lay_out(parameters: Mapping[str, Tensor], first_index: int = 0) -> list[Anch
             bucket.read(anchor)
             buckets.append(bucket)
     return buckets
-
-
-def anchor_dtype(parameter: Tensor) -> torch.dtype:
-    """Returns float64 where a parameter is that or complex128, else float32, also for half precisions."""
-    return torch.float64 if parameter.dtype in (torch.float64, torch.complex128) else torch.float32
-
-
-def as_real(tensor: Tensor) -> Tensor:
-    """Returns a view with a last dimension of two more where the tensor is complex."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def drifting(named: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -21,12 +21,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sparse._version import __version__
-from lightning_sparse.drift.anchor import anchor_dtype, drifting
+from lightning_sparse.drift.anchor import drifting
 from lightning_sparse.drift.bystanders import ignored_names
 from lightning_sparse.drift.drift_exchange import DriftExchange
 from lightning_sparse.drift.options import DriftOptions
 from lightning_sparse.drift.shared_weights import SharedWeights
 from lightning_sparse.engine import Engine, EngineHolder, rehearse_steps
+from lightning_sparse.engine.grouping import kept_dtype
 from lightning_sparse.exchange import Meeting, Workers, current_device, parameter_settings, require_agreement
 from lightning_sparse.sparsifiers import Sparsifier
 
@@ -105,7 +106,7 @@ class SparseModelAverager(EngineHolder):
             ignored = ignored_names(module)
             held = [*module.named_parameters(), *module.named_buffers()]
             self.workers.broadcast([one.detach() for name, one in held if name not in ignored])
-        rehearse_steps(self._engine, {name: one.new_empty(0, dtype=anchor_dtype(one)) for name, one in weights.items()})
+        rehearse_steps(self._engine, {name: one.new_empty(0, dtype=kept_dtype(one)) for name, one in weights.items()})
         self._exchange = DriftExchange(module, self._engine, self.options)
         self.shared = SharedWeights(module, self._exchange, self.workers)
         self.num_steps = 0

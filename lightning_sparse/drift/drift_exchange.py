@@ -8,10 +8,11 @@ import torch
 from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_sparse.drift.anchor import AnchorBucket, as_real, drifting, lay_out
+from lightning_sparse.drift.anchor import AnchorBucket, drifting, lay_out
 from lightning_sparse.drift.bystanders import Bystanders, ignored_names
 from lightning_sparse.drift.options import DriftOptions
 from lightning_sparse.engine import Engine, FlatBucket
+from lightning_sparse.engine.grouping import as_real
 from lightning_sparse.selection.residual import Residual
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_sparse.drift.anchor import as_real
+from lightning_sparse.engine.grouping import as_real
 
 BLOCK_ELEMENTS = 2**22
 """So many words of 8 bytes are hashed at a time, for which as many again are needed meanwhile."""

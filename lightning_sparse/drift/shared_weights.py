@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from lightning_sparse.drift.anchor import as_real
 from lightning_sparse.drift.drift_exchange import DriftExchange
+from lightning_sparse.engine.grouping import as_real
 from lightning_sparse.exchange import Workers
 
 

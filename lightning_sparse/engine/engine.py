@@ -217,18 +217,26 @@ class Engine:
                 self.sparsifier.observe(bucket.layout, bucket.average)
         return [notes for _, notes in split]
 
-    def account(self, *, more_bytes: int = 0, dense_exchanges: int = 1) -> None:
+    def account(
+        self,
+        *,
+        more_bytes: int = 0,
+        dense_exchanges: int = 1,
+        with_others: Callable[[StepStats], StepStats] = lambda stats: stats,
+    ) -> None:
         """Ends the step: calibration and subscribers learn its numbers.
 
         Args:
             more_bytes: what this worker handed to collectives of the caller's own in this step.
             dense_exchanges: how many dense exchanges of gradients it stands for.
+            with_others: makes of the numbers of these buckets those of the whole step, where other workers have other
+                buckets of the same model; the same result on all of them.
         """
         buckets, self._buckets = self._buckets, []
         if self._recorder is not None:
             return
         before = self.last_step
-        stats = step_stats(
+        own = step_stats(
             0 if before is None else before.step + 1,
             [bucket.layout for bucket in buckets],
             self._headers,
@@ -238,7 +246,7 @@ class Engine:
             threshold=self.sparsifier.current_threshold,
             is_calibration=self.is_calibrating,
         )
-        self.last_step = stats
+        stats = self.last_step = with_others(own)
         self.next_step += 1
         self.calibrator.observe(stats, before)
         for receiver in self.subscribers:

@@ -9,6 +9,7 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning_sparse.sparsifiers import Accordion, Dense, GaussianK, RandomK, Sparsifier, TopK
 from lightning_sparse.strategies.ddp import SparseDDPStrategy
 from lightning_sparse.strategies.hard_threshold import DDPHardThresholdStrategy, LocalHardThresholdStrategy
+from lightning_sparse.strategies.hsdp import HSDPHardThresholdStrategy
 from lightning_sparse.strategies.local import SparseLocalStrategy
 
 _SPARSIFIERS: dict[str, Callable[[], Sparsifier]] = {
@@ -38,6 +39,9 @@ def register_strategies() -> None:
     for name, sparsifier_class in _SPARSIFIERS.items():
         families[f"ddp_{name}"] = (_sparse_ddp, {"sparsifier_class": sparsifier_class})
         families[f"local_{name}"] = (_sparse_local, {"sparsifier_class": sparsifier_class})
+    if "hsdp_hardthreshold" not in StrategyRegistry:
+        description = "FSDP2 in a replica, sparse between replicas: hardthreshold, start method popen"
+        StrategyRegistry.register("hsdp_hardthreshold", HSDPHardThresholdStrategy, description)
     start_methods = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
     for family, (strategy, arguments) in families.items():
         for suffix, start_method in start_methods.items():

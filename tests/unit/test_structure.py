@@ -23,6 +23,7 @@ ROOMS = (
     "engine",
     "ddp",
     "drift",
+    "shards",
     "metrics",
     "theory",
     "strategies",
@@ -100,6 +101,7 @@ def test_the_public_surface():
         "ErrorMonitor",
         "Estimate",
         "GaussianK",
+        "HSDPHardThresholdStrategy",
         "HardThreshold",
         "LayerLayout",
         "LocalHardThresholdStrategy",
@@ -108,7 +110,9 @@ def test_the_public_surface():
         "ScaledIntegerRounding",
         "Selection",
         "SimulatedWorkersStrategy",
+        "ShardExchange",
         "SparseDDPStrategy",
+        "SparseHSDPStrategy",
         "SparseLocalStrategy",
         "SparseModelAverager",
         "SparseState",
@@ -125,6 +129,7 @@ def test_the_public_surface():
         "find_threshold",
         "paper_threshold",
         "register_comm_hook",
+        "shard_exchange",
     ]
     for name in lightning_sparse.__all__:
         assert getattr(lightning_sparse, name).__doc__

@@ -1,0 +1,38 @@
+"""Which parameters share a flat bucket, where that is ours to say."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+BUCKET_ELEMENTS = 25 * 2**18
+"""25 MiB of float32, as DDP's buckets. A parameter is never cut, so one that is larger has a bucket of its own."""
+
+
+def grouped(
+    tensors: Mapping[str, Tensor], dtype_of: Callable[[Tensor], torch.dtype]
+) -> dict[tuple[torch.dtype, torch.device], list[list[str]]]:
+    """Returns the names of those that go together, by dtype and device, in the order given.
+
+    Args:
+        tensors: by name, in the same order on all workers.
+        dtype_of: returns what a tensor's bucket holds.
+    """
+    groups: dict[tuple[torch.dtype, torch.device], list[list[str]]] = {}
+    for name, tensor in tensors.items():
+        runs = groups.setdefault((dtype_of(tensor), tensor.device), [[]])
+        room = BUCKET_ELEMENTS - sum(as_real(tensors[one]).numel() for one in runs[-1])
+        if runs[-1] and as_real(tensor).numel() > room:
+            runs.append([])
+        runs[-1].append(name)
+    return groups
+
+
+def kept_dtype(tensor: Tensor) -> torch.dtype:
+    """Returns float64 where a tensor is that or complex128, else float32, also for half precisions."""
+    return torch.float64 if tensor.dtype in (torch.float64, torch.complex128) else torch.float32
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Returns a view with a last dimension of two more where the tensor is complex."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -1,0 +1,310 @@
+"""Replicas of a sharded model that exchange the gradients of their shards sparsely, once an optimizer step.
+
+FSDP2 shards the parameters of a replica over its ranks, and leaves on each the mean gradient of its shard over the
+replica's data. Between replicas nothing is exchanged by FSDP2 itself: the ranks that hold the same shard are workers of
+a sparse exchange, one group of them for every shard. ::
+
+    replica 0    rank 0: shard 0 ──┐   rank 1: shard 1 ──┐      reduce-scatter and all-gather inside: torch's own
+    replica 1    rank 2: shard 0 ──┘   rank 3: shard 1 ──┘      between: the engine, on each shard
+
+λ is one for the whole model: the numbers of all shards are added up before it follows from them.
+
+When a gradient becomes part of training: when `ShardExchange.average_gradients` takes it, which is between backward
+and an optimizer's step. Gradients that are dropped before that have never been in a residual.
+"""
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lightning_sparse._version import __version__
+from lightning_sparse.ddp.options import DensityControlMode, ExchangeOptions, require_density_control
+from lightning_sparse.engine import Engine, EngineHolder, rehearse_steps
+from lightning_sparse.engine.grouping import as_real
+from lightning_sparse.exchange import ExchangeMode, current_device, parameter_settings, require_agreement
+from lightning_sparse.exchange.replicas import replica_workers
+from lightning_sparse.exchange.wire import ValueDtype, require_wire
+from lightning_sparse.shards.combined import of_all_shards
+from lightning_sparse.shards.shard_bucket import ShardBucket, lay_out, local
+from lightning_sparse.sparsifiers import Dense, Sparsifier
+
+
+class ShardExchange(EngineHolder):
+    """Averages the gradients of one rank's shards over the replicas. Made by `shard_exchange`.
+
+    Attributes:
+        is_exchanging: whether an exchange has begun and has not ended, or was broken off: residuals are of no use then.
+        replica: the ranks that hold this rank's replica.
+        device: this rank's.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        sparsifier: Sparsifier,
+        options: ExchangeOptions,
+        *,
+        per_layer_stats: bool = False,
+    ) -> None:
+        if not isinstance(sparsifier, Sparsifier):
+            raise TypeError(f"Expected a sparsifier such as HardThreshold(density=0.01), got {sparsifier!r}.")
+        require_density_control(sparsifier, options.density_control)
+        require_wire(sparsifier, options.value_dtype)
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"Expected the dimension of replicas alone, mesh['replicate'] for example, got a mesh of {mesh.ndim} "
+                f"dimensions: {mesh.mesh_dim_names}."
+            )
+        group = mesh.get_group()
+        named = dict(module.named_parameters())
+        if not any(one.requires_grad for one in named.values()):
+            raise ValueError("The module has no parameter that requires a gradient: there is nothing to average.")
+        self.device = local(next(iter(named.values()))).device
+        with current_device(self.device):
+            settings = _shard_settings(named) | sparsifier.settings() | vars(options)
+            settings |= {"per_layer_stats": per_layer_stats}
+            settings |= {"lightning_sparse": __version__, "torch": str(torch.__version__)}
+            require_agreement(settings, group)
+            # What is not the same on all ranks of a replica, their shards, is compared above.
+            require_agreement(parameter_settings(module) | sparsifier.settings() | vars(options))
+            self.replica = replica_workers(group)
+            _require_shards(module, named, self.replica.num_workers, dist.get_process_group_ranks(group))
+            super().__init__(
+                Engine(
+                    sparsifier if dist.get_world_size(group) > 1 else Dense(),
+                    group=group,
+                    exchange=options.exchange,
+                    link_gbit_s=options.link_gbit_s,
+                    value_dtype=options.value_dtype if dist.get_world_size(group) > 1 else "float32",
+                    per_layer_stats=per_layer_stats,
+                    keeps_rest=options.error_feedback != "none",
+                    holds_density=options.holds_density,
+                ),
+                named,
+            )
+            buffers = [one for one in module.buffers() if not one.is_meta]
+            self.workers.broadcast([*map(local, named.values()), *map(local, buffers)])
+        self.is_exchanging = False
+        self._parameters = named
+        self._buckets: list[ShardBucket] = []
+        self._taken: set[str] = set()
+        self._marks: dict[tuple[int, tuple[bool, ...]], Tensor] = {}
+        self._loaded: dict[str, Tensor] = {}
+        self._take_in_new()
+        trained = {name: as_real(local(named[name])).new_empty(0) for name in self._taken}
+        rehearse_steps(self._engine, trained, has_unused=True)
+
+    def close(self) -> None:
+        """Ends groups of the exchange's own."""
+        self._engine.close()
+        if self.replica.group is not None:
+            dist.destroy_process_group(self.replica.group)
+            self.replica = type(self.replica)(None, 0, 1)
+
+    @torch.no_grad()
+    def average_gradients(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Replaces gradients by their sparse average over the replicas. Collective: all ranks of all replicas.
+
+        Call it once an optimizer step: after the last backward, before gradients are clipped and the optimizer steps.
+        A gradient is None on all ranks of a replica or on none; where it is None on some replicas and not on others it
+        becomes the average, and where it is None on all it stays None.
+
+        Args:
+            parameters: those whose gradients are exchanged, such as one optimizer's; None for all of the module.
+        """
+        chosen = None if parameters is None else {id(one) for one in parameters}
+        self.is_exchanging = True
+        self._take_in_new()
+        self._engine.begin()
+        flight = []
+        for bucket in self._buckets:
+            used = {
+                name
+                for name, one in zip(bucket.layout.names, bucket.parameters, strict=True)
+                if one.grad is not None and (chosen is None or id(one) in chosen)
+            }
+            one = bucket.bring(used, is_last=bucket is self._buckets[-1], notes=self._marks_of(bucket, used))
+            flight.append(one)
+            if not self._engine.needs_survey:
+                self._engine.add(one)
+        if self._engine.needs_survey:
+            self._engine.survey(flight)
+            for one in flight:
+                self._engine.add(one)
+        notes = self._engine.finish() if flight else []
+        for bucket, one, marks in zip(self._buckets, flight, notes, strict=True):
+            counts = marks.sum(0).tolist()
+            bucket.give_back(one.average, {n for n, count in zip(bucket.layout.names, counts, strict=True) if count})
+        if flight:
+            names = list(self._parameters)
+            add_up = partial(of_all_shards, names=names, workers=self.replica, device=self.device)
+            self._engine.account(with_others=add_up)
+        self.is_exchanging = False
+
+    def _marks_of(self, bucket: ShardBucket, used: set[str]) -> Tensor:
+        """Which parameters of a bucket this replica used, on the device: made once, and hardly ever again."""
+        key = bucket.index, tuple(name in used for name in bucket.layout.names)
+        if key not in self._marks:
+            self._marks[key] = torch.tensor(key[1], dtype=torch.float64).to(bucket.residual.device)
+        return self._marks[key]
+
+    def _take_in_new(self) -> None:
+        """Lays out parameters that require a gradient by now. The same on all ranks."""
+        new = {name: one for name, one in self._parameters.items() if one.requires_grad and name not in self._taken}
+        if new:
+            added = lay_out(new, len(self._buckets))
+            self._buckets += added
+            self._taken |= new.keys()
+            self._fill(added)
+
+    def _fill(self, buckets: Iterable[ShardBucket]) -> None:
+        for bucket in buckets:
+            for name, part in bucket.by_name().items():
+                if name in self._loaded and self._loaded[name].numel() == part.numel():
+                    part.copy_(self._loaded.pop(name))
+
+    # What is saved.
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The module's parameters by name, as it has them when they are sharded."""
+        return self._parameters
+
+    def residuals(self) -> dict[str, Tensor]:
+        """Returns by name what this rank has not sent of its shards: flat, the memory itself, which later steps change.
+
+        In the order of each shard's indices; only of parameters that required a gradient so far.
+        """
+        return {name: part for bucket in self._buckets for name, part in bucket.by_name().items()}
+
+    @torch.no_grad()
+    def load_residuals(self, saved: Mapping[str, Tensor]) -> None:
+        """Replaces all residuals by saved ones of the same sizes, and by zero where there are none."""
+        self._loaded = dict(saved)
+        for bucket in self._buckets:
+            bucket.residual.zero_()
+        self._fill(self._buckets)
+
+    def reset(self) -> None:
+        """Returns to the state before the first step: no residuals, no history, a calibration that begins anew."""
+        self.load_residuals({})
+        self._engine.reset()
+        self.is_exchanging = False
+
+    def shared_state(self) -> dict[str, Any]:
+        """Returns what is the same on all replicas for this rank's shards, in plain containers."""
+        return self._engine.shared_state() | self._engine.sparsifier_state(self._engine.next_step)
+
+    def load_shared_state(self, saved: Mapping[str, Any], *, is_same_layout: bool) -> None:
+        """Continues from what `shared_state` returned in another run.
+
+        Args:
+            saved: the other run's.
+            is_same_layout: whether it had as many replicas of as many ranks. If not, the history of its exchange says
+                nothing.
+        """
+        self._engine.load_shared_state(saved, same_world_size=is_same_layout)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns all that this rank needs to go on exactly, for loops without a Trainer: save one file a rank.
+
+        Plain containers and copies, which ``torch.load(weights_only=True)`` reads. Not collective.
+        """
+        residuals = {name: one.cpu().clone() for name, one in self.residuals().items()}
+        return {"version": 1, **self._place(), "shared": self.shared_state(), "residuals": residuals}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Continues from what `state_dict` returned on the same rank, before the first step.
+
+        Raises:
+            RuntimeError: it is of another rank or of another number of ranks.
+        """
+        self._require_own(saved, "begin with residuals of zero")
+        self.reset()
+        self.load_shared_state(saved["shared"], is_same_layout=True)
+        self.load_residuals(saved["residuals"])
+
+    def _place(self) -> dict[str, int]:
+        return {"world_size": dist.get_world_size(), "rank": dist.get_rank()}
+
+
+def shard_exchange(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    sparsifier: Sparsifier,
+    *,
+    value_dtype: ValueDtype = "float32",
+    exchange: ExchangeMode = "auto",
+    density_control: DensityControlMode | None = None,
+    link_gbit_s: float | None = None,
+    per_layer_stats: bool = False,
+) -> ShardExchange:
+    """Has replicas of a model that ``fully_shard`` shards exchange gradients sparsely. Collective: all ranks.
+
+    For the Lightning Trainer use `HSDPHardThresholdStrategy`; this is for plain PyTorch. All replicas take the first
+    one's weights and buffers.
+
+    Example::
+
+        mesh = init_device_mesh("cuda", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh["shard"])
+        exchange = shard_exchange(model, mesh["replicate"], HardThreshold(density=0.01))
+        for batch in loader:
+            loss_of(model, batch).backward()
+            exchange.average_gradients()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Args:
+        module: the model, sharded over the ranks of a replica and no further.
+        mesh: the dimension of replicas, one rank each, of a mesh of all ranks.
+        sparsifier: chooses what is sent; copied. λ is one for the whole model; a number of coordinates, as of `TopK`,
+            is each shard's own.
+        value_dtype: what a value travels in, as in `SparseDDPStrategy`.
+        exchange: the route between replicas, as in `SparseDDPStrategy`.
+        density_control: as in `register_comm_hook`.
+        link_gbit_s: the rate of a rank's link between replicas, in Gbit/s and one direction; None is that of
+            `SparseDDPStrategy`.
+        per_layer_stats: whether to report density and error of every layer.
+
+    Raises:
+        TypeError: not a sparsifier.
+        ValueError: an invalid option, a mesh of several dimensions, or a module that is not sharded as it must be.
+        RuntimeError: ranks disagree on the settings, or the mesh does not divide them into replicas (on every rank).
+    """
+    options = ExchangeOptions(
+        value_dtype=value_dtype, exchange=exchange, density_control=density_control, link_gbit_s=link_gbit_s
+    )
+    return ShardExchange(module, mesh, sparsifier, options, per_layer_stats=per_layer_stats)
+
+
+def _shard_settings(named: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {f"shard of {name}": f"{list(local(one).shape)}, {one.dtype}" for name, one in named.items()}
+
+
+def _require_shards(module: nn.Module, named: Mapping[str, Tensor], num_ranks: int, between: list[int]) -> None:
+    """Raises ValueError where gradients would be averaged over too many ranks, or over too few."""
+    is_sharded = any(isinstance(one, FSDPModule) for one in module.modules())
+    for name, one in named.items():
+        if isinstance(one, DTensor):
+            also = set(one.device_mesh.mesh.flatten().tolist()) & set(between)
+            if len(also) > 1:
+                raise ValueError(
+                    f"{name} is sharded over ranks of several replicas ({sorted(also)} hold the same shard). Give "
+                    "fully_shard the mesh of one replica: mesh['shard'], or self.device_mesh['data_parallel'] with the "
+                    "strategy."
+                )
+        elif is_sharded and num_ranks > 1 and one.requires_grad:
+            raise ValueError(
+                f"{name} is not sharded, so that its gradient would not be averaged inside a replica. Call "
+                "fully_shard(model, mesh=…) on the whole model too, after its blocks."
+            )
