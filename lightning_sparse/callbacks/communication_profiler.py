@@ -66,7 +66,7 @@ class CommunicationProfiler(Callback):
         if getattr(trainer, "fast_dev_run", False):
             why = "fast_dev_run"
         elif not isinstance(strategy, (SparseDDPStrategy, SparseLocalStrategy)) or strategy.state is None:
-            why = f"with {type(strategy).__name__} there is no sparse exchange between processes to measure"
+            why = f"it measures the exchange of sparse DDP and of local training, not that of {type(strategy).__name__}"
         elif strategy.state.workers.num_workers == 1:
             why = "one worker exchanges with nobody"
         elif not isinstance(strategy.sparsifier, HardThreshold):

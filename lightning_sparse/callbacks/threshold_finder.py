@@ -78,7 +78,7 @@ class ThresholdFinder(Callback):
         if not isinstance(strategy, SPARSE) or strategy.state is None:
             rank_zero_info(
                 f"ThresholdFinder is idle: {type(strategy).__name__} exchanges whole gradients. "
-                "Look for a threshold with strategy='ddp_hardthreshold' or 'local_hardthreshold'."
+                "Look for a threshold with strategy='ddp_hardthreshold' and other sparse strategies."
             )
             return
         asked = getattr(strategy.sparsifier, "density", None)
@@ -138,7 +138,8 @@ class ThresholdFinder(Callback):
     ) -> ThresholdCurve:
         density = self.density or getattr(strategy.sparsifier, "density", None) or 0.001
         recorded = [one.recorded() for one in recorders]
-        squares = [(steps.square().mean(0) @ weights).view(1) / num_elements for steps, weights in recorded]
+        num_held = num_elements / holders[0].num_parts  # on average
+        squares = [(steps.square().mean(0) @ weights).view(1) / num_held for steps, weights in recorded]
         root = sqrt(mean_over_workers(strategy, torch.stack(squares).mean(0)).item())
         if not root > 0:  # NaN, too: no finite step
             raise RuntimeError(
@@ -154,7 +155,7 @@ class ThresholdFinder(Callback):
                 own=recorder.own_thresholds(strategy.sparsifier.layer_thresholds),
             ).double()
             @ weights.double()
-            / num_elements
+            / num_held
             for rank, (recorder, (steps, weights)) in enumerate(zip(recorders, recorded, strict=True))
         ]
         options = strategy._options

@@ -19,7 +19,12 @@ class EngineHolder:
     Args:
         engine: the holder's own.
         names: of all parameters that are averaged.
+
+    Attributes:
+        num_parts: into how many parts a model is divided of which each worker holds one.
     """
+
+    num_parts = 1
 
     def __init__(self, engine: Engine, names: Collection[str]) -> None:
         self._engine = engine

@@ -67,6 +67,7 @@ class ShardExchange(EngineHolder):
         named = dict(module.named_parameters())
         if not any(one.requires_grad for one in named.values()):
             raise ValueError("The module has no parameter that requires a gradient: there is nothing to average.")
+        _require_shards(module, named, group)
         self.device = local(next(iter(named.values()))).device
         with current_device(self.device):
             settings = _shard_settings(named) | sparsifier.settings() | vars(options)
@@ -76,7 +77,6 @@ class ShardExchange(EngineHolder):
             # What is not the same on all ranks of a replica, their shards, is compared above.
             require_agreement(parameter_settings(module) | sparsifier.settings() | vars(options))
             self.replica = replica_workers(group)
-            _require_shards(module, named, self.replica.num_workers, dist.get_process_group_ranks(group))
             super().__init__(
                 Engine(
                     sparsifier if dist.get_world_size(group) > 1 else Dense(),
@@ -92,6 +92,7 @@ class ShardExchange(EngineHolder):
             )
             buffers = [one for one in module.buffers() if not one.is_meta]
             self.workers.broadcast([*map(local, named.values()), *map(local, buffers)])
+        self.num_parts = self.replica.num_workers
         self.is_exchanging = False
         self._parameters = named
         self._buckets: list[ShardBucket] = []
@@ -291,8 +292,10 @@ def _shard_settings(named: Mapping[str, Tensor]) -> dict[str, Any]:
     return {f"shard of {name}": f"{list(local(one).shape)}, {one.dtype}" for name, one in named.items()}
 
 
-def _require_shards(module: nn.Module, named: Mapping[str, Tensor], num_ranks: int, between: list[int]) -> None:
+def _require_shards(module: nn.Module, named: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
     """Raises ValueError where gradients would be averaged over too many ranks, or over too few."""
+    between = dist.get_process_group_ranks(group)
+    num_ranks = dist.get_world_size() // len(between)
     is_sharded = any(isinstance(one, FSDPModule) for one in module.modules())
     for name, one in named.items():
         if isinstance(one, DTensor):

@@ -122,6 +122,11 @@ class SparseHSDPStrategy(ModelParallelStrategy):
         """Asks for per-layer numbers from the next ``fit`` on; on all ranks, in a callback's ``setup``."""
         self._per_layer_stats = True
 
+    def restart(self) -> None:
+        """Returns the exchange to before the first step, with the weights of now. Not collective."""
+        assert self.state is not None
+        self.state.reset()
+
     # Who belongs together.
 
     @override

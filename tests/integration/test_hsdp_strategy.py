@@ -1,4 +1,4 @@
-"""``Trainer(strategy="hsdp_hardthreshold")``: replicas of two ranks each, against Lightning's own and plain workers."""
+"""``Trainer(strategy="hsdp_hardthreshold")``: replicas of two ranks each, against torch's own and plain workers."""
 
 import os
 from pathlib import Path
@@ -6,92 +6,28 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch import Tensor
 
 from lightning_sparse import HSDPHardThresholdStrategy
 from lightning_sparse.shards.whole_tensors import like_parameter, whole
 from tests.distributed.simulation import Plan, simulate
+from tests.integration.hsdp_models import (
+    STEPS,
+    Sharded,
+    build_network,
+    data,
+    fit,
+    make_optimizer,
+    num_ranks,
+    whole_weights,
+)
+from tests.integration.hsdp_programs import PROGRAMS
 from tests.integration.models import quiet_trainer
 from tests.workers import run_workers
 
 THRESHOLD = 0.03
-STEPS = 8
-
-
-def build_network() -> nn.Sequential:
-    generator = torch.Generator().manual_seed(3)
-    network = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 7, bias=False), nn.Tanh(), nn.Linear(7, 1))
-    with torch.no_grad():
-        for one in network.parameters():
-            one.copy_(torch.randn(one.shape, generator=generator))
-    return network.double()
-
-
-def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-
-
-class Sharded(LightningModule):
-    """Shards its network over the ranks of a replica, or over all in Lightning's own way."""
-
-    def __init__(self, *, native: bool = False) -> None:
-        super().__init__()
-        self.network: Any = None
-        self.native = native
-        self.batches: list[tuple[Tensor, Tensor]] = []
-
-    def configure_model(self) -> None:
-        if self.network is not None:
-            return
-        self.network = build_network()
-        assert self.device_mesh is not None
-        mesh = self.device_mesh["data_parallel"]
-        if self.native:
-            mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
-        for one in self.network:
-            if isinstance(one, nn.Linear):
-                fully_shard(one, mesh=mesh)
-        fully_shard(self.network, mesh=mesh)
-
-    def loss(self, batch: Any) -> Tensor:
-        return F.mse_loss(self.network(batch[0]), batch[1])
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.batches.append(batch)
-        return self.loss(batch)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch), sync_dist=True)
-
-    def configure_optimizers(self) -> Any:
-        return make_optimizer(self.parameters())
-
-
-def data() -> DataLoader[Any]:
-    generator = torch.Generator().manual_seed(5)
-    inputs = torch.randn(24 * STEPS, 6, generator=generator, dtype=torch.float64)
-    return DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True).sin()), batch_size=4)
-
-
-def whole_weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: one.detach().full_tensor() for name, one in model.named_parameters()}
-
-
-def fit(strategy: Any, model: LightningModule, **options: Any) -> Any:
-    trainer = quiet_trainer(strategy, num_workers=dist_size(), **({"max_steps": STEPS} | options))
-    trainer.fit(model, data())
-    return trainer
-
-
-def dist_size() -> int:
-    return int(os.environ["WORLD_SIZE"])
 
 
 def _train(threshold: float, options: dict[str, Any]) -> Any:
@@ -101,21 +37,21 @@ def _train(threshold: float, options: dict[str, Any]) -> Any:
     return whole_weights(model.network), model.batches, dict(trainer.callback_metrics), strategy.state.last_step
 
 
-def _train_natively(options: dict[str, Any]) -> Any:
-    model = Sharded(native=True)
-    fit(ModelParallelStrategy(data_parallel_size=dist_size(), tensor_parallel_size=1), model, **options)
-    return whole_weights(model.network)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_nothing_held_back_is_torchs_own(name: str) -> None:
+    _, _, atol = PROGRAMS[name]
+    for native, ours in run_workers(_train_in_both_ways, 4, name, process_group=False, new=True):
+        torch.testing.assert_close(ours, native, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"gradient_clip_val": 0.5}, {"accumulate_grad_batches": 2}],
-    ids=["plain", "clipping", "accumulation"],
-)
-def test_nothing_held_back_is_lightnings_own(options: dict[str, Any]) -> None:
-    native = run_workers(_train_natively, 4, options, process_group=False, new=True)
-    for weights, *_ in run_workers(_train, 4, 0.0, options, process_group=False, new=True):
-        torch.testing.assert_close(weights, native[0], rtol=0, atol=1e-12)
+def _train_in_both_ways(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    make, options, _ = PROGRAMS[name]
+    native, ours = make(native=True), make()
+    environment = dict(os.environ)
+    fit(ModelParallelStrategy(data_parallel_size=num_ranks(), tensor_parallel_size=1), native, **options)
+    os.environ.update(environment)  # of which a Trainer takes its part away at its end
+    fit(HSDPHardThresholdStrategy(threshold=0.0, replicas=2), ours, **options)
+    return whole_weights(native), whole_weights(ours)
 
 
 def test_a_threshold_is_that_of_plain_workers() -> None:
@@ -164,7 +100,7 @@ def _train_epochs(
     strategy = HSDPHardThresholdStrategy(**({"threshold": THRESHOLD} | options), replicas=replicas)
     trainer = quiet_trainer(
         strategy,
-        num_workers=dist_size(),
+        num_workers=num_ranks(),
         max_steps=-1,
         max_epochs=epochs,
         limit_train_batches=4,

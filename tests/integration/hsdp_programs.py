@@ -1,0 +1,195 @@
+"""Programs for replicas of shards: each trains so with native HSDP, or says what plain workers would do."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional as F
+
+from tests.integration.hsdp_models import Sharded, build_network, make_optimizer
+
+
+class Manual(Sharded):
+    """Steps by hand, with Lightning's optimizer or torch's own."""
+
+    def __init__(self, *, native: bool = False, uses_raw: bool = False, uses_closure: bool = False) -> None:
+        super().__init__(native=native)
+        self.automatic_optimization = False
+        self.uses_raw, self.uses_closure = uses_raw, uses_closure
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.batches.append(batch)
+        optimizer: Any = self.optimizers(use_pl_optimizer=not self.uses_raw)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            return loss
+
+        if self.uses_closure:
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+
+
+class Discarding(Sharded):
+    """Drops every other gradient before an optimizer sees it."""
+
+    def __init__(self, *, native: bool = False) -> None:
+        super().__init__(native=native)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.batches.append(batch)
+        optimizer: Any = self.optimizers()
+        self.manual_backward(100 * self.loss(batch))
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class TwoOptimizers(Sharded):
+    """Steps on the first layer and on the others in turn; each backward reaches both."""
+
+    def __init__(self, *, native: bool = False, toggles: bool = False) -> None:
+        super().__init__(native=native)
+        self.automatic_optimization = False
+        self.toggles = toggles
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.batches.append(batch)
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            if self.toggles:
+                self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+            if self.toggles:
+                self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        first, *others = [one for one in self.network if isinstance(one, nn.Linear)]
+        rest = [one for layer in others for one in layer.parameters()]
+        return [make_optimizer(first.parameters()), make_optimizer(rest)]
+
+
+class Unfreezing(Sharded):
+    """Trains its first layer from the fourth batch on."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.network[0].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            self.network[0].requires_grad_(True)
+
+
+class WithNorm(Sharded):
+    """Has buffers, and a layer that nobody uses."""
+
+    def configure_model(self) -> None:
+        if self.network is None:
+            super().configure_model()
+            self.norm = nn.BatchNorm1d(6, dtype=torch.float64)
+            self.unused = nn.Linear(2, 2, dtype=torch.float64)
+            nn.init.ones_(self.unused.weight)
+            nn.init.ones_(self.unused.bias)
+            for one in (self.norm, self.unused):
+                fully_shard(one, mesh=self.network[0].weight.device_mesh)
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.mse_loss(self.network(self.norm(batch[0])), batch[1])
+
+
+class Checkpointed(Sharded):
+    """Computes activations again in backward."""
+
+    def make_network(self) -> nn.Sequential:
+        network = build_network()
+        network[0] = checkpoint_wrapper(network[0])
+        return network
+
+
+class Compiled(Sharded):
+    """Its first layer is compiled."""
+
+    def configure_model(self) -> None:
+        is_new = self.network is None
+        super().configure_model()
+        if is_new:
+            self.network[2].compile(backend="aot_eager")
+
+
+class HalfPrecision(Sharded):
+    """Computes in bfloat16 and reduces in float32."""
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
+
+    def make_network(self) -> nn.Sequential:
+        return build_network().float()
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.mse_loss(self.network(batch[0].float()).float(), batch[1].float())
+
+
+class InHalf(HalfPrecision):
+    """Is in bfloat16."""
+
+    policy = MixedPrecisionPolicy()
+
+    def make_network(self) -> nn.Sequential:
+        return build_network().bfloat16()
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.mse_loss(self.network(batch[0].bfloat16()).float(), batch[1].float())
+
+
+class KeepingGradients(Sharded):
+    """Never drops a gradient: each step's comes on top of all before."""
+
+    def __init__(self, *, native: bool = False) -> None:
+        super().__init__(native=native)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.batches.append(batch)
+        self.manual_backward(0.01 * self.loss(batch))
+        self.optimizers().step()  # type: ignore[union-attr]
+
+
+UNCOUNTED = {"max_steps": -1, "max_epochs": 1, "limit_train_batches": 8}
+"""For optimizers of whose steps a Trainer knows nothing."""
+
+PROGRAMS: dict[str, tuple[Callable[..., Sharded], dict[str, Any], float]] = {
+    "plain": (Sharded, {}, 1e-12),
+    "clipping by norm": (Sharded, {"gradient_clip_val": 0.5}, 1e-12),
+    "clipping by value": (Sharded, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}, 1e-12),
+    "accumulation": (Sharded, {"accumulate_grad_batches": 2}, 1e-12),
+    "validation in between": (Sharded, {"val_check_interval": 3}, 1e-12),
+    "manual": (Manual, {}, 1e-12),
+    "manual, torch's optimizer": (lambda **native: Manual(uses_raw=True, **native), UNCOUNTED, 1e-12),
+    "manual, a closure": (lambda **native: Manual(uses_closure=True, **native), {}, 1e-12),
+    "manual, a closure for torch's": (
+        lambda **native: Manual(uses_raw=True, uses_closure=True, **native),
+        UNCOUNTED,
+        1e-12,
+    ),
+    "discarded backwards": (Discarding, {}, 1e-12),
+    "gradients kept": (KeepingGradients, {}, 1e-12),
+    "two optimizers": (TwoOptimizers, {}, 1e-12),
+    "two optimizers, toggled": (lambda **native: TwoOptimizers(toggles=True, **native), {}, 1e-12),
+    "unfrozen later": (Unfreezing, {}, 1e-12),
+    "buffers and what nobody uses": (WithNorm, {}, 1e-12),
+    "activation checkpointing": (Checkpointed, {}, 1e-12),
+    "a compiled layer": (Compiled, {}, 1e-12),
+    "computing in bfloat16": (HalfPrecision, {}, 1e-5),
+    "precision bf16-mixed": (HalfPrecision, {"precision": "bf16-mixed"}, 1e-5),
+    "weights in bfloat16": (InHalf, {}, 0.05),
+}
