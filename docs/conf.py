@@ -22,6 +22,7 @@ NAVIGATION = {
     "Guides": [
         "choosing-a-threshold",
         "local-training",
+        "big-models",
         "sparsifiers",
         "simulated-workers",
         "without-the-trainer",
@@ -47,7 +48,9 @@ myst_heading_anchors = 4
 default_role = "py:obj"
 nitpicky = True
 # Types in signatures that are other projects' or not public stay without a link.
-nitpick_ignore_regex = [("py:class", r"(torch|lightning|collections|lightning_sparse\.(?!theory)\w+)\..*|dict\[str")]
+nitpick_ignore_regex = [
+    ("py:class", r"(torch|lightning|collections|datetime|lightning_sparse\.(?!theory)\w+)\..*|dict\[str")
+]
 autodoc_default_options = {"members": True, "exclude-members": "register_strategies"}
 autodoc_inherit_docstrings = False
 autodoc_member_order = "bysource"

@@ -18,8 +18,8 @@ _REPLACED_ARGUMENTS = {
     "Lightning's DDPStrategy for post-local SGD",
     "mixed_precision": "DDP's own mixed precision brings a communication hook of its own. Use "
     "Trainer(precision='bf16-mixed')",
-    "sharding_strategy": "Every worker has the whole model here, and there are no shards. Use Lightning's "
-    "FSDPStrategy, with its own exchange",
+    "sharding_strategy": "Every worker has the whole model here, and there are no shards. Use "
+    "strategy='hsdp_hardthreshold', or Lightning's FSDPStrategy, with its own exchange",
     "skip_all_reduce_unused_params": "The hook must see every bucket. Leave it out: a hard threshold sends nothing for "
     "unused parameters",
 }

@@ -1,6 +1,6 @@
 """Lightning strategies for models that are sharded inside a replica, and exchanged sparsely between replicas."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -279,7 +279,7 @@ class SparseHSDPStrategy(ModelParallelStrategy):
 class HSDPHardThresholdStrategy(SparseHSDPStrategy):
     """FSDP2 inside a replica, and between replicas the coordinates that reach a constant threshold λ.
 
-    Registered as ``Trainer(strategy="hsdp_hardthreshold")``; see `SparseHSDPStrategy`.
+    Registered as ``Trainer(strategy="hsdp_hardthreshold")``; how a model is written for it says `SparseHSDPStrategy`.
 
     Args:
         threshold: λ ≥ 0 in gradient units; 0 sends everything.
@@ -288,11 +288,20 @@ class HSDPHardThresholdStrategy(SparseHSDPStrategy):
             measured.
         layer_thresholds: λ for single layers: fnmatch patterns of parameter names, the first match wins; 0 sends a
             layer whole.
-        **kwargs: every argument of `SparseHSDPStrategy` but the sparsifier.
+        replicas: see `SparseHSDPStrategy`, as all that follows.
+        tensor_parallel_size: see there.
+        value_dtype: see there.
+        exchange: see there.
+        density_control: see there.
+        link_gbit_s: see there.
+        residual_checkpoint: see there.
+        on_world_size_change: see there.
+        save_distributed_checkpoint: see there.
+        process_group_backend: see there.
+        timeout: see there.
 
     Raises:
         ValueError: both threshold and density, or a number or a word that is not allowed.
-        TypeError: a misspelt argument.
     """
 
     def __init__(
@@ -301,15 +310,35 @@ class HSDPHardThresholdStrategy(SparseHSDPStrategy):
         threshold: float | None = None,
         density: float | None = None,
         calibration_steps: int = 50,
-        layer_thresholds: Mapping[str, float] | None = None,
-        **kwargs: Any,
+        layer_thresholds: dict[str, float] | None = None,
+        replicas: Literal["auto"] | int = "auto",
+        tensor_parallel_size: int = 1,
+        value_dtype: ValueDtype = "float32",
+        exchange: ExchangeMode = "auto",
+        density_control: DensityControlMode | None = None,
+        link_gbit_s: float | None = None,
+        residual_checkpoint: ShardResiduals = "full",
+        on_world_size_change: OnWorldSizeChange = "mean",
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
     ) -> None:
         super().__init__(
             HardThreshold(
                 threshold=threshold,
                 density=density,
                 calibration_steps=calibration_steps,
-                layer_thresholds=dict(layer_thresholds) if layer_thresholds else None,
+                layer_thresholds=layer_thresholds,
             ),
-            **kwargs,
+            replicas=replicas,
+            tensor_parallel_size=tensor_parallel_size,
+            value_dtype=value_dtype,
+            exchange=exchange,
+            density_control=density_control,
+            link_gbit_s=link_gbit_s,
+            residual_checkpoint=residual_checkpoint,
+            on_world_size_change=on_world_size_change,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
         )

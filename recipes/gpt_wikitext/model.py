@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
@@ -105,6 +106,16 @@ class GPTLanguageModel(LightningModule):
             raise ValueError(f"Invalid {warmup_steps=}. Must be at least 0.")
         self.save_hyperparameters()
         self.network = GPT(vocabulary_size, length, width, num_layers, num_heads)
+
+    @override
+    def configure_model(self) -> None:
+        """Shards every layer, and what is left, over the ranks of a replica where the strategy has such."""
+        if self.device_mesh is None or isinstance(self.network, FSDPModule):
+            return
+        mesh = self.device_mesh["data_parallel"]
+        for layer in self.network.layers.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.network, mesh=mesh)
 
     @override
     def setup(self, stage: str) -> None:
