@@ -19,9 +19,10 @@ def main() -> None:
     """Fits a small network to a fixed random one, each rank on its own samples."""
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
-    device = (
-        torch.device("cuda", rank % torch.cuda.device_count()) if torch.cuda.is_available() else torch.device("cpu")
-    )
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
     mesh = init_device_mesh(device.type, (REPLICAS, size // REPLICAS), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)  # the same teacher on every rank
     teacher = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)).to(device)

@@ -1,8 +1,12 @@
 """Lightning's strategies, their names, and what checkpoints hold."""
 
 from lightning_sparse.strategies.ddp import SparseDDPStrategy
-from lightning_sparse.strategies.hard_threshold import DDPHardThresholdStrategy, LocalHardThresholdStrategy
-from lightning_sparse.strategies.hsdp import HSDPHardThresholdStrategy, SparseHSDPStrategy
+from lightning_sparse.strategies.hard_threshold import (
+    DDPHardThresholdStrategy,
+    HSDPHardThresholdStrategy,
+    LocalHardThresholdStrategy,
+)
+from lightning_sparse.strategies.hsdp import SparseHSDPStrategy
 from lightning_sparse.strategies.local import SparseLocalStrategy
 from lightning_sparse.strategies.names import register_strategies
 from lightning_sparse.strategies.simulated import SimulatedWorkersStrategy

@@ -1,4 +1,4 @@
-"""Lightning strategies for models that are sharded inside a replica, and exchanged sparsely between replicas."""
+"""Lightning strategy for models that are sharded inside a replica, and exchanged sparsely between replicas."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,7 +19,7 @@ from lightning_sparse.ddp.options import DensityControlMode, ExchangeOptions, re
 from lightning_sparse.exchange import ExchangeMode
 from lightning_sparse.exchange.wire import ValueDtype, require_wire
 from lightning_sparse.shards import ShardExchange
-from lightning_sparse.sparsifiers import HardThreshold, Sparsifier
+from lightning_sparse.sparsifiers import Sparsifier
 from lightning_sparse.strategies.advice import Advice, exchanges_of
 from lightning_sparse.strategies.checkpoint import CheckpointOptions, OnWorldSizeChange
 from lightning_sparse.strategies.epochs import tell_epoch
@@ -274,71 +274,3 @@ class SparseHSDPStrategy(ModelParallelStrategy):
             path = Path(self.broadcast(checkpoint_path))
             restore(self.state, checkpoint.get(KEY), path, self._checkpoint_options.on_world_size_change)
         return checkpoint
-
-
-class HSDPHardThresholdStrategy(SparseHSDPStrategy):
-    """FSDP2 inside a replica, and between replicas the coordinates that reach a constant threshold λ.
-
-    Registered as ``Trainer(strategy="hsdp_hardthreshold")``; how a model is written for it says `SparseHSDPStrategy`.
-
-    Args:
-        threshold: λ ≥ 0 in gradient units; 0 sends everything.
-        density: the share of coordinates to be sent on average, in (0, 1]; λ is calibrated to it. With neither, 0.001.
-        calibration_steps: with a density, for how many steps at most (1 or more) everything is sent while gradients are
-            measured.
-        layer_thresholds: λ for single layers: fnmatch patterns of parameter names, the first match wins; 0 sends a
-            layer whole.
-        replicas: see `SparseHSDPStrategy`, as all that follows.
-        tensor_parallel_size: see there.
-        value_dtype: see there.
-        exchange: see there.
-        density_control: see there.
-        link_gbit_s: see there.
-        residual_checkpoint: see there.
-        on_world_size_change: see there.
-        save_distributed_checkpoint: see there.
-        process_group_backend: see there.
-        timeout: see there.
-
-    Raises:
-        ValueError: both threshold and density, or a number or a word that is not allowed.
-    """
-
-    def __init__(
-        self,
-        *,
-        threshold: float | None = None,
-        density: float | None = None,
-        calibration_steps: int = 50,
-        layer_thresholds: dict[str, float] | None = None,
-        replicas: Literal["auto"] | int = "auto",
-        tensor_parallel_size: int = 1,
-        value_dtype: ValueDtype = "float32",
-        exchange: ExchangeMode = "auto",
-        density_control: DensityControlMode | None = None,
-        link_gbit_s: float | None = None,
-        residual_checkpoint: ShardResiduals = "full",
-        on_world_size_change: OnWorldSizeChange = "mean",
-        save_distributed_checkpoint: bool = True,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
-    ) -> None:
-        super().__init__(
-            HardThreshold(
-                threshold=threshold,
-                density=density,
-                calibration_steps=calibration_steps,
-                layer_thresholds=layer_thresholds,
-            ),
-            replicas=replicas,
-            tensor_parallel_size=tensor_parallel_size,
-            value_dtype=value_dtype,
-            exchange=exchange,
-            density_control=density_control,
-            link_gbit_s=link_gbit_s,
-            residual_checkpoint=residual_checkpoint,
-            on_world_size_change=on_world_size_change,
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-        )

@@ -8,8 +8,11 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 from lightning_sparse.sparsifiers import Accordion, Dense, GaussianK, RandomK, Sparsifier, TopK
 from lightning_sparse.strategies.ddp import SparseDDPStrategy
-from lightning_sparse.strategies.hard_threshold import DDPHardThresholdStrategy, LocalHardThresholdStrategy
-from lightning_sparse.strategies.hsdp import HSDPHardThresholdStrategy
+from lightning_sparse.strategies.hard_threshold import (
+    DDPHardThresholdStrategy,
+    HSDPHardThresholdStrategy,
+    LocalHardThresholdStrategy,
+)
 from lightning_sparse.strategies.local import SparseLocalStrategy
 
 _SPARSIFIERS: dict[str, Callable[[], Sparsifier]] = {
