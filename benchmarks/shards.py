@@ -1,0 +1,164 @@
+"""How long does a training step take where replicas of a sharded model exchange sparsely, and what leaves a host?
+
+    python -m benchmarks.shards [--rates 200mbit 1gbit] [--seconds 60]
+
+As root on Linux: two hosts of the network lab with two processes each. A host is a replica, its two ranks shard the
+model by FSDP2; between hosts is a link of a rate. The model is the GPT recipe's, with 10 million parameters; 2 windows
+of 64 bytes a rank.
+
+    floor            nothing is exchanged between replicas: FSDP2 inside each
+    hsdp             torch's own HSDP: reduce-scatter inside, a dense all-reduce between
+    sparse_ρ         shard_exchange with HardThreshold, λ held to a density of ρ
+
+Each way has a model of its own, started alike, and they take turns within the same processes: in each round one step
+that does not count, a barrier, then the timed ones. A step takes as long as on the slowest rank; shown are medians.
+Bytes are those that host 0 sent over its link, with headers, a step.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
+
+from benchmarks import report
+from benchmarks.network_lab import INTERFACE, NetworkLab
+from benchmarks.payload import MARK, read_results
+from lightning_sparse import HardThreshold, shard_exchange
+from recipes.gpt_wikitext.model import GPT
+
+FLOOR, HSDP = "floor", "hsdp"
+METHODS = [FLOOR, HSDP, "sparse_0.01", "sparse_0.001"]
+WARM_UP = 30
+"""Steps in which λ settles."""
+
+
+def build(method: str, mesh: DeviceMesh) -> tuple[Callable[[], None], Callable[[], float]]:
+    """Returns a training step, and what tells the density of the last one."""
+    torch.manual_seed(0)
+    model = GPT(width=320, num_layers=8, num_heads=8)
+    over = mesh if method == HSDP else mesh["shard"]
+    for layer in model.layers.layers:
+        fully_shard(layer, mesh=over)
+    fully_shard(model, mesh=over)
+    exchange = None
+    if method.startswith("sparse"):
+        density = float(method.partition("_")[2])
+        exchange = shard_exchange(model, mesh["replicate"], HardThreshold(density=density, calibration_steps=5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+
+    def step() -> None:
+        tokens = torch.randint(256, (2, 65), generator=generator)
+        loss = functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        if exchange is not None:
+            exchange.average_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def density_of_last() -> float:
+        return 1.0 if exchange is None or exchange.last_step is None else exchange.last_step.density
+
+    return step, density_of_last
+
+
+def sent_bytes() -> int:
+    """What this host has sent over its link so far."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == INTERFACE:
+            return int(numbers.split()[8])
+    return 0
+
+
+def work(seconds: float, steps: int) -> None:
+    """Times all methods, as one rank."""
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    ways = {method: build(method, mesh) for method in METHODS}
+    for step, _ in ways.values():
+        for _ in range(WARM_UP):
+            step()
+    found: dict[str, dict[str, list[float]]] = {name: {"seconds": [], "bytes": [], "density": []} for name in METHODS}
+    end = time.monotonic() + seconds
+    goes_on = True
+    while goes_on:
+        for name, (step, density) in ways.items():
+            step()
+            dist.barrier()
+            before, sent = time.perf_counter(), sent_bytes()
+            for _ in range(steps):
+                step()
+                found[name]["density"].append(density())
+            taken = torch.tensor((time.perf_counter() - before) / steps)
+            dist.barrier()
+            dist.all_reduce(taken, dist.ReduceOp.MAX)
+            found[name]["seconds"].append(float(taken))
+            found[name]["bytes"].append((sent_bytes() - sent) / steps)
+        flag = torch.tensor(float(time.monotonic() < end))
+        dist.broadcast(flag, 0)
+        goes_on = bool(flag)
+    if dist.get_rank() == 0:
+        floor = report.quartiles(found[FLOOR]["seconds"])["median"]
+        result: dict[str, Any] = {}
+        for name, numbers in found.items():
+            result[name] = {key: report.quartiles(values) for key, values in numbers.items()}
+            result[name]["ratio"] = result[name]["seconds"]["median"] / floor
+        print(MARK + json.dumps(result))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Measures, prints and writes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rates", nargs="+", default=["200mbit", "1gbit"])
+    parser.add_argument("--seconds", type=float, default=60.0, help="of timing for each rate")
+    parser.add_argument("--steps", type=int, default=3, help="timed, whenever it is a method's turn")
+    parser.add_argument("--output", type=Path, default=report.RESULTS / "shards.json")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work(options.seconds, options.steps)
+        return
+    if reason := NetworkLab.unavailable_reason():
+        sys.exit(reason)
+    command = [sys.executable, "-m", "benchmarks.shards", "--worker", f"--seconds={options.seconds}"]
+    command.append(f"--steps={options.steps}")
+    results = []
+    with NetworkLab(2) as lab:
+        for rate in options.rates:
+            lab.shape(rate)
+            variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+            outputs = lab.run(command, timeout=1200 + 10 * options.seconds, workers_per_host=2, env=variables)
+            methods = read_results(outputs[:1])[0]
+            rows = [
+                [
+                    name,
+                    f"{1e3 * one['seconds']['median']:.0f}",
+                    " - ".join(f"{1e3 * quartile:.0f}" for quartile in one["seconds"]["quartiles"]),
+                    f"{one['ratio']:.2f}",
+                    f"{one['bytes']['median']:,.0f}",
+                    f"{one['density']['median']:.3%}",
+                ]
+                for name, one in methods.items()
+            ]
+            print(f"\n2 replicas of 2 ranks, {rate}")
+            print(
+                report.table(["", "ms", "quartiles", "x floor", "bytes a host and step", "density"], rows), flush=True
+            )
+            results.append({"rate": rate, "methods": methods})
+    report.write(options, results)
+
+
+if __name__ == "__main__":
+    main()
