@@ -1,0 +1,102 @@
+"""A rank that dies ends all others, in its replica and elsewhere, and the last checkpoint is enough to go on from."""
+
+import os
+import signal
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_sparse import HSDPHardThresholdStrategy
+from lightning_sparse.shards import ShardExchange
+from tests.integration.hsdp_models import STEPS, Sharded, data, num_ranks, whole_weights
+from tests.integration.models import quiet_trainer
+from tests.integration.test_dying_workers import GROUP_TIMEOUT, workers
+from tests.workers import run_workers
+
+THRESHOLD = 0.03
+DIES_AT = 5
+
+
+class Mortal(Sharded):
+    """One of its ranks dies in its forward, in its backward, or when replicas exchange."""
+
+    def __init__(self, place: str = "nowhere", rank: int = 0) -> None:
+        super().__init__()
+        self.place, self.rank = place, rank
+
+    def meet(self, place: str) -> None:
+        if (place, dist_rank()) == (self.place, self.rank) and self.trainer.global_step == DIES_AT:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        self.meet("forward")
+        loss = super().loss(batch)
+        loss.register_hook(lambda _: self.meet("backward"))
+        return loss
+
+
+def dist_rank() -> int:
+    return int(os.environ["RANK"])
+
+
+class InExchange(Callback):
+    """Lets a rank die once it has sent what it selected of its first bucket."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        state: ShardExchange = trainer.strategy.state
+        finish = state._engine.finish
+
+        def struck() -> Any:
+            pl_module.meet("exchange")
+            return finish()
+
+        state._engine.finish = struck  # type: ignore[method-assign]
+
+
+def _train(folder: str, place: str = "nowhere", rank: int = 0, resume: str | None = None) -> Any:
+    model = Mortal(place, rank)
+    strategy = HSDPHardThresholdStrategy(
+        threshold=THRESHOLD, replicas=2, timeout=timedelta(seconds=GROUP_TIMEOUT), process_group_backend="gloo"
+    )
+    saves = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=2)
+    trainer = quiet_trainer(
+        strategy,
+        num_workers=num_ranks(),
+        max_steps=STEPS,
+        limit_train_batches=2,
+        callbacks=[InExchange(), saves],
+        enable_checkpointing=True,
+    )
+    trainer.fit(model, data(), ckpt_path=resume)
+    return whole_weights(model)
+
+
+@pytest.mark.parametrize("place", ["forward", "backward", "exchange"])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_death_ends_all_others(tmp_path: Path, place: str, rank: int) -> None:
+    with workers(4, tmp_path, _train, str(tmp_path / "saved"), place, rank) as started:
+        seconds = started.wait(range(4))
+        codes = [one.exitcode for one in started.processes]
+    assert codes[rank] == -signal.SIGKILL
+    assert all(code not in (0, -signal.SIGKILL) for place, code in enumerate(codes) if place != rank)
+    assert seconds < 60
+    assert {one.name for one in (tmp_path / "saved").iterdir()} == {"step=2.ckpt", "step=4.ckpt"}
+
+
+def _resume(folder: str, resume: str | None) -> Any:
+    return _train(folder, resume=resume)
+
+
+def test_the_last_checkpoint_is_enough(tmp_path: Path) -> None:
+    with workers(4, tmp_path, _train, str(tmp_path / "saved"), "exchange", 2) as started:
+        started.wait(range(4))
+    last = str(tmp_path / "saved" / "step=4.ckpt")
+    resumed = run_workers(_resume, 4, str(tmp_path / "more"), last, process_group=False, new=True)
+    straight = run_workers(_resume, 4, str(tmp_path / "other"), None, process_group=False, new=True)
+    for one, other in zip(resumed, straight, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
