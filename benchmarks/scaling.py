@@ -22,6 +22,10 @@ NCCL gathers in rings of n-1 rounds of a few µs each.
 Every worker has a link of its own with that bandwidth in each direction, and for hierarchical a faster one to the L-1
 others of its node. What selecting and packing cost is left out, and so is whatever backward hides.
 
+With --shards S a worker is one of the S ranks of a node that hold a sharded model together: it exchanges its shard, an
+S-th of the elements, with the ranks of other nodes that hold the same, and has an S-th of the node's bandwidth. Bytes
+are then those into a whole node.
+
 The check runs the modes among 2, 4 and 8 hosts and compares bytes at the interface and seconds with the prediction.
 There every worker is a host, and a node is two hosts on the same slow network. The bytes have Ethernet, IP and TCP
 headers, which are not predicted, once per frame of up to 16 kB. The workers share this machine's cores: below some
@@ -126,11 +130,14 @@ def largest_of_slices(selected: float, num_workers: int) -> float:
 
 def simulate(density: float, network: Network, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Predictions for all numbers of workers at one density, printed as a table."""
-    print(f"\nDensity {density:.3%}: MB into one worker (hierarchical: of them from other nodes), and ms")
+    if options.shards > 1:
+        print(f"\nDensity {density:.3%}: MB into one node, which holds {options.shards} shards, and ms")
+    else:
+        print(f"\nDensity {density:.3%}: MB into one worker (hierarchical: of them from other nodes), and ms")
     found, lines, selected = [], [], density * options.elements
     for n in WORKERS:
         costs = costs_of(n, options.elements)
-        traffic = traffic_of(costs, selected, options.node)
+        traffic = traffic_of(costs, selected, options.node if options.shards == 1 else n)
         seconds = {mode: network.seconds(one) for mode, one in traffic.items()}
         taken = costs.cheapest(
             selected, largest_of_slices(selected, n), speeds(options.bandwidth, on_gpu=options.on_gpu)
@@ -140,14 +147,15 @@ def simulate(density: float, network: Network, options: argparse.Namespace) -> l
         for mode in MODES:
             one = traffic.get(mode)
             outer = f" ({one.outer_bytes / 1e6:,.2f})" if one and mode == "hierarchical" else ""
-            cells.append(f"{(one.outer_bytes + one.inner_bytes) / 1e6:,.2f}{outer}" if one else "")
+            megabytes = options.shards * (one.outer_bytes + one.inner_bytes) / 1e6 if one else 0.0
+            cells.append(f"{megabytes:,.2f}{outer}" if one else "")
             cells.append(f"{1e3 * seconds[mode]:,.1f}{'*' if mode == taken else ' '}" if one else "")
         gain = seconds[taken] / seconds[fastest]
         lines.append([*cells, f"{fastest} takes 1/{gain:.2f}" if gain > 1.005 else ""])
         modes = {mode: {**one._asdict(), "seconds": seconds[mode]} for mode, one in traffic.items()}
         found.append({"workers": n, "density": density, "taken": taken, "fastest_of_auto": fastest, "modes": modes})
     head = [cell for mode in (*MODES[:3], f"hierarchical, L = {options.node}") for cell in (mode, "ms ")]
-    print(report.table(["workers", *head, ""], lines))
+    print(report.table(["workers" if options.shards == 1 else "nodes", *head, ""], lines))
     return found
 
 
@@ -214,6 +222,7 @@ def main() -> None:
     parser.add_argument("--bandwidth", type=float, default=10.0, help="Gbit/s of a worker's link")
     parser.add_argument("--latency", type=float, default=50.0, help="microseconds from worker to worker")
     parser.add_argument("--node", type=int, default=8, metavar="L", help="workers of a node, for hierarchical")
+    parser.add_argument("--shards", type=int, default=1, metavar="S", help="ranks of a node that hold a model together")
     parser.add_argument("--inside-bandwidth", type=float, default=1000.0, help="Gbit/s of a worker inside its node")
     parser.add_argument("--inside-latency", type=float, default=5.0, help="microseconds inside a node")
     parser.add_argument("--on-gpu", action="store_true", help="mark the mode that is taken for tensors on a GPU")
@@ -230,6 +239,7 @@ def main() -> None:
         return
     if options.check and (reason := NetworkLab.unavailable_reason()):
         parser.error(reason)
+    options.elements, options.bandwidth = -(-options.elements // options.shards), options.bandwidth / options.shards
     bandwidths, latencies = (options.bandwidth, options.inside_bandwidth), (options.latency, options.inside_latency)
     links = zip(bandwidths, latencies, strict=True)
     network = Network(*(value for pair in links for value in (pair[0] * 1e9 / 8 * TCP_SHARE, pair[1] / 1e6)))

@@ -1,5 +1,7 @@
 """Replicas of a model that FSDP2 shards, against as many plain workers with as much data as a replica has."""
 
+import random
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -119,3 +121,124 @@ def test_replicas_train_as_so_many_workers(layout, exchange, threshold):
         for name, one in seen[-1].layers.items():
             assert one.density == pytest.approx(records[-1].layer_density[name])
     assert threshold == 0 or layout[0] == 1 or 0.1 < records[-1].density < 0.9
+
+
+# A soak: random models, use of them, optimizers and options.
+
+
+def draw(seed):
+    """A random training: layers, who uses which when, which of them are stepped on, and what is sent."""
+    dice = random.Random(seed)
+    layers = [(dice.choice([1, 2, 3, 5, 8]), dice.random() < 0.5) for _ in range(dice.randint(1, 5))]
+    replicas, shards = dice.choice([(2, 2), (2, 1), (3, 1), (4, 1)])
+    names = [
+        f"{place}.{kind}" for place, (_, has_bias) in enumerate(layers) for kind in ("weight", "bias")[: 1 + has_bias]
+    ]
+    steps = []
+    for _ in range(8):
+        used = [[dice.random() < 0.8 for _ in layers] for _ in range(replicas)]
+        if not any(map(any, used)):
+            used[0][0] = True
+        used = [one if any(one) else [True, *one[1:]] for one in used]
+        steps.append((used, [name for name in names if dice.random() < 0.8] if dice.random() < 0.5 else names))
+    return {
+        "seed": seed,
+        "layers": layers,
+        "layout": (replicas, shards),
+        "steps": steps,
+        "threshold": dice.choice([0.0, 0.1, 0.5, 3.0]),
+        "layer_thresholds": {"0.*": 0.2} if dice.random() < 0.3 else {},
+        "exchange": dice.choice(["auto", "gather", "reduce_scatter", "dense"]),
+        "bucket": dice.choice([4, 20, 10**6]),
+        "zeroes": dice.random() < 0.7,
+        "momentum": dice.choice([0.0, 0.9]),
+    }
+
+
+def soak_model(plan):
+    generator = torch.Generator().manual_seed(plan["seed"])
+    model = nn.ModuleList(nn.Linear(3, width, bias=has_bias) for width, has_bias in plan["layers"]).double()
+    with torch.no_grad():
+        for one in model.parameters():
+            one.copy_(torch.randn(one.shape, generator=generator))
+    return model
+
+
+def soak_loss(model, used, inputs):
+    return sum((layer(inputs).sin().square().mean() for layer, is_used in zip(model, used, strict=True) if is_used))
+
+
+def soak_inputs(plan):
+    replicas, shards = plan["layout"]
+    generator = torch.Generator().manual_seed(plan["seed"] + 1)
+    shape = len(plan["steps"]), replicas, shards, 4, 3
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def soak(plan):
+    from lightning_sparse.engine import grouping
+
+    grouping.BUCKET_ELEMENTS = plan["bucket"]
+    replicas, shards = plan["layout"]
+    mesh = build_mesh(replicas, shards)
+    model = soak_model(plan)
+    for one in model:
+        fully_shard(one, mesh=mesh["shard"])
+    named = dict(model.named_parameters())
+    sparsifier = HardThreshold(threshold=plan["threshold"], layer_thresholds=plan["layer_thresholds"])
+    exchange = shard_exchange(model, mesh["replicate"], sparsifier, exchange=plan["exchange"])
+    optimizers = {name: torch.optim.SGD([one], lr=0.1, momentum=plan["momentum"]) for name, one in named.items()}
+    replica, shard = divmod(dist.get_rank(), shards)
+    for (used, stepped), inputs in zip(plan["steps"], soak_inputs(plan), strict=True):
+        soak_loss(model, used[replica], inputs[replica, shard]).backward()
+        exchange.average_gradients(named[name] for name in stepped)
+        for name in stepped:
+            optimizers[name].step()
+        if plan["zeroes"]:
+            model.zero_grad()
+    result = whole_weights(model), whole_residuals(exchange)
+    exchange.close()
+    return result
+
+
+def soak_in_plain_tensors(plan):
+    replicas, _ = plan["layout"]
+    model = soak_model(plan)
+    named = dict(model.named_parameters())
+    errors = [{name: torch.zeros_like(one) for name, one in named.items()} for _ in range(replicas)]
+    held = [dict.fromkeys(named) for _ in range(replicas)]  # each replica's gradients
+    optimizers = {name: torch.optim.SGD([one], lr=0.1, momentum=plan["momentum"]) for name, one in named.items()}
+    for (used, stepped), inputs in zip(plan["steps"], soak_inputs(plan), strict=True):
+        for replica in range(replicas):
+            model.zero_grad()
+            soak_loss(model, used[replica], inputs[replica].flatten(0, 1)).backward()
+            for name, one in named.items():
+                if one.grad is not None:
+                    before = held[replica][name]
+                    held[replica][name] = one.grad.clone() if before is None else before + one.grad
+        for name in stepped:
+            who = [replica for replica in range(replicas) if held[replica][name] is not None]
+            total = torch.zeros_like(named[name])
+            for replica in who:
+                whole = errors[replica][name] + held[replica][name]
+                threshold = 0.2 if plan["layer_thresholds"] and name.startswith("0.") else plan["threshold"]
+                sent = torch.where(whole.abs() >= threshold, whole, 0.0)
+                errors[replica][name] = whole - sent
+                total += sent
+            for one in held:
+                one[name] = total / replicas if who else None
+            named[name].grad = held[0][name]
+            optimizers[name].step()
+        if plan["zeroes"]:
+            held = [dict.fromkeys(named) for _ in range(replicas)]
+    return named, errors
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_trainings_are_those_of_plain_replicas(seed):
+    plan = draw(seed)
+    replicas, shards = plan["layout"]
+    weights, errors = soak_in_plain_tensors(plan)
+    for rank, (found, residuals) in enumerate(run_workers(soak, replicas * shards, plan, new=True)):
+        torch.testing.assert_close(found, dict(weights), rtol=0, atol=1e-11)
+        torch.testing.assert_close(residuals, errors[rank // shards], rtol=0, atol=1e-11)
