@@ -299,6 +299,11 @@ def _require_shards(module: nn.Module, named: Mapping[str, Tensor], group: dist.
     is_sharded = any(isinstance(one, FSDPModule) for one in module.modules())
     for name, one in named.items():
         if isinstance(one, DTensor):
+            if one.device_mesh.device_type != local(one).device.type:
+                raise ValueError(
+                    f"{name} is on the {local(one).device.type}, and its mesh is of {one.device_mesh.device_type}: "
+                    "gradients that are offloaded cannot be exchanged. Leave CPUOffloadPolicy out."
+                )
             also = set(one.device_mesh.mesh.flatten().tolist()) & set(between)
             if len(also) > 1:
                 raise ValueError(

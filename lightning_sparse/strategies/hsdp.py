@@ -267,8 +267,9 @@ class SparseHSDPStrategy(ModelParallelStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+    def load_checkpoint(self, checkpoint_path: str | Path, *others: Any, **options: Any) -> dict[str, Any]:
+        # What can be said beside the path differs between versions of Lightning.
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *others, **options)
         assert self.lightning_module is not None
         if self.state is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             path = Path(self.broadcast(checkpoint_path))
