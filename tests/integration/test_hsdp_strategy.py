@@ -1,6 +1,8 @@
 """``Trainer(strategy="hsdp_hardthreshold")``: replicas of two ranks each, against torch's own and plain workers."""
 
+import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +39,39 @@ def _train(threshold: float, options: dict[str, Any]) -> Any:
     return whole_weights(model.network), model.batches, dict(trainer.callback_metrics), strategy.state.last_step
 
 
+@pytest.mark.xdist_group("programs of shards")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_nothing_held_back_is_torchs_own(name: str) -> None:
     _, _, atol = PROGRAMS[name]
-    for native, ours in run_workers(_train_in_both_ways, 4, name, process_group=False, new=True):
+    for weights in trained_in_both_ways():
+        native, ours = weights[name]
         torch.testing.assert_close(ours, native, rtol=0, atol=atol)
 
 
-def _train_in_both_ways(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+@functools.cache
+def trained_in_both_ways() -> Any:
+    """What every rank has after each program, one after the other in the same processes."""
+    return run_workers(_train_in_both_ways, 4, process_group=False, new=True)
+
+
+def _train_in_both_ways() -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    return {name: _train_program_in_both_ways(name) for name in PROGRAMS}
+
+
+def _train_program_in_both_ways(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     make, options, _ = PROGRAMS[name]
     native, ours = make(native=True), make()
     environment = dict(os.environ)
-    fit(ModelParallelStrategy(data_parallel_size=num_ranks(), tensor_parallel_size=1), native, **options)
-    os.environ.update(environment)  # of which a Trainer takes its part away at its end
-    fit(HSDPHardThresholdStrategy(threshold=0.0, replicas=2), ours, **options)
+    for model, strategy in (
+        (native, ModelParallelStrategy(data_parallel_size=num_ranks(), tensor_parallel_size=1)),
+        (ours, HSDPHardThresholdStrategy(threshold=0.0, replicas=2)),
+    ):
+        try:
+            fit(strategy, model, **options)
+        except Exception as error:
+            raise RuntimeError(f"{name}, {type(strategy).__name__}") from error
+        finally:
+            os.environ.update(environment)  # of which a Trainer takes its part away at its end
     return whole_weights(native), whole_weights(ours)
 
 
@@ -124,26 +145,45 @@ def epochs_of(ranks: int, replicas: int, epochs: int, *, save: Any = None, resum
     return run_workers(_train_epochs, ranks, replicas, epochs, *paths, options, process_group=False, new=True)
 
 
+def _train_stop_and_resume(path: str, options: dict[str, Any]) -> Any:
+    environment, results = dict(os.environ), []
+    for epochs, save, resume in ((2, None, None), (1, path, None), (2, None, path)):
+        os.environ.update(environment)
+        results.append(_train_epochs(2, epochs, save, resume, options))
+    return results
+
+
 @pytest.mark.parametrize("is_folder", [True, False], ids=["folder", "file"])
 @pytest.mark.parametrize("options", [{}, {"threshold": None, "density": 0.2}], ids=["threshold", "density"])
 def test_a_resume_equals_a_run_without_a_stop(tmp_path: Path, is_folder: bool, options: dict[str, Any]) -> None:
+    path = tmp_path / "a.ckpt"
     options = options | {"save_distributed_checkpoint": is_folder}
-    one = epochs_of(4, 2, 2, **options)
-    epochs_of(4, 2, 1, save=tmp_path / "a.ckpt", **options)
-    two = epochs_of(4, 2, 2, resume=tmp_path / "a.ckpt", **options)
-    for straight, resumed in zip(one, two, strict=True):
+    found = run_workers(_train_stop_and_resume, 4, str(path), options, process_group=False, new=True)
+    for straight, _, resumed in found:
         torch.testing.assert_close(resumed["weights"], straight["weights"], rtol=0, atol=0)
         torch.testing.assert_close(resumed["residuals"], straight["residuals"], rtol=0, atol=0)
-        assert resumed["threshold"] == straight["threshold"] == one[0]["threshold"]
-    assert (tmp_path / "a.ckpt").is_dir() == is_folder
+        assert resumed["threshold"] == straight["threshold"] == found[0][0]["threshold"]
+    assert path.is_dir() == is_folder
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], tuple[Path, Any]]:
+    """Returns what a run saved as a folder or as one file, and what its ranks had."""
+
+    @functools.cache
+    def save(is_folder: bool) -> tuple[Path, Any]:
+        path = tmp_path_factory.mktemp("saved") / "a.ckpt"
+        return path, epochs_of(4, 2, 1, save=path, save_distributed_checkpoint=is_folder)
+
+    return save
+
+
+@pytest.mark.xdist_group("checkpoints of shards")
 @pytest.mark.parametrize("is_folder", [True, False], ids=["folder", "file"])
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 2), (6, 2), (3, 3), (2, 1)])
-def test_others_keep_what_is_pending(tmp_path: Path, is_folder: bool, ranks: int, replicas: int) -> None:
-    path, options = tmp_path / "a.ckpt", {"save_distributed_checkpoint": is_folder}
-    before = epochs_of(4, 2, 1, save=path, **options)
-    after = epochs_of(ranks, replicas, 2, resume=path, **options)
+def test_others_keep_what_is_pending(saved: Any, is_folder: bool, ranks: int, replicas: int) -> None:
+    path, before = saved(is_folder)
+    after = epochs_of(ranks, replicas, 2, resume=path, save_distributed_checkpoint=is_folder)
     shards = ranks // replicas
     old = [before[0]["residuals"], before[2]["residuals"]]
     for rank, one in enumerate(after):
