@@ -27,7 +27,7 @@ class Advice:
     """Watches the numbers of exchanges; all workers have the same, so nothing is communicated.
 
     Args:
-        averages: what is exchanged: ``"gradients"`` or ``"drifts"``.
+        averages: what is exchanged: ``"gradients"``, ``"gradients of shards"`` or ``"drifts"``.
     """
 
     def __init__(self, averages: str) -> None:
@@ -88,14 +88,16 @@ class Advice:
                 f"training whatever the method: set density={min(1.0, FEWEST_SENT / max(num_exchanges, 1)):.1g} or "
                 "train for longer. See docs/choosing-a-threshold.md.",
             )
+        remedy = "Use strategy='local_hardthreshold'. See docs/local-training.md."
+        if self._averages == "gradients of shards":
+            remedy = "Use SGD, or a higher density; drifts of shards are not exchanged yet. See docs/big-models.md."
         normalising = next((one for one in optimizers if _normalises(one)), None)
-        if self._averages == "gradients" and normalising is not None and not self._sends_all:
+        if self._averages != "drifts" and normalising is not None and not self._sends_all:
             self._say(
                 "optimizer",
                 f"{type(normalising).__name__} divides by the size of recent gradients, and a sparse "
                 "exchange delivers gradients in rare large lumps: the two do not go well together. A small GPT at 1 % "
-                "came to a validation loss of 2.01 so, to 1.69 with a threshold on drifts, to 1.61 densely. Use "
-                "strategy='local_hardthreshold'. See docs/local-training.md.",
+                f"came to a validation loss of 2.01 so, to 1.69 with a threshold on drifts, to 1.61 densely. {remedy}",
             )
 
     @property

@@ -116,7 +116,7 @@ class SparseHSDPStrategy(ModelParallelStrategy):
         self.step_log = StepLog()
         self._replicas = replicas
         self._per_layer_stats = self._is_stepping = False
-        self._advice = Advice("gradients")
+        self._advice = Advice("gradients of shards")
 
     def request_layer_stats(self) -> None:
         """Asks for per-layer numbers from the next ``fit`` on; on all ranks, in a callback's ``setup``."""
