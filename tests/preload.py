@@ -1,13 +1,15 @@
 """What the fork server of tests.workers imports, so that no worker has to: most of what workers need."""
 
 import contextlib
-import functools
 import gc
 import importlib
-import importlib.metadata
+import sys
 
-# Every Trainer asks for entry points, and for an answer all installed packages are read.
-importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
+from tests.warm_start.lookups import remember_entry_points, remember_number_of_gpus
+
+is_warm = "torch" in sys.modules  # a fork of the server, which has done so
+if not is_warm:
+    remember_entry_points()
 gc.disable()
 for _name in (
     "fsspec.implementations.chained",
@@ -24,6 +26,8 @@ for _name in (
 ):
     with contextlib.suppress(ImportError):  # a worker that needs it says so
         importlib.import_module(_name)
+if not is_warm:
+    remember_number_of_gpus()
 
 
 def _meet_lightning():
