@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import importlib
+import os
 import sys
 
 from tests.warm_start.lookups import remember_entry_points, remember_number_of_gpus
@@ -61,6 +62,12 @@ def _meet_lightning():
 
 
 _meet_lightning()
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    with contextlib.suppress(ImportError):
+        importlib.import_module("triton.experimental.gluon")  # as the first kernel does that a process launches
+
+importlib.import_module("tests.worker_process").copies()
 
 # The garbage collector of a worker would write to every page that it shares with the server.
 gc.freeze()

@@ -1,5 +1,6 @@
 """A worker process of ``tests.workers``: answers calls one by one, as long as none leaves anything behind."""
 
+import functools
 import gc
 import logging
 import multiprocessing
@@ -121,18 +122,7 @@ class _Traces:
 
     def __init__(self) -> None:
         self._settings = _settings()
-        # Copies keep what they name: no other object has its place in memory.
-        self._modules = {
-            name: (module, dict(vars(module)))
-            for name, module in list(sys.modules.items())
-            if name.startswith("lightning_sparse") or name in _PATCHED
-        }
-        self._classes = [
-            (value, dict(vars(value)))
-            for name, (_, copy) in self._modules.items()
-            for value in copy.values()
-            if issubclass(type(value), type) and value.__module__ == name
-        ]
+        self._modules, self._classes = copies()
 
     def have_changed(self) -> bool:
         return (
@@ -140,6 +130,26 @@ class _Traces:
             or any(_module_has_changed(sys.modules.get(name), *found) for name, found in self._modules.items())
             or any(_class_has_changed(*found) for found in self._classes)
         )
+
+
+@functools.cache
+def copies() -> tuple[dict[str, tuple[Any, dict[str, Any]]], list[tuple[type, dict[str, Any]]]]:
+    """Returns what our modules and their classes name; made by the fork server, so that no worker has to.
+
+    Copies keep what they name: no other object has its place in memory.
+    """
+    modules = {
+        name: (module, dict(vars(module)))
+        for name, module in list(sys.modules.items())
+        if name.startswith("lightning_sparse") or name in _PATCHED
+    }
+    classes = [
+        (value, dict(vars(value)))
+        for name, (_, copy) in modules.items()
+        for value in copy.values()
+        if issubclass(type(value), type) and value.__module__ == name
+    ]
+    return modules, classes
 
 
 def _settings() -> dict[str, Any]:
