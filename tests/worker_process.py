@@ -101,14 +101,19 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         is_plain = type(value) is torch.Tensor and value.device.type == "cpu" and value.layout is torch.strided
-        if not is_plain or value.requires_grad or value.is_quantized or value.is_conj() or value.is_neg():
+        if not is_plain or not value.numel() or not value.is_contiguous() or value.requires_grad:
             return NotImplemented
-        content = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        return _tensor_of, (content, value.dtype, value.shape)
+        if value.is_quantized or value.is_conj() or value.is_neg():
+            return NotImplemented
+        return _tensor_of, (_bytes_of(value), value.dtype, value.shape, value.stride())
 
 
-def _tensor_of(content: bytes, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-    return torch.frombuffer(bytearray(content), dtype=dtype).view(shape) if content else torch.empty(shape, dtype=dtype)
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _tensor_of(content: bytes, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=dtype).as_strided(shape, stride)
 
 
 def save(result: Any, path: Path) -> None:
