@@ -1,13 +1,16 @@
 """What the fork server of tests.workers imports, so that no worker has to: most of what workers need."""
 
 import contextlib
-import functools
 import gc
 import importlib
-import importlib.metadata
+import os
+import sys
 
-# Every Trainer asks for entry points, and for an answer all installed packages are read.
-importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
+from tests.warm_start.lookups import remember_entry_points, remember_number_of_gpus
+
+is_warm = "torch" in sys.modules  # a fork of the server, which has done so
+if not is_warm:
+    remember_entry_points()
 gc.disable()
 for _name in (
     "fsspec.implementations.chained",
@@ -24,6 +27,8 @@ for _name in (
 ):
     with contextlib.suppress(ImportError):  # a worker that needs it says so
         importlib.import_module(_name)
+if not is_warm:
+    remember_number_of_gpus()
 
 
 def _meet_lightning():
@@ -57,6 +62,12 @@ def _meet_lightning():
 
 
 _meet_lightning()
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    with contextlib.suppress(ImportError):
+        importlib.import_module("triton.experimental.gluon")  # as the first kernel does that a process launches
+
+importlib.import_module("tests.worker_process").copies()
 
 # The garbage collector of a worker would write to every page that it shares with the server.
 gc.freeze()

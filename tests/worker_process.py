@@ -1,16 +1,20 @@
 """A worker process of ``tests.workers``: answers calls one by one, as long as none leaves anything behind."""
 
+import functools
 import gc
+import io
 import logging
 import multiprocessing
+import operator
 import os
+import pickle
 import random
 import signal
 import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,7 +51,7 @@ class Call(NamedTuple):
 
 def serve(pipe: connection.Connection) -> None:
     """Answers calls, each with a word when it is done, until the pipe ends or something has changed for good."""
-    environment, random_states, found = dict(os.environ), _random_states(), _traces()
+    environment, random_states, found = dict(os.environ), _random_states(), _Traces()
     while True:
         try:
             call: Call = pipe.recv()
@@ -60,7 +64,7 @@ def serve(pipe: connection.Connection) -> None:
         os.environ.clear()
         os.environ.update(environment)
         gc.collect()
-        if call.is_last or _changed(found):
+        if call.is_last or found.have_changed():
             pipe.close()
             return
         pipe.send(None)
@@ -75,7 +79,7 @@ def _answer(call: Call) -> None:
             store = f"file://{call.folder}/store"
             dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_workers)
             dist.barrier()  # who has nothing to do would close what another is still connecting to
-        torch.save(call.function(*call.args), f"{call.folder}/{rank}.result")
+        save(call.function(*call.args), Path(f"{call.folder}/{rank}.result"))
         if dist.is_initialized() and (call.process_group or not call.is_last):
             dist.destroy_process_group()
     except BaseException:
@@ -93,15 +97,82 @@ def _set_random_states(python: Any, of_numpy: Any, of_torch: torch.Tensor) -> No
     torch.set_rng_state(of_torch)
 
 
-def _changed(found: dict[Any, Any]) -> bool:
-    traces = _traces()
-    return any(traces.get(key) != value for key, value in found.items())
+class _Pickler(pickle.Pickler):
+    """Writes a plain tensor as its bytes, for which ``torch.save`` takes many times as long; others as that does."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not issubclass(type(value), torch.Tensor):  # some objects warn when they are asked for their class
+            return NotImplemented
+        if type(value) is torch.Tensor and _is_plain(value):
+            content = value.view(-1).view(torch.uint8).numpy().tobytes()
+            return _tensor_of, (content, value.dtype, value.shape, value.stride())
+        saved = io.BytesIO()
+        torch.save(value, saved)
+        return _load, (saved.getvalue(),)
 
 
-def _traces() -> dict[Any, Any]:
-    """What a call may leave for the next one to meet."""
+def _is_plain(tensor: torch.Tensor) -> bool:
+    is_dense = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+    return (
+        is_dense
+        and tensor.numel() > 0
+        and tensor.is_contiguous()
+        and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def _tensor_of(content: bytes, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=dtype).as_strided(shape, stride)
+
+
+def _load(saved: bytes) -> Any:
+    return torch.load(io.BytesIO(saved), weights_only=False)
+
+
+def save(result: Any, path: Path) -> None:
+    """Writes what ``pickle.load`` reads."""
+    with path.open("wb") as file:
+        _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(result)
+
+
+class _Traces:
+    """What a call may leave for the next one to meet, as it is now."""
+
+    def __init__(self) -> None:
+        self._settings = _settings()
+        self._modules, self._classes = copies()
+
+    def have_changed(self) -> bool:
+        return (
+            _settings() != self._settings
+            or any(_module_has_changed(sys.modules.get(name), *found) for name, found in self._modules.items())
+            or any(_class_has_changed(*found) for found in self._classes)
+        )
+
+
+@functools.cache
+def copies() -> tuple[dict[str, tuple[Any, dict[str, Any]]], list[tuple[type, dict[str, Any]]]]:
+    """Returns what our modules and their classes name; made by the fork server, so that no worker has to.
+
+    Copies keep what they name: no other object has its place in memory.
+    """
+    modules = {
+        name: (module, dict(vars(module)))
+        for name, module in list(sys.modules.items())
+        if name.startswith("lightning_sparse") or name in _PATCHED
+    }
+    classes = [
+        (value, dict(vars(value)))
+        for name, (_, copy) in modules.items()
+        for value in copy.values()
+        if issubclass(type(value), type) and value.__module__ == name
+    ]
+    return modules, classes
+
+
+def _settings() -> dict[str, Any]:
     loggers = [logging.getLogger(), *map(logging.getLogger, ("lightning", "lightning.pytorch", "lightning_sparse"))]
-    traces: dict[Any, Any] = {
+    return {
         "folder": os.getcwd(),
         "torch": (torch.get_default_dtype(), torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()),
         "signals": [signal.getsignal(number) for number in signal.valid_signals()],
@@ -111,12 +182,28 @@ def _traces() -> dict[Any, Any]:
         "children": multiprocessing.active_children(),
         "network": os.stat("/proc/self/ns/net").st_ino if sys.platform == "linux" else None,
     }
-    for name, module in list(sys.modules.items()):
-        if name.startswith("lightning_sparse") or name in _PATCHED:
-            for key, value in list(vars(module).items()):
-                kind = type(value)  # not isinstance: some objects warn when they are asked for their class
-                if issubclass(kind, type) and value.__module__ == name:
-                    traces[name, key] = [(key, id(one)) for key, one in vars(value).items() if hasattr(one, "__get__")]
-                elif callable(value) or issubclass(kind, (str, int, float)):
-                    traces[name, key] = id(value)
-    return traces
+
+
+def _module_has_changed(now: Any, module: Any, copy: dict[str, Any]) -> bool:
+    """Whether a function, class, number or text that was there is another; all else may be a memory."""
+    if now is not module:
+        return True
+    names = vars(module)
+    return not _is_same(names, copy) and any(
+        names.get(name) is not value
+        # Not isinstance: some objects warn when they are asked for their class.
+        for name, value in copy.items()
+        if callable(value) or issubclass(type(value), (str, int, float))
+    )
+
+
+def _class_has_changed(one: type, copy: dict[str, Any]) -> bool:
+    return not _is_same(vars(one), copy) and _methods(vars(one)) != _methods(copy)
+
+
+def _is_same(names: Mapping[str, Any], copy: dict[str, Any]) -> bool:
+    return list(names) == list(copy) and all(map(operator.is_, names.values(), copy.values()))
+
+
+def _methods(names: Mapping[str, Any]) -> list[tuple[str, int]]:
+    return [(name, id(value)) for name, value in names.items() if hasattr(value, "__get__")]

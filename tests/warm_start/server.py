@@ -22,6 +22,8 @@ import types
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import lookups
+
 _MODULES = (
     "jsonargparse",
     "lightning.pytorch.cli",
@@ -119,9 +121,11 @@ def main(listener: socket.socket) -> tuple[dict[str, Any], Command] | None:
 @functools.cache
 def _import_modules() -> None:
     gc.disable()
+    lookups.remember_entry_points()
     for name in _MODULES:
         with contextlib.suppress(ImportError):  # a command that needs it says so
             importlib.import_module(name)
+    lookups.remember_number_of_gpus()
     gc.freeze()  # else a collection in a fork would write to all pages
     gc.enable()
 
