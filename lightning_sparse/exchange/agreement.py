@@ -27,10 +27,7 @@ def require_agreement(settings: dict[str, Any], group: dist.ProcessGroup | None 
     Raises:
         RuntimeError: names the settings that differ, the first ten of them, with the value of each rank.
     """
-    gathered: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(gathered, settings, group=group)
-    names = sorted({name for one in gathered for name in one})
-    differing = [name for name in names if any(one.get(name) != gathered[0].get(name) for one in gathered)]
+    gathered, differing = _compared(settings, group)
     if differing:
         lines = [
             f"  {name}: " + ", ".join(f"rank {rank}: {one.get(name)!r}" for rank, one in enumerate(gathered))
@@ -42,6 +39,18 @@ def require_agreement(settings: dict[str, Any], group: dist.ProcessGroup | None 
             "The workers disagree on how gradients are exchanged. Start all of them with the same model, settings and "
             "versions. What differs:\n" + "\n".join(lines)
         )
+
+
+def differing(settings: dict[str, Any], group: dist.ProcessGroup | None = None) -> list[str]:
+    """Returns the names of settings that differ between workers, the same on all. Collective."""
+    return _compared(settings, group)[1]
+
+
+def _compared(settings: dict[str, Any], group: dist.ProcessGroup | None) -> tuple[list[dict[str, Any]], list[str]]:
+    gathered: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(gathered, settings, group=group)
+    names = sorted({name for one in gathered for name in one})
+    return gathered, [name for name in names if any(one.get(name) != gathered[0].get(name) for one in gathered)]
 
 
 def parameter_settings(module: nn.Module) -> dict[str, Any]:

@@ -5,8 +5,30 @@ from uuid import uuid4
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_sparse.exchange.workers import Workers, new_group
+
+
+def replica_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Returns a mesh of all ranks, as ``init_device_mesh`` does. Collective: world.
+
+    That gives its groups torch's own timeout of half an hour; these have the world's.
+
+    Args:
+        device_type: of its devices.
+        shape: ranks along each dimension.
+        names: of the dimensions.
+    """
+    ranks = torch.arange(dist.get_world_size()).view(shape)
+    place = (ranks == dist.get_rank()).nonzero()[0].tolist()
+    seed: list[object] = [uuid4().hex]
+    dist.broadcast_object_list(seed)
+    groups = []
+    for dimension, name in enumerate(names):
+        line = ranks[tuple(slice(None) if one == dimension else at for one, at in enumerate(place))]
+        groups.append(new_group(None, line.tolist(), f"lightning_sparse/{seed[0]}/{name}"))
+    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
 
 
 def replica_workers(between: dist.ProcessGroup) -> Workers:

@@ -21,17 +21,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from lightning_sparse._version import __version__
 from lightning_sparse.ddp.options import DensityControlMode, ExchangeOptions, require_density_control
 from lightning_sparse.engine import Engine, EngineHolder, rehearse_steps
 from lightning_sparse.engine.grouping import as_real
 from lightning_sparse.exchange import ExchangeMode, current_device, parameter_settings, require_agreement
+from lightning_sparse.exchange.agreement import differing
 from lightning_sparse.exchange.replicas import replica_workers
 from lightning_sparse.exchange.wire import ValueDtype, require_wire
 from lightning_sparse.shards.combined import of_all_shards
+from lightning_sparse.shards.requirements import require_shards, shard_settings
 from lightning_sparse.shards.shard_bucket import ShardBucket, lay_out, local
 from lightning_sparse.sparsifiers import Dense, Sparsifier
 
@@ -67,15 +67,15 @@ class ShardExchange(EngineHolder):
         named = dict(module.named_parameters())
         if not any(one.requires_grad for one in named.values()):
             raise ValueError("The module has no parameter that requires a gradient: there is nothing to average.")
-        _require_shards(module, named, group)
+        require_shards(module, named, group)
         self.device = local(next(iter(named.values()))).device
         with current_device(self.device):
-            settings = _shard_settings(named) | sparsifier.settings() | vars(options)
+            settings = parameter_settings(module) | sparsifier.settings() | vars(options)
             settings |= {"per_layer_stats": per_layer_stats}
             settings |= {"lightning_sparse": __version__, "torch": str(torch.__version__)}
-            require_agreement(settings, group)
-            # What is not the same on all ranks of a replica, their shards, is compared above.
-            require_agreement(parameter_settings(module) | sparsifier.settings() | vars(options))
+            # Shards are those of other ranks' in the same place. Who disagrees there is told of to all.
+            settings["shards that differ between replicas"] = differing(shard_settings(named), group)
+            require_agreement(settings)
             self.replica = replica_workers(group)
             super().__init__(
                 Engine(
@@ -94,7 +94,8 @@ class ShardExchange(EngineHolder):
             self.workers.broadcast([*map(local, named.values()), *map(local, buffers)])
         self.num_parts = self.replica.num_workers
         self.is_exchanging = False
-        self._parameters = named
+        self._module, self._parameters = module, named
+        self._ids = {id(one) for one in named.values()}
         self._buckets: list[ShardBucket] = []
         self._taken: set[str] = set()
         self._marks: dict[tuple[int, tuple[bool, ...]], Tensor] = {}
@@ -121,6 +122,7 @@ class ShardExchange(EngineHolder):
         Args:
             parameters: those whose gradients are exchanged, such as one optimizer's; None for all of the module.
         """
+        self._require_own_parameters()
         chosen = None if parameters is None else {id(one) for one in parameters}
         self.is_exchanging = True
         self._take_in_new()
@@ -149,6 +151,21 @@ class ShardExchange(EngineHolder):
             add_up = partial(of_all_shards, names=names, workers=self.replica, device=self.device)
             self._engine.account(with_others=add_up)
         self.is_exchanging = False
+
+    def holds_any_of(self, param_groups: Iterable[Mapping[str, Any]]) -> bool:
+        """Returns whether an optimizer with these groups steps on parameters of the module."""
+        return any(id(one) in self._ids for group in param_groups for one in group["params"])
+
+    def _require_own_parameters(self) -> None:
+        """Raises RuntimeError where the module has others by now, as ``fully_shard`` gives it."""
+        if any(one.grad is not None for one in self._parameters.values()):
+            return
+        new = [name for name, one in self._module.named_parameters() if one.grad is not None]
+        if new:
+            raise RuntimeError(
+                f"The model has other parameters than when shard_exchange was called, {new[0]} for one. Call "
+                "fully_shard first and shard_exchange after it."
+            )
 
     def _marks_of(self, bucket: ShardBucket, used: set[str]) -> Tensor:
         """Which parameters of a bucket this replica used, on the device: made once, and hardly ever again."""
@@ -286,33 +303,3 @@ def shard_exchange(
         value_dtype=value_dtype, exchange=exchange, density_control=density_control, link_gbit_s=link_gbit_s
     )
     return ShardExchange(module, mesh, sparsifier, options, per_layer_stats=per_layer_stats)
-
-
-def _shard_settings(named: Mapping[str, Tensor]) -> dict[str, Any]:
-    return {f"shard of {name}": f"{list(local(one).shape)}, {one.dtype}" for name, one in named.items()}
-
-
-def _require_shards(module: nn.Module, named: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
-    """Raises ValueError where gradients would be averaged over too many ranks, or over too few."""
-    between = dist.get_process_group_ranks(group)
-    num_ranks = dist.get_world_size() // len(between)
-    is_sharded = any(isinstance(one, FSDPModule) for one in module.modules())
-    for name, one in named.items():
-        if isinstance(one, DTensor):
-            if one.device_mesh.device_type != local(one).device.type:
-                raise ValueError(
-                    f"{name} is on the {local(one).device.type}, and its mesh is of {one.device_mesh.device_type}: "
-                    "gradients that are offloaded cannot be exchanged. Leave CPUOffloadPolicy out."
-                )
-            also = set(one.device_mesh.mesh.flatten().tolist()) & set(between)
-            if len(also) > 1:
-                raise ValueError(
-                    f"{name} is sharded over ranks of several replicas ({sorted(also)} hold the same shard). Give "
-                    "fully_shard the mesh of one replica: mesh['shard'], or self.device_mesh['data_parallel'] with the "
-                    "strategy."
-                )
-        elif is_sharded and num_ranks > 1 and one.requires_grad:
-            raise ValueError(
-                f"{name} is not sharded, so that its gradient would not be averaged inside a replica. Call "
-                "fully_shard(model, mesh=…) on the whole model too, after its blocks."
-            )

@@ -7,16 +7,18 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities import rank_zero_warn
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from typing_extensions import override
 
 from lightning_sparse.ddp.options import DensityControlMode, ExchangeOptions, require_density_control
 from lightning_sparse.exchange import ExchangeMode
+from lightning_sparse.exchange.replicas import replica_mesh
 from lightning_sparse.exchange.wire import ValueDtype, require_wire
 from lightning_sparse.shards import ShardExchange
 from lightning_sparse.sparsifiers import Sparsifier
@@ -28,6 +30,8 @@ from lightning_sparse.strategies.shard_checkpoint import collect, restore
 from lightning_sparse.strategies.step_log import StepLog
 
 ShardResiduals = Literal["full", "none"]
+MOST_BACKWARDS = 200
+"""After so many without an exchange something is likely to be wrong; accumulation is over fewer."""
 
 
 class SparseHSDPStrategy(ModelParallelStrategy):
@@ -116,6 +120,8 @@ class SparseHSDPStrategy(ModelParallelStrategy):
         self.step_log = StepLog()
         self._replicas = replicas
         self._per_layer_stats = self._is_stepping = False
+        self._hooks: list[Any] = []
+        self._backwards = 0
         self._advice = Advice("gradients of shards")
 
     def request_layer_stats(self) -> None:
@@ -131,23 +137,21 @@ class SparseHSDPStrategy(ModelParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        super(ModelParallelStrategy, self).setup_environment()
-        self._setup_distributed()
+        size = self.num_nodes * self.num_processes
         replicas = self.num_nodes if self._replicas == "auto" else self._replicas
         tensor = self._tensor_parallel_size
         assert isinstance(tensor, int)
-        shards, rest = divmod(self.world_size, replicas * tensor)
+        shards, rest = divmod(size, replicas * tensor)
         if rest or not shards:
             raise ValueError(
-                f"{self.world_size} ranks cannot be {replicas} replicas of equal size with "
+                f"{size} ranks cannot be {replicas} replicas of equal size with "
                 f"tensor_parallel_size={tensor}. Start a multiple of {replicas * tensor}, or set another replicas=…"
             )
+        super(ModelParallelStrategy, self).setup_environment()
+        self._setup_distributed()
         self._data_parallel_size = shards
-        self._device_mesh = init_device_mesh(
-            self.root_device.type,
-            (replicas, shards, tensor),
-            mesh_dim_names=("replicate", "data_parallel", "tensor_parallel"),
-        )
+        names = ("replicate", "data_parallel", "tensor_parallel")
+        self._device_mesh = replica_mesh(self.root_device.type, (replicas, shards, tensor), names)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
 
@@ -180,9 +184,11 @@ class SparseHSDPStrategy(ModelParallelStrategy):
         )
         self.state.subscribe(self.step_log.add)
         self._advice.follow(self.state, holds_density=self._options.holds_density)
-        for one in self.optimizers:
-            one.register_step_pre_hook(self._before_any_step)
-            one.register_step_post_hook(self._after_any_step)
+        # Of all optimizers: those that the Trainer does not know of step, too.
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before_any_step),
+            register_optimizer_step_post_hook(self._after_any_step),
+        ]
 
     # When gradients are exchanged: after backward, before they are clipped and an optimizer steps.
 
@@ -207,7 +213,7 @@ class SparseHSDPStrategy(ModelParallelStrategy):
 
     def _before_any_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Not all come through the strategy: self.optimizers(use_pl_optimizer=False) hands out torch's own.
-        if self._is_stepping:
+        if self._is_stepping or self.state is None or not self.state.holds_any_of(optimizer.param_groups):
             return None
         given = args[1] if len(args) > 1 else kwargs.get("closure")
         if given is None:
@@ -220,8 +226,23 @@ class SparseHSDPStrategy(ModelParallelStrategy):
             self.step_log.write(self.lightning_module)
 
     @override
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        super().post_backward(closure_loss)
+        self._backwards += 1
+        if self._backwards == MOST_BACKWARDS and self.state is not None and self.state.last_step is None:
+            self._say_nothing_is_exchanged()
+
+    def _say_nothing_is_exchanged(self) -> None:
+        rank_zero_warn(
+            f"lightning_sparse: in {self._backwards} backwards no torch.optim.Optimizer has stepped on parameters of "
+            "the model, so that replicas have exchanged nothing and part. If weights are updated by other means, call "
+            "strategy.state.average_gradients() before each update. See docs/big-models.md."
+        )
+
+    @override
     def on_train_start(self) -> None:
         super().on_train_start()
+        self._backwards = 0
         self._advice.begin(self.optimizers, exchanges_of(self.lightning_module))
 
     @override
@@ -234,9 +255,14 @@ class SparseHSDPStrategy(ModelParallelStrategy):
     def on_train_end(self) -> None:
         super().on_train_end()
         self._advice.end()
+        if self.state is not None and self.state.last_step is None and self._backwards:
+            self._say_nothing_is_exchanged()
 
     @override
     def teardown(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
         if self.state is not None:
             self.state.close()
         super().teardown()

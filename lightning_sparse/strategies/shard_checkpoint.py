@@ -141,7 +141,7 @@ def _read(state: ShardExchange, folder: Path, replicas: Iterable[int]) -> dict[s
     """Returns the mean of some replicas' residuals from a folder, this rank's part. Collective: all ranks."""
     try:
         known = filesystem.FileSystemReader(folder).read_metadata().state_dict_metadata
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         rank_zero_warn(f"lightning_sparse: {folder} is missing. Residuals start from zero; what was held back is lost.")
         return {}
     parts: list[dict[str, Tensor]] = []

@@ -242,3 +242,68 @@ def test_random_trainings_are_those_of_plain_replicas(seed):
     for rank, (found, residuals) in enumerate(run_workers(soak, replicas * shards, plan, new=True)):
         torch.testing.assert_close(found, dict(weights), rtol=0, atol=1e-11)
         torch.testing.assert_close(residuals, errors[rank // shards], rtol=0, atol=1e-11)
+
+
+def misuse():
+    mesh = build_mesh(2, 2)
+    said = []
+    model = build_model()
+    for make in (
+        lambda: shard_exchange(model, mesh, HardThreshold(threshold=0.1)),
+        lambda: shard_exchange(model, mesh["replicate"], HardThreshold(threshold=0.1)),
+        lambda: shard_exchange(sharded(build_model(), mesh["shard"]), mesh["shard"], HardThreshold(threshold=0.1)),
+        lambda: shard_exchange(model, mesh["replicate"], 0.1),
+    ):
+        try:
+            make()
+            said.append("nothing was raised")
+        except (TypeError, ValueError, RuntimeError) as error:
+            said.append(str(error))
+    alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))
+    exchange = shard_exchange(model, alone["replicate"], HardThreshold(threshold=0.1))
+    sharded(model, alone["shard"])
+    model(torch.randn(4, 6, dtype=torch.float64)).sum().backward()
+    try:
+        exchange.average_gradients()
+        said.append("nothing was raised")
+    except RuntimeError as error:
+        said.append(str(error))
+    return said
+
+
+def test_what_is_misused_is_told_of():
+    for said in run_workers(misuse, 4, new=True):
+        assert "a mesh of 2 dimensions" in said[0]
+        assert "0.weight is not sharded" in said[1]
+        assert "and shard_exchange that of replicas" in said[2]
+        assert "Expected a sparsifier" in said[3]
+        assert "Call fully_shard first" in said[4]
+
+
+def continue_from_states(stop):
+    mesh = build_mesh(2, 2)
+    results = []
+    for stops in (None, stop):
+        model = sharded(build_model(), mesh["shard"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        exchange = shard_exchange(model, mesh["replicate"], HardThreshold(density=0.3, calibration_steps=3))
+        for place, batches in enumerate(build_batches(4)):
+            if place == stops:
+                state = exchange.state_dict()
+                exchange.close()
+                exchange = shard_exchange(model, mesh["replicate"], HardThreshold(density=0.3, calibration_steps=3))
+                exchange.load_state_dict(state)
+            inputs, targets = batches[dist.get_rank()]
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            exchange.average_gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append((whole_weights(model), whole_residuals(exchange), exchange.last_step))
+    return results
+
+
+@pytest.mark.parametrize("stop", [1, 7])
+def test_an_exchange_goes_on_from_its_state(stop):
+    for straight, stopped in run_workers(continue_from_states, 4, stop, new=True):
+        torch.testing.assert_close(stopped[:2], straight[:2], rtol=0, atol=0)
+        assert stopped[2] == straight[2]

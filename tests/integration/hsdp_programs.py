@@ -164,6 +164,26 @@ class KeepingGradients(Sharded):
         self.optimizers().step()  # type: ignore[union-attr]
 
 
+class Late(Sharded):
+    """Makes its optimizer when training has begun, and tells nobody."""
+
+    def __init__(self, *, native: bool = False) -> None:
+        super().__init__(native=native)
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> None:
+        return None
+
+    def on_train_start(self) -> None:
+        self.own = make_optimizer(self.parameters())
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.batches.append(batch)
+        self.own.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.own.step()
+
+
 UNCOUNTED = {"max_steps": -1, "max_epochs": 1, "limit_train_batches": 8}
 """For optimizers of whose steps a Trainer knows nothing."""
 
@@ -181,6 +201,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Sharded], dict[str, Any], float]] = {
         UNCOUNTED,
         1e-12,
     ),
+    "an optimizer of its own": (Late, UNCOUNTED, 1e-12),
     "discarded backwards": (Discarding, {}, 1e-12),
     "gradients kept": (KeepingGradients, {}, 1e-12),
     "two optimizers": (TwoOptimizers, {}, 1e-12),

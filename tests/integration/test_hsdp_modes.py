@@ -1,6 +1,9 @@
 """What a Trainer can do with replicas of shards beside what torch does alone: each once."""
 
 import os
+import time
+import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +285,14 @@ class Forgotten(Sharded):
             fully_shard(self.network[0], mesh=self.device_mesh["data_parallel"])
 
 
+class Whole(Sharded):
+    """Is not sharded at all."""
+
+    def configure_model(self) -> None:
+        if self.network is None:
+            self.network = build_network()
+
+
 class Everywhere(Sharded):
     """Shards over all replicas."""
 
@@ -312,12 +323,14 @@ def dist_rank() -> int:
     ("make", "strategy_options", "options", "message"),
     [
         (Forgotten, {}, {}, "network.2.weight is not sharded"),
+        (Whole, {}, {}, "network.0.weight is not sharded"),
         (Everywhere, {}, {}, "over ranks of several replicas"),
         (Sharded, {"replicas": 3}, {}, "4 ranks cannot be 3 replicas"),
         (Sharded, {"tensor_parallel_size": 4}, {}, "4 ranks cannot be 2 replicas of equal size with"),
         (Sharded, {}, {"precision": "16-mixed"}, "Choose a different precision"),
         (Sharded, {"threshold": [0.1, 0.1, 0.2, 0.2]}, {}, "workers disagree"),
         (Sharded, {"threshold": [0.1, 0.2]}, {}, "workers disagree"),
+        (Sharded, {"threshold": [0.2, 0.1, 0.1, 0.1]}, {}, "rank 3: 0.1"),
     ],
 )
 def test_what_cannot_work_is_told_of(make: Any, strategy_options: Any, options: Any, message: str) -> None:
@@ -377,3 +390,66 @@ def test_a_search_for_a_threshold_leaves_no_trace() -> None:
         assert density == pytest.approx(0.1, rel=0.01)
         assert used[1].threshold != THRESHOLD
         assert 0.02 < used[1].density < 0.5
+
+
+class ByHand(Sharded):
+    """Updates its weights with no optimizer."""
+
+    def __init__(self, *, averages: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.averages = averages
+
+    def configure_optimizers(self) -> None:
+        return None
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.zero_grad()
+        self.manual_backward(self.loss(batch))
+        if self.averages:
+            self.trainer.strategy.state.average_gradients()
+        with torch.no_grad():
+            for one in self.parameters():
+                one -= 0.01 * one.grad
+
+
+def _update_by_hand(averages: bool) -> Any:
+    model = ByHand(averages=averages)
+    options = {"max_steps": -1, "max_epochs": 1, "limit_train_batches": 4}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(HSDPHardThresholdStrategy(threshold=THRESHOLD, replicas=2), model, **options)
+    return whole_weights(model), "\n".join(str(one.message) for one in caught)
+
+
+def test_who_updates_weights_by_hand_is_told_how() -> None:
+    results = run_workers(_update_by_hand, 4, False, process_group=False, new=True)
+    assert "in 4 backwards no torch.optim.Optimizer has stepped" in results[0][1]
+    results = run_workers(_update_by_hand, 4, True, process_group=False, new=True)
+    for weights, said in results:
+        assert "no torch.optim.Optimizer" not in said
+        torch.testing.assert_close(weights, results[0][0], rtol=0, atol=0)
+
+
+def _sleep() -> float:
+    strategy = HSDPHardThresholdStrategy(threshold=0.0, replicas=2, timeout=timedelta(seconds=5))
+    started = time.monotonic()
+    try:
+        fit(strategy, Sleeping())
+    except RuntimeError:
+        return time.monotonic() - started
+    return float("inf")
+
+
+class Sleeping(Sharded):
+    """One rank does nothing for long."""
+
+    def loss(self, batch: Any) -> Tensor:
+        if dist.get_rank() == 3 and len(self.batches) == 3:
+            time.sleep(20)
+        return super().loss(batch)
+
+
+def test_who_waits_for_longer_than_the_timeout_ends() -> None:
+    seconds = run_workers(_sleep, 4, process_group=False, new=True)
+    assert max(seconds[:3]) < 18

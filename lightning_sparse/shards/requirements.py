@@ -1,0 +1,43 @@
+"""What a model must be so that the gradients of its shards can be averaged between replicas."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lightning_sparse.shards.shard_bucket import local
+
+
+def shard_settings(named: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Returns what must be the same of the shards of all ranks in the same place, as settings."""
+    return {f"shard of {name}": f"{list(local(one).shape)}, {one.dtype}" for name, one in named.items()}
+
+
+def require_shards(module: nn.Module, named: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+    """Raises ValueError where gradients would be averaged over too many ranks, or over too few."""
+    between = dist.get_process_group_ranks(group)
+    num_ranks = dist.get_world_size() // len(between)
+    is_distributed = any(isinstance(one, DTensor) for one in named.values())  # by tensor parallelism alone, perhaps
+    is_sharded = any(isinstance(one, FSDPModule) for one in module.modules())
+    for name, one in named.items():
+        if isinstance(one, DTensor):
+            if one.device_mesh.device_type != local(one).device.type:
+                raise ValueError(
+                    f"{name} is on the {local(one).device.type}, and its mesh is of {one.device_mesh.device_type}: "
+                    "gradients that are offloaded cannot be exchanged. Leave CPUOffloadPolicy out."
+                )
+            also = set(one.device_mesh.mesh.flatten().tolist()) & set(between)
+            if len(also) > 1:
+                raise ValueError(
+                    f"{name} is sharded over ranks of several replicas ({sorted(also)} hold the same shard). Give "
+                    "fully_shard the mesh of one replica, mesh['shard'] (with the strategy "
+                    "self.device_mesh['data_parallel']), and shard_exchange that of replicas, mesh['replicate']."
+                )
+        elif num_ranks > 1 and one.requires_grad and (is_sharded or not is_distributed):
+            raise ValueError(
+                f"{name} is not sharded, so that its gradient would not be averaged inside a replica. Call "
+                "fully_shard(model, mesh=…) on the whole model too, after its blocks and before this."
+            )
