@@ -51,6 +51,7 @@ class DensityMonitor(StepMonitor):
         self._asked: float | None = None
         self._threshold: float | None = None
         self._since = ""
+        self._sender = "worker"
         self._num_workers = 0
         self._totals: dict[str, float] = dict.fromkeys(_TOTALS, 0)
 
@@ -59,6 +60,8 @@ class DensityMonitor(StepMonitor):
         super().on_fit_start(trainer, pl_module)
         density = getattr(getattr(trainer.strategy, "sparsifier", None), "density", None)
         self._asked = float(density) if isinstance(density, (int, float)) else None
+        state = getattr(trainer.strategy, "state", None)
+        self._sender = "worker" if getattr(state, "num_parts", 1) == 1 else "replica"
         every = getattr(trainer, "log_every_n_steps", 0)
         if trainer.loggers and every > 1 and isinstance(trainer.strategy, SPARSE):
             rank_zero_info(
@@ -123,7 +126,7 @@ class DensityMonitor(StepMonitor):
             rows.append(("threshold λ at the end", f"{self._threshold:.4g}"))
         sent, dense = total["payload_bytes"], total["dense_bytes"]
         rows += [
-            ("bytes sent per worker", _readable_bytes(sent)),
+            (f"bytes sent per {self._sender}", _readable_bytes(sent)),
             ("the same, dense", _readable_bytes(dense)),
             ("times fewer", f"{dense / sent:.1f}" if sent else "-"),
         ]

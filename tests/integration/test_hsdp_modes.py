@@ -189,6 +189,7 @@ def _train_logged(folder: str) -> Any:
 
     model, numbers = Sharded(), Numbers()
     strategy = HSDPHardThresholdStrategy(density=0.1, replicas=2)
+    monitor = DensityMonitor()
     loggers = [TensorBoardLogger(folder, name="tb"), CSVLogger(folder, name="csv")]
     trainer = quiet_trainer(
         strategy,
@@ -197,7 +198,7 @@ def _train_logged(folder: str) -> Any:
         max_epochs=12,
         logger=loggers,
         log_every_n_steps=1,
-        callbacks=[DensityMonitor(), ErrorMonitor(per_layer=True), numbers],
+        callbacks=[monitor, ErrorMonitor(per_layer=True), numbers],
     )
     trainer.fit(model, data(), data())
     trainer.validate(model, data())
@@ -205,6 +206,7 @@ def _train_logged(folder: str) -> Any:
         "thresholds": [one.threshold for one in numbers.steps],
         "densities": [one.density for one in numbers.steps if not one.is_calibration],
         "bytes": [(one.payload_bytes, one.dense_bytes) for one in numbers.steps],
+        "table": monitor.table(),
         "layers": set(numbers.steps[-1].layers),
         "metrics": {name: float(one) for name, one in trainer.callback_metrics.items()},
     }
@@ -216,6 +218,7 @@ def test_a_density_is_met_and_everything_is_logged(tmp_path: Path) -> None:
     for one in results:
         assert one["thresholds"] == first["thresholds"]
         assert one["densities"] == first["densities"]
+    assert "bytes sent per replica" in first["table"]
     densities = first["densities"]
     assert len(densities) > 40
     assert sum(densities) / len(densities) == pytest.approx(0.1, rel=0.35)  # few exchanges, slowly corrected
