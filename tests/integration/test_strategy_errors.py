@@ -96,7 +96,7 @@ def test_a_local_clip_norm_outside_its_range_is_refused(norm: float) -> None:
         ("ddp_comm_state", {"step": 0}, "strategy.state"),
         ("ddp_comm_wrapper", print, "value_dtype='bfloat16' or 'float8'"),
         ("model_averaging_period", 4, "Lightning's DDPStrategy for post-local SGD"),
-        ("sharding_strategy", "FULL_SHARD", "Use Lightning's FSDPStrategy"),
+        ("sharding_strategy", "FULL_SHARD", "Use strategy='hsdp_hardthreshold', or Lightning's FSDPStrategy"),
         ("mixed_precision", "any", "Trainer(precision='bf16-mixed')"),
         ("skip_all_reduce_unused_params", True, "The hook must see every bucket"),
     ],
