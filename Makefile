@@ -46,6 +46,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.step_time --exchange-only
 	$(BIN)/python -m benchmarks.step_time --bucket-view
 	$(BIN)/python -m benchmarks.step_time
+	$(BIN)/python -m benchmarks.shards
 	$(BIN)/python -m benchmarks.chart
 
 # Under 15 minutes on a machine with one or more GPUs; writes gpu-report.md.
