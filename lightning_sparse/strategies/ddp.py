@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from torch.nn.parallel import DistributedDataParallel
@@ -36,7 +35,7 @@ from lightning_sparse.strategies.checkpoint import (
     restore,
 )
 from lightning_sparse.strategies.epochs import tell_epoch
-from lightning_sparse.strategies.saving import KEY, patience_of, wrap_whole
+from lightning_sparse.strategies.saving import KEY, WholeFiles, patience_of
 from lightning_sparse.strategies.step_log import StepLog
 from lightning_sparse.strategies.trial import require_gone
 
@@ -44,7 +43,7 @@ _LIGHTNING_STARTS_STATIC_GRAPHS = "post_backward" in vars(DDPStrategy)
 """Since pull request 21251 (Lightning 2.6). Before, a static graph in manual optimization exchanged nothing."""
 
 
-class SparseDDPStrategy(DDPStrategy):
+class SparseDDPStrategy(WholeFiles, DDPStrategy):
     """DDP in which every worker sends only the coordinates that a sparsifier selects and keeps the rest for later.
 
     Logs ``sparse/density`` (k_t/d, in 0…1), ``sparse/error_norm`` and ``sparse/threshold`` (gradient units) and
@@ -257,16 +256,6 @@ class SparseDDPStrategy(DDPStrategy):
         if self.state is not None:
             self.state.close()
         super().teardown()
-
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        self._checkpoint_io = wrap_whole(self._checkpoint_io)
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
 
     @override
     def save_checkpoint(

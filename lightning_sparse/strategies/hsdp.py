@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities import rank_zero_warn
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -25,7 +24,7 @@ from lightning_sparse.sparsifiers import Sparsifier
 from lightning_sparse.strategies.advice import Advice, exchanges_of
 from lightning_sparse.strategies.checkpoint import CheckpointOptions, OnWorldSizeChange
 from lightning_sparse.strategies.epochs import tell_epoch
-from lightning_sparse.strategies.saving import KEY, wrap_whole
+from lightning_sparse.strategies.saving import KEY, WholeFiles
 from lightning_sparse.strategies.shard_checkpoint import collect, restore
 from lightning_sparse.strategies.step_log import StepLog
 
@@ -34,7 +33,7 @@ MOST_BACKWARDS = 200
 """After so many without an exchange something is likely to be wrong; accumulation is over fewer."""
 
 
-class SparseHSDPStrategy(ModelParallelStrategy):
+class SparseHSDPStrategy(WholeFiles, ModelParallelStrategy):
     """FSDP2 inside a replica, and between replicas a sparse exchange of the gradients of each shard.
 
     For models that are too big for DDP: a replica is a node, say, whose ranks hold a shard each, and replicas exchange
@@ -122,6 +121,7 @@ class SparseHSDPStrategy(ModelParallelStrategy):
         self._per_layer_stats = self._is_stepping = False
         self._hooks: list[Any] = []
         self._backwards = 0
+        self._outer: tuple[Optimizer, int] | None = None  # that steps now, and the backwards before it
         self._advice = Advice("gradients of shards")
 
     def request_layer_stats(self) -> None:
@@ -213,15 +213,19 @@ class SparseHSDPStrategy(ModelParallelStrategy):
 
     def _before_any_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Not all come through the strategy: self.optimizers(use_pl_optimizer=False) hands out torch's own.
-        if self._is_stepping or self.state is None or not self.state.holds_any_of(optimizer.param_groups):
+        is_inner = self._outer is not None and self._outer[1] == self._backwards  # an optimizer around another
+        if self._is_stepping or is_inner or self.state is None or not self.state.holds_any_of(optimizer.param_groups):
             return None
+        self._outer = optimizer, self._backwards
         given = args[1] if len(args) > 1 else kwargs.get("closure")
         if given is None:
             self._exchanging(optimizer, lambda: None)()
             return None
         return args[:1], {**kwargs, "closure": self._exchanging(optimizer, torch.enable_grad()(given))}
 
-    def _after_any_step(self, *_: Any) -> None:
+    def _after_any_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._outer is not None and self._outer[0] is optimizer:
+            self._outer = None
         if not self._is_stepping:
             self.step_log.write(self.lightning_module)
 
@@ -268,16 +272,6 @@ class SparseHSDPStrategy(ModelParallelStrategy):
         super().teardown()
 
     # What is saved.
-
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        self._checkpoint_io = wrap_whole(self._checkpoint_io)
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
 
     @override
     def save_checkpoint(

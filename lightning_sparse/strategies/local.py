@@ -6,7 +6,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -32,11 +31,11 @@ from lightning_sparse.strategies.drift_checkpoint import (
     shared_state_dict,
 )
 from lightning_sparse.strategies.epochs import tell_epoch
-from lightning_sparse.strategies.saving import KEY, patience_of, wrap_whole
+from lightning_sparse.strategies.saving import KEY, WholeFiles, patience_of
 from lightning_sparse.strategies.step_log import StepLog
 
 
-class SparseLocalStrategy(DDPStrategy):
+class SparseLocalStrategy(WholeFiles, DDPStrategy):
     """Local training in which workers send only those coordinates of their drift that a sparsifier selects.
 
     There is no DDP module and no exchange of gradients: every worker steps its own optimizer, and every
@@ -230,16 +229,6 @@ class SparseLocalStrategy(DDPStrategy):
                 self.averager.shared.forget_own()
             self.averager.close()
         super().teardown()
-
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        self._checkpoint_io = wrap_whole(self._checkpoint_io)
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

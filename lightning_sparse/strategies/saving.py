@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
 KEY = "lightning_sparse"
@@ -38,13 +39,21 @@ class WholeFileCheckpointIO(TorchCheckpointIO):
         os.replace(part, path)
 
 
-def wrap_whole(io: CheckpointIO | None) -> CheckpointIO:
-    """Returns what writes files whole: in place of none, or inside of one that wraps another."""
-    if io is None:
-        return WholeFileCheckpointIO()
-    if isinstance(io, _WrappingCheckpointIO):
-        io.checkpoint_io = WholeFileCheckpointIO()  # keeps to what the user has put inside, if any
-    return io
+class WholeFiles(Strategy):
+    """A strategy whose files are written whole: in place of no plugin for that, or inside of one that wraps another."""
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = WholeFileCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = WholeFileCheckpointIO()  # keeps to what the user has put inside, if any
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
 
 
 def patience_of(timeout: timedelta | None) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
@@ -456,3 +457,107 @@ class Sleeping(Sharded):
 def test_who_waits_for_longer_than_the_timeout_ends() -> None:
     seconds = run_workers(_sleep, 4, process_group=False, new=True)
     assert max(seconds[:3]) < 18
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer that steps with another one, as Lookahead and its like do."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+class Wrapped(Sharded):
+    """Steps by an optimizer around another, of which the Trainer knows or not."""
+
+    def __init__(self, *, is_known: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = is_known
+
+    def configure_optimizers(self) -> Any:
+        return Around(make_optimizer(self.parameters()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.automatic_optimization:
+            return self.loss(batch)
+        optimizer: Any = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        return None
+
+
+def _train_wrapped() -> list[int]:
+    environment, exchanges = dict(os.environ), []
+    for is_known in (True, False):
+        os.environ.update(environment)
+        numbers = Numbers()
+        options: dict[str, Any] = {"max_steps": -1, "max_epochs": 1, "limit_train_batches": 4, "callbacks": [numbers]}
+        fit(HSDPHardThresholdStrategy(threshold=THRESHOLD, replicas=2), Wrapped(is_known=is_known), **options)
+        exchanges.append(len(numbers.steps))
+    return exchanges
+
+
+def test_an_optimizer_around_another_exchanges_once_a_step() -> None:
+    assert run_workers(_train_wrapped, 4, process_group=False, new=True) == [[4, 4]] * 4
+
+
+class BreaksOff(Callback):
+    """Breaks off the exchange of the fourth step, on all ranks, and saves what is there then."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            trainer.strategy.state._engine.finish = self.fail
+
+    def fail(self) -> None:
+        raise RuntimeError("in the middle")
+
+    def on_exception(self, trainer: Any, *_: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def _save_what_is_broken(folder: str) -> tuple[str, float]:
+    path, environment = f"{folder}/a.ckpt", dict(os.environ)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        fit(HSDPHardThresholdStrategy(threshold=THRESHOLD, replicas=2), Sharded(), callbacks=[BreaksOff(path)])
+    os.environ.update(environment)
+    return resumed_from(path)
+
+
+def resumed_from(path: str) -> tuple[str, float]:
+    """What is said when a training resumes from a checkpoint, and its largest residual then."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        strategy = HSDPHardThresholdStrategy(threshold=1e9, replicas=2, save_distributed_checkpoint=os.path.isdir(path))
+        trainer = quiet_trainer(strategy, num_workers=num_ranks(), max_steps=0)
+        trainer.fit(Sharded(), data(), ckpt_path=path)
+    largest = max(float(one.abs().max()) for one in strategy.state.residuals().values() if one.numel())
+    return "\n".join(str(one.message) for one in caught), largest
+
+
+def test_half_an_exchange_is_not_saved(tmp_path: Path) -> None:
+    results = run_workers(_save_what_is_broken, 4, str(tmp_path), process_group=False, new=True)
+    assert "holds no residuals (it was saved in the middle of an exchange" in results[0][0]
+    assert all(largest == 0 for _, largest in results)
+
+
+def _save(folder: str) -> None:
+    strategy = HSDPHardThresholdStrategy(threshold=THRESHOLD, replicas=2)
+    fit(strategy, Sharded()).save_checkpoint(f"{folder}/a.ckpt")
+
+
+def test_one_file_out_of_a_folder_has_no_residuals(tmp_path: Path) -> None:
+    run_workers(_save, 4, str(tmp_path), process_group=False, new=True)
+    folder = tmp_path / "a.ckpt"
+    merged = _load_distributed_checkpoint(folder)
+    merged["optimizer_states"] = [merged.pop("optimizer_0")]
+    torch.save(merged, tmp_path / "one.ckpt")
+    results = run_workers(resumed_from, 4, str(tmp_path / "one.ckpt"), process_group=False, new=True)
+    assert "is missing. Residuals start from zero" in results[0][0]
+    assert all(largest == 0 for _, largest in results)
