@@ -59,6 +59,8 @@ class Engine:
         epoch: the last that the sparsifier was told of; None where it does not know of any.
         calibrator: sets λ.
         subscribers: who is told of each step's numbers; see ``subscribe``.
+        of_whole_model: makes of a step's numbers those of the model, where others hold other parts of it: the same
+            result on all of them.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Engine:
         self._extraction = self._make_extraction()
         self._averages = Buffers()
         self.subscribers: list[Callable[[StepStats], None]] = []
+        self.of_whole_model: Callable[[StepStats], StepStats] = lambda stats: stats
         self._buckets: list[FlatBucket] = []
         self._headers: list[Tensor] = []
 
@@ -217,26 +220,18 @@ class Engine:
                 self.sparsifier.observe(bucket.layout, bucket.average)
         return [notes for _, notes in split]
 
-    def account(
-        self,
-        *,
-        more_bytes: int = 0,
-        dense_exchanges: int = 1,
-        with_others: Callable[[StepStats], StepStats] = lambda stats: stats,
-    ) -> None:
+    def account(self, *, more_bytes: int = 0, dense_exchanges: int = 1) -> None:
         """Ends the step: calibration and subscribers learn its numbers.
 
         Args:
             more_bytes: what this worker handed to collectives of the caller's own in this step.
             dense_exchanges: how many dense exchanges of gradients it stands for.
-            with_others: makes of the numbers of these buckets those of the whole step, where other workers have other
-                buckets of the same model; the same result on all of them.
         """
         buckets, self._buckets = self._buckets, []
         if self._recorder is not None:
             return
         before = self.last_step
-        own = step_stats(
+        stats = step_stats(
             0 if before is None else before.step + 1,
             [bucket.layout for bucket in buckets],
             self._headers,
@@ -246,7 +241,7 @@ class Engine:
             threshold=self.sparsifier.current_threshold,
             is_calibration=self.is_calibrating,
         )
-        stats = self.last_step = with_others(own)
+        self.last_step = stats = self.of_whole_model(stats)
         self.next_step += 1
         self.calibrator.observe(stats, before)
         for receiver in self.subscribers:

@@ -6,6 +6,7 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _world
 
 from lightning_sparse.exchange.workers import Workers, new_group
 
@@ -56,6 +57,12 @@ def replica_workers(between: dist.ProcessGroup) -> Workers:
     _, name = everyone[0]
     group = new_group(between, ranks, f"lightning_sparse/replica {name}")
     return Workers(group, ranks.index(dist.get_rank()), len(ranks))
+
+
+def end_group(workers: Workers) -> None:
+    """Ends the group of ``replica_workers``, if it has one that has not ended with the world's."""
+    if workers.group in _world.pg_map:
+        dist.destroy_process_group(workers.group)
 
 
 def summed(numbers: Sequence[float], workers: Workers, device: torch.device) -> list[float]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -16,9 +17,22 @@ def shard_settings(named: Mapping[str, Tensor]) -> dict[str, Any]:
     return {f"shard of {name}": f"{list(local(one).shape)}, {one.dtype}" for name, one in named.items()}
 
 
-def require_shards(module: nn.Module, named: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
-    """Raises ValueError where gradients would be averaged over too many ranks, or over too few."""
-    between = dist.get_process_group_ranks(group)
+def require_shards(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Raises ValueError where gradients would be averaged over too many ranks, or over too few.
+
+    Args:
+        module: the model.
+        mesh: of replicas.
+    """
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"Expected the dimension of replicas alone, mesh['replicate'] for example, got a mesh of {mesh.ndim} "
+            f"dimensions: {mesh.mesh_dim_names}."
+        )
+    named = dict(module.named_parameters())
+    if not any(one.requires_grad for one in named.values()):
+        raise ValueError("The module has no parameter that requires a gradient: there is nothing to average.")
+    between = dist.get_process_group_ranks(mesh.get_group())
     num_ranks = dist.get_world_size() // len(between)
     is_distributed = any(isinstance(one, DTensor) for one in named.values())  # by tensor parallelism alone, perhaps
     is_sharded = any(isinstance(one, FSDPModule) for one in module.modules())

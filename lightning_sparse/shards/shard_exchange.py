@@ -28,7 +28,7 @@ from lightning_sparse.engine import Engine, EngineHolder, rehearse_steps
 from lightning_sparse.engine.grouping import as_real
 from lightning_sparse.exchange import ExchangeMode, current_device, parameter_settings, require_agreement
 from lightning_sparse.exchange.agreement import differing
-from lightning_sparse.exchange.replicas import replica_workers
+from lightning_sparse.exchange.replicas import end_group, replica_workers
 from lightning_sparse.exchange.wire import ValueDtype, require_wire
 from lightning_sparse.shards.combined import of_all_shards
 from lightning_sparse.shards.requirements import require_shards, shard_settings
@@ -58,16 +58,8 @@ class ShardExchange(EngineHolder):
             raise TypeError(f"Expected a sparsifier such as HardThreshold(density=0.01), got {sparsifier!r}.")
         require_density_control(sparsifier, options.density_control)
         require_wire(sparsifier, options.value_dtype)
-        if mesh.ndim != 1:
-            raise ValueError(
-                f"Expected the dimension of replicas alone, mesh['replicate'] for example, got a mesh of {mesh.ndim} "
-                f"dimensions: {mesh.mesh_dim_names}."
-            )
-        group = mesh.get_group()
-        named = dict(module.named_parameters())
-        if not any(one.requires_grad for one in named.values()):
-            raise ValueError("The module has no parameter that requires a gradient: there is nothing to average.")
-        require_shards(module, named, group)
+        require_shards(module, mesh)
+        group, named = mesh.get_group(), dict(module.named_parameters())
         self.device = local(next(iter(named.values()))).device
         with current_device(self.device):
             settings = parameter_settings(module) | sparsifier.settings() | vars(options)
@@ -85,31 +77,31 @@ class ShardExchange(EngineHolder):
                     link_gbit_s=options.link_gbit_s,
                     value_dtype=options.value_dtype if dist.get_world_size(group) > 1 else "float32",
                     per_layer_stats=per_layer_stats,
-                    keeps_rest=options.error_feedback != "none",
                     holds_density=options.holds_density,
                 ),
                 named,
             )
             buffers = [one for one in module.buffers() if not one.is_meta]
             self.workers.broadcast([*map(local, named.values()), *map(local, buffers)])
+            self._engine.of_whole_model = partial(
+                of_all_shards, names=list(named), workers=self.replica, device=self.device
+            )
         self.num_parts = self.replica.num_workers
         self.is_exchanging = False
         self._module, self._parameters = module, named
         self._ids = {id(one) for one in named.values()}
         self._buckets: list[ShardBucket] = []
         self._taken: set[str] = set()
-        self._marks: dict[tuple[int, tuple[bool, ...]], Tensor] = {}
+        self._marks: dict[int, tuple[list[bool], Tensor]] = {}
         self._loaded: dict[str, Tensor] = {}
         self._take_in_new()
         trained = {name: as_real(local(named[name])).new_empty(0) for name in self._taken}
         rehearse_steps(self._engine, trained, has_unused=True)
 
     def close(self) -> None:
-        """Ends groups of the exchange's own."""
+        """Ends groups of the exchange's own: nothing of all shards together can be had of it any more."""
         self._engine.close()
-        if self.replica.group is not None:
-            dist.destroy_process_group(self.replica.group)
-            self.replica = type(self.replica)(None, 0, 1)
+        end_group(self.replica)
 
     @torch.no_grad()
     def average_gradients(self, parameters: Iterable[Tensor] | None = None) -> None:
@@ -147,9 +139,7 @@ class ShardExchange(EngineHolder):
             counts = marks.sum(0).tolist()
             bucket.give_back(one.average, {n for n, count in zip(bucket.layout.names, counts, strict=True) if count})
         if flight:
-            names = list(self._parameters)
-            add_up = partial(of_all_shards, names=names, workers=self.replica, device=self.device)
-            self._engine.account(with_others=add_up)
+            self._engine.account()
         self.is_exchanging = False
 
     def holds_any_of(self, param_groups: Iterable[Mapping[str, Any]]) -> bool:
@@ -168,11 +158,11 @@ class ShardExchange(EngineHolder):
             )
 
     def _marks_of(self, bucket: ShardBucket, used: set[str]) -> Tensor:
-        """Which parameters of a bucket this replica used, on the device: made once, and hardly ever again."""
-        key = bucket.index, tuple(name in used for name in bucket.layout.names)
-        if key not in self._marks:
-            self._marks[key] = torch.tensor(key[1], dtype=torch.float64).to(bucket.residual.device)
-        return self._marks[key]
+        """Which parameters of a bucket this replica used, on the device: hardly ever other than in the step before."""
+        marks = [name in used for name in bucket.layout.names]
+        if bucket.index not in self._marks or self._marks[bucket.index][0] != marks:
+            self._marks[bucket.index] = marks, torch.tensor(marks, dtype=torch.float64).to(bucket.residual.device)
+        return self._marks[bucket.index][1]
 
     def _take_in_new(self) -> None:
         """Lays out parameters that require a gradient by now. The same on all ranks."""

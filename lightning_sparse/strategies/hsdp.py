@@ -175,6 +175,8 @@ class SparseHSDPStrategy(WholeFiles, ModelParallelStrategy):
             return
         assert self.model is not None
         self.step_log.clear()
+        if self.state is not None:
+            self.state.close()  # not when its fit ended: it may have been saved after that
         self.state = ShardExchange(
             self.model,
             self.device_mesh["replicate"],
@@ -267,8 +269,6 @@ class SparseHSDPStrategy(WholeFiles, ModelParallelStrategy):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        if self.state is not None:
-            self.state.close()
         super().teardown()
 
     # What is saved.

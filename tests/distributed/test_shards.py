@@ -126,6 +126,10 @@ def test_replicas_train_as_so_many_workers(layout, exchange, threshold):
 # A soak: random models, use of them, optimizers and options.
 
 
+FALLS_AT = 4
+"""From this step on λ is lower: what waits in residuals is above it, also of parameters that are left out."""
+
+
 def draw(seed):
     """A random training: layers, who uses which when, which of them are stepped on, and what is sent."""
     dice = random.Random(seed)
@@ -152,6 +156,7 @@ def draw(seed):
         "bucket": dice.choice([4, 20, 10**6]),
         "zeroes": dice.random() < 0.7,
         "momentum": dice.choice([0.0, 0.9]),
+        "falls_to": dice.choice([1.0, 0.3]),
     }
 
 
@@ -189,7 +194,9 @@ def soak(plan):
     exchange = shard_exchange(model, mesh["replicate"], sparsifier, exchange=plan["exchange"])
     optimizers = {name: torch.optim.SGD([one], lr=0.1, momentum=plan["momentum"]) for name, one in named.items()}
     replica, shard = divmod(dist.get_rank(), shards)
-    for (used, stepped), inputs in zip(plan["steps"], soak_inputs(plan), strict=True):
+    for step, ((used, stepped), inputs) in enumerate(zip(plan["steps"], soak_inputs(plan), strict=True)):
+        if step == FALLS_AT:
+            exchange.set_threshold(plan["falls_to"] * plan["threshold"])
         soak_loss(model, used[replica], inputs[replica, shard]).backward()
         exchange.average_gradients(named[name] for name in stepped)
         for name in stepped:
@@ -208,7 +215,8 @@ def soak_in_plain_tensors(plan):
     errors = [{name: torch.zeros_like(one) for name, one in named.items()} for _ in range(replicas)]
     held = [dict.fromkeys(named) for _ in range(replicas)]  # each replica's gradients
     optimizers = {name: torch.optim.SGD([one], lr=0.1, momentum=plan["momentum"]) for name, one in named.items()}
-    for (used, stepped), inputs in zip(plan["steps"], soak_inputs(plan), strict=True):
+    for step, ((used, stepped), inputs) in enumerate(zip(plan["steps"], soak_inputs(plan), strict=True)):
+        usual = plan["threshold"] * (plan["falls_to"] if step >= FALLS_AT else 1.0)
         for replica in range(replicas):
             model.zero_grad()
             soak_loss(model, used[replica], inputs[replica].flatten(0, 1)).backward()
@@ -221,7 +229,7 @@ def soak_in_plain_tensors(plan):
             total = torch.zeros_like(named[name])
             for replica in who:
                 whole = errors[replica][name] + held[replica][name]
-                threshold = 0.2 if plan["layer_thresholds"] and name.startswith("0.") else plan["threshold"]
+                threshold = 0.2 if plan["layer_thresholds"] and name.startswith("0.") else usual
                 sent = torch.where(whole.abs() >= threshold, whole, 0.0)
                 errors[replica][name] = whole - sent
                 total += sent

@@ -259,6 +259,7 @@ class Empty(Sharded):
         if self.network is None:
             with torch.device("meta"):
                 super().configure_model()
+            torch.manual_seed(dist.get_rank())
 
     def on_fit_start(self) -> None:
         self.at_start = whole_weights(self.network)

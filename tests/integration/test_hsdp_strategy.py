@@ -103,10 +103,12 @@ class AtStart(Callback):
     def __init__(self) -> None:
         self.residuals: dict[str, Tensor] = {}
         self.threshold: float | None = None
+        self.history: Any = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.residuals = whole_residuals(trainer.strategy.state)
         self.threshold = trainer.strategy.state.sparsifier.threshold
+        self.history = trainer.strategy.state.shared_state()["exchange"]
 
 
 def whole_residuals(exchange: Any) -> dict[str, Tensor]:
@@ -137,6 +139,8 @@ def _train_epochs(
         "at start": witness.residuals,
         "threshold": strategy.state.sparsifier.threshold,
         "threshold at start": witness.threshold,
+        "history": strategy.state.shared_state()["exchange"],
+        "history at start": witness.history,
     }
 
 
@@ -159,7 +163,9 @@ def test_a_resume_equals_a_run_without_a_stop(tmp_path: Path, is_folder: bool, o
     path = tmp_path / "a.ckpt"
     options = options | {"save_distributed_checkpoint": is_folder}
     found = run_workers(_train_stop_and_resume, 4, str(path), options, process_group=False, new=True)
-    for straight, _, resumed in found:
+    for straight, saved, resumed in found:
+        assert resumed["threshold at start"] == saved["threshold"]
+        assert resumed["history at start"] == saved["history"]  # of each rank's own shards
         torch.testing.assert_close(resumed["weights"], straight["weights"], rtol=0, atol=0)
         torch.testing.assert_close(resumed["residuals"], straight["residuals"], rtol=0, atol=0)
         assert resumed["threshold"] == straight["threshold"] == found[0][0]["threshold"]
