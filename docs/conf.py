@@ -28,6 +28,7 @@ NAVIGATION = {
         "without-the-trainer",
         "loggers",
         "clusters",
+        "gpus",
     ],
     "Concepts": ["how-it-works", "theory"],
     "Evidence": ["performance", "results", "reliability"],

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_sparse._version import __version__
-from lightning_sparse.exchange.estimate import estimate
+from lightning_sparse.exchange.estimate import estimate, gbit
 from lightning_sparse.exchange.link_test import LinkSpeed, measure_link
 from lightning_sparse.kernels import is_available, native
 
@@ -96,8 +96,9 @@ def verdict(speed: LinkSpeed, num_workers: int, num_elements: int, density: floa
     """
     told = estimate(num_elements, num_workers=num_workers, gbit_per_s=speed.gbit_s, density=density, on_gpu=on_gpu)
     return [
-        f"Link: {speed.gbit_s:.3g} Gbit/s to each of {num_workers} workers in an all-reduce of 26 MB; "
-        f"{1e3 * speed.round_seconds:.2g} ms for an empty one. (link_gbit_s={speed.gbit_s:.2g} tells it to a strategy)",
+        f"Link: {gbit(speed.gbit_s)} Gbit/s to each of {num_workers} workers in an all-reduce of 26 MB; "
+        f"{1e3 * speed.round_seconds:.2g} ms for an empty one. (link_gbit_s={gbit(speed.gbit_s, 2)} tells it to a "
+        "strategy)",
         str(told),
         "Measure your own training with CommunicationProfiler.",
     ]
@@ -116,7 +117,11 @@ def _address() -> str:
         address = socket.gethostbyname(socket.gethostname())
     except OSError:
         return f"the name cannot be resolved; {named}"
-    return f"{address}, which is this machine alone; {named}" if address.startswith("127.") else address
+    if not address.startswith("127."):
+        return address
+    given = [one for one in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if one in os.environ]
+    advice = f"{' and '.join(given)} says which interface to take instead" if given else named
+    return f"{address}, which is this machine alone; {advice}"
 
 
 def _backends() -> list[str]:

@@ -90,7 +90,10 @@ class ThresholdFinder(Callback):
                 f"density={self.density:g}, or a threshold, which the one found takes the place of; or leave the "
                 "finder's density out."
             )
-        rank_zero_info("ThresholdFinder trains for some dense steps; then they are undone and training begins.")
+        then = "" if self._file is not None else " and training begins"
+        rank_zero_info(
+            f"ThresholdFinder trains for {self._num_batches(strategy)} dense steps; then they are undone{then}."
+        )
         self.curve = self._find(trainer, strategy)
         if self.curve is None and self._file is None:
             rank_zero_warn(

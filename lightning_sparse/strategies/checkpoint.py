@@ -23,7 +23,7 @@ from lightning_sparse.ddp.simulation import SimulatedWorker
 from lightning_sparse.ddp.sparse_state import SparseState
 from lightning_sparse.engine.memory import Residuals
 from lightning_sparse.exchange import Workers
-from lightning_sparse.strategies.saving import is_in_trouble, shortened
+from lightning_sparse.strategies.saving import NO_WORKER, is_in_trouble, shortened
 
 ResidualCheckpoint = Literal["full", "mean", "none"]
 RESIDUAL_CHECKPOINTS: tuple[ResidualCheckpoint, ...] = ("full", "mean", "none")
@@ -157,12 +157,11 @@ def _sent_to_first(
 
 def content_without_state(world_size: int) -> dict[str, Any]:
     """Returns what a checkpoint holds that is saved where no worker lives any more, as after a fit by fork or spawn."""
-    why_not = "it was saved after training, by a process that was no worker: their residuals ended with them"
     rank_zero_warn(
-        f"lightning_sparse: the checkpoint is written without residuals: {why_not}. Have a ModelCheckpoint save them "
+        f"lightning_sparse: the checkpoint is written without residuals: {NO_WORKER}. Have a ModelCheckpoint save "
         "while training goes on, or start workers by torchrun or strategy='ddp_hardthreshold'."
     )
-    return _content(world_size, None, {}, why_not)
+    return _content(world_size, None, {}, NO_WORKER)
 
 
 def restore(

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -35,7 +34,7 @@ from lightning_sparse.strategies.checkpoint import (
     restore,
 )
 from lightning_sparse.strategies.epochs import tell_epoch
-from lightning_sparse.strategies.saving import KEY, WholeFiles, patience_of
+from lightning_sparse.strategies.saving import KEY, WholeFiles, is_no_worker, patience_of
 from lightning_sparse.strategies.step_log import StepLog
 from lightning_sparse.strategies.trial import require_gone
 
@@ -263,17 +262,15 @@ class SparseDDPStrategy(WholeFiles, DDPStrategy):
     ) -> None:
         # Lightning calls this on every worker; a checkpoint of weights only has no state to resume from.
         if "optimizer_states" in checkpoint:
-            content = self._residual_content(checkpoint)
+            content = self._residual_content()
             if content is not None:
                 checkpoint[KEY] = content
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    def _residual_content(self, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
+    def _residual_content(self) -> dict[str, Any] | None:
         if self.state is not None:
             return collect(self.state, self._checkpoint_options.residual_checkpoint, patience_of(self._timeout))
-        if isinstance(self.launcher, _MultiProcessingLauncher) and checkpoint.get("global_step"):
-            return content_without_state(self.world_size)
-        return None
+        return content_without_state(self.world_size) if is_no_worker(self) else None
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

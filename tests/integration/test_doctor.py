@@ -77,3 +77,18 @@ def test_arguments_out_of_range_are_refused_before_anything_else(arguments: list
     printed = capsys.readouterr()
     assert not printed.out
     assert f"{arguments[0]} must be" in printed.err
+
+
+def test_who_has_named_an_interface_is_not_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.socket, "gethostbyname", lambda _: "127.0.1.1")
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    assert any("127.0.1.1, which is this machine alone; name the interface" in line for line in doctor.described())
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
+    assert any("alone; GLOO_SOCKET_IFNAME says which interface" in line for line in doctor.described())
+
+
+def test_a_fast_link_is_told_in_figures_that_can_be_copied() -> None:
+    [line, *_] = doctor.verdict(LinkSpeed(2437.0, 3e-5), 8, 10_000_000, 0.01, on_gpu=True)
+    assert line.startswith("Link: 2440 Gbit/s")
+    assert "(link_gbit_s=2400 tells it to a strategy)" in line

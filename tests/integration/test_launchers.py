@@ -66,3 +66,58 @@ def test_every_worker_that_a_launcher_starts_has_the_hook(
     assert finished.returncode == 0, finished.stderr
     markers = [line for line in finished.stdout.splitlines() if line.startswith("<rank")]
     assert sorted(markers) == [f"<rank {rank} of 2: sparse_hook, 3 steps>" for rank in range(2)]
+
+
+# As in a notebook: weights come back to who had workers forked, and a file that it saves is not one to resume from.
+SAVES = (
+    SCRIPT
+    + """
+    trainer.save_checkpoint("after.ckpt")
+    inside, after = (
+        torch.load(path, weights_only=True) for path in (trainer.checkpoint_callback.best_model_path, "after.ckpt")
+    )
+    assert all(torch.equal(inside["state_dict"][name], one) for name, one in after["state_dict"].items())
+    assert inside["global_step"] == 3
+    assert "lightning_sparse" in inside
+    assert after["global_step"] == 0
+    assert after["optimizer_states"] == []
+    trainer = Trainer(strategy=sys.argv[1], accelerator="cpu", devices=2, max_steps=3, logger=False)
+    trainer.fit(Model(), torch.utils.data.DataLoader(torch.randn(16, 4), 2), ckpt_path="after.ckpt")
+"""
+)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        (
+            "ddp_hardthreshold_fork",
+            [
+                "is written without residuals: it is saved by a process that was no worker",
+                "the checkpoint holds no residuals (it is saved by a process that was no worker",
+            ],
+        ),
+        ("local_hardthreshold_notebook", ["without drifts: it is saved by a process that was no worker"]),
+    ],
+)
+def test_what_is_saved_after_a_fit_by_fork_says_what_it_lacks(strategy: str, said: list[str], tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        SAVES.replace("enable_checkpointing=False", "enable_checkpointing=True")
+        .replace('strategy.model._get_ddp_logging_data()["comm_hook"]', "None")
+        .replace("strategy.state.last_step.step + 1", "3")
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.endswith(("RANK", "WORLD_SIZE"))}
+    finished = subprocess.run(
+        [sys.executable, str(script), strategy],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    for one in said:
+        assert finished.stderr.count(one) == 1, finished.stderr

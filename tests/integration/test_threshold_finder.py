@@ -513,11 +513,11 @@ def _look_in_vain() -> None:
     assert "idle: DDPStrategy exchanges whole gradients" in said
     profiler = CommunicationProfiler()
     for strategy, options, why in (
-        ("ddp", {}, "it measures the exchange of sparse DDP and of local training, not that of DDPStrategy"),
+        ("ddp", {}, "it measures the exchange of workers or of replicas, not that of DDPStrategy"),
         (
             SimulatedWorkersStrategy(HardThreshold(threshold=0.1), 2, device="cpu"),
             {},
-            "it measures the exchange of sparse DDP and of local training, not that of Simulated",
+            "it measures the exchange of workers or of replicas, not that of Simulated",
         ),
         (DDPHardThresholdStrategy(threshold=0.1), {}, "one worker exchanges with nobody"),
         (DDPHardThresholdStrategy(threshold=0.1), {"fast_dev_run": True}, "fast_dev_run"),
