@@ -9,6 +9,7 @@ of 64 bytes a rank.
     floor            nothing is exchanged between replicas: FSDP2 inside each
     hsdp             torch's own HSDP: reduce-scatter inside, a dense all-reduce between
     sparse_ρ         shard_exchange with HardThreshold, λ held to a density of ρ
+    drift_ρ_every_n  ShardModelAverager: drifts every n steps (1 where it does not say), at a density of ρ
 
 Each way has a model of its own, started alike, and they take turns within the same processes: in each round one step
 that does not count, a barrier, then the timed ones. A step takes as long as on the slowest rank; shown are medians.
@@ -33,11 +34,11 @@ from torch.nn import functional
 from benchmarks import report
 from benchmarks.network_lab import INTERFACE, NetworkLab
 from benchmarks.payload import MARK, read_results
-from lightning_sparse import HardThreshold, shard_exchange
+from lightning_sparse import DriftOptions, HardThreshold, ShardModelAverager, shard_exchange
 from recipes.gpt_wikitext.model import GPT
 
 FLOOR, HSDP = "floor", "hsdp"
-METHODS = [FLOOR, HSDP, "sparse_0.01", "sparse_0.001"]
+METHODS = [FLOOR, HSDP, "sparse_0.01", "sparse_0.001", "drift_0.01", "drift_0.001", "drift_0.08_every_8"]
 WARM_UP = 30
 """Steps in which λ settles."""
 
@@ -50,10 +51,14 @@ def build(method: str, mesh: DeviceMesh) -> tuple[Callable[[], None], Callable[[
     for layer in model.layers.layers:
         fully_shard(layer, mesh=over)
     fully_shard(model, mesh=over)
-    exchange = None
-    if method.startswith("sparse"):
-        density = float(method.partition("_")[2])
-        exchange = shard_exchange(model, mesh["replicate"], HardThreshold(density=density, calibration_steps=5))
+    exchange, averager = None, None
+    kind, *numbers = method.split("_")
+    sparsifier = HardThreshold(density=float(numbers[0]) if numbers else 1.0, calibration_steps=5)
+    if kind == "sparse":
+        exchange = shard_exchange(model, mesh["replicate"], sparsifier)
+    elif kind == "drift":
+        averager = ShardModelAverager(model, mesh["replicate"], sparsifier, DriftOptions(every_n_steps=every(method)))
+    holder = exchange or averager
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
 
@@ -65,11 +70,18 @@ def build(method: str, mesh: DeviceMesh) -> tuple[Callable[[], None], Callable[[
             exchange.average_gradients()
         optimizer.step()
         optimizer.zero_grad()
+        if averager is not None:
+            averager.step()
 
     def density_of_last() -> float:
-        return 1.0 if exchange is None or exchange.last_step is None else exchange.last_step.density
+        return 1.0 if holder is None or holder.last_step is None else holder.last_step.density
 
     return step, density_of_last
+
+
+def every(method: str) -> int:
+    """Steps from one exchange to the next."""
+    return int(method.partition("_every_")[2] or 1)
 
 
 def sent_bytes() -> int:
@@ -86,8 +98,8 @@ def work(seconds: float, steps: int) -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
     ways = {method: build(method, mesh) for method in METHODS}
-    for step, _ in ways.values():
-        for _ in range(WARM_UP):
+    for name, (step, _) in ways.items():
+        for _ in range(WARM_UP * every(name)):
             step()
     found: dict[str, dict[str, list[float]]] = {name: {"seconds": [], "bytes": [], "density": []} for name in METHODS}
     end = time.monotonic() + seconds
@@ -97,14 +109,15 @@ def work(seconds: float, steps: int) -> None:
             step()
             dist.barrier()
             before, sent = time.perf_counter(), sent_bytes()
-            for _ in range(steps):
+            timed = max(steps, every(name))  # with as many exchanges each time
+            for _ in range(timed):
                 step()
                 found[name]["density"].append(density())
-            taken = torch.tensor((time.perf_counter() - before) / steps)
+            taken = torch.tensor((time.perf_counter() - before) / timed)
             dist.barrier()
             dist.all_reduce(taken, dist.ReduceOp.MAX)
             found[name]["seconds"].append(float(taken))
-            found[name]["bytes"].append((sent_bytes() - sent) / steps)
+            found[name]["bytes"].append((sent_bytes() - sent) / timed)
         flag = torch.tensor(float(time.monotonic() < end))
         dist.broadcast(flag, 0)
         goes_on = bool(flag)

@@ -19,7 +19,7 @@ from lightning_sparse.drift import DriftOptions, SparseModelAverager
 from lightning_sparse.engine import StepStats
 from lightning_sparse.exchange.estimate import Estimate, estimate
 from lightning_sparse.metrics import AverageDensity, TotalError
-from lightning_sparse.shards import ShardExchange, shard_exchange
+from lightning_sparse.shards import ShardExchange, ShardModelAverager, shard_exchange
 from lightning_sparse.sparsifiers import (
     Accordion,
     Dense,
@@ -40,9 +40,11 @@ from lightning_sparse.strategies import (
     DDPHardThresholdStrategy,
     HSDPHardThresholdStrategy,
     LocalHardThresholdStrategy,
+    LocalHSDPHardThresholdStrategy,
     SimulatedWorkersStrategy,
     SparseDDPStrategy,
     SparseHSDPStrategy,
+    SparseLocalHSDPStrategy,
     SparseLocalStrategy,
     register_strategies,
 )
@@ -62,15 +64,18 @@ __all__ = [
     "HSDPHardThresholdStrategy",
     "HardThreshold",
     "LayerLayout",
+    "LocalHSDPHardThresholdStrategy",
     "LocalHardThresholdStrategy",
     "MarkingSparsifier",
     "RandomK",
     "ScaledIntegerRounding",
     "Selection",
     "ShardExchange",
+    "ShardModelAverager",
     "SimulatedWorkersStrategy",
     "SparseDDPStrategy",
     "SparseHSDPStrategy",
+    "SparseLocalHSDPStrategy",
     "SparseLocalStrategy",
     "SparseModelAverager",
     "SparseState",

@@ -1,5 +1,6 @@
 """A worker process of ``tests.workers``: answers calls one by one, as long as none leaves anything behind."""
 
+import contextlib
 import functools
 import gc
 import io
@@ -10,8 +11,10 @@ import os
 import pickle
 import random
 import signal
+import socket
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
@@ -25,6 +28,8 @@ import torch.distributed as dist
 from lightning.fabric.utilities import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 
+LONGEST_WAIT = 5.0
+"""Seconds after which torch itself says what is wrong with a store that nobody serves."""
 _PATCHED = ("torch.distributed", "torch.distributed.distributed_c10d", "torch.nn.parallel.distributed")
 """Into which modules, beside ours, tests put functions of their own."""
 
@@ -51,6 +56,8 @@ class Call(NamedTuple):
 
 def serve(pipe: connection.Connection) -> None:
     """Answers calls, each with a word when it is done, until the pipe ends or something has changed for good."""
+    rendezvous: Any = sys.modules["torch.distributed.rendezvous"]  # torch.distributed has a function of that name
+    rendezvous._create_c10d_store = _without_a_pause(rendezvous._create_c10d_store)
     environment, random_states, found = dict(os.environ), _random_states(), _Traces()
     while True:
         try:
@@ -68,6 +75,20 @@ def serve(pipe: connection.Connection) -> None:
             pipe.close()
             return
         pipe.send(None)
+
+
+def _without_a_pause(create: Callable[..., Any]) -> Callable[..., Any]:
+    """Who is there before the first worker asks it again in milliseconds; torch waits for half a second and more."""
+
+    def create_when_served(hostname: str, port: int, rank: int, *others: Any, **options: Any) -> Any:
+        deadline = time.monotonic() + LONGEST_WAIT
+        while rank != 0 and time.monotonic() < deadline:
+            with contextlib.suppress(OSError), socket.create_connection((hostname, port), 1.0):
+                break
+            time.sleep(0.005)
+        return create(hostname, port, rank, *others, **options)
+
+    return create_when_served
 
 
 def _answer(call: Call) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from lightning_sparse.exchange.cost_model import Costs, speeds
+from lightning_sparse.exchange.estimate import duration
 
 NOT_WORTH_IT = 1.03
 """So many times as fast is within what such a measurement varies."""
@@ -78,13 +79,13 @@ class CommunicationProfile:
         if self.asked_density is not None and not 0.5 < self.density / self.asked_density < 2:
             missed = f" (asked for: {100 * self.asked_density:.2g} %)"
         measured = (
-            f"a step takes {1e3 * self.compute_seconds:.3g} ms without any exchange, {1e3 * self.dense_seconds:.3g} ms "
+            f"a step takes {duration(self.compute_seconds)} without any exchange, {duration(self.dense_seconds)} "
             f"with a dense one ({100 * self.exchange_share:.0f} % of it is exchange), and "
-            f"{1e3 * self.sparse_seconds:.3g} ms at a density of {100 * self.density:.3g} %{missed}."
+            f"{duration(self.sparse_seconds)} at a density of {100 * self.density:.3g} %{missed}."
         )
         if not self.says_something:
             return (
-                f"{measured} Steps vary by {1e3 * self.spread_seconds:.3g} ms, more than a dense exchange costs: there "
+                f"{measured} Steps vary by {duration(self.spread_seconds)}, more than a dense exchange costs: there "
                 "is little to gain, or the machine is too busy to tell. Measure when it is not, with more num_steps."
             )
         if self.times_faster < NOT_WORTH_IT:

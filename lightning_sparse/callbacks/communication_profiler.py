@@ -17,14 +17,18 @@ from typing_extensions import override
 from lightning_sparse.callbacks.communication_profile import CommunicationProfile
 from lightning_sparse.callbacks.step_monitor import mean_over_workers
 from lightning_sparse.engine import StepStats
+from lightning_sparse.engine.grouping import local
 from lightning_sparse.engine.recorder import GradientRecorder
 from lightning_sparse.exchange.wire import value_bytes
 from lightning_sparse.sparsifiers import HardThreshold
 from lightning_sparse.sparsifiers.protocol import require_density, require_steps
 from lightning_sparse.sparsifiers.replay import first_densities
 from lightning_sparse.strategies import SparseDDPStrategy, SparseLocalStrategy
+from lightning_sparse.strategies.local_training import LocalTraining
+from lightning_sparse.strategies.replica_strategy import ReplicaStrategy
 from lightning_sparse.strategies.trial import Trial, run_trial
 
+MEASURED = (SparseDDPStrategy, SparseLocalStrategy, ReplicaStrategy)
 UNTIMED_EXCHANGES = 3
 """Before those that are timed: the first steps build what later ones use again."""
 
@@ -33,10 +37,10 @@ class CommunicationProfiler(Callback):
     """Says in a sentence what exchange costs a step here, and what sparse exchange gains; then training begins.
 
     At the beginning of a fit it trains three times for some steps: densely, sparsely at a density, and without any
-    exchange. All of that is undone: weights, optimizers, random states and data begin anew, as if there had been
-    nothing. Densely means that everything is sent, on the dense route, which takes what plain DDP takes up to 5 %. In
-    the sparse steps λ is such that, from residuals of 0, the density is sent on average. Needs a hard threshold, and at
-    least two workers; a worker that waits for another counts the wait as exchange.
+    exchange (of replicas: none between them). All of that is undone: weights, optimizers, random states and data begin
+    anew, as if there had been nothing. Densely means that everything is sent, on the dense route, which takes what
+    plain DDP takes up to 5 %. In the sparse steps λ is such that, from residuals of 0, the density is sent on average.
+    Needs a hard threshold, and at least two workers; a worker that waits for another counts the wait as exchange.
 
     Args:
         num_steps: exchanges that are timed in each way, at least 2; three more come before them.
@@ -65,8 +69,8 @@ class CommunicationProfiler(Callback):
         why = None
         if getattr(trainer, "fast_dev_run", False):
             why = "fast_dev_run"
-        elif not isinstance(strategy, (SparseDDPStrategy, SparseLocalStrategy)) or strategy.state is None:
-            why = f"it measures the exchange of sparse DDP and of local training, not that of {type(strategy).__name__}"
+        elif not isinstance(strategy, MEASURED) or strategy.state is None:
+            why = f"it measures the exchange of workers or of replicas, not that of {type(strategy).__name__}"
         elif strategy.state.workers.num_workers == 1:
             why = "one worker exchanges with nobody"
         elif not isinstance(strategy.sparsifier, HardThreshold):
@@ -83,7 +87,8 @@ class CommunicationProfiler(Callback):
 
     def _measure(self, trainer: Trainer, strategy: Any) -> CommunicationProfile | None:
         every = int(getattr(strategy._options, "every_n_steps", 1))
-        num_elements = sum(one.numel() for one in trainer.lightning_module.parameters() if one.requires_grad)
+        # Of shards: those of a rank.
+        num_elements = sum(local(one).numel() for one in trainer.lightning_module.parameters() if one.requires_grad)
         density = self.density or strategy.sparsifier.density or 0.001
         recorder = GradientRecorder(num_elements, strategy.global_rank)
 
@@ -189,17 +194,21 @@ def _with_threshold(holder: Any, threshold: float) -> Iterator[None]:
 
 @contextmanager
 def _without_exchange(strategy: Any) -> Iterator[None]:
-    """Within it workers train each for themselves: DDP's hook hands back what it is given."""
-    state, name, instead = (
-        (strategy.averager, "step", lambda: None)
-        if isinstance(strategy, SparseLocalStrategy)
-        else (strategy.state, "receive", _hand_back)
-    )
-    vars(state)[name] = instead
+    """Within it workers, or replicas, train each for themselves: DDP's hook hands back what it is given."""
+    state = strategy.state
+    if isinstance(strategy, LocalTraining):
+        name = "step"
+    else:
+        name = "average_gradients" if isinstance(strategy, ReplicaStrategy) else "receive"
+    vars(state)[name] = _hand_back if name == "receive" else _do_nothing
     try:
         yield
     finally:
         del vars(state)[name]
+
+
+def _do_nothing(*_: Any) -> Any:
+    pass
 
 
 def _hand_back(bucket: Any) -> torch.futures.Future[Tensor]:

@@ -14,11 +14,11 @@ from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.strategies import (
     SimulatedWorkersStrategy,
     SparseDDPStrategy,
-    SparseHSDPStrategy,
     SparseLocalStrategy,
 )
+from lightning_sparse.strategies.replica_strategy import ReplicaStrategy
 
-SPARSE = (SparseDDPStrategy, SparseLocalStrategy, SparseHSDPStrategy, SimulatedWorkersStrategy)
+SPARSE = (SparseDDPStrategy, SparseLocalStrategy, ReplicaStrategy, SimulatedWorkersStrategy)
 
 
 class StepMonitor(Callback):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sparse.engine.grouping import as_real, grouped, kept_dtype
+from lightning_sparse.engine.grouping import as_real, grouped, kept_dtype, local
 from lightning_sparse.sparsifiers import LayerLayout
 
 
@@ -17,7 +17,7 @@ class AnchorBucket:
     Attributes:
         index: its place in the order that all workers keep to.
         layout: the parameters' names and sizes; a complex number is two coordinates.
-        parameters: this worker's θ.
+        parameters: this worker's θ, of which what it holds counts where they are sharded.
         anchor: x, the same bits on all workers: float32, or float64 where parameters are.
         drift: where x − θ is formed, and after it the average.
         kept: what was not sent.
@@ -66,10 +66,10 @@ class AnchorBucket:
             yield name, values[start:end]
 
     def _thetas(self) -> list[Tensor]:
-        return [as_real(one.detach()) for one in self.parameters]
+        return [as_real(local(one)) for one in self.parameters]
 
     def _parts(self, values: Tensor) -> list[Tensor]:
-        shapes = (as_real(one.detach()).shape for one in self.parameters)
+        shapes = (as_real(local(one)).shape for one in self.parameters)
         return [
             part.view(shape) for part, shape in zip(torch.split(values, list(self.layout.sizes)), shapes, strict=True)
         ]
@@ -83,11 +83,12 @@ def lay_out(parameters: Mapping[str, Tensor], first_index: int = 0) -> list[Anch
         first_index: of the first bucket.
     """
     buckets: list[AnchorBucket] = []
-    for (dtype, device), runs in grouped(parameters, kept_dtype).items():
-        sizes = [sum(as_real(parameters[name]).numel() for name in names) for names in runs]
+    held = {name: local(one) for name, one in parameters.items()}
+    for (dtype, device), runs in grouped(held, kept_dtype).items():
+        sizes = [sum(as_real(held[name]).numel() for name in names) for names in runs]
         zeros = torch.zeros(max(sizes), dtype=dtype, device=device)
         for names, size in zip(runs, sizes, strict=True):
-            layout = LayerLayout(tuple(names), tuple(as_real(parameters[name]).numel() for name in names))
+            layout = LayerLayout(tuple(names), tuple(as_real(held[name]).numel() for name in names))
             anchor, drift, kept = (torch.zeros(size, dtype=dtype, device=device) for _ in range(3))
             bucket = AnchorBucket(
                 first_index + len(buckets), layout, [parameters[name] for name in names], anchor, drift, kept, zeros

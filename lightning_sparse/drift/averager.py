@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_sparse._version import __version__
 from lightning_sparse.drift.anchor import drifting
@@ -27,7 +28,7 @@ from lightning_sparse.drift.drift_exchange import DriftExchange
 from lightning_sparse.drift.options import DriftOptions
 from lightning_sparse.drift.shared_weights import SharedWeights
 from lightning_sparse.engine import Engine, EngineHolder, rehearse_steps
-from lightning_sparse.engine.grouping import kept_dtype
+from lightning_sparse.engine.grouping import kept_dtype, local
 from lightning_sparse.exchange import Meeting, Workers, current_device, parameter_settings, require_agreement
 from lightning_sparse.sparsifiers import Sparsifier
 
@@ -57,12 +58,15 @@ class SparseModelAverager(EngineHolder):
 
     Attributes:
         num_steps: how often `step` was called.
+        device: of the module's first parameter.
         shared: what gives the module weights that all workers share.
 
     Raises:
         RuntimeError: workers disagree on the settings or the model (on every worker).
-        ValueError: a module that DDP wraps, or one without parameters to train.
+        ValueError: a module that DDP wraps, one that is sharded, or one without parameters to train.
     """
+
+    _takes_shards = False
 
     def __init__(
         self,
@@ -73,22 +77,24 @@ class SparseModelAverager(EngineHolder):
         group: dist.ProcessGroup | None = None,
         per_layer_stats: bool = False,
     ) -> None:
+        if not isinstance(options, (DriftOptions, type(None))):
+            raise TypeError(f"Expected DriftOptions(every_n_steps=…), for example, got {options!r}.")
         self.options = DriftOptions() if options is None else options
         if any(isinstance(one, nn.parallel.DistributedDataParallel) for one in module.modules()):
             raise ValueError("The module is wrapped in DistributedDataParallel, which averages gradients. Unwrap it.")
         if any(nn.parameter.is_lazy(one) for one in (*module.parameters(), *module.buffers())):
             raise ValueError("The module has parameters that are not initialised. Run a forward pass of it first.")
+        if not self._takes_shards and any(isinstance(one, DTensor) for one in module.parameters()):
+            raise ValueError(
+                "The module is sharded (fully_shard, or tensor parallelism). For replicas of shards use "
+                "ShardModelAverager(module, mesh['replicate'], …), or LocalHSDPHardThresholdStrategy."
+            )
         weights = drifting(list(module.named_parameters()))
         if not weights:
             raise ValueError("The module has no parameter that requires a gradient: there is nothing to average.")
-        settings = (
-            parameter_settings(module)
-            | sparsifier.settings()
-            | self.options.settings()
-            | {"per_layer_stats": per_layer_stats, "lightning_sparse": __version__, "torch": str(torch.__version__)}
-        )
-        with current_device(next(iter(weights.values())).device):
-            require_agreement(settings, group)
+        self.device = local(next(iter(weights.values()))).device
+        with current_device(self.device):
+            require_agreement(drift_settings(module, sparsifier, self.options, per_layer_stats), group)
             self._module = module
             super().__init__(
                 Engine(
@@ -105,8 +111,9 @@ class SparseModelAverager(EngineHolder):
             self.meeting = Meeting(self.workers)
             ignored = ignored_names(module)
             held = [*module.named_parameters(), *module.named_buffers()]
-            self.workers.broadcast([one.detach() for name, one in held if name not in ignored])
-        rehearse_steps(self._engine, {name: one.new_empty(0, dtype=kept_dtype(one)) for name, one in weights.items()})
+            self.workers.broadcast([local(one) for name, one in held if name not in ignored])
+        held_here = {name: local(one) for name, one in weights.items()}
+        rehearse_steps(self._engine, {name: one.new_empty(0, dtype=kept_dtype(one)) for name, one in held_here.items()})
         self._exchange = DriftExchange(module, self._engine, self.options)
         self.shared = SharedWeights(module, self._exchange, self.workers)
         self.num_steps = 0
@@ -171,9 +178,12 @@ class SparseModelAverager(EngineHolder):
         Args:
             workers: for a file that all have in common: with what any of them has changed. Collective if given.
         """
-        self.flush()
-        tensors = self.shared.weights() | self._exchange.bystanders.changed(workers) | self.shared.own
+        tensors = self._own(workers)
         return {"weights": {name: one.cpu().clone() for name, one in tensors.items()}} | self.kept_state()
+
+    def _own(self, workers: Workers | None) -> dict[str, Tensor]:
+        self.flush()
+        return self.shared.weights() | self._exchange.bystanders.changed(workers) | self.shared.own
 
     def kept_state(self) -> dict[str, Any]:
         """Returns copies of what this worker keeps apart of its drift, empty where drifts are in its weights."""
@@ -194,8 +204,11 @@ class SparseModelAverager(EngineHolder):
 
     def shared_state(self) -> dict[str, Any]:
         """Returns what is the same on every worker, in plain containers and copies."""
+        return self._numbers() | self._exchange.state_dict()
+
+    def _numbers(self) -> dict[str, Any]:
         engine = self._engine.shared_state() | self._engine.sparsifier_state(self._engine.next_step)
-        return engine | self._exchange.state_dict() | {"num_steps": self.num_steps}
+        return engine | {"num_steps": self.num_steps}
 
     @torch.no_grad()
     def load_shared_state(self, saved: Mapping[str, Any], *, same_world_size: bool) -> None:
@@ -238,3 +251,12 @@ class SparseModelAverager(EngineHolder):
     def anchor(self) -> dict[str, Tensor]:
         """Returns x by parameter name: the weights' shapes, views of what later exchanges change."""
         return self._exchange.anchor()
+
+
+def drift_settings(
+    module: nn.Module, sparsifier: Sparsifier, options: DriftOptions, per_layer_stats: bool
+) -> dict[str, Any]:
+    """Returns what must be the same on all workers, as plain values."""
+    versions = {"lightning_sparse": __version__, "torch": str(torch.__version__)}
+    own = sparsifier.settings() | options.settings() | {"per_layer_stats": per_layer_stats}
+    return parameter_settings(module) | own | versions

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sparse.drift.fingerprints import fingerprints
+from lightning_sparse.engine.grouping import local
 from lightning_sparse.exchange import Workers
 
 
@@ -89,4 +90,4 @@ class Bystanders:
     def _tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
         """By name; nothing in place of what has gone, and what requires a gradient by now has an anchor."""
         held = dict(self._module.named_parameters()) | dict(self._module.named_buffers())
-        return {name: held[name].detach() if name in held else torch.zeros(0) for name in names}
+        return {name: local(held[name]) if name in held else torch.zeros(0) for name in names}

@@ -12,7 +12,7 @@ from lightning_sparse.drift.anchor import AnchorBucket, drifting, lay_out
 from lightning_sparse.drift.bystanders import Bystanders, ignored_names
 from lightning_sparse.drift.options import DriftOptions
 from lightning_sparse.engine import Engine, FlatBucket
-from lightning_sparse.engine.grouping import as_real
+from lightning_sparse.engine.grouping import as_real, local
 from lightning_sparse.selection.residual import Residual
 
 
@@ -30,6 +30,7 @@ class DriftExchange:
         bystanders: what the module has beside them.
         is_changing: whether an exchange has begun to change weights and has not ended, or was broken off.
         largest_drift: the largest distance of any worker's weight from the anchor, just before the last exchange.
+        of_whole_model: makes of that of these parameters the model's, where others hold other parts of it.
     """
 
     def __init__(self, module: nn.Module, engine: Engine, options: DriftOptions) -> None:
@@ -38,6 +39,7 @@ class DriftExchange:
         self.names: set[str] = set()
         self.is_changing = False
         self.largest_drift = 0.0
+        self.of_whole_model: Callable[[float], float] = lambda largest: largest
         self._module, self._engine = module, engine
         self._outer: torch.optim.Optimizer | None = None
         self._flight: list[FlatBucket] = []
@@ -63,8 +65,7 @@ class DriftExchange:
                 residual = Residual(bucket.zeros[: bucket.kept.numel()], bucket.kept)
             else:
                 residual = Residual(bucket.kept.mul_(self.options.drift_decay), bucket.kept)
-            lowest, highest = torch.aminmax(bucket.drift)  # a fifteenth of the time of torch's norm for infinity
-            notes = torch.maximum(highest, -lowest).double().view(1)
+            notes = _largest(bucket.drift)
             is_last = bucket is self.buckets[-1]
             if is_last:
                 notes = torch.cat([notes, self.bystanders.prints(only_buffers=True).to(notes.device)])
@@ -89,7 +90,7 @@ class DriftExchange:
         flight, self._flight = self._flight, []
         starts, self._starts = self._starts, []
         notes = self._engine.finish()
-        self.largest_drift = max(float(one[:, 0].max()) for one in notes)
+        self.largest_drift = self.of_whole_model(max(float(one[:, 0].max()) for one in notes))
         self.bystanders.average(self._engine.workers, notes[-1][:, 1:], only_buffers=True)
         self._move_anchor([one.average for one in flight])
         for place, bucket in enumerate(self.buckets):
@@ -109,7 +110,7 @@ class DriftExchange:
         """Returns what is the same on every worker, in plain containers and copies."""
         return {
             "anchor": self.by_name(lambda bucket: bucket.anchor),
-            "layout": [list(bucket.layout.names) for bucket in self.buckets],
+            "layout": self.layout,
             "outer": None if self._outer is None else copy.deepcopy(self._outer.state_dict()),
         }
 
@@ -120,19 +121,32 @@ class DriftExchange:
             saved: the other run's.
             with_anchor: False leaves the anchor what it is.
         """
-        # Those that were unfrozen before the save, and will be again.
-        held = dict(self._module.named_parameters())
-        for names in saved["layout"]:
-            self._take_in({one: held[one] for one in names if one in held and one not in self.names}, is_shared=True)
+        self.take_in_as(saved["layout"])
         if with_anchor:
             self.copy_by_name(saved["anchor"], lambda bucket: bucket.anchor)
         if self._outer is not None and saved["outer"] is not None:
-            if saved["layout"] == [list(bucket.layout.names) for bucket in self.buckets]:
+            if saved["layout"] == self.layout:
                 self._outer.load_state_dict(saved["outer"])
             else:
                 rank_zero_warn(
                     "lightning_sparse: the model is not the one of the checkpoint, so the outer optimizer begins anew."
                 )
+
+    @property
+    def layout(self) -> list[list[str]]:
+        """The names of the parameters of each bucket."""
+        return [list(bucket.layout.names) for bucket in self.buckets]
+
+    def take_in_as(self, layout: list[list[str]]) -> None:
+        """Anchors what had an anchor in another run: it was unfrozen before the save, and will be again."""
+        held = dict(self._module.named_parameters())
+        for names in layout:
+            self._take_in({one: held[one] for one in names if one in held and one not in self.names}, is_shared=True)
+
+    @property
+    def outer(self) -> torch.optim.Optimizer | None:
+        """What moves the anchors; None subtracts the average."""
+        return self._outer
 
     def restart(self) -> None:
         """Makes the weights of now the anchor, and forgets what came before. Not collective."""
@@ -147,15 +161,18 @@ class DriftExchange:
         """Returns x by parameter name: the weights' shapes, complex ones as real, views of what exchanges change."""
         shapes = dict(self._module.named_parameters())
         return {
-            name: part.view(as_real(shapes[name].detach()).shape)
+            name: part.view(as_real(local(shapes[name])).shape)
             for bucket in self.buckets
             for name, part in bucket.by_name(bucket.anchor)
         }
 
     def by_name(self, tensor_of: Callable[[AnchorBucket], Tensor]) -> dict[str, Tensor]:
         """Returns copies on the CPU, each flat, in the order of the parameter's indices."""
-        parts = (part for bucket in self.buckets for part in bucket.by_name(tensor_of(bucket)))
-        return {name: part.cpu().clone() for name, part in parts}
+        return {name: part.cpu().clone() for name, part in self.views(tensor_of).items()}
+
+    def views(self, tensor_of: Callable[[AnchorBucket], Tensor]) -> dict[str, Tensor]:
+        """Returns the same, not copied: what exchanges change."""
+        return {name: part for bucket in self.buckets for name, part in bucket.by_name(tensor_of(bucket))}
 
     def copy_by_name(self, saved: Mapping[str, Tensor], tensor_of: Callable[[AnchorBucket], Tensor]) -> None:
         """Copies what ``by_name`` returned, as far as it still fits."""
@@ -189,7 +206,7 @@ class DriftExchange:
         if not parameters:
             return
         if self.names and not is_shared:
-            self._engine.workers.average([one.detach() for one in parameters.values()])
+            self._engine.workers.average([local(one) for one in parameters.values()])
         self.names |= parameters.keys()
         new = lay_out(parameters, len(self.buckets))
         self.buckets += new
@@ -199,3 +216,11 @@ class DriftExchange:
                 self._outer = self.options.outer_optimizer(anchors)
             else:
                 self._outer.add_param_group({"params": anchors})
+
+
+def _largest(values: Tensor) -> Tensor:
+    """Returns max |v|, shape (1,): in a fifteenth of the time of torch's norm for infinity."""
+    if not values.numel():
+        return values.new_zeros(1, dtype=torch.float64)
+    lowest, highest = torch.aminmax(values)
+    return torch.maximum(highest, -lowest).double().view(1)

@@ -5,9 +5,10 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_sparse.drift.drift_exchange import DriftExchange
-from lightning_sparse.engine.grouping import as_real
+from lightning_sparse.engine.grouping import as_real, local
 from lightning_sparse.exchange import Workers
 
 
@@ -73,7 +74,7 @@ class SharedWeights:
         held = self._held()
         for name, own in self.own.items():
             if name in held and held[name].shape == own.shape:
-                held[name].detach().copy_(own)
+                held[name].copy_(own)
         self.forget_own()
 
     def forget_own(self) -> None:
@@ -121,24 +122,30 @@ class SharedWeights:
         Args:
             tensors: by name, as large as the module's own.
         """
-        held = self._held()
-        own = {name: held[name].data for name in tensors}
+        held = {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
+        shards = {name: local(held[name]).clone() for name in tensors if isinstance(held[name], DTensor)}
+        own = {name: held[name].data for name in tensors.keys() - shards.keys()}
         try:
             for name, one in tensors.items():
-                held[name].data = one
+                if name in shards:
+                    local(held[name]).copy_(one)  # a backward needs what was gathered of them
+                else:
+                    held[name].data = one
             yield
         finally:
+            for name, one in shards.items():
+                local(held[name]).copy_(one)
             for name, one in own.items():
                 held[name].data = one
 
     def weights(self) -> dict[str, Tensor]:
         """Returns the parameters that have an anchor, by name, detached."""
         named = self._module.named_parameters()
-        return {name: one.detach() for name, one in named if name in self._exchange.names}
+        return {name: local(one) for name, one in named if name in self._exchange.names}
 
     def _averaged(self, workers: Workers) -> dict[str, Tensor]:
         """The module's tensors that are averaged where all are to have the same. Collective."""
-        self._exchange.take_in_new()
+        # What has been unfrozen since the last exchange is a bystander until the next: looking changes nothing.
         self._exchange.land()
         bystanders = self._exchange.bystanders
         mine = bystanders.prints(only_buffers=False)
@@ -148,7 +155,8 @@ class SharedWeights:
         return self.weights() | bystanders.differing(prints.cpu(), only_buffers=False)
 
     def _held(self) -> dict[str, Tensor]:
-        return {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
+        named = [*self._module.named_parameters(), *self._module.named_buffers()]
+        return {name: local(one) for name, one in named}
 
     def _marks(self) -> list[tuple[int, int]]:
         return [(one.data_ptr(), one._version) for one in self.weights().values()]

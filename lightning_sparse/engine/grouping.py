@@ -1,9 +1,10 @@
-"""Which parameters share a flat bucket, where that is ours to say."""
+"""What of a parameter is in a flat bucket, and which share one, where that is ours to say."""
 
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 BUCKET_ELEMENTS = 25 * 2**18
 """25 MiB of float32, as DDP's buckets. A parameter is never cut, so one that is larger has a bucket of its own."""
@@ -36,3 +37,9 @@ def kept_dtype(tensor: Tensor) -> torch.dtype:
 def as_real(tensor: Tensor) -> Tensor:
     """Returns a view with a last dimension of two more where the tensor is complex."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Returns what this rank holds of a tensor, detached: the memory itself. All of it, where it is not sharded."""
+    held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return held.detach()

@@ -56,16 +56,16 @@ class Estimate:
     def __str__(self) -> str:
         """The verdict in a few sentences."""
         said = [
-            f"{self.num_elements:,} elements, {self.num_workers} workers, {self.gbit_per_s:.3g} Gbit/s each: "
-            f"exchanging them takes {_time(self.dense_seconds)} densely and {_time(self.sparse_seconds)} at a density "
-            f"of {100 * self.density:g} %, if nothing of it overlaps with backward."
+            f"{self.num_elements:,} elements, {self.num_workers} workers, {gbit(self.gbit_per_s)} Gbit/s each: "
+            f"exchanging them takes {duration(self.dense_seconds)} densely and {duration(self.sparse_seconds)} at a "
+            f"density of {100 * self.density:g} %, if nothing of it overlaps with backward."
         ]
         if self.compute_seconds is not None:
             dense, sparse = self.compute_seconds + self.dense_seconds, self.compute_seconds + self.sparse_seconds
             said.append(
-                f"With {_time(self.compute_seconds)} of computing a step takes {_time(dense)} and {_time(sparse)}: "
-                f"{self.dense_seconds / dense:.0%} of the dense step is exchange, and a sparse one is "
-                f"{self.times_faster:.2g} times as fast."
+                f"With {duration(self.compute_seconds)} of computing a step takes {duration(dense)} and "
+                f"{duration(sparse)}: {100 * self.dense_seconds / dense:.0f} % of the dense step is exchange, and a "
+                f"sparse one is {self.times_faster:.2g} times as fast."
             )
         if self.break_even == 0:
             said.append("Dense is the fastest at any density: take strategy='ddp'.")
@@ -161,7 +161,21 @@ def _seconds(
     return dense + buckets * routes["dense"], {route: sparse + buckets * taken for route, taken in routes.items()}
 
 
-def _time(seconds: float) -> str:
-    if seconds < 1e-3:
+def duration(seconds: float) -> str:
+    """Returns a time with three digits, in the unit that suits it.
+
+    >>> duration(4.2e-5), duration(0.0765), duration(2.09)
+    ('42 µs', '76.5 ms', '2.09 s')
+    """
+    if seconds < 0.9995e-3:
         return f"{1e6 * seconds:.3g} µs"
-    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+    return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
+
+
+def gbit(rate: float, digits: int = 3) -> str:
+    """Returns a rate with so many digits, for people and for Python alike.
+
+    >>> gbit(0.9482), gbit(2400.0), gbit(2400.0, digits=1)
+    ('0.948', '2400', '2000')
+    """
+    return f"{float(f'{rate:.{digits}g}'):g}"

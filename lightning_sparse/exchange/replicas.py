@@ -1,18 +1,34 @@
 """Who holds one replica of a sharded model together."""
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _world
 
 from lightning_sparse.exchange.workers import Workers, new_group
 
+_T = TypeVar("_T")
+_made: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+"""What was made with groups, and of which world each is: a group, with its threads, lasts as long as that."""
+
+
+def _once(kind: tuple[Any, ...], make: Callable[[], _T]) -> _T:
+    """Returns the same for the same kind in the same world: a training after another needs no groups of its own."""
+    world = dist.group.WORLD
+    if kind not in _made or _made[kind][0]() is not world:
+        made = make()
+        _made[kind] = weakref.ref(world), made
+    return _made[kind][1]  # type: ignore[no-any-return]
+
 
 def replica_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """Returns a mesh of all ranks, as ``init_device_mesh`` does. Collective: world.
+    """Returns a mesh of all ranks, as ``init_device_mesh`` does; the same for the same. Collective: world.
 
     That gives its groups torch's own timeout of half an hour; these have the world's.
 
@@ -21,6 +37,10 @@ def replica_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...
         shape: ranks along each dimension.
         names: of the dimensions.
     """
+    return _once((device_type, shape, names), partial(_new_mesh, device_type, shape, names))
+
+
+def _new_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     ranks = torch.arange(dist.get_world_size()).view(shape)
     place = (ranks == dist.get_rank()).nonzero()[0].tolist()
     seed: list[object] = [uuid4().hex]
@@ -33,7 +53,7 @@ def replica_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...
 
 
 def replica_workers(between: dist.ProcessGroup) -> Workers:
-    """Returns the ranks that hold this worker's replica, as workers in a group of their own. Collective: world.
+    """Returns the ranks that hold this worker's replica, as workers in a group for that. Collective: world.
 
     In an order of ranks that all replicas have: by the shards that they hold.
 
@@ -54,15 +74,9 @@ def replica_workers(between: dist.ProcessGroup) -> Workers:
     ranks = [ranks[dist.get_rank(between)] for ranks in groups]
     if len(ranks) == 1:
         return Workers(None, 0, 1)
-    _, name = everyone[0]
-    group = new_group(between, ranks, f"lightning_sparse/replica {name}")
+    name = f"lightning_sparse/replica {everyone[0][1]}"
+    group = _once(("replica", tuple(groups)), partial(new_group, between, ranks, name))
     return Workers(group, ranks.index(dist.get_rank()), len(ranks))
-
-
-def end_group(workers: Workers) -> None:
-    """Ends the group of ``replica_workers``, if it has one that has not ended with the world's."""
-    if workers.group in _world.pg_map:
-        dist.destroy_process_group(workers.group)
 
 
 def summed(numbers: Sequence[float], workers: Workers, device: torch.device) -> list[float]:
@@ -73,10 +87,26 @@ def summed(numbers: Sequence[float], workers: Workers, device: torch.device) -> 
         workers: of whom.
         device: on which the group works.
     """
+    total: list[float] = _everyones(numbers, workers, device).sum(0).tolist()
+    return total
+
+
+def largest(number: float, workers: Workers, device: torch.device) -> float:
+    """Returns the largest of all workers' numbers. Collective.
+
+    Args:
+        number: this worker's.
+        workers: of whom.
+        device: on which the group works.
+    """
+    return float(_everyones([number], workers, device).max())
+
+
+def _everyones(numbers: Sequence[float], workers: Workers, device: torch.device) -> Tensor:
+    own = torch.tensor(numbers, dtype=torch.float64)
     if workers.num_workers == 1:
-        return list(numbers)
-    own = torch.tensor(numbers, dtype=torch.float64).to(device)
+        return own.view(1, -1)
+    own = own.to(device)
     everyone = own.new_empty(workers.num_workers * own.numel())
     workers.all_gather(everyone, own).wait()
-    total: list[float] = everyone.view(workers.num_workers, -1).sum(0).tolist()
-    return total
+    return everyone.view(workers.num_workers, -1).cpu()

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_sparse.shards.shard_bucket import local
+from lightning_sparse.engine.grouping import local
 
 
 def shard_settings(named: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -24,6 +24,8 @@ def require_shards(module: nn.Module, mesh: DeviceMesh) -> None:
         module: the model.
         mesh: of replicas.
     """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"Expected a mesh, mesh['replicate'] for example, got {mesh!r}.")
     if mesh.ndim != 1:
         raise ValueError(
             f"Expected the dimension of replicas alone, mesh['replicate'] for example, got a mesh of {mesh.ndim} "
@@ -37,6 +39,10 @@ def require_shards(module: nn.Module, mesh: DeviceMesh) -> None:
     is_distributed = any(isinstance(one, DTensor) for one in named.values())  # by tensor parallelism alone, perhaps
     is_sharded = any(isinstance(one, FSDPModule) for one in module.modules())
     for name, one in named.items():
+        if local(one).is_meta:
+            raise ValueError(
+                f"{name} is on no device (meta). Call model.to_empty(device=…) and initialise it before this."
+            )
         if isinstance(one, DTensor):
             if one.device_mesh.device_type != local(one).device.type:
                 raise ValueError(

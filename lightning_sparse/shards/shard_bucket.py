@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_sparse.engine import FlatBucket
-from lightning_sparse.engine.grouping import as_real, grouped, kept_dtype
+from lightning_sparse.engine.grouping import as_real, grouped, kept_dtype, local
 from lightning_sparse.selection.residual import Residual
 from lightning_sparse.sparsifiers import LayerLayout
 
@@ -82,12 +81,6 @@ class ShardBucket:
         shapes = (as_real(local(one)).shape for one in self.parameters)
         parts = torch.split(flat, list(self.layout.sizes))
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Returns what this rank holds of a tensor, detached: the memory itself."""
-    held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return held.detach()
 
 
 def lay_out(parameters: Mapping[str, nn.Parameter], first_index: int) -> list[ShardBucket]:

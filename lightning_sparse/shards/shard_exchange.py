@@ -25,14 +25,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_sparse._version import __version__
 from lightning_sparse.ddp.options import DensityControlMode, ExchangeOptions, require_density_control
 from lightning_sparse.engine import Engine, EngineHolder, rehearse_steps
-from lightning_sparse.engine.grouping import as_real
+from lightning_sparse.engine.grouping import as_real, local
 from lightning_sparse.exchange import ExchangeMode, current_device, parameter_settings, require_agreement
 from lightning_sparse.exchange.agreement import differing
-from lightning_sparse.exchange.replicas import end_group, replica_workers
+from lightning_sparse.exchange.replicas import replica_workers
 from lightning_sparse.exchange.wire import ValueDtype, require_wire
 from lightning_sparse.shards.combined import of_all_shards
 from lightning_sparse.shards.requirements import require_shards, shard_settings
-from lightning_sparse.shards.shard_bucket import ShardBucket, lay_out, local
+from lightning_sparse.shards.resharded import reshard
+from lightning_sparse.shards.shard_bucket import ShardBucket, lay_out
 from lightning_sparse.sparsifiers import Dense, Sparsifier
 
 
@@ -58,6 +59,7 @@ class ShardExchange(EngineHolder):
             raise TypeError(f"Expected a sparsifier such as HardThreshold(density=0.01), got {sparsifier!r}.")
         require_density_control(sparsifier, options.density_control)
         require_wire(sparsifier, options.value_dtype)
+        reshard(module)
         require_shards(module, mesh)
         group, named = mesh.get_group(), dict(module.named_parameters())
         self.device = local(next(iter(named.values()))).device
@@ -99,9 +101,8 @@ class ShardExchange(EngineHolder):
         rehearse_steps(self._engine, trained, has_unused=True)
 
     def close(self) -> None:
-        """Ends groups of the exchange's own: nothing of all shards together can be had of it any more."""
+        """Ends groups of the exchange's own; those that others of these ranks use, too, end with the world."""
         self._engine.close()
-        end_group(self.replica)
 
     @torch.no_grad()
     def average_gradients(self, parameters: Iterable[Tensor] | None = None) -> None:

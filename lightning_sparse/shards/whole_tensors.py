@@ -1,12 +1,12 @@
 """Shards as what they are shards of: distributed tensors, which any other sharding can be read from."""
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from lightning_sparse.shards.shard_bucket import local
+from lightning_sparse.engine.grouping import local
 
 
-def like_parameter(parameter: nn.Parameter, flat: Tensor) -> Tensor:
+def like_parameter(parameter: Tensor, flat: Tensor) -> Tensor:
     """Returns this rank's part of something as large as a parameter, sharded as that is. Not collective.
 
     Args:
@@ -31,7 +31,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def own_part(parameter: nn.Parameter, full: Tensor) -> Tensor:
+def own_part(parameter: Tensor, full: Tensor) -> Tensor:
     """Returns this rank's part of something as large as a parameter, flat, on its device. Not collective.
 
     Args:

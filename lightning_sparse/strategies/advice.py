@@ -90,7 +90,7 @@ class Advice:
             )
         remedy = "Use strategy='local_hardthreshold'. See docs/local-training.md."
         if self._averages == "gradients of shards":
-            remedy = "Use SGD, or a higher density; drifts of shards are not exchanged yet. See docs/big-models.md."
+            remedy = "Use strategy='local_hsdp_hardthreshold'. See docs/big-models.md."
         normalising = next((one for one in optimizers if _normalises(one)), None)
         if self._averages != "drifts" and normalising is not None and not self._sends_all:
             self._say(
@@ -164,8 +164,8 @@ class Advice:
         if share >= LONG_CALIBRATION:
             self._say(
                 "calibrated",
-                f"calibration took {self._calibrating} of {self._num_exchanges:,.0f} exchanges ({share:.0%}), in which "
-                "everything was sent.",
+                f"calibration took {self._calibrating} of {self._num_exchanges:,.0f} exchanges ({100 * share:.0f} %), "
+                "in which everything was sent.",
             )
 
     def _say_nothing_sent(self, stats: StepStats) -> None:
@@ -207,8 +207,8 @@ class Advice:
         seen = self._selected / self._elements
         self._warn(
             "dense",
-            f"{share:.0%} of what was exchanged travelled whole, since at a density of {100 * seen:.3g} % that costs "
-            "less than coordinates and their places: nothing is saved. Ask for a smaller density, or use "
+            f"{100 * share:.0f} % of what was exchanged travelled whole, since at a density of {100 * seen:.3g} % that "
+            "costs less than coordinates and their places: nothing is saved. Ask for a smaller density, or use "
             "strategy='ddp'",
         )
 

@@ -103,10 +103,15 @@ def shared_state_dict(
 
 def _warn(averager: SparseModelAverager, whose: str, why_not: str) -> None:
     if averager.workers.rank == 0:
-        rank_zero_warn(
-            f"lightning_sparse: the checkpoint is written with the {whose} weights and without drifts: {why_not}. "
-            "What workers had done since the last exchange, and what was not sent, is not in it."
-        )
+        warn_of_no_drifts(whose, why_not)
+
+
+def warn_of_no_drifts(whose: str, why_not: str) -> None:
+    """Says once that a checkpoint has weights alone."""
+    rank_zero_warn(
+        f"lightning_sparse: the checkpoint is written with the {whose} weights and without drifts: {why_not}. "
+        "What workers had done since the last exchange, and what was not sent, is not in it."
+    )
 
 
 def _failed(what: str, averager: SparseModelAverager, error: RuntimeError) -> str:

@@ -1,9 +1,6 @@
-"""The strategies for who names a threshold or a density, and no sparsifier."""
+"""The strategies of workers for who names a threshold or a density, and no sparsifier."""
 
-from datetime import timedelta
-from typing import Any, Literal
-
-from torch.distributed.constants import default_pg_timeout
+from typing import Any
 
 from lightning_sparse.ddp.options import DensityControlMode, ErrorFeedback
 from lightning_sparse.drift.options import OuterOptimizer
@@ -13,7 +10,6 @@ from lightning_sparse.sparsifiers import HardThreshold
 from lightning_sparse.strategies.checkpoint import OnWorldSizeChange, ResidualCheckpoint
 from lightning_sparse.strategies.ddp import SparseDDPStrategy
 from lightning_sparse.strategies.drift_checkpoint import DriftCheckpoint, OptimizerCheckpoint
-from lightning_sparse.strategies.hsdp import ShardResiduals, SparseHSDPStrategy
 from lightning_sparse.strategies.local import SparseLocalStrategy
 
 
@@ -179,72 +175,4 @@ class LocalHardThresholdStrategy(SparseLocalStrategy):
             drift_checkpoint=drift_checkpoint,
             optimizer_checkpoint=optimizer_checkpoint,
             **kwargs,
-        )
-
-
-class HSDPHardThresholdStrategy(SparseHSDPStrategy):
-    """FSDP2 inside a replica, and between replicas the coordinates that reach a constant threshold λ.
-
-    Registered as ``Trainer(strategy="hsdp_hardthreshold")``; how a model is written for it says `SparseHSDPStrategy`.
-
-    Args:
-        threshold: λ ≥ 0 in gradient units; 0 sends everything.
-        density: the share of coordinates to be sent on average, in (0, 1]; λ is calibrated to it. With neither, 0.001.
-        calibration_steps: with a density, for how many steps at most (1 or more) everything is sent while gradients are
-            measured.
-        layer_thresholds: λ for single layers: fnmatch patterns of parameter names, the first match wins; 0 sends a
-            layer whole.
-        replicas: see `SparseHSDPStrategy`, as all that follows.
-        tensor_parallel_size: see there.
-        value_dtype: see there.
-        exchange: see there.
-        density_control: see there.
-        link_gbit_s: see there.
-        residual_checkpoint: see there.
-        on_world_size_change: see there.
-        save_distributed_checkpoint: see there.
-        process_group_backend: see there.
-        timeout: see there.
-
-    Raises:
-        ValueError: both threshold and density, or a number or a word that is not allowed.
-    """
-
-    def __init__(
-        self,
-        *,
-        threshold: float | None = None,
-        density: float | None = None,
-        calibration_steps: int = 50,
-        layer_thresholds: dict[str, float] | None = None,
-        replicas: Literal["auto"] | int = "auto",
-        tensor_parallel_size: int = 1,
-        value_dtype: ValueDtype = "float32",
-        exchange: ExchangeMode = "auto",
-        density_control: DensityControlMode | None = None,
-        link_gbit_s: float | None = None,
-        residual_checkpoint: ShardResiduals = "full",
-        on_world_size_change: OnWorldSizeChange = "mean",
-        save_distributed_checkpoint: bool = True,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
-    ) -> None:
-        super().__init__(
-            HardThreshold(
-                threshold=threshold,
-                density=density,
-                calibration_steps=calibration_steps,
-                layer_thresholds=layer_thresholds,
-            ),
-            replicas=replicas,
-            tensor_parallel_size=tensor_parallel_size,
-            value_dtype=value_dtype,
-            exchange=exchange,
-            density_control=density_control,
-            link_gbit_s=link_gbit_s,
-            residual_checkpoint=residual_checkpoint,
-            on_world_size_change=on_world_size_change,
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
         )

@@ -1,39 +1,30 @@
 """Lightning strategy for models that are sharded inside a replica, and exchanged sparsely between replicas."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from lightning.fabric.utilities import rank_zero_warn
-from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from typing_extensions import override
 
 from lightning_sparse.ddp.options import DensityControlMode, ExchangeOptions, require_density_control
-from lightning_sparse.exchange import ExchangeMode
-from lightning_sparse.exchange.replicas import replica_mesh
+from lightning_sparse.exchange import ExchangeMode, require_agreement
 from lightning_sparse.exchange.wire import ValueDtype, require_wire
 from lightning_sparse.shards import ShardExchange
 from lightning_sparse.sparsifiers import Sparsifier
-from lightning_sparse.strategies.advice import Advice, exchanges_of
+from lightning_sparse.strategies.advice import exchanges_of
 from lightning_sparse.strategies.checkpoint import CheckpointOptions, OnWorldSizeChange
-from lightning_sparse.strategies.epochs import tell_epoch
-from lightning_sparse.strategies.saving import KEY, WholeFiles
+from lightning_sparse.strategies.replica_strategy import ReplicaStrategy
+from lightning_sparse.strategies.saving import KEY
 from lightning_sparse.strategies.shard_checkpoint import collect, restore
-from lightning_sparse.strategies.step_log import StepLog
 
 ShardResiduals = Literal["full", "none"]
-MOST_BACKWARDS = 200
-"""After so many without an exchange something is likely to be wrong; accumulation is over fewer."""
 
 
-class SparseHSDPStrategy(WholeFiles, ModelParallelStrategy):
+class SparseHSDPStrategy(ReplicaStrategy):
     """FSDP2 inside a replica, and between replicas a sparse exchange of the gradients of each shard.
 
     For models that are too big for DDP: a replica is a node, say, whose ranks hold a shard each, and replicas exchange
@@ -74,6 +65,8 @@ class SparseHSDPStrategy(WholeFiles, ModelParallelStrategy):
         TypeError: something that is not a sparsifier.
     """
 
+    state: ShardExchange | None
+
     def __init__(
         self,
         sparsifier: Sparsifier,
@@ -95,11 +88,6 @@ class SparseHSDPStrategy(WholeFiles, ModelParallelStrategy):
                 f"Expected a sparsifier such as HardThreshold(threshold=0.01), got {sparsifier!r}. "
                 "For a threshold alone use HSDPHardThresholdStrategy(threshold=0.01)."
             )
-        for name, value in (("replicas", replicas), ("tensor_parallel_size", tensor_parallel_size)):
-            is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            if not (is_count or (name == "replicas" and value == "auto")):
-                word = ' or "auto"' if name == "replicas" else ""
-                raise ValueError(f"Invalid {name}={value!r}. Must be a whole number of at least 1{word}.")
         if residual_checkpoint not in ("full", "none"):
             raise ValueError(f"Invalid residual_checkpoint={residual_checkpoint!r}. Must be one of 'full', 'none'.")
         self._checkpoint_options = CheckpointOptions(residual_checkpoint, on_world_size_change)
@@ -109,98 +97,45 @@ class SparseHSDPStrategy(WholeFiles, ModelParallelStrategy):
         require_density_control(sparsifier, density_control)
         require_wire(sparsifier, value_dtype)
         super().__init__(
-            tensor_parallel_size=tensor_parallel_size,
+            sparsifier,
+            replicas,
+            tensor_parallel_size,
+            "gradients of shards",
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        self.sparsifier = sparsifier
-        self.state: ShardExchange | None = None
-        self.step_log = StepLog()
-        self._replicas = replicas
-        self._per_layer_stats = self._is_stepping = False
-        self._hooks: list[Any] = []
-        self._backwards = 0
-        self._outer: tuple[Optimizer, int] | None = None  # that steps now, and the backwards before it
-        self._advice = Advice("gradients of shards")
-
-    def request_layer_stats(self) -> None:
-        """Asks for per-layer numbers from the next ``fit`` on; on all ranks, in a callback's ``setup``."""
-        self._per_layer_stats = True
 
     def restart(self) -> None:
         """Returns the exchange to before the first step, with the weights of now. Not collective."""
         assert self.state is not None
         self.state.reset()
 
-    # Who belongs together.
-
     @override
-    def setup_environment(self) -> None:
-        size = self.num_nodes * self.num_processes
-        replicas = self.num_nodes if self._replicas == "auto" else self._replicas
-        tensor = self._tensor_parallel_size
-        assert isinstance(tensor, int)
-        shards, rest = divmod(size, replicas * tensor)
-        if rest or not shards:
-            raise ValueError(
-                f"{size} ranks cannot be {replicas} replicas of equal size with "
-                f"tensor_parallel_size={tensor}. Start a multiple of {replicas * tensor}, or set another replicas=…"
-            )
-        super(ModelParallelStrategy, self).setup_environment()
-        self._setup_distributed()
-        self._data_parallel_size = shards
-        names = ("replicate", "data_parallel", "tensor_parallel")
-        self._device_mesh = replica_mesh(self.root_device.type, (replicas, shards, tensor), names)
-        assert self.lightning_module is not None
-        self.lightning_module._device_mesh = self._device_mesh
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        replicas, shards, _ = self.device_mesh.shape
-        rank = self.device_mesh.get_local_rank("replicate") * shards + self.device_mesh.get_local_rank("data_parallel")
-        return {"num_replicas": replicas * shards, "rank": rank}
-
-    @override
-    def setup(self, trainer: Trainer) -> None:
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        if scaler is not None:
-            raise ValueError(
-                "Scaled losses (precision='16-mixed') are not supported between replicas of shards. Use "
-                "precision='bf16-mixed' or 'bf16-true', or fully_shard(…, mp_policy=MixedPrecisionPolicy(…))."
-            )
-        super().setup(trainer)
-        if trainer.state.fn != TrainerFn.FITTING:
-            return
+    def _make_state(self) -> ShardExchange:
         assert self.model is not None
-        self.step_log.clear()
-        if self.state is not None:
-            self.state.close()  # not when its fit ended: it may have been saved after that
-        self.state = ShardExchange(
+        require_agreement(asdict(self._checkpoint_options) | {"in one file": not self._save_distributed_checkpoint})
+        state = ShardExchange(
             self.model,
             self.device_mesh["replicate"],
             self.sparsifier,
             self._options,
             per_layer_stats=self._per_layer_stats,
         )
-        self.state.subscribe(self.step_log.add)
-        self._advice.follow(self.state, holds_density=self._options.holds_density)
-        # Of all optimizers: those that the Trainer does not know of step, too.
-        self._hooks = [
-            register_optimizer_step_pre_hook(self._before_any_step),
-            register_optimizer_step_post_hook(self._after_any_step),
-        ]
+        self._advice.follow(state, holds_density=self._options.holds_density)
+        return state
+
+    @property
+    @override
+    def _has_begun(self) -> bool:
+        return self.state is not None and self.state.last_step is not None
 
     # When gradients are exchanged: after backward, before they are clipped and an optimizer steps.
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        self._is_stepping = True
-        try:
+        with self._nothing_counts():
             output = super().optimizer_step(optimizer, self._exchanging(optimizer, closure), model, **kwargs)
-        finally:
-            self._is_stepping = False
         self.step_log.write(self.lightning_module)
         return output
 
@@ -213,63 +148,21 @@ class SparseHSDPStrategy(WholeFiles, ModelParallelStrategy):
 
         return backward_and_exchange
 
-    def _before_any_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Not all come through the strategy: self.optimizers(use_pl_optimizer=False) hands out torch's own.
-        is_inner = self._outer is not None and self._outer[1] == self._backwards  # an optimizer around another
-        if self._is_stepping or is_inner or self.state is None or not self.state.holds_any_of(optimizer.param_groups):
-            return None
-        self._outer = optimizer, self._backwards
-        given = args[1] if len(args) > 1 else kwargs.get("closure")
-        if given is None:
-            self._exchanging(optimizer, lambda: None)()
-            return None
-        return args[:1], {**kwargs, "closure": self._exchanging(optimizer, torch.enable_grad()(given))}
-
-    def _after_any_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._outer is not None and self._outer[0] is optimizer:
-            self._outer = None
-        if not self._is_stepping:
-            self.step_log.write(self.lightning_module)
+    @override
+    def _before_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
+        if closure is not None:
+            return self._exchanging(optimizer, closure)
+        self._exchanging(optimizer, lambda: None)()
+        return None
 
     @override
-    def post_backward(self, closure_loss: torch.Tensor) -> None:
-        super().post_backward(closure_loss)
-        self._backwards += 1
-        if self._backwards == MOST_BACKWARDS and self.state is not None and self.state.last_step is None:
-            self._say_nothing_is_exchanged()
-
-    def _say_nothing_is_exchanged(self) -> None:
-        rank_zero_warn(
-            f"lightning_sparse: in {self._backwards} backwards no torch.optim.Optimizer has stepped on parameters of "
-            "the model, so that replicas have exchanged nothing and part. If weights are updated by other means, call "
-            "strategy.state.average_gradients() before each update. See docs/big-models.md."
-        )
+    def _after_step(self) -> None:
+        self.step_log.write(self.lightning_module)
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        self._backwards = 0
         self._advice.begin(self.optimizers, exchanges_of(self.lightning_module))
-
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.step_log.begin_batch(self.lightning_module)
-        if self.state is not None:
-            tell_epoch(self.state, self)
-
-    @override
-    def on_train_end(self) -> None:
-        super().on_train_end()
-        self._advice.end()
-        if self.state is not None and self.state.last_step is None and self._backwards:
-            self._say_nothing_is_exchanged()
-
-    @override
-    def teardown(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        super().teardown()
 
     # What is saved.
 
@@ -287,11 +180,6 @@ class SparseHSDPStrategy(WholeFiles, ModelParallelStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
-    def load_checkpoint(self, checkpoint_path: str | Path, *others: Any, **options: Any) -> dict[str, Any]:
-        # What can be said beside the path differs between versions of Lightning.
-        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *others, **options)
-        assert self.lightning_module is not None
-        if self.state is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            path = Path(self.broadcast(checkpoint_path))
-            restore(self.state, checkpoint.get(KEY), path, self._checkpoint_options.on_world_size_change)
-        return checkpoint
+    def _restore(self, checkpoint: dict[str, Any], path: Path) -> None:
+        assert self.state is not None
+        restore(self.state, checkpoint.get(KEY), path, self._checkpoint_options.on_world_size_change)

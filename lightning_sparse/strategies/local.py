@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -29,13 +28,15 @@ from lightning_sparse.strategies.drift_checkpoint import (
     meet,
     restored,
     shared_state_dict,
+    warn_of_no_drifts,
 )
 from lightning_sparse.strategies.epochs import tell_epoch
-from lightning_sparse.strategies.saving import KEY, WholeFiles, patience_of
+from lightning_sparse.strategies.local_training import LocalTraining
+from lightning_sparse.strategies.saving import KEY, NO_WORKER, WholeFiles, is_no_worker, patience_of
 from lightning_sparse.strategies.step_log import StepLog
 
 
-class SparseLocalStrategy(WholeFiles, DDPStrategy):
+class SparseLocalStrategy(LocalTraining, WholeFiles, DDPStrategy):
     """Local training in which workers send only those coordinates of their drift that a sparsifier selects.
 
     There is no DDP module and no exchange of gradients: every worker steps its own optimizer, and every
@@ -107,10 +108,10 @@ class SparseLocalStrategy(WholeFiles, DDPStrategy):
         require_wire(sparsifier, value_dtype)
         super().__init__(**kwargs)
         self.sparsifier = sparsifier
-        self.averager: SparseModelAverager | None = None
+        self._averager: SparseModelAverager | None = None
         self.step_log = StepLog()
         self._advice = Advice("drifts")
-        self._per_layer_stats = self._has_ended = self._is_in_a_step = False
+        self._per_layer_stats = self._is_in_a_step = False
         self._why_not: str | None = None
 
     def request_layer_stats(self) -> None:
@@ -118,15 +119,19 @@ class SparseLocalStrategy(WholeFiles, DDPStrategy):
         self._per_layer_stats = True
 
     @property
+    @override
+    def averager(self) -> SparseModelAverager | None:
+        return self._averager
+
+    @property
     def state(self) -> SparseModelAverager | None:
         """The averager, by the name that other sparse strategies have for what they keep."""
         return self.averager
 
+    @override
     def restart(self) -> None:
-        """Returns what is exchanged to before the first step, with the weights of now. Not collective."""
-        assert self.averager is not None
-        self.averager.restart()
-        self._has_ended = self._is_in_a_step = False
+        super().restart()
+        self._is_in_a_step = False
 
     @override
     def configure_ddp(self) -> None:
@@ -135,9 +140,9 @@ class SparseLocalStrategy(WholeFiles, DDPStrategy):
         self._has_ended = False
         require_agreement(asdict(self._checkpoint_options))
         sparsifier, options = self._what_is_sent()
-        self.averager = SparseModelAverager(self.model, sparsifier, options, per_layer_stats=self._per_layer_stats)
-        self.averager.subscribe(self.step_log.add)
-        self._advice.follow(self.averager, holds_density=True)
+        self._averager = SparseModelAverager(self.model, sparsifier, options, per_layer_stats=self._per_layer_stats)
+        self._averager.subscribe(self.step_log.add)
+        self._advice.follow(self._averager, holds_density=True)
 
     def _what_is_sent(self) -> tuple[Sparsifier, DriftOptions]:
         if self.world_size > 1:
@@ -177,20 +182,9 @@ class SparseLocalStrategy(WholeFiles, DDPStrategy):
         if self.lightning_module is not None and self.lightning_module.automatic_optimization:
             self._is_in_a_step = False
 
-    # The same weights on all workers wherever they are looked at. In ``fit`` each gets its own back.
-
-    @override
-    def on_validation_start(self) -> None:
-        self._share_weights()
-
-    @override
-    def on_validation_end(self) -> None:
-        self._return_weights()
-
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        self._return_weights()  # that a checkpoint has brought
         self._advice.begin(self.optimizers, exchanges_of(self.lightning_module, self._options.every_n_steps))
 
     @override
@@ -198,35 +192,17 @@ class SparseLocalStrategy(WholeFiles, DDPStrategy):
         self.step_log.begin_batch(self.lightning_module)
         if self.averager is not None:
             tell_epoch(self.averager, self)
-        self._has_ended = self._is_in_a_step = False  # a search for a learning rate ends as a training does
-        self._return_weights()
+        self._is_in_a_step = False
+        super().on_train_batch_start(batch, batch_idx)
 
     @override
     def on_train_end(self) -> None:
-        self._share_weights()
-        self._has_ended = True
+        super().on_train_end()
         self._advice.end()
-
-    def _share_weights(self) -> None:
-        if self.averager is not None and self._is_fitting and not self._has_ended:
-            self.averager.shared.take_mean()
-
-    def _return_weights(self) -> None:
-        if self.averager is not None and self._is_fitting and not self._has_ended:
-            self.averager.shared.give_back()
-
-    @property
-    def _is_fitting(self) -> bool:
-        return self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING
 
     @override
     def teardown(self) -> None:
         if self.averager is not None:
-            if not self._has_ended and self._is_fitting:
-                # An exception has ended it, perhaps of this worker alone: what all have alike is the anchor.
-                if self.averager.num_steps:
-                    self.averager.shared.take_anchor()
-                self.averager.shared.forget_own()
             self.averager.close()
         super().teardown()
 
@@ -256,6 +232,8 @@ class SparseLocalStrategy(WholeFiles, DDPStrategy):
             )
             if content is not None:
                 checkpoint[KEY] = content
+        elif "optimizer_states" in checkpoint and is_no_worker(self):
+            warn_of_no_drifts("mean of the workers'", NO_WORKER)
         self._why_not = None
         super().save_checkpoint(checkpoint, filepath, storage_options)
 

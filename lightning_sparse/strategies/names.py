@@ -8,10 +8,10 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 from lightning_sparse.sparsifiers import Accordion, Dense, GaussianK, RandomK, Sparsifier, TopK
 from lightning_sparse.strategies.ddp import SparseDDPStrategy
-from lightning_sparse.strategies.hard_threshold import (
-    DDPHardThresholdStrategy,
+from lightning_sparse.strategies.hard_threshold import DDPHardThresholdStrategy, LocalHardThresholdStrategy
+from lightning_sparse.strategies.hard_threshold_replicas import (
     HSDPHardThresholdStrategy,
-    LocalHardThresholdStrategy,
+    LocalHSDPHardThresholdStrategy,
 )
 from lightning_sparse.strategies.local import SparseLocalStrategy
 
@@ -42,9 +42,13 @@ def register_strategies() -> None:
     for name, sparsifier_class in _SPARSIFIERS.items():
         families[f"ddp_{name}"] = (_sparse_ddp, {"sparsifier_class": sparsifier_class})
         families[f"local_{name}"] = (_sparse_local, {"sparsifier_class": sparsifier_class})
-    if "hsdp_hardthreshold" not in StrategyRegistry:
-        description = "FSDP2 in a replica, sparse between replicas: hardthreshold, start method popen"
-        StrategyRegistry.register("hsdp_hardthreshold", HSDPHardThresholdStrategy, description)
+    for name, of_replicas, what in (
+        ("hsdp_hardthreshold", HSDPHardThresholdStrategy, "sparse"),
+        ("local_hsdp_hardthreshold", LocalHSDPHardThresholdStrategy, "local training, sparse"),
+    ):
+        if name not in StrategyRegistry:
+            description = f"FSDP2 in a replica, {what} between replicas: hardthreshold, start method popen"
+            StrategyRegistry.register(name, of_replicas, description)
     start_methods = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
     for family, (strategy, arguments) in families.items():
         for suffix, start_method in start_methods.items():

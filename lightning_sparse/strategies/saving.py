@@ -9,12 +9,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from typing_extensions import override
 
 KEY = "lightning_sparse"
+NO_WORKER = "it is saved by a process that was no worker, and their optimizers and number of steps are not in it either"
+"""Of a file that a notebook writes after a fit."""
 PATIENCE = 300.0
 """Seconds that a worker waits for all others to come and save. Validation may keep one that long."""
 PATIENCE_IN_TROUBLE = 15.0
@@ -54,6 +58,14 @@ class WholeFiles(Strategy):
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
         self._checkpoint_io = io
+
+
+def is_no_worker(strategy: Strategy) -> bool:
+    """Whether this is the process that has workers forked or spawned, as a notebook's, and none of them.
+
+    Lightning brings it weights, metrics and the best checkpoint's path, and neither optimizers nor the number of steps.
+    """
+    return isinstance(strategy.launcher, _MultiProcessingLauncher) and not dist.is_initialized()
 
 
 def patience_of(timeout: timedelta | None) -> float:

@@ -5,7 +5,7 @@ Under one key, plain containers and tensors that ``weights_only=True`` loads::
     version, kind
     replicas, ranks        how many replicas there were, and of how many ranks each
     shared                 the same everywhere: settings, λ, calibration, counters
-    histories              for every rank of a replica what its exchange has seen
+    histories              for every rank of a replica what its exchange and its sparsifier have seen of its shards
     residuals              in one file: for every replica a dict of whole tensors; else empty
     has_folder             whether they lie in a folder beside, "lightning_sparse", which all ranks have written
     why_no_residuals       None, or why they are missing though they were asked for
@@ -22,9 +22,9 @@ from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
 
+from lightning_sparse.engine.grouping import local
 from lightning_sparse.exchange.replicas import summed
-from lightning_sparse.shards import ShardExchange
-from lightning_sparse.shards.shard_bucket import local
+from lightning_sparse.shards import ShardExchange, ShardModelAverager
 from lightning_sparse.shards.whole_tensors import like_parameter, own_part, whole
 from lightning_sparse.strategies.checkpoint import OnWorldSizeChange
 
@@ -43,11 +43,8 @@ def collect(state: ShardExchange, path: Path, *, keeps_residuals: bool, in_one_f
         in_one_file: whether the first rank has all of them instead, whole: it needs the memory of the content.
     """
     shared = state.shared_state()
-    history = shared.pop("exchange")
-    why_not = None
-    if keeps_residuals and _is_any_broken(state):
-        why_not = "it was saved in the middle of an exchange, which an exception has broken off"
-        rank_zero_warn(f"lightning_sparse: the checkpoint is written without residuals: {why_not}.")
+    history = taken_out_of(shared)
+    why_not = why_broken(state, "without residuals") if keeps_residuals else None
     has_residuals = keeps_residuals and why_not is None
     if has_residuals and not in_one_file:
         if path.is_file():
@@ -66,9 +63,27 @@ def collect(state: ShardExchange, path: Path, *, keeps_residuals: bool, in_one_f
     }
 
 
-def _is_any_broken(state: ShardExchange) -> bool:
+NO_HISTORY: dict[str, Any] = {"exchange": {}, "sparsifier": {}}
+
+
+def taken_out_of(shared: dict[str, Any]) -> dict[str, Any]:
+    """Returns what is a rank's own of what replicas share, as it is of its shards; it is not in that any more."""
+    return {name: shared.pop(name, empty) for name, empty in NO_HISTORY.items()}
+
+
+def why_broken(state: ShardExchange | ShardModelAverager, how: str) -> str | None:
+    """Returns, and says, why a checkpoint holds less than was asked for; None if nothing is wrong. Collective.
+
+    Args:
+        state: this rank's.
+        how: it is written then, in words.
+    """
     of_shard = summed([float(state.is_exchanging)], state.workers, state.device)
-    return summed(of_shard, state.replica, state.device)[0] > 0
+    if not summed(of_shard, state.replica, state.device)[0]:
+        return None
+    why_not = "it was saved in the middle of an exchange, which an exception has broken off"
+    rank_zero_warn(f"lightning_sparse: the checkpoint is written {how}: {why_not}.")
+    return why_not
 
 
 def _as_tensors(state: ShardExchange, replica: int) -> dict[str, dict[str, Tensor]]:
@@ -115,8 +130,8 @@ def restore(
         )
     now, old = state.workers.num_workers, saved["replicas"]
     is_same_layout = (old, saved["ranks"]) == (now, state.replica.num_workers)
-    history = saved["histories"][state.replica.rank] if is_same_layout else {}
-    state.load_shared_state({**saved["shared"], "exchange": history}, is_same_layout=is_same_layout)
+    history = saved["histories"][state.replica.rank] if is_same_layout else NO_HISTORY
+    state.load_shared_state({**saved["shared"], **history}, is_same_layout=is_same_layout)
     if not (saved["has_folder"] or saved["residuals"]):
         rank_zero_warn(
             f"lightning_sparse: the checkpoint holds no residuals ({saved['why_no_residuals'] or 'as asked for'}). "

@@ -471,3 +471,34 @@ def _goes_by_counting(options):
 @pytest.mark.parametrize("options", [{}, {"every_n_steps": 2, "overlap": True}, {"keep_drift": False}])
 def test_an_averager_and_its_group_go_when_nobody_has_it_and_not_with_the_next_collection_of_cycles(options):
     assert run_workers(_goes_by_counting, 2, options) == [True, True]
+
+
+def unfreezes(looks_at):
+    """Unfreezes a layer, between two exchanges; looks at the mean of the weights after some steps."""
+    rank = dist.get_rank()
+    model = Net().double()
+    frozen = next(model.parameters())
+    frozen.requires_grad_(False)
+    optimizer = adam(model.parameters())
+    averager = SparseModelAverager(model, HardThreshold(threshold=THRESHOLD), DriftOptions(every_n_steps=4))
+    for step in range(STEPS):
+        if step == 5:
+            frozen.requires_grad_(True)
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        averager.step()
+        if step in looks_at:
+            with averager.averaged_weights():
+                mean = flat(model)
+    with averager.averaged_weights():
+        return flat(model), mean if looks_at else None
+
+
+def test_who_looks_at_weights_changes_nothing_also_where_a_layer_was_just_unfrozen():
+    for looks_at in ((5,), (5, 6)):
+        results = run_workers(unfreezes, 2, looks_at)
+        plain = run_workers(unfreezes, 2, ())
+        for (weights, mean), (expected, _) in zip(results, plain, strict=True):
+            torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+            torch.testing.assert_close(mean, results[0][1], rtol=0, atol=0)

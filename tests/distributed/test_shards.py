@@ -43,7 +43,7 @@ def build_mesh(replicas, shards):
 
 
 def sharded(model, mesh):
-    for one in model:
+    for one in model[:-1]:  # the last layer is the outermost module's, which keeps it gathered after a forward
         if isinstance(one, nn.Linear):
             fully_shard(one, mesh=mesh)
     return fully_shard(model, mesh=mesh)

@@ -50,7 +50,7 @@ class Sharded(LightningModule):
         mesh = self.device_mesh["data_parallel"]
         if self.native:
             mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
-        for one in self.network:
+        for one in self.network[:-1]:  # the outermost module keeps the last layer gathered after a forward
             if list(one.parameters()):
                 fully_shard(one, mesh=mesh, mp_policy=self.policy)
         fully_shard(self.network, mesh=mesh, mp_policy=self.policy)
@@ -70,6 +70,23 @@ class Sharded(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return make_optimizer(self.parameters())
+
+
+class Stateless(Sharded):
+    """Has an optimizer without a state, and no gradients left after a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
 def data() -> DataLoader[Any]:

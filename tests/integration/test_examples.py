@@ -23,9 +23,10 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
         (TORCHRUN, "plain_ddp.py"),
         (TORCHRUN, "local_training.py"),
         ([*TORCHRUN[:-1], "--nproc-per-node=4"], "sharded.py"),
+        ([*TORCHRUN[:-1], "--nproc-per-node=4"], "sharded_local.py"),
         ([sys.executable], "with_fabric.py"),
     ],
-    ids=["torchrun", "local", "sharded", "fabric"],
+    ids=["torchrun", "local", "sharded", "sharded local", "fabric"],
 )
 def test_an_example_runs_as_its_header_says_and_learns_with_few_coordinates(command, script, request):
     if script == "plain_ddp.py":

@@ -11,8 +11,8 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_sparse import HSDPHardThresholdStrategy
-from lightning_sparse.shards import ShardExchange
+from lightning_sparse import HSDPHardThresholdStrategy, LocalHSDPHardThresholdStrategy
+from lightning_sparse.shards import ShardExchange, ShardModelAverager
 from tests.integration.hsdp_models import STEPS, Sharded, data, num_ranks, whole_weights
 from tests.integration.models import quiet_trainer
 from tests.integration.test_dying_workers import GROUP_TIMEOUT, workers
@@ -48,7 +48,7 @@ class InExchange(Callback):
     """Lets a rank die once it has sent what it selected of its first bucket."""
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        state: ShardExchange = trainer.strategy.state
+        state: ShardExchange | ShardModelAverager = trainer.strategy.state
         finish = state._engine.finish
 
         def struck() -> Any:
@@ -58,9 +58,9 @@ class InExchange(Callback):
         state._engine.finish = struck  # type: ignore[method-assign]
 
 
-def _train(folder: str, place: str = "nowhere", rank: int = 0, resume: str | None = None) -> Any:
+def _train(folder: str, make: Any, place: str = "nowhere", rank: int = 0, resume: str | None = None) -> Any:
     model = Mortal(place, rank)
-    strategy = HSDPHardThresholdStrategy(
+    strategy = make(
         threshold=THRESHOLD, replicas=2, timeout=timedelta(seconds=GROUP_TIMEOUT), process_group_backend="gloo"
     )
     saves = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=2)
@@ -76,10 +76,16 @@ def _train(folder: str, place: str = "nowhere", rank: int = 0, resume: str | Non
     return whole_weights(model)
 
 
-@pytest.mark.parametrize("place", ["forward", "backward", "exchange"])
+GRADIENTS, DRIFTS = HSDPHardThresholdStrategy, LocalHSDPHardThresholdStrategy
+
+
 @pytest.mark.parametrize("rank", [0, 3])
-def test_a_death_ends_all_others(tmp_path: Path, place: str, rank: int) -> None:
-    with workers(4, tmp_path, _train, str(tmp_path / "saved"), place, rank) as started:
+@pytest.mark.parametrize(
+    ("make", "place"),
+    [(GRADIENTS, "forward"), (GRADIENTS, "backward"), (GRADIENTS, "exchange"), (DRIFTS, "exchange")],
+)
+def test_a_death_ends_all_others(tmp_path: Path, make: Any, place: str, rank: int) -> None:
+    with workers(4, tmp_path, _train, str(tmp_path / "saved"), make, place, rank) as started:
         seconds = started.wait(range(4))
         codes = [one.exitcode for one in started.processes]
     assert codes[rank] == -signal.SIGKILL
@@ -88,15 +94,16 @@ def test_a_death_ends_all_others(tmp_path: Path, place: str, rank: int) -> None:
     assert {one.name for one in (tmp_path / "saved").iterdir()} == {"step=2.ckpt", "step=4.ckpt"}
 
 
-def _resume(folder: str, resume: str | None) -> Any:
-    return _train(folder, resume=resume)
+def _resume(folder: str, make: Any, resume: str | None) -> Any:
+    return _train(folder, make, resume=resume)
 
 
-def test_the_last_checkpoint_is_enough(tmp_path: Path) -> None:
-    with workers(4, tmp_path, _train, str(tmp_path / "saved"), "exchange", 2) as started:
+@pytest.mark.parametrize("make", [GRADIENTS, DRIFTS])
+def test_the_last_checkpoint_is_enough(tmp_path: Path, make: Any) -> None:
+    with workers(4, tmp_path, _train, str(tmp_path / "saved"), make, "exchange", 2) as started:
         started.wait(range(4))
     last = str(tmp_path / "saved" / "step=4.ckpt")
-    resumed = run_workers(_resume, 4, str(tmp_path / "more"), last, process_group=False, new=True)
-    straight = run_workers(_resume, 4, str(tmp_path / "other"), None, process_group=False, new=True)
+    resumed = run_workers(_resume, 4, str(tmp_path / "more"), make, last, process_group=False, new=True)
+    straight = run_workers(_resume, 4, str(tmp_path / "other"), make, None, process_group=False, new=True)
     for one, other in zip(resumed, straight, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)

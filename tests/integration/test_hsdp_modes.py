@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 
 from lightning_sparse import DensityMonitor, ErrorMonitor, HSDPHardThresholdStrategy, ThresholdFinder
-from lightning_sparse.shards.shard_bucket import local
+from lightning_sparse.engine.grouping import local
 from tests.distributed.simulation import Plan, simulate
 from tests.integration.hsdp_models import (
     Sharded,
@@ -335,6 +335,7 @@ def dist_rank() -> int:
         (Sharded, {}, {"precision": "16-mixed"}, "Choose a different precision"),
         (Sharded, {"threshold": [0.1, 0.1, 0.2, 0.2]}, {}, "workers disagree"),
         (Sharded, {"threshold": [0.1, 0.2]}, {}, "workers disagree"),
+        (Sharded, {"save_distributed_checkpoint": [True, False]}, {}, "in one file: rank 0: False"),
         (Sharded, {"threshold": [0.2, 0.1, 0.1, 0.1]}, {}, "rank 3: 0.1"),
     ],
 )

@@ -94,7 +94,7 @@ SITUATIONS = {
     "nothing of zero gradients": Situation([step(0, error=0.0)] * 200, [r"gradients are zero"]),
     "all of it densely": Situation(
         [step(300, dense=1.0)] * 250,
-        [r"30 % were sent", r"100% of what was exchanged travelled whole, since at a density of 30 % that costs less"],
+        [r"30 % were sent", r"100 % of what was exchanged travelled whole, since at a density of 30 % that costs less"],
     ),
     "densely on purpose": Situation([step(1000, dense=1.0)] * 250, sparsifier=HardThreshold(threshold=0.0)),
     "densely by the control": Situation([step(1000, dense=1.0)] * 250, sparsifier=Dense()),
@@ -106,7 +106,7 @@ SITUATIONS = {
         [], [r"a density of 0.01 in 100 exchanges a coordinate is sent 1 times .* set density=0.05"], planned=100
     ),
     "long calibration": Situation(
-        [CALIBRATION] * 50 + [step(10)], [r"calibration took 50 of 1,000 exchanges \(5%\)"], planned=1000
+        [CALIBRATION] * 50 + [step(10)], [r"calibration took 50 of 1,000 exchanges \(5 %\)"], planned=1000
     ),
     "nobody knows how long": Situation([CALIBRATION] * 50 + [step(10)], planned=float("inf")),
     "Adam": Situation(

@@ -21,6 +21,8 @@ def test_the_verdict_in_words():
     nothing = replace(MEASURED, sparse_seconds=0.41)
     assert str(nothing).endswith("at a density of 0.1 %. Sparse exchange does not pay here: take strategy='ddp'.")
     assert str(replace(MEASURED, sparse_seconds=0.058, dense_seconds=50.0, density=1.0)).endswith("862 times as fast.")
+    slow = replace(MEASURED, dense_seconds=2.09)
+    assert "58 ms without any exchange, 2.09 s with a dense one" in str(slow)
     missed = replace(MEASURED, density=0.005, asked_density=0.001)
     assert "at a density of 0.5 % (asked for: 0.1 %). Sparse is" in str(missed)
     assert "asked" not in str(replace(missed, density=0.0015))

@@ -55,12 +55,13 @@ def test_the_verdict_in_words():
     assert text == (
         "11,173,962 elements, 8 workers, 1 Gbit/s each: exchanging them takes 736 ms densely and 23.5 ms at a density "
         "of 0.1 %, if nothing of it overlaps with backward. With 60 ms of computing a step takes 796 ms and 83.5 ms: "
-        "92% of the dense step is exchange, and a sparse one is 9.5 times as fast. Above a density of 36 % nothing is "
+        "92 % of the dense step is exchange, and a sparse one is 9.5 times as fast. Above a density of 36 % nothing is "
         "gained."
     )
     assert "computing" not in str(estimate(1000, num_workers=2, gbit_per_s=1))
     fast = estimate(10_000, num_workers=2, gbit_per_s=5000, on_gpu=True)
     assert fast.break_even == pytest.approx(0, abs=1e-6)
+    assert "2 workers, 5000 Gbit/s each" in str(fast)
     assert str(fast).endswith("Dense is the fastest at any density: take strategy='ddp'.")
 
 

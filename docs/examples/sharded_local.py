@@ -1,0 +1,61 @@
+"""Local training of replicas that FSDP2 shards, with Adam, in plain PyTorch, without Lightning's Trainer.
+
+Run it on this machine as two replicas of two ranks each; on two machines a replica would be a machine:
+
+    torchrun --standalone --nproc-per-node=4 docs/examples/sharded_local.py
+"""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from lightning_sparse import AverageDensity, DriftOptions, HardThreshold, ShardModelAverager
+
+REPLICAS = 2
+
+
+def main() -> None:
+    """Fits a small network to a fixed random one, each rank on its own samples."""
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    mesh = init_device_mesh(device.type, (REPLICAS, size // REPLICAS), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)  # the same teacher on every rank
+    teacher = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)).to(device)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 128), torch.nn.Tanh(), torch.nn.Linear(128, 1)).to(device)
+
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh["shard"])  # inside a replica: torch's own exchange of gradients
+    fully_shard(model, mesh=mesh["shard"])
+    sparsifier = HardThreshold(density=0.1, calibration_steps=20)
+    averager = ShardModelAverager(model, mesh["replicate"], sparsifier, DriftOptions(every_n_steps=1))
+
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.003)  # each replica's own
+    average_density = AverageDensity()
+    averager.subscribe(average_density.update)
+    torch.manual_seed(1 + rank)  # different samples from here on
+    for step in range(400):
+        inputs = torch.randn(64, 32, device=device)
+        loss = torch.nn.functional.mse_loss(model(inputs), teacher(inputs).detach())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        averager.step()  # between replicas: how far their weights have drifted, sparsely, after every_n_steps
+        if rank == 0 and step % 100 == 0:
+            stats = averager.last_step
+            print(f"step {step}: loss {loss.item():.4f}, density {stats.density:.4f}, error {stats.error_norm:.4f}")
+    with averager.averaged_weights(), torch.no_grad():  # the same weights on all ranks
+        inputs = torch.randn(1024, 32, generator=torch.Generator().manual_seed(9)).to(device)
+        loss = torch.nn.functional.mse_loss(model(inputs), teacher(inputs))
+    if rank == 0:
+        print(f"mean of the replicas: loss {loss.item():.4f}, average density {average_density.compute().item():.4f}")
+    averager.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Replicas of a sharded model that step optimizers of their own, and exchange how far their weights have drifted.
+
+As local training (`SparseModelAverager`), with a replica of FSDP2 in the place of a worker: gradients are averaged over
+the ranks of a replica, by FSDP2, and its optimizer steps on their shards. Between replicas the ranks that hold the same
+shard exchange the drift of that shard from the anchor that all replicas have.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_sparse.drift import DriftOptions, SparseModelAverager
+from lightning_sparse.drift.averager import drift_settings
+from lightning_sparse.drift.outer_state import load_outer, outer_by_name
+from lightning_sparse.engine.grouping import local
+from lightning_sparse.exchange import current_device, require_agreement
+from lightning_sparse.exchange.agreement import differing
+from lightning_sparse.exchange.replicas import largest, replica_workers, summed
+from lightning_sparse.shards.combined import of_all_shards
+from lightning_sparse.shards.requirements import require_shards, shard_settings
+from lightning_sparse.shards.resharded import Resharded, reshard
+from lightning_sparse.sparsifiers import Dense, Sparsifier
+
+
+class ShardModelAverager(SparseModelAverager):
+    """Local training of replicas that ``fully_shard`` shards, with a sparse exchange of their drifts.
+
+    Call `step` after every optimizer step, on all ranks alike. All that `SparseModelAverager` has goes for a replica
+    here; numbers are those of the whole model.
+
+    Example::
+
+        mesh = init_device_mesh("cuda", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh["shard"])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        options = DriftOptions(every_n_steps=8)
+        averager = ShardModelAverager(model, mesh["replicate"], HardThreshold(density=0.01), options)
+        for batch in loader:
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            averager.step()
+        with averager.averaged_weights():
+            validate(model)
+
+    Args:
+        module: the model, sharded over the ranks of a replica and no further. All replicas take the first one's weights
+            and buffers. Collective: all ranks.
+        mesh: the dimension of replicas, one rank each, of a mesh of all ranks.
+        sparsifier: chooses what is sent of drifts, λ in the parameters' own units and one for the whole model; copied.
+            A number of coordinates, as of `TopK`, is each shard's own.
+        options: see `DriftOptions`.
+        per_layer_stats: whether to report density and error of every layer.
+
+    Attributes:
+        replica: the ranks that hold this rank's replica.
+
+    Raises:
+        ValueError: a mesh of several dimensions, or a module that is not sharded as it must be.
+        RuntimeError: ranks disagree on the settings, or the mesh does not divide them into replicas (on every rank).
+    """
+
+    _takes_shards = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        sparsifier: Sparsifier,
+        options: DriftOptions | None = None,
+        *,
+        per_layer_stats: bool = False,
+    ) -> None:
+        if not isinstance(options, (DriftOptions, type(None))):
+            raise TypeError(f"Expected DriftOptions(every_n_steps=…), for example, got {options!r}.")
+        options = DriftOptions() if options is None else options
+        if not isinstance(sparsifier, Sparsifier):
+            raise TypeError(f"Expected a sparsifier such as HardThreshold(density=0.01), got {sparsifier!r}.")
+        reshard(module)
+        require_shards(module, mesh)
+        group, named = mesh.get_group(), dict(module.named_parameters())
+        with current_device(local(next(iter(named.values()))).device):
+            settings = drift_settings(module, sparsifier, options, per_layer_stats)
+            # Shards are those of other ranks' in the same place. Who disagrees there is told of to all.
+            settings["shards that differ between replicas"] = differing(shard_settings(named), group)
+            require_agreement(settings)
+            self.replica = replica_workers(group)
+        if dist.get_world_size(group) == 1:
+            sparsifier, options = Dense(), replace(options, value_dtype="float32")
+        super().__init__(Resharded(module), sparsifier, options, group=group, per_layer_stats=per_layer_stats)
+        self._engine.of_whole_model = partial(
+            of_all_shards, names=list(named), workers=self.replica, device=self.device
+        )
+        self._exchange.of_whole_model = partial(largest, workers=self.replica, device=self.device)
+        self.num_parts = self.replica.num_workers
+        self._whole = module
+        self._ids = {id(one) for one in named.values()}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Counts an optimizer step; exchanges drifts after every ``every_n_steps`` of them. Collective: all ranks."""
+        reshard(self._whole)
+        super().step()
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Applies what is still travelling with ``overlap=True``. Collective: all ranks."""
+        reshard(self._whole)
+        super().flush()
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The module's parameters by name, as it has them when they are sharded."""
+        reshard(self._whole)
+        return dict(self._whole.named_parameters())
+
+    def holds_any_of(self, param_groups: Iterable[Mapping[str, Any]]) -> bool:
+        """Returns whether an optimizer with these groups steps on parameters of the module."""
+        return any(id(one) in self._ids for group in param_groups for one in group["params"])
+
+    # What is saved, tensors and numbers apart: each rank's tensors are parts of distributed ones.
+
+    def own_tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Returns by name this rank's part of the parameters that a replica may have of its own, and copies of buffers.
+
+        Parameters on all ranks of a replica or on none: a frozen one is among them if any has changed. Collective.
+        """
+        own = self._own(self.workers)
+        parameters = self.parameters
+        flags = summed([float(name in own) for name in parameters], self.replica, self.device)
+        changed = [name for name, flag in zip(parameters, flags, strict=True) if flag]
+        weights = {name: own.get(name, local(parameters[name])) for name in changed}
+        return weights, {name: one.cpu().clone() for name, one in own.items() if name not in parameters}
+
+    def kept_tensors(self) -> dict[str, Tensor]:
+        """Returns by name what this rank keeps apart of its drift, flat, the memory itself; empty if in its weights."""
+        return {} if self.options.keep_drift else self._exchange.views(lambda bucket: bucket.kept)
+
+    def outer_state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, Any]]]:
+        """Returns the outer optimizer's state: see ``outer_by_name``."""
+        return outer_by_name(self._exchange.outer, self._exchange.buckets)
+
+    def load_outer_state(
+        self, tensors: Mapping[str, Mapping[str, Tensor]], numbers: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        """Continues from what ``outer_state`` returned."""
+        if self._exchange.outer is not None:
+            load_outer(self._exchange.outer, self._exchange.buckets, tensors, numbers)
+
+    def shared_numbers(self) -> dict[str, Any]:
+        """Returns what is the same on all replicas for this rank's shards but tensors, in plain containers."""
+        return self._numbers() | {"layout": self._exchange.layout}
+
+    def load_shared_numbers(self, saved: Mapping[str, Any], is_same_layout: bool) -> None:
+        """Continues from what ``shared_numbers`` returned in another run.
+
+        Args:
+            saved: the other run's.
+            is_same_layout: whether it had as many replicas of as many ranks. If not, the history of its exchange says
+                nothing.
+        """
+        self._engine.load_shared_state(saved, same_world_size=is_same_layout)
+        self.num_steps = saved["num_steps"]
+        self._exchange.take_in_as(saved["layout"])
+
+    @torch.no_grad()
+    def load_anchor(self, anchor: Mapping[str, Tensor]) -> None:
+        """Replaces the anchor by this rank's part of another, flat, by name."""
+        self._exchange.copy_by_name(anchor, lambda bucket: bucket.anchor)
+
+    def _place(self) -> dict[str, int]:
+        return {"world_size": dist.get_world_size(), "rank": dist.get_rank()}

@@ -1,0 +1,261 @@
+"""What strategies have in common whose replicas are sharded: who belongs together, and which steps count."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.utilities import rank_zero_warn
+from lightning.pytorch import Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from typing_extensions import override
+
+from lightning_sparse.exchange.replicas import replica_mesh
+from lightning_sparse.shards import ShardExchange, ShardModelAverager
+from lightning_sparse.shards.resharded import reshard
+from lightning_sparse.sparsifiers import Sparsifier
+from lightning_sparse.strategies.advice import Advice
+from lightning_sparse.strategies.epochs import tell_epoch
+from lightning_sparse.strategies.saving import WholeFiles
+from lightning_sparse.strategies.step_log import StepLog
+
+MOST_BACKWARDS = 200
+"""After so many without a step that counts something is likely to be wrong; accumulation is over fewer."""
+
+
+@contextmanager
+def stateless_as_before(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Within it states can be asked for. To have one torch steps on zeros, with a learning rate of 0, which counts."""
+    without = [one for one in optimizers if not one.state]
+    try:
+        yield
+    finally:
+        for one in without:
+            one.state.clear()
+
+
+class ReplicaStrategy(WholeFiles, ModelParallelStrategy):
+    """Lightning's ``ModelParallelStrategy`` with replicas as the first dimension of its mesh.
+
+    Args:
+        sparsifier: what to send.
+        replicas: how many; ``"auto"`` is one a node.
+        tensor_parallel_size: ranks that share the tensors of a layer, inside a replica.
+        what: is exchanged, in words.
+        save_distributed_checkpoint: as in ``ModelParallelStrategy``.
+        process_group_backend: as there.
+        timeout: as there.
+
+    Attributes:
+        state: what exchanges in the running or last ``fit``, None before.
+
+    Raises:
+        ValueError: an invalid option.
+        TypeError: something that is not a sparsifier.
+    """
+
+    state: ShardExchange | ShardModelAverager | None
+
+    def __init__(
+        self,
+        sparsifier: Sparsifier,
+        replicas: Literal["auto"] | int,
+        tensor_parallel_size: int,
+        what: str,
+        *,
+        save_distributed_checkpoint: bool,
+        process_group_backend: str | None,
+        timeout: timedelta | None,
+    ) -> None:
+        for name, value in (("replicas", replicas), ("tensor_parallel_size", tensor_parallel_size)):
+            is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            if not (is_count or (name == "replicas" and value == "auto")):
+                word = ' or "auto"' if name == "replicas" else ""
+                raise ValueError(f"Invalid {name}={value!r}. Must be a whole number of at least 1{word}.")
+        super().__init__(
+            tensor_parallel_size=tensor_parallel_size,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self.sparsifier = sparsifier
+        self.state = None
+        self.step_log = StepLog()
+        self._replicas = replicas
+        self._per_layer_stats = self._is_stepping = False
+        self._hooks: list[Any] = []
+        self._backwards = 0
+        self._outer: tuple[Optimizer, int] | None = None  # that steps now, and the backwards before it
+        self._advice = Advice(what)
+
+    def request_layer_stats(self) -> None:
+        """Asks for per-layer numbers from the next ``fit`` on; on all ranks, in a callback's ``setup``."""
+        self._per_layer_stats = True
+
+    # What is exchanged is for those who inherit to say.
+
+    @abstractmethod
+    def _make_state(self) -> ShardExchange | ShardModelAverager:
+        """Returns what exchanges, for the model that has been set up. Collective: all ranks."""
+
+    @property
+    @abstractmethod
+    def _has_begun(self) -> bool:
+        """Whether a step of an optimizer has counted."""
+
+    @abstractmethod
+    def _before_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
+        """Is called before an optimizer steps on the model; returns the closure to step with."""
+
+    @abstractmethod
+    def _after_step(self) -> None:
+        """Is called after an optimizer has stepped on the model, with all that it wraps."""
+
+    # Who belongs together.
+
+    @override
+    def setup_environment(self) -> None:
+        size = self.num_nodes * self.num_processes
+        replicas = self.num_nodes if self._replicas == "auto" else self._replicas
+        tensor = self._tensor_parallel_size
+        assert isinstance(tensor, int)
+        shards, rest = divmod(size, replicas * tensor)
+        if rest or not shards:
+            raise ValueError(
+                f"{size} ranks cannot be {replicas} replicas of equal size with "
+                f"tensor_parallel_size={tensor}. Start a multiple of {replicas * tensor}, or set another replicas=…"
+            )
+        super(ModelParallelStrategy, self).setup_environment()
+        self._setup_distributed()
+        self._data_parallel_size = shards
+        names = ("replicate", "data_parallel", "tensor_parallel")
+        self._device_mesh = replica_mesh(self.root_device.type, (replicas, shards, tensor), names)
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._device_mesh
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        replicas, shards, _ = self.device_mesh.shape
+        rank = self.device_mesh.get_local_rank("replicate") * shards + self.device_mesh.get_local_rank("data_parallel")
+        return {"num_replicas": replicas * shards, "rank": rank}
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if scaler is not None:
+            raise ValueError(
+                "Scaled losses (precision='16-mixed') are not supported between replicas of shards. Use "
+                "precision='bf16-mixed' or 'bf16-true', or fully_shard(…, mp_policy=MixedPrecisionPolicy(…))."
+            )
+        assert self.model is not None
+        reshard(self.model)  # after a validation optimizers would be made for what it has gathered
+        super().setup(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        self.step_log.clear()
+        if self.state is not None:
+            self.state.close()  # not when its fit ended: it may have been saved after that
+        self.state = self._make_state()
+        self.state.subscribe(self.step_log.add)
+        # Of all optimizers: those that the Trainer does not know of step, too.
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before_any_step),
+            register_optimizer_step_post_hook(self._after_any_step),
+        ]
+
+    # Which steps count.
+
+    def _before_any_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Not all come through the strategy: self.optimizers(use_pl_optimizer=False) hands out torch's own.
+        is_inner = self._outer is not None and self._outer[1] == self._backwards  # an optimizer around another
+        if self._is_stepping or is_inner or self.state is None or not self.state.holds_any_of(optimizer.param_groups):
+            return None
+        self._outer = optimizer, self._backwards
+        given = args[1] if len(args) > 1 else kwargs.get("closure")
+        closure = self._before_step(optimizer, None if given is None else torch.enable_grad()(given))
+        return None if closure is None else (args[:1], {**kwargs, "closure": closure})
+
+    def _after_any_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._outer is not None and self._outer[0] is optimizer:
+            self._outer = None
+            self._after_step()
+
+    @contextmanager
+    def _nothing_counts(self) -> Iterator[None]:
+        """Within it an optimizer may step without an exchange."""
+        before, self._is_stepping = self._is_stepping, True
+        try:
+            yield
+        finally:
+            self._is_stepping = before
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        held = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        with self._nothing_counts(), stateless_as_before([held]):
+            return super().optimizer_state(optimizer)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, *others: Any, **options: Any) -> dict[str, Any]:
+        # What can be said beside the path differs between versions of Lightning.
+        with self._nothing_counts():
+            checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *others, **options)
+            assert self.lightning_module is not None
+            if self.state is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+                self._restore(checkpoint, Path(self.broadcast(checkpoint_path)))
+        return checkpoint
+
+    @abstractmethod
+    def _restore(self, checkpoint: dict[str, Any], path: Path) -> None:
+        """Makes what exchanges what a checkpoint holds. Collective: all ranks."""
+
+    # Before and after steps.
+
+    @override
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        super().post_backward(closure_loss)
+        self._backwards += 1
+        if self._backwards == MOST_BACKWARDS and self.state is not None and not self._has_begun:
+            self._say_nothing_is_exchanged()
+
+    def _say_nothing_is_exchanged(self) -> None:
+        call = "average_gradients() before" if isinstance(self.state, ShardExchange) else "step() after"
+        rank_zero_warn(
+            f"lightning_sparse: in {self._backwards} backwards no torch.optim.Optimizer has stepped on parameters of "
+            "the model, so that replicas have exchanged nothing and part. If weights are updated by other means, call "
+            f"strategy.state.{call} each update. See docs/big-models.md."
+        )
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._backwards = 0
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self.step_log.begin_batch(self.lightning_module)
+        if self.state is not None:
+            tell_epoch(self.state, self)
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._advice.end()
+        if self.state is not None and not self._has_begun and self._backwards:
+            self._say_nothing_is_exchanged()
+
+    @override
+    def teardown(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        super().teardown()

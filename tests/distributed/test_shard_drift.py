@@ -1,0 +1,124 @@
+"""Replicas of shards that step optimizers of their own, against as many plain workers with a replica's data each."""
+
+import functools
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_sparse import DriftOptions, HardThreshold, ShardModelAverager
+from lightning_sparse.shards.whole_tensors import like_parameter, whole
+from tests.distributed.drift_simulation import Simulation, at_least, flat
+from tests.distributed.test_drift import CASES
+from tests.distributed.test_shards import LAYOUTS, STEPS, build_batches, build_mesh, build_model, sharded
+from tests.workers import run_workers
+
+THRESHOLD = 0.02
+LOOKS_AT = (0, 4, 7)
+"""Steps after which somebody looks at the mean of all replicas' weights, with a forward that no backward follows."""
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.02)
+
+
+def loss_of(model, batch):
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def train(mesh, options, sparsifier=None, steps=range(STEPS), before=None):
+    """Returns what a replica has after each step and in the end, whole: weights, anchor, the numbers; and the state."""
+    model = build_model()
+    if dist.get_rank() // mesh["shard"].size() and before is None:  # replicas that begin apart
+        for one in model.parameters():
+            one.data.add_(1.0)
+    sharded(model, mesh["shard"])
+    sparsifier = HardThreshold(threshold=THRESHOLD) if sparsifier is None else sparsifier
+    averager = ShardModelAverager(model, mesh["replicate"], sparsifier, DriftOptions(**options), per_layer_stats=True)
+    optimizer = adam(model.parameters())
+    if before is not None:
+        averager.load_state_dict(before["averager"])
+        optimizer.load_state_dict(before["optimizer"])
+    history, looks = [], []
+    batches = build_batches(dist.get_world_size())
+    for step in steps:
+        loss_of(model, batches[step][dist.get_rank()]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        averager.step()
+        history.append((weights_of(averager), anchor_of(averager), averager.largest_drift))
+        if step in LOOKS_AT:
+            with averager.averaged_weights(), torch.no_grad():
+                looks.append((weights_of(averager), model(batches[0][0][0])))
+    with averager.averaged_weights():
+        mean = weights_of(averager)
+    state = {"averager": averager.state_dict(), "optimizer": optimizer.state_dict()}
+    own = weights_of(averager)
+    averager.close()
+    return history, looks, mean, own, averager.last_step, state
+
+
+def weights_of(averager):
+    return torch.cat([whole(one.detach()).flatten() for one in averager.parameters.values()])
+
+
+def anchor_of(averager):
+    parameters = averager.parameters
+    named = averager.anchor().items()
+    return torch.cat([whole(like_parameter(parameters[name], one.reshape(-1))).flatten() for name, one in named])
+
+
+def simulated(layout, **options):
+    replicas, shards = layout
+    models = [build_model() for _ in range(replicas)]
+    select = at_least(THRESHOLD if replicas > 1 else 0.0)  # one replica has nobody to exchange with
+    simulation = Simulation(models, [adam(one.parameters()) for one in models], **({"select": select} | options))
+    history, looks = [], []
+    steps = build_batches(replicas * shards)
+    for step, ranks in enumerate(steps):
+        of_replicas = [ranks[r * shards : (r + 1) * shards] for r in range(replicas)]
+        whole_batches = [tuple(map(torch.cat, zip(*one, strict=True))) for one in of_replicas]
+        simulation.step([partial(loss_of, batch=one) for one in whole_batches])
+        history.append(([flat(one) for one in models], simulation.anchor))
+        if step in LOOKS_AT:
+            double = build_model()
+            mean = simulation.mean()
+            nn.utils.vector_to_parameters(mean, double.parameters())
+            with torch.no_grad():
+                looks.append((mean, double(steps[0][0][0])))
+    return simulation, history, looks
+
+
+def train_all(layout, cases):
+    mesh = build_mesh(*layout)
+    return {case: train(mesh, CASES[case][0]) for case in cases}
+
+
+CASES_OF = {layout: list(CASES) if layout == (2, 2) else ["every third step", "applied late"] for layout in LAYOUTS}
+
+
+@functools.cache
+def trained(layout):
+    """What every rank has after each case, one after the other in the same processes."""
+    return run_workers(train_all, layout[0] * layout[1], layout, CASES_OF[layout], new=True)
+
+
+@pytest.mark.xdist_group("drifts of shards")
+@pytest.mark.parametrize(("layout", "case"), [(one, case) for one in LAYOUTS for case in CASES_OF[one]], ids=str)
+def test_replicas_train_as_so_many_workers(layout, case):
+    simulation, expected, expected_looks = simulated(layout, **CASES[case][1])
+    for rank, of_cases in enumerate(trained(layout)):
+        history, looks, mean, own, last, _ = of_cases[case]
+        for (weights, anchor, _), (all_weights, expected_anchor) in zip(history, expected, strict=True):
+            torch.testing.assert_close(weights, all_weights[rank // layout[1]], rtol=0, atol=1e-12)
+            torch.testing.assert_close(anchor, expected_anchor, rtol=0, atol=1e-12)
+        torch.testing.assert_close(looks, expected_looks, rtol=0, atol=1e-12)
+        torch.testing.assert_close(mean, simulation.mean(), rtol=0, atol=1e-12)
+        torch.testing.assert_close(own, flat(simulation.models[rank // layout[1]]), rtol=0, atol=1e-12)
+        assert last.num_elements == sum(layer.num_elements for layer in last.layers.values()) == mean.numel()
+        assert simulation.sent[-1] == last.selected
+        assert layout[0] == 1 or 0.02 < last.density < 0.98
+    largest = [[one[2] for one in of_cases[case][0]] for of_cases in trained(layout)]
+    assert all(one == largest[0] for one in largest)  # of all shards
