@@ -247,6 +247,12 @@ class ReplicaStrategy(WholeFiles, ModelParallelStrategy):
             tell_epoch(self.state, self)
 
     @override
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        assert self.model is not None
+        reshard(self.model)  # optimizers made from now on must not be for what it has gathered
+
+    @override
     def on_train_end(self) -> None:
         super().on_train_end()
         self._advice.end()

@@ -165,7 +165,7 @@ class KeepingGradients(Sharded):
 
 
 class Late(Sharded):
-    """Makes its optimizer when training has begun, and tells nobody."""
+    """Makes its optimizer when training has begun, after a first validation, and tells nobody."""
 
     def __init__(self, *, native: bool = False) -> None:
         super().__init__(native=native)

@@ -41,12 +41,18 @@ def _train(threshold: float, options: dict[str, Any]) -> Any:
     return whole_weights(model.network), model.batches, dict(trainer.callback_metrics), strategy.state.last_step
 
 
+LOST_BY_TORCH = {"an optimizer of its own": "manual, torch's optimizer"}
+"""Where torch's own way goes wrong, and a program that trains as it should: its validation leaves the last layer
+gathered, and an optimizer made after that steps on what has no gradient."""
+
+
 @pytest.mark.xdist_group("programs of shards")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_nothing_held_back_is_torchs_own(name: str) -> None:
     _, _, atol = PROGRAMS[name]
     for weights in trained_in_all_ways():
-        native, ours, drifting = weights[name]
+        _, ours, drifting = weights[name]
+        native, _, _ = weights[LOST_BY_TORCH.get(name, name)]
         torch.testing.assert_close(ours, native, rtol=0, atol=atol)
         if name == "weights in bfloat16":  # where rounding is much, as far from exact training as torch's own
             exact, _, _ = weights["plain"]
