@@ -140,7 +140,16 @@ class SparseModelAverager(EngineHolder):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Counts an optimizer step, and exchanges drifts after every ``every_n_steps`` of them. Collective."""
+        """Counts an optimizer step, and exchanges drifts after every ``every_n_steps`` of them. Collective.
+
+        Raises:
+            RuntimeError: the module has the mean of all workers' weights, and the step would be lost.
+        """
+        if self.shared.is_shown:
+            raise RuntimeError(
+                "A step while the model has the mean of all workers' weights (in averaged_weights(), in validation) "
+                "would be lost: each worker's own come back after it. Step before or after."
+            )
         self.num_steps += 1
         self._exchange.land()
         if self.num_steps % self.options.every_n_steps:

@@ -4,13 +4,13 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from math import isfinite
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparse.exchange import EXCHANGE_MODES, ExchangeMode, require_link
 from lightning_sparse.exchange.wire import VALUE_DTYPES, ValueDtype
+from lightning_sparse.sparsifiers.protocol import is_number
 
 OuterOptimizer = Callable[[Iterable[Tensor]], Optimizer]
 
@@ -50,7 +50,10 @@ class DriftOptions:
         every = self.every_n_steps
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"Invalid every_n_steps={every!r}. Must be a whole number of at least 1.")
-        if not (isfinite(self.drift_decay) and 0 < self.drift_decay <= 1):
+        for name in ("keep_drift", "overlap"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"Invalid {name}={getattr(self, name)!r}. Must be True or False.")
+        if not (is_number(self.drift_decay) and 0 < self.drift_decay <= 1):
             raise ValueError(f"Invalid drift_decay={self.drift_decay!r}. Must be within (0, 1].")
         if self.keep_drift and self.drift_decay != 1:
             raise ValueError(

@@ -36,7 +36,7 @@ def require_agreement(settings: dict[str, Any], group: dist.ProcessGroup | None 
         if len(differing) > MOST_NAMED:
             lines.append(f"  and {len(differing) - MOST_NAMED} more")
         raise RuntimeError(
-            "The workers disagree on how gradients are exchanged. Start all of them with the same model, settings and "
+            "The workers disagree on what is exchanged. Start all of them with the same model, settings and "
             "versions. What differs:\n" + "\n".join(lines)
         )
 

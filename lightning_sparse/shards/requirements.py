@@ -54,7 +54,7 @@ def require_shards(module: nn.Module, mesh: DeviceMesh) -> None:
                 raise ValueError(
                     f"{name} is sharded over ranks of several replicas ({sorted(also)} hold the same shard). Give "
                     "fully_shard the mesh of one replica, mesh['shard'] (with the strategy "
-                    "self.device_mesh['data_parallel']), and shard_exchange that of replicas, mesh['replicate']."
+                    "self.device_mesh['data_parallel']), and what exchanges that of replicas, mesh['replicate']."
                 )
         elif num_ranks > 1 and one.requires_grad and (is_sharded or not is_distributed):
             raise ValueError(

@@ -179,7 +179,8 @@ class HardThreshold(Sparsifier):
 def _check_threshold(name: str, value: float) -> None:
     if not (is_number(value) and isfinite(value) and value >= 0):
         raise ValueError(
-            f"Invalid {name}={value!r}. Must be a finite number of at least 0, in gradient units; 0 sends everything."
+            f"Invalid {name}={value!r}. Must be a finite number of at least 0, in units of what is "
+            "exchanged (gradients; in local training parameters); 0 sends everything."
         )
 
 

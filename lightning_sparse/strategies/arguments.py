@@ -1,11 +1,11 @@
-"""Arguments that are handed on to DDP: a misspelt or an impossible one is told of at once."""
+"""Arguments that are handed on to Lightning's: a misspelt or an impossible one is told of at once."""
 
 import difflib
 import inspect
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from torch.nn.parallel import DistributedDataParallel
 
 _REPLACED_ARGUMENTS = {
@@ -51,7 +51,7 @@ def check_ddp_arguments(arguments: dict[str, Any], strategy: type[DDPStrategy]) 
             )
 
 
-def _hint(name: str, known: set[str], strategy: type[DDPStrategy]) -> str:
+def _hint(name: str, known: set[str], strategy: type[Strategy]) -> str:
     own = set(inspect.signature(strategy.__init__).parameters) - {"self", "kwargs"}
     close = difflib.get_close_matches(name, known | own, n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
@@ -91,3 +91,30 @@ def process_group_arguments(arguments: dict[str, Any], strategy: type[DDPStrateg
                 f"{_hint(name, allowed, strategy)}"
             )
     return meant
+
+
+def model_parallel_arguments(arguments: dict[str, Any], strategy: type[ModelParallelStrategy]) -> dict[str, Any]:
+    """Returns what of ``ModelParallelStrategy``'s arguments means something where replicas are told apart.
+
+    Args:
+        arguments: that were given beside the strategy's own.
+        strategy: whose options may have been meant.
+
+    Raises:
+        ValueError: the size of a replica.
+        TypeError: it is not known; says which is like it.
+    """
+    known = set(inspect.signature(ModelParallelStrategy.__init__).parameters) - {"self", "tensor_parallel_size"}
+    size = arguments.get("data_parallel_size", "auto")
+    if size != "auto":
+        raise ValueError(
+            f"Got data_parallel_size={size!r}. A replica has as many ranks as remain: say how many replicas there are, "
+            "replicas=…"
+        )
+    for name in arguments:
+        if name not in known:
+            raise TypeError(
+                f"Unknown argument {name!r}: neither this strategy nor Lightning's ModelParallelStrategy takes it."
+                f"{_hint(name, known, strategy)}"
+            )
+    return {name: value for name, value in arguments.items() if name != "data_parallel_size"}

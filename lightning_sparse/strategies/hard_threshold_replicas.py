@@ -1,9 +1,6 @@
 """The strategies of sharded replicas for who names a threshold or a density, and no sparsifier."""
 
-from datetime import timedelta
-from typing import Literal
-
-from torch.distributed.constants import default_pg_timeout
+from typing import Any, Literal
 
 from lightning_sparse.ddp.options import DensityControlMode
 from lightning_sparse.drift.options import OuterOptimizer
@@ -36,12 +33,11 @@ class HSDPHardThresholdStrategy(SparseHSDPStrategy):
         link_gbit_s: see there.
         residual_checkpoint: see there.
         on_world_size_change: see there.
-        save_distributed_checkpoint: see there.
-        process_group_backend: see there.
-        timeout: see there.
+        **kwargs: ``save_distributed_checkpoint``, ``process_group_backend`` and ``timeout``; see there.
 
     Raises:
         ValueError: both threshold and density, or a number or a word that is not allowed.
+        TypeError: a misspelt argument.
     """
 
     def __init__(
@@ -59,9 +55,7 @@ class HSDPHardThresholdStrategy(SparseHSDPStrategy):
         link_gbit_s: float | None = None,
         residual_checkpoint: ShardResiduals = "full",
         on_world_size_change: OnWorldSizeChange = "mean",
-        save_distributed_checkpoint: bool = True,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
+        **kwargs: Any,
     ) -> None:
         super().__init__(
             HardThreshold(
@@ -78,9 +72,7 @@ class HSDPHardThresholdStrategy(SparseHSDPStrategy):
             link_gbit_s=link_gbit_s,
             residual_checkpoint=residual_checkpoint,
             on_world_size_change=on_world_size_change,
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
+            **kwargs,
         )
 
 
@@ -109,12 +101,11 @@ class LocalHSDPHardThresholdStrategy(SparseLocalHSDPStrategy):
         link_gbit_s: see there.
         drift_checkpoint: see there.
         optimizer_checkpoint: see there.
-        save_distributed_checkpoint: see there.
-        process_group_backend: see there.
-        timeout: see there.
+        **kwargs: ``save_distributed_checkpoint``, ``process_group_backend`` and ``timeout``; see there.
 
     Raises:
         ValueError: both threshold and density, or a number or a word that is not allowed.
+        TypeError: a misspelt argument.
     """
 
     def __init__(
@@ -136,9 +127,7 @@ class LocalHSDPHardThresholdStrategy(SparseLocalHSDPStrategy):
         link_gbit_s: float | None = None,
         drift_checkpoint: ReplicaDrifts = "full",
         optimizer_checkpoint: ReplicaOptimizers = "full",
-        save_distributed_checkpoint: bool = True,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
+        **kwargs: Any,
     ) -> None:
         if threshold is None and density is None:
             density = 0.01
@@ -161,7 +150,5 @@ class LocalHSDPHardThresholdStrategy(SparseLocalHSDPStrategy):
             link_gbit_s=link_gbit_s,
             drift_checkpoint=drift_checkpoint,
             optimizer_checkpoint=optimizer_checkpoint,
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
+            **kwargs,
         )

@@ -2,11 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -52,17 +50,16 @@ class SparseHSDPStrategy(ReplicaStrategy):
         on_world_size_change: what residuals become when a run resumes with another number of replicas. ``"mean"``: the
             mean of the old on each, which keeps the pending update; ``"reset"``: zero; ``"error"``: a RuntimeError.
             Another number of shards needs nothing.
-        save_distributed_checkpoint: as in ``ModelParallelStrategy``: True writes a folder to which every rank
-            contributes, False one file with the full model.
-        process_group_backend: as there.
-        timeout: as there.
+        **kwargs: of Lightning's ``ModelParallelStrategy``: ``save_distributed_checkpoint`` (True writes a folder to
+            which every rank contributes, False one file with the full model), ``process_group_backend`` and
+            ``timeout``.
 
     Attributes:
         state: the `ShardExchange` of the running or last ``fit``, None before.
 
     Raises:
         ValueError: an invalid option.
-        TypeError: something that is not a sparsifier.
+        TypeError: a misspelt argument, or something that is not a sparsifier.
     """
 
     state: ShardExchange | None
@@ -79,9 +76,7 @@ class SparseHSDPStrategy(ReplicaStrategy):
         link_gbit_s: float | None = None,
         residual_checkpoint: ShardResiduals = "full",
         on_world_size_change: OnWorldSizeChange = "mean",
-        save_distributed_checkpoint: bool = True,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
+        **kwargs: Any,
     ) -> None:
         if not isinstance(sparsifier, Sparsifier):
             raise TypeError(
@@ -101,9 +96,7 @@ class SparseHSDPStrategy(ReplicaStrategy):
             replicas,
             tensor_parallel_size,
             "gradients of shards",
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
+            **kwargs,
         )
 
     def restart(self) -> None:

@@ -2,12 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
-from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -60,17 +58,16 @@ class SparseLocalHSDPStrategy(LocalTraining, ReplicaStrategy):
         drift_checkpoint: what checkpoints hold of drifts. ``"full"``: every replica's weights, sharded as they are, for
             a resume that equals a run without a stop; ``"mean"``: their mean, which is in the file anyway.
         optimizer_checkpoint: what they hold of optimizers. ``"full"``: every replica's; ``"first"``: the first's.
-        save_distributed_checkpoint: as in ``ModelParallelStrategy``: True writes a folder to which every rank
-            contributes, False one file with all that is asked for, for which the first rank needs the memory.
-        process_group_backend: as there.
-        timeout: as there.
+        **kwargs: of Lightning's ``ModelParallelStrategy``: ``save_distributed_checkpoint`` (True writes a folder to
+            which every rank contributes, False one file with all that is asked for, for which the first rank needs the
+            memory), ``process_group_backend`` and ``timeout``.
 
     Attributes:
         state: the `ShardModelAverager` of the running or last ``fit``, None before; also called ``averager``.
 
     Raises:
         ValueError: an invalid option.
-        TypeError: something that is not a sparsifier.
+        TypeError: a misspelt argument, or something that is not a sparsifier.
     """
 
     state: ShardModelAverager | None
@@ -91,18 +88,13 @@ class SparseLocalHSDPStrategy(LocalTraining, ReplicaStrategy):
         link_gbit_s: float | None = None,
         drift_checkpoint: ReplicaDrifts = "full",
         optimizer_checkpoint: ReplicaOptimizers = "full",
-        save_distributed_checkpoint: bool = True,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
+        **kwargs: Any,
     ) -> None:
         if not isinstance(sparsifier, Sparsifier):
             raise TypeError(
                 f"Expected a sparsifier such as HardThreshold(threshold=0.001), got {sparsifier!r}. "
                 "For a threshold alone use LocalHSDPHardThresholdStrategy(threshold=0.001)."
             )
-        self._checkpoint_options = ReplicaCheckpointOptions(
-            drift_checkpoint, optimizer_checkpoint, not save_distributed_checkpoint
-        )
         self._options = DriftOptions(
             every_n_steps, keep_drift, drift_decay, outer_optimizer, overlap, value_dtype, exchange, link_gbit_s
         )
@@ -112,9 +104,10 @@ class SparseLocalHSDPStrategy(LocalTraining, ReplicaStrategy):
             replicas,
             tensor_parallel_size,
             "drifts",
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
+            **kwargs,
+        )
+        self._checkpoint_options = ReplicaCheckpointOptions(
+            drift_checkpoint, optimizer_checkpoint, not self._save_distributed_checkpoint
         )
         self._why_not: str | None = None
 

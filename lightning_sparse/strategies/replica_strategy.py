@@ -3,7 +3,6 @@
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +21,7 @@ from lightning_sparse.shards import ShardExchange, ShardModelAverager
 from lightning_sparse.shards.resharded import reshard
 from lightning_sparse.sparsifiers import Sparsifier
 from lightning_sparse.strategies.advice import Advice
+from lightning_sparse.strategies.arguments import model_parallel_arguments
 from lightning_sparse.strategies.epochs import tell_epoch
 from lightning_sparse.strategies.saving import WholeFiles
 from lightning_sparse.strategies.step_log import StepLog
@@ -49,16 +49,14 @@ class ReplicaStrategy(WholeFiles, ModelParallelStrategy):
         replicas: how many; ``"auto"`` is one a node.
         tensor_parallel_size: ranks that share the tensors of a layer, inside a replica.
         what: is exchanged, in words.
-        save_distributed_checkpoint: as in ``ModelParallelStrategy``.
-        process_group_backend: as there.
-        timeout: as there.
+        **kwargs: of ``ModelParallelStrategy``.
 
     Attributes:
         state: what exchanges in the running or last ``fit``, None before.
 
     Raises:
         ValueError: an invalid option.
-        TypeError: something that is not a sparsifier.
+        TypeError: a misspelt argument.
     """
 
     state: ShardExchange | ShardModelAverager | None
@@ -69,22 +67,15 @@ class ReplicaStrategy(WholeFiles, ModelParallelStrategy):
         replicas: Literal["auto"] | int,
         tensor_parallel_size: int,
         what: str,
-        *,
-        save_distributed_checkpoint: bool,
-        process_group_backend: str | None,
-        timeout: timedelta | None,
+        **kwargs: Any,
     ) -> None:
         for name, value in (("replicas", replicas), ("tensor_parallel_size", tensor_parallel_size)):
             is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
             if not (is_count or (name == "replicas" and value == "auto")):
                 word = ' or "auto"' if name == "replicas" else ""
                 raise ValueError(f"Invalid {name}={value!r}. Must be a whole number of at least 1{word}.")
-        super().__init__(
-            tensor_parallel_size=tensor_parallel_size,
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-        )
+        kwargs = model_parallel_arguments(kwargs, type(self))
+        super().__init__(tensor_parallel_size=tensor_parallel_size, **kwargs)
         self.sparsifier = sparsifier
         self.state = None
         self.step_log = StepLog()

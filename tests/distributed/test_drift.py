@@ -426,6 +426,12 @@ def test_what_is_not_finite_is_seen_by_all_in_that_exchange():
         assert step.non_finite == 2
 
 
+def step_within():
+    averager = SparseModelAverager(Net(), HardThreshold(threshold=0.1))
+    with averager.averaged_weights():
+        averager.step()
+
+
 def refuses():
     messages = []
     for make in (
@@ -439,6 +445,9 @@ def refuses():
         lambda: DriftOptions(keep_drift=False, drift_decay=1.5),
         lambda: DriftOptions(exchange="fast"),
         lambda: DriftOptions(outer_optimizer=0.7),
+        lambda: DriftOptions(overlap="yes"),
+        lambda: DriftOptions(drift_decay="0.5", keep_drift=False),
+        step_within,
     ):
         with pytest.raises((ValueError, RuntimeError)) as caught:
             make()
@@ -449,7 +458,7 @@ def refuses():
 def test_what_cannot_be_is_told_with_what_to_do():
     for messages in run_workers(refuses, 2):
         wanted = ["Unwrap", "nothing to average", "every_n_steps", "at least 1", "keep_drift=False", "(0, 1]"]
-        wanted += ["'gather'", "partial(torch.optim.SGD"]
+        wanted += ["'gather'", "partial(torch.optim.SGD", "True or False", "(0, 1]", "Step before or after"]
         for message, word in zip(messages, wanted, strict=True):
             assert word in message
 

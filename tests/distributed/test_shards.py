@@ -283,7 +283,7 @@ def test_what_is_misused_is_told_of():
     for said in run_workers(misuse, 4, new=True):
         assert "a mesh of 2 dimensions" in said[0]
         assert "0.weight is not sharded" in said[1]
-        assert "and shard_exchange that of replicas" in said[2]
+        assert "and what exchanges that of replicas" in said[2]
         assert "Expected a sparsifier" in said[3]
         assert "Call fully_shard first" in said[4]
 

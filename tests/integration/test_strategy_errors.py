@@ -18,7 +18,9 @@ from lightning_sparse import (
     Dense,
     GaussianK,
     HardThreshold,
+    HSDPHardThresholdStrategy,
     LocalHardThresholdStrategy,
+    LocalHSDPHardThresholdStrategy,
     RandomK,
     SparseDDPStrategy,
     TopK,
@@ -128,6 +130,16 @@ def test_a_misspelt_argument_is_refused_with_the_one_that_was_meant(misspelt: st
         DDPHardThresholdStrategy(**{misspelt: True})
     with pytest.raises(TypeError, match=r"Unknown argument 'every_n_step': .* Did you mean 'every_n_steps'"):
         LocalHardThresholdStrategy(every_n_step=8)
+
+
+@pytest.mark.parametrize("make", [HSDPHardThresholdStrategy, LocalHSDPHardThresholdStrategy])
+def test_an_argument_of_replicas_that_cannot_be_is_refused_with_what_was_meant(make: Any) -> None:
+    for misspelt, meant in (("treshold", "threshold"), ("replica", "replicas"), ("time_out", "timeout")):
+        with pytest.raises(TypeError, match=f"Unknown argument '{misspelt}': .* Did you mean '{meant}'"):
+            make(**{misspelt: 2})
+    with pytest.raises(ValueError, match=r"Got data_parallel_size=4\. .* replicas=…"):
+        make(data_parallel_size=4)
+    make(data_parallel_size="auto", save_distributed_checkpoint=False)  # as a saved configuration has it
 
 
 @pytest.mark.parametrize(
