@@ -157,15 +157,13 @@ class ShardModelAverager(SparseModelAverager):
         """Returns what is the same on all replicas for this rank's shards but tensors, in plain containers."""
         return self._numbers() | {"layout": self._exchange.layout}
 
-    def load_shared_numbers(self, saved: Mapping[str, Any], is_same_layout: bool) -> None:
+    def load_shared_numbers(self, saved: Mapping[str, Any]) -> None:
         """Continues from what ``shared_numbers`` returned in another run.
 
         Args:
-            saved: the other run's.
-            is_same_layout: whether it had as many replicas of as many ranks. If not, the history of its exchange says
-                nothing.
+            saved: the other run's; the history of its exchange empty if it had not as many replicas of as many ranks.
         """
-        self._engine.load_shared_state(saved, same_world_size=is_same_layout)
+        self._engine.load_shared_state(saved, same_world_size=True)
         self.num_steps = saved["num_steps"]
         self._exchange.take_in_as(saved["layout"])
 

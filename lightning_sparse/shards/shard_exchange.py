@@ -212,15 +212,13 @@ class ShardExchange(EngineHolder):
         """Returns what is the same on all replicas for this rank's shards, in plain containers."""
         return self._engine.shared_state() | self._engine.sparsifier_state(self._engine.next_step)
 
-    def load_shared_state(self, saved: Mapping[str, Any], *, is_same_layout: bool) -> None:
+    def load_shared_state(self, saved: Mapping[str, Any]) -> None:
         """Continues from what `shared_state` returned in another run.
 
         Args:
-            saved: the other run's.
-            is_same_layout: whether it had as many replicas of as many ranks. If not, the history of its exchange says
-                nothing.
+            saved: the other run's; the history of its exchange empty if it had not as many replicas of as many ranks.
         """
-        self._engine.load_shared_state(saved, same_world_size=is_same_layout)
+        self._engine.load_shared_state(saved, same_world_size=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that this rank needs to go on exactly, for loops without a Trainer: save one file a rank.
@@ -238,7 +236,7 @@ class ShardExchange(EngineHolder):
         """
         self._require_own(saved, "begin with residuals of zero")
         self.reset()
-        self.load_shared_state(saved["shared"], is_same_layout=True)
+        self.load_shared_state(saved["shared"])
         self.load_residuals(saved["residuals"])
 
     def _place(self) -> dict[str, int]:

@@ -160,17 +160,14 @@ class SparseHSDPStrategy(ReplicaStrategy):
     # What is saved.
 
     @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
-        if self.state is not None and "optimizer_states" in checkpoint:
-            checkpoint[KEY] = collect(
-                self.state,
-                Path(self.broadcast(filepath)),
-                keeps_residuals=self._checkpoint_options.residual_checkpoint == "full",
-                in_one_file=not self._save_distributed_checkpoint,
-            )
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+    def _add_own(self, checkpoint: dict[str, Any], path: Path) -> None:
+        assert self.state is not None
+        checkpoint[KEY] = collect(
+            self.state,
+            path,
+            keeps_residuals=self._checkpoint_options.residual_checkpoint == "full",
+            in_one_file=not self._save_distributed_checkpoint,
+        )
 
     @override
     def _restore(self, checkpoint: dict[str, Any], path: Path) -> None:

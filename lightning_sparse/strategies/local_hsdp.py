@@ -169,17 +169,12 @@ class SparseLocalHSDPStrategy(LocalTraining, ReplicaStrategy):
             return {name: one.clone() if isinstance(one, Tensor) else one for name, one in state.items()}
 
     @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
-        if self.state is not None and "optimizer_states" in checkpoint:
-            with self._nothing_counts(), stateless_as_before(self.optimizers):
-                checkpoint[KEY] = collect(
-                    self._parts, Path(self.broadcast(filepath)), self._checkpoint_options, self._why_not
-                )
-            if self.state.workers.rank != 0 and self._save_distributed_checkpoint:
-                checkpoint["optimizer_states"] = []  # the first replica's are in the place that any strategy reads
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+    def _add_own(self, checkpoint: dict[str, Any], path: Path) -> None:
+        assert self.state is not None
+        with self._nothing_counts(), stateless_as_before(self.optimizers):
+            checkpoint[KEY] = collect(self._parts, path, self._checkpoint_options, self._why_not)
+        if self.state.workers.rank != 0 and self._save_distributed_checkpoint:
+            checkpoint["optimizer_states"] = []  # the first replica's are in the place that any strategy reads
 
     @override
     def _restore(self, checkpoint: dict[str, Any], path: Path) -> None:

@@ -1,5 +1,6 @@
 """What strategies have in common whose replicas are sharded: who belongs together, and which steps count."""
 
+import shutil
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from lightning_sparse.sparsifiers import Sparsifier
 from lightning_sparse.strategies.advice import Advice
 from lightning_sparse.strategies.arguments import model_parallel_arguments
 from lightning_sparse.strategies.epochs import tell_epoch
-from lightning_sparse.strategies.saving import WholeFiles
+from lightning_sparse.strategies.saving import WholeFiles, part_of, put_in_place
 from lightning_sparse.strategies.step_log import StepLog
 
 MOST_BACKWARDS = 200
@@ -203,6 +204,37 @@ class ReplicaStrategy(WholeFiles, ModelParallelStrategy):
             if self.state is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
                 self._restore(checkpoint, Path(self.broadcast(checkpoint_path)))
         return checkpoint
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        path = place = Path(self.broadcast(filepath))
+        if self._save_distributed_checkpoint:
+            # Where all ranks write, a kill would leave what is in part of this save and in part of the one before.
+            place = part_of(path)
+            if self.local_rank == 0:
+                shutil.rmtree(place, ignore_errors=True)
+            self.barrier()
+        if self.state is not None and "optimizer_states" in checkpoint:
+            self._add_own(checkpoint, place)
+        super().save_checkpoint(checkpoint, place, storage_options)
+        if self._save_distributed_checkpoint:
+            self.barrier()
+            if self.is_global_zero:
+                put_in_place(path)
+            self.barrier()
+            if self.local_rank == 0 and not self.is_global_zero:
+                put_in_place(path)  # where a node has a disk of its own
+
+    @abstractmethod
+    def _add_own(self, checkpoint: dict[str, Any], path: Path) -> None:
+        """Adds to a checkpoint what `_restore` takes. Collective: all ranks.
+
+        Args:
+            checkpoint: what Lightning is about to write.
+            path: the file, or the folder in which all ranks write.
+        """
 
     @abstractmethod
     def _restore(self, checkpoint: dict[str, Any], path: Path) -> None:

@@ -4,6 +4,7 @@ The key, a file that is whole or not there, and how long a worker waits for the 
 """
 
 import os
+import shutil
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -58,6 +59,31 @@ class WholeFiles(Strategy):
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
         self._checkpoint_io = io
+
+
+def part_of(path: Path) -> Path:
+    """Returns the folder in which a checkpoint becomes whole that is a folder."""
+    return path.with_name(f".{path.name}.part")
+
+
+def put_in_place(path: Path) -> None:
+    """Gives a checkpoint that is whole its name, and removes the one before; does nothing where there is none.
+
+    A kill leaves one of the two, in the instant when they change places both: ``.NAME.whole`` and ``.NAME.old``.
+    """
+    whole, old = (path.with_name(f".{path.name}.{ending}") for ending in ("whole", "old"))
+    shutil.rmtree(whole, ignore_errors=True)
+    try:
+        part_of(path).rename(whole)
+    except FileNotFoundError:  # another node has the same disk, and was first
+        return
+    shutil.rmtree(old, ignore_errors=True)
+    if path.is_dir():
+        path.rename(old)
+    else:
+        path.unlink(missing_ok=True)
+    whole.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def is_no_worker(strategy: Strategy) -> bool:

@@ -47,8 +47,6 @@ def collect(state: ShardExchange, path: Path, *, keeps_residuals: bool, in_one_f
     why_not = why_broken(state, "without residuals") if keeps_residuals else None
     has_residuals = keeps_residuals and why_not is None
     if has_residuals and not in_one_file:
-        if path.is_file():
-            path.unlink(missing_ok=True)
         state_dict_saver.save(_as_tensors(state, state.workers.rank), checkpoint_id=path / FOLDER)
     return {
         "version": VERSION,
@@ -131,7 +129,7 @@ def restore(
     now, old = state.workers.num_workers, saved["replicas"]
     is_same_layout = (old, saved["ranks"]) == (now, state.replica.num_workers)
     history = saved["histories"][state.replica.rank] if is_same_layout else NO_HISTORY
-    state.load_shared_state({**saved["shared"], **history}, is_same_layout=is_same_layout)
+    state.load_shared_state({**saved["shared"], **history})
     if not (saved["has_folder"] or saved["residuals"]):
         rank_zero_warn(
             f"lightning_sparse: the checkpoint holds no residuals ({saved['why_no_residuals'] or 'as asked for'}). "

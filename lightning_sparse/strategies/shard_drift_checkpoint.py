@@ -132,8 +132,6 @@ def collect(parts: Parts, path: Path, options: ReplicaCheckpointOptions, why_not
     if options.in_one_file:
         content["whole"] = _gathered(averager, of_all, of_replica)
     else:
-        if path.is_file():
-            path.unlink(missing_ok=True)
         state_dict_saver.save({"shared": of_all, str(averager.workers.rank): of_replica}, checkpoint_id=path / FOLDER)
         content["has_folder"] = True
     return content
@@ -191,7 +189,7 @@ def restore(parts: Parts, saved: Mapping[str, Any] | None, path: Path) -> None:
     now, old = averager.workers.num_workers, saved["replicas"]
     is_same_layout = (old, saved["ranks"]) == (now, averager.replica.num_workers)
     mine = saved["of_ranks"][averager.replica.rank][averager.workers.rank] if is_same_layout else {}
-    averager.load_shared_numbers({**saved["shared"], **mine.get("history", NO_HISTORY)}, is_same_layout)
+    averager.load_shared_numbers({**saved["shared"], **mine.get("history", NO_HISTORY)})
     if saved["whole"] is None and not (path / FOLDER).is_dir():
         rank_zero_warn(
             f"lightning_sparse: {path / FOLDER} is missing. All replicas begin with the checkpoint's weights as the "

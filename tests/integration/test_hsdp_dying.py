@@ -10,9 +10,11 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_sparse import HSDPHardThresholdStrategy, LocalHSDPHardThresholdStrategy
 from lightning_sparse.shards import ShardExchange, ShardModelAverager
+from lightning_sparse.strategies.saving import part_of, put_in_place
 from tests.integration.hsdp_models import STEPS, Sharded, data, num_ranks, whole_weights
 from tests.integration.models import quiet_trainer
 from tests.integration.test_dying_workers import GROUP_TIMEOUT, workers
@@ -107,3 +109,62 @@ def test_the_last_checkpoint_is_enough(tmp_path: Path, make: Any) -> None:
     straight = run_workers(_resume, 4, str(tmp_path / "other"), make, None, process_group=False, new=True)
     for one, other in zip(resumed, straight, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def _train_and_be_killed(folder: str, make: Any, place: str) -> None:
+    """All ranks are killed in the second save of the same name: before Lightning writes its part, or after it."""
+    count = {"saves": 0}
+    save = ModelParallelStrategy.save_checkpoint
+
+    def meet(at: str) -> None:
+        if at == place and count["saves"] == 2:
+            torch.distributed.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        count["saves"] += 1
+        meet("between the parts")
+        save(*args, **kwargs)
+        meet("before it is in place")
+
+    ModelParallelStrategy.save_checkpoint = counted  # type: ignore[method-assign]
+    trainer = quiet_trainer(
+        make(threshold=THRESHOLD, replicas=2),
+        num_workers=num_ranks(),
+        max_steps=STEPS,
+        callbacks=[ModelCheckpoint(folder, save_top_k=0, save_last=True, every_n_train_steps=2)],
+        limit_train_batches=2,
+        enable_checkpointing=True,
+    )
+    trainer.fit(Mortal(), data())
+
+
+@pytest.mark.parametrize("place", ["between the parts", "before it is in place"])
+@pytest.mark.parametrize("make", [GRADIENTS, DRIFTS])
+def test_a_kill_in_a_save_leaves_the_checkpoint_before(tmp_path: Path, make: Any, place: str) -> None:
+    saved = tmp_path / "saved"
+    with workers(4, tmp_path, _train_and_be_killed, str(saved), make, place) as started:
+        started.wait(range(4))
+        assert [one.exitcode for one in started.processes] == [-signal.SIGKILL] * 4
+    last = str(saved / "last.ckpt")
+    assert torch.load(f"{last}/meta.pt", weights_only=False)["global_step"] == 2
+    resumed = run_workers(_resume, 4, str(tmp_path / "more"), make, last, process_group=False, new=True)
+    straight = run_workers(_resume, 4, str(tmp_path / "other"), make, None, process_group=False, new=True)
+    for one, other in zip(resumed, straight, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("before", ["nothing", "a file", "a folder"])
+def test_a_folder_that_is_whole_takes_the_place_of_what_was_there(tmp_path: Path, before: str) -> None:
+    path = tmp_path / "last.ckpt"
+    if before == "a file":
+        path.write_text("old")
+    elif before == "a folder":
+        path.mkdir()
+        (path / "old").touch()
+    part_of(path).mkdir()
+    (part_of(path) / "new").touch()
+    for _ in range(2):  # the second node with the same disk finds it done
+        put_in_place(path)
+        assert [one.name for one in path.iterdir()] == ["new"]
+        assert [one.name for one in tmp_path.iterdir()] == ["last.ckpt"]

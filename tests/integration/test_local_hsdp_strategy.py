@@ -159,7 +159,7 @@ def spoken(model: nn.Module) -> Tensor:
 
 
 class WithBuffers(WithAdam):
-    """Has statistics of its batches, and a frozen layer that follows the first by itself."""
+    """Has statistics of its batches, and a frozen layer that follows the first by itself, its bias on one rank only."""
 
     def configure_model(self) -> None:
         if self.network is None:
@@ -177,6 +177,19 @@ class WithBuffers(WithAdam):
     def on_train_batch_start(self, *_: Any) -> None:
         with torch.no_grad():
             self.target.weight.lerp_(self.network[0].weight.detach(), 0.1)
+            if self.target.bias.device_mesh.get_local_rank() == 0:
+                self.target.bias.to_local()[0] += 0.1
+
+
+class Unfrozen(Stateless):
+    """Trains its first layer from the fourth step on, also in a process that has just begun."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.network[0].requires_grad_(False)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.network[0].requires_grad_(self.trainer.global_step >= 3)
 
 
 SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -189,6 +202,7 @@ SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "late": (WithAdam, {"threshold": THRESHOLD, "overlap": True}),
     "no state": (Stateless, {"threshold": THRESHOLD}),
+    "unfrozen": (Unfrozen, {"threshold": THRESHOLD, "outer_optimizer": NESTEROV}),
 }
 
 
@@ -258,7 +272,7 @@ def _train(
 def _stop_and_resume(folder: str, is_folder: bool) -> dict[str, list[dict[str, Any]]]:
     environment, results = dict(os.environ), {}
     for name in SETTINGS:
-        if name == "no state" and not is_folder:
+        if issubclass(SETTINGS[name][0], Stateless) and not is_folder:
             continue  # Lightning cannot resume from such a file, with its own strategy neither
         results[name] = []
         path = f"{folder}/{name}.ckpt"
