@@ -28,7 +28,7 @@ from lightning_sparse.drift.drift_exchange import DriftExchange
 from lightning_sparse.drift.options import DriftOptions
 from lightning_sparse.drift.shared_weights import SharedWeights
 from lightning_sparse.engine import Engine, EngineHolder, rehearse_steps
-from lightning_sparse.engine.grouping import kept_dtype, local
+from lightning_sparse.engine.grouping import as_real, kept_dtype, local
 from lightning_sparse.exchange import Meeting, Workers, current_device, parameter_settings, require_agreement
 from lightning_sparse.sparsifiers import Sparsifier
 
@@ -206,10 +206,23 @@ class SparseModelAverager(EngineHolder):
             state: of this worker.
             is_apart: leaves the module the weights that it has, and its own to ``SharedWeights.give_back``.
         """
-        self.shared.set_apart(state.get("weights", {}))
+        weights, kept = state.get("weights", {}), state.get("kept", {})
+        if self.options.keep_drift:  # what another run kept apart belongs into the weights
+            weights = {**weights, **self._less(kept, weights)}
+        self.shared.set_apart(weights)
         if not is_apart:
             self.shared.give_back()
-        self._exchange.copy_by_name(state.get("kept", {}), lambda bucket: bucket.kept)
+        if not self.options.keep_drift:
+            self._exchange.copy_by_name(kept, lambda bucket: bucket.kept)
+
+    def _less(self, kept: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns by name weights, the module's where none are given, less what is kept of each, flat."""
+        found = {}
+        for name, held in self.shared.weights().items():
+            if name in kept and kept[name].numel() == as_real(held).numel():
+                found[name] = weights.get(name, held).to(held.device, copy=True).view(held.shape)
+                as_real(found[name]).sub_(kept[name].to(held.device).view(as_real(held).shape))
+        return found
 
     def shared_state(self) -> dict[str, Any]:
         """Returns what is the same on every worker, in plain containers and copies."""
@@ -252,7 +265,7 @@ class SparseModelAverager(EngineHolder):
         Raises:
             RuntimeError: it is of another rank or of another number of workers.
         """
-        self._require_own(saved, "begin with the mean of all files' weights")
+        self._require_own(saved, "begin with the mean of all files' weights", "shared", "own")
         self.restart()
         self.load_shared_state(saved["shared"], same_world_size=True)
         self.load_own_state(saved["own"])

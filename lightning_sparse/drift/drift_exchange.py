@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_sparse.drift.anchor import AnchorBucket, drifting, lay_out
 from lightning_sparse.drift.bystanders import Bystanders, ignored_names
 from lightning_sparse.drift.options import DriftOptions
+from lightning_sparse.drift.outer_state import is_of_kind, kind_of
 from lightning_sparse.engine import Engine, FlatBucket
 from lightning_sparse.engine.grouping import as_real, local
 from lightning_sparse.selection.residual import Residual
@@ -112,6 +113,7 @@ class DriftExchange:
             "anchor": self.by_name(lambda bucket: bucket.anchor),
             "layout": self.layout,
             "outer": None if self._outer is None else copy.deepcopy(self._outer.state_dict()),
+            "outer_kind": kind_of(self._outer),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], *, with_anchor: bool) -> None:
@@ -124,13 +126,21 @@ class DriftExchange:
         self.take_in_as(saved["layout"])
         if with_anchor:
             self.copy_by_name(saved["anchor"], lambda bucket: bucket.anchor)
-        if self._outer is not None and saved["outer"] is not None:
+        if is_of_kind(self._outer, saved.get("outer_kind")) and saved["outer"] is not None:
+            assert self._outer is not None
             if saved["layout"] == self.layout:
-                self._outer.load_state_dict(saved["outer"])
+                numbers = [{key: one for key, one in group.items() if key != "params"} for group in self._groups]
+                self._outer.load_state_dict(copy.deepcopy(saved["outer"]))  # torch would step on what is saved
+                for group, one in zip(self._groups, numbers, strict=True):
+                    group.update(one)  # as of all options, those of now hold
             else:
                 rank_zero_warn(
                     "lightning_sparse: the model is not the one of the checkpoint, so the outer optimizer begins anew."
                 )
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self._outer is None else self._outer.param_groups
 
     @property
     def layout(self) -> list[list[str]]:

@@ -4,10 +4,33 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparse.drift.anchor import AnchorBucket
+
+
+def kind_of(outer: Optimizer | None) -> str | None:
+    """Returns what is saved beside a state, by which another run can tell whether it is for its own."""
+    return None if outer is None else type(outer).__qualname__
+
+
+def is_of_kind(outer: Optimizer | None, saved: str | None) -> bool:
+    """Returns whether a state is for this optimizer; says so where it is for another.
+
+    Args:
+        outer: that of now.
+        saved: what ``kind_of`` returned in the other run; None if that is not known, or had none.
+    """
+    now = kind_of(outer)
+    if saved is not None and saved != now:
+        rank_zero_warn(
+            f"lightning_sparse: the checkpoint's outer optimizer is {saved}, that of now "
+            f"{'none' if now is None else now + ', which begins anew'}: what the other has gathered is dropped."
+        )
+        return False
+    return outer is not None
 
 
 def outer_by_name(

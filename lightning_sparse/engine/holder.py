@@ -130,14 +130,20 @@ class EngineHolder:
     def _place(self) -> dict[str, int]:
         return {"world_size": self.workers.num_workers, "rank": self.workers.rank}
 
-    def _require_own(self, saved: Mapping[str, Any], advice: str) -> None:
+    def _require_own(self, saved: Mapping[str, Any], advice: str, *parts: str) -> None:
         """Raises RuntimeError where a state was saved by another worker.
 
         Args:
             saved: what ``_place`` returned when it was saved, among others.
             advice: what else to do with states of other workers.
+            *parts: what else a state of this class has.
         """
         here = self._place()
+        if not saved.keys() >= {*here, *parts}:
+            raise RuntimeError(
+                f"This is no state of a {type(self).__name__}: it has {', '.join(map(str, saved)) or 'nothing'}, and "
+                f"not {', '.join(name for name in (*here, *parts) if name not in saved)}."
+            )
         if {name: saved[name] for name in here} != here:
             raise RuntimeError(
                 f"This state is of rank {saved['rank']} of {saved['world_size']} workers, and this is rank "

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_sparse.drift import DriftOptions, SparseModelAverager
 from lightning_sparse.drift.averager import drift_settings
-from lightning_sparse.drift.outer_state import load_outer, outer_by_name
+from lightning_sparse.drift.outer_state import is_of_kind, kind_of, load_outer, outer_by_name
 from lightning_sparse.engine.grouping import local
 from lightning_sparse.exchange import current_device, require_agreement
 from lightning_sparse.exchange.agreement import differing
@@ -147,15 +147,15 @@ class ShardModelAverager(SparseModelAverager):
         return outer_by_name(self._exchange.outer, self._exchange.buckets)
 
     def load_outer_state(
-        self, tensors: Mapping[str, Mapping[str, Tensor]], numbers: Mapping[str, Mapping[str, Any]]
+        self, tensors: Mapping[str, Mapping[str, Tensor]], numbers: Mapping[str, Mapping[str, Any]], kind: str | None
     ) -> None:
-        """Continues from what ``outer_state`` returned."""
-        if self._exchange.outer is not None:
+        """Continues from what ``outer_state`` returned, if it was of an optimizer of this kind."""
+        if is_of_kind(self._exchange.outer, kind) and self._exchange.outer is not None:
             load_outer(self._exchange.outer, self._exchange.buckets, tensors, numbers)
 
     def shared_numbers(self) -> dict[str, Any]:
         """Returns what is the same on all replicas for this rank's shards but tensors, in plain containers."""
-        return self._numbers() | {"layout": self._exchange.layout}
+        return self._numbers() | {"layout": self._exchange.layout, "outer_kind": kind_of(self._exchange.outer)}
 
     def load_shared_numbers(self, saved: Mapping[str, Any]) -> None:
         """Continues from what ``shared_numbers`` returned in another run.

@@ -234,7 +234,7 @@ class ShardExchange(EngineHolder):
         Raises:
             RuntimeError: it is of another rank or of another number of ranks.
         """
-        self._require_own(saved, "begin with residuals of zero")
+        self._require_own(saved, "begin with residuals of zero", "shared", "residuals")
         self.reset()
         self.load_shared_state(saved["shared"])
         self.load_residuals(saved["residuals"])

@@ -1,6 +1,7 @@
 """The hard-threshold sparsifier: send what reaches a constant magnitude."""
 
 import struct
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from math import inf, isfinite
 from typing import NamedTuple
@@ -76,6 +77,8 @@ class HardThreshold(Sparsifier):
             require_density(density, "about 0.1 %")
         if isinstance(calibration_steps, bool) or not isinstance(calibration_steps, int) or calibration_steps < 1:
             raise ValueError(f"Invalid {calibration_steps=}. Must be a whole number of at least 1.")
+        if not isinstance(layer_thresholds, Mapping | None):
+            raise TypeError(f"Invalid {layer_thresholds=}. Must be λ by pattern, such as {{'*.bias': 0.0}}, or None.")
         for pattern, value in (layer_thresholds or {}).items():
             _check_threshold(f"layer_thresholds[{pattern!r}]", value)
         if density == 1:

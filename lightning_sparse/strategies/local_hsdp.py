@@ -17,7 +17,8 @@ from lightning_sparse.shards import ShardModelAverager
 from lightning_sparse.sparsifiers import Sparsifier
 from lightning_sparse.strategies.advice import exchanges_of
 from lightning_sparse.strategies.local_training import LocalTraining
-from lightning_sparse.strategies.replica_strategy import ReplicaStrategy, stateless_as_before
+from lightning_sparse.strategies.replica_strategy import ReplicaStrategy
+from lightning_sparse.strategies.saved_together import stateless_as_before
 from lightning_sparse.strategies.saving import KEY
 from lightning_sparse.strategies.shard_checkpoint import why_broken
 from lightning_sparse.strategies.shard_drift_checkpoint import (
@@ -154,23 +155,23 @@ class SparseLocalHSDPStrategy(LocalTraining, ReplicaStrategy):
     # What is saved.
 
     @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        # Lightning asks every rank, and then calls save_checkpoint on it.
+    def _module_state(self) -> dict[str, Any]:
         self._why_not = None
         if self.state is None or self._has_ended:
-            return super().lightning_module_state_dict()
+            return super()._module_state()
         shared = self.state.shared
         weights: dict[str, Tensor] = {}
         if not shared.is_shown:  # as they are while validation looks at the mean
             self._why_not = why_broken(self.state, "with the anchor's weights and without drifts")
             weights = shared.mean(self.state.workers) if self._why_not is None else shared.anchor()
         with shared.shown(weights):
-            state = super().lightning_module_state_dict()
+            state = super()._module_state()
             return {name: one.clone() if isinstance(one, Tensor) else one for name, one in state.items()}
 
     @override
     def _add_own(self, checkpoint: dict[str, Any], path: Path) -> None:
-        assert self.state is not None
+        if self.state is None:
+            return
         with self._nothing_counts(), stateless_as_before(self.optimizers):
             checkpoint[KEY] = collect(self._parts, path, self._checkpoint_options, self._why_not)
         if self.state.workers.rank != 0 and self._save_distributed_checkpoint:

@@ -1,8 +1,7 @@
 """What strategies have in common whose replicas are sharded: who belongs together, and which steps count."""
 
-import shutil
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -24,25 +23,14 @@ from lightning_sparse.sparsifiers import Sparsifier
 from lightning_sparse.strategies.advice import Advice
 from lightning_sparse.strategies.arguments import model_parallel_arguments
 from lightning_sparse.strategies.epochs import tell_epoch
-from lightning_sparse.strategies.saving import WholeFiles, part_of, put_in_place
+from lightning_sparse.strategies.saved_together import SavedTogether, stateless_as_before
 from lightning_sparse.strategies.step_log import StepLog
 
 MOST_BACKWARDS = 200
 """After so many without a step that counts something is likely to be wrong; accumulation is over fewer."""
 
 
-@contextmanager
-def stateless_as_before(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Within it states can be asked for. To have one torch steps on zeros, with a learning rate of 0, which counts."""
-    without = [one for one in optimizers if not one.state]
-    try:
-        yield
-    finally:
-        for one in without:
-            one.state.clear()
-
-
-class ReplicaStrategy(WholeFiles, ModelParallelStrategy):
+class ReplicaStrategy(SavedTogether):
     """Lightning's ``ModelParallelStrategy`` with replicas as the first dimension of its mesh.
 
     Args:
@@ -156,6 +144,7 @@ class ReplicaStrategy(WholeFiles, ModelParallelStrategy):
         if self.state is not None:
             self.state.close()  # not when its fit ended: it may have been saved after that
         self.state = self._make_state()
+        self._agree_where_to_meet()
         self.state.subscribe(self.step_log.add)
         # Of all optimizers: those that the Trainer does not know of step, too.
         self._hooks = [
@@ -204,37 +193,6 @@ class ReplicaStrategy(WholeFiles, ModelParallelStrategy):
             if self.state is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
                 self._restore(checkpoint, Path(self.broadcast(checkpoint_path)))
         return checkpoint
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
-        path = place = Path(self.broadcast(filepath))
-        if self._save_distributed_checkpoint:
-            # Where all ranks write, a kill would leave what is in part of this save and in part of the one before.
-            place = part_of(path)
-            if self.local_rank == 0:
-                shutil.rmtree(place, ignore_errors=True)
-            self.barrier()
-        if self.state is not None and "optimizer_states" in checkpoint:
-            self._add_own(checkpoint, place)
-        super().save_checkpoint(checkpoint, place, storage_options)
-        if self._save_distributed_checkpoint:
-            self.barrier()
-            if self.is_global_zero:
-                put_in_place(path)
-            self.barrier()
-            if self.local_rank == 0 and not self.is_global_zero:
-                put_in_place(path)  # where a node has a disk of its own
-
-    @abstractmethod
-    def _add_own(self, checkpoint: dict[str, Any], path: Path) -> None:
-        """Adds to a checkpoint what `_restore` takes. Collective: all ranks.
-
-        Args:
-            checkpoint: what Lightning is about to write.
-            path: the file, or the folder in which all ranks write.
-        """
 
     @abstractmethod
     def _restore(self, checkpoint: dict[str, Any], path: Path) -> None:

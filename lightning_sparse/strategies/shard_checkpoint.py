@@ -116,9 +116,10 @@ def restore(
     """
     state.reset()
     if saved is None or saved.get("kind") != KIND:
-        rank_zero_info(
-            "lightning_sparse: the checkpoint was written without a sparse exchange between replicas. Residuals start "
-            "from zero and, with a density, calibration begins."
+        (rank_zero_info if saved is None else rank_zero_warn)(
+            "lightning_sparse: the checkpoint was written without a sparse exchange of gradients between replicas"
+            f"{'' if saved is None else ': what its own strategy held back is lost'}. Residuals start from zero and, "
+            "with a density, calibration begins."
         )
         return
     if saved["version"] > VERSION:

@@ -170,9 +170,10 @@ def restore(parts: Parts, saved: Mapping[str, Any] | None, path: Path) -> None:
     averager = parts.averager
     averager.restart()
     if saved is None or saved.get("kind") != KIND:
-        rank_zero_info(
-            "lightning_sparse: the checkpoint is not one of local training between replicas of shards. All begin with "
-            "its weights as the anchor and, with a density, with a calibration."
+        (rank_zero_info if saved is None else rank_zero_warn)(
+            "lightning_sparse: the checkpoint is not one of local training between replicas of shards"
+            f"{'' if saved is None else ': what its own strategy held back is lost'}. All begin with its weights as "
+            "the anchor and, with a density, with a calibration."
         )
         return
     if saved["version"] > VERSION:
@@ -202,18 +203,19 @@ def restore(parts: Parts, saved: Mapping[str, Any] | None, path: Path) -> None:
             f"lightning_sparse: {now} replicas instead of {old}: all begin with the mean of the old weights as the "
             "anchor, and with the first replica's optimizers."
         )
-        kept = [source.of_replica(one, "kept", averager.kept_tensors()) for one in range(old)]
+        kept = [source.of_replica(one, "kept", averager.anchor()) for one in range(old)]
         averager.load_own_state({"kept": _mean(kept)})
         return
     averager.load_anchor(source.shared("anchor", averager.anchor()))
     keys = saved["shared"]["outer_keys"]
     like = averager.anchor() if keys else {}
-    averager.load_outer_state({key: source.shared(f"outer.{key}", like) for key in keys}, saved["shared"]["outer"])
+    outer = {key: source.shared(f"outer.{key}", like) for key in keys}
+    averager.load_outer_state(outer, saved["shared"]["outer"], saved["shared"].get("outer_kind"))
     rank = averager.workers.rank
     held = {name: local(one) for name, one in averager.parameters.items()}
     own = source.of_replica(rank, "weights", held)
     weights = {name: one.view(held[name].shape) for name, one in own.items()} | mine.get("buffers", {})
-    kept_here = source.of_replica(rank, "kept", averager.kept_tensors())
+    kept_here = source.of_replica(rank, "kept", averager.anchor())  # also where drifts are in the weights by now
     averager.load_own_state({"weights": weights if own else {}, "kept": kept_here}, is_apart=True)
     source.load_optimizers(rank)
 

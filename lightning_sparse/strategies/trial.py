@@ -98,7 +98,9 @@ def _module_as_it_was(module: LightningModule) -> Iterator[None]:
     ]
     modes = [(one, one.training) for one in module.modules()]
     metrics = [
-        (one, copy.deepcopy(one.metric_state), one._update_count) for one in module.modules() if isinstance(one, Metric)
+        (one, copy.deepcopy({name: getattr(one, name) for name in one._defaults}), one._update_count)
+        for one in module.modules()
+        if isinstance(one, Metric)
     ]
     try:
         yield

@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_sparse import HSDPHardThresholdStrategy, LocalHSDPHardThresholdStrategy
 from lightning_sparse.shards import ShardExchange, ShardModelAverager
+from lightning_sparse.strategies import saving
 from lightning_sparse.strategies.saving import part_of, put_in_place
 from tests.integration.hsdp_models import STEPS, Sharded, data, num_ranks, whole_weights
 from tests.integration.models import quiet_trainer
@@ -168,3 +169,51 @@ def test_a_folder_that_is_whole_takes_the_place_of_what_was_there(tmp_path: Path
         put_in_place(path)
         assert [one.name for one in path.iterdir()] == ["new"]
         assert [one.name for one in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+class Raising(Callback):
+    """Raises on one rank, or on all."""
+
+    def __init__(self, ranks: list[int]) -> None:
+        self.ranks = ranks
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == DIES_AT and dist_rank() in self.ranks:
+            raise RuntimeError("my own error")
+
+
+def _train_and_raise(folder: str, make: Any, is_folder: bool, ranks: list[int]) -> None:
+    saving.PATIENCE_IN_TROUBLE = 2.0
+    strategy = make(threshold=THRESHOLD, replicas=2, save_distributed_checkpoint=is_folder)
+    saves = ModelCheckpoint(folder, save_top_k=0, save_last=True, every_n_train_steps=2, save_on_exception=True)
+    trainer = quiet_trainer(
+        strategy,
+        num_workers=num_ranks(),
+        max_steps=STEPS,
+        limit_train_batches=2,
+        callbacks=[Raising(ranks), saves],
+        enable_checkpointing=True,
+    )
+    trainer.fit(Mortal(), data())
+
+
+@pytest.mark.parametrize("is_folder", [True, False], ids=["folder", "file"])
+@pytest.mark.parametrize("make", [GRADIENTS, DRIFTS])
+def test_who_is_alone_with_an_exception_saves_nothing_and_shows_it(tmp_path: Path, make: Any, is_folder: bool) -> None:
+    with workers(4, tmp_path, _train_and_raise, str(tmp_path / "saved"), make, is_folder, [1]) as started:
+        started.wait(range(4))
+        assert started.processes[1].exitcode == 1  # not by a signal, as of a collective that met another
+    said = (tmp_path / "output of 1").read_text()
+    assert "my own error" in said
+    assert "No checkpoint was written: the first worker did not come to save" in said
+    [last] = (tmp_path / "saved").iterdir()
+    saved = torch.load(last / "meta.pt" if is_folder else last, weights_only=False)
+    assert saved["global_step"] == 4
+
+
+def test_an_exception_of_all_is_saved(tmp_path: Path) -> None:
+    with workers(4, tmp_path, _train_and_raise, str(tmp_path / "saved"), DRIFTS, True, [0, 1, 2, 3]) as started:
+        started.wait(range(4))
+        assert {one.exitcode for one in started.processes} == {1}
+    saved = {one.name: torch.load(one / "meta.pt", weights_only=False) for one in (tmp_path / "saved").iterdir()}
+    assert DIES_AT in {one["global_step"] for one in saved.values()}

@@ -1,0 +1,122 @@
+"""Local training that goes on with other options than it was saved with: nothing held back is lost without a word."""
+
+import os
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_sparse import DriftOptions, HardThreshold, SparseModelAverager
+from tests.integration.test_local_hsdp_strategy import NESTEROV, _train
+from tests.workers import run_workers
+
+ADAM = partial(torch.optim.Adam, lr=0.01)
+SLOW = partial(torch.optim.SGD, lr=0.1, momentum=0.5)
+
+
+def averager_of(module: nn.Module, **options: Any) -> SparseModelAverager:
+    return SparseModelAverager(module, HardThreshold(threshold=0.5), DriftOptions(**options))
+
+
+def trained(**options: Any) -> dict[str, Any]:
+    """What a worker saves after it has drifted, by more and by less than the threshold."""
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4, dtype=torch.complex64))
+    averager = averager_of(model, **options)
+    with torch.no_grad():
+        for _ in range(2):
+            for one in model.parameters():
+                one.add_(torch.randn_like(one), alpha=0.5)
+            averager.step()
+    return averager.state_dict()
+
+
+def resumed(saved: dict[str, Any], **options: Any) -> tuple[dict[str, Tensor], Any, list[str]]:
+    """The weights that a worker begins with, its outer optimizer, and what it was warned of."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4, dtype=torch.complex64))
+    averager = averager_of(model, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        averager.load_state_dict(saved)
+    own = {name: one.detach().clone() for name, one in model.named_parameters()}
+    averager.step()  # goes on
+    return own, averager._exchange.outer, [str(one.message) for one in caught if "outer" in str(one.message)]
+
+
+def _kept_goes_into_the_weights() -> None:
+    saved = trained(keep_drift=False)
+    apart, _, _ = resumed(saved, keep_drift=False)
+    within, _, _ = resumed(saved, keep_drift=True)
+    kept = saved["own"]["kept"]
+    assert any(one.any() for one in kept.values())
+    for name, one in apart.items():
+        part = torch.view_as_complex(kept[name].view(*one.shape, 2)) if one.is_complex() else kept[name].view_as(one)
+        torch.testing.assert_close(within[name], one - part, rtol=0, atol=0)
+
+
+def test_what_was_kept_apart_goes_into_weights_that_keep_their_drift() -> None:
+    run_workers(_kept_goes_into_the_weights, 2)
+
+
+def _other_outer_optimizers() -> tuple[list[str], list[str], list[str]]:
+    saved = trained(outer_optimizer=NESTEROV)
+    _, slow, said_of_slow = resumed(saved, outer_optimizer=SLOW)
+    assert [(one["lr"], one["momentum"], one["nesterov"]) for one in slow.param_groups] == [(0.1, 0.5, False)]
+    # What has gathered has been multiplied by the momentum of now, in the step after.
+    before = saved["shared"]["outer"]["state"][0]["momentum_buffer"]
+    anchor = slow.param_groups[0]["params"][0]
+    assert before.any()
+    torch.testing.assert_close(slow.state[anchor]["momentum_buffer"], 0.5 * before)
+    _, adam, said_of_adam = resumed(saved, outer_optimizer=ADAM)
+    assert [float(one["step"]) for one in adam.state.values()] == [1.0] * len(adam.state)
+    return said_of_slow, said_of_adam, resumed(saved)[2]
+
+
+def test_an_outer_optimizer_has_the_options_of_now_and_another_begins_anew() -> None:
+    for slow, adam, none in run_workers(_other_outer_optimizers, 2):
+        assert slow == []
+        for said, now in ((adam, "Adam, which begins anew"), (none, "none")):
+            [one] = said
+            assert f"optimizer is SGD, that of now {now}: what" in one
+
+
+def _of_shards(folder: str, is_folder: bool) -> dict[str, Any]:
+    environment, results = dict(os.environ), {}
+
+    def train(name: str, resume: str | None, **others: Any) -> None:
+        os.environ.update(environment)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "lightning_sparse: the checkpoint's outer optimizer is SGD")
+            results[name] = _train(
+                "SparseLoCo", 2, 1 if resume is None else 2, f"{folder}/{name}", resume, is_folder, **others
+            )
+
+    train("saved", None)
+    for name, others in (
+        ("same", {}),
+        ("in the weights", {"keep_drift": True}),
+        ("slower", {"outer_optimizer": SLOW}),
+        ("Adam", {"outer_optimizer": ADAM}),
+        ("none", {"outer_optimizer": None}),
+    ):
+        train(name, f"{folder}/saved.end", **others)
+    return results
+
+
+@pytest.mark.parametrize("is_folder", [True, False], ids=["folder", "file"])
+def test_replicas_of_shards_go_on_so_too(tmp_path: Any, is_folder: bool) -> None:
+    for results in run_workers(_of_shards, 4, str(tmp_path), is_folder, process_group=False, new=True):
+        start = {name: one["at start"] for name, one in results.items() if name != "saved"}
+        same, within = start["same"], start["in the weights"]
+        assert any(one.any() for one in same["kept"].values())
+        for name, one in same["own"].items():
+            torch.testing.assert_close(within["own"][name], one - same["kept"][name].view_as(one), rtol=0, atol=0)
+        torch.testing.assert_close(start["slower"]["outer"], same["outer"], rtol=0, atol=0)
+        assert same["outer"]
+        assert start["Adam"]["outer"] == start["none"]["outer"] == {}
+        for one in results.values():
+            assert all(whole.isfinite().all() for whole in one["mean"].values())
