@@ -58,7 +58,7 @@ def load(root: Path, dataset: str) -> Examples:
         classes = np.unique(labels)
         if len(classes) != 2:
             raise ValueError(f"it has {len(classes)} classes instead of two")
-    except (ValueError, TypeError, KeyError, EOFError, OSError, MatReadError) as error:
+    except (ValueError, TypeError, LookupError, EOFError, OSError, MatReadError) as error:
         raise MissingDataError(
             f"{path.absolute()} cannot be read: {' '.join(str(error).split())}. Delete it to have it fetched again, or "
             f"put the file from {URLS[dataset]} there."

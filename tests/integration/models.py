@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -195,6 +196,13 @@ def data(num_samples: int = 64, batch_size: int = 4) -> DataLoader:
     inputs = torch.randn(num_samples, 8, generator=generator)
     labels = torch.randint(0, 3, (num_samples,), generator=generator)
     return DataLoader(TensorDataset(inputs, labels), batch_size)
+
+
+def forgets_a_search() -> str | None:
+    """Returns None where training begins with the first batch after a search for a learning rate, or why it does not."""
+    if RequirementCache("lightning>=2.6"):
+        return None
+    return "Lightning 2.5 goes on in the middle of an epoch after a search for a learning rate"
 
 
 def quiet_trainer(strategy: Any, *, num_workers: int, max_steps: int = 3, **options: Any) -> Trainer:

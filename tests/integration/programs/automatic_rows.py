@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_sparse import HardThreshold
-from tests.integration.models import Classifier, clones, data
+from tests.integration.models import Classifier, clones, data, forgets_a_search
 from tests.integration.programs.manual_rows import ManualStudent
 from tests.integration.programs.trainer import (
     BATCHES,
@@ -303,6 +303,7 @@ ROWS = {
         calibrated_again,
         make_sparsifier=partial(HardThreshold, density=0.3, calibration_steps=4),
         kinds=("sparse",),
+        missing=forgets_a_search,
     ),
     "batch size finder": Row(
         trains(WithLearningRate, lambda: {"callbacks": [BatchSizeFinder()]} | root_dir(), fail_to_fit),
