@@ -199,10 +199,10 @@ def data(num_samples: int = 64, batch_size: int = 4) -> DataLoader:
 
 
 def forgets_a_search() -> str | None:
-    """Returns None where training begins with the first batch after a search for a learning rate, or why it does not."""
-    if RequirementCache("lightning>=2.6"):
+    """Returns None where training begins with the first batch after a search for a learning rate, or why not."""
+    if RequirementCache("lightning>=2.5.3"):
         return None
-    return "Lightning 2.5 goes on in the middle of an epoch after a search for a learning rate"
+    return "Lightning before 2.5.3 goes on in the middle of an epoch after a search for a learning rate"
 
 
 def quiet_trainer(strategy: Any, *, num_workers: int, max_steps: int = 3, **options: Any) -> Trainer:

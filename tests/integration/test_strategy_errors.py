@@ -169,7 +169,8 @@ def test_a_pattern_that_matches_no_layer_is_told_of_with_names_like_it() -> None
 
 def test_of_other_settings_at_a_resume_only_what_differs_is_told(caplog: Any, monkeypatch: Any) -> None:
     # Lightning keeps its words to itself where nobody listened when it was imported.
-    monkeypatch.setattr(logging.getLogger("lightning.fabric"), "propagate", True)
+    for name in ("lightning.fabric", "lightning.pytorch"):
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
     settings = [
         {name: repr(value) for name, value in one.settings().items()}
         for one in (HardThreshold(density=0.1), HardThreshold(threshold=0.5), TopK(0.1))
