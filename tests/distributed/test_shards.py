@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_sparse import HardThreshold, shard_exchange
+from lightning_sparse.exchange.replicas import replica_workers, summed
 from tests.distributed.simulation import Plan, simulate
 from tests.workers import run_workers
 
@@ -315,3 +316,21 @@ def test_an_exchange_goes_on_from_its_state(stop):
     for straight, stopped in run_workers(continue_from_states, 4, stop, new=True):
         torch.testing.assert_close(stopped[:2], straight[:2], rtol=0, atol=0)
         assert stopped[2] == straight[2]
+
+
+def _in_two_worlds(folder):
+    sums = []
+    for world in range(2):
+        if world:
+            rank, size = dist.get_rank(), dist.get_world_size()
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", init_method=f"file://{folder}/second", rank=rank, world_size=size)
+        alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+        for _ in range(2):
+            replica = replica_workers(alone)
+            sums.append(summed([1.0], replica, torch.device("cpu")))
+    return sums
+
+
+def test_groups_of_a_world_that_has_ended_are_not_used_again(tmp_path):
+    assert run_workers(_in_two_worlds, 2, str(tmp_path), new=True) == [[[2.0]] * 4] * 2

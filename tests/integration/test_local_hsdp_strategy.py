@@ -202,7 +202,7 @@ SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "late": (WithAdam, {"threshold": THRESHOLD, "overlap": True}),
     "no state": (Stateless, {"threshold": THRESHOLD}),
-    "unfrozen": (Unfrozen, {"threshold": THRESHOLD, "outer_optimizer": NESTEROV}),
+    "unfrozen": (Unfrozen, {"threshold": THRESHOLD, "outer_optimizer": partial(torch.optim.Adam, lr=0.01)}),
 }
 
 
