@@ -25,6 +25,7 @@ MD5 = {
     "wiki.test.tokens": "781c9418ab9414bd09e4aad825aae752",
 }
 END_OF_LINE = "<eos>"
+HEADING = "="
 
 
 class CorpusError(MissingDataError):
@@ -41,6 +42,8 @@ class Corpus:
     vocabulary_size: int
     end_of_line: int
     """The word that is taken to precede each split."""
+    heading: int = -1
+    """The word ``=`` around titles of articles; -1 where there is none."""
 
 
 def read_wikitext2(folder: Path, tokenizer: str = "wikitext", vocabulary_size: int | None = None) -> Corpus:
@@ -58,7 +61,10 @@ def read_wikitext2(folder: Path, tokenizer: str = "wikitext", vocabulary_size: i
     # torchtext does not count <unk> among the words that it limits.
     field.build_vocab([texts["train"]], max_size=None if vocabulary_size is None else vocabulary_size - 1)
     numbers = {split: field.numericalize([text]).flatten() for split, text in texts.items()}
-    return Corpus(**numbers, vocabulary_size=len(field.vocab), end_of_line=field.vocab.stoi[END_OF_LINE])
+    words = field.vocab.stoi
+    return Corpus(
+        **numbers, vocabulary_size=len(field.vocab), end_of_line=words[END_OF_LINE], heading=words.get(HEADING, -1)
+    )
 
 
 def builtin_corpus() -> Corpus:

@@ -1,6 +1,7 @@
 """A corpus of words in columns that every worker reads on its own."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +23,7 @@ from recipes.lstm_wikitext2.corpus import (
     read_wikitext2,
 )
 from recipes.lstm_wikitext2.markov_chain import MarkovChain
+from recipes.lstm_wikitext2.topics import by_topic
 from recipes.missing_data import fail_together
 
 IGNORED = -100
@@ -50,6 +52,8 @@ class WikiText2DataModule(LightningDataModule):
         vocabulary_size: keep so many of the most frequent words of the training split; the others become ``<unk>``.
             All of them by default.
         train_share: train on this share of the training split, from its beginning; the vocabulary is the whole's.
+        heterogeneous: orders the articles to train on by topic first, so that workers, whose columns follow one
+            another, read about different things. Needs WikiText's words as they are, titles between ``=``.
 
     Attributes:
         corpus: the text, from ``setup`` on.
@@ -68,6 +72,7 @@ class WikiText2DataModule(LightningDataModule):
         tokenizer: Literal["wikitext", "basic_english"] = "wikitext",
         vocabulary_size: int | None = None,
         train_share: float = 1.0,
+        heterogeneous: bool = False,
     ) -> None:
         super().__init__()
         for name, number in {"columns": columns, "bptt": bptt, "eval_columns": eval_columns}.items():
@@ -77,6 +82,11 @@ class WikiText2DataModule(LightningDataModule):
             raise ValueError(f"Invalid {vocabulary_size=}. Must be at least 2, or None for all words.")
         if not 0 < train_share <= 1:
             raise ValueError(f"Invalid {train_share=}. Must be within (0, 1].")
+        if heterogeneous and (source, tokenizer) != ("wikitext2", "wikitext"):
+            raise ValueError(
+                f"Invalid {heterogeneous=} with {source=} and {tokenizer=}. Only WikiText's own words mark where "
+                "articles begin; leave source and tokenizer at wikitext2 and wikitext."
+            )
         self.root = Path(root)
         self.source = source
         self.columns = columns
@@ -85,6 +95,7 @@ class WikiText2DataModule(LightningDataModule):
         self.tokenizer = tokenizer
         self.max_vocabulary_size = vocabulary_size
         self.train_share = train_share
+        self.heterogeneous = heterogeneous
         self.corpus: Corpus | None = None
         self._failure: MissingDataError | None = None
         self._train_windows: Windows | None = None
@@ -152,7 +163,13 @@ class WikiText2DataModule(LightningDataModule):
                 f"{self.root / FOLDER / FILES['train']} has {used:,} words to train on, too few for {all_columns:,} "
                 "columns of at least two. Lower --data.columns or raise --data.train_share."
             )
-        return Corpus(corpus.train[:used], corpus.val, corpus.test, corpus.vocabulary_size, corpus.end_of_line)
+        train = corpus.train[:used]
+        if self.heterogeneous:
+            try:
+                train = by_topic(train, corpus.end_of_line, corpus.heading)
+            except ValueError as error:
+                raise CorpusError(f"{self.root / FOLDER / FILES['train']}: {error}") from None
+        return replace(corpus, train=train)
 
     @override
     def train_dataloader(self) -> "Windows":

@@ -6,6 +6,7 @@ The images lie in memory as bytes and are cut, flipped and normalised a batch at
                                              in the loader, or with device_augmentation on the device
 """
 
+import os
 import tarfile
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing_extensions import override
 
 from recipes import MissingDataError
 from recipes.missing_data import fail_together
-from recipes.resnet18_cifar10.images import ImageBatches, digits, filled_up, first, read, unpack
+from recipes.resnet18_cifar10.images import ImageBatches, digits, filled_up, first, read, slice_by_label, unpack
 
 Source = Literal["cifar10", "cifar100", "builtin"]
 
@@ -57,6 +58,10 @@ class CIFARDataModule(LightningDataModule):
             that wait for their images.
         num_train_images: train on only so many, the first ones; the order of CIFAR is random. All if not given.
         num_val_images: validate and test on only so many.
+        heterogeneous: gives each worker a slice of the training images ordered by label, the same in every epoch, in
+            place of a share that is drawn anew. Two workers then see five of ten classes each. Use it with a model
+            that keeps no running statistics (``normalisation="group"``): they would be those of the first worker's
+            classes.
 
     Raises:
         ValueError: a number of images below 1, or, from ``setup``, above what there is.
@@ -71,6 +76,7 @@ class CIFARDataModule(LightningDataModule):
         device_augmentation: bool = False,
         num_train_images: int | None = None,
         num_val_images: int | None = None,
+        heterogeneous: bool = False,
     ) -> None:
         super().__init__()
         for name, number in (("num_train_images", num_train_images), ("num_val_images", num_val_images)):
@@ -83,6 +89,7 @@ class CIFARDataModule(LightningDataModule):
         self.device_augmentation = device_augmentation
         self.num_train_images = num_train_images
         self.num_val_images = num_val_images
+        self.heterogeneous = heterogeneous
         self.train_images: ImageBatches | None = None
         self.val_images: ImageBatches | None = None
         self._failure: MissingDataError | None = None
@@ -133,9 +140,15 @@ class CIFARDataModule(LightningDataModule):
 
     @override
     def train_dataloader(self) -> DataLoader[Any]:
-        # Lightning adds a DistributedSampler, which is what makes the batches of all workers equal in size.
         assert self.train_images is not None
-        return self._loader(self.train_images, augment=True, shuffle=True)
+        if not self.heterogeneous or self.trainer is None or self.trainer.world_size == 1:
+            # Lightning adds a DistributedSampler, which is what makes the batches of all workers equal in size.
+            return self._loader(self.train_images, augment=True, shuffle=True)
+        own = slice_by_label(self.train_images, self.trainer.global_rank, self.trainer.world_size)
+        # Lightning leaves a DistributedSampler as it is, and tells it the epoch; any other it would replace.
+        seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+        sampler = DistributedSampler(own, num_replicas=1, rank=0, shuffle=True, seed=seed)
+        return self._loader(own, augment=True, sampler=sampler)
 
     @override
     def val_dataloader(self) -> DataLoader[Any]:

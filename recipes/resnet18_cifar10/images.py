@@ -3,6 +3,7 @@
 import os
 import tarfile
 import tempfile
+from math import ceil
 from pathlib import Path
 
 import torch
@@ -47,6 +48,23 @@ def filled_up(images: ImageBatches, multiple: int) -> ImageBatches:
         torch.cat([pixels, pixels.new_zeros(missing, *pixels.shape[1:])]),
         torch.cat([labels, labels.new_full((missing,), IGNORED_LABEL)]),
     )
+
+
+def slice_by_label(images: ImageBatches, worker: int, num_workers: int) -> ImageBatches:
+    """Returns one worker's slice of the images in the order of their labels, as many for each worker.
+
+    Every image is in a slice; the last slice has up to ``num_workers - 1`` of the images of the one before it too.
+
+    Example:
+        >>> images = ImageBatches(torch.arange(5), torch.tensor([1, 0, 1, 0, 1]))
+        >>> [slice_by_label(images, worker, 2).tensors[0].tolist() for worker in (0, 1)]
+        [[1, 3, 0], [0, 2, 4]]
+    """
+    pixels, labels = images.tensors
+    length = ceil(len(labels) / num_workers)
+    start = min(worker * length, len(labels) - length)
+    own = labels.argsort(stable=True)[start : start + length]
+    return ImageBatches(pixels[own], labels[own])
 
 
 def unpack(dataset: type[CIFAR10], root: Path) -> None:

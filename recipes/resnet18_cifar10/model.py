@@ -2,7 +2,7 @@
 
 from functools import partial
 from math import ceil
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -15,7 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from typing_extensions import override
 
 from recipes.learning_rate import relative_learning_rate
-from recipes.resnet18_cifar10.architectures import PAPER_WIDTH, Architecture, build_network
+from recipes.resnet18_cifar10.architectures import PAPER_WIDTH, Architecture, build_network, group_normalised
 from recipes.resnet18_cifar10.images import IGNORED_LABEL
 
 
@@ -35,10 +35,13 @@ class ImageClassifier(LightningModule):
         warmup_epochs: epochs over which the rate grows linearly from the one to the other.
         milestones: epochs from which on the rate is a tenth of what it was. Scale them with ``max_epochs``.
         momentum: Nesterov momentum.
-        weight_decay: of all parameters but those of batch normalisation.
+        weight_decay: of all parameters but those of normalisation.
+        normalisation: ``batch``, the networks' own, or ``group``, which needs no statistics of a batch and is for
+            workers that see other classes.
 
     Raises:
-        ValueError: a network that cannot be built; on all workers before training, data of another number of classes.
+        ValueError: a network that cannot be built, an unknown normalisation; on all workers before training, data of
+            another number of classes.
     """
 
     def __init__(
@@ -52,10 +55,15 @@ class ImageClassifier(LightningModule):
         milestones: tuple[float, ...] = (150.0, 250.0),
         momentum: float = 0.9,
         weight_decay: float = 1e-4,
+        normalisation: Literal["batch", "group"] = "batch",
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.network = build_network(architecture, num_classes, width)
+        if normalisation == "group":
+            group_normalised(self.network)
+        elif normalisation != "batch":
+            raise ValueError(f"Invalid {normalisation=}. Must be batch or group.")
         self.loss = nn.CrossEntropyLoss(ignore_index=IGNORED_LABEL, reduction="sum")
         self.train_accuracy = MulticlassAccuracy(num_classes, average="micro")
         self.val_accuracy = MulticlassAccuracy(num_classes, average="micro", ignore_index=IGNORED_LABEL)
@@ -163,11 +171,11 @@ class MeanLoss(Metric):
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Returns the optimizer's groups: ``decayed``, and ``normalisation`` (scale and shift of batch norms) without."""
+    """Returns the optimizer's groups: ``decayed``, and ``normalisation`` (scale and shift) without."""
     normalisation = {
         parameter
         for one in module.modules()
-        if isinstance(one, _BatchNorm)
+        if isinstance(one, (_BatchNorm, nn.GroupNorm))
         for parameter in one.parameters(recurse=False)
     }
     decayed = [parameter for parameter in module.parameters() if parameter not in normalisation]

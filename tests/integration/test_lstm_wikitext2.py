@@ -22,7 +22,7 @@ from recipes import MissingDataError
 from recipes.__main__ import main
 from recipes.lstm_wikitext2 import corpus as corpus_module
 from recipes.lstm_wikitext2 import data as data_module
-from recipes.lstm_wikitext2 import markov_chain
+from recipes.lstm_wikitext2 import markov_chain, topics
 from recipes.lstm_wikitext2.corpus import FILES, Corpus, CorpusError, read_wikitext2
 from recipes.lstm_wikitext2.data import (
     IGNORED,
@@ -33,6 +33,7 @@ from recipes.lstm_wikitext2.data import (
 )
 from recipes.lstm_wikitext2.markov_chain import MarkovChain
 from recipes.lstm_wikitext2.model import CorpusPerplexity, LSTMLanguageModel, TiedLSTM
+from recipes.lstm_wikitext2.topics import article_starts
 from tests.integration.models import WEIGHTS_ONLY
 from tests.workers import run_workers
 
@@ -543,6 +544,8 @@ class TestBadInput:
             ({"bptt": 0}, r"Invalid bptt=0\. Must be at least 1"),
             ({"vocabulary_size": 1}, r"Invalid vocabulary_size=1\. Must be at least 2"),
             ({"train_share": 0.0}, r"Invalid train_share=0\.0\. Must be within \(0, 1\]"),
+            ({"heterogeneous": True, "source": "builtin"}, r"Invalid heterogeneous=True with source='builtin'"),
+            ({"heterogeneous": True, "tokenizer": "basic_english"}, r"and tokenizer='basic_english'\. Only WikiText's"),
         ],
     )
     def test_refuses(self, arguments, message):
@@ -550,7 +553,9 @@ class TestBadInput:
             WikiText2DataModule(**arguments)
 
 
-@pytest.mark.parametrize("module", [data_module, markov_chain], ids=lambda module: module.__name__.split(".")[-1])
+@pytest.mark.parametrize(
+    "module", [data_module, markov_chain, topics], ids=lambda module: module.__name__.split(".")[-1]
+)
 def test_the_examples_in_docstrings_are_true(module):
     failed, attempted = doctest.testmod(module)
     assert failed == 0
@@ -569,6 +574,44 @@ class TestData:
         limited = read_wikitext2(tmp_path / "w", vocabulary_size=4)
         assert limited.vocabulary_size == 4
         assert limited.train.tolist() == [b, a, a, end, a, b, unknown, end]
+
+    def test_articles_by_topic(self, tmp_path):
+        about = {"ships": "the ship sailed the sea", "birds": "a bird sat in a tree"}
+        articles = {
+            f"{topic} {number}": f" \n = {topic} {number} = \n \n {text} {number} \n = = more = = \n {text} \n"
+            for number in range(4)
+            for topic, text in about.items()
+        }
+        write_corpus(tmp_path / "wikitext-2", train="".join(articles.values()).encode())
+        data = WikiText2DataModule(root=str(tmp_path), columns=1, heterogeneous=True)
+        data.setup("fit")
+        plain = read_wikitext2(tmp_path / "wikitext-2")
+        starts = article_starts(plain.train, plain.end_of_line, plain.heading).tolist()
+        assert len(starts) == 8
+        pieces = [plain.train[a:b].tolist() for a, b in itertools.pairwise([*starts, len(plain.train)])]
+        found, at = [], starts[0]
+        assert torch.equal(data.corpus.train[:at], plain.train[:at])
+        while at < len(data.corpus.train):
+            which = next(
+                i for i, piece in enumerate(pieces) if data.corpus.train[at : at + len(piece)].tolist() == piece
+            )
+            found.append(which)
+            at += len(pieces[which])
+        assert sorted(found) == list(range(8))
+        topics_in_order = [which % 2 for which in found]
+        assert topics_in_order in ([0] * 4 + [1] * 4, [1] * 4 + [0] * 4)
+
+    def test_articles_that_are_all_alike_stay_as_they_are(self, tmp_path):
+        write_corpus(tmp_path / "wikitext-2")
+        data = WikiText2DataModule(root=str(tmp_path), columns=1, heterogeneous=True)
+        data.setup("fit")
+        assert torch.equal(data.corpus.train, read_wikitext2(tmp_path / "wikitext-2").train)
+
+    def test_text_without_articles_has_no_topics(self, tmp_path):
+        write_corpus(tmp_path / "wikitext-2", train=b" = = no title = = \n a b \n" * 20)
+        data = WikiText2DataModule(root=str(tmp_path), columns=1, heterogeneous=True)
+        with pytest.raises(CorpusError, match=r"wiki\.train\.tokens: Cannot order 0 articles by topic: at least three"):
+            data.setup("fit")
 
     def test_share_of_the_training_split(self, tmp_path):
         write_corpus(tmp_path / "wikitext-2")

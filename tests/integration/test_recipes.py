@@ -1,3 +1,4 @@
+import doctest
 import hashlib
 import os
 import pickle
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.modules.batchnorm import _BatchNorm
 from torchvision.datasets import CIFAR10, CIFAR100
@@ -24,7 +25,7 @@ from recipes.learning_rate import relative_learning_rate
 from recipes.resnet18_cifar10 import images as images_module
 from recipes.resnet18_cifar10.architectures import PAPER_NUM_PARAMETERS, build_network
 from recipes.resnet18_cifar10.data import DEVIATIONS, MEANS, CIFARDataModule, crop_each, flip_each
-from recipes.resnet18_cifar10.images import IGNORED_LABEL, ImageBatches, digits, filled_up
+from recipes.resnet18_cifar10.images import IGNORED_LABEL, ImageBatches, digits, filled_up, slice_by_label
 from recipes.resnet18_cifar10.model import ImageClassifier, parameter_groups
 from tests.workers import run_workers
 
@@ -303,6 +304,7 @@ class TestNetworks:
             ({"architecture": "googlenet", "width": 32}, r"Invalid width=32 for googlenet.* Leave it at 64"),
             ({"architecture": "vgg"}, r"Invalid architecture='vgg'\. Must be one of resnet18, googlenet, senet18"),
             ({"num_classes": 0}, r"Invalid num_classes=0\. Must be at least 1"),
+            ({"normalisation": "layer"}, r"Invalid normalisation='layer'\. Must be batch or group"),
         ],
     )
     def test_refuses(self, arguments, message):
@@ -343,6 +345,21 @@ class TestModel:
         _, exempt = parameter_groups(network, 1e-4)
         assert len(exempt["params"]) == 2 * sum(isinstance(one, _BatchNorm) for one in network.modules())
 
+    @pytest.mark.parametrize("architecture", PAPER_NUM_PARAMETERS)
+    def test_group_normalisation_takes_the_place_of_all_batch_normalisation(self, architecture):
+        width = 64 if architecture == "googlenet" else 4
+        with_batch, with_group = (
+            ImageClassifier(architecture, width=width, normalisation=normalisation)
+            for normalisation in ("batch", "group")
+        )
+        kinds = [type(one) for one in with_group.modules()]
+        assert not any(issubclass(kind, _BatchNorm) for kind in kinds)
+        assert kinds.count(torch.nn.GroupNorm) == sum(isinstance(one, _BatchNorm) for one in with_batch.modules())
+        assert not list(with_group.network.buffers())
+        assert with_group(torch.randn(2, 3, 32, 32)).shape == (2, 10)
+        for model in (with_batch, with_group):
+            assert len(parameter_groups(model, 1e-4)[1]["params"]) == 2 * kinds.count(torch.nn.GroupNorm)
+
     def test_learning_rate_by_epoch(self, monkeypatch):
         steps_per_epoch = 4
         monkeypatch.setattr(ImageClassifier, "_steps_per_epoch", lambda self: steps_per_epoch)
@@ -370,6 +387,64 @@ class TestModel:
         assert result["test_accuracy"] == pytest.approx(result["accuracy"])
         assert result["steps"] == 4 * result["steps_per_epoch"] == 4 * 23
         assert result["learning_rate"] == pytest.approx(0.01)
+
+
+def labels_by_epoch(heterogeneous):
+    data = CIFARDataModule(source="builtin", batch_size=8, num_workers=0, heterogeneous=heterogeneous)
+    seen = []
+
+    class Listener(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            seen.append([])
+
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            seen[-1].extend(batch[1].tolist())
+
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp_hardthreshold",
+        max_epochs=2,
+        limit_val_batches=0,
+        logger=False,
+        callbacks=[Listener()],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(ImageClassifier(width=1, normalisation="group"), data)
+    return seen
+
+
+class TestHeterogeneousData:
+    def test_the_example_is_true(self):
+        failed, attempted = doctest.testmod(images_module)
+        assert (failed, attempted) == (0, 2)
+
+    def test_each_worker_has_its_classes_in_another_order_each_epoch(self):
+        _, labels = digits()[0].tensors
+        workers = run_workers(labels_by_epoch, 2, True, process_group=False)
+        for epochs in workers:
+            assert sorted(epochs[0]) == sorted(epochs[1])
+            assert epochs[0] != epochs[1]
+        own = [sorted(epochs[0]) for epochs in workers]
+        assert own[0] == sorted(labels.tolist())[:719]
+        assert own[1] == sorted(labels.tolist())[-719:]
+
+    def test_without_it_each_has_all_classes(self):
+        for epochs in run_workers(labels_by_epoch, 2, False, process_group=False):
+            assert set(epochs[0]) == set(range(10))
+
+    @pytest.mark.parametrize(("number", "workers"), [(12, 3), (13, 3), (14, 3), (7, 7), (5, 1)])
+    def test_slices_hold_every_image_and_are_of_one_size(self, number, workers):
+        labels = torch.randint(4, (number,))
+        slices = [slice_by_label(ImageBatches(torch.arange(number), labels), one, workers) for one in range(workers)]
+        assert len({len(one) for one in slices}) == 1
+        images = torch.cat([one.tensors[0] for one in slices])
+        assert set(images.tolist()) == set(range(number))
+        assert len(images) - number < workers
+        assert torch.equal(torch.cat([one.tensors[1] for one in slices]), labels[images])
+        assert all(torch.equal(one.tensors[1], one.tensors[1].sort().values) for one in slices)
 
 
 def write_images(dataset, root, *, images_per_file=4):
