@@ -89,7 +89,7 @@ class ShardExchange(EngineHolder):
                 of_all_shards, names=list(named), workers=self.replica, device=self.device
             )
         self.num_parts = self.replica.num_workers
-        self.is_exchanging = False
+        self.is_exchanging = self._is_closed = False
         self._module, self._parameters = module, named
         self._ids = {id(one) for one in named.values()}
         self._buckets: list[ShardBucket] = []
@@ -102,6 +102,7 @@ class ShardExchange(EngineHolder):
 
     def close(self) -> None:
         """Ends groups of the exchange's own; those that others of these ranks use, too, end with the world."""
+        self._is_closed = True
         self._engine.close()
 
     @torch.no_grad()
@@ -114,7 +115,12 @@ class ShardExchange(EngineHolder):
 
         Args:
             parameters: those whose gradients are exchanged, such as one optimizer's; None for all of the module.
+
+        Raises:
+            RuntimeError: the exchange was closed, or the module has other parameters by now.
         """
+        if self._is_closed:
+            raise RuntimeError("The exchange was closed: gradients would stay each replica's own. Make a new one.")
         self._require_own_parameters()
         chosen = None if parameters is None else {id(one) for one in parameters}
         self.is_exchanging = True

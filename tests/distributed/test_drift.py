@@ -432,6 +432,19 @@ def step_within():
         averager.step()
 
 
+def step_after_close():
+    averager = SparseModelAverager(Net(), HardThreshold(threshold=0.1))
+    averager.close()
+    averager.step()
+
+
+def step_of_the_older():
+    model = Net()
+    averagers = [SparseModelAverager(part, HardThreshold(threshold=0.1)) for part in (model, model.last)]
+    averagers[1].step()
+    averagers[0].step()
+
+
 def refuses():
     messages = []
     for make in (
@@ -448,6 +461,8 @@ def refuses():
         lambda: DriftOptions(overlap="yes"),
         lambda: DriftOptions(drift_decay="0.5", keep_drift=False),
         step_within,
+        step_after_close,
+        step_of_the_older,
     ):
         with pytest.raises((ValueError, RuntimeError)) as caught:
             make()
@@ -459,6 +474,7 @@ def test_what_cannot_be_is_told_with_what_to_do():
     for messages in run_workers(refuses, 2):
         wanted = ["Unwrap", "nothing to average", "every_n_steps", "at least 1", "keep_drift=False", "(0, 1]"]
         wanted += ["'gather'", "partial(torch.optim.SGD", "True or False", "(0, 1]", "Step before or after"]
+        wanted += ["was closed", "step() of the newest"]
         for message, word in zip(messages, wanted, strict=True):
             assert word in message
 

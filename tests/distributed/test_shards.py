@@ -277,7 +277,10 @@ def misuse():
         said.append("nothing was raised")
     except RuntimeError as error:
         said.append(str(error))
-    return said
+    exchange.close()
+    with pytest.raises(RuntimeError) as caught:
+        exchange.average_gradients()
+    return [*said, str(caught.value)]
 
 
 def test_what_is_misused_is_told_of():
@@ -287,6 +290,7 @@ def test_what_is_misused_is_told_of():
         assert "and what exchanges that of replicas" in said[2]
         assert "Expected a sparsifier" in said[3]
         assert "Call fully_shard first" in said[4]
+        assert "The exchange was closed" in said[5]
 
 
 def continue_from_states(stop):
