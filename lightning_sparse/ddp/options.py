@@ -23,6 +23,11 @@ def require_density_control(sparsifier: Sparsifier, density_control: DensityCont
             f"Got density_control='hold' with {what}. It corrects the λ of a hard threshold that was asked for by a "
             "density: give density=… in place of threshold=…, or leave density_control out."
         )
+    if density_control == "calibrate" and isinstance(sparsifier, HardThreshold) and sparsifier.granularity == "layer":
+        raise ValueError(
+            "Got density_control='calibrate' with granularity='layer'. Calibration finds one λ for all layers, which "
+            "is corrected layer by layer after that: leave density_control out, or granularity."
+        )
 
 
 @dataclass(frozen=True)

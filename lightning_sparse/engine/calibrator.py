@@ -6,6 +6,7 @@ from typing import Any
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_sparse.engine.density_control import DensityControl
+from lightning_sparse.engine.layer_control import LayerControl
 from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.sparsifiers import HardThreshold, Sparsifier
 from lightning_sparse.sparsifiers.threshold_rules import ThresholdCalibration
@@ -31,7 +32,8 @@ class Calibrator:
         self._running: ThresholdCalibration | None = None
         self._observed_steps = 0
         self._control: DensityControl | None = None
-        self._suspended: float | None = None
+        self._of_layers: LayerControl | None = None
+        self._suspended: tuple[float | None, dict[str, float]] = (None, {})
         self.begin()
 
     @property
@@ -39,13 +41,20 @@ class Calibrator:
         """Whether λ is not known yet, so that every step must measure ‖g‖²."""
         return self._running is not None
 
+    @property
+    def needs_layers(self) -> bool:
+        """Whether it must be shown the numbers of every layer."""
+        return self._of_layers is not None
+
     def begin(self) -> None:
         """Forgets a calibrated λ and begins anew."""
-        self._running = self._control = None
+        self._running = self._control = self._of_layers = None
         self._observed_steps = 0
         if self._sparsifier is not None and self._sparsifier.density is not None:
             self._sparsifier.forget_calibration()
-            if self._holds_density:
+            if self._holds_density and self._sparsifier.granularity == "layer":
+                self._of_layers = LayerControl(self._sparsifier.density)
+            elif self._holds_density:
                 self._control = DensityControl(self._sparsifier.density)
             self._running = ThresholdCalibration(
                 self._sparsifier.density, self._sparsifier.calibration_steps, until_stable=self._holds_density
@@ -67,15 +76,17 @@ class Calibrator:
         Raises:
             TypeError: the sparsifier is no hard threshold.
         """
-        self._suspended = self._hard_threshold.threshold
+        self._suspended = self._hard_threshold.threshold, dict(self._hard_threshold.of_layers)
         self._hard_threshold.fix_threshold(0.0)
 
     def resume(self) -> None:
         """Gives λ back what it was."""
-        if self._suspended is None:
+        threshold, of_layers = self._suspended
+        if threshold is None:
             self._hard_threshold.forget_calibration()
         else:
-            self._hard_threshold.fix_threshold(self._suspended)
+            self._hard_threshold.fix_threshold(threshold)
+            self._hard_threshold.fix_layers(of_layers)
 
     @property
     def _hard_threshold(self) -> HardThreshold:
@@ -96,6 +107,9 @@ class Calibrator:
             has_moved = stats.selected or before is None or stats.squared_error != before.squared_error
             if self._control is not None and self._sparsifier.threshold and has_moved:
                 self._sparsifier.fix_threshold(self._control.corrected(self._sparsifier.threshold, stats.density))
+            if self._of_layers is not None and self._sparsifier.threshold:
+                own = {name: one for name, one in stats.layers.items() if not self._sparsifier.is_given(name)}
+                self._sparsifier.fix_layers(self._of_layers.corrected(own, self._sparsifier.threshold_of))
             return
         self._running.observe(stats.squared_gradient_norm)
         self._observed_steps += 1
@@ -122,7 +136,13 @@ class Calibrator:
             "threshold": None if self._sparsifier is None else self._sparsifier.threshold,
             "calibration": None if self._running is None else self._running.state_dict(),
             "control": None if self._control is None else self._control.state_dict(),
-        }
+        } | self._state_of_layers()
+
+    def _state_of_layers(self) -> dict[str, Any]:
+        if self._of_layers is None or self._sparsifier is None:
+            return {}
+        thresholds = dict(self._sparsifier.of_layers)
+        return {"layers": {"thresholds": thresholds, "controls": self._of_layers.state_dict()}}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continues from the state of a calibrator whose sparsifier was set alike."""
@@ -131,5 +151,8 @@ class Calibrator:
             self._running = None
             if self._control is not None and saved.get("control") is not None:
                 self._control.load_state_dict(saved["control"])
+            if self._of_layers is not None and saved.get("layers") is not None:
+                self._sparsifier.fix_layers(saved["layers"]["thresholds"])
+                self._of_layers.load_state_dict(saved["layers"]["controls"])
         elif self._running is not None and saved["calibration"] is not None:
             self._running.load_state_dict(saved["calibration"])

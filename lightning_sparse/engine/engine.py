@@ -88,7 +88,7 @@ class Engine:
         self._calibrates: bool | None = None
         self._recorder: Callable[[FlatBucket], None] | None = None
         self._value_dtype: ValueDtype = value_dtype
-        self._per_layer_stats = per_layer_stats
+        self._per_layer_stats = per_layer_stats or self.calibrator.needs_layers
         self._keeps_rest = keeps_rest
         self._extraction = self._make_extraction()
         self._averages = Buffers()

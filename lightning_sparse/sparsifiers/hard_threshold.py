@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.sparsifiers.grid import power_of_two
-from lightning_sparse.sparsifiers.protocol import LayerLayout, Selection, Sparsifier, is_number, require_density
+from lightning_sparse.sparsifiers.protocol import (
+    Granularity,
+    LayerLayout,
+    Selection,
+    Sparsifier,
+    is_number,
+    require_density,
+    require_granularity,
+)
 
 DEFAULT_DENSITY = 0.001
 STEPS = 8
@@ -45,9 +53,12 @@ class HardThreshold(Sparsifier):
         calibration_steps: steps over which ‖g‖² is averaged, at least 1. Unused when a threshold is given.
         layer_thresholds: λ for single layers: fnmatch patterns of parameter names, the first match wins. It holds in
             calibration too: a layer with a λ of its own is not calibrated. 0 sends a layer whole.
+        granularity: of what a density is held. ``"model"``: one λ for all layers, of which some then send much and
+            others little; ``"layer"``: after calibration each layer has a λ of its own, corrected so that it sends its
+            share of itself on average, and no less than one coordinate a step.
 
     Raises:
-        ValueError: both threshold and density given, or a number outside its range.
+        ValueError: both threshold and density given, a number outside its range, or layers without a density to hold.
 
     Example:
         >>> sparsifier = HardThreshold(threshold=1.0)
@@ -63,7 +74,14 @@ class HardThreshold(Sparsifier):
         density: float | None = None,
         calibration_steps: int = 50,
         layer_thresholds: dict[str, float] | None = None,
+        granularity: Granularity = "model",
     ) -> None:
+        require_granularity(granularity)
+        if granularity == "layer" and threshold is not None:
+            raise ValueError(
+                f"Got {granularity=} and {threshold=}. What is held in each layer is a density: give density=… in "
+                "place of threshold=…, or thresholds of single layers as layer_thresholds."
+            )
         if threshold is not None and density is not None:
             raise ValueError(
                 f"Got both {threshold=} and {density=}. Give one: a threshold is used as it is, a density is turned "
@@ -87,11 +105,20 @@ class HardThreshold(Sparsifier):
         self.density = density
         self.calibration_steps = calibration_steps
         self.layer_thresholds = dict(layer_thresholds or {})
+        self.granularity = granularity
+        self._of_layers: dict[str, float] = {}
         self._runs: dict[tuple[LayerLayout, torch.dtype, bool], tuple[ThresholdRun, ...]] = {}
+
+    def settings(self) -> dict[str, object]:
+        """See `Sparsifier.settings`; without what older versions did not have, where that is not used."""
+        own = super().settings()
+        if self.granularity == "model":
+            del own["granularity"]
+        return own
 
     @property
     def current_threshold(self) -> float:
-        """λ in gradient units; 0 while it is being calibrated."""
+        """λ in gradient units, the largest where layers have their own; 0 while it is being calibrated."""
         return 0.0 if self.threshold is None else self.threshold
 
     def grid_step(self, most_steps: int) -> float | None:
@@ -100,7 +127,8 @@ class HardThreshold(Sparsifier):
         None while λ is not known, where one is 0 (what is sent may be as small as anything), and where so many steps do
         not reach far beyond the largest: what is cut off there could pile up.
         """
-        known = [0.0 if self.threshold is None else self.threshold, *self.layer_thresholds.values()]
+        of_model = [0.0 if self.threshold is None else self.threshold]
+        known = [*of_model, *self._of_layers.values(), *self.layer_thresholds.values()]
         step = power_of_two(min(known) / STEPS) if min(known) > 0 else 0.0
         return step if 0 < step <= min(known) / STEPS and most_steps * step >= REACH * max(known) else None
 
@@ -127,27 +155,45 @@ class HardThreshold(Sparsifier):
             )
 
     def fix_threshold(self, threshold: float) -> None:
-        """Sets λ from here on, as calibration does when it ends.
+        """Sets λ of all layers from here on, as calibration does when it ends.
 
         Raises:
             ValueError: a threshold that is negative, NaN or infinite.
         """
         _check_threshold("threshold", threshold)
         self.threshold = threshold
+        self._of_layers.clear()
         self._runs.clear()
+
+    def fix_layers(self, thresholds: Mapping[str, float]) -> None:
+        """Sets λ of single layers by name from here on; those that never had one get the largest."""
+        if thresholds:
+            self._of_layers |= thresholds
+            self.threshold = max(self._of_layers.values())
+            self._runs.clear()
+
+    @property
+    def of_layers(self) -> Mapping[str, float]:
+        """λ by name of layers that have one of their own, apart from ``layer_thresholds``."""
+        return self._of_layers
 
     def forget_calibration(self) -> None:
         """Returns to what the sparsifier was made with: with a density, λ is not known yet."""
         if self.density is not None:
             self.threshold = None
+            self._of_layers.clear()
             self._runs.clear()
+
+    def is_given(self, name: str) -> bool:
+        """Whether ``layer_thresholds`` has a λ for the layer with this parameter name."""
+        return any(fnmatchcase(name, pattern) for pattern in self.layer_thresholds)
 
     def threshold_of(self, name: str) -> float:
         """λ of the layer with this parameter name, in gradient units."""
         for pattern, value in self.layer_thresholds.items():
             if fnmatchcase(name, pattern):
                 return value
-        return self.current_threshold
+        return self._of_layers.get(name, self.current_threshold)
 
     def select(self, compensated: Tensor, layout: LayerLayout) -> Selection:
         """Returns the coordinates for which not (abs(p) < λ); see `Sparsifier.select`."""

@@ -5,10 +5,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+
+Granularity = Literal["layer", "model"]
 
 
 @dataclass(frozen=True)
@@ -267,6 +269,12 @@ def require_density(density: float, example: str, name: str = "density") -> None
     """Raises ValueError where this is no share of coordinates to send."""
     if not is_number(density) or not 0 < density <= 1:
         raise ValueError(f"Invalid {name}={density!r}. Must be within (0, 1]; for example 0.001 sends {example}.")
+
+
+def require_granularity(granularity: Granularity) -> None:
+    """Raises ValueError where this is no word for what a density is of."""
+    if granularity not in get_args(Granularity):
+        raise ValueError(f"Invalid {granularity=}. Must be one of {', '.join(map(repr, get_args(Granularity)))}.")
 
 
 def _described(value: object) -> object:

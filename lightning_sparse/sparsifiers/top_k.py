@@ -1,14 +1,17 @@
 """The Top-k sparsifiers: send a fixed share of every layer, or of the whole model."""
 
-from typing import Literal, get_args
-
 import torch
 from torch import Tensor
 
 from lightning_sparse.sparsifiers.magnitudes import kth_largest_magnitude
-from lightning_sparse.sparsifiers.protocol import LayerLayout, MarkingSparsifier, WholeStep, require_density
-
-Granularity = Literal["layer", "model"]
+from lightning_sparse.sparsifiers.protocol import (
+    Granularity,
+    LayerLayout,
+    MarkingSparsifier,
+    WholeStep,
+    require_density,
+    require_granularity,
+)
 
 
 class TopK(MarkingSparsifier):
@@ -39,8 +42,7 @@ class TopK(MarkingSparsifier):
 
     def __init__(self, density: float = 0.001, granularity: Granularity = "layer") -> None:
         require_density(density, "0.1 % of each layer")
-        if granularity not in get_args(Granularity):
-            raise ValueError(f"Invalid {granularity=}. Must be one of {', '.join(map(repr, get_args(Granularity)))}.")
+        require_granularity(granularity)
         self.density = density
         self.granularity = granularity
         self._kth: Tensor | None = None

@@ -7,6 +7,7 @@ from lightning_sparse.drift.options import OuterOptimizer
 from lightning_sparse.exchange import ExchangeMode
 from lightning_sparse.exchange.wire import ValueDtype
 from lightning_sparse.sparsifiers import HardThreshold
+from lightning_sparse.sparsifiers.protocol import Granularity
 from lightning_sparse.strategies.checkpoint import OnWorldSizeChange, ResidualCheckpoint
 from lightning_sparse.strategies.ddp import SparseDDPStrategy
 from lightning_sparse.strategies.drift_checkpoint import DriftCheckpoint, OptimizerCheckpoint
@@ -26,6 +27,7 @@ class DDPHardThresholdStrategy(SparseDDPStrategy):
             measured: about 3, but all of them with ``density_control="calibrate"``.
         layer_thresholds: λ for single layers: fnmatch patterns of parameter names, the first match wins; 0 sends a
             layer whole: ``{"*.bias": 0.0}``.
+        granularity: of what a density is held: of the ``"model"`` by one λ, or of each ``"layer"`` by a λ of its own.
         error_feedback: what residuals are kept in. ``"gradient"``: units of the gradient; ``"learning_rate"``: rescaled
             as learning rates change (the paper's Algorithm 1); ``"none"`` throws away what is not sent.
         local_clip_norm: above 0, in gradient units: clips each worker's whole gradient to this norm *before* it is sent
@@ -63,6 +65,7 @@ class DDPHardThresholdStrategy(SparseDDPStrategy):
         density: float | None = None,
         calibration_steps: int = 50,
         layer_thresholds: dict[str, float] | None = None,
+        granularity: Granularity = "model",
         error_feedback: ErrorFeedback = "gradient",
         local_clip_norm: float | None = None,
         value_dtype: ValueDtype = "float32",
@@ -79,6 +82,7 @@ class DDPHardThresholdStrategy(SparseDDPStrategy):
                 density=density,
                 calibration_steps=calibration_steps,
                 layer_thresholds=layer_thresholds,
+                granularity=granularity,
             ),
             error_feedback=error_feedback,
             local_clip_norm=local_clip_norm,
@@ -106,6 +110,7 @@ class LocalHardThresholdStrategy(SparseLocalStrategy):
             measured: about 3.
         layer_thresholds: λ for single layers: fnmatch patterns of parameter names, the first match wins; 0 sends a
             layer whole.
+        granularity: of what a density is held: of the ``"model"`` by one λ, or of each ``"layer"`` by a λ of its own.
         every_n_steps: optimizer steps (of all optimizers together) from one exchange to the next, at least 1.
         keep_drift: True leaves each worker where it is but for what was sent. False takes every worker back to
             the anchor after each exchange and keeps apart what was not sent (SparseLoCo).
@@ -143,6 +148,7 @@ class LocalHardThresholdStrategy(SparseLocalStrategy):
         density: float | None = None,
         calibration_steps: int = 50,
         layer_thresholds: dict[str, float] | None = None,
+        granularity: Granularity = "model",
         every_n_steps: int = 1,
         keep_drift: bool = True,
         drift_decay: float = 1.0,
@@ -163,6 +169,7 @@ class LocalHardThresholdStrategy(SparseLocalStrategy):
                 density=density,
                 calibration_steps=calibration_steps,
                 layer_thresholds=layer_thresholds,
+                granularity=granularity,
             ),
             every_n_steps=every_n_steps,
             keep_drift=keep_drift,

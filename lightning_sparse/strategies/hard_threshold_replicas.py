@@ -7,6 +7,7 @@ from lightning_sparse.drift.options import OuterOptimizer
 from lightning_sparse.exchange import ExchangeMode
 from lightning_sparse.exchange.wire import ValueDtype
 from lightning_sparse.sparsifiers import HardThreshold
+from lightning_sparse.sparsifiers.protocol import Granularity
 from lightning_sparse.strategies.checkpoint import OnWorldSizeChange
 from lightning_sparse.strategies.hsdp import ShardResiduals, SparseHSDPStrategy
 from lightning_sparse.strategies.local_hsdp import SparseLocalHSDPStrategy
@@ -25,6 +26,7 @@ class HSDPHardThresholdStrategy(SparseHSDPStrategy):
             measured.
         layer_thresholds: λ for single layers: fnmatch patterns of parameter names, the first match wins; 0 sends a
             layer whole.
+        granularity: of what a density is held: of the ``"model"`` by one λ, or of each ``"layer"`` by a λ of its own.
         replicas: see `SparseHSDPStrategy`, as all that follows.
         tensor_parallel_size: see there.
         value_dtype: see there.
@@ -47,6 +49,7 @@ class HSDPHardThresholdStrategy(SparseHSDPStrategy):
         density: float | None = None,
         calibration_steps: int = 50,
         layer_thresholds: dict[str, float] | None = None,
+        granularity: Granularity = "model",
         replicas: Literal["auto"] | int = "auto",
         tensor_parallel_size: int = 1,
         value_dtype: ValueDtype = "float32",
@@ -63,6 +66,7 @@ class HSDPHardThresholdStrategy(SparseHSDPStrategy):
                 density=density,
                 calibration_steps=calibration_steps,
                 layer_thresholds=layer_thresholds,
+                granularity=granularity,
             ),
             replicas=replicas,
             tensor_parallel_size=tensor_parallel_size,
@@ -89,6 +93,7 @@ class LocalHSDPHardThresholdStrategy(SparseLocalHSDPStrategy):
             measured.
         layer_thresholds: λ for single layers: fnmatch patterns of parameter names, the first match wins; 0 sends a
             layer whole.
+        granularity: of what a density is held: of the ``"model"`` by one λ, or of each ``"layer"`` by a λ of its own.
         replicas: see `SparseLocalHSDPStrategy`, as all that follows.
         tensor_parallel_size: see there.
         every_n_steps: see there.
@@ -115,6 +120,7 @@ class LocalHSDPHardThresholdStrategy(SparseLocalHSDPStrategy):
         density: float | None = None,
         calibration_steps: int = 50,
         layer_thresholds: dict[str, float] | None = None,
+        granularity: Granularity = "model",
         replicas: Literal["auto"] | int = "auto",
         tensor_parallel_size: int = 1,
         every_n_steps: int = 1,
@@ -137,6 +143,7 @@ class LocalHSDPHardThresholdStrategy(SparseLocalHSDPStrategy):
                 density=density,
                 calibration_steps=calibration_steps,
                 layer_thresholds=layer_thresholds,
+                granularity=granularity,
             ),
             replicas=replicas,
             tensor_parallel_size=tensor_parallel_size,

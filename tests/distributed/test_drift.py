@@ -288,6 +288,44 @@ def test_a_held_threshold_stays_while_nothing_moves():
     assert all(density < 0.3 for density, _ in seen[430:])
 
 
+def sends_shares():
+    """Trains with a share of each layer; returns thresholds, largest distances from the anchor and mean densities."""
+    rank = dist.get_rank()
+    model = Net().double()
+    optimizer = adam(model.parameters())
+    options = {"density": 0.2, "calibration_steps": 2, "granularity": "layer", "layer_thresholds": {"last.bias": 0.0}}
+    averager = SparseModelAverager(model, HardThreshold(**options))
+    densities, excess = [], []
+    for step in range(150):
+        optimizer.zero_grad()
+        loss_of(model, rank, step % STEPS).backward()
+        optimizer.step()
+        used = {name: averager.sparsifier.threshold_of(name) for name, _ in model.named_parameters()}
+        averager.step()
+        anchor = averager.anchor()
+        excess += [
+            float((one.detach() - anchor[name]).abs().max()) - used[name]
+            for name, one in model.named_parameters()
+            if used[name]
+        ]
+        densities.append({name: layer.density for name, layer in averager.last_step.layers.items()})
+    mean = {name: sum(one[name] for one in densities[50:]) / 100 for name in densities[0]}
+    return dict(averager.sparsifier.of_layers), max(excess), mean, averager.last_step.threshold
+
+
+def test_each_layer_sends_its_share_by_a_threshold_of_its_own():
+    found = run_workers(sends_shares, 2)
+    assert found[0][0] == found[1][0]
+    for thresholds, excess, densities, told in found:
+        assert thresholds.keys() == {"first.weight", "first.bias", "last.weight"}
+        assert len(set(thresholds.values())) == 3
+        assert told == pytest.approx(max(thresholds.values()), rel=0.5)  # of the step before the last correction
+        assert excess < 0
+        assert densities.pop("last.bias") == 1
+        for density in densities.values():
+            assert density == pytest.approx(0.2, rel=0.2)
+
+
 def resumes(make_optimizer, options, stop):
     """Trains in one go, and again in two pieces; returns both ends."""
     rank = dist.get_rank()

@@ -92,6 +92,7 @@ CASES: dict[str, dict[str, Any]] = {
     "middle of an epoch": {"batches_per_epoch": 5},
     "middle of calibration": {"strategy": {"density": 0.05, "calibration_steps": 10}},
     "after calibration": {"strategy": {"density": 0.05, "calibration_steps": 3}},
+    "share of each layer": {"strategy": {"density": 0.1, "calibration_steps": 3, "granularity": "layer"}},
     "learning rate": {"strategy": {"threshold": 0.02, "error_feedback": "learning_rate"}},
     "bfloat16": {"strategy": {"threshold": 0.02, "value_dtype": "bfloat16"}},
     "dense": {"strategy": {"threshold": 0.02, "exchange": "dense"}},

@@ -177,7 +177,11 @@ def _train_stop_and_resume(path: str, options: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("is_folder", [True, False], ids=["folder", "file"])
-@pytest.mark.parametrize("options", [{}, {"threshold": None, "density": 0.2}], ids=["threshold", "density"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"threshold": None, "density": 0.2}, {"threshold": None, "density": 0.2, "granularity": "layer"}],
+    ids=["threshold", "density", "share of each layer"],
+)
 def test_a_resume_equals_a_run_without_a_stop(tmp_path: Path, is_folder: bool, options: dict[str, Any]) -> None:
     path = tmp_path / "a.ckpt"
     options = options | {"save_distributed_checkpoint": is_folder}

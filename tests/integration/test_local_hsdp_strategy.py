@@ -195,6 +195,7 @@ class Unfrozen(Stateless):
 SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "threshold": (WithAdam, {"threshold": THRESHOLD}),
     "density": (WithAdam, {"density": 0.2, "every_n_steps": 2}),
+    "share of each layer": (WithAdam, {"density": 0.2, "granularity": "layer"}),
     "buffers": (WithBuffers, {"threshold": THRESHOLD, "every_n_steps": 3}),
     "SparseLoCo": (
         WithAdam,
@@ -234,6 +235,7 @@ def snapshot(strategy: Any) -> dict[str, Any]:
         "momentum": [None if one is None else whole(one).clone() for one in states],
         "buffers": {name: one.clone() for name, one in own.items() if name not in parameters},
         "threshold": averager.sparsifier.threshold,
+        "thresholds of layers": dict(averager.sparsifier.of_layers),
         "steps": averager.num_steps,
         "history": averager.shared_numbers()["exchange"],
     }

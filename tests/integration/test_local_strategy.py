@@ -151,6 +151,7 @@ CASES: dict[str, dict[str, Any]] = {
     "back to the anchor": {"strategy": {"keep_drift": False, "drift_decay": 0.9}},
     "outer optimizer": {"strategy": {"outer_optimizer": partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)}},
     "density": {"strategy": {"density": 0.2, "calibration_steps": 3}},
+    "share of each layer": {"strategy": {"density": 0.2, "calibration_steps": 3, "granularity": "layer"}},
     "middle of calibration": {"strategy": {"density": 0.2, "calibration_steps": 12}},
     "bfloat16": {"strategy": {"value_dtype": "bfloat16"}},
     "accumulation": {"accumulate": 2},

@@ -107,6 +107,28 @@ def test_settings_tell_sparsifiers_apart():
         TopK(),
     ]
     assert all(alike[0].settings() != one.settings() for one in different)
+    of_layers = HardThreshold(density=0.1, granularity="layer")
+    assert of_layers.settings() != HardThreshold(density=0.1).settings()
+    assert "granularity" not in alike[0].settings()  # files of versions that had none go on
+
+
+def test_layers_have_thresholds_of_their_own_until_all_are_given_one():
+    sparsifier = HardThreshold(density=0.5, granularity="layer", layer_thresholds={"given": 7.0})
+    assert sparsifier.threshold_of("weight") == 0.0
+    sparsifier.fix_threshold(2.0)
+    sparsifier.fix_layers({"weight": 3.0, "bias": 1.0})
+    names = ("weight", "bias", "given", "later")
+    assert [sparsifier.threshold_of(name) for name in names] == [3.0, 1.0, 7.0, 3.0]
+    layout = LayerLayout(names, (2, 2, 2, 2))
+    chosen = sparsifier.select(torch.tensor([2.9, 3.0, 0.9, 1.0, 6.9, 7.0, 2.9, 3.0]), layout).indices.tolist()
+    assert chosen == [1, 3, 5, 7]
+    assert sparsifier.current_threshold == 3.0
+    assert sparsifier.grid_step(2**15) == 0.125  # an eighth of the smallest
+    sparsifier.fix_threshold(2.0)
+    assert [sparsifier.threshold_of(name) for name in names] == [2.0, 2.0, 7.0, 2.0]
+    sparsifier.fix_layers({"weight": 3.0})
+    sparsifier.forget_calibration()
+    assert [sparsifier.threshold_of(name) for name in names] == [0.0, 0.0, 7.0, 0.0]
 
 
 def test_a_fixed_threshold_holds_for_buckets_seen_before():
@@ -132,6 +154,8 @@ def test_a_fixed_threshold_holds_for_buckets_seen_before():
         ({"threshold": "0.01"}, "Invalid threshold='0.01'. Must be a finite number"),
         ({"threshold": True}, "Invalid threshold=True"),
         ({"calibration_steps": 0}, "Invalid calibration_steps=0. Must be a whole number of at least 1"),
+        ({"granularity": "bucket"}, "Invalid granularity='bucket'. Must be one of 'layer', 'model'"),
+        ({"granularity": "layer", "threshold": 1.0}, "What is held in each layer is a density: give density="),
         ({"calibration_steps": 1.5}, "Invalid calibration_steps=1.5"),
         ({"layer_thresholds": {"conv*": -0.5}}, r"Invalid layer_thresholds\['conv\*'\]=-0.5"),
     ],

@@ -1,0 +1,58 @@
+"""Keeping every layer's own volume at the density that was asked for, once λ has been calibrated."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from lightning_sparse.engine.density_control import DensityControl
+from lightning_sparse.engine.step_stats import LayerStats
+
+
+@dataclass
+class _Layer:
+    control: DensityControl
+    squared_error: float
+
+
+class LayerControl:
+    """Corrects λ of every layer slowly and alike on all workers, from densities that all of them saw.
+
+    Each layer has a `DensityControl` of its own. A layer of fewer than 1 / density elements is held to one coordinate a
+    step. λ stays in a step in which a layer sent nothing and nothing in it moved: it was not used.
+
+    Args:
+        density: the share of each layer to be sent on average, in (0, 1].
+    """
+
+    def __init__(self, density: float) -> None:
+        self.density = density
+        self._layers: dict[str, _Layer] = {}
+
+    def corrected(self, layers: Mapping[str, LayerStats], threshold_of: Callable[[str], float]) -> dict[str, float]:
+        """Returns λ of every layer for the next step.
+
+        Args:
+            layers: the numbers of this step.
+            threshold_of: λ of a layer in this step.
+        """
+        return {name: self._of(name, stats, threshold_of(name)) for name, stats in layers.items() if stats.num_elements}
+
+    def _of(self, name: str, stats: LayerStats, threshold: float) -> float:
+        asked = max(self.density, min(1.0, 1 / stats.num_elements))
+        layer = self._layers.setdefault(name, _Layer(DensityControl(asked), -1.0))
+        has_moved = stats.selected or stats.squared_error != layer.squared_error
+        layer.squared_error = stats.squared_error
+        return layer.control.corrected(threshold, stats.density) if has_moved else threshold
+
+    def state_dict(self) -> dict[str, dict[str, float]]:
+        """Returns by layer what is known of the steps so far."""
+        return {
+            name: one.control.state_dict() | {"density": one.control.density, "squared_error": one.squared_error}
+            for name, one in self._layers.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:
+        """Continues from what `state_dict` returned."""
+        self._layers.clear()
+        for name, one in state.items():
+            self._layers[name] = _Layer(DensityControl(one["density"]), one["squared_error"])
+            self._layers[name].control.load_state_dict(dict(one))
