@@ -81,7 +81,8 @@ class CommunicationProfiler(Callback):
         rank_zero_info(
             "CommunicationProfiler trains for some steps, three times; then they are undone and training begins."
         )
-        self.profile = self._measure(trainer, strategy)
+        with _threshold_as_it_was(strategy):
+            self.profile = self._measure(trainer, strategy)
         if self.profile is not None:
             rank_zero_info(f"lightning_sparse: {self.profile}")
 
@@ -179,6 +180,15 @@ class _Clock(Trial):
         own = torch.tensor([median(steps) if steps else nan, upper - lower], device=strategy.root_device)
         seconds, spread = strategy.reduce(own, reduce_op="max").tolist()
         return seconds, spread
+
+
+@contextmanager
+def _threshold_as_it_was(strategy: Any) -> Iterator[None]:
+    """Trials begin with the λ that the strategy was made with; a `ThresholdFinder` may have found another before."""
+    before = strategy.state.sparsifier.threshold
+    yield
+    if before is not None and strategy.state.sparsifier.threshold != before:
+        strategy.state.set_threshold(before)
 
 
 @contextmanager

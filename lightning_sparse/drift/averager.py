@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 from lightning_sparse._version import __version__
 from lightning_sparse.drift.anchor import drifting
 from lightning_sparse.drift.bystanders import ignored_names
-from lightning_sparse.drift.charge import Charge
 from lightning_sparse.drift.drift_exchange import DriftExchange
 from lightning_sparse.drift.options import DriftOptions
 from lightning_sparse.drift.shared_weights import SharedWeights
@@ -117,7 +116,6 @@ class SparseModelAverager(EngineHolder):
         rehearse_steps(self._engine, {name: one.new_empty(0, dtype=kept_dtype(one)) for name, one in held_here.items()})
         self._exchange = DriftExchange(module, self._engine, self.options)
         self.shared = SharedWeights(module, self._exchange, self.workers)
-        self._charge = Charge(weights.values())
         self.num_steps = 0
 
     @property
@@ -137,7 +135,7 @@ class SparseModelAverager(EngineHolder):
 
     def close(self) -> None:
         """Ends groups of the averager's own. With ``overlap=True`` call `flush` before it, on all workers."""
-        self._charge.close()
+        self._exchange.charge.close()
         self._engine.close()
         self.meeting.close()
 
@@ -149,7 +147,7 @@ class SparseModelAverager(EngineHolder):
             RuntimeError: the module has the mean of all workers' weights, and the step would be lost; or the averager
                 was closed, or another has been made for the same weights.
         """
-        self._charge.require()
+        self._exchange.charge.require()
         if self.shared.is_shown:
             raise RuntimeError(
                 "A step while the model has the mean of all workers' weights (in averaged_weights(), in validation) "

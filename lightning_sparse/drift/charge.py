@@ -11,14 +11,13 @@ _holders = WeakTensorKeyDictionary()
 
 
 class Charge:
-    """An averager's right to step, from when it is made until it is closed or another one takes any of its weights.
+    """An averager's right to step, until it is closed or another one takes any of its weights."""
 
-    Args:
-        weights: that drift.
-    """
-
-    def __init__(self, weights: Iterable[Tensor]) -> None:
+    def __init__(self) -> None:
         self._why_not: str | None = None
+
+    def take(self, weights: Iterable[Tensor]) -> None:
+        """Takes weights that drift from now on; who had any of them must not step any more."""
         for one in weights:
             before = _holders[one]() if one in _holders else None
             if before is not None and before is not self:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_sparse.drift.anchor import AnchorBucket, drifting, lay_out
 from lightning_sparse.drift.bystanders import Bystanders, ignored_names
+from lightning_sparse.drift.charge import Charge
 from lightning_sparse.drift.options import DriftOptions
 from lightning_sparse.drift.outer_state import is_of_kind, kind_of
 from lightning_sparse.engine import Engine, FlatBucket
@@ -29,6 +30,7 @@ class DriftExchange:
         buckets: the anchored parameters.
         names: of these.
         bystanders: what the module has beside them.
+        charge: the right to step on these parameters.
         is_changing: whether an exchange has begun to change weights and has not ended, or was broken off.
         largest_drift: the largest distance of any worker's weight from the anchor, just before the last exchange.
         of_whole_model: makes of that of these parameters the model's, where others hold other parts of it.
@@ -46,6 +48,7 @@ class DriftExchange:
         self._flight: list[FlatBucket] = []
         self._starts: list[Tensor] = []
         self.bystanders = Bystanders(module)
+        self.charge = Charge()
         self.take_in_new()
 
     @property
@@ -218,6 +221,7 @@ class DriftExchange:
         if self.names and not is_shared:
             self._engine.workers.average([local(one) for one in parameters.values()])
         self.names |= parameters.keys()
+        self.charge.take(parameters.values())
         new = lay_out(parameters, len(self.buckets))
         self.buckets += new
         if self.options.outer_optimizer is not None:

@@ -6,6 +6,19 @@ from dataclasses import dataclass
 from lightning_sparse.engine.density_control import DensityControl
 from lightning_sparse.engine.step_stats import LayerStats
 
+MOST_FOR_ONE = 0.5
+"""The largest share of a layer that is asked for because a smaller one would be less than a coordinate."""
+
+
+def share_of_layer(density: float, num_elements: int) -> float:
+    """Returns the share to which a layer of so many elements is held.
+
+    Example:
+        >>> [share_of_layer(0.01, size) for size in (1, 10, 1000)]
+        [0.5, 0.1, 0.01]
+    """
+    return max(density, min(MOST_FOR_ONE, 1 / num_elements))
+
 
 @dataclass
 class _Layer:
@@ -17,7 +30,9 @@ class LayerControl:
     """Corrects λ of every layer slowly and alike on all workers, from densities that all of them saw.
 
     Each layer has a `DensityControl` of its own. A layer of fewer than 1 / density elements is held to one coordinate a
-    step. λ stays in a step in which a layer sent nothing and nothing in it moved: it was not used.
+    step, and to half of them at most: of one that is to be sent whole λ would fall for ever, as what was sent too
+    little could never be made up for. λ stays in a step in which a layer sent nothing and nothing in it moved: it was
+    not used.
 
     Args:
         density: the share of each layer to be sent on average, in (0, 1].
@@ -37,7 +52,7 @@ class LayerControl:
         return {name: self._of(name, stats, threshold_of(name)) for name, stats in layers.items() if stats.num_elements}
 
     def _of(self, name: str, stats: LayerStats, threshold: float) -> float:
-        asked = max(self.density, min(1.0, 1 / stats.num_elements))
+        asked = share_of_layer(self.density, stats.num_elements)
         layer = self._layers.setdefault(name, _Layer(DensityControl(asked), -1.0))
         has_moved = stats.selected or stats.squared_error != layer.squared_error
         layer.squared_error = stats.squared_error

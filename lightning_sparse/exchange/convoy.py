@@ -5,7 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_sparse.exchange.workers import Pending, Workers
+from lightning_sparse.exchange.pending import Pending
+from lightning_sparse.exchange.workers import Workers
 
 MESSAGE_SECONDS = 1e-3
 """What a message over Gloo takes each worker of a core, with whatever is in it: 0.2 ms at best, and up to 3 ms where

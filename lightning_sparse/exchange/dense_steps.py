@@ -5,10 +5,11 @@ from torch import Tensor
 
 from lightning_sparse.exchange.buffers import Buffers
 from lightning_sparse.exchange.payload import PayloadFormat
+from lightning_sparse.exchange.pending import Pending
 from lightning_sparse.exchange.reduce_scatter import slice_elements
 from lightning_sparse.exchange.shipment import Shipment
 from lightning_sparse.exchange.wire import Wire
-from lightning_sparse.exchange.workers import Pending, Workers
+from lightning_sparse.exchange.workers import Workers
 
 
 class DenseStepsShipment(Shipment):

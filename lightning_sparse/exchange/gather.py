@@ -9,8 +9,9 @@ from lightning_sparse.exchange.convoy import Convoy, Passage
 from lightning_sparse.exchange.cost_model import Costs
 from lightning_sparse.exchange.forecast import aligned
 from lightning_sparse.exchange.payload import PayloadFormat
+from lightning_sparse.exchange.pending import Pending
 from lightning_sparse.exchange.shipment import NUM_SELECTED, Shipment
-from lightning_sparse.exchange.workers import Pending, Workers
+from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.kernels import is_available
 from lightning_sparse.sparsifiers import Selection
 

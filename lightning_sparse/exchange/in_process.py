@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sparse.exchange.workers import Pending, Workers
+from lightning_sparse.exchange.pending import Pending
+from lightning_sparse.exchange.workers import Workers
 
 
 class Crew:

@@ -4,8 +4,9 @@ from torch import Tensor
 
 from lightning_sparse.exchange.buffers import Buffers
 from lightning_sparse.exchange.payload import PayloadFormat
+from lightning_sparse.exchange.pending import Pending
 from lightning_sparse.exchange.shipment import Shipment
-from lightning_sparse.exchange.workers import Pending, Workers
+from lightning_sparse.exchange.workers import Workers
 
 
 class SharedShipment(Shipment):

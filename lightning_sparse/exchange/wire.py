@@ -141,6 +141,6 @@ def value_bytes(value_dtype: ValueDtype) -> int:
 def _warn_of_no_step(value_dtype: ValueDtype) -> None:
     rank_zero_warn(
         f"lightning_sparse: with the thresholds of now, value_dtype={value_dtype!r} does not reach far enough beyond "
-        "the largest. Values travel as float32. Bring layer_thresholds nearer to the calibrated threshold, or use "
-        "'bfloat16'."
+        "the largest. Values travel as float32. Bring layer_thresholds nearer to the calibrated threshold, leave out "
+        "granularity='layer', whose thresholds may lie far apart, or use 'bfloat16'."
     )

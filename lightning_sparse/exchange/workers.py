@@ -12,23 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _world
 
-
-class Pending:
-    """Messages or collectives under way.
-
-    Args:
-        works: what must end.
-    """
-
-    def __init__(self, works: Sequence[dist.Work | None]) -> None:
-        self._works = [work for work in works if work is not None]
-
-    def wait(self) -> None:
-        """Waits until all have ended; on a GPU makes the current stream wait. Once: Gloo's messages come only once."""
-        works, self._works = self._works, []
-        for work in works:
-            work.wait()
-
+from lightning_sparse.exchange.pending import Pending
 
 MESSAGE_BYTES = 2**26
 """Of tensors that are gathered for a checkpoint: enough for a network to be busy, and little beside a model."""

@@ -55,7 +55,7 @@ class HardThreshold(Sparsifier):
             calibration too: a layer with a λ of its own is not calibrated. 0 sends a layer whole.
         granularity: of what a density is held. ``"model"``: one λ for all layers, of which some then send much and
             others little; ``"layer"``: after calibration each layer has a λ of its own, corrected so that it sends its
-            share of itself on average, and no less than one coordinate a step.
+            share of itself on average, or about one coordinate a step where that would be less.
 
     Raises:
         ValueError: both threshold and density given, a number outside its range, or layers without a density to hold.

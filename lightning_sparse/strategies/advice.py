@@ -9,6 +9,7 @@ from torch.optim import Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer
 
 from lightning_sparse.engine import StepStats
 from lightning_sparse.engine.holder import EngineHolder
+from lightning_sparse.engine.layer_control import share_of_layer
 from lightning_sparse.sparsifiers import Dense, HardThreshold, Sparsifier
 from lightning_sparse.strategies.trial import is_trial
 
@@ -188,6 +189,9 @@ class Advice:
 
     def _say_far_off(self, stats: StepStats) -> None:
         asked, seen = self._asked, self._selected / self._elements
+        if asked is not None and getattr(self._sparsifier, "granularity", None) == "layer" and stats.layers:
+            shares = [share_of_layer(asked, one.num_elements) * one.num_elements for one in stats.layers.values()]
+            asked = sum(shares) / stats.num_elements  # small layers send more
         if asked is None or not isinstance(self._sparsifier, HardThreshold) or 1 / FAR_OFF < seen / asked < FAR_OFF:
             return
         now = self._sparsifier.current_threshold

@@ -19,7 +19,8 @@ from lightning_sparse.ddp.options import ExchangeOptions
 from lightning_sparse.ddp.regrouping import Bucket
 from lightning_sparse.engine import Engine, FlatBucket, memory
 from lightning_sparse.exchange import ExchangeMode, adding, buffers, exchange, fused_decode, gather
-from lightning_sparse.exchange.workers import Pending, Workers
+from lightning_sparse.exchange.pending import Pending
+from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.selection import extraction, fused_threshold
 from lightning_sparse.selection.residual import Residual
 from lightning_sparse.sparsifiers import LayerLayout, Sparsifier

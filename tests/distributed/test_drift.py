@@ -483,6 +483,16 @@ def step_of_the_older():
     averagers[0].step()
 
 
+def step_of_one_whose_layer_was_unfrozen():
+    model = Net()
+    model.first.requires_grad_(False)
+    whole = SparseModelAverager(model, HardThreshold(threshold=0.1))
+    model.first.requires_grad_(True)
+    part = SparseModelAverager(model.first, HardThreshold(threshold=0.1))
+    whole.step()  # which anchors it
+    part.step()
+
+
 def refuses():
     messages = []
     for make in (
@@ -501,6 +511,7 @@ def refuses():
         step_within,
         step_after_close,
         step_of_the_older,
+        step_of_one_whose_layer_was_unfrozen,
     ):
         with pytest.raises((ValueError, RuntimeError)) as caught:
             make()
@@ -512,7 +523,7 @@ def test_what_cannot_be_is_told_with_what_to_do():
     for messages in run_workers(refuses, 2):
         wanted = ["Unwrap", "nothing to average", "every_n_steps", "at least 1", "keep_drift=False", "(0, 1]"]
         wanted += ["'gather'", "partial(torch.optim.SGD", "True or False", "(0, 1]", "Step before or after"]
-        wanted += ["was closed", "step() of the newest"]
+        wanted += ["was closed", "step() of the newest", "step() of the newest"]
         for message, word in zip(messages, wanted, strict=True):
             assert word in message
 
@@ -534,6 +545,28 @@ def _goes_by_counting(options):
 @pytest.mark.parametrize("options", [{}, {"every_n_steps": 2, "overlap": True}, {"keep_drift": False}])
 def test_an_averager_and_its_group_go_when_nobody_has_it_and_not_with_the_next_collection_of_cycles(options):
     assert run_workers(_goes_by_counting, 2, options) == [True, True]
+
+
+def drops_what_travels(drops):
+    """Trains a model; before that lets go of averagers whose exchanges have not been applied."""
+    for overlaps in (True, True, False) if drops else (False,):
+        model = Net().double()
+        options = DriftOptions(overlap=overlaps, exchange="gather")
+        averager = SparseModelAverager(model, HardThreshold(threshold=THRESHOLD), options)
+        optimizer = adam(model.parameters())
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(model, dist.get_rank(), step).backward()
+            optimizer.step()
+            averager.step()
+        del averager
+    return flat(model)
+
+
+def test_an_averager_that_is_dropped_while_something_travels_holds_nothing_up():
+    alone = run_workers(drops_what_travels, 2, False)
+    for expected, found in zip(alone, run_workers(drops_what_travels, 2, True, timeout=40), strict=True):
+        assert torch.equal(found, expected)
 
 
 def unfreezes(looks_at):

@@ -27,7 +27,8 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.exchange import meeting
 from lightning_sparse.exchange.exchange import Exchange
-from lightning_sparse.exchange.workers import Pending, Workers
+from lightning_sparse.exchange.pending import Pending
+from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.selection import extraction
 from lightning_sparse.selection.block_filter import BlockFilter
 from lightning_sparse.strategies import ddp as strategy

@@ -294,6 +294,22 @@ def _train_with_and_without(name: str, measures: bool = False) -> list[dict[str,
     return seen
 
 
+def _find_and_measure() -> list[float | None]:
+    thresholds = []
+    for callbacks in ([], [CommunicationProfiler(4, 0.05)]):
+        torch.manual_seed(1)
+        finder, strategy = ThresholdFinder(0.05, num_steps=7), DDPHardThresholdStrategy(threshold=9.0)
+        trainer = quiet_trainer(strategy, num_workers=2, max_steps=STEPS, callbacks=[finder, *callbacks])
+        trainer.fit(Classifier(), data())
+        thresholds.append(strategy.state.sparsifier.threshold)
+    return thresholds
+
+
+def test_a_measurement_keeps_the_threshold_that_was_found_before() -> None:
+    for found, kept in run_workers(_find_and_measure, 2, process_group=False):
+        assert found == kept != 9.0
+
+
 class Witness(Callback):
     """Sees every exchange, and nothing of a search."""
 

@@ -68,6 +68,18 @@ SITUATIONS = {
     "too much": Situation([step(40)] * 300, [r"4 % were sent, and 1 % asked for. With λ = 1 now, set threshold=2, or"]),
     "too little": Situation([step(2)] * 300, [r"0.2 % were sent, and 1 % asked for. .* set threshold=0.45"]),
     "not so far off": Situation([step(19)] * 300 + [step(6)] * 200),
+    # 100 layers of 10 elements, each held to one coordinate a step where 1 % would be a tenth of one.
+    "as small layers must": Situation(
+        [step(100, layers={str(layer): (2, 1.0) for layer in range(100)})] * 300,
+        sparsifier=HardThreshold(density=0.01, granularity="layer"),
+        holds=True,
+    ),
+    "too much for small layers": Situation(
+        [step(300, layers={str(layer): (6, 1.0) for layer in range(100)})] * 300,
+        [r"30 % were sent, and 10 % asked for. .* it is corrected until"],
+        sparsifier=HardThreshold(density=0.01, granularity="layer"),
+        holds=True,
+    ),
     "too early to say": Situation([step(40)] * 199),
     "calibration counts for nothing": Situation([CALIBRATION] * 50 + [step(10)] * 210),
     "off with a constant threshold": Situation([step(40)] * 300, sparsifier=HardThreshold(threshold=1.0)),

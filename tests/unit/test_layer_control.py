@@ -7,7 +7,7 @@ from lightning_sparse.engine.layer_control import LayerControl
 from lightning_sparse.engine.step_stats import LayerStats
 
 DENSITY = 0.01
-LAYERS = {"large": (3_000, 10.0), "small": (3_000, 0.01), "drifting": (3_000, 1.0), "bias": (5, 1.0)}
+LAYERS = {"large": (3_000, 10.0), "small": (3_000, 0.01), "drifting": (3_000, 1.0), "bias": (5, 1.0), "one": (1, 1.0)}
 """Elements, and how far each moves in a step."""
 
 
@@ -33,13 +33,15 @@ class Walks:
         return {name: one.density for name, one in stats.items()}
 
 
-def test_each_layer_sends_its_share_and_one_coordinate_at_least():
+def test_each_layer_sends_its_share_and_small_ones_about_one_coordinate_a_step():
     walks = Walks(LayerControl(DENSITY), dict.fromkeys(LAYERS, 30.0))
     densities = [walks.step() for _ in range(1000)]
     average = {name: np.mean([one[name] for one in densities[100:]]) for name in LAYERS}
     for name in ("large", "small", "drifting"):
         assert average[name] == pytest.approx(DENSITY, rel=0.1)
     assert average["bias"] == pytest.approx(1 / 5, rel=0.2)
+    assert average["one"] == pytest.approx(1 / 2, rel=0.2)
+    assert 0.1 < walks.thresholds["one"] < 10  # and it does not fall for ever
     assert walks.thresholds["large"] > 100 * walks.thresholds["small"]
 
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from lightning_sparse.exchange import Buffers, SharedShipment
 from lightning_sparse.exchange.payload import PayloadFormat
+from lightning_sparse.exchange.pending import Pending
 from lightning_sparse.exchange.wire import Wire
-from lightning_sparse.exchange.workers import Pending
 from lightning_sparse.selection.bucket_gradient import BucketGradient
 from lightning_sparse.selection.extraction import Extraction
 from lightning_sparse.selection.residual import Residual
