@@ -1,10 +1,11 @@
 """A strategy on one device that is one of several workers while that one has its turn."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.fabric.utilities import rank_zero_only
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from torch import Tensor
@@ -26,6 +27,7 @@ class InTurn(SingleDeviceStrategy):
         super().__init__(**kwargs)
         self.num_workers = num_workers
         self._turns: Turns | None = None
+        self._first_states: dict[str, Any] = {}
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
@@ -51,10 +53,29 @@ class InTurn(SingleDeviceStrategy):
         """Within it this process is, to whoever asks the trainer, the worker of that rank."""
         self._be(rank, self.num_workers)
         try:
-            with nullcontext() if self._turns is None else self._turns.random_numbers_of(rank):
+            with self._random_numbers_of(rank):
                 yield
         finally:
             self._be(0, 1)
+
+    @contextmanager
+    def _random_numbers_of(self, rank: int) -> Iterator[None]:
+        """Within it random numbers are this worker's: before training begins, what the first one drew in its place."""
+        if self._turns is not None:
+            with self._turns.random_numbers_of(rank):
+                yield
+        elif rank == 0:
+            self._first_states = _collect_rng_states(self._has_cuda)
+            yield
+        else:  # loaders that are made because somebody asks how many steps there will be
+            after = _collect_rng_states(self._has_cuda)
+            _set_rng_states(self._first_states)
+            yield
+            _set_rng_states(after)
+
+    @property
+    def _has_cuda(self) -> bool:
+        return self.root_device.type == "cuda"
 
     def _be(self, rank: int, world_size: int) -> None:
         self.global_rank = self.local_rank = rank  # all are on one node

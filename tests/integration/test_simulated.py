@@ -101,6 +101,14 @@ class Augmented(Classifier):
         return DataLoader(loader.dataset, 3, collate_fn=_jittered)
 
 
+class AugmentedAndScheduled(Augmented):
+    """Asks how many steps there will be, for which Lightning makes loaders before training has begun."""
+
+    def configure_optimizers(self) -> Any:
+        self.trainer.fit_loop.setup_data()  # as estimated_stepping_batches does where the number of epochs is limited
+        return super().configure_optimizers()
+
+
 class AugmentedElsewhere(Augmented):
     """In a process of the loader's own, which Lightning seeds by the worker's rank."""
 
@@ -275,6 +283,7 @@ CASES: dict[str, dict[str, Any]] = {
         "trainer": {"max_steps": 8, "limit_train_batches": 3, "reload_dataloaders_every_n_epochs": 1},
     },
     "augmented": {"module": Augmented},
+    "augmented, with a schedule": {"module": AugmentedAndScheduled},
     "augmented by seeded processes": {"module": AugmentedElsewhere, "seeds": True},
     "forgets": {"module": Forgetting, "own": ["memory"], "trainer": {"max_steps": 23}},
     "buffers, accumulated": {"module": WithBuffer, "trainer": {"accumulate_grad_batches": 2, "max_steps": 6}},
