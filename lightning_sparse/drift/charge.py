@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _holders = WeakTensorKeyDictionary()
-"""Of each weight, a weak reference to the `Charge` that has it."""
+"""Of each weight, a weak reference to the ``Charge`` that has it."""
 
 
 class Charge:

@@ -29,8 +29,8 @@ class _Layer:
 class LayerControl:
     """Corrects λ of every layer slowly and alike on all workers, from densities that all of them saw.
 
-    Each layer has a `DensityControl` of its own. A layer of fewer than 1 / density elements is held to one coordinate a
-    step, and to half of them at most: of one that is to be sent whole λ would fall for ever, as what was sent too
+    Each layer has a ``DensityControl`` of its own. A layer of fewer than 1 / density elements is held to one coordinate
+    a step, and to half of them at most: of one that is to be sent whole λ would fall for ever, as what was sent too
     little could never be made up for. λ stays in a step in which a layer sent nothing and nothing in it moved: it was
     not used.
 
@@ -66,7 +66,7 @@ class LayerControl:
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:
-        """Continues from what `state_dict` returned."""
+        """Continues from what ``state_dict`` returned."""
         self._layers.clear()
         for name, one in state.items():
             self._layers[name] = _Layer(DensityControl(one["density"]), one["squared_error"])

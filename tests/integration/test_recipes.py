@@ -139,6 +139,7 @@ class TestConfigurations:
             "milestones": [150.0, 250.0],
             "momentum": 0.9,
             "weight_decay": 1e-4,
+            "normalisation": "batch",
         }
         callbacks = {callback["class_path"].rsplit(".", 1)[-1] for callback in trainer["callbacks"]}
         assert callbacks == {"DensityMonitor", "ErrorMonitor", "StepTimer", "LearningRateMonitor", "ModelCheckpoint"}

@@ -203,6 +203,14 @@ def test_arguments_of_ddp_are_passed_on() -> None:
     assert (strategy.process_group_backend, strategy._start_method) == ("gloo", "spawn")
 
 
+@pytest.mark.parametrize("strategy", [DDPHardThresholdStrategy, HSDPHardThresholdStrategy])
+def test_layers_cannot_be_held_to_a_density_by_one_constant_threshold(strategy: Any) -> None:
+    with pytest.raises(
+        ValueError, match="density_control='calibrate' with granularity='layer'. .* leave density_control"
+    ):
+        strategy(density=0.01, granularity="layer", density_control="calibrate")
+
+
 @pytest.mark.parametrize(
     ("sparsifier", "what"),
     [(TopK(), "TopK"), (RandomK(), "RandomK"), (HardThreshold(threshold=0.1), "a constant threshold")],
@@ -253,7 +261,8 @@ def test_every_name_that_lightning_has_for_ddp_exists(
     }[family]
     assert type(strategy) is expected_class
     assert type(strategy.sparsifier) is expected_sparsifier
-    assert getattr(strategy.sparsifier, "granularity", "layer") == ("model" if family == "ddp_modeltopk" else "layer")
+    if isinstance(strategy.sparsifier, TopK):
+        assert strategy.sparsifier.granularity == ("model" if family == "ddp_modeltopk" else "layer")
     assert strategy._start_method == start_method
     assert strategy._ddp_kwargs.get("find_unused_parameters") is find_unused
 
