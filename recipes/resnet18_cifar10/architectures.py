@@ -4,6 +4,7 @@ torchvision's are made for 224 x 224 pixels and would shrink these to nothing in
 resolution up to the second stage, as the implementations that the paper uses (github.com/kuangliu/pytorch-cifar) do.
 """
 
+from math import gcd
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -54,15 +55,16 @@ def build_network(architecture: Architecture, num_classes: int = 10, width: int 
 
 
 def group_normalised(network: nn.Module) -> nn.Module:
-    """Returns the network, changed in place, with group normalisation of four channels in place of batch normalisation.
+    """Returns the network, changed in place, with group normalisation in place of batch normalisation.
 
-    For workers whose data differ: the statistics of a batch are then those of other images on each worker, and the
-    running ones, which validation takes, the first worker's (Hsieh et al., *The non-IID data quagmire of decentralized
-    machine learning*, ICML 2020, sections 4 and 5).
+    Groups are of four channels, and larger where four do not divide their number. For workers whose data differ: the
+    statistics of a batch are then those of other images on each worker, and the running ones, which validation takes,
+    the first worker's (Hsieh et al., *The non-IID data quagmire of decentralized machine learning*, ICML 2020).
     """
     for name, child in network.named_children():
         if isinstance(child, nn.BatchNorm2d):
-            setattr(network, name, nn.GroupNorm(max(1, child.num_features // 4), child.num_features))
+            channels = child.num_features
+            setattr(network, name, nn.GroupNorm(gcd(max(1, channels // 4), channels), channels))
         else:
             group_normalised(child)
     return network

@@ -361,6 +361,10 @@ class TestModel:
         for model in (with_batch, with_group):
             assert len(parameter_groups(model, 1e-4)[1]["params"]) == 2 * kinds.count(torch.nn.GroupNorm)
 
+    @pytest.mark.parametrize("width", [1, 3, 9, 10])
+    def test_group_normalisation_of_any_width(self, width):
+        assert ImageClassifier(width=width, normalisation="group")(torch.randn(2, 3, 8, 8)).shape == (2, 10)
+
     def test_learning_rate_by_epoch(self, monkeypatch):
         steps_per_epoch = 4
         monkeypatch.setattr(ImageClassifier, "_steps_per_epoch", lambda self: steps_per_epoch)
