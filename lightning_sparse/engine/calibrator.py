@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_sparse.engine.density_control import DensityControl
+from lightning_sparse.engine.density_control import DensityControl, pace_of
 from lightning_sparse.engine.layer_control import LayerControl
 from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.sparsifiers import HardThreshold, Sparsifier
@@ -55,7 +55,7 @@ class Calibrator:
             if self._holds_density and self._sparsifier.granularity == "layer":
                 self._of_layers = LayerControl(self._sparsifier.density)
             elif self._holds_density:
-                self._control = DensityControl(self._sparsifier.density)
+                self._control = DensityControl(self._sparsifier.density, pace_of(self._sparsifier.density))
             self._running = ThresholdCalibration(
                 self._sparsifier.density, self._sparsifier.calibration_steps, until_stable=self._holds_density
             )

@@ -3,20 +3,35 @@
 from math import exp, log
 
 RECENT_STEPS = 10
-"""Over about so many steps the running density is averaged."""
+"""Over about so many steps the running density is averaged; at a pace of 1, as the next two."""
 HORIZON = 100
 """In about so many steps what was sent too much or too little since calibration is made up for."""
 GAIN = 0.04
 """λ changes by this share of the ratio, in logarithms. Density goes about with 1/λ², so gain and average make a loop of
 damping ratio 1 / sqrt(8 · GAIN · RECENT_STEPS) = 0.56."""
+UNHURRIED, FASTEST = 0.01, 5.0
+"""Up to this density the pace is 1. Above it, it grows in proportion, up to this many times: a coordinate is sent about
+every 1 / density steps, and after so many a change of λ has had its effect. With an exchange every 30 steps there may
+be 40 of them in a whole training. Faster still, λ swings where all coordinates move about equally far, as Adam's do."""
 FURTHEST = log(16.0)
 """A running density that is further off than this factor counts as this far off."""
 FAR_TOO_MUCH, CATCHING_UP = 2.0, 0.2
 """While both the running and the present density exceed what was asked for by more than this factor, λ grows by this
 share of the excess as well: calibrated on the first steps of a warm-up it is soon a hundred times too small, and what
-is sent meanwhile would have to be saved for a thousand steps. λ grows by 95 % a step at most, and falls by 11 %."""
+is sent meanwhile would have to be saved for a thousand steps. At a pace of 1 λ grows by 95 % a step at most, and falls
+by 11 %; at the fastest it is three times as large, and falls by 43 %."""
 MOST_OWED = log(4.0)
 """The density aimed at is never further from that asked for than this factor."""
+
+
+def pace_of(density: float) -> float:
+    """Returns how many times faster λ is corrected than where 1 % and less is asked for.
+
+    Example:
+        >>> [pace_of(density) for density in (0.001, 0.01, 0.03, 0.3)]
+        [1.0, 1.0, 3.0, 5.0]
+    """
+    return min(FASTEST, max(1.0, density / UNHURRIED))
 
 
 class DensityControl:
@@ -26,15 +41,17 @@ class DensityControl:
     little so far::
 
         owed   = Σ (asked − seen)                          in steps at the density asked for
-        aim    = asked · exp(owed / HORIZON)               within a factor of four
-        λ      ← λ · (recent / aim) ^ GAIN · max(1, min(recent, seen) / (2 · asked)) ^ CATCHING_UP
+        aim    = asked · exp(owed · pace / HORIZON)        within a factor of four
+        λ      ← λ · (recent / aim) ^ (GAIN · pace) · max(1, min(recent, seen) / (2 · asked)) ^ CATCHING_UP
 
     Args:
         density: the share of coordinates to be sent on average, in (0, 1].
+        pace: how many times faster than at small densities; see ``pace_of``.
     """
 
-    def __init__(self, density: float) -> None:
+    def __init__(self, density: float, pace: float) -> None:
         self.density = density
+        self._pace = pace
         self._recent = 1.0
         self._owed = 0.0
 
@@ -47,11 +64,12 @@ class DensityControl:
         """
         seen = density / self.density
         self._owed += 1 - seen
-        self._recent += (seen - self._recent) / RECENT_STEPS
-        aim = max(-MOST_OWED, min(MOST_OWED, self._owed / HORIZON))
+        self._recent += (seen - self._recent) * self._pace / RECENT_STEPS
+        aim = max(-MOST_OWED, min(MOST_OWED, self._owed * self._pace / HORIZON))
         off = log(self._recent) - aim if self._recent > 0 else -FURTHEST
         excess = log(max(1.0, min(self._recent, seen) / FAR_TOO_MUCH))
-        return threshold * exp(GAIN * max(-FURTHEST, min(FURTHEST, off)) + CATCHING_UP * min(FURTHEST, excess))
+        gain = GAIN * self._pace
+        return threshold * exp(gain * max(-FURTHEST, min(FURTHEST, off)) + CATCHING_UP * min(FURTHEST, excess))
 
     def state_dict(self) -> dict[str, float]:
         """Returns what is known of the steps so far."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from lightning_sparse.engine.density_control import DensityControl
+from lightning_sparse.engine.density_control import DensityControl, pace_of
 from lightning_sparse.engine.step_stats import LayerStats
 
 MOST_FOR_ONE = 0.5
@@ -53,10 +53,14 @@ class LayerControl:
 
     def _of(self, name: str, stats: LayerStats, threshold: float) -> float:
         asked = share_of_layer(self.density, stats.num_elements)
-        layer = self._layers.setdefault(name, _Layer(DensityControl(asked), -1.0))
+        layer = self._layers.setdefault(name, self._new(asked))
         has_moved = stats.selected or stats.squared_error != layer.squared_error
         layer.squared_error = stats.squared_error
         return layer.control.corrected(threshold, stats.density) if has_moved else threshold
+
+    def _new(self, asked: float, squared_error: float = -1.0) -> _Layer:
+        # At the pace of all: single coordinates that are to be sent in every second step would make λ jump.
+        return _Layer(DensityControl(asked, pace_of(self.density)), squared_error)
 
     def state_dict(self) -> dict[str, dict[str, float]]:
         """Returns by layer what is known of the steps so far."""
@@ -69,5 +73,5 @@ class LayerControl:
         """Continues from what ``state_dict`` returned."""
         self._layers.clear()
         for name, one in state.items():
-            self._layers[name] = _Layer(DensityControl(one["density"]), one["squared_error"])
+            self._layers[name] = self._new(one["density"], one["squared_error"])
             self._layers[name].control.load_state_dict(dict(one))

@@ -6,9 +6,13 @@ from functools import partial
 import numpy as np
 import pytest
 
-from lightning_sparse.engine.density_control import DensityControl
+from lightning_sparse.engine.density_control import DensityControl, pace_of
 
 CALIBRATION_STEPS = 50
+
+
+def control_of(density):
+    return DensityControl(density, pace_of(density))
 
 
 def volume(density, steps, scale, drift=0.0, elements=10_000):
@@ -18,7 +22,7 @@ def volume(density, steps, scale, drift=0.0, elements=10_000):
     mean_square = np.mean([scale(step) ** 2 for step in range(CALIBRATION_STEPS)]) * np.mean(1 + directions**2)
     thresholds = [math.sqrt(mean_square / density)] * 2
     residuals, sent = np.zeros((2, elements)), np.zeros(2)
-    control = DensityControl(density)
+    control = control_of(density)
     for step in range(CALIBRATION_STEPS, steps):
         residuals += scale(step) * (generator.standard_normal(elements) + directions)
         selected = np.abs(residuals) >= np.array(thresholds)[:, None]
@@ -59,7 +63,7 @@ def test_without_it_a_warm_up_misses_by_far():
 def test_what_a_wrong_first_threshold_sent_too_much_or_too_little_is_made_up_for(factor):
     generator = np.random.default_rng(0)
     residuals, sent, steps, density = np.zeros(10_000), 0.0, 1000, 0.01
-    control, threshold = DensityControl(density), factor / math.sqrt(density)
+    control, threshold = control_of(density), factor / math.sqrt(density)
     for _ in range(steps):
         residuals += generator.standard_normal(residuals.size)
         selected = np.abs(residuals) >= threshold
@@ -70,7 +74,7 @@ def test_what_a_wrong_first_threshold_sent_too_much_or_too_little_is_made_up_for
 
 
 def test_it_goes_on_from_where_it_was():
-    one, other = DensityControl(0.01), DensityControl(0.01)
+    one, other = control_of(0.05), control_of(0.05)
     threshold = 1.0
     for density in (0.5, 0.2, 0.0, 0.01, 0.003):
         threshold = one.corrected(threshold, density)
@@ -79,17 +83,17 @@ def test_it_goes_on_from_where_it_was():
 
 
 def test_it_is_slow():
-    control = DensityControl(0.01)
+    control = control_of(0.01)
     assert 1 < control.corrected(1.0, 1.0) < 1.6  # all was sent, a hundred times what was asked for
-    assert 1 < DensityControl(0.01).corrected(1.0, 0.02) < 1.02
-    assert 1 > DensityControl(0.01).corrected(1.0, 0.0) > 1 / 1.12
+    assert 1 < control_of(0.01).corrected(1.0, 0.02) < 1.02
+    assert 1 > control_of(0.01).corrected(1.0, 0.0) > 1 / 1.12
 
 
 @pytest.mark.parametrize("density", [0.01, 0.001])
 def test_a_threshold_from_the_first_step_of_a_warm_up_soon_catches_up(density):
     generator = np.random.default_rng(0)
     residuals, sent = np.zeros(20_000), 0.0
-    control, threshold = DensityControl(density), 1 / 50 / math.sqrt(density)
+    control, threshold = control_of(density), 1 / 50 / math.sqrt(density)
     for step in range(1, 100):
         residuals += min(1.0, (step + 1) / 50) * generator.standard_normal(residuals.size)
         selected = np.abs(residuals) >= threshold
@@ -97,3 +101,63 @@ def test_a_threshold_from_the_first_step_of_a_warm_up_soon_catches_up(density):
         sent += selected.mean()
         threshold = control.corrected(threshold, selected.mean())
     assert sent / density < 165  # of 100; without, 400 and 560 (see test_without_it_a_warm_up_misses_by_far)
+
+
+def volume_of_exchanges(density, exchanges, scale, increments, pace):
+    """Returns how many times the density asked for is sent on average, after one exchange of everything."""
+    generator = np.random.default_rng(0)
+    residuals, sent = scale(0) * increments(generator), 0.0
+    threshold = math.sqrt(np.mean(residuals**2) / density)
+    residuals[:] = 0
+    control = DensityControl(density, pace)
+    for exchange in range(1, exchanges):
+        residuals += scale(exchange) * increments(generator)
+        selected = np.abs(residuals) >= threshold
+        residuals[selected] = 0
+        sent += selected.mean()
+        threshold = control.corrected(threshold, selected.mean())
+    return sent / (exchanges - 1) / density
+
+
+INCREMENTS = {
+    "normal": lambda generator: generator.standard_normal(10_000),
+    "alike": lambda generator: (
+        np.sign(generator.standard_normal(10_000)) * (1 + 0.1 * generator.standard_normal(10_000))
+    ),
+    "unlike": lambda generator: generator.standard_normal(10_000) * 10 ** np.linspace(-1, 1, 10_000),
+}
+
+
+@pytest.mark.parametrize("increments", INCREMENTS)
+@pytest.mark.parametrize("name", ["constant", "rate falls", "cosine", "warm-up"])
+@pytest.mark.parametrize("density", [0.3, 0.08])
+def test_what_is_asked_of_few_exchanges_is_met_by_them(density, name, increments):
+    scale = {
+        "constant": lambda _: 1.0,
+        "rate falls": lambda exchange: 1.0 if exchange < 40 else 0.1,
+        "cosine": partial(cosine, 60),
+        "warm-up": lambda exchange: min(1.0, (exchange + 1) / 5),
+    }[name]
+    held = volume_of_exchanges(density, 60, scale, INCREMENTS[increments], pace_of(density))
+    assert 1 / 1.25 < held < 1.25
+
+
+def test_at_the_pace_of_small_densities_few_exchanges_miss_by_far():
+    falls = partial(cosine, 60)
+    assert volume_of_exchanges(0.3, 60, falls, INCREMENTS["normal"], pace=1.0) < 0.5
+
+
+def test_a_pace_faster_than_the_fastest_swings():
+    def last(pace):
+        control, threshold, seen = DensityControl(0.3, pace), 1.5, []
+        generator, residuals = np.random.default_rng(0), np.zeros(10_000)
+        for _ in range(60):
+            residuals += INCREMENTS["alike"](generator)
+            selected = np.abs(residuals) >= threshold
+            residuals[selected] = 0
+            seen.append(selected.mean())
+            threshold = control.corrected(threshold, selected.mean())
+        return np.std(seen[-20:])
+
+    assert last(pace_of(0.3)) < 0.03
+    assert last(10.0) > 0.1
