@@ -57,7 +57,8 @@ class Settlement:
     Attributes:
         progress: for every parameter the number of the exchange that was settled last, added up; the same on all
             workers whose parameters have seen the same steps.
-        on_step: what is called after every step that concerns these parameters.
+        on_step: what is called after every step that concerns these parameters, with the names of those of which any
+            worker's gradient met it; the same on all workers.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Settlement:
         undo: Callable[[set[str]], None],
     ) -> None:
         self.progress = 0
-        self.on_step: list[Callable[[], None]] = []
+        self.on_step: list[Callable[[set[str]], None]] = []
         self._names = {id(parameter): name for parameter, name in parameters.items()}
         self._parameters = {name: parameter for parameter, name in parameters.items()}
         self._settle, self._undo = settle, undo
@@ -262,7 +263,7 @@ class Settlement:
             self._settled_at[name] = self._num_exchanges
         self._waiting -= names
         for call in self.on_step:
-            call()
+            call(names)
 
     def _of(self, optimizer: Optimizer) -> Iterable[tuple[str, Tensor]]:
         for group in optimizer.param_groups:

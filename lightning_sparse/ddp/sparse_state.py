@@ -97,7 +97,7 @@ class SparseState(EngineHolder):
         self._bucket_names: list[tuple[str, ...]] = []
         self.is_exchanging = self.is_saving = self._is_moving = False
         self._step = RunningStep()
-        self.settlement.on_step.append(weakly(self._note_shared_state))
+        self.settlement.on_step.append(weakly(self._count_step))
         self._note_shared_state()
 
     def rehearse(self, *, is_scaled: bool) -> None:
@@ -178,6 +178,10 @@ class SparseState(EngineHolder):
         """Returns what was the same on every worker when an optimizer stepped last, in plain containers."""
         rates = {"learning_rates": self._rates.state_dict()}
         return self._shared | rates | self._engine.sparsifier_state(self._shared["next_step"])
+
+    def _count_step(self, names: set[str]) -> None:
+        self._engine.calibrator.confirm(names)
+        self._note_shared_state()
 
     def _note_shared_state(self) -> None:
         self._shared = self._engine.shared_state() | {"layout": [list(names) for names in self._bucket_names]}
@@ -285,7 +289,7 @@ class SparseState(EngineHolder):
         self.settlement.end_exchange(names - step.unused, used_by_any)
         step.keep_promises()
         self._step = RunningStep(step.loss_scale)  # lets go of the buckets
-        self._engine.account(more_bytes=more_bytes)
+        self._engine.account(more_bytes=more_bytes, counts=False)  # until an optimizer steps on it
 
     def _settle(self, names: set[str]) -> None:
         self.residuals.settle(names)

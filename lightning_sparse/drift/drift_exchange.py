@@ -87,9 +87,13 @@ class DriftExchange:
         """Moves the anchor by the average of what was sent, and this worker along with it. Collective.
 
         Does nothing where nothing was sent off.
+
+        Raises:
+            RuntimeError: the averager must not change the weights any more.
         """
         if not self._flight:
             return
+        self.charge.require()
         self.is_changing = True
         flight, self._flight = self._flight, []
         starts, self._starts = self._starts, []
@@ -163,6 +167,9 @@ class DriftExchange:
 
     def restart(self) -> None:
         """Makes the weights of now the anchor, and forgets what came before. Not collective."""
+        if self._flight:
+            for bucket in self.buckets:
+                bucket.drift = torch.zeros_like(bucket.drift)  # what travels still arrives in the old ones
         self._flight, self._starts = [], []
         for bucket in self.buckets:
             bucket.read(bucket.anchor)

@@ -1,6 +1,6 @@
 """Calibration of a sparsifier's λ in a running training."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
@@ -33,6 +33,8 @@ class Calibrator:
         self._observed_steps = 0
         self._control: DensityControl | None = None
         self._of_layers: LayerControl | None = None
+        self._open: tuple[StepStats, StepStats | None] | None = None
+        self._confirmed: set[str] = set()
         self._suspended: tuple[float | None, dict[str, float]] = (None, {})
         self.begin()
 
@@ -48,7 +50,7 @@ class Calibrator:
 
     def begin(self) -> None:
         """Forgets a calibrated λ and begins anew."""
-        self._running = self._control = self._of_layers = None
+        self._running = self._control = self._of_layers = self._open = None
         self._observed_steps = 0
         if self._sparsifier is not None and self._sparsifier.density is not None:
             self._sparsifier.forget_calibration()
@@ -68,7 +70,7 @@ class Calibrator:
             ValueError: a threshold that is negative, NaN or infinite.
         """
         self._hard_threshold.fix_threshold(threshold)
-        self._running = None
+        self._running = self._open = None
 
     def suspend(self) -> None:
         """Makes λ 0, until ``resume``.
@@ -104,12 +106,7 @@ class Calibrator:
         if self._sparsifier is None:
             return
         if self._running is None:
-            has_moved = stats.selected or before is None or stats.squared_error != before.squared_error
-            if self._control is not None and self._sparsifier.threshold and has_moved:
-                self._sparsifier.fix_threshold(self._control.corrected(self._sparsifier.threshold, stats.density))
-            if self._of_layers is not None and self._sparsifier.threshold:
-                own = {name: one for name, one in stats.layers.items() if not self._sparsifier.is_given(name)}
-                self._sparsifier.fix_layers(self._of_layers.corrected(own, self._sparsifier.threshold_of))
+            self._correct(stats, before, None)
             return
         self._running.observe(stats.squared_gradient_norm)
         self._observed_steps += 1
@@ -130,6 +127,39 @@ class Calibrator:
                     f"steps, for a density of {calibration.density:g} of {stats.num_elements:,} elements."
                 )
 
+    def expect(self, stats: StepStats, before: StepStats | None) -> None:
+        """Takes the numbers of a step of which is not known yet whether it counts; see ``confirm``.
+
+        The one before it, if nobody has confirmed it, does not. A calibration counts every step.
+        """
+        self._open, self._confirmed = None, set()
+        if self._running is not None:
+            self.observe(stats, before)
+        else:
+            self._open = stats, before
+
+    def confirm(self, names: Collection[str]) -> None:
+        """Told that the last step counts for these layers, as an optimizer has stepped on them: λ is corrected."""
+        if self._open is None or not names:
+            return
+        self._correct(*self._open, set(names) - self._confirmed)
+        self._confirmed |= set(names)
+        if self._of_layers is None:
+            self._open = None  # of one λ for all a step counts once
+
+    def _correct(self, stats: StepStats, before: StepStats | None, names: Collection[str] | None) -> None:
+        sparsifier = self._sparsifier
+        # Of NaN and infinity all is sent, which says nothing of λ.
+        if sparsifier is None or not sparsifier.threshold or stats.non_finite:
+            return
+        has_moved = stats.selected or before is None or stats.squared_error != before.squared_error
+        if self._control is not None and has_moved:
+            is_all = stats.squared_error == 0
+            sparsifier.fix_threshold(self._control.corrected(sparsifier.threshold, stats.density, is_all=is_all))
+        if self._of_layers is not None:
+            own = {name: one for name, one in stats.layers.items() if not sparsifier.is_given(name)}
+            sparsifier.fix_layers(self._of_layers.corrected(own, sparsifier.threshold_of, names))
+
     def state_dict(self) -> dict[str, Any]:
         """Returns λ and the running calibration, each None where there is none."""
         return {
@@ -146,6 +176,7 @@ class Calibrator:
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continues from the state of a calibrator whose sparsifier was set alike."""
+        self._open = None
         if self._sparsifier is not None and saved["threshold"] is not None:
             self._sparsifier.fix_threshold(saved["threshold"])
             self._running = None

@@ -2,6 +2,8 @@
 
 from math import exp, log
 
+from torch import finfo, float32
+
 RECENT_STEPS = 10
 """Over about so many steps the running density is averaged; at a pace of 1, as the next two."""
 HORIZON = 100
@@ -22,6 +24,8 @@ is sent meanwhile would have to be saved for a thousand steps. At a pace of 1 λ
 by 11 %; at the fastest it is three times as large, and falls by 43 %."""
 MOST_OWED = log(4.0)
 """The density aimed at is never further from that asked for than this factor."""
+SMALLEST, LARGEST = finfo(float32).tiny, finfo(float32).max
+"""λ stays between these: what is compared with it has no others."""
 
 
 def pace_of(density: float) -> float:
@@ -55,21 +59,28 @@ class DensityControl:
         self._recent = 1.0
         self._owed = 0.0
 
-    def corrected(self, threshold: float, density: float) -> float:
+    def corrected(self, threshold: float, density: float, *, is_all: bool = False) -> float:
         """Returns λ for the next step.
 
         Args:
             threshold: λ of this step.
             density: what was sent in it, in 0…1.
+            is_all: whether nothing but zeros was kept. With a smaller λ no more would have been sent, so it does not
+                fall, and what is missing cannot be made up for.
         """
         seen = density / self.density
-        self._owed += 1 - seen
+        if is_all and seen < 1:
+            self._recent += (seen - self._recent) * self._pace / RECENT_STEPS
+            return threshold
+        most = MOST_OWED * HORIZON / self._pace
+        self._owed = min(most, self._owed + 1 - seen)  # what could not be sent for long is not sent all at once
         self._recent += (seen - self._recent) * self._pace / RECENT_STEPS
         aim = max(-MOST_OWED, min(MOST_OWED, self._owed * self._pace / HORIZON))
         off = log(self._recent) - aim if self._recent > 0 else -FURTHEST
         excess = log(max(1.0, min(self._recent, seen) / FAR_TOO_MUCH))
         gain = GAIN * self._pace
-        return threshold * exp(gain * max(-FURTHEST, min(FURTHEST, off)) + CATCHING_UP * min(FURTHEST, excess))
+        change = gain * max(-FURTHEST, min(FURTHEST, off)) + CATCHING_UP * min(FURTHEST, excess)
+        return max(SMALLEST, min(LARGEST, threshold * exp(change)))
 
     def state_dict(self) -> dict[str, float]:
         """Returns what is known of the steps so far."""

@@ -155,6 +155,8 @@ class Engine:
 
     def begin(self) -> None:
         """Begins a step; one that was broken off in its middle is forgotten."""
+        if self._buckets:
+            self._averages.forget()  # what was under way still arrives there
         self._buckets.clear()
         self._exchange.begin()
         self.sparsifier.begin_step(self.next_step, self.workers.rank)
@@ -220,12 +222,14 @@ class Engine:
                 self.sparsifier.observe(bucket.layout, bucket.average)
         return [notes for _, notes in split]
 
-    def account(self, *, more_bytes: int = 0, dense_exchanges: int = 1) -> None:
+    def account(self, *, more_bytes: int = 0, dense_exchanges: int = 1, counts: bool = True) -> None:
         """Ends the step: calibration and subscribers learn its numbers.
 
         Args:
             more_bytes: what this worker handed to collectives of the caller's own in this step.
             dense_exchanges: how many dense exchanges of gradients it stands for.
+            counts: whether it is part of training for sure. If not, a density that is held takes no notice of it until
+                ``calibrator.confirm``.
         """
         buckets, self._buckets = self._buckets, []
         if self._recorder is not None:
@@ -243,7 +247,7 @@ class Engine:
         )
         self.last_step = stats = self.of_whole_model(stats)
         self.next_step += 1
-        self.calibrator.observe(stats, before)
+        (self.calibrator.observe if counts else self.calibrator.expect)(stats, before)
         for receiver in self.subscribers:
             receiver(stats)
 

@@ -1,6 +1,6 @@
 """Keeping every layer's own volume at the density that was asked for, once λ has been calibrated."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from lightning_sparse.engine.density_control import DensityControl, pace_of
@@ -42,21 +42,35 @@ class LayerControl:
         self.density = density
         self._layers: dict[str, _Layer] = {}
 
-    def corrected(self, layers: Mapping[str, LayerStats], threshold_of: Callable[[str], float]) -> dict[str, float]:
+    def corrected(
+        self,
+        layers: Mapping[str, LayerStats],
+        threshold_of: Callable[[str], float],
+        names: Collection[str] | None = None,
+    ) -> dict[str, float]:
         """Returns λ of every layer for the next step.
 
         Args:
             layers: the numbers of this step.
             threshold_of: λ of a layer in this step.
+            names: of the layers for which this step counts; all others keep their λ. None is all.
         """
-        return {name: self._of(name, stats, threshold_of(name)) for name, stats in layers.items() if stats.num_elements}
+        return {
+            name: self._of(name, stats, threshold_of(name)) if names is None or name in names else threshold_of(name)
+            for name, stats in layers.items()
+            if stats.num_elements
+        }
 
     def _of(self, name: str, stats: LayerStats, threshold: float) -> float:
         asked = share_of_layer(self.density, stats.num_elements)
-        layer = self._layers.setdefault(name, self._new(asked))
+        layer = self._layers.get(name)
+        if layer is None or layer.control.density != asked:  # it had another size when it was saved
+            layer = self._layers[name] = self._new(asked)
         has_moved = stats.selected or stats.squared_error != layer.squared_error
         layer.squared_error = stats.squared_error
-        return layer.control.corrected(threshold, stats.density) if has_moved else threshold
+        if not has_moved:
+            return threshold
+        return layer.control.corrected(threshold, stats.density, is_all=stats.squared_error == 0)
 
     def _new(self, asked: float, squared_error: float = -1.0) -> _Layer:
         # At the pace of all: single coordinates that are to be sent in every second step would make λ jump.

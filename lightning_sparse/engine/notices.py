@@ -10,7 +10,7 @@ from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 def say_other_sparsifier(settings: Mapping[str, str], before: Mapping[str, str]) -> None:
     """Says that a run resumes with other settings of its sparsifier, and in what they differ."""
     names = [name for name in {**before, **settings} if settings.get(name) != before.get(name)]
-    now, then = (", ".join(f"{name}={one[name]}" for name in names if name in one) for one in (settings, before))
+    now, then = (", ".join(f"{name}={one.get(name, '(default)')}" for name in names) for one in (settings, before))
     rank_zero_info(
         f"lightning_sparse: the sparsifier is not the one of the checkpoint: {now} instead of {then}. That of now is "
         "used; with a density, calibration begins anew."

@@ -132,6 +132,8 @@ class Exchange:
 
     def begin(self) -> None:
         """Forgets a step that was broken off in its middle."""
+        if self._shipments:
+            self._buffers.forget()  # what was under way still arrives in that memory
         self._shipments.clear()
         self._headers.clear()
         self._convoy.disband()
@@ -238,7 +240,8 @@ class Exchange:
         small_bytes = 8 * (len(local_sizes) + (0 if _carries_headers(shipments[-1]) else sum(lengths)))
         dense = sum(shipment.out.numel() for shipment in shipments if shipment.is_dense)
         volume = Volume(sum(shipment.sent_bytes for shipment in shipments) + small_bytes, dense)
-        self.begin()
+        self._shipments.clear()
+        self._headers.clear()
         self._buffers.end_step()
         return headers, volume
 

@@ -16,6 +16,8 @@ class Pending:
         works: what must end.
     """
 
+    _works: list[dist.Work] = []  # of a copy that was broken off
+
     def __init__(self, works: Sequence[dist.Work | None]) -> None:
         self._works = [work for work in works if work is not None]
 

@@ -166,9 +166,9 @@ class HardThreshold(Sparsifier):
         self._runs.clear()
 
     def fix_layers(self, thresholds: Mapping[str, float]) -> None:
-        """Sets λ of single layers by name from here on; those that never had one get the largest."""
+        """Sets λ of single layers by name from here on; all others get the largest of these."""
         if thresholds:
-            self._of_layers |= thresholds
+            self._of_layers = dict(thresholds)
             self.threshold = max(self._of_layers.values())
             self._runs.clear()
 

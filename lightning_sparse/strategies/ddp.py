@@ -245,7 +245,7 @@ class SparseDDPStrategy(WholeFiles, DDPStrategy):
         if self.state is not None:
             tell_epoch(self.state, self)
 
-    def _on_any_step(self) -> None:
+    def _on_any_step(self, _: set[str]) -> None:
         # Not all come through the strategy: self.optimizers(use_pl_optimizer=False) hands out torch's own.
         if not self._is_stepping:
             self.step_log.write(self.lightning_module)
