@@ -265,13 +265,12 @@ class SparseModelAverager(EngineHolder):
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continues from what `state_dict` returned on the worker of the same rank; gives the module its weights.
 
-        Collective with ``overlap=True``: what travels arrives first, and is dropped.
+        What travels with ``overlap=True`` is dropped.
 
         Raises:
             RuntimeError: it is of another rank or of another number of workers.
         """
         self._require_own(saved, "begin with the mean of all files' weights", "shared", "own")
-        self.flush()
         self.restart()
         self.load_shared_state(saved["shared"], same_world_size=True)
         self.load_own_state(saved["own"])

@@ -34,7 +34,6 @@ class Calibrator:
         self._control: DensityControl | None = None
         self._of_layers: LayerControl | None = None
         self._open: tuple[StepStats, StepStats | None] | None = None
-        self._confirmed: set[str] = set()
         self._suspended: tuple[float | None, dict[str, float]] = (None, {})
         self.begin()
 
@@ -132,18 +131,20 @@ class Calibrator:
 
         The one before it, if nobody has confirmed it, does not. A calibration counts every step.
         """
-        self._open, self._confirmed = None, set()
+        self._open = None
         if self._running is not None:
             self.observe(stats, before)
         else:
             self._open = stats, before
 
     def confirm(self, names: Collection[str]) -> None:
-        """Told that the last step counts for these layers, as an optimizer has stepped on them: λ is corrected."""
+        """Told that the last step counts for these layers, as an optimizer has stepped on them: λ is corrected.
+
+        Of each layer that step was told of, once.
+        """
         if self._open is None or not names:
             return
-        self._correct(*self._open, set(names) - self._confirmed)
-        self._confirmed |= set(names)
+        self._correct(*self._open, names)
         if self._of_layers is None:
             self._open = None  # of one λ for all a step counts once
 

@@ -16,15 +16,13 @@ class Pending:
         works: what must end.
     """
 
-    _works: list[dist.Work] = []  # of a copy that was broken off
-
     def __init__(self, works: Sequence[dist.Work | None]) -> None:
         self._works = [work for work in works if work is not None]
 
     def __del__(self, abandoned: list[list[dist.Work]] = _abandoned) -> None:
         # Gloo's connection stands still for ever where a message arrives whose receiver is gone.
-        if self._works:
-            abandoned.append(self._works)
+        if works := getattr(self, "_works", None):  # a copy that was broken off has none
+            abandoned.append(works)
 
     def wait(self) -> None:
         """Waits until all have ended; on a GPU makes the current stream wait. Once: Gloo's messages come only once."""

@@ -7,7 +7,7 @@ a sparse exchange, one group of them for every shard. ::
     replica 0    rank 0: shard 0 ──┐   rank 1: shard 1 ──┐      reduce-scatter and all-gather inside: torch's own
     replica 1    rank 2: shard 0 ──┘   rank 3: shard 1 ──┘      between: the engine, on each shard
 
-λ is one for the whole model: the numbers of all shards are added up before it follows from them.
+λ is one for the whole model, or for a whole layer: the numbers of all shards are added up before it follows from them.
 
 When a gradient becomes part of training: when `ShardExchange.average_gradients` takes it, which is between backward
 and an optimizer's step. Gradients that are dropped before that have never been in a residual.
@@ -280,8 +280,8 @@ def shard_exchange(
     Args:
         module: the model, sharded over the ranks of a replica and no further.
         mesh: the dimension of replicas, one rank each, of a mesh of all ranks.
-        sparsifier: chooses what is sent; copied. λ is one for the whole model; a number of coordinates, as of `TopK`,
-            is each shard's own.
+        sparsifier: chooses what is sent; copied. λ is one for the whole model, or for a whole layer; a number of
+            coordinates, as of `TopK`, is each shard's own.
         value_dtype: what a value travels in, as in `SparseDDPStrategy`.
         exchange: the route between replicas, as in `SparseDDPStrategy`.
         density_control: as in `register_comm_hook`.

@@ -35,8 +35,8 @@ class SparseHSDPStrategy(ReplicaStrategy):
     Logs what `SparseDDPStrategy` logs, of all shards together; ``sparse/payload_bytes`` are those of a replica.
 
     Args:
-        sparsifier: what to send, such as ``HardThreshold(density=0.01)``. λ is one for the whole model; a number of
-            coordinates, as of `TopK`, is each shard's own.
+        sparsifier: what to send, such as ``HardThreshold(density=0.01)``. λ is one for the whole model, or for
+            a whole layer; a number of coordinates, as of `TopK`, is each shard's own.
         replicas: how many; ``"auto"`` is one a node.
         tensor_parallel_size: ranks that share the tensors of a layer, inside a replica.
         value_dtype: what values travel in, as in `SparseDDPStrategy`; what rounding leaves is kept and sent later.

@@ -559,3 +559,81 @@ def _goes_with_its_module():
 
 def test_a_state_and_its_group_go_with_the_module_and_not_when_a_forked_process_collects_them():
     assert run_workers(_goes_with_its_module, 2) == [True, True]
+
+
+def _thresholds_with_steps_that_do_not_count(granularity, bad_steps, skips):
+    """Returns λ after each step that an optimizer made; some come after a backward with NaN, which moves none."""
+    model, state = wrapped(HardThreshold(density=0.2, calibration_steps=1, granularity=granularity))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator, thresholds = torch.Generator().manual_seed(dist.get_rank()), []
+    for place in range(30):
+        for is_bad in [True] * (place in bad_steps) + [False]:
+            inputs = [torch.randn(size, generator=None if is_bad else generator) for size in (4, 3, 2)]
+            if is_bad and dist.get_rank() == 1:
+                inputs[0][0] = float("nan")
+            before = state.sparsifier.threshold_of("first")
+            model.zero_grad()
+            model(*inputs).backward()
+            if not (is_bad and skips):
+                optimizer.step()
+            assert not is_bad or state.sparsifier.threshold_of("first") == before
+        thresholds.append([state.sparsifier.threshold_of(name) for name in ("first", "second", "sometimes")])
+    return thresholds
+
+
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize("granularity", ["model", "layer"])
+def test_a_held_threshold_takes_no_notice_of_what_is_not_finite(granularity, skips):
+    expected = run_workers(_thresholds_with_steps_that_do_not_count, 2, granularity, (), True)
+    found = run_workers(_thresholds_with_steps_that_do_not_count, 2, granularity, (5, 6, 20), skips)
+    assert found[0] == found[1]
+    assert len({tuple(one) for one in found[0]}) > 10
+    if skips:  # those backwards have never been
+        assert found == expected
+
+
+def _thresholds_of_two_players(granularity):
+    """One player's backward leaves large gradients on the other, which are dropped."""
+    model, state = wrapped(HardThreshold(density=0.3, calibration_steps=1, granularity=granularity))
+    first = torch.optim.SGD([model.module.first], lr=0.1)
+    second = torch.optim.SGD([model.module.second, model.module.sometimes], lr=0.1)
+    generator, before_and_after = torch.Generator().manual_seed(dist.get_rank()), []
+    for _ in range(20):
+        model.zero_grad()
+        model(
+            *(torch.randn(size, generator=generator) * scale for size, scale in ((4, 1), (3, 1e6), (2, 1e6)))
+        ).backward()
+        before = state.sparsifier.threshold_of("second")
+        first.step()
+        before_and_after.append((before, state.sparsifier.threshold_of("second")))
+        model.zero_grad()
+        model(*(torch.randn(size, generator=generator) for size in (4, 3, 2))).backward()
+        second.step()
+    return before_and_after[1:], [state.sparsifier.threshold_of(name) for name in ("first", "second")]
+
+
+def test_gradients_that_are_dropped_move_no_layers_threshold():
+    (moved, thresholds), others = run_workers(_thresholds_of_two_players, 2, "layer")
+    assert (moved, thresholds) == others
+    assert all(before == after for before, after in moved)
+    assert len({before for before, _ in moved}) > 10  # by its own steps
+
+
+def _backwards_before_a_step(num_backwards):
+    model, state = wrapped(HardThreshold(density=0.2, calibration_steps=1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator, thresholds = torch.Generator().manual_seed(dist.get_rank()), []
+    for _ in range(10):
+        model.zero_grad()
+        for _ in range(num_backwards):  # each exchanges its gradients
+            model(*(torch.randn(size, generator=generator) for size in (4, 3, 2))).backward()
+            thresholds.append(state.sparsifier.threshold)
+        optimizer.step()
+    return thresholds
+
+
+def test_between_optimizer_steps_a_held_threshold_is_constant():
+    for thresholds in run_workers(_backwards_before_a_step, 2, 3):
+        of_steps = [set(thresholds[place : place + 3]) for place in range(3, 30, 3)]
+        assert all(len(one) == 1 for one in of_steps)
+        assert len(set.union(*of_steps)) > 5

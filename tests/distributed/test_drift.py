@@ -569,6 +569,76 @@ def test_an_averager_that_is_dropped_while_something_travels_holds_nothing_up():
         assert torch.equal(found, expected)
 
 
+def goes_back(flushes):
+    """Loads what was saved while something travels, again and again; returns the weights after some steps more."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 20))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    averager = SparseModelAverager(model, HardThreshold(density=0.01), DriftOptions(overlap=True))
+    generator = torch.Generator().manual_seed(rank)
+
+    def go(steps):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.randn(8, 300, generator=generator)).square().mean().backward()
+            optimizer.step()
+            averager.step()
+
+    go(9)
+    saved = averager.state_dict()
+    for _ in range(10):
+        go(3)
+        if flushes:
+            averager.flush()
+        averager.load_state_dict(saved)
+        go(2)
+    averager.flush()
+    return flat(model)
+
+
+def test_a_state_may_be_loaded_while_something_travels():
+    expected = run_workers(goes_back, 2, True)
+    for one, other in zip(run_workers(goes_back, 2, False, timeout=40), expected, strict=True):
+        assert one.isfinite().all()
+        assert torch.equal(one, other)
+
+
+def is_replaced(restarts):
+    """An averager is replaced, or begins anew, while something travels."""
+    rank = dist.get_rank()
+    model = Net().double()
+    optimizer = adam(model.parameters())
+    options = DriftOptions(overlap=True)
+    old = averager = SparseModelAverager(model, HardThreshold(threshold=THRESHOLD), options)
+    for step in range(STEPS):
+        if step == 4:
+            assert averager.is_sent_off
+            if restarts:
+                averager.restart()
+            else:
+                averager = SparseModelAverager(model, HardThreshold(threshold=THRESHOLD), options)
+                before = flat(model)
+                for call in (old.flush, old.step, old.state_dict):
+                    with pytest.raises(RuntimeError, match="Another averager has been made for the same weights"):
+                        call()
+                assert torch.equal(flat(model), before)
+                old.close()
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        averager.step()
+    averager.flush()
+    anchor = torch.cat([one.flatten() for one in averager.anchor().values()])
+    return (flat(model) - anchor).abs().max()
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+def test_who_is_replaced_or_restarted_while_something_travels_does_no_harm(restarts):
+    for furthest in run_workers(is_replaced, 2, restarts, timeout=40):
+        assert 0 < furthest < 2 * THRESHOLD  # what was not sent, and the last step
+
+
 def unfreezes(looks_at):
     """Unfreezes a layer, between two exchanges; looks at the mean of the weights after some steps."""
     rank = dist.get_rank()

@@ -71,6 +71,8 @@ def test_a_loop_that_stops_and_goes_on_equals_one_that_does_not(num_workers, spa
     "sparsifier",
     [
         HardThreshold(threshold=0.2),
+        HardThreshold(density=0.05, calibration_steps=1),
+        HardThreshold(density=0.05, calibration_steps=1, granularity="layer"),
         TopK(0.1, granularity="model"),
         RandomK(0.1),
         RandomK(0.1, same_on_all=False),

@@ -173,17 +173,23 @@ def test_of_other_settings_at_a_resume_only_what_differs_is_told(caplog: Any, mo
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)
     settings = [
         {name: repr(value) for name, value in one.settings().items()}
-        for one in (HardThreshold(density=0.1), HardThreshold(threshold=0.5), TopK(0.1))
+        for one in (
+            HardThreshold(density=0.1),
+            HardThreshold(threshold=0.5),
+            TopK(0.1),
+            HardThreshold(density=0.1, granularity="layer"),
+        )
     ]
     told = []
-    for now, before in ((0, 1), (2, 0)):
+    for now, before in ((0, 1), (2, 0), (0, 3)):
         with caplog.at_level("INFO"):
             say_other_sparsifier(settings[now], settings[before])
         told.append(caplog.messages[-1].partition("checkpoint: ")[2])
     assert told[0].startswith(
         "density=0.1, threshold=None instead of density=None, threshold=0.5. That of now is used;"
     )
-    assert told[1].startswith("sparsifier='TopK', granularity='layer' instead of sparsifier='HardThreshold', ")
+    assert told[1].startswith("sparsifier='TopK', ")
+    assert told[2].startswith("granularity=(default) instead of granularity='layer'. ")
 
 
 def _engine(patterns: dict[str, float]) -> Any:

@@ -5,6 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 
 from lightning_sparse.engine.density_control import DensityControl, pace_of
 
@@ -161,3 +162,23 @@ def test_a_pace_faster_than_the_fastest_swings():
 
     assert last(pace_of(0.3)) < 0.03
     assert last(10.0) > 0.1
+
+
+def test_a_density_that_cannot_be_reached_is_not_made_up_for_later():
+    control, threshold = control_of(0.1), 1.0
+    for _ in range(5000):  # whatever is not zero is sent, and it is not enough
+        threshold = control.corrected(threshold, 0.004, is_all=True)
+    assert threshold == 1.0
+    for _ in range(5000):  # something is kept
+        threshold = control.corrected(threshold, 0.004)
+    thresholds = [threshold := control.corrected(threshold, 0.16) for _ in range(200)]
+    assert thresholds[-1] > 10 * min(thresholds)
+
+
+@pytest.mark.parametrize("density", [0.0, 1.0])
+def test_a_threshold_stays_a_number_that_can_be_compared_with(density):
+    control, threshold = control_of(0.001), 1.0
+    for _ in range(5000):
+        threshold = control.corrected(threshold, density)
+    assert torch.tensor(threshold).isfinite()
+    assert torch.tensor(threshold) > 0

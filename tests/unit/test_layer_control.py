@@ -73,3 +73,18 @@ def test_it_goes_on_from_its_state():
 
 def test_an_empty_layer_has_none():
     assert LayerControl(DENSITY).corrected({"empty": LayerStats(0, 0, 0.0, 0.0)}, lambda _: 1.0) == {}
+
+
+def test_only_layers_for_which_a_step_counts_are_corrected():
+    control = LayerControl(DENSITY)
+    stats = {name: LayerStats(1000, 1000, 1.0, 1.0) for name in ("stepped", "dropped")}
+    found = control.corrected(stats, lambda _: 1.0, {"stepped"})
+    assert found["stepped"] > 1
+    assert found["dropped"] == 1
+
+
+def test_a_layer_of_another_size_is_held_to_its_new_share():
+    control = LayerControl(DENSITY)
+    control.corrected({"bias": LayerStats(1, 1, 0.5, 1.0)}, lambda _: 1.0)
+    control.corrected({"bias": LayerStats(20, 10, 0.5, 1.0)}, lambda _: 1.0)
+    assert control.state_dict()["bias"]["density"] == 1 / 20
