@@ -10,8 +10,8 @@ is the floor: local training that never exchanges anything.
 
 A time is the mean over 30 steps in a row on the first worker, with loading, logging and all exchanges that fall into
 them; the first 30 steps of a turn, with what is compiled, laid out and calibrated, do not count. The table shows
-medians over all turns. Density is that of the steps timed: with few steps of a warm-up it need not be the one of the
-whole training.
+medians over all turns. Density is what was sent in the steps timed, a step: with few steps of a warm-up it need not be
+that of the whole training.
 """
 
 import argparse
@@ -53,10 +53,14 @@ def turn(lab: NetworkLab, variant: Variant, options: argparse.Namespace, common:
 
 
 def timed(run: Run, blocks: int) -> tuple[list[float], list[float]]:
-    """Returns seconds a step, a mean for each block, and the densities of those steps."""
-    seconds = run.values["step_time"][BLOCK : BLOCK * (blocks + 1)]
+    """Returns seconds a step, a mean for each block, and the density of those steps, if one was logged."""
+    end = BLOCK * (blocks + 1)
+    seconds = run.values["step_time"][BLOCK:end]
     means = [fmean(seconds[first : first + BLOCK]) for first in range(0, len(seconds) - BLOCK + 1, BLOCK)]
-    return means, run.values.get("sparse/density", [])[BLOCK : BLOCK * (blocks + 1)]
+    if "sparse/density" not in run.values:
+        return means, []
+    exchanges = zip(run.steps["sparse/density"], run.values["sparse/density"], strict=True)
+    return means, [sum(density for step, density in exchanges if BLOCK <= step < end) / (end - BLOCK)]
 
 
 def main() -> None:
