@@ -8,6 +8,7 @@ did is open until an optimizer steps on the gradient, and undone if none does (`
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -289,7 +290,8 @@ class SparseState(EngineHolder):
         self.settlement.end_exchange(names - step.unused, used_by_any)
         step.keep_promises()
         self._step = RunningStep(step.loss_scale)  # lets go of the buckets
-        self._engine.account(more_bytes=more_bytes, counts=False)  # until an optimizer steps on it
+        # It counts once an optimizer steps on it; where no backward of this worker's runs (``Join``), with the others'.
+        self._engine.account(more_bytes=more_bytes, counts=torch._C._current_graph_task_id() == -1)
 
     def _settle(self, names: set[str]) -> None:
         self.residuals.settle(names)
