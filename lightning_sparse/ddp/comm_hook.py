@@ -11,13 +11,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse._version import __version__
+from lightning_sparse.ddp.learning_rates import LearningRates
 from lightning_sparse.ddp.options import (
     DensityControlMode,
     ErrorFeedback,
     ExchangeOptions,
     require_density_control,
 )
-from lightning_sparse.ddp.sparse_state import LearningRates, SparseState
+from lightning_sparse.ddp.sparse_state import SparseState
 from lightning_sparse.exchange import ExchangeMode, current_device, require_agreement
 from lightning_sparse.exchange.wire import ValueDtype
 from lightning_sparse.sparsifiers import Sparsifier

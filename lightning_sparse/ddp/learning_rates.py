@@ -7,6 +7,8 @@ from torch import Tensor
 from lightning_sparse.engine import FlatBucket
 from lightning_sparse.selection.residual import Residual, rescale
 
+LearningRates = Mapping[Tensor, float]
+
 
 class LastLearningRates:
     """Remembers lr_{t-1} by parameter name, where t counts the steps that an optimizer made on that parameter.
@@ -24,7 +26,7 @@ class LastLearningRates:
         self._open: dict[str, float] = {}
         self._ratios: dict[str, float] = {}
 
-    def begin(self, rates: Mapping[Tensor, float]) -> None:
+    def begin(self, rates: LearningRates) -> None:
         """Takes lr_{t-1} / lr_t for a backward whose step will have these rates; 1 for a first step.
 
         A rate of 0 has no ratio: such a step leaves the residual and lr_{t-1} alone.

@@ -115,7 +115,7 @@ class SimulatedWorker(EngineHolder):
     def shared_state(self) -> dict[str, Any]:
         """Returns what is the same on every worker, as a hook's state does; see `SparseState`."""
         rest: dict[str, Any] = {"layout": [], "learning_rates": {}}
-        return self._engine.shared_state() | self._engine.sparsifier_state(self._engine.next_step) | rest
+        return self._engine.shared_state() | self._sparsifier_state(self._engine.next_step) | rest
 
     def load_shared_state(self, saved: Mapping[str, Any], *, same_world_size: bool) -> None:
         """Continues from what ``shared_state`` returned, here or of workers that are processes."""

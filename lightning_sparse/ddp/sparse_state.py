@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_sparse.ddp.arrival import Arrival, BucketLayouts
 from lightning_sparse.ddp.clipping import clip_gradient
-from lightning_sparse.ddp.learning_rates import LastLearningRates
+from lightning_sparse.ddp.learning_rates import LastLearningRates, LearningRates
 from lightning_sparse.ddp.notices import say_dropped
 from lightning_sparse.ddp.options import ExchangeOptions
 from lightning_sparse.ddp.parameter_use import EveryParameterUsed, ParameterUse
@@ -29,8 +29,6 @@ from lightning_sparse.engine.memory_format import real_numel
 from lightning_sparse.engine.rehearsal import rehearse_steps
 from lightning_sparse.exchange import Meeting
 from lightning_sparse.sparsifiers import Sparsifier
-
-LearningRates = Mapping[Tensor, float]
 
 
 class SparseState(EngineHolder):
@@ -139,10 +137,7 @@ class SparseState(EngineHolder):
 
     @property
     def has_residuals(self) -> bool:
-        """Whether any can be other than zero, as far as all workers know alike.
-
-        In the middle of the first step nobody knows yet.
-        """
+        """Whether any can be other than zero, as far as all workers know alike: nobody does within the first step."""
         return self.settlement.progress > 0 or self.residuals.was_loaded or not self.is_certain
 
     def reset(self) -> None:
@@ -178,7 +173,7 @@ class SparseState(EngineHolder):
     def shared_state(self) -> dict[str, Any]:
         """Returns what was the same on every worker when an optimizer stepped last, in plain containers."""
         rates = {"learning_rates": self._rates.state_dict()}
-        return self._shared | rates | self._engine.sparsifier_state(self._shared["next_step"])
+        return self._shared | rates | self._sparsifier_state(self._shared["next_step"])
 
     def _count_step(self, names: set[str]) -> None:
         self._engine.calibrator.confirm(names)
@@ -280,14 +275,12 @@ class SparseState(EngineHolder):
                 bucket.gradient.copy_(bucket.average)
             self._use.put_back(used_by_any, bucket.layout, bucket.gradient)
         self._use.forget_old()
-
         self._bucket_names = [layout.names for layout in layouts]
         for bucket in step.buckets:
             self.residuals.keep(bucket.index, step.unused)
         self._rates.settle(step.unused - self.settlement.open_names)
         self.is_exchanging = False
-        names = {name for names in self._bucket_names for name in names}
-        self.settlement.end_exchange(names - step.unused, used_by_any)
+        self.settlement.end_exchange(set().union(*self._bucket_names) - step.unused, used_by_any)
         step.keep_promises()
         self._step = RunningStep(step.loss_scale)  # lets go of the buckets
         # It counts once an optimizer steps on it; where no backward of this worker's runs (``Join``), with the others'.

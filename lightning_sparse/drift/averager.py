@@ -232,7 +232,7 @@ class SparseModelAverager(EngineHolder):
         return self._numbers() | self._exchange.state_dict()
 
     def _numbers(self) -> dict[str, Any]:
-        engine = self._engine.shared_state() | self._engine.sparsifier_state(self._engine.next_step)
+        engine = self._engine.shared_state() | self._sparsifier_state(self._engine.next_step)
         return engine | {"num_steps": self.num_steps}
 
     @torch.no_grad()

@@ -259,18 +259,6 @@ class Engine:
         self.last_step = self.epoch = None
         self.next_step = 0
 
-    def sparsifier_state(self, next_step: int) -> dict[str, Any]:
-        """Returns what the sparsifier knows, for a run that resumes with the step of this number.
-
-        Raises:
-            TypeError: it is no dict.
-        """
-        state: object = self.sparsifier.state_dict(next_step)
-        if not isinstance(state, dict):
-            name = type(self.sparsifier).__name__
-            raise TypeError(f"{name}.state_dict returned {type(state).__name__}. Return a dict of plain values.")
-        return {"sparsifier": state}
-
     def shared_state(self) -> dict[str, Any]:
         """Returns what the engine knows, the same on every worker, in plain containers."""
         last_step = None if self.last_step is None else asdict(replace(self.last_step, layers={}))

@@ -127,6 +127,18 @@ class EngineHolder:
         finally:
             self._engine.subscribers = before
 
+    def _sparsifier_state(self, next_step: int) -> dict[str, Any]:
+        """Returns what the sparsifier knows, for a run that resumes with the step of this number.
+
+        Raises:
+            TypeError: it is no dict.
+        """
+        state: object = self._engine.sparsifier.state_dict(next_step)
+        if not isinstance(state, dict):
+            name = type(self._engine.sparsifier).__name__
+            raise TypeError(f"{name}.state_dict returned {type(state).__name__}. Return a dict of plain values.")
+        return {"sparsifier": state}
+
     def _place(self) -> dict[str, int]:
         return {"world_size": self.workers.num_workers, "rank": self.workers.rank}
 

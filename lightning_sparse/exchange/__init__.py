@@ -7,7 +7,8 @@ runs in whatever order the callbacks happen to run.)
 
 from lightning_sparse.exchange.agreement import current_device, parameter_settings, require_agreement
 from lightning_sparse.exchange.buffers import Buffers, let_go
-from lightning_sparse.exchange.exchange import EXCHANGE_MODES, Exchange, ExchangeMode, require_link
+from lightning_sparse.exchange.cost_model import require_link
+from lightning_sparse.exchange.exchange import EXCHANGE_MODES, Exchange, ExchangeMode
 from lightning_sparse.exchange.in_process import Crew
 from lightning_sparse.exchange.meeting import Meeting
 from lightning_sparse.exchange.reduce_scatter import largest_slice, slice_bounds, slice_elements

@@ -16,6 +16,15 @@ GATHER_LAUNCHES, REDUCE_SCATTER_LAUNCHES = 2, 46
 """Kernels of a bucket beyond those of the dense route (tests/distributed/test_launches.py)."""
 
 
+def require_link(link_gbit_s: float | None) -> None:
+    """Raises ValueError where this is no rate of a link."""
+    is_number = isinstance(link_gbit_s, (int, float)) and not isinstance(link_gbit_s, bool)
+    if link_gbit_s is not None and not (is_number and 1e-6 <= link_gbit_s <= 1e6):
+        raise ValueError(
+            f"Invalid {link_gbit_s=}. Must be a worker's link in Gbit/s, within 1e-6 and 1e6, for example 10; or None."
+        )
+
+
 class Speeds(NamedTuple):
     """Seconds that parts of an exchange take. The same on every worker, whatever its machine is like.
 

@@ -45,15 +45,6 @@ UNEVEN_SLICES = 2
 """How many times its even share the fullest slice is taken to hold, before it was ever counted."""
 
 
-def require_link(link_gbit_s: float | None) -> None:
-    """Raises ValueError where this is no rate of a link."""
-    is_number = isinstance(link_gbit_s, (int, float)) and not isinstance(link_gbit_s, bool)
-    if link_gbit_s is not None and not (is_number and 1e-6 <= link_gbit_s <= 1e6):
-        raise ValueError(
-            f"Invalid {link_gbit_s=}. Must be a worker's link in Gbit/s, within 1e-6 and 1e6, for example 10; or None."
-        )
-
-
 class Exchange:
     """Averages sparse buckets over the workers of a process group. Collective in everything but its attributes.
 

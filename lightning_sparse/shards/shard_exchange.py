@@ -216,7 +216,7 @@ class ShardExchange(EngineHolder):
 
     def shared_state(self) -> dict[str, Any]:
         """Returns what is the same on all replicas for this rank's shards, in plain containers."""
-        return self._engine.shared_state() | self._engine.sparsifier_state(self._engine.next_step)
+        return self._engine.shared_state() | self._sparsifier_state(self._engine.next_step)
 
     def load_shared_state(self, saved: Mapping[str, Any]) -> None:
         """Continues from what `shared_state` returned in another run.
