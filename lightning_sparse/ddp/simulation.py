@@ -1,6 +1,6 @@
 """n workers' exchange of gradients in one process: the engine of each, in a thread of its own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,8 +71,12 @@ class SimulatedWorker(EngineHolder):
         """Elements of every parameter's residual, by name."""
         return {name: one.numel() for name, one in self._parameters.items()}
 
-    def average(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def average(self, gradients: Mapping[str, Tensor], reached: Collection[str]) -> dict[str, Tensor]:
         """Returns the average of what all workers send, as ``SimulatedWorkers.average`` does. Collective.
+
+        Args:
+            gradients: of this worker.
+            reached: names of which any worker has a gradient.
 
         Raises:
             RuntimeError: a parameter's memory format is not what it was.
@@ -87,9 +91,10 @@ class SimulatedWorker(EngineHolder):
             self._engine.add(one)
         self._engine.finish()
         for one in buckets:
-            self.residuals.keep(one.index)
+            self.residuals.keep(one.index, self._parameters.keys() - gradients.keys())
         self.residuals.settle(set(self._parameters))
-        self._engine.account()
+        self._engine.account(counts=False)
+        self._engine.calibrator.confirm(reached)
         averages = {}
         for one in buckets:
             average = one.average.to(one.gradient.dtype)
@@ -105,7 +110,9 @@ class SimulatedWorker(EngineHolder):
         ]
         flat = torch.cat(parts)
         residual = self.residuals.bucket(index, layout, flat)
-        return FlatBucket(index, layout, flat, residual, is_last=index == len(self._layouts) - 1)
+        left_out = [(start, end) for name, start, end in layout.spans() if name not in gradients]
+        is_last = index == len(self._layouts) - 1
+        return FlatBucket(index, layout, flat, residual, is_last, left_out=left_out)
 
     def reset(self) -> None:
         """Returns to before the first step."""
@@ -144,10 +151,13 @@ class SimulatedWorkers:
         """Returns the average of what all workers send of their gradients, by name, of the gradients' shapes.
 
         Args:
-            gradients: of each worker; of a parameter that is missing it sends what its residual holds of it.
+            gradients: of each worker; of a parameter that is missing it sends nothing, and keeps what it has not sent.
         """
         drawn_before = torch.get_rng_state()
-        averages: list[dict[str, Tensor]] = self._crew.run(lambda rank: self.each[rank].average(gradients[rank]))
+        reached = set().union(*gradients)
+        averages: list[dict[str, Tensor]] = self._crew.run(
+            lambda rank: self.each[rank].average(gradients[rank], reached)
+        )
         if not (self._has_warned or torch.equal(torch.get_rng_state(), drawn_before)):
             self._has_warned = True
             warn_of_drawn_numbers()

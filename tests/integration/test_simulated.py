@@ -24,6 +24,7 @@ from lightning_sparse import (
     SimulatedWorkersStrategy,
     SparseDDPStrategy,
     Sparsifier,
+    StochasticRounding,
     TopK,
 )
 from tests.integration.models import Classifier, adam, assert_equal, clones, data, nesterov, quiet_trainer
@@ -193,6 +194,17 @@ class Sharded(Classifier):
         return DataLoader(Shards(self.trainer.global_rank), batch_size=None)
 
 
+class Sometimes(Classifier):
+    """Its middle layer is for one batch in four, and for one more of the first worker's."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, labels = batch
+        seen = self.first(inputs).tanh()
+        if batch_idx % 4 == 0 or (batch_idx % 4 == 1 and self.trainer.global_rank == 0):
+            seen = self.middle(seen).tanh()
+        return nn.functional.cross_entropy(self.last(seen), labels)
+
+
 class Placed(Sharded):
     """Reads loaders that can go on in their middle."""
 
@@ -252,8 +264,12 @@ def persistent() -> DataLoader:
 
 def _processes(case: dict[str, Any], num_workers: int, ckpt_path: str | None = None) -> Any:
     os.environ["PL_GLOBAL_SEED"] = "3"
+    may_leave_out = {"find_unused_parameters": case.get("module") is Sometimes}
     strategy = SparseDDPStrategy(
-        case.get("sparsifier", HardThreshold(threshold=0.05)), exchange="gather", **case.get("like", {})
+        case.get("sparsifier", HardThreshold(threshold=0.05)),
+        exchange="gather",
+        **may_leave_out,
+        **case.get("like", {}),
     )
     return fit(strategy, num_workers, case, ckpt_path)
 
@@ -297,6 +313,22 @@ CASES: dict[str, dict[str, Any]] = {
     "top k of mixed dtypes": {"module": Pictures, "sparsifier": TopK(0.1, granularity="model")},
     "accordion": {"sparsifier": Accordion(0.02, 0.2, interval=1, relative_change=5.0), "trainer": {"max_steps": 23}},
     "layers": {"sparsifier": HardThreshold(threshold=0.05, layer_thresholds={"first.*": 0.2})},
+} | {
+    f"{type(sparsifier).__name__} {of}, layers unused": {
+        "module": Sometimes,
+        "sparsifier": sparsifier,
+        "trainer": {"max_steps": 14},
+    }
+    for of, sparsifier in {
+        "constant": HardThreshold(threshold=0.05),
+        "of each layer": TopK(0.05),
+        "of the model": TopK(0.05, granularity="model"),
+        "of a Gaussian": GaussianK(0.1),
+        "the same on all": RandomK(0.2),
+        "each its own": RandomK(0.2, same_on_all=False),
+        "by chance": StochasticRounding(0.02),
+        "of two densities": Accordion(0.02, 0.2, interval=1),
+    }.items()
 }
 
 
@@ -321,6 +353,19 @@ def test_simulated_workers_come_to_what_processes_come_to(name: str, num_workers
     for one, other in zip(simulated["steps"], processes[0]["steps"], strict=True):
         assert (one.selected, one.num_workers) == (other.selected, num_workers)
         assert one.squared_error == pytest.approx(other.squared_error, rel=1e-6)
+
+
+def test_a_density_of_each_layer_counts_steps_in_which_any_worker_used_it() -> None:
+    sparsifier = HardThreshold(density=0.1, calibration_steps=2, granularity="layer")
+    case = {"module": Sometimes, "sparsifier": sparsifier, "trainer": {"max_steps": 24}}
+    processes = run_workers(_processes, 2, case, 2, process_group=False)
+    (simulated,) = run_workers(_simulated, 1, case, 2, process_group=False)
+    for one, other in zip(simulated["steps"], processes[0]["steps"], strict=True):
+        assert one.threshold == pytest.approx(other.threshold, rel=1e-5)
+        assert {name: layer.selected for name, layer in one.layers.items()} == {
+            name: layer.selected for name, layer in other.layers.items()
+        }
+    torch.testing.assert_close(simulated["weights"], processes[0]["weights"])
 
 
 def test_a_clipped_worker_is_that_of_processes_up_to_rounding() -> None:
