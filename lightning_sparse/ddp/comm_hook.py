@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse._version import __version__
+from lightning_sparse.ddp.join import follow_join
 from lightning_sparse.ddp.learning_rates import LearningRates
 from lightning_sparse.ddp.options import (
     DensityControlMode,
@@ -170,6 +171,7 @@ def attach(
         state.rehearse(is_scaled=is_scaled(grad_scaler()))
     ddp_module.register_comm_hook(state, sparse_hook)
     state.settlement.follow(ddp_module)
+    follow_join(ddp_module, state)
     return state
 
 

@@ -5,25 +5,25 @@ goes to the engine; in the hook of the last one the averages, times S, replace t
 did is open until an optimizer steps on the gradient, and undone if none does (``lightning_sparse.ddp.settlement``).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sparse.ddp.arrival import Arrival, BucketLayouts
+from lightning_sparse.ddp.arrival import BucketLayouts
 from lightning_sparse.ddp.clipping import clip_gradient
-from lightning_sparse.ddp.learning_rates import LastLearningRates, LearningRates
+from lightning_sparse.ddp.learning_rates import LearningRates
 from lightning_sparse.ddp.notices import say_dropped
 from lightning_sparse.ddp.options import ExchangeOptions
 from lightning_sparse.ddp.parameter_use import EveryParameterUsed, ParameterUse
 from lightning_sparse.ddp.regrouping import BucketLike
 from lightning_sparse.ddp.running_step import Averaged, RunningStep
+from lightning_sparse.ddp.settled_state import SettledState
 from lightning_sparse.ddp.settlement import Settlement
 from lightning_sparse.ddp.weak_call import weakly
 from lightning_sparse.engine import Engine, FlatBucket
-from lightning_sparse.engine.holder import EngineHolder
 from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.memory_format import real_numel
 from lightning_sparse.engine.rehearsal import rehearse_steps
@@ -31,7 +31,7 @@ from lightning_sparse.exchange import Meeting
 from lightning_sparse.sparsifiers import Sparsifier
 
 
-class SparseState(EngineHolder):
+class SparseState(SettledState):
     """Everything that one worker keeps between steps; the state of the communication hook.
 
     Args:
@@ -78,7 +78,8 @@ class SparseState(EngineHolder):
                 keeps_rest=options.error_feedback != "none",
                 holds_density=options.holds_density,
             ),
-            parameter_names.values(),
+            parameter_names,
+            sum(one.requires_grad for one in parameter_names) if is_static_graph else None,
         )
         self.options = options
         self.settlement = Settlement(parameter_names, weakly(self._settle), weakly(self._undo))
@@ -88,16 +89,12 @@ class SparseState(EngineHolder):
         self.meeting = Meeting(self.workers)
         self._loss_scale = loss_scale
         self._learning_rates = learning_rates
-        self._rates = LastLearningRates(parameter_names)
         self._has_said_undone = False
         self._layouts = BucketLayouts(parameter_names)
         self._use = ParameterUse(parameter_names) if allows_unused_parameters else EveryParameterUsed()
-        self._arrival = Arrival(parameter_names, len(self._parameters) if is_static_graph else None)
-        self._bucket_names: list[tuple[str, ...]] = []
-        self.is_exchanging = self.is_saving = self._is_moving = False
+        self.is_exchanging = self.is_saving = self._is_moving = self._is_idle = False
         self._step = RunningStep()
         self.settlement.on_step.append(weakly(self._count_step))
-        self._note_shared_state()
 
     def rehearse(self, *, is_scaled: bool) -> None:
         """Builds the kernels that steps will need; see ``lightning_sparse.engine.rehearse_steps``."""
@@ -170,33 +167,6 @@ class SparseState(EngineHolder):
         self.load_shared_state(saved["shared"], same_world_size=True)
         self.residuals.load_state_dict(saved["residuals"])
 
-    def shared_state(self) -> dict[str, Any]:
-        """Returns what was the same on every worker when an optimizer stepped last, in plain containers."""
-        rates = {"learning_rates": self._rates.state_dict()}
-        return self._shared | rates | self._sparsifier_state(self._shared["next_step"])
-
-    def _count_step(self, names: set[str]) -> None:
-        self._engine.calibrator.confirm(names)
-        self._note_shared_state()
-
-    def _note_shared_state(self) -> None:
-        self._shared = self._engine.shared_state() | {"layout": [list(names) for names in self._bucket_names]}
-
-    def load_shared_state(self, saved: Mapping[str, Any], *, same_world_size: bool) -> None:
-        """Continues from what `shared_state` returned in another run.
-
-        λ and its calibration continue where the sparsifier has the settings of then; with others those of now hold.
-
-        Args:
-            saved: the other run's.
-            same_world_size: whether it had as many workers; if not, the history of its exchange says nothing.
-        """
-        self._engine.load_shared_state(saved, same_world_size=same_world_size)
-        self._rates.load_state_dict(saved["learning_rates"])
-        if same_world_size:
-            self._arrival.continue_with(saved["layout"])
-        self._note_shared_state()
-
     def receive(self, grad_bucket: BucketLike) -> Averaged:
         """Takes one of DDP's buckets through the step. Collective: every worker calls this for the same bucket."""
         return self._arrival.receive(grad_bucket, self._receive)
@@ -239,7 +209,10 @@ class SparseState(EngineHolder):
         if is_new:
             self._engine.forget_sizes()
         residual = self.residuals.bucket(grad_bucket.index(), layout, gradient)
-        unused = self._use.set_aside(layout, gradient)
+        if self._is_idle:  # the buffer holds zeros, and no gradients of before
+            unused = {name: (start, end) for name, start, end in layout.spans()}
+        else:
+            unused = self._use.set_aside(layout, gradient)
         self._step.unused.update(unused)
         return FlatBucket(
             grad_bucket.index(),
@@ -283,8 +256,17 @@ class SparseState(EngineHolder):
         self.settlement.end_exchange(set().union(*self._bucket_names) - step.unused, used_by_any)
         step.keep_promises()
         self._step = RunningStep(step.loss_scale)  # lets go of the buckets
-        # It counts once an optimizer steps on it; where no backward of this worker's runs (``Join``), with the others'.
-        self._engine.account(more_bytes=more_bytes, counts=torch._C._current_graph_task_id() == -1)
+        # It counts once an optimizer steps on it, of which an idle worker will see nothing.
+        self._engine.account(more_bytes=more_bytes, counts=self._is_idle)
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Within it, buckets come of a worker that has no more batches; see ``lightning_sparse.ddp.join``."""
+        self._is_idle = True
+        try:
+            yield
+        finally:
+            self._is_idle = False
 
     def _settle(self, names: set[str]) -> None:
         self.residuals.settle(names)

@@ -103,6 +103,12 @@ class Workers:
         """Replaces the list's content by the first worker's, on all. Collective."""
         dist.broadcast_object_list(objects, self._global_ranks[0], group=self.group)
 
+    def first_object(self, own: Any) -> Any:
+        """Returns the first worker's object that is not None, in rank order; the same on all. Collective."""
+        gathered = [None] * self.num_workers
+        dist.all_gather_object(gathered, own, group=self.group)
+        return next((one for one in gathered if one is not None), None)
+
     def apart(self, name: str) -> "Workers":
         """Returns the same workers in a new group, with connections of its own. Collective.
 

@@ -637,20 +637,3 @@ def test_between_optimizer_steps_a_held_threshold_is_constant():
         of_steps = [set(thresholds[place : place + 3]) for place in range(3, 30, 3)]
         assert all(len(one) == 1 for one in of_steps)
         assert len(set.union(*of_steps)) > 5
-
-
-def _threshold_where_one_has_fewer_batches():
-    model, state = wrapped(HardThreshold(density=0.2, calibration_steps=1), value_dtype="float8")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    with model.join():
-        for _ in range(10 if dist.get_rank() == 0 else 40):
-            model.zero_grad()
-            model(*(torch.randn(size, generator=generator) for size in (4, 3, 2))).backward()
-            optimizer.step()
-    return state.sparsifier.threshold
-
-
-def test_a_held_threshold_is_the_same_on_a_worker_that_has_no_more_batches():
-    first, second = run_workers(_threshold_where_one_has_fewer_batches, 2)
-    assert first == second

@@ -127,7 +127,7 @@ class Oracle:
         added = torch.cat([real(self._gradient(name, old[name])).flatten() for name in shared])
         dist.all_reduce(added)
         flat = torch.cat([one.flatten() for one in compensated.values()])
-        is_sent = self._select(flat)
+        is_sent = self._select(flat) & is_active  # who is idle keeps what it has
         out = torch.where(is_sent, flat, 0)
         outs = [torch.empty_like(out) for _ in range(dist.get_world_size())]
         dist.all_gather(outs, out)

@@ -1,0 +1,64 @@
+"""Workers that have run out of batches while others go on, in torch's ``Join`` or ``DistributedDataParallel.join``.
+
+Such a worker answers each exchange of the others with zeros and steps on nothing. So it keeps its residual for its next
+backward: what it sent would look like gradients that were dropped, which are undone and sent again. Nor does it see on
+which exchanges the others step, by which λ and the number of the next step go. When all have run out, it takes those
+over from one that has seen it.
+"""
+
+import weakref
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.algorithms.join import JoinHook
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse.exchange import current_device
+
+
+class Joinable(Protocol):
+    """What is told of it."""
+
+    def idle(self) -> AbstractContextManager[None]:
+        """Within it, buckets come of a worker that has no more batches."""
+
+    def catch_up(self, *, knows: bool) -> None:
+        """Learns what has become of the exchanges of others, from one that knows. Collective."""
+
+
+class SparseJoinHook(JoinHook):
+    """DDP's own hook of ``Join``, of which a sparse state is told.
+
+    Args:
+        hook: DDP's.
+        state: is told.
+        device: the module's.
+    """
+
+    def __init__(self, hook: JoinHook, state: Joinable, device: torch.device | None) -> None:
+        self._hook, self._state, self._device = hook, state, device
+
+    def main_hook(self) -> None:
+        """Answers a step of those who go on."""
+        with self._state.idle():
+            self._hook.main_hook()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Ends the context, on all workers: each has the weights of one that ran out last."""
+        self._hook.post_hook(is_last_joiner)
+        with current_device(self._device):
+            self._state.catch_up(knows=is_last_joiner)
+
+
+def follow_join(module: DistributedDataParallel, state: Joinable) -> None:
+    """Tells the state of every ``Join`` context that this module is in, from now on."""
+    this, told = weakref.ref(module), weakref.ref(state)  # who is in a circle of references is not freed at once
+
+    def join_hook(**options: Any) -> JoinHook:
+        module, state = this(), told()
+        assert module is not None, "who asks for its hook holds it"
+        hook = type(module).join_hook(module, **options)  # type: ignore[no-untyped-call]
+        return hook if state is None else SparseJoinHook(hook, state, module.device)
+
+    vars(module)["join_hook"] = join_hook

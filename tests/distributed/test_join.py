@@ -1,0 +1,127 @@
+"""Workers with fewer batches than others, in torch's Join: nothing is lost, nothing counts twice, all know the same."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse import (
+    Accordion,
+    Dense,
+    GaussianK,
+    HardThreshold,
+    RandomK,
+    StochasticRounding,
+    TopK,
+    register_comm_hook,
+)
+from tests.workers import run_workers
+
+
+class Sum(nn.Module):
+    """Its gradient is what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(40))
+
+    def forward(self, inputs):
+        return (self.weight * inputs).sum()
+
+
+def _epochs(sparsifier, num_epochs, options, *, drops=False):
+    """Worker r has 10 + 15 r batches an epoch, of gradients about 1. With ``drops`` the last leaves out two steps."""
+    module = DistributedDataParallel(Sum(), find_unused_parameters=options.pop("find_unused_parameters", False))
+    scale = options.get("error_feedback") == "learning_rate"
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    state = register_comm_hook(module, sparsifier, **options, **({"optimizer": optimizer} if scale else {}))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    total, numbers = torch.zeros(40), []
+    for epoch in range(num_epochs):
+        state.begin_epoch(epoch, [1.0])
+        with module.join():
+            num_batches = 10 + 15 * dist.get_rank()
+            for batch in range(num_batches):
+                optimizer.zero_grad()
+                gradient = 1 + 0.1 * torch.randn(40, generator=generator)
+                module(gradient).backward()
+                if (
+                    drops
+                    and dist.get_rank() == dist.get_world_size() - 1
+                    and batch in (num_batches - 2, num_batches - 5)
+                ):
+                    continue
+                optimizer.step()
+                total += gradient
+        numbers.append({"λ": state.sparsifier.current_threshold, **state.shared_state()})
+    (residual,) = state.state_dict()["residuals"].values()
+    return {
+        "total": total,
+        "pending": residual.view(-1),
+        "weight": module.module.weight.detach(),
+        "numbers": numbers,
+        "density": state.last_step.density,
+    }
+
+
+KINDS = {
+    "everything": (Dense(), {}),
+    "top k": (TopK(0.2), {}),
+    "top k of the model": (TopK(0.2, granularity="model"), {}),
+    "top k, unused": (TopK(0.2), {"find_unused_parameters": True}),
+    "top k, learning rates": (TopK(0.2), {"error_feedback": "learning_rate"}),
+    "top k by slices": (TopK(0.2), {"exchange": "reduce_scatter"}),
+    "top k, dense": (TopK(0.2), {"exchange": "dense"}),
+    "random k": (RandomK(0.2), {}),
+    "random k of each": (RandomK(0.2, same_on_all=False), {}),
+    "gaussian k": (GaussianK(0.2), {}),
+    "accordion": (Accordion(0.1, 0.3, interval=1), {}),
+    "rounding": (StochasticRounding(8.0), {}),
+    "threshold": (HardThreshold(threshold=4.5), {}),
+    "threshold, bfloat16": (HardThreshold(threshold=4.5), {"value_dtype": "bfloat16"}),
+    "density": (HardThreshold(density=0.3, calibration_steps=2), {}),
+    "density, float8": (HardThreshold(density=0.3, calibration_steps=2), {"value_dtype": "float8"}),
+    "density of each layer": (HardThreshold(density=0.3, calibration_steps=2, granularity="layer"), {}),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_was_sent_and_what_was_not_is_what_there_was(name):
+    sparsifier, options = KINDS[name]
+    workers = run_workers(_epochs, 3, sparsifier, 4, dict(options))
+    mean = torch.stack([one["total"] - one["pending"] for one in workers]).mean(0)
+    for one in workers:
+        torch.testing.assert_close(-one["weight"], mean, rtol=1e-4, atol=1e-3)
+        assert repr(one["numbers"]) == repr(workers[0]["numbers"])
+
+
+@pytest.mark.parametrize("name", ["random k", "density, float8", "density of each layer", "accordion"])
+def test_all_know_the_same_after_others_have_dropped_gradients(name):
+    """Those who have no more batches cannot see that an exchange does not train."""
+    sparsifier, options = KINDS[name]
+    workers = run_workers(_epochs_with_drops, 2, sparsifier, 3, dict(options))
+    for one in workers:
+        assert repr(one["numbers"]) == repr(workers[0]["numbers"])
+        torch.testing.assert_close(one["weight"], workers[0]["weight"], rtol=0, atol=0)
+
+
+def _epochs_with_drops(*arguments):
+    return _epochs(*arguments, drops=True)
+
+
+def _says_nothing():
+    module = DistributedDataParallel(Sum())
+    register_comm_hook(module, TopK(0.2))
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    for _ in range(2):
+        with module.join():
+            for _ in range(4 + 6 * dist.get_rank()):
+                optimizer.zero_grad()
+                module(torch.ones(40)).backward()
+                optimizer.step()
+
+
+def test_nobody_is_told_of_dropped_gradients(capfd):
+    run_workers(_says_nothing, 2)
+    assert "dropped" not in capfd.readouterr().err
