@@ -65,7 +65,11 @@ def train(title: str, folder: Path, *arguments: str, number: int) -> Run:
 
 def read(folder: Path) -> Run:
     """Returns the scalars of the one TensorBoard run below a folder."""
-    (event_file,) = folder.rglob("events.out.tfevents.*")
+    found = sorted(folder.rglob("events.out.tfevents.*"))
+    if len(found) != 1:
+        told = ", ".join(one.parent.name for one in found) or "none"
+        sys.exit(f"{folder} must hold one run, and holds {len(found)} ({told}). Take away what does not belong there.")
+    (event_file,) = found
     events = EventAccumulator(str(event_file), size_guidance={"scalars": 0})
     events.Reload()
     scalars = {name: events.Scalars(name) for name in events.Tags()["scalars"]}

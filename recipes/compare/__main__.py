@@ -32,56 +32,26 @@ error norm, total error and density by step. The recipe must log every step (``l
 """
 
 import argparse
-import shlex
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import fmean
-from typing import Any
 
-import yaml
 from tqdm import tqdm
 
+from recipes.compare.options import asked
 from recipes.compare.pictures import draw_steps, draw_volume, save
 from recipes.compare.runs import Choice, Outcome, Runs
 from recipes.compare.tables import grid_table, table, write_csv
-from recipes.compare.variants import Variant, expanded, labelled, parsed_grid
-from recipes.demo import REPOSITORY, read
+from recipes.compare.variants import Variant
+from recipes.demo import read
 
 
 def main() -> None:
     """Runs what is missing, prints the table, writes the CSV and the pictures."""
-    parser, given = _parser(), [*sys.argv[1:], "--"]
-    own_end = given.index("--")
-    first, common = parser.parse_args(given[:own_end]), given[own_end + 1 : -1]
-    listed, defaults = _read_file(first.variants)
-    if unknown := defaults.keys() - vars(first).keys():
-        parser.error(f"Unknown keys {sorted(unknown)} beside the variants of {first.variants}.")
-    parser.set_defaults(**defaults)
-    options = parser.parse_args(given[:own_end])
-    if options.mode not in ("min", "max"):
-        parser.error(f"Invalid mode {options.mode!r}. Must be min or max.")
-    if not all(isinstance(some, list) for some in (options.seeds, options.densities)):
-        parser.error("seeds and densities of a file must be lists: [1, 2, 3].")
-    if options.metric is None:
-        parser.error("Give a --metric, as it is logged: val/accuracy.")
-    try:
-        variants = expanded(dict(map(labelled, options.given_variants)) | listed, options.densities)
-    except ValueError as error:
-        parser.error(str(error))
-    labels = {variant.label for variant in variants} | {variant.name for variant in variants}
-    if unknown := set(options.only or ()) - labels:
-        parser.error(f"Unknown variants {sorted(unknown)}. There are {', '.join(one.label for one in variants)}.")
-    variants = [one for one in variants if options.only is None or {one.label, one.name} & set(options.only)]
-    if not 1 <= options.grid_seeds <= len(options.seeds):
-        parser.error(f"Invalid --grid-seeds {options.grid_seeds}. Must be 1 to the number of seeds.")
-    if not variants:
-        parser.error("There is nothing to compare: give a --variant or a file of --variants.")
-    if options.against is not None and options.against not in {one.label for one in variants}:
-        parser.error(f"Unknown --against {options.against!r}. There are {', '.join(one.label for one in variants)}.")
-    grid = None if options.grid is None else parsed_grid(options.grid, options.mode)
+    options, variants, grid, common = asked(__doc__ or "", sys.argv[1:])
     runs = Runs(options.config, options.output, options.metric, common, grid)
-    _compare(runs, variants, options)
+    with runs.alone():
+        _compare(runs, variants, options)
 
 
 def _compare(runs: Runs, variants: list[Variant], options: argparse.Namespace) -> None:
@@ -125,7 +95,6 @@ def _rows(
 ) -> Iterator[dict[str, object]]:
     for variant, choice in choices.items():
         for seed, one in zip(seeds, outcomes[variant], strict=True):
-            folder = runs.folder(variant, choice, seed)
             yield {
                 "variant": variant.name,
                 "asked_density": variant.density,
@@ -137,7 +106,7 @@ def _rows(
                 "payload_bytes": one.payload_bytes,
                 "dense_bytes": one.dense_bytes,
                 "median_step_seconds": one.step_time,
-                "command": shlex.join(["python", *runs.command(variant, choice, seed, folder)[1:]]),
+                "command": runs.command_again(variant, choice, seed),
             }
 
 
@@ -168,42 +137,6 @@ class _Progress:
                 self._bar.total += 1
             self._bar.update()
         return outcome
-
-
-def _read_file(path: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns variants, and options that take the place of those of the command line which are not given."""
-    if path is None:
-        return {}, {}
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        sys.exit(f"{path} cannot be read: {error}")
-    if not isinstance(content, dict) or not all(isinstance(label, str) for label in content):
-        sys.exit(f"{path} must hold label: arguments, or variants: with such lines in it.")
-    if isinstance(content.get("variants"), dict):
-        listed = content.pop("variants")
-        return listed, content
-    return content, {}
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m recipes.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("config", type=Path)
-    parser.add_argument("--metric", help="as it is logged, for example val/accuracy")
-    parser.add_argument("--variant", action="append", default=[], metavar="'LABEL: ARGUMENTS'", dest="given_variants")
-    parser.add_argument("--variants", type=Path, metavar="FILE", help="YAML with label: arguments")
-    parser.add_argument("--only", nargs="+", metavar="LABEL", help="of the variants")
-    parser.add_argument("--densities", nargs="+", type=float, default=[], help="for {density} and {tuned}")
-    parser.add_argument("--grid", metavar="NAME=VALUE,VALUE", help="every variant takes what is best for it")
-    parser.add_argument("--grid-seeds", type=int, default=1, help="the grid is tried with so many of the seeds")
-    parser.add_argument("--mode", choices=["min", "max"], default="max", help="what is best of the metric")
-    parser.add_argument("--against", metavar="LABEL", help="tell differences from this one")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "comparison")
-    parser.epilog = "Arguments of all runs follow after --"
-    return parser
 
 
 if __name__ == "__main__":

@@ -7,20 +7,26 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
+from uuid import uuid4
+
+import yaml
+from filelock import FileLock, Timeout
 
 from recipes.compare.variants import Grid, Variant
 from recipes.demo import read
 
 CLOSE = 0.1
 """How far an average density may be from the one that was asked for, as a share of it."""
-MOST_TRIALS = 8
-ARGUMENTS = "arguments.txt"
-"""Beside what a run has logged."""
+MOST_TRIALS, FLAT_TRIALS = 8, 3
+ARGUMENTS, RECIPE = "arguments.txt", "recipe.yaml"
+"""Beside what a run has logged: what made it."""
+UNFINISHED = ".unfinished-"
 
 
 class Outcome(NamedTuple):
@@ -68,7 +74,7 @@ class Runs:
 
     def folder(self, variant: Variant, choice: Choice, seed: int) -> Path:
         """Where a run is, or will be."""
-        folder = self.output / self.config.parent.name / _folder_name(variant.label)
+        folder = self.output / self.config.parent.name / folder_name(variant.label)
         parts = [choice.of_grid or "", "" if choice.tuned is None else f"tuned_{choice.tuned}", str(seed)]
         return folder.joinpath(*filter(None, parts))
 
@@ -77,6 +83,21 @@ class Runs:
         fit = [sys.executable, "-m", "recipes", "fit"]
         config, *rest = self._arguments(variant, choice, seed)
         return [*fit, config, f"--trainer.logger.save_dir={folder}", *rest]
+
+    def command_again(self, variant: Variant, choice: Choice, seed: int) -> str:
+        """What makes the same run for whoever types it, elsewhere than where the comparison keeps its own."""
+        threads, fit = f"OMP_NUM_THREADS={_environment()['OMP_NUM_THREADS']}", ["python", "-m", "recipes", "fit"]
+        return shlex.join([threads, *fit, *self._arguments(variant, choice, seed)])
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within it no other comparison makes runs in the same folder; ends with a message where one does."""
+        self.output.mkdir(parents=True, exist_ok=True)
+        try:
+            with FileLock(self.output / ".lock", timeout=0):
+                yield
+        except Timeout:
+            sys.exit(f"Another comparison is running in {self.output}. Wait for it, or give another --output.")
 
     def _arguments(self, variant: Variant, choice: Choice, seed: int) -> list[str]:
         own = variant.with_tuned(choice.tuned)
@@ -88,26 +109,29 @@ class Runs:
         """Returns what a run came to, which is made unless it is there; one that fails ends all and leaves nothing."""
         folder = self.folder(variant, choice, seed)
         if not folder.exists():
-            unfinished = folder.with_name(folder.name + ".unfinished")
-            shutil.rmtree(unfinished, ignore_errors=True)
+            for left in folder.parent.glob(f"{folder.name}{UNFINISHED}*"):
+                shutil.rmtree(left, ignore_errors=True)
+            # A name of its own: a training whose comparison was killed may still write into that of before.
+            unfinished = folder.with_name(f"{folder.name}{UNFINISHED}{uuid4().hex[:8]}")
             command = self.command(variant, choice, seed, unfinished)
-            # One thread each: workers on one machine would otherwise get in each other's way.
-            environment = {"OMP_NUM_THREADS": "1", **os.environ}
             caught = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-            done = subprocess.run(command, env=environment, check=False, **caught)  # type: ignore[call-overload]
+            done = subprocess.run(command, env=_environment(), check=False, **caught)  # type: ignore[call-overload]
             if done.returncode:
                 sys.exit(f"{shlex.join(command)} failed:\n{done.stdout}")
             (unfinished / ARGUMENTS).write_text(shlex.join(self._arguments(variant, choice, seed)), encoding="utf-8")
+            shutil.copyfile(self.config, unfinished / RECIPE)
             unfinished.rename(folder)
         told = folder / ARGUMENTS
         if told.exists() and told.read_text(encoding="utf-8") != shlex.join(self._arguments(variant, choice, seed)):
             sys.exit(f"{folder} holds a run of other arguments: see {ARGUMENTS} there. Use another label or --output.")
+        if (kept := folder / RECIPE).exists() and _content(kept) != _content(self.config):
+            sys.exit(f"{folder} holds a run of another {self.config.name}: see {RECIPE} there. Use another --output.")
         return outcome_of(folder, self.metric)
 
     def kept(self, variant: Variant) -> list[Path]:
         """Runs of a variant that are there."""
-        whole = self.output / self.config.parent.name / _folder_name(variant.label)
-        return [one.parent for one in whole.rglob("version_*") if ".unfinished" not in str(one)]
+        whole = self.output / self.config.parent.name / folder_name(variant.label)
+        return [one.parent for one in whole.rglob("version_*") if UNFINISHED not in str(one)]
 
     def tuned(self, variant: Variant, of_grid: str | None, outcome: Callable[[Variant, Choice], Outcome]) -> Choice:
         """Returns what a variant takes for ``{tuned}``, so that its average density is the one that was asked for.
@@ -128,13 +152,25 @@ class Runs:
                 return choice
             off = math.log(variant.density / max(density, 1e-9))
             tried.append((at, off))
+            if len({off for _, off in tried}) == 1 and len(tried) == FLAT_TRIALS:
+                break  # it does not depend on it
             at += off / next_slope(tried)
         told = ", ".join(f"{math.exp(one):.4g}: {variant.density / math.exp(off):.3g}" for one, off in tried)
         sys.exit(f"{variant.label}: no value came within {CLOSE:.0%} of {variant.density:g} ({told}).")
 
 
-def _folder_name(label: str) -> str:
+def folder_name(label: str) -> str:
+    """Returns where the runs of a variant are kept: its words."""
     return re.sub(r"[^\w.]+", "_", label).lstrip(".") or "_"
+
+
+def _environment() -> dict[str, str]:
+    # One thread each: workers on one machine would otherwise get in each other's way.
+    return {"OMP_NUM_THREADS": "1", **os.environ}
+
+
+def _content(path: Path) -> object:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
 def next_slope(tried: Sequence[tuple[float, float]]) -> float:
@@ -147,7 +183,7 @@ def next_slope(tried: Sequence[tuple[float, float]]) -> float:
     if len(tried) < 2:
         return -2.0
     (first, first_off), (second, second_off) = tried[-2:]
-    slope = (first_off - second_off) / (second - first)
+    slope = (first_off - second_off) / (second - first) or -0.0  # so little is sent, or so much, that it stays the same
     return math.copysign(min(max(abs(slope), 0.25), 8.0), slope)
 
 

@@ -26,7 +26,7 @@ def table(outcomes: Mapping[str, Sequence[Outcome]], metric: str, against: str |
     lines = [f"| | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
     for label, runs in outcomes.items():
         sent = fmean([one.payload_bytes for one in runs])
-        cells = [label, spread([one.metric for one in runs], 4)]
+        cells = [_cell(label), spread([one.metric for one in runs], 4)]
         if several and against is not None:
             cells.append("–" if label == against else difference(runs, outcomes[against]))
         cells += [
@@ -64,8 +64,12 @@ def grid_table(grid: Grid, tried: dict[str, dict[str, float]], metric: str, seed
     for label, metrics in tried.items():
         best = grid.best(metrics)
         cells = [f"**{one:.4f}**" if value == best else f"{one:.4f}" for value, one in metrics.items()]
-        lines.append(f"| {label} | {' | '.join(cells)} |")
+        lines.append(f"| {_cell(label)} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _cell(label: str) -> str:
+    return label.replace("|", r"\|")
 
 
 def write_csv(path: Path, rows: Iterable[Mapping[str, object]]) -> None:

@@ -28,10 +28,17 @@ class Grid(NamedTuple):
         return min(metrics, key=lambda value: math.inf if math.isnan(metrics[value]) else sign * metrics[value])
 
 
-def parsed_grid(text: str, mode: str) -> Grid:
-    """Returns the grid of ``NAME=VALUE,VALUE``."""
-    argument, _, values = text.removeprefix("--").partition("=")
-    return Grid(argument, values.split(","), mode)
+def parsed_grid(text: object, mode: str) -> Grid:
+    """Returns the grid of ``NAME=VALUE,VALUE``.
+
+    Raises:
+        ValueError: it is none.
+    """
+    argument, _, values = text.removeprefix("--").partition("=") if isinstance(text, str) else ("", "", "")
+    listed = values.split(",")
+    if not (argument and all(listed) and len({*listed}) == len(listed)):
+        raise ValueError(f"Invalid grid {text!r}. Must be an argument and values: model.learning_rate=0.01,0.1.")
+    return Grid(argument, listed, mode)
 
 
 @dataclass(frozen=True)
@@ -58,9 +65,15 @@ class Variant:
 
 
 def labelled(text: str) -> tuple[str, str]:
-    """Returns label and arguments of ``LABEL: ARGUMENTS``."""
-    label, _, own = text.partition(": ")
-    return label, own
+    """Returns label and arguments of ``LABEL: ARGUMENTS``.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    label, colon, own = f"{text} ".partition(": ")
+    if not (label and colon):
+        raise ValueError(f"Invalid variant {text!r}. Must be 'LABEL: ARGUMENTS'; the arguments may be none.")
+    return label, own.strip()
 
 
 def expanded(listed: Mapping[str, object], densities: Sequence[float]) -> list[Variant]:

@@ -12,7 +12,7 @@ from recipes.compare.pictures import draw_steps, draw_volume
 from recipes.compare.runs import Choice, Outcome, Runs, next_slope
 from recipes.compare.tables import grid_table, table
 from recipes.compare.variants import Grid, Variant, expanded, labelled, parsed_grid
-from recipes.demo import Run
+from recipes.demo import Run, read
 
 PROJECT = Path(__file__).parents[2]
 VALUES = {"dense": (0.9, 1.0, 1.1), "other": (1.4, 1.5, 1.6), "same": (0.9, 1.0, 1.1)}
@@ -92,8 +92,8 @@ def test_a_variant_that_fails_shows_what_the_run_said_and_leaves_nothing(tmp_pat
 
 def test_a_table_has_mean_and_deviation_over_seeds():
     runs = [Outcome(0.5, 0.01, 2e6, 100e6, 0.030), Outcome(0.7, 0.03, 2e6, 100e6, 0.050)]
-    last = table({"sparse": runs}, "accuracy").splitlines()[-1]
-    assert last == "| sparse | 0.6000 ± 0.1414 | 2.00 ± 1.41 % | 2.0 | 50.0 | 40 ms |"
+    last = table({"spar|se": runs}, "accuracy").splitlines()[-1]
+    assert last == r"| spar\|se | 0.6000 ± 0.1414 | 2.00 ± 1.41 % | 2.0 | 50.0 | 40 ms |"
 
 
 @pytest.mark.parametrize(("mode", "best"), [("min", "0.01"), ("max", "0.1")])
@@ -170,10 +170,12 @@ def test_what_is_tuned_comes_to_the_density_asked_for_by_runs_that_are_kept(powe
 
 def test_what_cannot_be_tuned_ends_with_what_was_tried(tmp_path):
     variant = Variant("a", "a", ("--x={tuned}",), density=0.01, start=1.0)
-    with pytest.raises(SystemExit, match=r"a: no value came within 10% of 0.01 \(1: 0.5, "):
+    made = []
+    with pytest.raises(SystemExit, match=r"a: no value came within 10% of 0.01 \(1: 0.5, 7.071: 0.5, .*: 0.5\)"):
         Runs(tmp_path / "x.yaml", tmp_path, "loss", [], None).tuned(
-            variant, None, lambda *_: Outcome(0.0, 0.5, 1.0, 1.0, 1.0)
+            variant, None, lambda *_: made.append(1) or Outcome(0.0, 0.5, 1.0, 1.0, 1.0)
         )
+    assert len(made) == 3
 
 
 @pytest.mark.parametrize(
@@ -183,28 +185,122 @@ def test_what_cannot_be_tuned_ends_with_what_was_tried(tmp_path):
         ("1: --x", "must hold label: arguments"),
         ("a: [", "cannot be read"),
         ("mode: Min\nvariants: {a: --x}", "Invalid mode 'Min'. Must be min or max"),
-        ("seeds: 1\nvariants: {a: --x}", "must be lists"),
+        ("seeds: 1\nvariants: {a: --x}", "Invalid seeds 1. Must be a list of numbers"),
         ("densities: [2]\nvariants: {a: --x}", r"Invalid densities \[2\]"),
         ("wrong: 1\nvariants: {a: --x}", "Unknown keys"),
+        ("seeds: [a]\nvariants: {a: --x}", r"Invalid seeds \['a'\]"),
+        ("seeds: [1, 1, 2]\nvariants: {a: --x}", r"The seeds \[1\] are given more than once"),
+        ("densities: [true]\nvariants: {a: --x}", r"Invalid densities \[True\]"),
+        ("densities: [0.1, 0.1]\nvariants: {a: --x}", r"The densities \[0.1\] are given more than once"),
+        ("metric: [a]\nvariants: {a: --x}", r"Got metric \['a'\]"),
+        ("grid: {model.rate: [1, 2]}\nvariants: {a: --x}", "Invalid grid {'model.rate': "),
+        ("grid: foo\nvariants: {a: --x}", "Invalid grid 'foo'"),
+        ("grid: foo=\nvariants: {a: --x}", "Invalid grid 'foo='"),
+        ("grid: foo=1,1\nvariants: {a: --x}", "Invalid grid 'foo=1,1'"),
+        ("grid: foo=1,2\nmetric: val/perplexity\nvariants: {a: --x}", "What is best of val/perplexity"),
+        ("a: --x\na: --y", r"\['a'\] are given more than once"),
+        ("variants: {a: --x, a: --y}", r"\['a'\] are given more than once"),
+        ("'a,b': --x\na b: --y", "The runs of 'a,b', 'a b' would be kept in one folder"),
+        ("a: --seed_everything=5", "Got '--seed_everything=5', which is set for each run"),
+        ("a: --trainer.logger.save_dir=x", "which is set for each run"),
     ],
 )
 def test_a_file_that_cannot_be_is_refused(content, message, tmp_path, call, capsys):
     (tmp_path / "variants.yaml").write_text(content)
+    given = [] if "metric:" in content else ["--metric", "accuracy"]
     with pytest.raises(SystemExit) as ended:
-        call(compare.main, "x.yaml", "--metric", "loss", "--variants", tmp_path / "variants.yaml")
+        call(compare.main, "x.yaml", *given, "--variants", tmp_path / "variants.yaml")
     assert re.search(message, f"{ended.value}\n{capsys.readouterr().err}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--variant", "a"], "Invalid variant 'a'. Must be 'LABEL: ARGUMENTS'"),
+        (["--variant", ": --x"], "Invalid variant ': --x'"),
+        (["--variant", "a: --x", "--variant", "a: --y"], "['a'] are given more than once"),
+        (["--variant", "a: --x", "--seeds", "1", "1"], "The seeds [1] are given more than once"),
+        (["--variant", "a: --x", "--only", "b"], "Unknown variants ['b']"),
+        (["--variant", "a: --x", "--", "--seed_everything=1"], "which is set for each run"),
+    ],
+)
+def test_a_command_that_cannot_be_is_refused(arguments, message, call, capsys):
+    with pytest.raises(SystemExit):
+        call(compare.main, "x.yaml", "--metric", "accuracy", *arguments)
+    assert message in capsys.readouterr().err
+
+
+def fit(command, **_):
+    """In place of a training: leaves the folder that it would log to."""
+    (folder,) = [one.partition("=")[2] for one in command if one.startswith("--trainer.logger.save_dir=")]
+    Path(folder).mkdir(parents=True)
+    return subprocess.CompletedProcess(command, 0, "")
+
+
+def runs_of(folder):
+    (folder / "recipe").mkdir()
+    (folder / "recipe" / "x.yaml").write_text("model: {rate: 0.1} # a recipe")
+    return Runs(folder / "recipe" / "x.yaml", folder, "loss", [], None)
+
+
+def test_a_kept_run_of_another_recipe_is_not_taken_for_this_one(monkeypatch, tmp_path):
+    monkeypatch.setattr("recipes.compare.runs.outcome_of", lambda folder, metric: folder)
+    monkeypatch.setattr(subprocess, "run", fit)
+    runs, choice, variant = runs_of(tmp_path), Choice(None, None), Variant("a", "a", ("--x=1",))
+    folder = runs.outcome(variant, choice, 1)
+    runs.config.write_text("model: {rate: 0.1} # said otherwise")
+    assert runs.outcome(variant, choice, 1) == folder
+    runs.config.write_text("model: {rate: 0.2}")
+    with pytest.raises(SystemExit, match=r"holds a run of another x.yaml: see recipe.yaml there"):
+        runs.outcome(variant, choice, 1)
+
+
+def test_what_a_killed_comparison_left_is_in_nobodys_way(monkeypatch, tmp_path):
+    monkeypatch.setattr("recipes.compare.runs.outcome_of", lambda folder, metric: folder)
+    monkeypatch.setattr(subprocess, "run", fit)
+    runs, choice, variant = runs_of(tmp_path), Choice(None, None), Variant("a", "a", ("--x=1",))
+    orphan = tmp_path / "recipe" / "a" / "1.unfinished-00000000"
+    orphan.mkdir(parents=True)
+    made = []
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: made.append(command) or fit(command))
+    folder = runs.outcome(variant, choice, 1)
+    assert orphan.name not in str(made[0])
+    orphan.mkdir()  # its training goes on, and writes there again
+    assert runs.outcome(variant, choice, 1) == folder
+    assert len(made) == 1
+    assert sorted(one.name for one in folder.iterdir()) == ["arguments.txt", "recipe.yaml"]
+
+
+def test_two_comparisons_do_not_make_runs_in_one_folder(tmp_path):
+    first, second = (Runs(tmp_path / "x.yaml", tmp_path / "out", "loss", [], None) for _ in range(2))
+    with first.alone(), pytest.raises(SystemExit, match="Another comparison is running in"), second.alone():
+        pass
+    with second.alone():
+        pass
+
+
+def test_the_command_of_a_run_does_not_write_where_the_run_is_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    runs = Runs(Path("recipes/a/x.yaml"), tmp_path, "loss", ["--data.root=d"], None)
+    command = runs.command_again(Variant("a b", "a b", ("--x=[1, 2]",)), Choice(None, None), 3)
+    assert command == (
+        "OMP_NUM_THREADS=2 python -m recipes fit --config=recipes/a/x.yaml --seed_everything=3 "
+        "--data.root=d '--x=[1, 2]'"
+    )
+
+
+def test_a_folder_of_several_runs_is_refused(tmp_path):
+    for name in ("version_0", "version_1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "events.out.tfevents.1").touch()
+    with pytest.raises(SystemExit, match=r"must hold one run, and holds 2 \(version_0, version_1\)"):
+        read(tmp_path)
 
 
 def test_a_kept_run_of_other_arguments_is_not_taken_for_this_one(monkeypatch, tmp_path):
     monkeypatch.setattr("recipes.compare.runs.outcome_of", lambda folder, metric: folder)
-
-    def fit(command, **_):
-        (folder,) = [one.partition("=")[2] for one in command if one.startswith("--trainer.logger.save_dir=")]
-        Path(folder).mkdir(parents=True)
-        return subprocess.CompletedProcess(command, 0, "")
-
     monkeypatch.setattr(subprocess, "run", fit)
-    runs, choice = Runs(tmp_path / "recipe" / "x.yaml", tmp_path, "loss", [], None), Choice(None, None)
+    runs, choice = runs_of(tmp_path), Choice(None, None)
     first, other = Variant("c d", "c d", ("--x=1",)), Variant("c-d", "c-d", ("--x=2",))
     folder = runs.outcome(first, choice, 1)
     assert runs.outcome(first, choice, 1) == folder
@@ -220,6 +316,7 @@ def test_a_slope_is_that_of_the_last_two_within_reason():
     assert next_slope([(0.0, 1.0)]) == -2.0
     assert next_slope([(9.0, 9.0), (0.0, 3.0), (1.0, 6.0)]) == -3.0
     assert next_slope([(0.0, 3.0), (1.0, 3.001)]) == -0.25
+    assert next_slope([(0.0, 3.0), (1.0, 3.0)]) == -0.25
 
 
 def test_differences_come_with_a_test():
