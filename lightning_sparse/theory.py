@@ -13,7 +13,7 @@ The constants of the bounds are those of the proofs in docs/theory.md, which are
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import isfinite, sqrt
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ def total_error(sequence: Tensor, sent: Tensor) -> float:
     """
     if sent.dtype != torch.bool or sent.shape != sequence.shape:
         raise ValueError(f"Got sent of {sent.dtype}, shape {tuple(sent.shape)}. Give bool of {tuple(sequence.shape)}.")
+    _require_real(sequence)
     return float((sequence.double() ** 2)[~sent].sum())
 
 
@@ -51,12 +52,15 @@ def optimal_threshold(sequence: Tensor, budget: int) -> float:
         >>> optimal_threshold(torch.tensor([[3.0, -1.0], [0.5, 2.0]]), budget=2)
         2.0
     """
-    if not 1 <= budget <= sequence.numel():
-        raise ValueError(f"Invalid {budget=}. Must be within 1 and {sequence.numel()}, the coordinates of all steps.")
+    if not (_is_whole(budget) and budget <= sequence.numel()):
+        raise ValueError(
+            f"Invalid {budget=}. Must be a whole number from 1 to {sequence.numel()}, the coordinates of all steps."
+        )
+    _require_real(sequence)
     magnitudes = sequence.double().abs().flatten()
     if bool(magnitudes.isnan().any()):
         raise ValueError("The sequence holds NaN. Give numbers.")
-    return float(magnitudes.kthvalue(sequence.numel() - budget + 1).values)
+    return float(magnitudes.kthvalue(sequence.numel() - int(budget) + 1).values)
 
 
 def squared_error_bound(num_elements: int, threshold: float, learning_rate: float = 1.0) -> float:
@@ -70,7 +74,11 @@ def squared_error_bound(num_elements: int, threshold: float, learning_rate: floa
     Raises:
         ValueError: a number outside its range, as in all that follows.
     """
-    _require(num_elements=(num_elements, num_elements >= 1), threshold=(threshold, threshold >= 0))
+    _require(
+        num_elements=(num_elements, _is_whole(num_elements)),
+        threshold=(threshold, threshold >= 0),
+        learning_rate=(learning_rate, learning_rate > 0),
+    )
     return learning_rate**2 * num_elements * threshold**2
 
 
@@ -87,6 +95,7 @@ def top_k_squared_error_bound(density: float, squared_gradient_norm: float, lear
     _require(
         density=(density, 0 < density <= 1),
         squared_gradient_norm=(squared_gradient_norm, squared_gradient_norm >= 0),
+        learning_rate=(learning_rate, learning_rate > 0),
     )
     return 4 * learning_rate**2 * (1 - density) * squared_gradient_norm / density**2
 
@@ -101,7 +110,7 @@ def threshold_of_equal_bound(density: float, squared_gradient_norm: float, num_e
         squared_gradient_norm: G² ≥ E‖g_i‖².
         num_elements: d.
     """
-    _require(num_elements=(num_elements, num_elements >= 1))
+    _require(num_elements=(num_elements, _is_whole(num_elements)))
     return sqrt(top_k_squared_error_bound(density, squared_gradient_norm) / num_elements)
 
 
@@ -126,7 +135,7 @@ class Problem:
     def __post_init__(self) -> None:
         _require(
             smoothness=(self.smoothness, self.smoothness > 0),
-            num_workers=(self.num_workers, self.num_workers >= 1),
+            num_workers=(self.num_workers, _is_whole(self.num_workers)),
             noise=(self.noise, self.noise >= 0),
             heterogeneity=(self.heterogeneity, self.heterogeneity >= 0),
             relative_noise=(self.relative_noise, self.relative_noise >= 0),
@@ -160,7 +169,11 @@ def convex_bound(
         ValueError: a learning rate for which it does not hold.
     """
     _require_rate(problem, learning_rate, is_convex=True)
-    _require(num_steps=(num_steps, num_steps >= 1), squared_distance=(squared_distance, squared_distance >= 0))
+    _require(
+        num_steps=(num_steps, _is_whole(num_steps)),
+        squared_distance=(squared_distance, squared_distance >= 0),
+        squared_error=(squared_error, squared_error >= 0),
+    )
     return (
         2 * squared_distance / (learning_rate * num_steps)
         + 2 * learning_rate * problem.variance_of_mean
@@ -186,7 +199,11 @@ def nonconvex_bound(
         ValueError: a learning rate for which it does not hold.
     """
     _require_rate(problem, learning_rate, is_convex=False)
-    _require(num_steps=(num_steps, num_steps >= 1), suboptimality=(suboptimality, suboptimality >= 0))
+    _require(
+        num_steps=(num_steps, _is_whole(num_steps)),
+        suboptimality=(suboptimality, suboptimality >= 0),
+        squared_error=(squared_error, squared_error >= 0),
+    )
     return (
         4 * suboptimality / (learning_rate * num_steps)
         + 2 * problem.smoothness * learning_rate * problem.variance_of_mean
@@ -198,8 +215,8 @@ def measured_noise(gradients: Sequence[Tensor]) -> tuple[float, float]:
     """Returns estimates of σ² and ζ² at one x, with M = 0.
 
     σ² is the mean over the workers, which is what the bounds need. Both are without bias: of the mean of a worker's
-    draws, the noise that is left in it is taken off ζ², which may
-    come out below 0 where workers hardly differ. Take the largest over the x that a training visits.
+    draws, the noise that is left in it is taken off ζ², which may come out below 0 where workers hardly differ. Take
+    the largest over the x that a training visits.
 
     Args:
         gradients: for each worker draws of g_i at the same x, shape (draws, d), at least two draws.
@@ -215,6 +232,7 @@ def measured_noise(gradients: Sequence[Tensor]) -> tuple[float, float]:
         raise ValueError(
             f"Got {min(map(len, gradients))} draws of a worker. Give two or more, or there is no variance."
         )
+    _require_real(*gradients)
     variances = torch.stack([one.double().var(dim=0).sum() for one in gradients])
     means = torch.stack([one.double().mean(dim=0) for one in gradients])
     n = len(gradients)
@@ -238,6 +256,7 @@ def measured_smoothness(points: Tensor, gradients: Tensor) -> float:
         raise ValueError(
             f"Got points of shape {tuple(points.shape)}, gradients of {tuple(gradients.shape)}. Give (points, d) twice."
         )
+    _require_real(points, gradients)
     steps = points.double().diff(dim=0).norm(dim=1)
     changes = gradients.double().diff(dim=0).norm(dim=1)
     if not bool((steps > 0).any()):
@@ -245,9 +264,19 @@ def measured_smoothness(points: Tensor, gradients: Tensor) -> float:
     return float((changes / steps)[steps > 0].max())
 
 
+def _is_whole(number: float) -> bool:
+    return number >= 1 and number % 1 == 0
+
+
+def _require_real(*tensors: Tensor) -> None:
+    for one in tensors:
+        if one.is_complex():
+            raise ValueError(f"Got {one.dtype}. Give real numbers: torch.view_as_real has those of complex ones.")
+
+
 def _require(**numbers: tuple[float, bool]) -> None:
     for name, (value, is_allowed) in numbers.items():
-        if not is_allowed:
+        if not (is_allowed and isfinite(value)):
             raise ValueError(f"Invalid {name}={value}. See the docstring for its range.")
 
 

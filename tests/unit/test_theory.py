@@ -62,7 +62,7 @@ def test_lemma_3_top_k_of_each_step_with_the_same_budget_leaves_no_less(sequence
 
 @pytest.mark.parametrize("budget", [0, 5])
 def test_a_budget_that_cannot_be_is_refused(budget):
-    with pytest.raises(ValueError, match=rf"Invalid budget={budget}\. Must be within 1 and 4"):
+    with pytest.raises(ValueError, match=rf"Invalid budget={budget}\. Must be a whole number from 1 to 4"):
         optimal_threshold(torch.ones(2, 2), budget)
 
 
@@ -183,6 +183,19 @@ PAIR = torch.ones(2, 2)
         (lambda: Problem(1.0, 1, -1.0), "Invalid noise=-1.0"),
         (lambda: convex_bound(Problem(1.0, 1, 1.0), 1.0, 0.1, 0, 0.0), "Invalid num_steps=0"),
         (lambda: nonconvex_bound(Problem(1.0, 1, 1.0), -1.0, 0.1, 1, 0.0), "Invalid suboptimality=-1.0"),
+        (lambda: squared_error_bound(10, 1.0, learning_rate=-1.0), "Invalid learning_rate=-1.0"),
+        (lambda: squared_error_bound(10, float("inf"), 1.0), "Invalid threshold=inf"),
+        (lambda: squared_error_bound(2.5, 1.0), "Invalid num_elements=2.5"),
+        (lambda: top_k_squared_error_bound(0.5, 1.0, -2.0), "Invalid learning_rate=-2.0"),
+        (lambda: threshold_of_equal_bound(0.1, float("nan"), 10), "Invalid squared_gradient_norm=nan"),
+        (lambda: Problem(1.0, 2.5, 1.0), "Invalid num_workers=2.5"),
+        (lambda: convex_bound(Problem(1.0, 1, 1.0), 1.0, 0.1, 10, -5.0), "Invalid squared_error=-5.0"),
+        (lambda: nonconvex_bound(Problem(1.0, 1, 1.0), 1.0, 0.1, 10, float("nan")), "Invalid squared_error=nan"),
+        (lambda: optimal_threshold(PAIR, 1.5), "Invalid budget=1.5. Must be a whole number from 1 to 4"),
+        (lambda: optimal_threshold(PAIR + 1j, 1), "Got torch.complex64. Give real numbers"),
+        (lambda: total_error(PAIR + 1j, PAIR > 0), "Got torch.complex64. Give real numbers"),
+        (lambda: measured_noise([PAIR + 1j]), "Got torch.complex64. Give real numbers"),
+        (lambda: measured_smoothness(PAIR + 1j, PAIR), "Got torch.complex64. Give real numbers"),
         (lambda: measured_noise([]), r"Got draws of shapes \[\]. Give \(draws, d\) of every worker"),
         (lambda: measured_noise([PAIR[None]]), r"Got draws of shapes \[\(1, 2, 2\)\]"),
         (lambda: measured_smoothness(PAIR, PAIR[:1]), r"points of shape \(2, 2\), gradients of \(1, 2\)"),
