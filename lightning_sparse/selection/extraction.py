@@ -87,11 +87,11 @@ class Extraction:
         is_on_cpu = bucket.gradient.device.type == "cpu"
         if type(self._sparsifier).select is MarkingSparsifier.select and not is_on_cpu:
             return self._fill_marked(bucket, shipment)
-        if is_threshold and self._keeps_rest and goes_native(bucket, shipment, self._runs(bucket)):
+        runs = self._runs(bucket, by_layer=self._per_layer) if is_threshold and self._keeps_rest else ()
+        if runs and goes_native(bucket, shipment, runs):
             if shipment.payload is not None:
                 packed = shipment.format, shipment.payload
-                shipment.rest = partial(_rest_in_residual, bucket, self._runs(bucket), *packed)
-            runs = self._runs(bucket, by_layer=self._per_layer)
+                shipment.rest = partial(_rest_in_residual, bucket, runs, *packed)
             return take_out_natively(bucket, shipment, runs, self._num_slices, per_layer=self._per_layer)
         if is_threshold and is_on_cpu and shipment.is_masked:
             return self._mask_on_cpu(bucket, shipment)
@@ -258,11 +258,15 @@ def _rest_in_residual(
     """Takes what found no room in a payload out of the residual. Waits for a GPU."""
     residual = bucket.residual.after
     first = payload_format.unpack(payload, residual.dtype, payload_format.num_selected(payload))
-    is_left = torch.zeros(residual.shape, dtype=torch.bool, device=residual.device)
+    # Coordinates ascend: up to the last in the payload, what reaches λ is what rounding left, for the next step.
+    begin = int(first.indices[-1]) + 1 if first.indices.numel() else 0
+    rest = residual[begin:]
+    is_left = torch.zeros(rest.shape, dtype=torch.bool, device=residual.device)
     for threshold, start, end in runs:
-        is_left[start:end] = (residual[start:end].abs() < threshold).logical_not_()
-    is_left[first.indices] = False  # what rounding left of these may reach λ: it goes in the next step
-    indices = is_left.nonzero().squeeze(1)
+        if end > begin:
+            part = slice(max(start - begin, 0), end - begin)
+            is_left[part] = (rest[part].abs() < threshold).logical_not_()
+    indices = is_left.nonzero().squeeze(1).add_(begin)
     sent = Selection(indices, payload_format.wire.rounded(residual[indices]))
     keep_rest(residual, *sent)
     return sent
