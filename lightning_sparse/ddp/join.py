@@ -56,6 +56,11 @@ def follow_join(module: DistributedDataParallel, state: Joinable) -> None:
     this, told = weakref.ref(module), weakref.ref(state)  # who is in a circle of references is not freed at once
 
     def join_hook(**options: Any) -> JoinHook:
+        if not options.get("divide_by_initial_world_size", True):
+            raise ValueError(
+                "Invalid divide_by_initial_world_size=False. With a communication hook averages are over all workers, "
+                "also those that have run out of batches: leave it at True."
+            )
         module, state = this(), told()
         assert module is not None, "who asks for its hook holds it"
         hook = type(module).join_hook(module, **options)  # type: ignore[no-untyped-call]

@@ -60,7 +60,7 @@ class SettledState(EngineHolder):
         Args:
             knows: whether this one does: it had batches to the end.
         """
-        own = self._shared, self._engine.shared_state() | self._sparsifier_state(self._engine.next_step)
+        own = self._shared, self._engine.shared_state() | self._sparsifier_state(self._shared["next_step"])
         settled, running = self.workers.first_object(own if knows else None)
         if not knows:
             last_step, epoch = self._engine.last_step, self._engine.epoch

@@ -32,6 +32,7 @@ error norm, total error and density by step. The recipe must log every step (``l
 """
 
 import argparse
+import signal
 import sys
 from collections.abc import Iterator
 from statistics import fmean
@@ -50,8 +51,12 @@ def main() -> None:
     """Runs what is missing, prints the table, writes the CSV and the pictures."""
     options, variants, grid, common = asked(__doc__ or "", sys.argv[1:])
     runs = Runs(options.config, options.output, options.metric, common, grid)
-    with runs.alone():
-        _compare(runs, variants, options)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a running training ends, too
+    try:
+        with runs.alone():
+            _compare(runs, variants, options)
+    except KeyboardInterrupt:
+        sys.exit("\nStopped. Runs that are finished are kept: the same command goes on with the next.")
 
 
 def _compare(runs: Runs, variants: list[Variant], options: argparse.Namespace) -> None:

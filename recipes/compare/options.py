@@ -14,8 +14,8 @@ from recipes.compare.runs import folder_name
 from recipes.compare.variants import Grid, Variant, expanded, labelled, parsed_grid
 from recipes.demo import REPOSITORY
 
-OWN = ("--seed_everything", "--trainer.logger.save_dir")
-"""Arguments that a comparison sets itself, for each run."""
+OWN = ("--seed_everything", "--config", "--trainer.logger")
+"""Arguments that a comparison sets itself, for each run, and those below them."""
 
 
 class Asked(NamedTuple):
@@ -63,6 +63,10 @@ def asked(description: str, given: Sequence[str]) -> Asked:
 
 
 def _check(options: argparse.Namespace) -> None:
+    if not options.config.is_file():
+        raise ValueError(
+            f"There is no recipe {options.config}. Give its YAML, such as recipes/ncf_movielens/laptop.yaml."
+        )
     if options.mode not in ("min", "max", None):
         raise ValueError(f"Invalid mode {options.mode!r}. Must be min or max.")
     if not isinstance(options.metric, str):
@@ -99,8 +103,9 @@ def _check_variants(variants: list[Variant], common: Sequence[str]) -> None:
         raise ValueError(f"The runs of {told} would be kept in one folder. Give them labels of other words.")
     for arguments in (common, *(one.arguments for one in variants)):
         for one in arguments:
-            if one.partition("=")[0] in OWN:
-                raise ValueError(f"Got {one!r}, which is set for each run. Use --seeds, or --output.")
+            name = one.partition("=")[0]
+            if any(name == own or name.startswith(f"{own}.") for own in OWN):
+                raise ValueError(f"Got {one!r}, which is set for each run. Use --seeds, --output, or another recipe.")
 
 
 def _several(some: Sequence[Any]) -> list[Any]:
@@ -111,6 +116,8 @@ class _OneOfEach(yaml.SafeLoader):
     """Refuses a key that is there twice, of which YAML takes the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        if not all(isinstance(key, yaml.ScalarNode) for key, _ in node.value):
+            raise yaml.YAMLError("a key is no text")
         if several := _several([key.value for key, _ in node.value]):
             raise yaml.YAMLError(f"{several} are given more than once")
         return super().construct_mapping(node, deep)
@@ -122,7 +129,7 @@ def _read_file(path: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
         return {}, {}
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _OneOfEach)
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         sys.exit(f"{path} cannot be read: {error}")
     if not isinstance(content, dict) or not all(isinstance(label, str) for label in content):
         sys.exit(f"{path} must hold label: arguments, or variants: with such lines in it.")

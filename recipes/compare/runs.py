@@ -5,10 +5,11 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -114,10 +115,9 @@ class Runs:
             # A name of its own: a training whose comparison was killed may still write into that of before.
             unfinished = folder.with_name(f"{folder.name}{UNFINISHED}{uuid4().hex[:8]}")
             command = self.command(variant, choice, seed, unfinished)
-            caught = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-            done = subprocess.run(command, env=_environment(), check=False, **caught)  # type: ignore[call-overload]
-            if done.returncode:
-                sys.exit(f"{shlex.join(command)} failed:\n{done.stdout}")
+            exit_code, said = _run(command)
+            if exit_code:
+                sys.exit(f"{shlex.join(command)} failed:\n{said}")
             (unfinished / ARGUMENTS).write_text(shlex.join(self._arguments(variant, choice, seed)), encoding="utf-8")
             shutil.copyfile(self.config, unfinished / RECIPE)
             unfinished.rename(folder)
@@ -162,6 +162,19 @@ class Runs:
 def folder_name(label: str) -> str:
     """Returns where the runs of a variant are kept: its words."""
     return re.sub(r"[^\w.]+", "_", label).lstrip(".") or "_"
+
+
+def _run(command: Sequence[str]) -> tuple[int, str]:
+    """Returns a training's exit code and what it said. All its processes end with this one, if it can see its end."""
+    caught = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, env=_environment(), start_new_session=True, **caught) as training:  # type: ignore[call-overload]
+        try:
+            said, _ = training.communicate()
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(training.pid, signal.SIGKILL)
+            raise
+    return training.returncode, said
 
 
 def _environment() -> dict[str, str]:

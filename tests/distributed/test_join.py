@@ -31,7 +31,7 @@ class Sum(nn.Module):
 
 
 def _epochs(sparsifier, num_epochs, options, *, drops=False):
-    """Worker r has 10 + 15 r batches an epoch, of gradients about 1. With ``drops`` the last leaves out two steps."""
+    """Worker r has 10 + 15 r batches an epoch, of gradients about 1. With ``drops`` the last leaves out three steps."""
     module = DistributedDataParallel(Sum(), find_unused_parameters=options.pop("find_unused_parameters", False))
     scale = options.get("error_feedback") == "learning_rate"
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
@@ -46,11 +46,8 @@ def _epochs(sparsifier, num_epochs, options, *, drops=False):
                 optimizer.zero_grad()
                 gradient = 1 + 0.1 * torch.randn(40, generator=generator)
                 module(gradient).backward()
-                if (
-                    drops
-                    and dist.get_rank() == dist.get_world_size() - 1
-                    and batch in (num_batches - 2, num_batches - 5)
-                ):
+                is_last = dist.get_rank() == dist.get_world_size() - 1
+                if drops and is_last and num_batches - batch in (1, 2, 5):
                     continue
                 optimizer.step()
                 total += gradient
@@ -108,6 +105,17 @@ def test_all_know_the_same_after_others_have_dropped_gradients(name):
 
 def _epochs_with_drops(*arguments):
     return _epochs(*arguments, drops=True)
+
+
+def _divides_by_those_who_are_left():
+    module = DistributedDataParallel(Sum())
+    register_comm_hook(module, TopK(0.2))
+    with pytest.raises(ValueError, match="Invalid divide_by_initial_world_size=False"):
+        module.join(divide_by_initial_world_size=False)
+
+
+def test_averages_are_over_all_workers_or_refused():
+    run_workers(_divides_by_those_who_are_left, 2)
 
 
 def _says_nothing():

@@ -1,7 +1,9 @@
 import csv
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from recipes.compare.variants import Grid, Variant, expanded, labelled, parsed_g
 from recipes.demo import Run, read
 
 PROJECT = Path(__file__).parents[2]
+DEMO = "recipes/resnet18_cifar10/demo.yaml"
 VALUES = {"dense": (0.9, 1.0, 1.1), "other": (1.4, 1.5, 1.6), "same": (0.9, 1.0, 1.1)}
 
 
@@ -203,13 +206,17 @@ def test_what_cannot_be_tuned_ends_with_what_was_tried(tmp_path):
         ("'a,b': --x\na b: --y", "The runs of 'a,b', 'a b' would be kept in one folder"),
         ("a: --seed_everything=5", "Got '--seed_everything=5', which is set for each run"),
         ("a: --trainer.logger.save_dir=x", "which is set for each run"),
+        ("a: --trainer.logger.init_args.save_dir=x", "which is set for each run"),
+        ("a: --trainer.logger=false", "which is set for each run"),
+        ("a: --config=x.yaml", "which is set for each run"),
+        ("[a, b]: --x", "cannot be read: a key is no text"),
     ],
 )
 def test_a_file_that_cannot_be_is_refused(content, message, tmp_path, call, capsys):
     (tmp_path / "variants.yaml").write_text(content)
     given = [] if "metric:" in content else ["--metric", "accuracy"]
     with pytest.raises(SystemExit) as ended:
-        call(compare.main, "x.yaml", *given, "--variants", tmp_path / "variants.yaml")
+        call(compare.main, DEMO, *given, "--variants", tmp_path / "variants.yaml")
     assert re.search(message, f"{ended.value}\n{capsys.readouterr().err}")
 
 
@@ -226,15 +233,15 @@ def test_a_file_that_cannot_be_is_refused(content, message, tmp_path, call, caps
 )
 def test_a_command_that_cannot_be_is_refused(arguments, message, call, capsys):
     with pytest.raises(SystemExit):
-        call(compare.main, "x.yaml", "--metric", "accuracy", *arguments)
+        call(compare.main, DEMO, "--metric", "accuracy", *arguments)
     assert message in capsys.readouterr().err
 
 
-def fit(command, **_):
+def fit(command):
     """In place of a training: leaves the folder that it would log to."""
     (folder,) = [one.partition("=")[2] for one in command if one.startswith("--trainer.logger.save_dir=")]
     Path(folder).mkdir(parents=True)
-    return subprocess.CompletedProcess(command, 0, "")
+    return 0, ""
 
 
 def runs_of(folder):
@@ -245,7 +252,7 @@ def runs_of(folder):
 
 def test_a_kept_run_of_another_recipe_is_not_taken_for_this_one(monkeypatch, tmp_path):
     monkeypatch.setattr("recipes.compare.runs.outcome_of", lambda folder, metric: folder)
-    monkeypatch.setattr(subprocess, "run", fit)
+    monkeypatch.setattr("recipes.compare.runs._run", fit)
     runs, choice, variant = runs_of(tmp_path), Choice(None, None), Variant("a", "a", ("--x=1",))
     folder = runs.outcome(variant, choice, 1)
     runs.config.write_text("model: {rate: 0.1} # said otherwise")
@@ -257,18 +264,73 @@ def test_a_kept_run_of_another_recipe_is_not_taken_for_this_one(monkeypatch, tmp
 
 def test_what_a_killed_comparison_left_is_in_nobodys_way(monkeypatch, tmp_path):
     monkeypatch.setattr("recipes.compare.runs.outcome_of", lambda folder, metric: folder)
-    monkeypatch.setattr(subprocess, "run", fit)
+    monkeypatch.setattr("recipes.compare.runs._run", fit)
     runs, choice, variant = runs_of(tmp_path), Choice(None, None), Variant("a", "a", ("--x=1",))
     orphan = tmp_path / "recipe" / "a" / "1.unfinished-00000000"
     orphan.mkdir(parents=True)
     made = []
-    monkeypatch.setattr(subprocess, "run", lambda command, **_: made.append(command) or fit(command))
+    monkeypatch.setattr("recipes.compare.runs._run", lambda command: made.append(command) or fit(command))
     folder = runs.outcome(variant, choice, 1)
     assert orphan.name not in str(made[0])
     orphan.mkdir()  # its training goes on, and writes there again
     assert runs.outcome(variant, choice, 1) == folder
     assert len(made) == 1
     assert sorted(one.name for one in folder.iterdir()) == ["arguments.txt", "recipe.yaml"]
+
+
+def test_a_recipe_that_is_not_there_is_refused(call, capsys):
+    with pytest.raises(SystemExit):
+        call(compare.main, "nowhere.yaml", "--metric", "accuracy", "--variant", "a: --x")
+    assert "There is no recipe nowhere.yaml" in capsys.readouterr().err
+
+
+def test_a_file_of_other_letters_is_refused(tmp_path, call):
+    (tmp_path / "variants.yaml").write_bytes("λ: --x".encode("utf-16"))
+    with pytest.raises(SystemExit, match="cannot be read"):
+        call(compare.main, DEMO, "--metric", "accuracy", "--variants", tmp_path / "variants.yaml")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_stops_a_comparison_stops_its_training(number, tmp_path):
+    (tmp_path / "x.yaml").touch()
+    (tmp_path / "recipes.py").write_text(
+        "import os, pathlib, subprocess, sys, time\n"
+        f"others = pathlib.Path({str(tmp_path)!r}) / 'pids'\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'])\n"
+        "others.with_suffix('.new').write_text(f'{os.getpid()} {child.pid}')\n"
+        "others.with_suffix('.new').rename(others)\n"
+        "time.sleep(100)\n"
+    )
+    script = (
+        "import runpy, sys\n"
+        "import recipes.compare.runs as runs\n"
+        f"runs.Runs.command = lambda *_: [sys.executable, {str(tmp_path / 'recipes.py')!r}]\n"
+        "from recipes.compare.__main__ import main\n"
+        f"sys.argv = ['compare', {str(tmp_path / 'x.yaml')!r}, '--metric', 'a', '--variant', 'a: --x',\n"
+        f"            '--output', {str(tmp_path / 'out')!r}]\n"
+        "main()\n"
+    )
+    compared = subprocess.Popen([sys.executable, "-c", script], cwd=PROJECT, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "pids").exists():
+        assert compared.poll() is None, compared.stderr.read()
+        time.sleep(0.1)
+    compared.send_signal(number)
+    _, said = compared.communicate(timeout=60)
+    assert "Stopped. Runs that are finished are kept" in said
+    assert "Traceback" not in said
+    for process in map(int, (tmp_path / "pids").read_text().split()):
+        for _ in range(100):
+            if not is_running(process):
+                break
+            time.sleep(0.1)
+        assert not is_running(process)
+
+
+def is_running(process):
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_two_comparisons_do_not_make_runs_in_one_folder(tmp_path):
@@ -299,7 +361,7 @@ def test_a_folder_of_several_runs_is_refused(tmp_path):
 
 def test_a_kept_run_of_other_arguments_is_not_taken_for_this_one(monkeypatch, tmp_path):
     monkeypatch.setattr("recipes.compare.runs.outcome_of", lambda folder, metric: folder)
-    monkeypatch.setattr(subprocess, "run", fit)
+    monkeypatch.setattr("recipes.compare.runs._run", fit)
     runs, choice = runs_of(tmp_path), Choice(None, None)
     first, other = Variant("c d", "c d", ("--x=1",)), Variant("c-d", "c-d", ("--x=2",))
     folder = runs.outcome(first, choice, 1)
