@@ -1,5 +1,7 @@
 """Workers with fewer batches than others, in torch's Join: nothing is lost, nothing counts twice, all know the same."""
 
+from functools import cache
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +19,8 @@ from lightning_sparse import (
     register_comm_hook,
 )
 from tests.workers import run_workers
+
+pytestmark = pytest.mark.xdist_group("join")
 
 
 class Sum(nn.Module):
@@ -83,28 +87,36 @@ KINDS = {
 }
 
 
+def _all_kinds(names, num_epochs, drops):
+    return {name: _epochs(KINDS[name][0], num_epochs, dict(KINDS[name][1]), drops=drops) for name in names}
+
+
+@cache
+def outcomes(num_workers, num_epochs, drops, *names):
+    """What all workers come to with each kind, by name: in one set of processes, as starting them takes longest."""
+    workers = run_workers(_all_kinds, num_workers, names, num_epochs, drops)
+    return {name: [one[name] for one in workers] for name in names}
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_what_was_sent_and_what_was_not_is_what_there_was(name):
-    sparsifier, options = KINDS[name]
-    workers = run_workers(_epochs, 3, sparsifier, 4, dict(options))
+    workers = outcomes(3, 4, False, *KINDS)[name]
     mean = torch.stack([one["total"] - one["pending"] for one in workers]).mean(0)
     for one in workers:
         torch.testing.assert_close(-one["weight"], mean, rtol=1e-4, atol=1e-3)
         assert repr(one["numbers"]) == repr(workers[0]["numbers"])
 
 
-@pytest.mark.parametrize("name", ["random k", "density, float8", "density of each layer", "accordion"])
+DROPPED = ("random k", "density, float8", "density of each layer", "accordion")
+
+
+@pytest.mark.parametrize("name", DROPPED)
 def test_all_know_the_same_after_others_have_dropped_gradients(name):
     """Those who have no more batches cannot see that an exchange does not train."""
-    sparsifier, options = KINDS[name]
-    workers = run_workers(_epochs_with_drops, 2, sparsifier, 3, dict(options))
+    workers = outcomes(2, 3, True, *DROPPED)[name]
     for one in workers:
         assert repr(one["numbers"]) == repr(workers[0]["numbers"])
         torch.testing.assert_close(one["weight"], workers[0]["weight"], rtol=0, atol=0)
-
-
-def _epochs_with_drops(*arguments):
-    return _epochs(*arguments, drops=True)
 
 
 def _divides_by_those_who_are_left():
