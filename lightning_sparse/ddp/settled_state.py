@@ -33,7 +33,7 @@ class SettledState(EngineHolder):
         return self._shared | rates | self._sparsifier_state(self._shared["next_step"])
 
     def load_shared_state(self, saved: Mapping[str, Any], *, same_world_size: bool) -> None:
-        """Continues from what `shared_state` returned in another run.
+        """Continues from what ``shared_state`` returned in another run.
 
         λ and its calibration continue where the sparsifier has the settings of then; with others those of now hold.
 
