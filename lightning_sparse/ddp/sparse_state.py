@@ -134,7 +134,7 @@ class SparseState(SettledState):
 
     @property
     def has_residuals(self) -> bool:
-        """Whether any can be other than zero, as far as all workers know alike: nobody does within the first step."""
+        """Whether any can be other than zero, as far as all workers know alike. Within the first step nobody does."""
         return self.settlement.progress > 0 or self.residuals.was_loaded or not self.is_certain
 
     def reset(self) -> None:
