@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse import HardThreshold, TopK, register_comm_hook
 from lightning_sparse.exchange import Exchange
 
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT, SHORT_TIMEOUT = timedelta(seconds=60), timedelta(seconds=20)
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize", "cudaMemcpy")
 """What a host calls to wait for its device; a copy that is not asynchronous among it."""
 
@@ -73,14 +73,16 @@ class Model(torch.nn.Module):
         return inputs
 
 
-def start(rank: int, num_workers: int, device: str, store: str) -> torch.device:
+def start(rank: int, num_workers: int, device: str, store: str, timeout: timedelta = TIMEOUT) -> torch.device:
     """Joins the others; returns this worker's device."""
     torch.set_num_threads(1)
+    # After a timeout NCCL's watchdog waits four times as long for others to write down where they are.
+    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
     here = torch.device("cpu") if device == "cpu" else torch.device("cuda", rank)
     if device == "cuda":
         torch.cuda.set_device(here)
     backend = "gloo" if device == "cpu" else "nccl"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=num_workers, timeout=TIMEOUT)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=num_workers, timeout=timeout)
     Exchange.has_shortcut = False  # one worker, too, goes through the motions
     return here
 
@@ -145,6 +147,8 @@ def table(rank: int, num_workers: int, device: str, store: str, folder: str, opt
 
 
 def _row(configuration: Configuration, device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
+    gc.collect()  # of the row before
+    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     training = Training(configuration, device, options["width"], options["depth"])
     peaks, times = [], []
     for _ in range(options["steps"]):
@@ -155,7 +159,7 @@ def _row(configuration: Configuration, device: torch.device, options: dict[str, 
         training.step()
         if device.type == "cuda":
             torch.cuda.synchronize()
-            peaks.append(torch.cuda.max_memory_allocated() / 2**20)
+            peaks.append((torch.cuda.max_memory_allocated() - before) / 2**20)
         times.append(1e3 * (time.perf_counter() - started))
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
@@ -191,7 +195,7 @@ def long_run(rank: int, num_workers: int, device: str, store: str, folder: str, 
 
 def dying(rank: int, num_workers: int, device: str, store: str, folder: str, options: dict[str, Any]) -> None:
     """Trains until the last worker is gone without a word; the others note when they noticed."""
-    here = start(rank, num_workers, device, store)
+    here = start(rank, num_workers, device, store, SHORT_TIMEOUT)
     training = Training(Configuration("gather"), here, options["width"], options["depth"])
     for step in range(10_000):
         if step == 5 and rank == num_workers - 1:

@@ -20,6 +20,7 @@ from lightning_sparse.ddp.options import (
     require_density_control,
 )
 from lightning_sparse.ddp.sparse_state import SparseState
+from lightning_sparse.engine.grouping import require_one_device
 from lightning_sparse.exchange import ExchangeMode, current_device, require_agreement
 from lightning_sparse.exchange.wire import ValueDtype
 from lightning_sparse.sparsifiers import Sparsifier
@@ -143,6 +144,7 @@ def attach(
             'Set it to "ddp_optimizer" (the default) before the model is wrapped.'
         )
     refuse_sparse_gradients(ddp_module.module)
+    require_one_device({name: one for name, one in ddp_module.module.named_parameters() if one.requires_grad})
     # A compiled module adds a prefix to all names; without it residuals fit the uncompiled module too.
     names = {
         parameter: name.replace("_orig_mod.", "")

@@ -7,7 +7,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from lightning_sparse.exchange import Workers
+from lightning_sparse.exchange import Workers, without_wait
 from lightning_sparse.sparsifiers import LayerLayout
 
 
@@ -70,9 +70,7 @@ class ParameterUse:
         First 1 where this backward reached one, then 1 where it did not and an old gradient other than zero is there.
         """
         used = [float(name in self._used) for name in layout.names]
-        marks = torch.tensor(used + [0.0] * len(used), dtype=torch.float64)
-        if device.type == "cuda":
-            marks = marks.pin_memory().to(device, non_blocking=True)  # of other memory the copy is waited for
+        marks = without_wait(torch.tensor(used + [0.0] * len(used), dtype=torch.float64), device)
         old = [
             (place, name)
             for place, name in enumerate(layout.names, len(layout.names))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_sparse.ddp.clipping import clip_gradient
 from lightning_sparse.ddp.notices import warn_of_drawn_numbers
-from lightning_sparse.engine import Engine, EngineHolder, FlatBucket
+from lightning_sparse.engine import Engine, EngineHolder, FlatBucket, rehearse_steps
 from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.memory_format import as_parameter, in_memory_order, require_strides
 from lightning_sparse.exchange import Crew, ExchangeMode, Workers
@@ -70,6 +70,10 @@ class SimulatedWorker(EngineHolder):
     def parameter_sizes(self) -> dict[str, int]:
         """Elements of every parameter's residual, by name."""
         return {name: one.numel() for name, one in self._parameters.items()}
+
+    def rehearse(self) -> None:
+        """Has the kernels built that steps will need; those of other workers are the same."""
+        rehearse_steps(self._engine, self._parameters, has_unused=True)
 
     def average(self, gradients: Mapping[str, Tensor], reached: Collection[str]) -> dict[str, Tensor]:
         """Returns the average of what all workers send, as ``SimulatedWorkers.average`` does. Collective.
@@ -146,6 +150,7 @@ class SimulatedWorkers:
         self._crew = Crew(num_workers)
         self._has_warned = num_workers == 1
         self.each = [SimulatedWorker(one, sparsifier, parameters, **options) for one in self._crew.workers]
+        self.each[0].rehearse()
 
     def average(self, gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Returns the average of what all workers send of their gradients, by name, of the gradients' shapes.

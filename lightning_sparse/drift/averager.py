@@ -28,7 +28,7 @@ from lightning_sparse.drift.drift_exchange import DriftExchange
 from lightning_sparse.drift.options import DriftOptions
 from lightning_sparse.drift.shared_weights import SharedWeights
 from lightning_sparse.engine import Engine, EngineHolder, rehearse_steps
-from lightning_sparse.engine.grouping import as_real, kept_dtype, local
+from lightning_sparse.engine.grouping import as_real, kept_dtype, local, require_one_device
 from lightning_sparse.exchange import Meeting, Workers, current_device, parameter_settings, require_agreement
 from lightning_sparse.sparsifiers import Sparsifier
 
@@ -92,6 +92,7 @@ class SparseModelAverager(EngineHolder):
         weights = drifting(list(module.named_parameters()))
         if not weights:
             raise ValueError("The module has no parameter that requires a gradient: there is nothing to average.")
+        require_one_device(weights)
         self.device = local(next(iter(weights.values()))).device
         with current_device(self.device):
             require_agreement(drift_settings(module, sparsifier, self.options, per_layer_stats), group)

@@ -132,14 +132,22 @@ class Engine:
         """Sends everything from now on, shows the recorder each bucket before, and tells nobody; None ends that."""
         self._recorder, self._calibrates = recorder, None if recorder is None else True
 
-    def understudy(self, exchange: Exchange, *, calibrates: bool) -> "Engine":
-        """Returns an engine that does the same with another exchange, and of whose steps nobody is told."""
+    def understudy(self, exchange: Exchange, names: Sequence[str], *, calibrates: bool) -> "Engine":
+        """Returns an engine that does the same with another exchange, and of whose steps nobody is told.
+
+        Args:
+            exchange: the other one.
+            names: of layers that will have a λ of their own each, if any will.
+            calibrates: whether λ is not known yet.
+        """
         double = copy.copy(self)
         double._exchange, double._calibrates = exchange, calibrates
         double._averages, double._buckets, double._headers = Buffers(), [], []
         double.sparsifier = copy.deepcopy(self.sparsifier)
         if isinstance(double.sparsifier, HardThreshold) and double.sparsifier.threshold is None and not calibrates:
             double.sparsifier.fix_threshold(1.0)  # as good as the one that calibration will find
+            if self.calibrator.needs_layers:
+                double.sparsifier.fix_layers({name: 1.0 + place for place, name in enumerate(names)})
         double._extraction = double._make_extraction()
         return double
 

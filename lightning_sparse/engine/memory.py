@@ -140,7 +140,9 @@ class ResidualMemory:
         bucket = _Bucket(layout, settled, settled if self._forgets else torch.zeros_like(settled))
         for name, start, end in layout.spans():
             if name in self._loaded:
-                settled[start:end] = self._loaded.pop(name)
+                loaded = self._loaded.pop(name)
+                settled[start:end] = loaded
+                let_go(loaded)
             elif name in self._places:
                 former, *span = self._places[name]
                 settled[start:end] = former.settled_part(name, *span)

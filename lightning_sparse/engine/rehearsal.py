@@ -67,7 +67,7 @@ def _play(
     for mode, calibrates in _acts(engine):
         exchange = Exchange(mode, workers=_Alone(None, 0, 1))
         exchange.has_shortcut = False
-        double = engine.understudy(exchange, calibrates=calibrates)
+        double = engine.understudy(exchange, layout.names, calibrates=calibrates)
         nothing, first_layer = (), ((0, LAYER_ELEMENTS),)
         # Twice: what the second half of a reduce-scatter is like follows from the step before.
         for left_out in (nothing, nothing, first_layer) if has_unused else (nothing, nothing):

@@ -6,7 +6,7 @@ runs in whatever order the callbacks happen to run.)
 """
 
 from lightning_sparse.exchange.agreement import current_device, parameter_settings, require_agreement
-from lightning_sparse.exchange.buffers import Buffers, let_go
+from lightning_sparse.exchange.buffers import Buffers, let_go, without_wait
 from lightning_sparse.exchange.cost_model import require_link
 from lightning_sparse.exchange.exchange import EXCHANGE_MODES, Exchange, ExchangeMode
 from lightning_sparse.exchange.in_process import Crew
@@ -36,4 +36,5 @@ __all__ = [
     "require_link",
     "slice_bounds",
     "slice_elements",
+    "without_wait",
 ]

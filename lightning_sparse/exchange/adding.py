@@ -1,10 +1,9 @@
 """What receivers do with payloads: add them up in rank order, put slices side by side, pack what is not zero."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
+from lightning_sparse.exchange.buffers import Buffers
 from lightning_sparse.exchange.fused_decode import decode
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat
 from lightning_sparse.kernels import is_available, native
@@ -15,9 +14,7 @@ SPARSE_SHARE = 0.02
 """Up to this many coordinates from all workers together, as a share of the bucket, each is divided by itself."""
 
 
-def average(
-    payload_format: PayloadFormat, rows: Tensor, out: Tensor, take: Callable[[str, int, torch.dtype], Tensor]
-) -> None:
+def average(payload_format: PayloadFormat, rows: Tensor, out: Tensor, buffers: Buffers) -> None:
     """Adds payloads to zeros, all that one rank sent before anything of the next, and divides by their number.
 
     The same bits everywhere, and in every way. Waits for a GPU where there are no kernels for it.
@@ -26,12 +23,13 @@ def average(
         payload_format: of each payload.
         rows: uint8, shape (n, payload_bytes(c)). Of one that was too small for its selection what it holds is added.
         out: shape (num_elements,), all zeros: receives the average.
-        take: gives work space by name.
+        buffers: gives work space, which all buckets share, as they are decoded one after the other.
     """
     num_workers = len(rows)
     if is_available(out.device):
         places = num_workers * payload_format.capacity(rows.shape[1])
-        decode(payload_format, rows, out, quotients=take("quotients", places, out.dtype))
+        quotients = buffers.take("quotients", places, out.dtype, out.device)
+        decode(payload_format, rows, out, quotients=quotients)
         return
     if is_native(out, wire_dtype=payload_format.wire.dtype):
         _, ends, values, offsets = payload_format.parts(rows[0])

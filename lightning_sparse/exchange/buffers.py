@@ -69,6 +69,13 @@ def let_go(tensor: Tensor) -> None:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
+def without_wait(table: Tensor, device: torch.device) -> Tensor:
+    """Returns a copy of a tensor of the CPU on another device, for which the host does not wait."""
+    if device.type == "cuda":
+        return table.pin_memory().to(device, non_blocking=True)  # of memory that is not pinned it would
+    return table.to(device)
+
+
 class HostCopy:
     """A copy of a tensor on the host, begun at once; on a GPU by way of pinned memory, while other work is enqueued.
 

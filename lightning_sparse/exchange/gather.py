@@ -77,7 +77,7 @@ class GatherShipment(Shipment):
         if self._is_decoded or not is_available(self.out.device):
             return
         self._wait()
-        average(self.format, self._rows, self.out, self.take)
+        average(self.format, self._rows, self.out, self.buffers)
         self._is_decoded = True
 
     def headers(self) -> Tensor:
@@ -125,7 +125,7 @@ class GatherShipment(Shipment):
                     self.out.scatter_add_(0, *self._rest_format.unpack(rest, self.out.dtype, count - self.capacity))
             self.out.div_(self.workers.num_workers)
         else:
-            average(self.format, self._rows, self.out, self.take)
+            average(self.format, self._rows, self.out, self.buffers)
 
     def own(self, num_selected: int) -> Selection:
         """Returns what this worker's payload holds."""

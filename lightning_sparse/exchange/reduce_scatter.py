@@ -102,7 +102,7 @@ class ReduceScatterShipment(GatherShipment):
         n = self.workers.num_workers
         self._average = self.take("slice", self._slice_elements, self.out.dtype)
         self._average.zero_()
-        average(self._parcel_format, self._received, self._average, self.take)
+        average(self._parcel_format, self._received, self._average, self.buffers)
         if self._union_capacity is None:
             part, union = self._average, self._average.count_nonzero()
         else:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _world
 
@@ -139,7 +140,8 @@ class Workers:
             received: list[Tensor] = []
             for some in _messages(tensors):
                 if self.rank == source:
-                    self._send_to_first(torch.cat(some))
+                    # Not all of them need be in one place: what a checkpoint brought comes to the device when used.
+                    self._send_to_first(torch.cat([one.to(self.message_device(one.device)) for one in some]))
                 elif self.rank == 0:
                     sizes = [tensor.numel() for tensor in some]
                     received += torch.split(self._receive(source, sum(sizes), some[0]), sizes)
@@ -153,8 +155,11 @@ class Workers:
 
         Args:
             one: plain containers and tensors, which ``torch.load(weights_only=True)`` reads.
+
+        Returns:
+            What has all tensors on the CPU.
         """
-        held = [one] if self.rank == 0 else []
+        held = [move_data_to_device(one, torch.device("cpu"))] if self.rank == 0 else []
         for source in range(1, self.num_workers):
             if self.rank == source:
                 file = io.BytesIO()
@@ -171,9 +176,14 @@ class Workers:
         return held
 
     def sum_on_first(self, tensor: Tensor) -> None:
-        """Sums a tensor over the workers, in place on the first one; what others have then is undefined. Collective."""
+        """Sums a tensor over the workers, in place on the first one; what others have then is undefined. Collective.
+
+        Wherever it is, on each worker for itself.
+        """
         if self.num_workers > 1:
-            dist.reduce(tensor, self._global_ranks[0], group=self.group)
+            dist.reduce(there := tensor.to(self.message_device(tensor.device)), self._global_ranks[0], group=self.group)
+            if there is not tensor:
+                tensor.copy_(there)
 
     def _send_to_first(self, tensor: Tensor) -> None:
         tensor = tensor.to(self.message_device(tensor.device))

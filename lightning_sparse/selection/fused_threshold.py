@@ -21,6 +21,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from lightning_sparse.exchange.buffers import let_go, without_wait
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS as ELEMENTS_PER_END
 from lightning_sparse.exchange.payload import PayloadParts
 from lightning_sparse.exchange.wire import Wire
@@ -34,6 +35,8 @@ Run = tuple[float, int, int]
 
 BLOCK_ELEMENTS = 8192
 PER_END = ELEMENTS_PER_END // BLOCK_ELEMENTS
+ALIGNED_BYTES = 16
+"""What a thread reads and writes at once where it can, as Triton sees from the pointer. Memory of torch's begins so."""
 # 512 threads with 8 elements each need some 50 registers: two programs fit a multiprocessor of an H100 or H200. Without
 # fusing, a multiplication and an addition round twice, as in PyTorch.
 _WALK = {"BLOCK": BLOCK_ELEMENTS, "WORDS": 128, "num_warps": 16, "enable_fp_fusion": False}
@@ -108,8 +111,13 @@ class FusedThreshold:
         _check_flat(values.numel(), values=values, offsets=offsets)
         device = residual.after.device
         bits = self._reserve("bits", blocks * BLOCK_ELEMENTS // 32, torch.int32, device)
-        constants = _wire(wire) | {"CLEARS": clears_gradient, "MEASURES": measures_gradient}
+        # The zeros follow from nothing that the kernel read. Where the gradient is not aligned, threads read other
+        # elements than they write, and one could clear what another has yet to read.
+        clears = clears_gradient and gradient.storage_offset() * gradient.element_size() % ALIGNED_BYTES == 0
+        constants = _wire(wire) | {"CLEARS": clears, "MEASURES": measures_gradient}
         self._walk(residual, gradient, runs, loss_scale, bits, None, 1, wire.scale, constants)
+        if clears_gradient and not clears:
+            gradient.zero_()
         starts = self._summarise(size, bits, boundaries, ends, header, measures_gradient)
         if size:
             packed = (residual.after, bits, starts, values, offsets, size, values.numel(), wire.scale)
@@ -200,6 +208,8 @@ class FusedThreshold:
     def _reserve(self, name: str, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         space = self._space.get(name)
         if space is None or space.numel() < size or space.device != device:
+            if space is not None:
+                let_go(space)
             space = self._space[name] = torch.empty(size, dtype=dtype, device=device)
         return space[:size]
 
@@ -228,7 +238,7 @@ def _threshold_tables(
     if len(set(thresholds)) == 1:
         return torch.full((1,), thresholds[0], dtype=dtype, device=device), None, None  # filled on the device
     tables = _edge_tables(tuple(start for _, start, end in runs if start < end), size, device)
-    return _there(torch.tensor(thresholds, dtype=dtype), device), *tables
+    return without_wait(torch.tensor(thresholds, dtype=dtype), device), *tables
 
 
 @lru_cache(maxsize=4096)
@@ -236,10 +246,4 @@ def _edge_tables(starts: tuple[int, ...], size: int, device: torch.device) -> tu
     edges = torch.tensor(starts)
     blocks = torch.arange(0, size + BLOCK_ELEMENTS, BLOCK_ELEMENTS)
     first_run = torch.searchsorted(edges, blocks, right=True, out_int32=True) - 1
-    return _there(edges, device), _there(first_run, device)
-
-
-def _there(table: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cuda":  # of memory that is not pinned the copy would be waited for
-        return table.pin_memory().to(device, non_blocking=True)
-    return table.to(device)
+    return without_wait(edges, device), without_wait(first_run, device)

@@ -155,6 +155,16 @@ if INTERPRETED:
             (HardThreshold(density=0.1, calibration_steps=2), torch.float32, {"find_unused_parameters": True}),
             (HardThreshold(density=0.1, calibration_steps=2), torch.bfloat16, {"exchange": "dense"}),
             (HardThreshold(threshold=THRESHOLD, layer_thresholds={"0.*": 0.2}), torch.float32, {"exchange": "gather"}),
+            (
+                HardThreshold(density=0.1, calibration_steps=2, granularity="layer"),
+                torch.float32,
+                {"exchange": "gather", "density_control": "hold"},
+            ),
+            (
+                HardThreshold(density=0.1, calibration_steps=2, granularity="layer"),
+                torch.float32,
+                {"exchange": "dense", "density_control": "hold"},
+            ),
         ],
     )
     def test_no_kernel_is_first_built_in_a_backward(sparsifier, dtype, options):
@@ -168,6 +178,7 @@ if INTERPRETED:
             (HardThreshold(threshold=0.02), torch.float32, {}),
             (HardThreshold(threshold=0.02), torch.bfloat16, {"exchange": "gather", "value_dtype": "bfloat16"}),
             (HardThreshold(density=0.1, calibration_steps=2), torch.float32, {"value_dtype": "float8"}),
+            (HardThreshold(density=0.1, calibration_steps=2, granularity="layer"), torch.float32, {}),
         ],
     )
     def test_no_kernel_is_first_built_in_an_exchange_of_drifts(sparsifier, dtype, options):

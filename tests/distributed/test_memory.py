@@ -41,17 +41,17 @@ def test_bytes_a_parameter(name):
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none on this machine")
-@pytest.mark.parametrize("name", [name for name in ROWS if name != "`TopK`"])
+@pytest.mark.parametrize("name", [name for name in ROWS if name not in ("`TopK`", '`error_feedback="none"`')])
 def test_bytes_a_parameter_on_a_gpu(name):
-    check(name, "cuda")
+    check(name, "cuda", within=1.0)  # work space of the kernels, and the allocator's blocks
 
 
-def check(name, device):
+def check(name, device, within=0.5):
     (row,) = re.findall(rf"^\| {re.escape(name)} \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", DOCS.read_text(), re.M)
     written = [float(number) for number in row]
     sparsifier, options = ROWS[name]
     for measured in run_workers(_measure, 2, sparsifier, device, options):
-        assert measured == pytest.approx(written, abs=0.5)
+        assert measured == pytest.approx(written, abs=within)
 
 
 def _measure(sparsifier, device, options):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sparse.drift import fingerprints as module
 from lightning_sparse.drift.fingerprints import fingerprints
@@ -47,6 +48,30 @@ def test_blocks_offsets_and_strides_make_no_difference(monkeypatch):
     assert torch.equal(fingerprints([torch.stack([whole[1:]] * 2, 1)[:, 0]]), expected)
     monkeypatch.setattr(module, "BLOCK_ELEMENTS", 17)
     assert torch.equal(fingerprints([whole[1:]]), expected)
+
+
+def test_a_hundred_small_tensors_are_few_operations():
+    tensors = [values(torch.float32, 64 + place % 3) for place in range(100)] + [values(torch.bfloat16, 100_000)]
+    expected = [float(fingerprints([one])[0]) for one in tensors]
+    fingerprints(tensors)
+    with _Launches() as launches:
+        seen = fingerprints(tensors)
+    assert seen[::2].tolist() == expected
+    assert len(launches.names) <= 40, launches.names
+
+
+class _Launches(TorchDispatchMode):
+    """Notes what is no view of anything, as it is launched on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        alias = func._schema.returns[0].alias_info if func._schema.returns else None
+        if alias is None or alias.is_write:
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
 
 
 def test_several_tensors_have_two_numbers_each():

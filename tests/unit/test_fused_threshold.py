@@ -292,6 +292,29 @@ def test_a_threshold_for_every_run(size, starts):
 
 
 @on_device
+@pytest.mark.parametrize("dtype", [FLOAT, torch.bfloat16])
+def test_a_gradient_that_begins_anywhere_is_cleared_after_it_was_read(dtype):
+    residual, gradient = bucket(150_001, dtype)
+    whole = torch.cat([gradient.new_ones(1), gradient]).to(DEVICE)
+    payload_format = PayloadFormat(150_001, AS_IT_IS)
+    payload = torch.zeros(payload_format.payload_bytes(0), dtype=torch.uint8, device=DEVICE)
+    after = torch.empty_like(residual, device=DEVICE)
+    FusedThreshold().select(
+        Residual(residual.to(DEVICE), after),
+        whole[1:],
+        one_run(1e9, 150_001),
+        loss_scale=None,
+        payload=payload_format.parts(payload),
+        header=header_of(),
+        wire=AS_IT_IS,
+        clears_gradient=True,
+    )
+    expected = residual + gradient.to(FLOAT)
+    assert torch.equal(after.cpu()[expected.isfinite()], expected[expected.isfinite()])
+    assert whole.tolist() == [1.0] + [0.0] * 150_001
+
+
+@on_device
 def test_runs_of_float64_keep_their_bits():
     threshold = 0.1
     residual = torch.full((64,), nextafter(threshold, 0), dtype=DOUBLE)
@@ -406,6 +429,7 @@ def test_what_is_sent_and_what_is_kept_make_up_the_compensated_gradient(data):
 
 @on_device
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter has nothing to wait for")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_no_call_but_the_first_waits_for_the_device():
     start, gradient = (one.cuda() for one in bucket(200_000))
     residual = Residual(start, torch.empty_like(start))

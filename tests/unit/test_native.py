@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sparse import HardThreshold
-from lightning_sparse.exchange import adding
+from lightning_sparse.exchange import Buffers, adding
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels import building, native
@@ -138,9 +138,9 @@ def test_payloads_are_added_up_to_the_same_bits(wire, capacity, monkeypatch):
         payload_format.fill(row, Selection(indices, wire.rounded(values)))
     one, other = torch.zeros(2, size)
     assert native.is_native(one, wire_dtype=wire.dtype)
-    adding.average(payload_format, rows, one, lambda *_: None)
+    adding.average(payload_format, rows, one, Buffers())
     monkeypatch.setattr(adding, "is_native", lambda *_, **__: False)
-    adding.average(payload_format, rows, other, lambda *_: None)
+    adding.average(payload_format, rows, other, Buffers())
     same((one,), (other,))
     assert one.count_nonzero()
 

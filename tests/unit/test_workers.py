@@ -4,8 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_sparse.ddp.comm_hook import learning_rates_of, refuse_capture, sparse_hook
+from lightning_sparse.engine.grouping import require_one_device
 from lightning_sparse.exchange import Workers, current_device
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
@@ -25,6 +27,21 @@ def test_a_message_travels_from_where_its_backend_takes_it(backends, device, exp
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(Workers, "_backends", backends)
     assert Workers(None, 0, 2).message_device(device) == expected
+
+
+def test_what_the_first_worker_keeps_of_a_gpu_is_on_the_cpu_as_what_others_send():
+    with FakeTensorMode():
+        own = {"state": [{0: {"step": 3, "exp_avg": torch.ones(4, device=GPU)}}], "kept": torch.ones(2)}
+        (held,) = Workers(None, 0, 1).gather_objects_to_first(own)
+        assert held["state"][0][0]["exp_avg"].device == CPU
+        assert held["state"][0][0]["step"] == 3
+
+
+def test_parameters_of_one_process_are_on_one_device():
+    require_one_device({"a": torch.empty(1), "b": torch.empty(2)})
+    on_two = {"a": torch.empty(1), "b": torch.empty(2, device="meta"), "c": torch.empty(2, device="meta")}
+    with pytest.raises(ValueError, match=r"several devices: 'a' on cpu, 'b' on meta\. Every process"):
+        require_one_device(on_two)
 
 
 def test_objects_are_sent_from_the_models_own_gpu():

@@ -1,0 +1,142 @@
+"""Two workers of a Trainer that share one GPU, over Gloo: train, save, resume; on a CPU the same, to test the test."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+from lightning_sparse import (
+    DDPHardThresholdStrategy,
+    LocalHardThresholdStrategy,
+    SimulatedWorkersStrategy,
+    SparseDDPStrategy,
+    TopK,
+)
+from tests.integration.models import WEIGHTS_ONLY, Classifier, adam, clones, nesterov, sgd
+from tests.integration.test_checkpoint import ResumableData, SaveAt
+from tests.workers import run_workers
+
+STOP, END = 4, 9
+DENSITY: dict[str, Any] = {"density": 0.1, "calibration_steps": 2}
+CASES: dict[str, dict[str, Any]] = {
+    "gathered": {"strategy": DDPHardThresholdStrategy, "options": {"threshold": 0.01, "exchange": "gather"}},
+    "reduce scatter": {"strategy": DDPHardThresholdStrategy, "options": {**DENSITY, "exchange": "reduce_scatter"}},
+    "by layer": {"strategy": DDPHardThresholdStrategy, "options": {**DENSITY, "granularity": "layer"}},
+    "unused": {"strategy": DDPHardThresholdStrategy, "options": {**DENSITY, "find_unused_parameters": True}},
+    "float8": {"strategy": DDPHardThresholdStrategy, "options": {"threshold": 0.01, "value_dtype": "float8"}},
+    "16-mixed": {"strategy": DDPHardThresholdStrategy, "options": DENSITY, "precision": "16-mixed"},
+    "bf16-true": {"strategy": DDPHardThresholdStrategy, "options": DENSITY, "precision": "bf16-true"},
+    "mean residuals": {
+        "strategy": DDPHardThresholdStrategy,
+        "options": {"threshold": 0.01, "residual_checkpoint": "mean"},
+        "is_exact": False,
+    },
+    "top-k": {"strategy": SparseDDPStrategy, "options": {"sparsifier": TopK(0.1)}},
+    "top-k of the model": {"strategy": SparseDDPStrategy, "options": {"sparsifier": TopK(0.1, granularity="model")}},
+    "drift": {"strategy": LocalHardThresholdStrategy, "options": DENSITY, "optimizer": adam},
+    "drift, overlapping": {
+        "strategy": LocalHardThresholdStrategy,
+        "options": {**DENSITY, "overlap": True, "every_n_steps": 2},
+        "optimizer": adam,
+        "is_exact": False,
+    },
+    "drift, means": {
+        "strategy": LocalHardThresholdStrategy,
+        "options": {**DENSITY, "drift_checkpoint": "mean", "optimizer_checkpoint": "mean"},
+        "optimizer": adam,
+        "is_exact": False,
+    },
+    "simulated": {
+        "strategy": SimulatedWorkersStrategy,
+        "options": {"sparsifier": TopK(0.1), "num_workers": 3},
+        "num_workers": 1,
+        "optimizer": sgd,
+    },
+}
+
+
+class Normalised(Classifier):
+    """With a batch norm, whose statistics are each worker's own."""
+
+    def __init__(self, make_optimizer: Any) -> None:
+        super().__init__(make_optimizer)
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(self.norm(inputs))
+
+
+class Last(Callback):
+    """The weights at the end of training, and where they were."""
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.weights = {name: one.cpu() for name, one in clones(pl_module.named_parameters()).items()}
+        self.device = next(pl_module.parameters()).device.type
+
+
+def _fit(name: str, device: str, save: str | None, resume: str | None) -> tuple[dict[str, Tensor], str]:
+    case, last = CASES[name], Last()
+    if device == "cuda":  # each is a node of its own, so that all may have the same GPU
+        os.environ["GROUP_RANK"], os.environ["LOCAL_RANK"] = os.environ["RANK"], "0"
+    num_workers = int(os.environ["WORLD_SIZE"])
+    options = case["options"]
+    if case["strategy"] is not SimulatedWorkersStrategy:
+        options = {"process_group_backend": "gloo", **options}
+    trainer = Trainer(
+        strategy=case["strategy"](**options),
+        accelerator="gpu" if device == "cuda" else "cpu",
+        devices=1 if device == "cuda" else num_workers,
+        num_nodes=num_workers if device == "cuda" else 1,
+        precision=case.get("precision", "32-true"),
+        max_steps=END,
+        callbacks=[last, *([SaveAt(STOP, save)] if save else [])],
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    if "unused" in name:
+        model: LightningModule = Classifier(case.get("optimizer", nesterov))
+    else:
+        model = Normalised(case.get("optimizer", nesterov))
+    trainer.fit(model, ResumableData(1000), ckpt_path=resume, **WEIGHTS_ONLY)
+    return last.weights, last.device
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.cuda,
+                pytest.mark.skipif(
+                    not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none on this machine"
+                ),
+            ],
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", CASES)
+def test_a_resumed_run_equals_one_that_never_stopped(name: str, device: str, tmp_path: Path) -> None:
+    case, path = CASES[name], str(tmp_path / "stop.ckpt")
+    num_workers = case.get("num_workers", 2)
+    straight = run_workers(_fit, num_workers, name, device, path, None, process_group=False)
+    resumed = run_workers(_fit, num_workers, name, device, None, path, process_group=False)
+    start = Normalised(sgd).state_dict()
+    for (one, place), (other, _) in zip(straight, resumed, strict=True):
+        assert place == device
+        assert any(not torch.equal(weight.float(), start[key]) for key, weight in one.items())
+        for key, weight in one.items():
+            assert weight.isfinite().all()
+            assert other[key].isfinite().all()
+            if case.get("is_exact", True):
+                torch.testing.assert_close(other[key], weight, rtol=0, atol=0 if device == "cpu" else 1e-6)
+            if case["strategy"] is not LocalHardThresholdStrategy:
+                assert torch.equal(weight, straight[0][0][key])
