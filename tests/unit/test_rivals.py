@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_sparse import (
     Dense,
     GaussianK,
+    HardThreshold,
     LayerLayout,
     RandomK,
     ScaledIntegerRounding,
@@ -277,3 +278,21 @@ def test_so_large_a_number_that_its_steps_overflow_is_sent_as_it_is():
         sent = rounding.values(values, layout_of(3))
         assert sent[:2].tolist() == values[:2].tolist()
         assert sent[2] == pytest.approx(0.3, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("sparsifier", "density"),
+    [(HardThreshold(threshold=16.0), 0.006), (ScaledIntegerRounding(32.0), 0.032), (StochasticRounding(32.0), 0.33)],
+)
+def test_what_is_sent_of_noise_in_the_long_run(sparsifier, density):
+    # Multiples overshoot, and what overshot comes back (docs/results.md, "Rounding to a grid").
+    size, start, end = 1000, 200, 500
+    generator, residual, selected = torch.Generator().manual_seed(0), torch.zeros(size), 0
+    layout = LayerLayout(("noise",), (size,))
+    for step in range(end):
+        sparsifier.begin_step(step, 0)
+        compensated = residual + 1.28 * torch.randn(size, generator=generator)
+        selection = sparsifier.select(compensated, layout)
+        residual = compensated.index_add(0, selection.indices, selection.values, alpha=-1.0)
+        selected += selection.indices.numel() if step >= start else 0
+    assert selected / (size * (end - start)) == pytest.approx(density, rel=0.1)
