@@ -102,7 +102,8 @@ def register_comm_hook(
 
     Raises:
         TypeError: not a DistributedDataParallel module, or not a sparsifier.
-        ValueError: an invalid option, or ``error_feedback="learning_rate"`` without an optimizer.
+        ValueError: an invalid option, a module on several devices, or ``error_feedback="learning_rate"`` without an
+            optimizer.
         RuntimeError: workers disagree on the settings (on every worker), or DDP cannot hand out its buckets.
     """
     options = ExchangeOptions(error_feedback, local_clip_norm, value_dtype, exchange, density_control, link_gbit_s)

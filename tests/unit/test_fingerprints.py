@@ -46,6 +46,8 @@ def test_blocks_offsets_and_strides_make_no_difference(monkeypatch):
     expected = fingerprints([whole[1:].clone()])
     assert torch.equal(fingerprints([whole[1:]]), expected)
     assert torch.equal(fingerprints([torch.stack([whole[1:]] * 2, 1)[:, 0]]), expected)
+    monkeypatch.setattr(module, "SMALL_BYTES", 0)
+    assert torch.equal(fingerprints([whole[1:]]), expected)
     monkeypatch.setattr(module, "BLOCK_ELEMENTS", 17)
     assert torch.equal(fingerprints([whole[1:]]), expected)
 
