@@ -63,7 +63,7 @@ class SparseModelAverager(EngineHolder):
 
     Raises:
         RuntimeError: workers disagree on the settings or the model (on every worker).
-        ValueError: a module that DDP wraps, one that is sharded or on several devices, or one without parameters to train.
+        ValueError: a module that DDP wraps, that is sharded or on several devices, or without parameters to train.
     """
 
     _takes_shards = False
