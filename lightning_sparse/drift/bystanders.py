@@ -20,7 +20,7 @@ class Bystanders:
 
     So constants stay what they are to the last bit, and a statistic (batch norm) or a target network (a moving average
     of weights) that each worker has made from its own weights is shared. Only what was there at set-up, and only where
-    it still has one size everywhere. Numbers that are not floating-point stay each worker's own.
+    it still has one size everywhere. Integers and truth values, by what they were at set-up, stay each worker's own.
 
     Args:
         module: whose.
@@ -36,6 +36,7 @@ class Bystanders:
         tensors = self._tensors(self._names)
         self._kinds = {name: one.is_floating_point() or one.is_complex() for name, one in tensors.items()}
         self._at_first = {name: fingerprints([one]) for name, one in tensors.items()}
+        self._told: dict[bool, dict[str, Tensor]] = {}
 
     def prints(self, *, only_buffers: bool) -> Tensor:
         """Returns what tells whether workers have the same: float64, two numbers each, on the tensors' device.
@@ -43,7 +44,8 @@ class Bystanders:
         Args:
             only_buffers: leaves frozen parameters out, which may be large.
         """
-        tensors = list(self._floating(only_buffers).values())
+        self._told[only_buffers] = self._floating(only_buffers)
+        tensors = list(self._told[only_buffers].values())
         return fingerprints(tensors) if tensors else torch.zeros(0, dtype=torch.float64)
 
     def average(self, workers: Workers, prints: Tensor, *, only_buffers: bool) -> None:
@@ -57,14 +59,17 @@ class Bystanders:
         workers.average(list(self.differing(prints, only_buffers=only_buffers).values()))
 
     def differing(self, prints: Tensor, *, only_buffers: bool) -> dict[str, Tensor]:
-        """Returns by name what differs between workers and has one size; the same names on all of them."""
+        """Returns by name what differs between workers and has one size; the same names on all of them.
+
+        By what they told each other. What has another size by now, or has gone, takes part as it was then, for nothing.
+        """
         if not prints.numel():
             return {}
         rows = prints.view(len(prints), -1, 2)
         is_same = (rows == rows[:1]).all(0)
-        floating = self._floating(only_buffers)
+        told, floating = self._told[only_buffers], self._floating(only_buffers)
         return {
-            name: one
+            name: one if one.numel() == told[name].numel() and one.dtype == told[name].dtype else told[name]
             for (name, one), (has_one_hash, has_one_size) in zip(floating.items(), is_same.tolist(), strict=True)
             if has_one_size and not has_one_hash
         }

@@ -224,7 +224,7 @@ def restored(
 
 
 def _mean(of_workers: Sequence[Any]) -> Any:
-    """The mean of floating-point tensors; all else is the first worker's."""
+    """The mean of floating-point tensors over those that have them; all else is of the first that has it."""
     first = of_workers[0]
     if isinstance(first, torch.Tensor):
         if not (first.is_floating_point() or first.is_complex()):
@@ -233,9 +233,9 @@ def _mean(of_workers: Sequence[Any]) -> Any:
         same = [one for one in of_workers if isinstance(one, torch.Tensor) and one.shape == first.shape]
         return (sum(one.to(wide) for one in same) / len(same)).to(first.dtype)  # type: ignore[union-attr]
     if isinstance(first, Mapping):
-        return {
-            name: _mean([one[name] for one in of_workers if isinstance(one, Mapping) and name in one]) for name in first
-        }
+        held = [one for one in of_workers if isinstance(one, Mapping)]
+        names = dict.fromkeys(name for one in held for name in one)  # a layer may have trained on some only
+        return {name: _mean([one[name] for one in held if name in one]) for name in names}
     if isinstance(first, (list, tuple)):
         return type(first)(_mean(list(ones)) for ones in zip(*of_workers, strict=False))
     return first

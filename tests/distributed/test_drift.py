@@ -668,3 +668,27 @@ def test_who_looks_at_weights_changes_nothing_also_where_a_layer_was_just_unfroz
         for (weights, mean), (expected, _) in zip(results, plain, strict=True):
             torch.testing.assert_close(weights, expected, rtol=0, atol=0)
             torch.testing.assert_close(mean, results[0][1], rtol=0, atol=0)
+
+
+def changes_while_something_travels(kind):
+    rank = dist.get_rank()
+    model = Net().double()
+    model.register_buffer("early", torch.zeros(3))
+    model.register_buffer("late", torch.zeros(2))
+    averager = SparseModelAverager(model, HardThreshold(threshold=0.0), DriftOptions(overlap=True))
+    model.early += rank
+    model.late += rank
+    averager.step()
+    if rank == 1:  # before it lands
+        model.early = {"gone": None, "longer": torch.full((5,), 7.0), "whole": torch.ones(3, dtype=torch.int64)}[kind]
+    averager.flush()
+    return model.early, model.late
+
+
+@pytest.mark.parametrize("kind", ["gone", "longer", "whole"])
+def test_a_buffer_that_changes_on_one_worker_while_something_travels_does_no_harm(kind):
+    (early, late), (other_early, other_late) = run_workers(changes_while_something_travels, 2, kind, timeout=40)
+    assert late.tolist() == other_late.tolist() == [0.5, 0.5]
+    assert early.tolist() == [0.5] * 3
+    expected = {"gone": None, "longer": [7.0] * 5, "whole": [1] * 3}[kind]
+    assert (None if other_early is None else other_early.tolist()) == expected
