@@ -4,7 +4,15 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from lightning_sparse import Accordion, GaussianK, HardThreshold, RandomK, TopK
+from lightning_sparse import (
+    Accordion,
+    GaussianK,
+    HardThreshold,
+    RandomK,
+    ScaledIntegerRounding,
+    StochasticRounding,
+    TopK,
+)
 from tests.distributed.launches import measure, measure_door
 from tests.workers import run_workers
 
@@ -41,6 +49,8 @@ HALF = {"dtype": torch.bfloat16}
         (RandomK(0.01), {"mode": "auto"}, 77, 2, 6),
         (GaussianK(0.01), {}, 84, 11, 6),
         (Accordion(0.001, 0.01), {}, 54, 2, 6),
+        (ScaledIntegerRounding(0.01), {}, 61, 0, 6),
+        (StochasticRounding(0.01), {}, 107, 0, 6),
     ],
 )
 def test_launches_and_waits_of_a_step(sparsifier, options, of_bucket, of_layer, of_step):

@@ -17,9 +17,14 @@ def values(dtype, size):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 9, 1000])
-def test_a_change_of_any_element_is_seen(dtype, size):
+@pytest.mark.parametrize("is_small", [True, False])
+def test_a_change_of_any_element_is_seen(dtype, size, is_small, monkeypatch):
     one = values(dtype, size)
+    together = fingerprints([one]).tolist()
+    if not is_small:
+        monkeypatch.setattr(module, "SMALL_BYTES", 0)
     [expected, number] = fingerprints([one]).tolist()
+    assert [expected, number] == together
     assert number == size
     assert fingerprints([one.clone()]).tolist() == [expected, number]
     seen = {expected}
