@@ -1,6 +1,7 @@
 """Calibration of a sparsifier's λ in a running training."""
 
 from collections.abc import Collection, Mapping
+from math import isinf
 from typing import Any
 
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
@@ -109,13 +110,8 @@ class Calibrator:
             return
         self._running.observe(stats.squared_gradient_norm)
         self._observed_steps += 1
-        if self._speaks and not self._running.is_complete and self._observed_steps == LATE * self._running.steps:
-            rank_zero_warn(
-                f"lightning_sparse: after {self._observed_steps} steps there is no threshold yet, and everything is "
-                f"sent. It takes {self._running.steps} steps with a finite ‖g‖² and one above 0; finite were "
-                f"{self._running.measured_steps}, and the last was {stats.squared_gradient_norm:g}. Look for gradients "
-                "that are zero or not finite, or give threshold=… instead of density=…"
-            )
+        if not self._running.is_complete and self._observed_steps == LATE * self._running.steps:
+            self._is_late(stats)
         if self._running.is_complete:
             calibration, self._running = self._running, None
             threshold = calibration.threshold(stats.num_elements)
@@ -125,6 +121,21 @@ class Calibrator:
                     f"lightning_sparse: calibrated the threshold to {threshold:.6g} over {calibration.measured_steps} "
                     f"steps, for a density of {calibration.density:g} of {stats.num_elements:,} elements."
                 )
+
+    def _is_late(self, stats: StepStats) -> None:
+        assert self._running is not None
+        if isinf(stats.squared_gradient_norm) and not stats.non_finite:
+            raise RuntimeError(
+                f"No threshold can be calibrated: gradients are finite, and ‖g‖² overflowed in {self._observed_steps} "
+                "steps. Scale the loss down, or give threshold=… instead of density=…"
+            )
+        if self._speaks:
+            rank_zero_warn(
+                f"lightning_sparse: no threshold after {self._observed_steps} steps, so everything is sent. "
+                f"Calibration needs {self._running.steps} steps with a finite ‖g‖², one of them above 0. It saw "
+                f"{self._running.measured_steps}, and the last ‖g‖² is {stats.squared_gradient_norm:g}. Look for "
+                "gradients that are zero, not finite or too small to square, or give threshold=… instead of density=…"
+            )
 
     def expect(self, stats: StepStats, before: StepStats | None) -> None:
         """Takes the numbers of a step of which is not known yet whether it counts; see ``confirm``.

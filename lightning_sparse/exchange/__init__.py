@@ -5,12 +5,13 @@ communication hook and from nowhere else. (Gloo matches collectives by order, an
 runs in whatever order the callbacks happen to run.)
 """
 
-from lightning_sparse.exchange.agreement import current_device, parameter_settings, require_agreement
+from lightning_sparse.exchange.agreement import current_device, parameter_settings, raised_together, require_agreement
 from lightning_sparse.exchange.buffers import Buffers, let_go, without_wait
 from lightning_sparse.exchange.cost_model import require_link
 from lightning_sparse.exchange.exchange import EXCHANGE_MODES, Exchange, ExchangeMode
 from lightning_sparse.exchange.in_process import Crew
 from lightning_sparse.exchange.meeting import Meeting
+from lightning_sparse.exchange.own_group import OwnGroup
 from lightning_sparse.exchange.reduce_scatter import largest_slice, slice_bounds, slice_elements
 from lightning_sparse.exchange.shared import SharedShipment
 from lightning_sparse.exchange.shipment import LARGEST_SLICE, NUM_SELECTED, Shipment
@@ -25,6 +26,7 @@ __all__ = [
     "Exchange",
     "ExchangeMode",
     "Meeting",
+    "OwnGroup",
     "SharedShipment",
     "Shipment",
     "Workers",
@@ -32,6 +34,7 @@ __all__ = [
     "largest_slice",
     "let_go",
     "parameter_settings",
+    "raised_together",
     "require_agreement",
     "require_link",
     "slice_bounds",

@@ -1,6 +1,7 @@
 """Whether all workers were started alike, asked once at set-up."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -39,6 +40,31 @@ def require_agreement(settings: dict[str, Any], group: dist.ProcessGroup | None 
             "The workers disagree on what is exchanged. Start all of them with the same model, settings and "
             "versions. What differs:\n" + "\n".join(lines)
         )
+
+
+@contextmanager
+def raised_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Raises on every worker what any of them raises inside, so that none waits for the others. Collective.
+
+    Inside, workers must not communicate. Without a process group errors pass through.
+
+    Raises:
+        RuntimeError: on workers that raised nothing, with the message of the first that did.
+    """
+    raised: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        raised = error
+    messages: list[str | None] = [None if raised is None else str(raised)]
+    if dist.is_initialized():
+        messages *= dist.get_world_size(group)
+        dist.all_gather_object(messages, None if raised is None else str(raised), group=group)
+    if raised is not None:
+        raise raised
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise RuntimeError(f"Rank {rank}: {message}")
 
 
 def differing(settings: dict[str, Any], group: dist.ProcessGroup | None = None) -> list[str]:

@@ -13,7 +13,7 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _world
 
-from lightning_sparse.exchange.pending import Pending
+from lightning_sparse.exchange.pending import LostWorkerError, Pending, lost_worker
 
 MESSAGE_BYTES = 2**26
 """Of tensors that are gathered for a checkpoint: enough for a network to be busy, and little beside a model."""
@@ -54,8 +54,8 @@ class Workers:
         if self.sends_messages(out):
             return self._exchange_messages(places, [part] * self.num_workers)
         if out.device.type != "cpu" and dist.get_backend(self.group) == "gloo":
-            return Pending([dist.all_gather(list(places), part, group=self.group, async_op=True)])
-        return Pending([dist.all_gather_into_tensor(out, part, group=self.group, async_op=True)])
+            return Pending([dist.all_gather(list(places), part, group=self.group, async_op=True)], [self._only_other])
+        return Pending([dist.all_gather_into_tensor(out, part, group=self.group, async_op=True)], [self._only_other])
 
     def all_to_all(self, out: Tensor, parts: Tensor) -> Pending:
         """Starts sending the j-th of n equal parts to worker j; what worker i sent becomes the i-th of out. Collective.
@@ -68,11 +68,11 @@ class Workers:
             return self._exchange_messages(
                 out.view(self.num_workers, -1).unbind(), parts.view(self.num_workers, -1).unbind()
             )
-        return Pending([dist.all_to_all_single(out, parts, group=self.group, async_op=True)])
+        return Pending([dist.all_to_all_single(out, parts, group=self.group, async_op=True)], [self._only_other])
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         """Starts summing a tensor over the workers, in place. Collective."""
-        return Pending([dist.all_reduce(tensor, group=self.group, async_op=True)])
+        return Pending([dist.all_reduce(tensor, group=self.group, async_op=True)], [self._only_other])
 
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Replaces tensors by their mean over the workers, the same bits on all. Collective.
@@ -85,7 +85,8 @@ class Workers:
         for some in _messages([_as_real(one) for one in tensors]):
             flat = torch.cat([one.flatten() for one in some])
             flat = flat if flat.dtype == torch.float64 else flat.float()
-            dist.all_reduce(flat, group=self.group)
+            with lost_worker(self._only_other):
+                dist.all_reduce(flat, group=self.group)
             flat.div_(self.num_workers)
             for one, mean in zip(some, torch.split(flat, [one.numel() for one in some]), strict=True):
                 one.copy_(mean.view(one.shape))
@@ -231,23 +232,36 @@ class Workers:
             return list(range(self.num_workers))
         return [dist.get_global_rank(self.group, rank) for rank in range(self.num_workers)]
 
+    @cached_property
+    def _only_other(self) -> int | None:
+        """The global rank of the other worker, where there is one."""
+        return self._global_ranks[1 - self.rank] if self.num_workers == 2 else None
+
     def _exchange_messages(self, places: Sequence[Tensor], parts: Sequence[Tensor]) -> Pending:
         # Each begins with its right neighbour, so that not all send to the same worker first.
         others = [(self.rank + distance) % self.num_workers for distance in range(1, self.num_workers)]
 
+        sources = others[::-1]
+
         def receive() -> list[dist.Work | None]:
-            sources = reversed(others)
-            return [
-                dist.irecv(places[other], self._global_ranks[other], group=self.group, tag=TAG) for other in sources
-            ]
+            return [self._message(dist.irecv, places[other], other) for other in sources]
 
         def send() -> list[dist.Work | None]:
-            return [dist.isend(parts[other], self._global_ranks[other], group=self.group, tag=TAG) for other in others]
+            return [self._message(dist.isend, parts[other], other) for other in others]
 
         small = parts[0].nbytes <= SMALL_MESSAGE_BYTES
         works = [*send(), *receive()] if small else [*receive(), *send()]
         places[self.rank].copy_(parts[self.rank])
-        return Pending(works)
+        return Pending(
+            works, [self._global_ranks[other] for other in (others + sources if small else sources + others)]
+        )
+
+    def _message(self, direction: Callable[..., dist.Work | None], tensor: Tensor, other: int) -> dist.Work | None:
+        peer = self._global_ranks[other]
+        try:  # not ``lost_worker``: this runs for each message
+            return direction(tensor, peer, group=self.group, tag=TAG)
+        except RuntimeError as error:
+            raise LostWorkerError(peer, error) from error
 
 
 def _as_real(tensor: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ class ThresholdCalibration:
         if isfinite(squared_gradient_norm):
             self.measured_steps += 1
             self._sum += squared_gradient_norm
-            self._sum_of_squares += squared_gradient_norm**2
+            self._sum_of_squares += squared_gradient_norm * squared_gradient_norm  # ** raises where it overflows
 
     @property
     def is_complete(self) -> bool:
