@@ -100,7 +100,13 @@ class ThresholdSchedule(Callback):
             self._base = holders[0].sparsifier.current_threshold  # what a search has found, perhaps
         if self.factors == "learning_rate":
             optimizer = strategy.optimizers[0]
-            factor = _require_factor(float(optimizer.param_groups[0]["lr"]) / float(optimizer.defaults["lr"]))
+            rate, first_rate = optimizer.param_groups[0].get("lr"), optimizer.defaults.get("lr")
+            if rate is None or first_rate is None:
+                raise ValueError(
+                    f"ThresholdSchedule('learning_rate') needs a learning rate, and {type(optimizer).__name__} has "
+                    "lr=None. Set lr=…, or give factors by step or epoch."
+                )
+            factor = _require_factor(float(rate) / float(first_rate))
         else:
             factor = self.factor(trainer.global_step if self.interval == "step" else trainer.current_epoch)
         assert self._base is not None  # a hard threshold's

@@ -1,7 +1,7 @@
 """DDP's communication hook, and its registration on a module."""
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the types themselves.
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -35,6 +35,8 @@ _DDP_SETTINGS = ("bucket_bytes_cap", "find_unused_parameters", "static_graph")
 """Attributes of a DDP module on which it depends which buckets come when."""
 
 
+# An optimizer whose step is compiled calls backward in its closure: the exchange must stay out of that graph.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def sparse_hook(state: SparseState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """The communication hook: exchanges one bucket sparsely. Collective; DDP calls it.
 
@@ -206,8 +208,18 @@ def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-def learning_rates_of(optimizers: Iterable[Optimizer]) -> dict[Tensor, float]:
-    """Returns the learning rate in force for every parameter of the optimizers."""
+def learning_rates_of(optimizers: Sequence[Optimizer]) -> dict[Tensor, float]:
+    """Returns the learning rate in force for every parameter of the optimizers.
+
+    Raises:
+        ValueError: an optimizer has no learning rate, such as Adafactor with ``lr=None``.
+    """
+    for optimizer in optimizers:
+        if any(group.get("lr") is None for group in optimizer.param_groups):
+            raise ValueError(
+                f"{type(optimizer).__name__} has a parameter group without a learning rate (lr=None). "
+                "error_feedback='learning_rate' needs a number there: set lr=…, or use error_feedback='gradient'."
+            )
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     # Of a rate that is a tensor on a GPU the number is waited for: once a group, not for each of its parameters.
     rates = [float(group["lr"]) for group in groups]

@@ -25,6 +25,15 @@ def warn_of_no_steps(num_backwards: int) -> None:
     )
 
 
+def warn_of_unexchanged(name: str) -> None:
+    """Warns that an optimizer steps on a parameter that DDP does not exchange."""
+    rank_zero_warn(
+        f"lightning_sparse: an optimizer steps on {name!r}, which DDP does not exchange, so it differs between "
+        "workers, as under plain DDP. It was frozen or absent when DDP wrapped the model, or its layer was replaced. "
+        "Wrap the model again (strategy.restart()), or freeze layers only after DDP has wrapped it."
+    )
+
+
 def warn_of_drawn_numbers() -> None:
     """Warns that workers in threads have drawn random numbers that all have in common."""
     rank_zero_warn(

@@ -25,8 +25,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparse.ddp.notices import warn_of_no_steps
-from lightning_sparse.ddp.optimizer_steps import follow_no_steps, follow_steps
+from lightning_sparse.ddp.notices import warn_of_no_steps, warn_of_unexchanged
+from lightning_sparse.engine.optimizer_steps import Arguments, UnexchangedParameters, follow_no_steps, follow_steps
 
 UNDONE_WITHOUT_A_STEP = 20
 """After so many backwards that were undone, and no step ever, it is likely that the steps cannot be seen."""
@@ -79,6 +79,7 @@ class Settlement:
         self._marks: dict[str, _Mark] = {}
         self._norms: dict[str, Tensor] = {}
         self._has_waited = False
+        self._unexchanged: UnexchangedParameters | None = None
         self._watch: list[torch.utils.hooks.RemovableHandle] = []
         self._has_looked = False
         self._num_exchanges = self._undone_without_a_step = 0
@@ -88,6 +89,9 @@ class Settlement:
 
     def follow(self, module: DistributedDataParallel) -> None:
         """Is told of every forward of this module."""
+        ignored = [one for name, one in module.module.named_parameters() if name in module.parameters_to_ignore]
+        exchanged = [one for one in self._parameters.values() if one.requires_grad]
+        self._unexchanged = UnexchangedParameters(module.module, [*exchanged, *ignored])
         this = weakref.ref(self)
 
         def forward_begins(module: DistributedDataParallel, _: Any) -> None:
@@ -119,6 +123,11 @@ class Settlement:
             return not self._is_changing
         versions = [(self._parameters[name]._version, self._marks.get(name)) for name in self._open]
         return bool(self._marks) and all(mark is None or mark.weight_version == one for one, mark in versions)
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether an optimizer's step runs, which may call backward several times and keep the last (LBFGS)."""
+        return self._is_stepping
 
     @property
     def open_names(self) -> frozenset[str]:
@@ -183,6 +192,7 @@ class Settlement:
         """Undoes everything open."""
         self._change(self._undo, set(self._open))
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _note(self) -> None:
         """Notes all that is open, when DDP has put the averages in place."""
         self._mark()
@@ -198,6 +208,7 @@ class Settlement:
             if parameter.grad is not None:
                 self._marks[name] = _mark_of(parameter, parameter.grad)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _gradient_comes(self, _: Any) -> None:
         if not self._has_looked:
             self._look()
@@ -237,8 +248,11 @@ class Settlement:
         gradient, mark = self._parameters[name].grad, self._marks.get(name)
         return gradient is not None and mark is not None and gradient.data_ptr() == mark.address
 
-    def _step_begins(self, optimizer: Optimizer) -> None:
+    def _step_begins(self, optimizer: Optimizer, _: Arguments) -> None:
         self._is_stepping = True
+        if self._unexchanged is not None and (name := self._unexchanged.first_of(optimizer)) is not None:
+            warn_of_unexchanged(name)
+            self._unexchanged = None
 
     def _step_ends(self, optimizer: Optimizer) -> None:
         self._is_stepping = False

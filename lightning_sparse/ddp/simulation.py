@@ -152,6 +152,7 @@ class SimulatedWorkers:
         self.each = [SimulatedWorker(one, sparsifier, parameters, **options) for one in self._crew.workers]
         self.each[0].rehearse()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def average(self, gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Returns the average of what all workers send of their gradients, by name, of the gradients' shapes.
 

@@ -22,11 +22,13 @@ from lightning_sparse.ddp.regrouping import BucketLike
 from lightning_sparse.ddp.running_step import Averaged, RunningStep
 from lightning_sparse.ddp.settled_state import SettledState
 from lightning_sparse.ddp.settlement import Settlement
-from lightning_sparse.ddp.weak_call import weakly
 from lightning_sparse.engine import Engine, FlatBucket
 from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.memory_format import real_numel
+from lightning_sparse.engine.notices import warn_of_forgotten
 from lightning_sparse.engine.rehearsal import rehearse_steps
+from lightning_sparse.engine.saved_state import sealed, unsent_norm
+from lightning_sparse.engine.weak_call import weakly
 from lightning_sparse.exchange import Meeting
 from lightning_sparse.sparsifiers import Sparsifier
 
@@ -152,20 +154,24 @@ class SparseState(SettledState):
 
         Plain containers and copies, which ``torch.load(weights_only=True)`` reads. Not collective.
         """
-        own = {"version": 2, "shared": self.shared_state(), "residuals": self.residuals.state_dict()}
-        return self._place() | own
+        own = {"shared": self.shared_state(), "residuals": self.residuals.state_dict()}
+        return sealed(self._place() | own)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continues from what `state_dict` returned on the worker of the same rank, before the first step.
 
         Raises:
-            RuntimeError: it is of another rank or of another number of workers. (For that, average the residuals of all
-                files: their mean on every worker keeps the pending update.)
+            RuntimeError: it is of another rank or of another number of workers, or is damaged. (For another number,
+                average the residuals of all files: their mean on every worker keeps the pending update.)
         """
-        self._require_own(saved, "give residuals.load_state_dict the mean of all files' residuals")
+        advice = "give residuals.load_state_dict the mean of all files' residuals"
+        self._require_own(saved, advice, "shared", "residuals")
         self.reset()
         self.load_shared_state(saved["shared"], same_world_size=True)
-        self.residuals.load_state_dict(saved["residuals"])
+        if self.residuals.forgets:
+            warn_of_forgotten(unsent_norm([saved["residuals"]]))
+        else:
+            self.residuals.load_state_dict(saved["residuals"])
 
     def receive(self, grad_bucket: BucketLike) -> Averaged:
         """Takes one of DDP's buckets through the step. Collective: every worker calls this for the same bucket."""
@@ -276,6 +282,7 @@ class SparseState(SettledState):
         self.residuals.undo(names)
         self._rates.undo(names)
         has_overflowed = self._step.loss_scale is not None and self.last_step is not None and self.last_step.non_finite
-        if not (has_overflowed or self._has_said_undone or self.is_exchanging):
+        is_search = self.settlement.is_stepping  # LBFGS drops all gradients of a step but the last, also without us
+        if not (has_overflowed or self._has_said_undone or self.is_exchanging or is_search):
             self._has_said_undone = True
             say_dropped(names)

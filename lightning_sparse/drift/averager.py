@@ -12,7 +12,7 @@ worker's own weights. A threshold on gradients hands Adam rare large lumps, whic
 own worker's gradients as they come.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from lightning_sparse._version import __version__
 from lightning_sparse.drift.anchor import drifting
@@ -27,10 +28,19 @@ from lightning_sparse.drift.bystanders import ignored_names
 from lightning_sparse.drift.drift_exchange import DriftExchange
 from lightning_sparse.drift.options import DriftOptions
 from lightning_sparse.drift.shared_weights import SharedWeights
+from lightning_sparse.drift.step_ledger import StepLedger
 from lightning_sparse.engine import Engine, EngineHolder, rehearse_steps
 from lightning_sparse.engine.grouping import as_real, kept_dtype, local, require_one_device
-from lightning_sparse.exchange import Meeting, Workers, current_device, parameter_settings, require_agreement
+from lightning_sparse.engine.optimizer_steps import Arguments, StepObserver, changes_weights
+from lightning_sparse.engine.saved_state import sealed
+from lightning_sparse.engine.weak_call import weakly
+from lightning_sparse.exchange import Meeting, OwnGroup, Workers, current_device, parameter_settings, require_agreement
 from lightning_sparse.sparsifiers import Sparsifier
+
+_LOST_STEP = (
+    "An optimizer's step while the model has the mean of all workers' weights (in averaged_weights(), in validation) "
+    "would be lost: each worker's own weights come back after it. Step before or after."
+)
 
 
 class SparseModelAverager(EngineHolder):
@@ -58,6 +68,8 @@ class SparseModelAverager(EngineHolder):
 
     Attributes:
         num_steps: how often `step` was called.
+        on_optimizer_step: called after each step of an optimizer on the module's parameters, where something else calls
+            `step`; None in a loop that calls it itself.
         device: of the module's first parameter.
         shared: what gives the module weights that all workers share.
 
@@ -97,10 +109,11 @@ class SparseModelAverager(EngineHolder):
         with current_device(self.device):
             require_agreement(drift_settings(module, sparsifier, self.options, per_layer_stats), group)
             self._module = module
+            self._own_group = OwnGroup(group)
             super().__init__(
                 Engine(
                     sparsifier,
-                    group=group,
+                    group=self._own_group.group,
                     exchange=self.options.exchange,
                     link_gbit_s=self.options.link_gbit_s,
                     value_dtype=self.options.value_dtype,
@@ -115,9 +128,39 @@ class SparseModelAverager(EngineHolder):
             self.workers.broadcast([local(one) for name, one in held if name not in ignored])
         held_here = {name: local(one) for name, one in weights.items()}
         rehearse_steps(self._engine, {name: one.new_empty(0, dtype=kept_dtype(one)) for name, one in held_here.items()})
-        self._exchange = DriftExchange(module, self._engine, self.options)
+        self._exchange = DriftExchange(module, self._engine, self.options, may_change=not self._takes_shards)
         self.shared = SharedWeights(module, self._exchange, self.workers)
         self.num_steps = 0
+        self.on_optimizer_step: Callable[[], None] | None = None
+        self._ledger = StepLedger()
+        self._ids = {id(one) for one in module.parameters()}
+        self._observer = StepObserver(weakly(self.holds_any_of), weakly(self._before_step), weakly(self._after_step))
+
+    def holds_any_of(self, param_groups: Iterable[Mapping[str, Any]]) -> bool:
+        """Returns whether an optimizer with these groups steps on parameters of the module."""
+        groups = list(param_groups)
+        if not (self._takes_shards or _holds_any(self._ids, groups)):
+            self._ids = {id(one) for one in self._module.parameters()}  # a layer may be new
+        return _holds_any(self._ids, groups)
+
+    def _before_step(self, optimizer: Optimizer, _: Arguments) -> None:
+        if self.shared.is_shown and changes_weights(optimizer):
+            raise RuntimeError(_LOST_STEP)
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        if self.on_optimizer_step is not None:
+            self.on_optimizer_step()
+        elif changes_weights(optimizer):
+            self._ledger.optimizer_stepped(optimizer)
+
+    @property
+    def parameter_sizes(self) -> dict[str, int]:
+        """By name, how many real numbers this worker exchanges of each parameter."""
+        return {
+            name: size
+            for bucket in self._exchange.buckets
+            for name, size in zip(bucket.layout.names, bucket.layout.sizes, strict=True)
+        }
 
     @property
     def is_exchanging(self) -> bool:
@@ -137,9 +180,12 @@ class SparseModelAverager(EngineHolder):
     def close(self) -> None:
         """Ends groups of the averager's own. With ``overlap=True`` call `flush` before it, on all workers."""
         self._exchange.charge.close()
+        self._observer.close()
         self._engine.close()
         self.meeting.close()
+        self._own_group.close()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def step(self) -> None:
         """Counts an optimizer step, and exchanges drifts after every ``every_n_steps`` of them. Collective.
@@ -150,10 +196,9 @@ class SparseModelAverager(EngineHolder):
         """
         self._exchange.charge.require()
         if self.shared.is_shown:
-            raise RuntimeError(
-                "A step while the model has the mean of all workers' weights (in averaged_weights(), in validation) "
-                "would be lost: each worker's own come back after it. Step before or after."
-            )
+            raise RuntimeError(_LOST_STEP)
+        self._observer.forget()
+        self._ledger.averager_stepped()
         self.num_steps += 1
         self._exchange.land()
         if self.num_steps % self.options.every_n_steps:
@@ -261,7 +306,7 @@ class SparseModelAverager(EngineHolder):
         Plain containers and copies, which ``torch.load(weights_only=True)`` reads. Collective with ``overlap=True``.
         """
         own = self.own_state()
-        return self._place() | {"shared": self.shared_state(), "own": own}
+        return sealed(self._place() | {"shared": self.shared_state(), "own": own})
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continues from what `state_dict` returned on the worker of the same rank; gives the module its weights.
@@ -269,7 +314,7 @@ class SparseModelAverager(EngineHolder):
         What travels with ``overlap=True`` is dropped.
 
         Raises:
-            RuntimeError: it is of another rank or of another number of workers.
+            RuntimeError: it is of another rank or of another number of workers, or is damaged.
         """
         self._require_own(saved, "begin with the mean of all files' weights", "shared", "own")
         self.restart()
@@ -279,6 +324,10 @@ class SparseModelAverager(EngineHolder):
     def anchor(self) -> dict[str, Tensor]:
         """Returns x by parameter name: the weights' shapes, views of what later exchanges change."""
         return self._exchange.anchor()
+
+
+def _holds_any(ids: set[int], param_groups: Iterable[Mapping[str, Any]]) -> bool:
+    return any(id(parameter) in ids for group in param_groups for parameter in group["params"])
 
 
 def drift_settings(

@@ -28,15 +28,24 @@ class Bystanders:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        ignored = ignored_names(module)
-        frozen = [name for name, one in module.named_parameters() if not one.requires_grad]
-        buffers = [name for name, _ in module.named_buffers()]
-        self._buffers = [name for name in buffers if name not in ignored]
-        self._names = [name for name in frozen if name not in ignored] + self._buffers
-        tensors = self._tensors(self._names)
-        self._kinds = {name: one.is_floating_point() or one.is_complex() for name, one in tensors.items()}
-        self._at_first = {name: fingerprints([one]) for name, one in tensors.items()}
+        self._buffers: list[str] = []
+        self._names: list[str] = []
+        self._kinds: dict[str, bool] = {}
+        self._at_first: dict[str, Tensor] = {}
         self._told: dict[bool, dict[str, Tensor]] = {}
+        self.take_in_new()
+
+    def take_in_new(self) -> None:
+        """Takes in buffers and frozen parameters of new layers, at set-up all of them."""
+        ignored = ignored_names(self._module)
+        frozen = [name for name, one in self._module.named_parameters() if not one.requires_grad]
+        buffers = [name for name, _ in self._module.named_buffers()]
+        known = set(self._names)
+        self._buffers += [name for name in buffers if name not in ignored | known]
+        self._names += [name for name in (*frozen, *buffers) if name not in ignored | known]
+        for name, one in self._tensors([name for name in self._names if name not in known]).items():
+            self._kinds[name] = one.is_floating_point() or one.is_complex()
+            self._at_first[name] = fingerprints([one])
 
     def prints(self, *, only_buffers: bool) -> Tensor:
         """Returns what tells whether workers have the same: float64, two numbers each, on the tensors' device.

@@ -1,21 +1,23 @@
 """One exchange of drifts: what departs, and what becomes of anchor and weights when the average is there."""
 
-import copy
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from lightning.fabric.utilities import rank_zero_warn
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sparse.drift.anchor import AnchorBucket, drifting, lay_out
 from lightning_sparse.drift.bystanders import Bystanders, ignored_names
 from lightning_sparse.drift.charge import Charge
 from lightning_sparse.drift.options import DriftOptions
-from lightning_sparse.drift.outer_state import is_of_kind, kind_of
+from lightning_sparse.drift.outer_state import load_outer, load_outer_state, outer_by_name, outer_state
 from lightning_sparse.engine import Engine, FlatBucket
 from lightning_sparse.engine.grouping import as_real, local
+from lightning_sparse.engine.notices import say_new_layers
 from lightning_sparse.selection.residual import Residual
+
+T = TypeVar("T")
 
 
 class DriftExchange:
@@ -25,10 +27,11 @@ class DriftExchange:
         module: whose parameters are anchored, as they are when they first require a gradient.
         engine: exchanges.
         options: see `DriftOptions`.
+        may_change: whether layers of the module may be replaced between two exchanges.
 
     Attributes:
         buckets: the anchored parameters.
-        names: of these.
+        anchored: these parameters by name.
         bystanders: what the module has beside them.
         charge: the right to step on these parameters.
         is_changing: whether an exchange has begun to change weights and has not ended, or was broken off.
@@ -36,10 +39,11 @@ class DriftExchange:
         of_whole_model: makes of that of these parameters the model's, where others hold other parts of it.
     """
 
-    def __init__(self, module: nn.Module, engine: Engine, options: DriftOptions) -> None:
+    def __init__(self, module: nn.Module, engine: Engine, options: DriftOptions, *, may_change: bool = True) -> None:
         self.options = options
         self.buckets: list[AnchorBucket] = []
-        self.names: set[str] = set()
+        self.anchored: dict[str, Tensor] = {}
+        self._may_change = may_change
         self.is_changing = False
         self.largest_drift = 0.0
         self.of_whole_model: Callable[[float], float] = lambda largest: largest
@@ -89,10 +93,15 @@ class DriftExchange:
         Does nothing where nothing was sent off.
 
         Raises:
-            RuntimeError: the averager must not change the weights any more.
+            RuntimeError: the averager must not change the weights any more, or the process group has ended.
         """
         if not self._flight:
             return
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "The process group ended while drifts were on their way. Call flush() on every worker before "
+                "destroy_process_group()."
+            )
         self.charge.require()
         self.is_changing = True
         flight, self._flight = self._flight, []
@@ -119,8 +128,7 @@ class DriftExchange:
         return {
             "anchor": self.by_name(lambda bucket: bucket.anchor),
             "layout": self.layout,
-            "outer": None if self._outer is None else copy.deepcopy(self._outer.state_dict()),
-            "outer_kind": kind_of(self._outer),
+            "outer": outer_state(self._outer, self.buckets),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], *, with_anchor: bool) -> None:
@@ -133,21 +141,7 @@ class DriftExchange:
         self.take_in_as(saved["layout"])
         if with_anchor:
             self.copy_by_name(saved["anchor"], lambda bucket: bucket.anchor)
-        if is_of_kind(self._outer, saved.get("outer_kind")) and saved["outer"] is not None:
-            assert self._outer is not None
-            if saved["layout"] == self.layout:
-                numbers = [{key: one for key, one in group.items() if key != "params"} for group in self._groups]
-                self._outer.load_state_dict(copy.deepcopy(saved["outer"]))  # torch would step on what is saved
-                for group, one in zip(self._groups, numbers, strict=True):
-                    group.update(one)  # as of all options, those of now hold
-            else:
-                rank_zero_warn(
-                    "lightning_sparse: the model is not the one of the checkpoint, so the outer optimizer begins anew."
-                )
-
-    @property
-    def _groups(self) -> list[dict[str, Any]]:
-        return [] if self._outer is None else self._outer.param_groups
+        load_outer_state(self._outer, self.buckets, saved["outer"])
 
     @property
     def layout(self) -> list[list[str]]:
@@ -156,9 +150,10 @@ class DriftExchange:
 
     def take_in_as(self, layout: list[list[str]]) -> None:
         """Anchors what had an anchor in another run: it was unfrozen before the save, and will be again."""
-        held = dict(self._module.named_parameters())
+        held: dict[str, Tensor] = dict(self._module.named_parameters())
         for names in layout:
-            self._take_in({one: held[one] for one in names if one in held and one not in self.names}, is_shared=True)
+            known = {name: held[name] for name in names if name in held and name not in self.anchored}
+            self._take_in(known, is_shared=True)
 
     @property
     def outer(self) -> torch.optim.Optimizer | None:
@@ -212,22 +207,61 @@ class DriftExchange:
         for bucket in self.buckets:
             bucket.anchor.grad = None
 
-    def _new(self) -> dict[str, Tensor]:
-        ignored = ignored_names(self._module)
-        named = drifting([pair for pair in self._module.named_parameters() if pair[0] not in ignored])
-        return {name: one for name, one in named.items() if name not in self.names}
-
     def take_in_new(self) -> None:
-        """Anchors parameters that require a gradient by now. Collective, the same on all workers."""
-        self._take_in(self._new())
+        """Anchors parameters that require a gradient by now. Collective, the same on all workers.
+
+        Raises:
+            RuntimeError: layers were replaced that must not be.
+        """
+        ignored = ignored_names(self._module)
+        named: dict[str, Tensor] = {name: one for name, one in self._module.named_parameters() if name not in ignored}
+        gone = [name for name, one in self.anchored.items() if named.get(name) is not one]
+        if gone:
+            self._follow_change(named, gone)
+        else:
+            self._take_in(drifting([pair for pair in named.items() if pair[0] not in self.anchored]))
+
+    def _follow_change(self, named: Mapping[str, Tensor], gone: list[str]) -> None:
+        """Anchors the parameters of a module whose layers were replaced, added or removed. Collective.
+
+        A parameter that has only another name by now keeps its anchor; new ones begin with their mean over the workers.
+        """
+        if not self._may_change:
+            raise RuntimeError(
+                f"The model has other parameters than when the averager was made: {gone[0]!r} was replaced or removed. "
+                "Call fully_shard first, and make a new averager after it."
+            )
+        known = {id(one): name for name, one in self.anchored.items()}
+        names_before = {name: known[id(one)] for name, one in named.items() if id(one) in known}
+        new = drifting([pair for pair in named.items() if pair[0] not in names_before])
+        self._engine.workers.average([local(one) for one in new.values()])
+        anchors, kept = self.views(lambda bucket: bucket.anchor), self.views(lambda bucket: bucket.kept)
+        tensors, numbers = outer_by_name(self._outer, self.buckets)
+
+        def renamed(by_name: Mapping[str, T]) -> dict[str, T]:
+            return {name: by_name[before] for name, before in names_before.items() if before in by_name}
+
+        self.buckets, self.anchored = [], {}
+        outer, self._outer = self._outer, None
+        self._take_in({name: one for name, one in named.items() if name in names_before} | new, is_shared=True)
+        self.copy_by_name(renamed(anchors), lambda bucket: bucket.anchor)
+        self.copy_by_name(renamed(kept), lambda bucket: bucket.kept)
+        if outer is not None:
+            options = {key: value for key, value in outer.param_groups[0].items() if key != "params"}
+            outer.param_groups[:] = [{**options, "params": [bucket.anchor for bucket in self.buckets]}]
+            load_outer(outer, self.buckets, {key: renamed(parts) for key, parts in tensors.items()}, renamed(numbers))
+            self._outer = outer
+        self.bystanders.take_in_new()
+        self._engine.forget_sizes()
+        say_new_layers(new.keys(), set(gone) - set(names_before.values()))
 
     def _take_in(self, parameters: dict[str, Tensor], *, is_shared: bool = False) -> None:
         """Anchors parameters, the first time they require a gradient; what they have drifted by then is averaged."""
         if not parameters:
             return
-        if self.names and not is_shared:
+        if self.anchored and not is_shared:
             self._engine.workers.average([local(one) for one in parameters.values()])
-        self.names |= parameters.keys()
+        self.anchored |= parameters
         self.charge.take(parameters.values())
         new = lay_out(parameters, len(self.buckets))
         self.buckets += new

@@ -106,11 +106,15 @@ class SharedWeights:
 
     @torch.no_grad()
     def anchor(self) -> dict[str, Tensor]:
-        """Returns copies of the anchor by parameter name, each like the parameter."""
-        anchor = self._exchange.anchor()
-        copies = {name: torch.empty_like(one) for name, one in self.weights().items()}
+        """Returns copies of the anchor by parameter name, each like the parameter.
+
+        A parameter that has another size since the last exchange has no anchor: its copy is its own value.
+        """
+        anchor = self._exchange.views(lambda bucket: bucket.anchor)
+        copies = {name: one.clone() for name, one in self.weights().items()}
         for name, one in copies.items():
-            as_real(one).copy_(anchor[name])
+            if anchor[name].numel() == as_real(one).numel():
+                as_real(one).copy_(anchor[name].view(as_real(one).shape))
         return copies
 
     @contextmanager
@@ -141,7 +145,7 @@ class SharedWeights:
     def weights(self) -> dict[str, Tensor]:
         """Returns the parameters that have an anchor, by name, detached."""
         named = self._module.named_parameters()
-        return {name: local(one) for name, one in named if name in self._exchange.names}
+        return {name: local(one) for name, one in named if name in self._exchange.anchored}
 
     def _averaged(self, workers: Workers) -> dict[str, Tensor]:
         """The module's tensors that are averaged where all are to have the same. Collective."""

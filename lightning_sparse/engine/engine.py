@@ -28,6 +28,7 @@ from lightning_sparse.engine.flat_bucket import FlatBucket
 from lightning_sparse.engine.notices import say_other_sparsifier
 from lightning_sparse.engine.step_stats import StepStats, step_stats
 from lightning_sparse.exchange import Buffers, Exchange, ExchangeMode, Workers
+from lightning_sparse.exchange.pending import LostWorkerError
 from lightning_sparse.exchange.wire import ValueDtype, Wire, require_wire, wire_of
 from lightning_sparse.selection.bucket_gradient import BucketGradient
 from lightning_sparse.selection.extraction import Extraction
@@ -217,8 +218,14 @@ class Engine:
 
         Returns:
             All workers' notes by bucket: float64, shape (n, numbers), on the CPU.
+
+        Raises:
+            RuntimeError: a worker ended or stopped; names its rank where torch tells it.
         """
-        headers, self._volume = self._exchange.finish()
+        try:
+            headers, self._volume = self._exchange.finish()
+        except LostWorkerError as error:
+            raise RuntimeError(f"Exchange {self.next_step} failed: {error}") from error
         lengths = [0 if bucket.notes is None else bucket.notes.numel() for bucket in self._buckets]
         split = [
             torch.split(header, [header.shape[1] - length, length], dim=1)
@@ -292,9 +299,9 @@ class Engine:
                 say_other_sparsifier(self._settings, saved["settings"])
         else:
             self.calibrator.load_state_dict(saved)
-            self.sparsifier.load_state_dict(saved.get("sparsifier", {}))
+            self.sparsifier.load_state_dict(saved["sparsifier"])
             self.epoch = None
         self.last_step = None if saved["last_step"] is None else StepStats(**saved["last_step"])
-        self.next_step = saved.get("next_step", 0)
+        self.next_step = saved["next_step"]
         if same_world_size:
             self._exchange.load_state_dict(saved["exchange"])

@@ -1,5 +1,6 @@
 """What can be asked of whoever holds an engine, whatever it averages."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import index
@@ -8,12 +9,13 @@ from typing import Any
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.flat_bucket import FlatBucket
 from lightning_sparse.engine.notices import warn_of_patterns
+from lightning_sparse.engine.saved_state import require_seal
 from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.exchange import Workers
 from lightning_sparse.sparsifiers import HardThreshold, Sparsifier
 
 
-class EngineHolder:
+class EngineHolder(ABC):
     """The base of what brings buckets to an engine.
 
     Args:
@@ -30,6 +32,16 @@ class EngineHolder:
         self._engine = engine
         if isinstance(engine.sparsifier, HardThreshold):
             warn_of_patterns(engine.sparsifier.layer_thresholds, names)
+
+    @property
+    @abstractmethod
+    def parameter_sizes(self) -> dict[str, int]:
+        """By name, how many real numbers this worker exchanges of each parameter; two for a complex element."""
+
+    @property
+    def num_elements(self) -> int:
+        """How many numbers are exchanged of the whole model; for shards, as if all were as large as this rank's."""
+        return self.num_parts * sum(self.parameter_sizes.values())
 
     @property
     def workers(self) -> Workers:
@@ -143,7 +155,7 @@ class EngineHolder:
         return {"world_size": self.workers.num_workers, "rank": self.workers.rank}
 
     def _require_own(self, saved: Mapping[str, Any], advice: str, *parts: str) -> None:
-        """Raises RuntimeError where a state was saved by another worker.
+        """Raises RuntimeError where a state was saved by another worker, or changed since.
 
         Args:
             saved: what ``_place`` returned when it was saved, among others.
@@ -161,3 +173,11 @@ class EngineHolder:
                 f"This state is of rank {saved['rank']} of {saved['world_size']} workers, and this is rank "
                 f"{here['rank']} of {here['world_size']}. Load the file of the same rank, or {advice}."
             )
+        require_seal(saved)
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Raises TypeError: it is part of a process group, and cannot be copied or pickled."""
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled: it belongs to this process and its process group. "
+            "Save state_dict(), and load it into a new one."
+        )

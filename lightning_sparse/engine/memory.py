@@ -112,18 +112,22 @@ class ResidualMemory:
         placed = {name: bucket.latest_part(name, *span) for name, (bucket, *span) in self._places.items()}
         return {name: one.clone() for name, one in self._in_logical_order(self._loaded | placed).items()}
 
-    def load_state_dict(self, state: Mapping[str, Tensor], *, is_as_in_memory: bool = False) -> None:
+    @property
+    def forgets(self) -> bool:
+        """Whether every step starts from zero (``error_feedback="none"``)."""
+        return self._forgets
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Replaces all residuals; they are laid out into buckets when those are next asked for.
 
         Args:
             state: what ``state_dict`` returned, here or in another run.
-            is_as_in_memory: whether residuals are in the order in which parameters lie in memory instead.
         """
         self.was_loaded = bool(state)
         self._buckets.clear()
         self._places.clear()
         self._loaded = {name: residual.detach().clone().flatten() for name, residual in state.items()}
-        for name in () if is_as_in_memory else self._loaded.keys() & self._parameters.keys():
+        for name in self._loaded.keys() & self._parameters.keys():
             self._loaded[name] = in_memory_order(self._loaded[name], self._parameters[name])
 
     def _in_logical_order(self, residuals: Residuals) -> Residuals:

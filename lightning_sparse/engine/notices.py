@@ -17,6 +17,32 @@ def say_other_sparsifier(settings: Mapping[str, str], before: Mapping[str, str])
     )
 
 
+def warn_of_forgotten(norm: float | None) -> None:
+    """Warns that saved residuals are lost, as this run keeps none."""
+    if norm:
+        rank_zero_warn(
+            f"lightning_sparse: the saved residuals (norm {norm:.3g}) are lost: error_feedback='none' keeps none. "
+            "Resume with error_feedback='gradient' to keep them."
+        )
+
+
+def say_new_layers(new: Collection[str], gone: Collection[str]) -> None:
+    """Says which parameters of a model were added, replaced or removed during training."""
+    kinds = {
+        "replaced": sorted(name for name in new if name in gone),
+        "added": sorted(name for name in new if name not in gone),
+        "removed": sorted(name for name in gone if name not in new),
+    }
+    changes = [
+        f"{len(names)} parameters were {kind} ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
+        for kind, names in kinds.items()
+        if names
+    ]
+    if changes:
+        begin = " All workers begin with the mean of the new ones." if new else ""
+        rank_zero_info(f"lightning_sparse: {', '.join(changes)}.{begin}")
+
+
 def warn_of_patterns(patterns: Collection[str], names: Collection[str]) -> None:
     """Warns of patterns that match no name: what was meant by them does not happen."""
     for pattern in patterns:

@@ -1,21 +1,27 @@
-"""Tells who follows of every step of every optimizer, by one pair of hooks for all of them.
+"""Observes the steps of torch optimizers, by one pair of global hooks for all observers.
 
-torch calls its hooks one after the other and fails if one is removed meanwhile. Who follows may go at any moment, when
-the collector of cycles comes by. So each is held by a weak reference, and the hooks stay until the last is closed.
+torch calls its hooks one after the other and fails if one is removed meanwhile, and an observer may be collected at any
+moment. So each observer is held by a weak reference, and the hooks stay until the last observer is closed.
 """
 
 import weakref
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of ``Optimizer.step``; the first positional one is the optimizer itself."""
 
 
 class Follower(Protocol):
-    """Who follows steps."""
+    """An object that is notified of steps."""
 
-    def _step_begins(self, optimizer: Optimizer) -> None: ...
+    def _step_begins(self, optimizer: Optimizer, arguments: Arguments) -> Arguments | None: ...
 
     def _step_ends(self, optimizer: Optimizer) -> None: ...
 
@@ -25,16 +31,16 @@ _hooks: list[torch.utils.hooks.RemovableHandle] = []
 
 
 def follow_steps(follower: Follower) -> None:
-    """Tells it of steps for as long as it lives, or until ``follow_no_steps``."""
-    _followers[:] = [one for one in _followers if one() is not None] + [weakref.ref(follower)]
+    """Notifies an object of steps for as long as it lives, or until ``follow_no_steps``."""
+    _followers[:] = [known for known in _followers if known() is not None] + [weakref.ref(follower)]
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_steps_begin))
         _hooks.append(register_optimizer_step_post_hook(_steps_end))
 
 
 def follow_no_steps(follower: Follower) -> None:
-    """Tells it of no more steps."""
-    _followers[:] = [one for one in _followers if one() not in (None, follower)]
+    """Notifies an object of no more steps."""
+    _followers[:] = [known for known in _followers if known() not in (None, follower)]
     if not _followers:
         for hook in _hooks:
             hook.remove()
@@ -42,14 +48,101 @@ def follow_no_steps(follower: Follower) -> None:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _steps_begin(optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
-    for follower in [one() for one in _followers]:
+def _steps_begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    changed = None
+    for follower in [known() for known in _followers]:
         if follower is not None:
-            follower._step_begins(optimizer)
+            changed = follower._step_begins(optimizer, changed or (args, kwargs)) or changed
+    return changed
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _steps_end(optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
-    for follower in [one() for one in _followers]:
+def _steps_end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for follower in [known() for known in _followers]:
         if follower is not None:
             follower._step_ends(optimizer)
+
+
+class StepObserver:
+    """Calls back before and after each step that any optimizer takes on given parameters.
+
+    An optimizer around another (Lookahead, SAM) counts as one. Steps inside a backward, as hooks of single parameters
+    take them, count together as one step, once that backward has ended.
+
+    Args:
+        holds_any_of: returns whether parameter groups have one of the parameters.
+        before: called with optimizer and arguments; may return other arguments.
+        after: called with the optimizer; inside a backward only once, at its end, with the first one.
+    """
+
+    def __init__(
+        self,
+        holds_any_of: Callable[[Iterable[Mapping[str, Any]]], bool],
+        before: Callable[[Optimizer, Arguments], Arguments | None],
+        after: Callable[[Optimizer], None],
+    ) -> None:
+        self._holds_any_of, self._before, self._after = holds_any_of, before, after
+        self._outer: Optimizer | None = None
+        self._awaited_backward = -1
+        follow_steps(self)
+
+    def close(self) -> None:
+        """Observes no more steps."""
+        follow_no_steps(self)
+
+    def forget(self) -> None:
+        """Forgets a step that an exception broke off: the next step is not inside of it."""
+        self._outer = None
+
+    def _step_begins(self, optimizer: Optimizer, arguments: Arguments) -> Arguments | None:
+        is_inner = self._outer is not None and self._outer is not optimizer
+        if is_inner or not self._holds_any_of(optimizer.param_groups):
+            return None
+        self._outer = optimizer
+        return self._before(optimizer, arguments)
+
+    def _step_ends(self, optimizer: Optimizer) -> None:
+        if self._outer is not optimizer:
+            return
+        self._outer = None
+        backward = torch._C._current_graph_task_id()
+        if backward == -1:
+            self._after(optimizer)
+        elif backward != self._awaited_backward:
+            self._awaited_backward = backward
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._after(optimizer))
+
+
+class UnexchangedParameters:
+    """Finds parameters of a module on which an optimizer steps although they are not exchanged.
+
+    They were frozen or absent when the module was set up, or their layer was replaced since.
+
+    Args:
+        module: whose; not kept alive.
+        exchanged: parameters that are exchanged, or are known to be each worker's own.
+    """
+
+    def __init__(self, module: nn.Module, exchanged: Iterable[Tensor]) -> None:
+        self._module = weakref.ref(module)
+        self._exchanged = {id(parameter): parameter for parameter in exchanged}
+        self._of_others = WeakTensorKeyDictionary()
+
+    def first_of(self, optimizer: Optimizer) -> str | None:
+        """Returns the name of the first such parameter that has a gradient; None where there is none."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in self._exchanged or parameter in self._of_others or parameter.grad is None:
+                    continue
+                module = self._module()
+                for name, held in () if module is None else module.named_parameters():
+                    if held is parameter:
+                        return name
+                self._of_others[parameter] = True
+        return None
+
+
+def changes_weights(optimizer: Optimizer) -> bool:
+    """Returns whether a step can change weights: torch steps with a rate of 0 to create an optimizer's state."""
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    return any(rate is None or float(rate) != 0 for rate in rates)

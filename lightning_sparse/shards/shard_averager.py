@@ -5,7 +5,7 @@ the ranks of a replica, by FSDP2, and its optimizer steps on their shards. Betwe
 shard exchange the drift of that shard from the anchor that all replicas have.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -100,8 +100,9 @@ class ShardModelAverager(SparseModelAverager):
         self._exchange.of_whole_model = partial(largest, workers=self.replica, device=self.device)
         self.num_parts = self.replica.num_workers
         self._whole = module
-        self._ids = {id(one) for one in named.values()}
+        self._place_in_world = {"world_size": dist.get_world_size(), "rank": dist.get_rank()}
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def step(self) -> None:
         """Counts an optimizer step; exchanges drifts after every ``every_n_steps`` of them. Collective: all ranks."""
@@ -119,10 +120,6 @@ class ShardModelAverager(SparseModelAverager):
         """The module's parameters by name, as it has them when they are sharded."""
         reshard(self._whole)
         return dict(self._whole.named_parameters())
-
-    def holds_any_of(self, param_groups: Iterable[Mapping[str, Any]]) -> bool:
-        """Returns whether an optimizer with these groups steps on parameters of the module."""
-        return any(id(one) in self._ids for group in param_groups for one in group["params"])
 
     # What is saved, tensors and numbers apart: each rank's tensors are parts of distributed ones.
 
@@ -173,4 +170,4 @@ class ShardModelAverager(SparseModelAverager):
         self._exchange.copy_by_name(anchor, lambda bucket: bucket.anchor)
 
     def _place(self) -> dict[str, int]:
-        return {"world_size": dist.get_world_size(), "rank": dist.get_rank()}
+        return dict(self._place_in_world)

@@ -26,7 +26,8 @@ from lightning_sparse._version import __version__
 from lightning_sparse.ddp.options import DensityControlMode, ExchangeOptions, require_density_control
 from lightning_sparse.engine import Engine, EngineHolder, rehearse_steps
 from lightning_sparse.engine.grouping import as_real, local
-from lightning_sparse.exchange import ExchangeMode, current_device, parameter_settings, require_agreement
+from lightning_sparse.engine.saved_state import sealed
+from lightning_sparse.exchange import ExchangeMode, OwnGroup, current_device, parameter_settings, require_agreement
 from lightning_sparse.exchange.agreement import differing
 from lightning_sparse.exchange.replicas import replica_workers
 from lightning_sparse.exchange.wire import ValueDtype, require_wire
@@ -34,6 +35,7 @@ from lightning_sparse.shards.combined import of_all_shards
 from lightning_sparse.shards.requirements import require_shards, shard_settings
 from lightning_sparse.shards.resharded import reshard
 from lightning_sparse.shards.shard_bucket import ShardBucket, lay_out
+from lightning_sparse.shards.steps_on_averages import StepsOnAverages
 from lightning_sparse.sparsifiers import Dense, Sparsifier
 
 
@@ -71,10 +73,11 @@ class ShardExchange(EngineHolder):
             settings["shards that differ between replicas"] = differing(shard_settings(named), group)
             require_agreement(settings)
             self.replica = replica_workers(group)
+            self._own_group = OwnGroup(group)
             super().__init__(
                 Engine(
                     sparsifier if dist.get_world_size(group) > 1 else Dense(),
-                    group=group,
+                    group=self._own_group.group,
                     exchange=options.exchange,
                     link_gbit_s=options.link_gbit_s,
                     value_dtype=options.value_dtype if dist.get_world_size(group) > 1 else "float32",
@@ -90,8 +93,10 @@ class ShardExchange(EngineHolder):
             )
         self.num_parts = self.replica.num_workers
         self.is_exchanging = self._is_closed = False
-        self._module, self._parameters = module, named
         self._ids = {id(one) for one in named.values()}
+        self._place_in_world = {"world_size": dist.get_world_size(), "rank": dist.get_rank()}
+        self._parameters = named
+        self._steps = StepsOnAverages(module, named.values(), self.holds_any_of)
         self._buckets: list[ShardBucket] = []
         self._taken: set[str] = set()
         self._marks: dict[int, tuple[list[bool], Tensor]] = {}
@@ -103,8 +108,11 @@ class ShardExchange(EngineHolder):
     def close(self) -> None:
         """Ends groups of the exchange's own; those that others of these ranks use, too, end with the world."""
         self._is_closed = True
+        self._steps.close()
         self._engine.close()
+        self._own_group.close()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def average_gradients(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Replaces gradients by their sparse average over the replicas. Collective: all ranks of all replicas.
@@ -117,12 +125,12 @@ class ShardExchange(EngineHolder):
             parameters: those whose gradients are exchanged, such as one optimizer's; None for all of the module.
 
         Raises:
-            RuntimeError: the exchange was closed, or the module has other parameters by now.
+            RuntimeError: the exchange was closed.
         """
         if self._is_closed:
             raise RuntimeError("The exchange was closed: gradients would stay each replica's own. Make a new one.")
-        self._require_own_parameters()
         chosen = None if parameters is None else {id(one) for one in parameters}
+        self._steps.require_new(one for one in self._parameters.values() if chosen is None or id(one) in chosen)
         self.is_exchanging = True
         self._take_in_new()
         self._engine.begin()
@@ -142,27 +150,24 @@ class ShardExchange(EngineHolder):
             for one in flight:
                 self._engine.add(one)
         notes = self._engine.finish() if flight else []
+        reached: list[Tensor] = []
         for bucket, one, marks in zip(self._buckets, flight, notes, strict=True):
             counts = marks.sum(0).tolist()
-            bucket.give_back(one.average, {n for n, count in zip(bucket.layout.names, counts, strict=True) if count})
+            names = {name for name, count in zip(bucket.layout.names, counts, strict=True) if count}
+            bucket.give_back(one.average, names)
+            reached += [
+                parameter
+                for name, parameter in zip(bucket.layout.names, bucket.parameters, strict=True)
+                if name in names
+            ]
         if flight:
             self._engine.account()
+        self._steps.averaged(reached)
         self.is_exchanging = False
 
     def holds_any_of(self, param_groups: Iterable[Mapping[str, Any]]) -> bool:
         """Returns whether an optimizer with these groups steps on parameters of the module."""
         return any(id(one) in self._ids for group in param_groups for one in group["params"])
-
-    def _require_own_parameters(self) -> None:
-        """Raises RuntimeError where the module has others by now, as ``fully_shard`` gives it."""
-        if any(one.grad is not None for one in self._parameters.values()):
-            return
-        new = [name for name, one in self._module.named_parameters() if one.grad is not None]
-        if new:
-            raise RuntimeError(
-                f"The model has other parameters than when shard_exchange was called, {new[0]} for one. Call "
-                "fully_shard first and shard_exchange after it."
-            )
 
     def _marks_of(self, bucket: ShardBucket, used: set[str]) -> Tensor:
         """Which parameters of a bucket this replica used, on the device: hardly ever other than in the step before."""
@@ -187,6 +192,15 @@ class ShardExchange(EngineHolder):
                     part.copy_(self._loaded.pop(name))
 
     # What is saved.
+
+    @property
+    def parameter_sizes(self) -> dict[str, int]:
+        """By name, how many real numbers this rank exchanges of each parameter."""
+        return {
+            name: size
+            for bucket in self._buckets
+            for name, size in zip(bucket.layout.names, bucket.layout.sizes, strict=True)
+        }
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -232,13 +246,13 @@ class ShardExchange(EngineHolder):
         Plain containers and copies, which ``torch.load(weights_only=True)`` reads. Not collective.
         """
         residuals = {name: one.cpu().clone() for name, one in self.residuals().items()}
-        return {"version": 1, **self._place(), "shared": self.shared_state(), "residuals": residuals}
+        return sealed(self._place() | {"shared": self.shared_state(), "residuals": residuals})
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continues from what `state_dict` returned on the same rank, before the first step.
 
         Raises:
-            RuntimeError: it is of another rank or of another number of ranks.
+            RuntimeError: it is of another rank or of another number of ranks, or is damaged.
         """
         self._require_own(saved, "begin with residuals of zero", "shared", "residuals")
         self.reset()
@@ -246,7 +260,7 @@ class ShardExchange(EngineHolder):
         self.load_residuals(saved["residuals"])
 
     def _place(self) -> dict[str, int]:
-        return {"world_size": dist.get_world_size(), "rank": dist.get_rank()}
+        return dict(self._place_in_world)
 
 
 def shard_exchange(

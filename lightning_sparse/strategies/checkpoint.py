@@ -2,13 +2,12 @@
 
 The content, under one key of the checkpoint, plain containers and tensors that ``weights_only=True`` loads::
 
-    version, world_size
+    kind, version, …       what every strategy saves, see ``lightning_sparse.strategies.content``
     shared                 the same on every worker: settings, λ, calibration, counters, the exchange's history
-    residuals              "full": a dict of flat tensors for every rank; "mean": one such dict; "none": empty
+    residuals              "full": a dict of flat tensors for every rank; "mean": a list of one; "none": empty
     why_no_residuals       None, or why they are missing though they were asked for
 
-Residuals are those of the last whole step, in the order of each parameter's indices (before version 2: as the parameter
-lay in memory).
+Residuals are those of the last whole step, in the order of each parameter's indices.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,20 +16,22 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor
 
 from lightning_sparse.ddp.simulation import SimulatedWorker
 from lightning_sparse.ddp.sparse_state import SparseState
 from lightning_sparse.engine.memory import Residuals
-from lightning_sparse.exchange import Workers
+from lightning_sparse.engine.notices import warn_of_forgotten
+from lightning_sparse.engine.saved_state import require_seal, sealed, unsent_norm
+from lightning_sparse.exchange import raised_together
+from lightning_sparse.strategies.content import VERSION, own_content, say_changed_model
 from lightning_sparse.strategies.saving import NO_WORKER, is_in_trouble, shortened
 
 ResidualCheckpoint = Literal["full", "mean", "none"]
 RESIDUAL_CHECKPOINTS: tuple[ResidualCheckpoint, ...] = ("full", "mean", "none")
 OnWorldSizeChange = Literal["mean", "reset", "error"]
 ON_WORLD_SIZE_CHANGES: tuple[OnWorldSizeChange, ...] = ("mean", "reset", "error")
-KIND = "residuals"
-VERSION = 2
+KIND = "gradients"
+STARTS = "Residuals start from zero and, with a density, calibration begins."
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def collect(state: SparseState, residual_checkpoint: ResidualCheckpoint, patienc
         residual_checkpoint: see ``CheckpointOptions``.
         patience: seconds to wait for others.
     """
-    residuals: list[Residuals] | Residuals = {}
+    residuals: list[Residuals] = []
     why_not = None
     if residual_checkpoint != "none" and state.has_residuals:
         residuals, why_not = _gathered(state, residual_checkpoint, patience)
@@ -96,23 +97,27 @@ def collect_simulated(workers: Sequence[SimulatedWorker]) -> dict[str, Any]:
 
 
 def _content(
-    world_size: int, shared: dict[str, Any] | None, residuals: list[Residuals] | Residuals, why_not: str | None
+    world_size: int, shared: dict[str, Any] | None, residuals: list[Residuals], why_not: str | None
 ) -> dict[str, Any]:
-    return {
-        "version": VERSION,
-        "world_size": world_size,
-        "shared": shared,
-        "residuals": residuals,
-        "why_no_residuals": why_not,
-    }
+    return sealed(
+        {
+            "kind": KIND,
+            "version": VERSION,
+            "world_size": world_size,
+            "unsent_norm": unsent_norm(residuals),
+            "shared": shared,
+            "residuals": residuals,
+            "why_no_residuals": why_not,
+        }
+    )
 
 
 def _gathered(
     state: SparseState, residual_checkpoint: ResidualCheckpoint, patience: float
-) -> tuple[list[Residuals] | Residuals, str | None]:
+) -> tuple[list[Residuals], str | None]:
     """Returns the residuals on the first worker and nothing on others, or nothing and why not."""
     if state.is_saving:  # a signal came in its middle; the others know of one save only
-        return {}, "it was saved in the middle of another save"
+        return [], "it was saved in the middle of another save"
     state.is_saving = True
     try:
         if state.is_exchanging or is_in_trouble():
@@ -122,7 +127,7 @@ def _gathered(
         if why_not is None and not status["between optimizer steps"]:
             why_not = "the workers are in the middle of an optimizer's step"
         if why_not is not None:
-            return {}, why_not
+            return [], why_not
         # All of them: in the first step workers may have laid out different buckets already.
         own = dict(sorted(state.residuals.all_layers().items()))
         try:
@@ -132,14 +137,12 @@ def _gathered(
                 raise
             # A worker died or left on the way. The file is worth having without residuals, as plain DDP's is.
             state.meeting.give_up_apart()
-            return {}, f"gathering them failed: {str(error).splitlines()[0]}"
+            return [], f"gathering them failed: {str(error).splitlines()[0]}"
     finally:
         state.is_saving = False
 
 
-def _sent_to_first(
-    own: Residuals, state: SparseState, residual_checkpoint: ResidualCheckpoint
-) -> list[Residuals] | Residuals:
+def _sent_to_first(own: Residuals, state: SparseState, residual_checkpoint: ResidualCheckpoint) -> list[Residuals]:
     workers = state.meeting.workers_apart() if state.workers.num_workers > 1 else state.workers
     if residual_checkpoint == "full":
         return [dict(zip(own, part, strict=True)) for part in workers.gather_to_first(list(own.values()))]
@@ -152,7 +155,7 @@ def _sent_to_first(
         workers.sum_on_first(total)
         if workers.rank == 0:
             means[name] = total.div_(workers.num_workers).to("cpu", one.dtype, copy=True)
-    return means
+    return [means]
 
 
 def content_without_state(world_size: int) -> dict[str, Any]:
@@ -161,103 +164,89 @@ def content_without_state(world_size: int) -> dict[str, Any]:
         f"lightning_sparse: the checkpoint is written without residuals: {NO_WORKER}. Have a ModelCheckpoint save "
         "while training goes on, or start workers by torchrun or strategy='ddp_hardthreshold'."
     )
-    return _content(world_size, None, {}, NO_WORKER)
+    return _content(world_size, None, [], NO_WORKER)
 
 
 def restore(
-    state: SparseState | SimulatedWorker, saved: Mapping[str, Any] | None, on_world_size_change: OnWorldSizeChange
+    states: Sequence[SparseState | SimulatedWorker], content: Any, on_world_size_change: OnWorldSizeChange
 ) -> None:
-    """Makes a state what a checkpoint holds, and nothing else: what came before is forgotten. Not collective.
+    """Makes the workers of this process what a checkpoint holds, and nothing else. Collective: every process.
 
     Args:
-        state: this worker's, between two steps.
-        saved: what ``collect`` returned; None for the checkpoint of another strategy.
+        states: of the workers, between two steps.
+        content: what ``collect`` returned, or another strategy; None if the checkpoint has nothing of the kind.
         on_world_size_change: see ``CheckpointOptions``.
 
     Raises:
-        RuntimeError: the content is of a newer version, or of another number of workers with ``"error"``.
+        RuntimeError: the content is damaged, of a newer version, or of another number of workers with ``"error"``. On
+            every worker, before anything was loaded.
     """
-    if saved is not None and saved.get("kind", KIND) != KIND:
-        saved = None
-    if saved is not None and saved["version"] > VERSION:
-        raise RuntimeError(
-            f"The checkpoint holds residuals in format {saved['version']}, this version of lightning_sparse reads up "
-            f"to {VERSION}. Update lightning_sparse."
-        )
-    state.reset()
+    workers = states[0].workers
+    with raised_together(workers.group):
+        saved = own_content(content, KIND, STARTS)
+        if saved is not None:
+            require_seal(saved, but=_parts_of_others(saved, states))
+            _require_world_size(saved["world_size"], workers.num_workers, on_world_size_change)
+    for state in states:
+        state.reset()
     if saved is None:
-        rank_zero_info(
-            "lightning_sparse: the checkpoint was written without a sparse exchange of gradients. Residuals start from "
-            "zero and, with a density, calibration begins."
-        )
         return
-    workers = state.workers
     if saved["shared"] is not None:
-        state.load_shared_state(saved["shared"], same_world_size=saved["world_size"] == workers.num_workers)
+        for state in states:
+            state.load_shared_state(saved["shared"], same_world_size=saved["world_size"] == workers.num_workers)
         if saved["shared"]["last_step"] is None:
             return  # no step had been made: there were no residuals yet
-    residuals = _residuals_for(workers, saved, on_world_size_change)
-    if residuals:
-        fitting = _fitting(residuals, state.parameter_sizes)
-        state.residuals.load_state_dict(fitting, is_as_in_memory=saved["version"] == 1)
+    for state, residuals in zip(states, _residuals_for(states, saved, on_world_size_change), strict=True):
+        sizes = state.parameter_sizes
+        fitting = {name: tensor for name, tensor in residuals.items() if sizes.get(name) == tensor.numel()}
+        if state is states[0] and residuals:
+            lost = {name: tensor for name, tensor in residuals.items() if name not in fitting}
+            say_changed_model(lost, [name for name in sizes if name not in fitting], "residuals")
+        state.residuals.load_state_dict(fitting)
+
+
+def _parts_of_others(saved: Mapping[str, Any], states: Sequence[SparseState | SimulatedWorker]) -> tuple[str, ...]:
+    """Returns the paths of residuals that only other processes load: no need to look at n times the model."""
+    count, residuals = states[0].workers.num_workers, saved.get("residuals")
+    if saved.get("world_size") != count or not isinstance(residuals, list) or len(residuals) != count:
+        return ()
+    own = {state.workers.rank for state in states}
+    return tuple(f"residuals/{rank}" for rank in range(count) if rank not in own)
+
+
+def _require_world_size(saved: int, now: int, on_world_size_change: OnWorldSizeChange) -> None:
+    if saved != now and on_world_size_change == "error":
+        raise RuntimeError(
+            f"The checkpoint is of {saved} workers, this run has {now}, and on_world_size_change is 'error'. Start as "
+            "many workers, or use on_world_size_change='mean', which keeps the pending update."
+        )
 
 
 def _residuals_for(
-    workers: Workers, saved: Mapping[str, Any], on_world_size_change: OnWorldSizeChange
-) -> Mapping[str, Tensor]:
-    residuals: Sequence[Residuals] | Residuals = saved["residuals"]
+    states: Sequence[SparseState | SimulatedWorker], saved: Mapping[str, Any], on_world_size_change: OnWorldSizeChange
+) -> list[Residuals]:
+    residuals, old, now = saved["residuals"], saved["world_size"], states[0].workers.num_workers
+    nothing: list[Residuals] = [{} for _ in states]
     if not residuals:
-        why = saved.get("why_no_residuals") or "residual_checkpoint='none'"
+        why = saved["why_no_residuals"] or "residual_checkpoint='none'"
         rank_zero_warn(
-            f"lightning_sparse: the checkpoint holds no residuals ({why}). They start from zero; what was held back is "
-            "lost."
+            f"lightning_sparse: the checkpoint holds no residuals ({why}). Unsent values are lost, and residuals start "
+            "from zero."
         )
-        return {}
-    old = saved["world_size"]
-    if old != workers.num_workers:
-        if on_world_size_change == "error":
-            raise RuntimeError(
-                f"The checkpoint is of {old} workers, this run has {workers.num_workers}, and on_world_size_change is "
-                "'error'. Start as many workers, or use on_world_size_change='mean', which keeps the pending update."
-            )
-        if on_world_size_change == "reset":
-            rank_zero_info(
-                f"lightning_sparse: {workers.num_workers} workers instead of {old}: residuals start from zero."
-            )
-            return {}
-        rank_zero_info(
-            f"lightning_sparse: {workers.num_workers} workers instead of {old}: each starts from the mean of the old "
-            "residuals, so that the pending update stays what it was."
-        )
-    if isinstance(residuals, Mapping):
-        return residuals
-    if old == workers.num_workers:
-        return residuals[workers.rank]
-    return {
-        name: (sum(one[name].double() for one in residuals) / old).to(first.dtype)
+        return nothing
+    if states[0].residuals.forgets:
+        warn_of_forgotten(saved["unsent_norm"])
+        return nothing
+    if old != now:
+        mean = on_world_size_change == "mean"
+        becomes = "each starts from the mean of the old residuals" if mean else "residuals start from zero"
+        rank_zero_info(f"lightning_sparse: {now} workers instead of {old}: {becomes}.")
+        if not mean:
+            return nothing
+    if old == now == len(residuals):
+        return [residuals[state.workers.rank] for state in states]
+    mean_residuals = {
+        name: (sum(worker[name].double() for worker in residuals) / len(residuals)).to(first.dtype)
         for name, first in residuals[0].items()
     }
-
-
-def _fitting(residuals: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Residuals:
-    """The residuals of parameters that the model still has; says which it has not, and which are new."""
-    fitting = {name: one for name, one in residuals.items() if sizes.get(name) == one.numel()}
-    lost = {name: one for name, one in residuals.items() if name not in fitting}
-    new = [name for name in sizes if name not in fitting]
-    if lost or new:
-        norm = float(torch.stack([one.double().square().sum() for one in lost.values()]).sum().sqrt()) if lost else 0.0
-        rank_zero_warn(
-            "lightning_sparse: the model is not the one of the checkpoint. "
-            + (
-                f"Not in the model, or of another size, and lost (norm {norm:.3g}): {_listed(list(lost))}. "
-                if lost
-                else ""
-            )
-            + (f"Not in the checkpoint, so residuals of zero: {_listed(new)}. " if new else "")
-            + "All others continue."
-        )
-    return fitting
-
-
-def _listed(names: Sequence[str], most: int = 8) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return [mean_residuals for _ in states]

@@ -33,8 +33,9 @@ from lightning_sparse.strategies.checkpoint import (
     content_without_state,
     restore,
 )
+from lightning_sparse.strategies.content import KEY
 from lightning_sparse.strategies.epochs import tell_epoch
-from lightning_sparse.strategies.saving import KEY, WholeFiles, is_no_worker, patience_of
+from lightning_sparse.strategies.saving import WholeFiles, is_no_worker, patience_of
 from lightning_sparse.strategies.step_log import StepLog
 from lightning_sparse.strategies.trial import require_gone
 
@@ -277,7 +278,7 @@ class SparseDDPStrategy(WholeFiles, DDPStrategy):
         super().load_optimizer_state_dict(checkpoint)
         assert self.state is not None  # Lightning restores after the model was wrapped
         on_world_size_change = self._checkpoint_options.on_world_size_change
-        restore(self.state, checkpoint.get(KEY), on_world_size_change)
+        restore([self.state], checkpoint.get(KEY), on_world_size_change)
 
     @classmethod
     @override

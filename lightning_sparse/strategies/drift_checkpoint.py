@@ -3,7 +3,8 @@
 The file's own ``state_dict`` is the mean of the workers' weights, so that whoever reads it has one model. Under one
 key, plain containers and tensors that ``weights_only=True`` loads::
 
-    version, kind, world_size
+    kind, version, …
+                    what every strategy saves, see ``lightning_sparse.strategies.content``
     shared          the same on every worker: the anchor, the outer optimizer, λ, calibration, counters
     workers         for every rank its weights, what it keeps apart of its drift, its optimizers and the scale of its
                     losses, as far as asked for
@@ -18,12 +19,15 @@ import torch
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_sparse.drift import SparseModelAverager
+from lightning_sparse.engine.saved_state import require_seal, sealed, unsent_norm
+from lightning_sparse.exchange import raised_together
+from lightning_sparse.strategies.content import VERSION, own_content, say_changed_model
 from lightning_sparse.strategies.saving import is_in_trouble, shortened
 
 DriftCheckpoint = Literal["full", "mean"]
 OptimizerCheckpoint = Literal["full", "mean", "first"]
-KIND = "drift"
-VERSION = 1
+KIND = "drifts"
+STARTS = "All workers begin with its weights as the anchor and, with a density, with a calibration."
 
 
 @dataclass(frozen=True)
@@ -161,66 +165,72 @@ def collect(
         return None
     if own and options.optimizer_checkpoint == "mean":
         checkpoint["optimizer_states"] = _mean([one.pop("optimizer_states") for one in own])
-    return {
-        "version": VERSION,
-        "kind": KIND,
-        "world_size": averager.workers.num_workers,
-        "shared": averager.shared_state() if why_not is None else None,
-        "workers": own if any(own) else [],
-        "why_no_drifts": why_not,
-    }
+    kept = [worker["kept"] for worker in own if "kept" in worker]
+    return sealed(
+        {
+            "kind": KIND,
+            "version": VERSION,
+            "world_size": averager.workers.num_workers,
+            "unsent_norm": unsent_norm(kept),
+            "shared": averager.shared_state() if why_not is None else None,
+            "workers": own if any(own) else [],
+            "why_no_drifts": why_not,
+        }
+    )
 
 
 def restored(
-    averager: SparseModelAverager, checkpoint: Mapping[str, Any], precision: str, saved: Mapping[str, Any] | None
+    averager: SparseModelAverager, checkpoint: Mapping[str, Any], precision: str, content: Any
 ) -> Mapping[str, Any]:
-    """Makes an averager what a checkpoint holds; returns the checkpoint with what this worker has of its own.
+    """Makes an averager what a checkpoint holds; returns the checkpoint with this worker's own state. Collective.
 
     Args:
         averager: this worker's, whose module has the checkpoint's weights already.
         checkpoint: of Lightning.
         precision: as for ``collect``.
-        saved: what that returned; None for the checkpoint of another strategy.
+        content: what ``collect`` returned, or another strategy; None if the checkpoint has nothing of the kind.
 
     Raises:
-        RuntimeError: the content is of a newer version.
+        RuntimeError: the content is damaged or of a newer version. On every worker, before anything was loaded.
     """
-    if saved is None or saved.get("kind") != KIND:
-        rank_zero_info(
-            "lightning_sparse: the checkpoint is not one of local training. All workers begin with its weights as the "
-            "anchor and, with a density, with a calibration."
-        )
-        averager.restart()
-        return checkpoint
-    if saved["version"] > VERSION:
-        raise RuntimeError(
-            f"The checkpoint holds drifts in format {saved['version']}, this version of lightning_sparse reads up to "
-            f"{VERSION}. Update lightning_sparse."
-        )
-    workers, here = saved["workers"], averager.workers.num_workers
-    if saved["why_no_drifts"] is not None:
-        rank_zero_warn(
-            f"lightning_sparse: the checkpoint holds no drifts ({saved['why_no_drifts']}). All workers begin with its "
-            "weights as the anchor."
-        )
+    rank, here = averager.workers.rank, averager.workers.num_workers
+    with raised_together(averager.workers.group):
+        saved = own_content(content, KIND, STARTS)
+        if saved is not None:
+            is_same = saved.get("world_size") == here
+            require_seal(saved, but=tuple(f"workers/{other}" for other in range(here) if is_same and other != rank))
     averager.restart()
-    is_same = saved["world_size"] == here
+    if saved is None:
+        return checkpoint
+    workers = saved["workers"]
+    if saved["why_no_drifts"] is not None:
+        rank_zero_warn(f"lightning_sparse: the checkpoint holds no drifts ({saved['why_no_drifts']}). {STARTS}")
     if saved["shared"] is not None:
         averager.load_shared_state(saved["shared"], same_world_size=is_same)
+        _say_changed_model(averager, saved)
     if not is_same:
         rank_zero_info(
             f"lightning_sparse: {here} workers instead of {saved['world_size']}: all begin with the mean of the old "
-            "weights as the anchor, and with the file's own optimizers (the first worker's, or their mean if saved so)."
+            "weights as the anchor, and with the file's own optimizers (rank 0's, or their mean if saved so)."
         )
         if workers:
-            averager.load_own_state(_mean([{"kept": one.get("kept", {})} for one in workers]))
+            averager.load_own_state(_mean([{"kept": worker.get("kept", {})} for worker in workers]))
         return checkpoint
     if not workers:
         return checkpoint
-    mine = workers[averager.workers.rank]
+    mine = workers[rank]
     averager.load_own_state(mine, is_apart=True)
     places = {"optimizer_states": "optimizer_states", "precision_state": precision}
     return {**checkpoint, **{place: mine[name] for name, place in places.items() if name in mine}}
+
+
+def _say_changed_model(averager: SparseModelAverager, saved: Mapping[str, Any]) -> None:
+    then, now = saved["shared"]["anchor"], averager.anchor()
+    unsent = [worker.get("kept", {}) for worker in saved["workers"]]
+    lost = {name: tensor for name, tensor in then.items() if name not in now or now[name].numel() != tensor.numel()}
+    kept = {name: unsent[0][name] if unsent and name in unsent[0] else torch.zeros(1) for name in lost}
+    new = [name for name, tensor in now.items() if name not in then or then[name].numel() != tensor.numel()]
+    say_changed_model(kept, new, "unsent drifts")
 
 
 def _mean(of_workers: Sequence[Any]) -> Any:

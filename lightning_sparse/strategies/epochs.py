@@ -16,6 +16,9 @@ def tell_epoch(holder: EngineHolder, strategy: Strategy) -> None:
     epoch = strategy.lightning_module.trainer.current_epoch
     if holder.epoch != epoch:
         rates = [
-            float(group["lr"]) for optimizer in strategy.optimizers for group in optimizer.param_groups if "lr" in group
+            float(group["lr"])
+            for optimizer in strategy.optimizers
+            for group in optimizer.param_groups
+            if group.get("lr") is not None  # Adafactor computes its own
         ]
         holder.begin_epoch(epoch, rates)

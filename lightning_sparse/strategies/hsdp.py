@@ -5,18 +5,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_sparse.ddp.options import DensityControlMode, ExchangeOptions, require_density_control
+from lightning_sparse.engine.optimizer_steps import Arguments, StepObserver
 from lightning_sparse.exchange import ExchangeMode, require_agreement
 from lightning_sparse.exchange.wire import ValueDtype, require_wire
 from lightning_sparse.shards import ShardExchange
 from lightning_sparse.sparsifiers import Sparsifier
 from lightning_sparse.strategies.advice import exchanges_of
 from lightning_sparse.strategies.checkpoint import CheckpointOptions, OnWorldSizeChange
+from lightning_sparse.strategies.content import KEY
 from lightning_sparse.strategies.replica_strategy import ReplicaStrategy
-from lightning_sparse.strategies.saving import KEY
 from lightning_sparse.strategies.shard_checkpoint import collect, restore
 
 ShardResiduals = Literal["full", "none"]
@@ -63,6 +65,7 @@ class SparseHSDPStrategy(ReplicaStrategy):
     """
 
     state: ShardExchange | None
+    _call_each_step = "average_gradients() before"
 
     def __init__(
         self,
@@ -98,6 +101,7 @@ class SparseHSDPStrategy(ReplicaStrategy):
             "gradients of shards",
             **kwargs,
         )
+        self._observer: StepObserver | None = None
 
     def restart(self) -> None:
         """Returns the exchange to before the first step, with the weights of now. Not collective."""
@@ -116,12 +120,20 @@ class SparseHSDPStrategy(ReplicaStrategy):
             per_layer_stats=self._per_layer_stats,
         )
         self._advice.follow(state, holds_density=self._options.holds_density)
+        self._observer = StepObserver(state.holds_any_of, self._before_any_step, self._after_any_step)
         return state
+
+    @override
+    def teardown(self) -> None:
+        if self._observer is not None:
+            self._observer.close()
+            self._observer = None
+        super().teardown()
 
     @property
     @override
-    def _has_begun(self) -> bool:
-        return self.state is not None and self.state.last_step is not None
+    def _progress(self) -> object:
+        return None if self.state is None else self.state.last_step
 
     # When gradients are exchanged: after backward, before they are clipped and an optimizer steps.
 
@@ -141,16 +153,19 @@ class SparseHSDPStrategy(ReplicaStrategy):
 
         return backward_and_exchange
 
-    @override
-    def _before_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
-        if closure is not None:
-            return self._exchanging(optimizer, closure)
-        self._exchanging(optimizer, lambda: None)()
-        return None
+    def _before_any_step(self, optimizer: Optimizer, arguments: Arguments) -> Arguments | None:
+        if self._is_stepping:
+            return None
+        args, kwargs = arguments
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._exchanging(optimizer, lambda: None)()
+            return None
+        return args[:1], {**kwargs, "closure": self._exchanging(optimizer, torch.enable_grad()(closure))}
 
-    @override
-    def _after_step(self) -> None:
-        self.step_log.write(self.lightning_module)
+    def _after_any_step(self, _: Optimizer) -> None:
+        if not self._is_stepping:
+            self.step_log.write(self.lightning_module)
 
     @override
     def on_train_start(self) -> None:

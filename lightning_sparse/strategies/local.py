@@ -1,7 +1,7 @@
 """Lightning strategies for local training: every worker steps its own optimizer, drifts are exchanged sparsely."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -10,16 +10,17 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_sparse.drift import DriftOptions, SparseModelAverager
 from lightning_sparse.drift.options import OuterOptimizer
+from lightning_sparse.engine.weak_call import weakly
 from lightning_sparse.exchange import ExchangeMode, require_agreement
 from lightning_sparse.exchange.wire import ValueDtype, require_wire
 from lightning_sparse.sparsifiers import Dense, Sparsifier
 from lightning_sparse.strategies.advice import Advice, exchanges_of
 from lightning_sparse.strategies.arguments import process_group_arguments
+from lightning_sparse.strategies.content import KEY
 from lightning_sparse.strategies.drift_checkpoint import (
     DriftCheckpoint,
     DriftCheckpointOptions,
@@ -32,7 +33,7 @@ from lightning_sparse.strategies.drift_checkpoint import (
 )
 from lightning_sparse.strategies.epochs import tell_epoch
 from lightning_sparse.strategies.local_training import LocalTraining
-from lightning_sparse.strategies.saving import KEY, NO_WORKER, WholeFiles, is_no_worker, patience_of
+from lightning_sparse.strategies.saving import NO_WORKER, WholeFiles, is_no_worker, patience_of
 from lightning_sparse.strategies.step_log import StepLog
 
 
@@ -142,6 +143,7 @@ class SparseLocalStrategy(LocalTraining, WholeFiles, DDPStrategy):
         sparsifier, options = self._what_is_sent()
         self._averager = SparseModelAverager(self.model, sparsifier, options, per_layer_stats=self._per_layer_stats)
         self._averager.subscribe(self.step_log.add)
+        self._averager.on_optimizer_step = weakly(self._after_observed_step)
         self._advice.follow(self._averager, holds_density=True)
 
     def _what_is_sent(self) -> tuple[Sparsifier, DriftOptions]:
@@ -159,13 +161,9 @@ class SparseLocalStrategy(LocalTraining, WholeFiles, DDPStrategy):
             )
 
     @override
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        assert self.averager is not None
+    def _exchange(self) -> None:
         self._is_in_a_step = False
-        self.averager.step()
-        self.step_log.write(self.lightning_module, {"sparse/largest_drift": self.averager.largest_drift})
-        return output
+        super()._exchange()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

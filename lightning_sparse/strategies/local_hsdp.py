@@ -1,25 +1,24 @@
 """Lightning strategy for replicas of shards that step optimizers of their own, and exchange drifts sparsely."""
 
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_sparse.drift import DriftOptions
 from lightning_sparse.drift.options import OuterOptimizer
+from lightning_sparse.engine.weak_call import weakly
 from lightning_sparse.exchange import ExchangeMode, require_agreement
 from lightning_sparse.exchange.wire import ValueDtype, require_wire
 from lightning_sparse.shards import ShardModelAverager
 from lightning_sparse.sparsifiers import Sparsifier
 from lightning_sparse.strategies.advice import exchanges_of
+from lightning_sparse.strategies.content import KEY
 from lightning_sparse.strategies.local_training import LocalTraining
 from lightning_sparse.strategies.replica_strategy import ReplicaStrategy
 from lightning_sparse.strategies.saved_together import stateless_as_before
-from lightning_sparse.strategies.saving import KEY
 from lightning_sparse.strategies.shard_checkpoint import why_broken
 from lightning_sparse.strategies.shard_drift_checkpoint import (
     Parts,
@@ -130,22 +129,8 @@ class SparseLocalHSDPStrategy(LocalTraining, ReplicaStrategy):
             per_layer_stats=self._per_layer_stats,
         )
         self._advice.follow(state, holds_density=True)
+        state.on_optimizer_step = weakly(self._after_observed_step)
         return state
-
-    @property
-    @override
-    def _has_begun(self) -> bool:
-        return self.state is not None and self.state.num_steps > 0
-
-    @override
-    def _before_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> None:
-        pass
-
-    @override
-    def _after_step(self) -> None:
-        assert self.state is not None
-        self.state.step()
-        self.step_log.write(self.lightning_module, {"sparse/largest_drift": self.state.largest_drift})
 
     @override
     def on_train_start(self) -> None:

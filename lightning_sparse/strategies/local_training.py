@@ -1,22 +1,30 @@
 """What strategies of local training have in common: everybody sees the same weights wherever they are looked at."""
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch.strategies import Strategy
+from lightning.fabric.utilities import rank_zero_warn
+from lightning.pytorch import callbacks
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_sparse.drift import SparseModelAverager
+from lightning_sparse.strategies.seen_steps import SeesSteps
+from lightning_sparse.strategies.step_log import StepLog
+
+_OWN_WEIGHTS = ("WeightAveraging", "StochasticWeightAveraging", "ModelPruning")  # the first from Lightning 2.6 on
 
 
-class LocalTraining(Strategy):
+class LocalTraining(SeesSteps):
     """Shows the mean of all weights in validation and after ``fit``; while training goes on, each has its own.
 
     Attributes:
         averager: the `SparseModelAverager` of the running or last ``fit``, None before.
     """
 
+    step_log: StepLog
     _has_ended = False
 
     @property
@@ -29,6 +37,28 @@ class LocalTraining(Strategy):
         assert self.averager is not None
         self.averager.restart()
         self._has_ended = False
+
+    @property
+    @override
+    def _progress(self) -> object:
+        return None if self.averager is None else self.averager.num_steps
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        with self._nothing_counts():
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._exchange()
+        return output
+
+    def _after_observed_step(self) -> None:
+        """Exchanges after a step that bypassed Lightning."""
+        if not self._is_stepping:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        assert self.averager is not None
+        self.averager.step()
+        self.step_log.write(self.lightning_module, {"sparse/largest_drift": self.averager.largest_drift})
 
     @override
     def on_validation_start(self) -> None:
@@ -44,6 +74,7 @@ class LocalTraining(Strategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._return_weights()  # that a checkpoint has brought
+        self._warn_of_callbacks()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -65,6 +96,18 @@ class LocalTraining(Strategy):
                 self.averager.shared.take_anchor()
             self.averager.shared.forget_own()
         super().teardown()
+
+    def _warn_of_callbacks(self) -> None:
+        assert self.lightning_module is not None
+        kinds = tuple(kind for name in _OWN_WEIGHTS if (kind := getattr(callbacks, name, None)) is not None)
+        trainer: Any = self.lightning_module.trainer
+        found = [type(callback).__name__ for callback in trainer.callbacks if isinstance(callback, kinds)]
+        if found:
+            rank_zero_warn(
+                f"lightning_sparse: {', '.join(found)} keeps a state that follows from each worker's own weights, and "
+                "checkpoints hold rank 0's. A resumed run differs slightly from one that never stopped. See "
+                "docs/local-training.md."
+            )
 
     def _share_weights(self) -> None:
         if self.averager is not None and self._is_fitting and not self._has_ended:

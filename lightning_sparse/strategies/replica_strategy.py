@@ -1,19 +1,14 @@
 """What strategies have in common whose replicas are sharded: who belongs together, and which steps count."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from lightning.fabric.utilities import rank_zero_warn
 from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from typing_extensions import override
 
 from lightning_sparse.exchange.replicas import replica_mesh
@@ -24,13 +19,11 @@ from lightning_sparse.strategies.advice import Advice
 from lightning_sparse.strategies.arguments import model_parallel_arguments
 from lightning_sparse.strategies.epochs import tell_epoch
 from lightning_sparse.strategies.saved_together import SavedTogether, stateless_as_before
+from lightning_sparse.strategies.seen_steps import SeesSteps
 from lightning_sparse.strategies.step_log import StepLog
 
-MOST_BACKWARDS = 200
-"""After so many without a step that counts something is likely to be wrong; accumulation is over fewer."""
 
-
-class ReplicaStrategy(SavedTogether):
+class ReplicaStrategy(SeesSteps, SavedTogether):
     """Lightning's ``ModelParallelStrategy`` with replicas as the first dimension of its mesh.
 
     Args:
@@ -69,10 +62,7 @@ class ReplicaStrategy(SavedTogether):
         self.state = None
         self.step_log = StepLog()
         self._replicas = replicas
-        self._per_layer_stats = self._is_stepping = False
-        self._hooks: list[Any] = []
-        self._backwards = 0
-        self._outer: tuple[Optimizer, int] | None = None  # that steps now, and the backwards before it
+        self._per_layer_stats = False
         self._advice = Advice(what)
 
     def request_layer_stats(self) -> None:
@@ -84,19 +74,6 @@ class ReplicaStrategy(SavedTogether):
     @abstractmethod
     def _make_state(self) -> ShardExchange | ShardModelAverager:
         """Returns what exchanges, for the model that has been set up. Collective: all ranks."""
-
-    @property
-    @abstractmethod
-    def _has_begun(self) -> bool:
-        """Whether a step of an optimizer has counted."""
-
-    @abstractmethod
-    def _before_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
-        """Is called before an optimizer steps on the model; returns the closure to step with."""
-
-    @abstractmethod
-    def _after_step(self) -> None:
-        """Is called after an optimizer has stepped on the model, with all that it wraps."""
 
     # Who belongs together.
 
@@ -146,37 +123,8 @@ class ReplicaStrategy(SavedTogether):
         self.state = self._make_state()
         self._agree_where_to_meet()
         self.state.subscribe(self.step_log.add)
-        # Of all optimizers: those that the Trainer does not know of step, too.
-        self._hooks = [
-            register_optimizer_step_pre_hook(self._before_any_step),
-            register_optimizer_step_post_hook(self._after_any_step),
-        ]
 
     # Which steps count.
-
-    def _before_any_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Not all come through the strategy: self.optimizers(use_pl_optimizer=False) hands out torch's own.
-        is_inner = self._outer is not None and self._outer[1] == self._backwards  # an optimizer around another
-        if self._is_stepping or is_inner or self.state is None or not self.state.holds_any_of(optimizer.param_groups):
-            return None
-        self._outer = optimizer, self._backwards
-        given = args[1] if len(args) > 1 else kwargs.get("closure")
-        closure = self._before_step(optimizer, None if given is None else torch.enable_grad()(given))
-        return None if closure is None else (args[:1], {**kwargs, "closure": closure})
-
-    def _after_any_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._outer is not None and self._outer[0] is optimizer:
-            self._outer = None
-            self._after_step()
-
-    @contextmanager
-    def _nothing_counts(self) -> Iterator[None]:
-        """Within it an optimizer may step without an exchange."""
-        before, self._is_stepping = self._is_stepping, True
-        try:
-            yield
-        finally:
-            self._is_stepping = before
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -201,26 +149,6 @@ class ReplicaStrategy(SavedTogether):
     # Before and after steps.
 
     @override
-    def post_backward(self, closure_loss: torch.Tensor) -> None:
-        super().post_backward(closure_loss)
-        self._backwards += 1
-        if self._backwards == MOST_BACKWARDS and self.state is not None and not self._has_begun:
-            self._say_nothing_is_exchanged()
-
-    def _say_nothing_is_exchanged(self) -> None:
-        call = "average_gradients() before" if isinstance(self.state, ShardExchange) else "step() after"
-        rank_zero_warn(
-            f"lightning_sparse: in {self._backwards} backwards no torch.optim.Optimizer has stepped on parameters of "
-            "the model, so that replicas have exchanged nothing and part. If weights are updated by other means, call "
-            f"strategy.state.{call} each update. See docs/big-models.md."
-        )
-
-    @override
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        self._backwards = 0
-
-    @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self.step_log.begin_batch(self.lightning_module)
@@ -237,12 +165,3 @@ class ReplicaStrategy(SavedTogether):
     def on_train_end(self) -> None:
         super().on_train_end()
         self._advice.end()
-        if self.state is not None and not self._has_begun and self._backwards:
-            self._say_nothing_is_exchanged()
-
-    @override
-    def teardown(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        super().teardown()

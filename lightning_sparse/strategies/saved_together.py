@@ -37,6 +37,7 @@ def stateless_as_before(optimizers: Sequence[Optimizer]) -> Iterator[None]:
 class SavedTogether(WholeFiles, ModelParallelStrategy):
     """Lightning's ``ModelParallelStrategy`` where no rank saves alone, and a kill leaves no half of a checkpoint."""
 
+    _reads_folders = True
     _meeting: Meeting | None = None
 
     def _agree_where_to_meet(self) -> None:

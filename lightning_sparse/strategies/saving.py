@@ -1,7 +1,4 @@
-"""What checkpoints of gradients and of local training have in common.
-
-The key, a file that is whole or not there, and how long a worker waits for the others to come and save.
-"""
+"""How checkpoints are written: a file that is whole or not there, and how long a worker waits for the others."""
 
 import os
 import shutil
@@ -17,7 +14,6 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from typing_extensions import override
 
-KEY = "lightning_sparse"
 NO_WORKER = "it is saved by a process that was no worker, and their optimizers and number of steps are not in it either"
 """Of a file that a notebook writes after a fit."""
 PATIENCE = 300.0
@@ -46,6 +42,19 @@ class WholeFileCheckpointIO(TorchCheckpointIO):
 
 class WholeFiles(Strategy):
     """A strategy whose files are written whole: in place of no plugin for that, or inside of one that wraps another."""
+
+    _reads_folders = False
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, *others: Any, **options: Any) -> dict[str, Any]:
+        # The further arguments differ between versions of Lightning.
+        if not self._reads_folders and Path(checkpoint_path).is_dir():
+            raise ValueError(
+                f"The checkpoint {str(checkpoint_path)!r} is a folder, and {type(self).__name__} reads files. Folders "
+                "come from hsdp_* and local_hsdp_* strategies: resume with one of these, or have it save one file, "
+                "save_distributed_checkpoint=False."
+            )
+        return super().load_checkpoint(checkpoint_path, *others, **options)
 
     @property
     @override

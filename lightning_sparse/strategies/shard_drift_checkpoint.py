@@ -3,8 +3,8 @@
 Lightning's own part is the mean of the replicas' weights, with the first replica's optimizers, so that whoever reads it
 has one model. Under one key, plain containers and tensors that ``weights_only=True`` loads::
 
-    version, kind
-    replicas, ranks     how many replicas there were, and of how many ranks each
+    kind, version, …    what every strategy saves, see ``lightning_sparse.strategies.content``
+    ranks               of how many ranks each replica was
     shared              the same everywhere: λ, calibration, counters, the outer optimizer's numbers
     of_ranks            for every rank of a replica a list, of every replica: its buffers, what its exchange has seen, …
     whole               in one file: the two kinds of tensors below, whole; else None
@@ -25,19 +25,28 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
-from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import filesystem, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 
 from lightning_sparse.engine.grouping import local
+from lightning_sparse.engine.saved_state import require_seal, sealed
+from lightning_sparse.exchange import raised_together
 from lightning_sparse.shards import ShardModelAverager
 from lightning_sparse.shards.whole_tensors import like_parameter, own_part, whole
-from lightning_sparse.strategies.shard_checkpoint import FOLDER, NO_HISTORY, taken_out_of
+from lightning_sparse.strategies.content import VERSION, own_content
+from lightning_sparse.strategies.shard_checkpoint import (
+    FOLDER,
+    NO_HISTORY,
+    read_folder,
+    taken_out_of,
+    unsent_norm_of_shards,
+)
 
 ReplicaDrifts = Literal["full", "mean"]
 ReplicaOptimizers = Literal["full", "first"]
 KIND = "drifts of shards"
-VERSION = 1
+STARTS = "All replicas begin with its weights as the anchor and, with a density, with a calibration."
 
 
 @dataclass(frozen=True)
@@ -104,8 +113,9 @@ def collect(parts: Parts, path: Path, options: ReplicaCheckpointOptions, why_not
     content = {
         "version": VERSION,
         "kind": KIND,
-        "replicas": averager.workers.num_workers,
+        "world_size": averager.workers.num_workers,
         "ranks": averager.replica.num_workers,
+        "unsent_norm": None,
         "shared": None,
         "of_ranks": [],
         "whole": None,
@@ -113,12 +123,14 @@ def collect(parts: Parts, path: Path, options: ReplicaCheckpointOptions, why_not
         "why_no_drifts": why_not,
     }
     if why_not is not None:
-        return content
+        return sealed(content)
     own, buffers = averager.own_tensors()
     outer, outer_numbers = averager.outer_state()
     shared = averager.shared_numbers()
     of_rank = {"buffers": buffers, "history": taken_out_of(shared)}
-    of_replica: dict[str, Any] = {"kept": parts.distributed(averager.kept_tensors())}
+    kept = averager.kept_tensors()
+    content["unsent_norm"] = unsent_norm_of_shards(averager, kept) if kept else None
+    of_replica: dict[str, Any] = {"kept": parts.distributed(kept)}
     if options.drift_checkpoint == "full":
         of_replica["weights"] = parts.distributed(own)
     if options.optimizer_checkpoint == "full":
@@ -134,7 +146,7 @@ def collect(parts: Parts, path: Path, options: ReplicaCheckpointOptions, why_not
     else:
         state_dict_saver.save({"shared": of_all, str(averager.workers.rank): of_replica}, checkpoint_id=path / FOLDER)
         content["has_folder"] = True
-    return content
+    return sealed(content)
 
 
 def _gathered(averager: ShardModelAverager, of_all: Any, of_replica: Any) -> dict[str, Any] | None:
@@ -156,38 +168,29 @@ def _gathered(averager: ShardModelAverager, of_all: Any, of_replica: Any) -> dic
     return {"shared": shared, "replicas": everyones} if averager.workers.rank == 0 else None
 
 
-def restore(parts: Parts, saved: Mapping[str, Any] | None, path: Path) -> None:
+def restore(parts: Parts, content: Any, path: Path) -> None:
     """Makes an averager what a checkpoint holds, and nothing else, with a replica's own weights kept apart. All ranks.
 
     Args:
         parts: this rank's, whose module has the checkpoint's weights already, and optimizers the file's own.
-        saved: what ``collect`` returned; None for the checkpoint of another strategy.
+        content: what ``collect`` returned, or another strategy; None if the checkpoint has nothing of the kind.
         path: of the checkpoint.
 
     Raises:
-        RuntimeError: the content is of a newer version.
+        RuntimeError: the content is damaged or of a newer version. On every rank, before anything was loaded.
     """
     averager = parts.averager
+    with raised_together():
+        saved = own_content(content, KIND, STARTS)
+        if saved is not None:
+            require_seal(saved)
     averager.restart()
-    if saved is None or saved.get("kind") != KIND:
-        (rank_zero_info if saved is None else rank_zero_warn)(
-            "lightning_sparse: the checkpoint is not one of local training between replicas of shards"
-            f"{'' if saved is None else ': what its own strategy held back is lost'}. All begin with its weights as "
-            "the anchor and, with a density, with a calibration."
-        )
+    if saved is None:
         return
-    if saved["version"] > VERSION:
-        raise RuntimeError(
-            f"The checkpoint holds drifts in format {saved['version']}, this version of lightning_sparse reads up to "
-            f"{VERSION}. Update lightning_sparse."
-        )
     if saved["shared"] is None:
-        rank_zero_warn(
-            f"lightning_sparse: the checkpoint holds no drifts ({saved['why_no_drifts']}). All replicas begin with its "
-            "weights as the anchor."
-        )
+        rank_zero_warn(f"lightning_sparse: the checkpoint holds no drifts ({saved['why_no_drifts']}). {STARTS}")
         return
-    now, old = averager.workers.num_workers, saved["replicas"]
+    now, old = averager.workers.num_workers, saved["world_size"]
     is_same_layout = (old, saved["ranks"]) == (now, averager.replica.num_workers)
     mine = saved["of_ranks"][averager.replica.rank][averager.workers.rank] if is_same_layout else {}
     averager.load_shared_numbers({**saved["shared"], **mine.get("history", NO_HISTORY)})
@@ -243,7 +246,7 @@ class _Folder:
             tree: dict[str, Any] = fitting
             for one in reversed(place.split(".")):
                 tree = {one: tree}
-            state_dict_loader.load(tree, checkpoint_id=self._folder)
+            read_folder(tree, self._folder, is_unsent=place.endswith(".kept"))
         return {name: local(one).flatten() for name, one in fitting.items()}
 
     def load_optimizers(self, replica: int) -> None:
@@ -252,7 +255,7 @@ class _Folder:
             if any(name.startswith(f"{replica}.optimizers.{at}.") for name in self._known):
                 state = get_optimizer_state_dict(self._parts.module, optimizer)
                 tree = {str(replica): {"optimizers": {str(at): state}}}
-                state_dict_loader.load(tree, checkpoint_id=self._folder)
+                read_folder(tree, self._folder, is_unsent=False)
                 set_optimizer_state_dict(self._parts.module, optimizer, tree[str(replica)]["optimizers"][str(at)])
 
 

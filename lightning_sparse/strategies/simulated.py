@@ -12,14 +12,14 @@ from typing_extensions import override
 
 from lightning_sparse.ddp.options import DensityControlMode, ExchangeOptions, require_density_control
 from lightning_sparse.ddp.simulation import SimulatedWorker, SimulatedWorkers
-from lightning_sparse.ddp.weak_call import weakly
+from lightning_sparse.engine.weak_call import weakly
 from lightning_sparse.exchange import ExchangeMode
 from lightning_sparse.exchange.wire import ValueDtype, require_wire
 from lightning_sparse.sparsifiers import Sparsifier
 from lightning_sparse.strategies.advice import Advice, exchanges_of
 from lightning_sparse.strategies.checkpoint import CheckpointOptions, OnWorldSizeChange, collect_simulated, restore
+from lightning_sparse.strategies.content import KEY
 from lightning_sparse.strategies.epochs import tell_epoch
-from lightning_sparse.strategies.saving import KEY
 from lightning_sparse.strategies.simulated_data import BatchesOfWorkers, LoaderOfWorkers, loader_of_workers
 from lightning_sparse.strategies.simulated_limits import (
     advise,
@@ -277,9 +277,7 @@ class SimulatedWorkersStrategy(InTurn):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         assert self.workers is not None
-        saved = checkpoint.get(KEY)
-        for worker in self.workers.each:
-            restore(worker, saved, self._checkpoint_options.on_world_size_change)
+        restore(self.workers.each, checkpoint.get(KEY), self._checkpoint_options.on_world_size_change)
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -134,7 +134,7 @@ class Judge:
             problems.append(f"{name}: no residuals, and no word on why")
             return "nothing"
         if self.case.residual_checkpoint == "mean":
-            pairs = [(residuals, mean(self.states[step].residuals))]
+            pairs = [(one, mean(self.states[step].residuals)) for one in residuals]
         else:
             if residuals and len(residuals) != self.case.num_workers:
                 problems.append(f"{name}: residuals of {len(residuals)} workers")
@@ -155,9 +155,8 @@ class Judge:
         momentum = {name: of_optimizer[index]["momentum"] for index, name in enumerate(SIZES) if index in of_optimizer}
         content = saved.get(KEY)
         residuals: Any = content["residuals"] if content is not None else []
-        if isinstance(residuals, dict):
-            residuals = [residuals] * self.case.num_workers
-        residuals = residuals or [{}] * self.case.num_workers
+        if len(residuals) < 2:  # the mean, or none
+            residuals = (residuals or [{}]) * self.case.num_workers
         return State(saved["state_dict"], zeros() | momentum, [zeros() | one for one in residuals])
 
     def prepare(self) -> None:

@@ -241,6 +241,7 @@ class Row:
         exchange: the route of both sparse kinds. With two workers all come to the same bits.
         leaves_out: whether some backward does not reach all parameters, so that not all is sent at λ = 0.
         is_refused: whether the sparse exchange says no, so that there is nothing to compare with ddp.
+        warns_of: names that rank 0 warns of with a sparse exchange, and not with ddp.
         kinds: in which worlds it runs.
         missing: says why plain DDP of these versions cannot run it, if it cannot.
     """
@@ -254,6 +255,7 @@ class Row:
     exchange: ExchangeMode = "auto"
     leaves_out: bool = False
     is_refused: bool = False
+    warns_of: frozenset[str] = frozenset()
     kinds: tuple[Kind, ...] = ("ddp", "zero", "oracle", "sparse")
     missing: Callable[[], str | None] = lambda: None
 

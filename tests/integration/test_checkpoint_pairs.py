@@ -1,0 +1,217 @@
+"""Every strategy's checkpoint resumed with every strategy: kept, lost with its norm in one message, or refused."""
+
+import logging
+import os
+import re
+import warnings
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_sparse import (
+    DDPHardThresholdStrategy,
+    HardThreshold,
+    HSDPHardThresholdStrategy,
+    LocalHardThresholdStrategy,
+    LocalHSDPHardThresholdStrategy,
+    SimulatedWorkersStrategy,
+    SparseDDPStrategy,
+    TopK,
+)
+from lightning_sparse.strategies.content import KEY, WRITERS
+from tests.integration.models import quiet_trainer
+from tests.workers import run_workers
+
+STOP, END = 5, 7
+LOGGERS = ("lightning.fabric", "lightning.pytorch")
+"""Of which Lightning takes one or the other for ``rank_zero_info``."""
+
+
+def hsdp(num_workers: int, **options: Any) -> Any:
+    return HSDPHardThresholdStrategy(threshold=0.2, replicas=num_workers, **options)
+
+
+def local_hsdp(num_workers: int, **options: Any) -> Any:
+    return LocalHSDPHardThresholdStrategy(threshold=0.05, replicas=num_workers, **options)
+
+
+IN_ONE_FILE: dict[str, Any] = {"save_distributed_checkpoint": False}
+STRATEGIES: dict[str, Any] = {
+    "ddp": lambda n: DDPHardThresholdStrategy(threshold=0.2),
+    "ddp_topk": lambda n: SparseDDPStrategy(TopK(0.1)),
+    "simulated": lambda n: SimulatedWorkersStrategy(HardThreshold(threshold=0.2), n),
+    "local": lambda n: LocalHardThresholdStrategy(threshold=0.05),
+    "local, kept apart": lambda n: LocalHardThresholdStrategy(threshold=0.05, keep_drift=False),
+    "hsdp file": lambda n: hsdp(n, **IN_ONE_FILE),
+    "hsdp folder": hsdp,
+    "local_hsdp file": lambda n: local_hsdp(n, **IN_ONE_FILE),
+    "local_hsdp file, kept apart": lambda n: local_hsdp(n, keep_drift=False, **IN_ONE_FILE),
+    "local_hsdp folder, kept apart": lambda n: local_hsdp(n, keep_drift=False),
+    "plain ddp": lambda n: "ddp",
+}
+READERS = [name for name in STRATEGIES if name != "plain ddp"]
+FAMILIES = {
+    "gradients": ("ddp", "ddp_topk", "simulated"),
+    "drifts": ("local", "local, kept apart"),
+    "gradients of shards": ("hsdp file", "hsdp folder"),
+    "drifts of shards": (
+        "local_hsdp file",
+        "local_hsdp file, kept apart",
+        "local_hsdp folder, kept apart",
+    ),
+}
+NOTHING_UNSENT = {"local", "local_hsdp file"}
+"""What these do not send stays in each worker's weights, whose mean the file holds."""
+
+
+class Regression(LightningModule):
+    """The same network for all strategies, sharded where there is a mesh."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network: Any = None
+
+    def configure_model(self) -> None:
+        if self.network is None:
+            torch.manual_seed(3)
+            self.network = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 1))
+            if self.device_mesh is not None:
+                fully_shard(self.network, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return F.mse_loss(self.network(batch), batch.sum(1, keepdim=True))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+def data() -> DataLoader[Tensor]:
+    return DataLoader(torch.randn(96, 6, generator=torch.Generator().manual_seed(5)), batch_size=4)
+
+
+class Unsent(Callback):
+    """Squared norm of the values that each worker of this process has not sent when training starts."""
+
+    def __init__(self) -> None:
+        self.squares: list[float] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        strategy: Any = trainer.strategy
+        for state in getattr(getattr(strategy, "workers", None), "each", [strategy.state]):
+            if hasattr(state, "residuals"):
+                held = state.residuals() if callable(state.residuals) else state.residuals.state_dict()
+            else:
+                held = state.kept_state().get("kept", {})
+            self.squares.append(sum(float(tensor.double().square().sum()) for tensor in held.values()))
+
+
+def _processes(name: str, num_workers: int) -> int:
+    return 1 if name == "simulated" else num_workers
+
+
+def _write(names: list[str], folder: str) -> None:
+    environment = dict(os.environ)
+    for name in names:
+        os.environ.update(environment)
+        trainer = quiet_trainer(STRATEGIES[name](2), num_workers=_processes(name, 2), max_steps=STOP)
+        trainer.fit(Regression(), data())
+        trainer.save_checkpoint(f"{folder}/{name}")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: Any) -> Path:
+    """Holds a checkpoint of every strategy."""
+    place: Path = tmp_path_factory.mktemp("pairs")
+    run_workers(_write, 2, [name for name in STRATEGIES if name != "simulated"], str(place), process_group=False)
+    run_workers(_write, 1, ["simulated"], str(place), process_group=False)
+    return place
+
+
+def _resume(reader: str, num_workers: int, folder: str) -> dict[str, tuple[list[float], list[str], list[str]]]:
+    """Returns for every checkpoint what is unsent when training goes on, the warnings and the other messages."""
+    environment, found = dict(os.environ), {}
+    for writer in STRATEGIES:
+        os.environ.update(environment)
+        unsent, told = Unsent(), _Messages()
+        trainer = quiet_trainer(
+            STRATEGIES[reader](num_workers),
+            num_workers=_processes(reader, num_workers),
+            max_steps=END,
+            callbacks=[unsent],
+        )
+        for name in LOGGERS:
+            logging.getLogger(name).addHandler(told)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            try:
+                trainer.fit(Regression(), data(), ckpt_path=f"{folder}/{writer}")
+            except ValueError as error:
+                told.messages = [f"ValueError: {error}"]
+        for name in LOGGERS:
+            logging.getLogger(name).removeHandler(told)
+        found[writer] = unsent.squares, [str(one.message) for one in warned], told.messages
+    return found
+
+
+class _Messages(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def _unsent_norm(path: Path) -> float | None:
+    file = path / "meta.pt" if path.is_dir() else path
+    norm: float | None = torch.load(file, weights_only=True)[KEY]["unsent_norm"]
+    return norm
+
+
+def _of_one(messages: list[str], word: str) -> list[str]:
+    return [one for one in messages if "lightning_sparse" in one and re.search(word, one)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_what_a_resume_keeps_and_what_it_says_of_the_rest(reader: str, num_workers: int, folder: Path) -> None:
+    results = run_workers(
+        _resume, _processes(reader, num_workers), reader, num_workers, str(folder), process_group=False
+    )
+    family = next(kind for kind, names in FAMILIES.items() if reader in names)
+    for writer in STRATEGIES:
+        squares = [square for result in results for square in result[writer][0]]
+        _, warned, said = results[0][writer]
+        kind = next((kind for kind, names in FAMILIES.items() if writer in names), None)
+        lost = _of_one(warned, "are lost")
+        if "folder" in writer and "hsdp" not in reader:
+            assert re.search("is a folder, and .* resume with one of these", said[0]), writer
+            continue
+        unsent = sqrt(sum(squares) / len(squares))
+        if kind is None:
+            assert (lost, unsent) == ([], 0), writer
+            assert _of_one(said, "written without a sparse exchange"), writer
+            continue
+        saved = _unsent_norm(folder / writer)
+        assert (saved is None) == (writer in NOTHING_UNSENT), writer
+        if kind == family:
+            assert not lost, (writer, lost)
+            assert bool(_of_one(said, "3 (workers|replicas) instead of 2")) == (num_workers == 3), writer
+            if saved is not None and num_workers == 2 and not reader.endswith(("local", "local_hsdp file")):
+                assert unsent == pytest.approx(saved, rel=1e-5), writer
+        else:
+            assert unsent == 0, writer
+            told = lost or _of_one(said, "It holds no unsent")
+            assert len(told) == 1, (writer, told)
+            assert f"{WRITERS[kind]} wrote the checkpoint" in told[0], writer
+            assert bool(lost) == (saved is not None), writer
+            assert saved is None or f"(norm {saved:.3g})" in told[0], writer
