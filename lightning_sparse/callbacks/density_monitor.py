@@ -17,6 +17,11 @@ from lightning_sparse.callbacks.step_monitor import (
 )
 from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.metrics import AverageDensity
+from lightning_sparse.strategies.advice import shortened
+from lightning_sparse.strategies.local_training import LocalTraining
+
+LAYER_COLUMNS = 62
+"""The width of a layer's name and size in the table, which has 80 columns with margins and numbers."""
 
 
 class DensityMonitor(StepMonitor):
@@ -26,8 +31,8 @@ class DensityMonitor(StepMonitor):
     - Per layer, every ``log_every_n_steps`` of the Trainer, of the newest exchange: a histogram in TensorBoard
       (``sparse/layer_density``), a scalar a layer (``sparse/layer_density/<name>``) in any other logger.
     - One image in TensorBoard, layers × steps, of log10 density; updated at the end of every epoch. Needs matplotlib.
-    - A table on the first worker at the end of ``fit``, unless it is alone: density asked for and realised, λ, bytes,
-      times fewer than dense, and how much of all that was calibration or travelled whole.
+    - A table of at most 80 columns on the first worker at the end of ``fit``, unless it is alone: density asked for and
+      realised, λ, bytes, times fewer than dense, and how much of all that was calibration or travelled whole.
 
     It works without a logger too (the table remains), costs no collective, and continues its averages when a
     checkpoint is resumed. The image begins anew.
@@ -51,7 +56,7 @@ class DensityMonitor(StepMonitor):
         self._asked: float | None = None
         self._threshold: float | None = None
         self._since = ""
-        self._sender = "worker"
+        self._averages, self._sender = "gradient", "worker"
         self._num_workers = 0
         self._totals: dict[str, float] = dict.fromkeys(_TOTALS, 0)
 
@@ -61,6 +66,7 @@ class DensityMonitor(StepMonitor):
         density = getattr(getattr(trainer.strategy, "sparsifier", None), "density", None)
         self._asked = float(density) if isinstance(density, (int, float)) else None
         state = getattr(trainer.strategy, "state", None)
+        self._averages = "drift" if isinstance(trainer.strategy, LocalTraining) else "gradient"
         self._sender = "worker" if getattr(state, "num_parts", 1) == 1 else "replica"
         every = getattr(trainer, "log_every_n_steps", 0)
         if trainer.loggers and every > 1 and isinstance(trainer.strategy, SPARSE):
@@ -133,12 +139,16 @@ class DensityMonitor(StepMonitor):
         if calibration and total["later_payload_bytes"]:
             fewer = total["later_dense_bytes"] / total["later_payload_bytes"]
             rows.append(("times fewer after calibration", f"{fewer:.1f}"))
-        rows += [
-            (f"density of {name} ({size:,} elements{self._since})", f"{100 * density:.4g} %")
-            for name, size, density in self._history.densest(3)
-        ]
+        layers = self._history.densest(3)
+        if layers:
+            rows.append((f"densest layers (elements){self._since}", ""))
+        for name, size, density in layers:
+            elements = f" ({size:,})"
+            name = shortened(name, LAYER_COLUMNS - 2 - len(elements))
+            rows.append((f"  {name}{elements}", f"{100 * density:.4g} %"))
         width = max(len(name) for name, _ in rows)
-        return "\n".join(["Sparse gradient exchange", *(f"  {name:<{width}}  {value}" for name, value in rows)])
+        lines = [f"  {name:<{width}}  {value}".rstrip() for name, value in rows]
+        return "\n".join([f"Sparse {self._averages} exchange", *lines])
 
     @override
     def state_dict(self) -> dict[str, Any]:

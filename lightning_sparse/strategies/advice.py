@@ -1,31 +1,51 @@
-"""A word when something is off: on the first worker, once each, with the number seen, what to set and where to read."""
+"""One line when something is likely wrong: rank 0 says it once per process, with a remedy and a page to read."""
 
+import re
 from collections.abc import Sequence
 from math import isfinite, sqrt
 
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch import LightningModule
-from torch.optim import Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
+from torch.optim import Optimizer
 
 from lightning_sparse.engine import StepStats
 from lightning_sparse.engine.holder import EngineHolder
 from lightning_sparse.engine.layer_control import share_of_layer
+from lightning_sparse.exchange.estimate import estimate
 from lightning_sparse.sparsifiers import Dense, HardThreshold, Sparsifier
 from lightning_sparse.strategies.trial import is_trial
 
 FAR_OFF = 2.0
-"""A density is off if it is so many times what was asked for, or so many times less."""
+"""A density is off if it differs from the density asked for by more than this factor."""
 ENOUGH_STEPS = 200
-"""After so many exchanges there is something to say of a density; and of nothing sent, if in so many on end."""
+"""Exchanges before a density is judged, and consecutive exchanges without a payload before a warning."""
 FEWEST_SENT = 5.0
-"""A coordinate should be sent so often in a run (docs/choosing-a-threshold.md)."""
+"""How often a run should send each coordinate (docs/choosing-a-threshold.md)."""
 LONG_CALIBRATION = 0.02
-"""A share of the run that is worth mentioning."""
-_NORMALISING = (Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop)
+"""The share of a run from which a calibration is worth a message."""
+FEWEST_SECONDS = 1e-3
+"""What the bytes of a dense exchange must cost at 1 Gbit/s: a sparse exchange adds this much work to a step itself."""
+NORMALISING = re.compile(
+    "adam|adadelta|adafactor|adagrad|adopt|dion|kron|lamb|lar[cs]|lion|madgrad|muon|prodigy|psgd|rmsprop|rprop|shampoo|"
+    "sign|soap|sophia",
+    re.IGNORECASE,
+)
+"""Parts of the names of optimizers whose updates do not grow in proportion to the gradient.
+
+LARS and LARC are among them: they divide the gradient of a layer by its norm, so that a step is as long whether a layer
+received one coordinate or all of them.
+"""
+_said: set[str] = set()
+"""The kinds of messages that this process has said."""
+
+
+def reset_advice() -> None:
+    """Lets this process say every message again, for tests."""
+    _said.clear()
 
 
 class Advice:
-    """Watches the numbers of exchanges; all workers have the same, so nothing is communicated.
+    """Watches the numbers of exchanges; they are the same on all workers, so it communicates nothing.
 
     Args:
         averages: what is exchanged: ``"gradients"``, ``"gradients of shards"`` or ``"drifts"``.
@@ -33,33 +53,33 @@ class Advice:
 
     def __init__(self, averages: str) -> None:
         self._averages = averages
-        self._said: set[str] = set()
         self._sparsifier: Sparsifier | None = None
         self._watched: Sparsifier | None = None
         self._clear()
 
     def follow(self, holder: EngineHolder, *, holds_density: bool) -> None:
-        """Watches another fit; what was seen and said before is forgotten.
+        """Watches another fit and forgets the numbers of the previous one.
 
         Args:
-            holder: what exchanges. One worker alone is left in peace.
+            holder: what exchanges. A single worker is not watched.
             holds_density: whether a λ that was asked for by a density is corrected.
         """
         self._clear()
         self._holds_density = holds_density
-        self._is_alone = holder.workers.num_workers == 1
-        if not self._is_alone:
+        self._num_workers, self._num_elements = holder.workers.num_workers, holder.num_elements
+        if self._num_workers > 1:
             self._watched = holder.sparsifier
             holder.subscribe(self.add)
 
     def _clear(self) -> None:
-        self._said.clear()
         self._sparsifier = self._watched = None
-        self._holds_density = self._is_alone = False
+        self._holds_density = False
+        self._num_workers = self._num_elements = 0
         self._begin_counting()
 
     def _begin_counting(self) -> None:
         self._silent_since = 0.0
+        self._was_silent = False
         self._num_exchanges = float("inf")
         self._calibrating = self._steps = self._silent = 0
         self._selected = self._elements = self._dense_elements = 0
@@ -70,35 +90,39 @@ class Advice:
 
         Args:
             optimizers: of the training.
-            num_exchanges: how many there will be; infinite where nobody knows, None for a run that is thrown away.
+            num_exchanges: how many there will be; infinite if unknown, None for a run that is thrown away.
         """
-        # What is thrown away may come before a training: nothing of it is counted.
+        # A run that is thrown away may precede a training: its numbers do not count.
         self._sparsifier = None if num_exchanges is None else self._watched
         self._begin_counting()
-        if self._is_alone and num_exchanges is not None:
-            self._say("alone", f"one worker has nobody to exchange with: {self._averages} pass through whole.")
-        if self._sparsifier is None or num_exchanges is None:
+        if self._num_workers == 1 and num_exchanges is not None:
+            text = f"one worker has nobody to exchange with: {self._averages} pass through whole."
+            self._say("alone", text, "troubleshooting")
+        if self._sparsifier is None or num_exchanges is None or self._sends_all:
             return
         self._num_exchanges = num_exchanges
         density = self._asked
-        if density is not None and isfinite(num_exchanges) and num_exchanges * density < FEWEST_SENT:
+        if _is_small(self._num_elements, self._num_workers):
+            self._say(
+                "small model",
+                f"the model trains {self._num_elements:,} elements: a sparse exchange saves under 1 ms at 1 Gbit/s. "
+                "Prefer a dense one.",
+                "performance",
+            )
+        elif density is not None and isfinite(num_exchanges) and num_exchanges * density < FEWEST_SENT:
             self._say(
                 "short run",
-                f"at a density of {density:g} in {num_exchanges:,.0f} exchanges a coordinate is sent "
-                f"{num_exchanges * density:.2g} times on average. Below {FEWEST_SENT:g} training falls behind dense "
-                f"training whatever the method: set density={min(1.0, FEWEST_SENT / max(num_exchanges, 1)):.1g} or "
-                "train for longer. See docs/choosing-a-threshold.md.",
+                f"density={density:.3g} sends a coordinate only {num_exchanges * density:.2g} times in "
+                f"{_count(num_exchanges)} exchanges. Set density={min(1.0, FEWEST_SENT / max(num_exchanges, 1)):.1g}.",
             )
-        remedy = "Use strategy='local_hardthreshold'. See docs/local-training.md."
-        if self._averages == "gradients of shards":
-            remedy = "Use strategy='local_hsdp_hardthreshold'. See docs/big-models.md."
-        normalising = next((one for one in optimizers if _normalises(one)), None)
-        if self._averages != "drifts" and normalising is not None and not self._sends_all:
+        normalising = [name for optimizer in optimizers for name in _normalising(optimizer)]
+        if self._averages != "drifts" and normalising:
+            is_sharded = self._averages == "gradients of shards"
             self._say(
                 "optimizer",
-                f"{type(normalising).__name__} divides by the size of recent gradients, and a sparse "
-                "exchange delivers gradients in rare large lumps: the two do not go well together. A small GPT at 1 % "
-                f"came to a validation loss of 2.01 so, to 1.69 with a threshold on drifts, to 1.61 densely. {remedy}",
+                f"{shortened(normalising[-1], 20)} normalises gradients, so sparse ones train worse. Use "
+                f"'local_{'hsdp_' if is_sharded else ''}hardthreshold'.",
+                "big-models" if is_sharded else "local-training",
             )
 
     @property
@@ -134,10 +158,11 @@ class Advice:
             else:
                 self._silent_layers[name] = sqrt(stats.layers[name].squared_error)
         if self._silent == ENOUGH_STEPS:
+            self._was_silent = True
             self._say_nothing_sent(stats)
-        elif self._steps >= ENOUGH_STEPS and not self._silent and "nothing" not in self._said:
+        elif self._steps >= ENOUGH_STEPS and not self._silent and not self._was_silent:
             self._say_far_off(stats)
-            self._say_dense(stats)
+            self._say_dense()
 
     def end(self) -> None:
         """Says what only the end of a fit shows."""
@@ -146,18 +171,17 @@ class Advice:
         if self._calibrating and not self._steps:
             self._warn(
                 "calibration",
-                f"training ended after {self._calibrating} exchanges, in the middle of calibration: everything was "
-                "sent, as by plain DDP. Set a smaller calibration_steps, or threshold=… instead of a density",
+                f"training ended in calibration: all {_count(self._calibrating)} exchanges sent everything. "
+                "Set a smaller calibration_steps.",
             )
         sent = self._selected / max(self._elements, 1) * self._steps
         silent = {name: norm for name, norm in self._silent_layers.items() if norm > 0}
         if silent and sent >= FEWEST_SENT:
-            listed = ", ".join(f"{name} (norm {norm:.3g})" for name, norm in list(silent.items())[:3])
+            largest = shortened(max(silent, key=lambda name: silent[name]), 24)
             self._warn(
                 "layers",
-                f"{len(silent)} layers have sent nothing in {self._steps:,} exchanges, and all of their "
-                f"{self._averages} wait in the residual: {listed}{', …' if len(silent) > 3 else ''}. Give them a λ of "
-                "their own, layer_thresholds={'name': …}, or 0 to send them whole",
+                f"{len(silent):,} layers sent nothing in {_count(self._steps)} exchanges, such as {largest}. "
+                "Set layer_thresholds.",
             )
 
     def _say_calibrated(self) -> None:
@@ -165,8 +189,8 @@ class Advice:
         if share >= LONG_CALIBRATION:
             self._say(
                 "calibrated",
-                f"calibration took {self._calibrating} of {self._num_exchanges:,.0f} exchanges ({100 * share:.0f} %), "
-                "in which everything was sent.",
+                f"calibration took {_count(self._calibrating)} of {_count(self._num_exchanges)} exchanges "
+                f"({100 * share:.0f} %) and sent everything in them.",
             )
 
     def _say_nothing_sent(self, stats: StepStats) -> None:
@@ -174,61 +198,54 @@ class Advice:
         if grown <= 1e-6 * stats.squared_error or not isinstance(self._sparsifier, HardThreshold):
             if self._averages == "drifts":
                 return  # with a learning rate of 0 nothing moves
-            told = "gradients are zero. Look for a loss that does not depend on the weights"
+            told = "gradients are zero. Check that the loss depends on the weights."
         else:
-            # A residual that nothing leaves is a random walk.
+            # A residual from which nothing is sent is a random walk.
             per_step = grown / (self._silent * stats.num_elements)
             density, now = self._asked or 0.001, self._sparsifier.current_threshold
-            advised = min(sqrt(per_step / density), now / 2)
-            told = f"λ = {now:.3g} is far above what residuals have come to (norm {stats.error_norm:.3g}). "
+            told = f"λ={now:.3g} is too high. "
             if self._asked is not None and self._holds_density:
-                told += "It is being lowered"
+                told += "It is being lowered."
             else:
-                told += f"For a density of {density:g}, say, set threshold={advised:.2g}, or density={density:g}"
+                told += f"Set threshold={min(sqrt(per_step / density), now / 2):.2g} or density={density:.3g}."
         self._warn("nothing", f"nothing was sent in {ENOUGH_STEPS} exchanges: {told}")
 
     def _say_far_off(self, stats: StepStats) -> None:
         asked, seen = self._asked, self._selected / self._elements
         if asked is not None and getattr(self._sparsifier, "granularity", None) == "layer" and stats.layers:
-            shares = [share_of_layer(asked, one.num_elements) * one.num_elements for one in stats.layers.values()]
-            asked = sum(shares) / stats.num_elements  # small layers send more
+            sizes = [layer.num_elements for layer in stats.layers.values()]
+            # Small layers send more.
+            asked = sum(share_of_layer(asked, size) * size for size in sizes) / stats.num_elements
         if asked is None or not isinstance(self._sparsifier, HardThreshold) or 1 / FAR_OFF < seen / asked < FAR_OFF:
             return
-        now = self._sparsifier.current_threshold
-        advised = f"set threshold={now * sqrt(seen / asked):.2g}, or leave density_control out, to have λ corrected"
+        remedy = f"Set threshold={self._sparsifier.current_threshold * sqrt(seen / asked):.2g} or omit density_control."
         if self._holds_density:
-            advised = "it is corrected until the average is what was asked for"
-        self._warn(
-            "density",
-            f"in {self._steps:,} exchanges after calibration {100 * seen:.3g} % were sent, and {100 * asked:.3g} % "
-            f"asked for. With λ = {now:.3g} now, {advised}",
-        )
+            remedy = "λ is being corrected."
+        self._warn("density", f"density is {100 * seen:.3g} % after calibration, not {100 * asked:.3g} %. {remedy}")
 
-    def _say_dense(self, stats: StepStats) -> None:
+    def _say_dense(self) -> None:
         share = self._dense_elements / self._elements
-        if share <= 0.5 or self._sends_all:
-            return
-        seen = self._selected / self._elements
-        self._warn(
-            "dense",
-            f"{100 * share:.0f} % of what was exchanged travelled whole, since at a density of {100 * seen:.3g} % that "
-            "costs less than coordinates and their places: nothing is saved. Ask for a smaller density, or use "
-            "strategy='ddp'",
-        )
+        if share > 0.5 and not self._sends_all:
+            seen = 100 * self._selected / self._elements
+            self._warn(
+                "dense",
+                f"{100 * share:.0f} % of elements went out densely at a density of {seen:.3g} %: nothing is saved. "
+                "Set a lower density.",
+            )
 
-    def _say(self, what: str, text: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            rank_zero_info(f"lightning_sparse: {text}")
+    def _say(self, kind: str, text: str, page: str = "choosing-a-threshold") -> None:
+        if kind not in _said:
+            _said.add(kind)
+            rank_zero_info(f"lightning_sparse: {text} See docs/{page}.md.")
 
-    def _warn(self, what: str, text: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            rank_zero_warn(f"lightning_sparse: {text}. See docs/choosing-a-threshold.md.")
+    def _warn(self, kind: str, text: str) -> None:
+        if kind not in _said:
+            _said.add(kind)
+            rank_zero_warn(f"lightning_sparse: {text} See docs/choosing-a-threshold.md.")
 
 
 def exchanges_of(module: LightningModule | None, every_n_steps: int = 1) -> float | None:
-    """Returns how many exchanges a fit will make, as ``Advice.begin`` wants to know it when training starts."""
+    """Returns how many exchanges a fit will make, for ``Advice.begin``."""
     if module is not None and (getattr(module.trainer, "fast_dev_run", False) or is_trial(module.trainer)):
         return None
     if module is None or not module.automatic_optimization:
@@ -237,5 +254,43 @@ def exchanges_of(module: LightningModule | None, every_n_steps: int = 1) -> floa
     return steps / every_n_steps if steps > 0 else float("inf")  # -1 of data without a length
 
 
+def shortened(name: str, most: int) -> str:
+    """Returns a name of at most so many characters, without its middle if it is longer.
+
+    Example:
+        >>> shortened("base_model.model.layers.31.lora_A.weight", 26)
+        'base…yers.31.lora_A.weight'
+    """
+    head = most // 6
+    return name if len(name) <= most else f"{name[:head]}…{name[head + 1 - most :]}"
+
+
+def _count(number: float) -> str:
+    """Returns a number of at most eleven characters."""
+    return f"{round(number):,.6g}"
+
+
+def _is_small(num_elements: int, num_workers: int) -> bool:
+    """Whether the bytes of a dense exchange take no time worth saving, even over a link of 1 Gbit/s.
+
+    The latency of messages is left out: a sparse exchange has it too.
+    """
+    whole, empty = (
+        estimate(size, num_workers=num_workers, gbit_per_s=1).dense_seconds for size in (max(num_elements, 1), 1)
+    )
+    return whole - empty < FEWEST_SECONDS
+
+
+def _normalising(optimizer: Optimizer) -> list[str]:
+    """Returns the class names of optimizers that normalise gradients: this one, then those that it wraps."""
+    found = [optimizer]
+    for outer in found:  # the loop extends the list
+        inner = [value for value in vars(outer).values() if isinstance(value, Optimizer)]
+        found += [optimizer for optimizer in inner if optimizer not in found]
+    return [type(optimizer).__name__ for optimizer in found if _normalises(optimizer)]
+
+
 def _normalises(optimizer: Optimizer) -> bool:
-    return isinstance(optimizer, _NORMALISING) or "adam" in type(optimizer).__name__.lower()
+    # A pair of betas: moments of the gradient and of its square, or, with Lion, a sign. AggMo of SGD has three.
+    has_moments = any(len(group.get("betas") or ()) == 2 for group in optimizer.param_groups)
+    return has_moments or any(NORMALISING.search(base.__name__) for base in type(optimizer).__mro__)

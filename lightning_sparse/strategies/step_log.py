@@ -118,11 +118,12 @@ class StepLog:
             results.update_metrics(key, tensor, 1)
         else:
             # The same numbers on every worker already: no sync_dist, no collective, but at the end of an epoch, where
-            # Lightning warns without. batch_size only stops it from searching the batch for one.
+            # Lightning warns without. batch_size only stops it from searching the batch for one. enable_graph, of which
+            # the tensor has none, differs from the default: Lightning refuses to mix in a user's metric of this name.
             module.log(
                 name,
                 tensor,
-                prog_bar=name == "sparse/density",
+                enable_graph=True,
                 on_step=on_step,
                 on_epoch=not on_step,
                 sync_dist=not on_step,

@@ -29,6 +29,7 @@ from lightning_sparse import (
     TopK,
 )
 from lightning_sparse.callbacks.step_monitor import StepMonitor, logging_step
+from lightning_sparse.engine.step_stats import LayerStats
 from tests.integration.models import (
     SMALL_BUCKETS_MB,
     Classifier,
@@ -363,14 +364,66 @@ def test_without_a_logger_the_table_remains_and_only_the_first_worker_prints_it(
     assert rows["bytes sent per worker"] == f"{sent / 1000:.4g} kB"
     assert rows["the same, dense"] == f"{dense / 1000:.4g} kB"
     assert rows["times fewer"] == f"{dense / sent:.1f}"
-    layers = {name.removeprefix("density of "): value for name, value in rows.items() if name.startswith("density of")}
+    assert first.printed.startswith("Sparse gradient exchange\n")
+    assert ("densest layers (elements)\n" in first.printed) == per_layer
+    layers = {name.strip(): value for name, value in rows.items() if name.endswith(")")}
     averages = {name: sum(one.selected[name] for one in expected) / (12 * size) for name, size in SIZES.items()}
     densest = sorted(averages, key=averages.get, reverse=True)[:3] if per_layer else []
-    assert layers == {f"{name} ({SIZES[name]:,} elements)": f"{100 * averages[name]:.4g} %" for name in densest}
+    assert layers == {f"{name} ({SIZES[name]:,})": f"{100 * averages[name]:.4g} %" for name in densest}
 
 
 def _watch_without_logger(per_layer: bool) -> Watched:
     return watch([DensityMonitor(per_layer)])
+
+
+class _WithLongNames(Classifier):
+    """Has parameters of names such as those that PEFT gives to a GPT's adapters."""
+
+    PREFIXES = tuple(f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_A.default" for layer in (0, 31))
+
+    def __init__(self) -> None:
+        super().__init__()
+        for prefix in self.PREFIXES:
+            *path, last = prefix.split(".")
+            module: torch.nn.Module = self
+            for name in path:
+                if not hasattr(module, name):
+                    module.add_module(name, torch.nn.Module())
+                module = getattr(module, name)
+            module.add_module(last, torch.nn.Linear(4096, 8, bias=False))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        weights = [self.get_parameter(f"{prefix}.weight") for prefix in self.PREFIXES]
+        return super().loss(batch) + 100 * sum(weight.sum() for weight in weights)
+
+
+def _watch_drifts(model: Any) -> str:
+    monitor = DensityMonitor()
+    trainer = quiet_trainer(LocalHardThresholdStrategy(threshold=1.0), num_workers=2, max_steps=3, callbacks=[monitor])
+    with redirect_stdout(io.StringIO()):
+        trainer.fit(model, data())
+    return monitor.table()
+
+
+def test_the_table_names_drifts_and_keeps_within_80_columns() -> None:
+    table = run_workers(_watch_drifts, 2, _WithLongNames(), process_group=False)[0]
+    lines = table.splitlines()
+    assert lines[0] == "Sparse drift exchange"
+    assert max(map(len, lines)) <= 80, table
+    for layer in (0, 31):
+        assert re.search(
+            rf"^    base_mod….*{layer}\.self_attn.q_proj.lora_A.default.weight \(32,768\)  ", table, re.M
+        ), table
+
+
+def test_the_table_of_a_resumed_run_says_since_when_it_knows_of_layers() -> None:
+    monitor = DensityMonitor()
+    layer = LayerStats(2**40, 1, 1.23456e-9, 1.0)
+    step = StepStats(0, 2, 2**40, 10**12, 1.0, 1.0, 0, 10**18, 10**18, 1.23456e-9, layers={"a." * 99 + "weight": layer})
+    monitor.load_state_dict({**monitor.state_dict(), "steps": 10**9})
+    monitor.take_in([step] * 2)
+    assert "  densest layers (elements), since the resume\n" in monitor.table()
+    assert max(map(len, monitor.table().splitlines())) <= 80, monitor.table()
 
 
 def test_the_table_tells_calibration_and_what_travelled_whole_from_the_rest() -> None:

@@ -3,6 +3,7 @@
 import csv
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -294,3 +295,17 @@ def test_numbers_are_not_rounded_to_the_precision_of_the_training(precision: str
         assert float(row["sparse/density"]) == step.density
         assert float(row["sparse/threshold"]) == 0.01
         assert float(row["sparse/payload_bytes"]) == step.payload_bytes
+
+
+def metrics_of_the_progress_bar(make_strategy: Callable[[], Any]) -> tuple[set[str], set[str]]:
+    """The names that the progress bar shows after three steps, and all that were logged."""
+    trainer = quiet_trainer(make_strategy(), num_workers=2, max_steps=3)
+    trainer.fit(Classifier(), ResumableData(3))
+    return set(trainer.progress_bar_metrics), set(trainer.callback_metrics)
+
+
+@pytest.mark.parametrize("make_strategy", [gradients, partial(local, 1)])
+def test_the_progress_bar_shows_none_of_the_numbers(make_strategy: Callable[[], Any]) -> None:
+    for shown, logged in run_workers(metrics_of_the_progress_bar, 2, make_strategy, process_group=False):
+        assert "sparse/density" in logged
+        assert not {name for name in shown if name.startswith("sparse/")}
