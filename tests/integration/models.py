@@ -1,7 +1,9 @@
 """Small LightningModules, their data and what the integration tests record of a run."""
 
 import inspect
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -203,6 +205,25 @@ def forgets_a_search() -> str | None:
     if RequirementCache("lightning>=2.5.3"):
         return None
     return "Lightning before 2.5.3 goes on in the middle of an epoch after a search for a learning rate"
+
+
+@contextmanager
+def messages_of(told: list[str]) -> Iterator[None]:
+    """Within it a list collects what ``rank_zero_info`` says."""
+
+    class Collects(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(record.getMessage())
+
+    handler = Collects()
+    loggers = [logging.getLogger(name) for name in ("lightning.fabric", "lightning.pytorch")]  # one or the other
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
 
 
 def quiet_trainer(strategy: Any, *, num_workers: int, max_steps: int = 3, **options: Any) -> Trainer:

@@ -1,6 +1,5 @@
 """Every strategy's checkpoint resumed with every strategy: kept, lost with its norm in one message, or refused."""
 
-import logging
 import os
 import re
 import warnings
@@ -27,12 +26,10 @@ from lightning_sparse import (
     TopK,
 )
 from lightning_sparse.strategies.content import KEY, WRITERS
-from tests.integration.models import quiet_trainer
+from tests.integration.models import messages_of, quiet_trainer
 from tests.workers import run_workers
 
 STOP, END = 5, 7
-LOGGERS = ("lightning.fabric", "lightning.pytorch")
-"""Of which Lightning takes one or the other for ``rank_zero_info``."""
 
 
 def hsdp(num_workers: int, **options: Any) -> Any:
@@ -140,34 +137,21 @@ def _resume(reader: str, num_workers: int, folder: str) -> dict[str, tuple[list[
     environment, found = dict(os.environ), {}
     for writer in STRATEGIES:
         os.environ.update(environment)
-        unsent, told = Unsent(), _Messages()
+        unsent, told = Unsent(), list[str]()
         trainer = quiet_trainer(
             STRATEGIES[reader](num_workers),
             num_workers=_processes(reader, num_workers),
             max_steps=END,
             callbacks=[unsent],
         )
-        for name in LOGGERS:
-            logging.getLogger(name).addHandler(told)
-        with warnings.catch_warnings(record=True) as warned:
+        with messages_of(told), warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             try:
                 trainer.fit(Regression(), data(), ckpt_path=f"{folder}/{writer}")
             except ValueError as error:
-                told.messages = [f"ValueError: {error}"]
-        for name in LOGGERS:
-            logging.getLogger(name).removeHandler(told)
-        found[writer] = unsent.squares, [str(one.message) for one in warned], told.messages
+                told = [f"ValueError: {error}"]
+        found[writer] = unsent.squares, [str(one.message) for one in warned], told
     return found
-
-
-class _Messages(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
 
 
 def _unsent_norm(path: Path) -> float | None:

@@ -3,6 +3,7 @@
 import copy
 import os
 import random
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -154,3 +155,49 @@ def test_a_changed_entry_is_refused_by_all_workers_before_anything_is_loaded(nam
             "The checkpoint holds gradients in format",
         }
         assert finite
+
+
+def remove(folder: Path) -> None:
+    next(folder.glob("*.distcp")).unlink()
+
+
+def truncate(folder: Path) -> None:
+    file = next(folder.glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-200])
+
+
+def leave(folder: Path) -> None:
+    """The residuals were NaN when they were saved."""
+
+
+FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a file is missing": (remove, "lightning_sparse cannot be read"),
+    "a file is cut off": (truncate, "lightning_sparse cannot be read"),
+    "NaN": (leave, "network.0.weight has values that are NaN or infinite"),
+}
+
+
+def _resume_from_damaged_folder(name: str, path: str) -> str:
+    environment = dict(os.environ)
+    strategy = HSDPHardThresholdStrategy(threshold=0.1, replicas=2)
+    trainer = quiet_trainer(strategy, num_workers=2, max_steps=4)
+    trainer.fit(Sharded(), shard_data())
+    if name == "NaN":
+        strategy.state.residuals()["network.0.weight"][0] = float("nan")
+    trainer.save_checkpoint(path)
+    if trainer.global_rank == 0:
+        FOLDERS[name][0](Path(path) / "lightning_sparse")
+    trainer.strategy.barrier()
+    os.environ.update(environment)
+    again = quiet_trainer(HSDPHardThresholdStrategy(threshold=0.1, replicas=2), num_workers=2, max_steps=6)
+    with pytest.raises(RuntimeError) as raised:
+        again.fit(Sharded(), shard_data(), ckpt_path=path)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_damaged_folder_is_refused_by_all_ranks(name: str, tmp_path: Path) -> None:
+    messages = run_workers(_resume_from_damaged_folder, 2, name, str(tmp_path / "4.ckpt"), process_group=False)
+    for message in messages:
+        assert "lightning_sparse cannot resume" in message
+        assert FOLDERS[name][1] in message

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import warnings
 from math import inf, nan
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,8 +25,7 @@ from lightning_sparse import (
     SparseDDPStrategy,
     TopK,
 )
-from lightning_sparse.engine.holder import EngineHolder
-from lightning_sparse.engine.notices import say_other_sparsifier
+from lightning_sparse.engine.notices import say_other_sparsifier, warn_of_patterns
 from lightning_sparse.strategies import register_strategies
 
 
@@ -161,10 +159,10 @@ def test_a_density_is_held_unless_it_is_to_be_calibrated_once(sparsifier: Any, c
 def test_a_pattern_that_matches_no_layer_is_told_of_with_names_like_it() -> None:
     names = ["conv.weight", "conv.bias", "fc.weight"]
     with pytest.warns(UserWarning, match=r"layer_thresholds\['cnv.bias'\] matches no parameter .* 'conv.bias'"):
-        EngineHolder(_engine({"cnv.bias": 0.1, "*.weight": 0.0}), names)
+        warn_of_patterns({"cnv.bias": 0.1, "*.weight": 0.0}, names)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        EngineHolder(_engine({"conv.*": 0.1, "fc.weight": 0.0}), names)
+        warn_of_patterns({"conv.*": 0.1, "fc.weight": 0.0}, names)
 
 
 def test_of_other_settings_at_a_resume_only_what_differs_is_told(caplog: Any, monkeypatch: Any) -> None:
@@ -190,10 +188,6 @@ def test_of_other_settings_at_a_resume_only_what_differs_is_told(caplog: Any, mo
     )
     assert told[1].startswith("sparsifier='TopK', ")
     assert told[2].startswith("granularity=(default) instead of granularity='layer'. ")
-
-
-def _engine(patterns: dict[str, float]) -> Any:
-    return SimpleNamespace(sparsifier=HardThreshold(threshold=0.1, layer_thresholds=patterns))
 
 
 def test_an_argument_like_no_other_is_refused_without_a_guess() -> None:

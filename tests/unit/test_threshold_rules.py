@@ -115,12 +115,29 @@ def test_calibrated_threshold_sends_about_the_density_of_a_noisy_gradient(densit
 @pytest.mark.parametrize("squared_norm", [0.0, float("nan"), float("inf")])
 def test_a_calibration_that_cannot_end_says_so_once(squared_norm):
     calibrator = Calibrator(HardThreshold(density=0.01, calibration_steps=4), speaks=True, holds_density=False)
-    stats = StepStats(0, 2, 100, 200, 0.0, squared_norm, 0, 400, 400, 0.0)
+    non_finite = 0 if isfinite(squared_norm) else 3
+    stats = StepStats(0, 2, 100, 200, 0.0, squared_norm, non_finite, 400, 400, 0.0)
     for _ in range(11):
         calibrator.observe(stats, None)
-    with pytest.warns(UserWarning, match=r"after 12 steps there is no threshold yet"):
+    with pytest.warns(UserWarning, match=r"no threshold after 12 steps, so everything is sent"):
         calibrator.observe(stats, None)
     for _ in range(30):
         calibrator.observe(stats, None)
     calibrator.observe(dataclasses.replace(stats, squared_gradient_norm=4.0), None)
     assert calibrator.is_running == (squared_norm != 0.0)  # of which zeros are measured, the others not
+
+
+def test_finite_gradients_whose_squares_overflow_end_a_calibration_with_an_error():
+    calibrator = Calibrator(HardThreshold(density=0.01, calibration_steps=4), speaks=False, holds_density=True)
+    stats = StepStats(0, 2, 100, 200, 0.0, float("inf"), 0, 400, 400, 0.0)
+    for _ in range(11):
+        calibrator.observe(stats, None)
+    with pytest.raises(RuntimeError, match=r"gradients are finite, and ‖g‖² overflowed in 12 steps. Scale the loss"):
+        calibrator.observe(stats, None)
+
+
+def test_squares_of_norms_may_overflow():
+    calibration = ThresholdCalibration(0.01, 3, until_stable=True)
+    for _ in range(3):
+        calibration.observe(1e200)
+    assert calibration.is_complete

@@ -1,0 +1,232 @@
+"""Loops without a Trainer that call too often, too rarely or at the wrong place: what they are told."""
+
+import copy
+import datetime
+import pickle
+import re
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse import (
+    DriftOptions,
+    HardThreshold,
+    ShardModelAverager,
+    SparseModelAverager,
+    register_comm_hook,
+    shard_exchange,
+)
+from tests.integration.models import messages_of
+from tests.workers import run_workers
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+
+
+def batches(count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7 + dist.get_rank())
+    return [torch.randn(4, 8, generator=generator) for _ in range(count)]
+
+
+class Lookahead(torch.optim.Optimizer):
+    """An optimizer around another, whose steps are one."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def local(kind: str) -> None:
+    net = build()
+    averager = SparseModelAverager(net, HardThreshold(threshold=0.02))
+    optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
+    if kind == "two optimizers":
+        optimizers = [torch.optim.SGD(net[0].parameters(), lr=0.1), torch.optim.SGD(net[2].parameters(), lr=0.1)]
+    else:
+        optimizers = [Lookahead(optimizer) if kind == "wrapped" else optimizer]
+    for batch in batches(50):
+        net(batch).square().mean().backward()
+        if kind == "step within averaged_weights":
+            with averager.averaged_weights():
+                optimizer.step()
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+        if kind != "no call":
+            averager.step()
+        if kind == "two calls":
+            averager.step()
+
+
+def sharded(kind: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    net = build()
+    fully_shard(net, mesh=mesh["shard"])
+    exchange = shard_exchange(net, mesh["replicate"], HardThreshold(threshold=0.02))
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = net(batch).square().mean()
+        loss.backward()
+        exchange.average_gradients()
+        return loss
+
+    for batch in batches(3):
+        if kind == "in a closure":
+            optimizer.step(closure)
+            continue
+        net(batch).square().mean().backward()
+        if kind == "after zero_grad":
+            optimizer.zero_grad()
+        if kind not in ("after the step", "no call"):
+            exchange.average_gradients()
+        if kind == "two calls":
+            exchange.average_gradients()
+        if kind == "after zero_grad":
+            net(batch).square().mean().backward()
+        optimizer.step()
+        if kind == "after the step":
+            exchange.average_gradients()
+        optimizer.zero_grad()
+
+
+ROWS: dict[str, tuple[Any, str, str | None]] = {
+    "local: as documented": (local, "one call", None),
+    "local: two optimizers, one call": (local, "two optimizers", None),
+    "local: an optimizer around another": (local, "wrapped", None),
+    "local: no call": (local, "no call", r"SGD took 20 steps without a call of averager.step\(\)"),
+    "local: two calls": (local, "two calls", r"averager.step\(\) was called 40 times for 20 optimizer steps"),
+    "local: a step that would be lost": (
+        local,
+        "step within averaged_weights",
+        "An optimizer's step while the model has the mean of all workers' weights",
+    ),
+    "shards: as documented": (sharded, "one call", None),
+    "shards: in a closure": (sharded, "in a closure", None),
+    "shards: no call": (sharded, "no call", r"Adam stepped on 4 gradients that average_gradients\(\) had not averaged"),
+    "shards: after zero_grad": (sharded, "after zero_grad", r"Adam stepped on 4 gradients"),
+    "shards: after the step": (sharded, "after the step", r"Adam stepped on 4 gradients"),
+    "shards: two calls": (sharded, "two calls", r"average_gradients\(\) was called twice for the same gradients"),
+}
+
+
+def _said() -> dict[str, list[str]]:
+    found = {}
+    for name, (loop, kind, _) in ROWS.items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                loop(kind)
+            except RuntimeError as error:
+                found[name] = [str(error)]
+                continue
+        found[name] = [str(one.message) for one in caught if "lightning_sparse:" in str(one.message)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, list[str]]:
+    result: dict[str, list[str]] = run_workers(_said, 2)[0]
+    return result
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_loop_is_told_once_what_it_does_wrong(name: str, said: dict[str, list[str]]) -> None:
+    expected = ROWS[name][2]
+    if expected is None:
+        assert said[name] == []
+    else:
+        assert len(said[name]) == 1, said[name]
+        assert re.search(expected, said[name][0])
+
+
+def _in_different_order(same: bool) -> list[str]:
+    """Steps two averagers, on rank 1 in another order."""
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=4))
+    averagers = [SparseModelAverager(nn.Linear(8, size), HardThreshold(threshold=0.0)) for size in (8, 50)]
+    if not same and dist.get_rank() == 1:
+        averagers.reverse()
+    said = []
+    try:
+        for _ in range(3):
+            for averager in averagers:
+                averager.step()
+    except RuntimeError as error:
+        said.append(str(error))
+    if same:
+        for averager in averagers:
+            averager.close()
+        SparseModelAverager(nn.Linear(3, 3), HardThreshold(threshold=0.0)).step()
+    return said
+
+
+def test_averagers_that_step_in_different_order_end_with_an_error_that_names_the_rank() -> None:
+    assert run_workers(_in_different_order, 2, True, process_group=False, new=True) == [[], []]
+    for rank, [message] in enumerate(run_workers(_in_different_order, 2, False, process_group=False, new=True)):
+        assert f"Exchange 0 failed: rank {1 - rank} ended, stopped or took another step: " in message
+
+
+def _after_the_group() -> list[Any]:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    nets = [build() for _ in range(5)]
+    for net in nets[:2]:
+        fully_shard(net, mesh=mesh["shard"])
+    wrapped = DistributedDataParallel(nets[2])
+    holders = [
+        shard_exchange(nets[0], mesh["replicate"], HardThreshold(threshold=0.1)),
+        ShardModelAverager(nets[1], mesh["replicate"], HardThreshold(threshold=0.1)),
+        register_comm_hook(wrapped, HardThreshold(threshold=0.1)),
+        SparseModelAverager(nets[3], HardThreshold(threshold=0.1)),
+    ]
+    travelling = SparseModelAverager(nets[4], HardThreshold(threshold=0.0), DriftOptions(overlap=True))
+    travelling.step()
+    for copies in (copy.deepcopy, pickle.dumps):
+        for holder in holders:
+            with pytest.raises(TypeError, match=f"{type(holder).__name__} cannot be copied or pickled"):
+                copies(holder)
+    dist.destroy_process_group()
+    with pytest.raises(RuntimeError, match=r"The process group ended while drifts were on their way. Call flush\(\)"):
+        travelling.state_dict()
+    return [sorted(holder.state_dict()) for holder in holders]
+
+
+def test_states_can_be_saved_after_the_process_group_has_ended() -> None:
+    for keys in run_workers(_after_the_group, 2, new=True):
+        assert all({"rank", "world_size", "seal", "shared"} <= set(one) for one in keys)
+
+
+def _lbfgs() -> list[str]:
+    net = build()
+    ddp = DistributedDataParallel(net)
+    register_comm_hook(ddp, HardThreshold(threshold=0.0))
+    optimizer = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=4)
+    said: list[str] = []
+
+    def closure(batch: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = ddp(batch).square().mean()
+        loss.backward()
+        return loss
+
+    with messages_of(said):
+        for batch in batches(6):
+            optimizer.step(partial(closure, batch))
+    return [one for one in said if "dropped" in one]
+
+
+def test_a_line_search_is_not_told_of_the_gradients_that_it_drops() -> None:
+    assert run_workers(_lbfgs, 2) == [[], []]

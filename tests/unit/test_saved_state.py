@@ -1,0 +1,78 @@
+"""The seal on saved state finds every change but those of an order or a sign."""
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_sparse.engine.saved_state import DamagedStateError, require_seal, sealed, unsent_norm
+from tests.integration.test_damaged_checkpoints import damaged
+
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**6), 10**6)
+    | st.floats(allow_nan=True)
+    | st.text(max_size=3)
+    | st.lists(st.floats(-1e3, 1e3, width=32), max_size=4).map(torch.tensor)
+    | st.lists(st.integers(0, 9), max_size=3).map(lambda numbers: torch.tensor(numbers, dtype=torch.int64))
+)
+NAMES = st.text(max_size=3) | st.integers(0, 3)
+TREES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3))
+STATES = st.dictionaries(st.text("abcd", min_size=1, max_size=2), TREES, min_size=1, max_size=4)
+
+
+@given(STATES)
+def test_what_was_sealed_is_accepted(state: dict[str, Any]) -> None:
+    require_seal(sealed(state))
+    require_seal(copy.deepcopy(sealed(state)))
+
+
+@given(STATES, st.integers(0, 2**32))
+def test_any_entry_that_was_changed_is_refused(state: dict[str, Any], seed: int) -> None:
+    saved = sealed(state)
+    changed = damaged(saved, seed)
+    if _is_same(saved, changed):
+        return  # NaN in the place of NaN, for example
+    with pytest.raises(DamagedStateError, match="lightning_sparse cannot resume: in the saved state, "):
+        require_seal(changed)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return (
+            isinstance(other, torch.Tensor)
+            and one.dtype == other.dtype
+            and torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+        )
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys() and all(_is_same(one[k], other[k]) for k in one)
+    if isinstance(one, list):
+        return isinstance(other, list) and len(one) == len(other) and all(map(_is_same, one, other))
+    return repr(one) == repr(other)
+
+
+def test_a_message_names_the_entry_and_both_values() -> None:
+    saved = sealed({"residuals": [{"fc.weight": torch.tensor([3.0, 4.0])}], "shared": {"next_step": 5}})
+    saved["residuals"][0]["fc.weight"][1] = float("nan")
+    with pytest.raises(DamagedStateError, match=r"residuals/0/fc.weight is a tensor .* norm nan and was .* norm 5.0"):
+        require_seal(saved)
+    require_seal(saved, but=("residuals/0",))
+    saved["shared"]["next_step"] = "5"
+    with pytest.raises(DamagedStateError, match=r"shared/next_step is '5' and was 5\. "):
+        require_seal(saved, but=("residuals/0",))
+
+
+def test_the_norm_of_unsent_values_is_that_over_all_workers() -> None:
+    assert unsent_norm([]) is None
+    assert unsent_norm([{"a": torch.tensor([3.0])}, {"a": torch.tensor([[4.0]])}]) == pytest.approx((25 / 2) ** 0.5)
+
+
+def test_damage_is_the_same_for_the_same_seed() -> None:
+    saved = sealed({"a": [1.0, 2.0], "b": "text"})
+    seeds = [random.Random(3).randrange(10**6) for _ in range(2)]
+    assert repr(damaged(saved, seeds[0])) == repr(damaged(saved, seeds[1]))
