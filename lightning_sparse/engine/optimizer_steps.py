@@ -128,6 +128,14 @@ class UnexchangedParameters:
         self._exchanged = {id(parameter): parameter for parameter in exchanged}
         self._of_others = WeakTensorKeyDictionary()
 
+    def first_with_gradient(self) -> str | None:
+        """Returns the name of the first such parameter that has a gradient, whoever steps on it."""
+        module = self._module()
+        for name, parameter in () if module is None else module.named_parameters():
+            if id(parameter) not in self._exchanged and parameter.grad is not None:
+                return name
+        return None
+
     def first_of(self, optimizer: Optimizer) -> str | None:
         """Returns the name of the first such parameter that has a gradient; None where there is none."""
         for group in optimizer.param_groups:

@@ -39,8 +39,14 @@ class StepsOnAverages:
         self._observer.close()
 
     def require_new(self, parameters: Iterable[Tensor]) -> None:
-        """Warns where these gradients are about to be averaged, and all of them have been since the last backward."""
+        """Warns where these gradients are about to be averaged, and all of them have been since the last backward.
+
+        Raises:
+            RuntimeError: there are none, and the module has others.
+        """
         marks = {id(one): _mark_of(one) for one in parameters if one.grad is not None}
+        if not marks:
+            self._require_exchanged(self._unexchanged.first_with_gradient())
         if marks and all(self._averaged.get(key) == mark for key, mark in marks.items()):
             self._warn(
                 "average_gradients() was called twice for the same gradients. The second call sends them again and "
@@ -52,11 +58,13 @@ class StepsOnAverages:
         self._averaged |= {id(one): _mark_of(one) for one in parameters if one.grad is not None}
 
     def _before(self, optimizer: Optimizer, _: Arguments) -> None:
-        name = self._unexchanged.first_of(optimizer)
+        self._require_exchanged(self._unexchanged.first_of(optimizer))
+
+    def _require_exchanged(self, name: str | None) -> None:
         if name is not None:
             raise RuntimeError(
-                f"{type(optimizer).__name__} steps on {name!r}, which is not exchanged: the model has other parameters "
-                "than when shard_exchange was called. Call fully_shard first, and shard_exchange after it."
+                f"{name!r} has a gradient that is not exchanged: the model has other parameters than when "
+                "shard_exchange was called. Call fully_shard first, and shard_exchange after it."
             )
 
     def _after(self, optimizer: Optimizer) -> None:

@@ -254,7 +254,7 @@ def _fit_renamed(path: str) -> tuple[dict[str, Tensor], list[str]]:
     class Restore(Callback):
         def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
             with pytest.warns(UserWarning, match="the model is not the one of the checkpoint") as caught:
-                restore(trainer.strategy.state, content, "mean")
+                restore([trainer.strategy.state], content, "mean")
             messages.extend(str(one.message) for one in caught)
             self.residuals = trainer.strategy.state.residuals.state_dict()
 
@@ -270,7 +270,7 @@ def test_a_changed_model_keeps_what_still_fits_and_says_what_does_not(tmp_path: 
     [(residuals, [message])] = run_workers(_fit_renamed, 1, str(path), process_group=False)
     assert sorted(residuals) == ["first.bias", "first.weight", "last.weight"]
     assert_equal(residuals["first.weight"], residuals_in(path)[0]["first.weight"])
-    assert "lost (norm " in message
+    assert "residuals (norm " in message
     assert "last.bias, middle.bias, middle.weight" in message
     assert "centre.weight" in message
 
