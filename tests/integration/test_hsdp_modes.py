@@ -430,7 +430,7 @@ def _update_by_hand(averages: bool) -> Any:
 
 def test_who_updates_weights_by_hand_is_told_how() -> None:
     results = run_workers(_update_by_hand, 4, False, process_group=False, new=True)
-    assert "in 4 backwards no torch.optim.Optimizer has stepped" in results[0][1]
+    assert "in 4 batches no torch.optim.Optimizer stepped" in results[0][1]
     results = run_workers(_update_by_hand, 4, True, process_group=False, new=True)
     for weights, said in results:
         assert "no torch.optim.Optimizer" not in said
