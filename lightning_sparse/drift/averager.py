@@ -71,6 +71,7 @@ class SparseModelAverager(EngineHolder):
         on_optimizer_step: called after each step of an optimizer on the module's parameters, where something else calls
             `step`; None in a loop that calls it itself.
         device: of the module's first parameter.
+        own_group: the process group in which drifts are exchanged.
         shared: what gives the module weights that all workers share.
 
     Raises:
@@ -109,11 +110,11 @@ class SparseModelAverager(EngineHolder):
         with current_device(self.device):
             require_agreement(drift_settings(module, sparsifier, self.options, per_layer_stats), group)
             self._module = module
-            self._own_group = OwnGroup(group)
+            self.own_group = OwnGroup(group)
             super().__init__(
                 Engine(
                     sparsifier,
-                    group=self._own_group.group,
+                    group=self.own_group.group,
                     exchange=self.options.exchange,
                     link_gbit_s=self.options.link_gbit_s,
                     value_dtype=self.options.value_dtype,
@@ -183,7 +184,7 @@ class SparseModelAverager(EngineHolder):
         self._observer.close()
         self._engine.close()
         self.meeting.close()
-        self._own_group.close()
+        self.own_group.close()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()

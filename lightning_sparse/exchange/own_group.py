@@ -16,7 +16,7 @@ class OwnGroup:
 
     Gloo aborts a process that receives a message of another size than it expects, without a Python error; messages of
     the same size would be mixed up. In groups of their own such exchanges wait for each other until the timeout.
-    Collective: all ranks of the group make and close their users in the same order.
+    Collective: all ranks of the group make and release their users in the same order.
 
     Args:
         group: the process group; None is the default group.
@@ -29,7 +29,7 @@ class OwnGroup:
         given = dist.group.WORLD if group is None else group
         assert given is not None
         self.group = group
-        self._given, self._is_closed = given, False
+        self._given, self._is_released = given, False
         self._world = ref(dist.group.WORLD)
         self._is_new = _users.get(given, 0) > 0 and dist.get_world_size(group) > 1
         _users[given] = _users.get(given, 0) + 1
@@ -39,11 +39,15 @@ class OwnGroup:
             dist.broadcast_object_list(name, ranks[0], group=group)
             self.group = new_group(group, ranks, f"lightning_sparse/exchange {name[0]}")
 
-    def close(self) -> None:
-        """Ends a group that was made here; again is harmless."""
-        if not self._is_closed:
+    def release(self) -> None:
+        """Leaves the given group to the next user: this one steps no more, but may still save. Again is harmless."""
+        if not self._is_released:
             _users[self._given] -= 1
-        self._is_closed = True
+        self._is_released = True
+
+    def close(self) -> None:
+        """Releases the group, and ends it if it was made here; again is harmless."""
+        self.release()
         if self._is_new and self._world() is not None and self._world() is dist.group.WORLD:
             dist.destroy_process_group(self.group)
         self._is_new = False

@@ -46,6 +46,7 @@ class ShardExchange(EngineHolder):
         is_exchanging: whether an exchange has begun and has not ended, or was broken off: residuals are of no use then.
         replica: the ranks that hold this rank's replica.
         device: this rank's.
+        own_group: the process group in which gradients are exchanged.
     """
 
     def __init__(
@@ -73,11 +74,11 @@ class ShardExchange(EngineHolder):
             settings["shards that differ between replicas"] = differing(shard_settings(named), group)
             require_agreement(settings)
             self.replica = replica_workers(group)
-            self._own_group = OwnGroup(group)
+            self.own_group = OwnGroup(group)
             super().__init__(
                 Engine(
                     sparsifier if dist.get_world_size(group) > 1 else Dense(),
-                    group=self._own_group.group,
+                    group=self.own_group.group,
                     exchange=options.exchange,
                     link_gbit_s=options.link_gbit_s,
                     value_dtype=options.value_dtype if dist.get_world_size(group) > 1 else "float32",
@@ -110,7 +111,7 @@ class ShardExchange(EngineHolder):
         self._is_closed = True
         self._steps.close()
         self._engine.close()
-        self._own_group.close()
+        self.own_group.close()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()

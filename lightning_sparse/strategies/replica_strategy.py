@@ -165,3 +165,9 @@ class ReplicaStrategy(SeesSteps, SavedTogether):
     def on_train_end(self) -> None:
         super().on_train_end()
         self._advice.end()
+
+    @override
+    def teardown(self) -> None:
+        if self.state is not None:
+            self.state.own_group.release()  # it may be saved after this, and steps no more
+        super().teardown()
