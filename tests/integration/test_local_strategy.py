@@ -342,7 +342,7 @@ def test_checkpoints_are_exchanged_with_other_strategies(tmp_path: Path) -> None
         name: torch.load(tmp_path / f"{name}.ckpt", weights_only=True).get("lightning_sparse", {}).get("kind")
         for name in ("local", "dense", "again", "sparse", "last")
     }
-    assert kinds == {"local": "drift", "dense": None, "again": "drift", "sparse": None, "last": "drift"}
+    assert kinds == {"local": "drifts", "dense": None, "again": "drifts", "sparse": "gradients", "last": "drifts"}
 
 
 class Fails(Classifier):
