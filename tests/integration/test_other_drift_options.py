@@ -67,7 +67,8 @@ def _other_outer_optimizers() -> tuple[list[str], list[str], list[str]]:
     _, slow, said_of_slow = resumed(saved, outer_optimizer=SLOW)
     assert [(one["lr"], one["momentum"], one["nesterov"]) for one in slow.param_groups] == [(0.1, 0.5, False)]
     # What has gathered has been multiplied by the momentum of now, in the step after.
-    before = saved["shared"]["outer"]["state"][0]["momentum_buffer"]
+    momentum = saved["shared"]["outer"]["tensors"]["momentum_buffer"]
+    before = torch.cat([momentum[name] for name in saved["shared"]["layout"][0]])
     anchor = slow.param_groups[0]["params"][0]
     assert before.any()
     torch.testing.assert_close(slow.state[anchor]["momentum_buffer"], 0.5 * before)
