@@ -1,6 +1,6 @@
 """What a user is told of gradients that do not train."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 
@@ -31,6 +31,16 @@ def warn_of_unexchanged(name: str) -> None:
         f"lightning_sparse: an optimizer steps on {name!r}, which DDP does not exchange, so it differs between "
         "workers, as under plain DDP. It was frozen or absent when DDP wrapped the model, or its layer was replaced. "
         "Wrap the model again (strategy.restart()), or freeze layers only after DDP has wrapped it."
+    )
+
+
+def warn_of_unowned(names: Sequence[str], steps: int) -> None:
+    """Warns of parameters that get gradients on which no optimizer steps."""
+    listed = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+    rank_zero_warn(
+        f"lightning_sparse: {len(names)} parameters get gradients, and no optimizer stepped on them in {steps} steps "
+        f"({listed}). Their gradients add up, count in the density and in Top-k, and make resumes inexact. Freeze "
+        "them, requires_grad_(False), or give them to an optimizer."
     )
 
 

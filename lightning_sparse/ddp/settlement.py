@@ -25,11 +25,13 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparse.ddp.notices import warn_of_no_steps, warn_of_unexchanged
+from lightning_sparse.ddp.notices import warn_of_no_steps, warn_of_unexchanged, warn_of_unowned
 from lightning_sparse.engine.optimizer_steps import Arguments, UnexchangedParameters, follow_no_steps, follow_steps
 
 UNDONE_WITHOUT_A_STEP = 20
 """After so many backwards that were undone, and no step ever, it is likely that the steps cannot be seen."""
+STEPS_UNTIL_OWNED = 20
+"""After so many optimizer steps each parameter with a gradient should have had one."""
 CAREFUL_EXCHANGES = 2
 """The norms of gradients are noted after the first exchanges, and later if a gradient ever waited for its step."""
 
@@ -82,7 +84,7 @@ class Settlement:
         self._unexchanged: UnexchangedParameters | None = None
         self._watch: list[torch.utils.hooks.RemovableHandle] = []
         self._has_looked = False
-        self._num_exchanges = self._undone_without_a_step = 0
+        self._num_exchanges = self._num_steps = self._undone_without_a_step = 0
         self._is_stepping = self._is_changing = False
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         follow_steps(self)
@@ -271,11 +273,20 @@ class Settlement:
         parameter, mark = self._parameters[name], self._marks.get(name)
         return parameter.grad is None and (mark is None or mark.weight_version == parameter._version)
 
+    def _warn_of_unowned(self) -> None:
+        """Warns of parameters whose gradients pile up, as no optimizer steps on them and none sets them to zero."""
+        unowned = sorted(self._open - self._owners.keys())
+        if unowned:
+            warn_of_unowned(unowned, STEPS_UNTIL_OWNED)
+
     def _advance(self, names: set[str]) -> None:
         for name in names:
             self.progress += self._num_exchanges - self._settled_at.get(name, 0)
             self._settled_at[name] = self._num_exchanges
         self._waiting -= names
+        self._num_steps += 1
+        if self._num_steps == STEPS_UNTIL_OWNED:
+            self._warn_of_unowned()
         for call in self.on_step:
             call(names)
 

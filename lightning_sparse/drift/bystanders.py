@@ -1,6 +1,7 @@
 """What a module has beside the weights that training moves: buffers, and frozen parameters that code updates itself."""
 
 from collections.abc import Sequence
+from math import nan
 
 import torch
 from torch import Tensor, nn
@@ -33,19 +34,24 @@ class Bystanders:
         self._kinds: dict[str, bool] = {}
         self._at_first: dict[str, Tensor] = {}
         self._told: dict[bool, dict[str, Tensor]] = {}
+        self._is_set_up = False
         self.take_in_new()
+        self._is_set_up = True
 
     def take_in_new(self) -> None:
-        """Takes in buffers and frozen parameters of new layers, at set-up all of them."""
+        """Takes in new buffers, and frozen parameters of new layers; at set-up all of them."""
+        known, is_set_up = set(self._names), self._is_set_up
+        buffers = [name for name, _ in self._module.named_buffers()]
+        if is_set_up and known.issuperset(buffers):
+            return  # frozen parameters come with buffers, or are handled when they train
         ignored = ignored_names(self._module)
         frozen = [name for name, one in self._module.named_parameters() if not one.requires_grad]
-        buffers = [name for name, _ in self._module.named_buffers()]
-        known = set(self._names)
         self._buffers += [name for name in buffers if name not in ignored | known]
         self._names += [name for name in (*frozen, *buffers) if name not in ignored | known]
         for name, one in self._tensors([name for name in self._names if name not in known]).items():
             self._kinds[name] = one.is_floating_point() or one.is_complex()
-            self._at_first[name] = fingerprints([one])
+            # A new one differs from what it was at set-up, so that files hold each worker's.
+            self._at_first[name] = torch.full((2,), nan) if is_set_up else fingerprints([one])
 
     def prints(self, *, only_buffers: bool) -> Tensor:
         """Returns what tells whether workers have the same: float64, two numbers each, on the tensors' device.

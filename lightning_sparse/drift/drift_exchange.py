@@ -219,7 +219,11 @@ class DriftExchange:
         if gone:
             self._follow_change(named, gone)
         else:
-            self._take_in(drifting([pair for pair in named.items() if pair[0] not in self.anchored]))
+            new = drifting([pair for pair in named.items() if pair[0] not in self.anchored])
+            if self.anchored:
+                say_new_layers(new.keys(), ())
+            self._take_in(new)
+            self.bystanders.take_in_new()
 
     def _follow_change(self, named: Mapping[str, Tensor], gone: list[str]) -> None:
         """Anchors the parameters of a module whose layers were replaced, added or removed. Collective.

@@ -152,6 +152,7 @@ class SharedWeights:
         # What has been unfrozen since the last exchange is a bystander until the next: looking changes nothing.
         self._exchange.land()
         bystanders = self._exchange.bystanders
+        bystanders.take_in_new()
         mine = bystanders.prints(only_buffers=False)
         prints = mine.new_zeros(workers.num_workers, mine.numel())
         if mine.numel():

@@ -295,7 +295,7 @@ class Engine:
             same_world_size: whether it had as many workers; if not, the history of its exchange says nothing.
         """
         if saved["settings"] != self._settings:
-            if self.workers.num_workers > 1:  # one worker alone holds nothing back, whatever it was told
+            if self.workers.num_workers > 1 and self.workers.rank == 0:  # one worker alone holds nothing back
                 say_other_sparsifier(self._settings, saved["settings"])
         else:
             self.calibrator.load_state_dict(saved)

@@ -30,7 +30,7 @@ def say_new_layers(new: Collection[str], gone: Collection[str]) -> None:
     """Says which parameters of a model were added, replaced or removed during training."""
     kinds = {
         "replaced": sorted(name for name in new if name in gone),
-        "added": sorted(name for name in new if name not in gone),
+        "added or unfrozen": sorted(name for name in new if name not in gone),
         "removed": sorted(name for name in gone if name not in new),
     }
     changes = [

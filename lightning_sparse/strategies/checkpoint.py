@@ -240,7 +240,7 @@ def _residuals_for(
     if old != now:
         mean = on_world_size_change == "mean"
         becomes = "each starts from the mean of the old residuals" if mean else "residuals start from zero"
-        rank_zero_info(f"lightning_sparse: {now} workers instead of {old}: {becomes}.")
+        rank_zero_info(f"lightning_sparse: the number of workers is {now} instead of {old}: {becomes}.")
         if not mean:
             return nothing
     if old == now == len(residuals):

@@ -210,8 +210,8 @@ def restored(
         _say_changed_model(averager, saved)
     if not is_same:
         rank_zero_info(
-            f"lightning_sparse: {here} workers instead of {saved['world_size']}: all begin with the mean of the old "
-            "weights as the anchor, and with the file's own optimizers (rank 0's, or their mean if saved so)."
+            f"lightning_sparse: the number of workers is {here} instead of {saved['world_size']}: all begin with the "
+            "mean of the old weights as the anchor, and with the file's own optimizers (rank 0's, or their mean)."
         )
         if workers:
             averager.load_own_state(_mean([{"kept": worker.get("kept", {})} for worker in workers]))

@@ -156,7 +156,7 @@ def restore(state: ShardExchange, content: Any, path: Path, on_world_size_change
         return
     if old != now:
         becomes = "residuals start from zero" if on_world_size_change == "reset" else "each starts from the mean"
-        rank_zero_info(f"lightning_sparse: {now} replicas instead of {old}: {becomes}.")
+        rank_zero_info(f"lightning_sparse: the number of replicas is {now} instead of {old}: {becomes}.")
     if old == now or on_world_size_change == "mean":
         wanted = [state.workers.rank] if old == now else range(old)
         residuals = _read(state, path / FOLDER, wanted) if saved["has_folder"] else _cut(state, saved, wanted)

@@ -203,8 +203,8 @@ def restore(parts: Parts, content: Any, path: Path) -> None:
     source = _Folder(parts, path / FOLDER) if saved["whole"] is None else _File(parts, saved["whole"])
     if old != now:
         rank_zero_info(
-            f"lightning_sparse: {now} replicas instead of {old}: all begin with the mean of the old weights as the "
-            "anchor, and with the first replica's optimizers."
+            f"lightning_sparse: the number of replicas is {now} instead of {old}: all begin with the mean of the old "
+            "weights as the anchor, and with the first replica's optimizers."
         )
         kept = [source.of_replica(one, "kept", averager.anchor()) for one in range(old)]
         averager.load_own_state({"kept": _mean(kept)})

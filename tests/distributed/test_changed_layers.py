@@ -118,6 +118,42 @@ def test_all_weights_are_the_same_where_everything_is_sent() -> None:
             torch.testing.assert_close(one, second[name][0][key], rtol=0, atol=0)
 
 
+class Statistic(nn.Module):
+    """A mean of its inputs that it begins to keep in the middle of training."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if hasattr(self, "mean"):
+            self.mean += inputs.detach().mean(0)
+        return inputs
+
+
+def _adds_a_buffer(every_n_steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    net = build().append(Statistic())
+    averager = SparseModelAverager(net, HardThreshold(threshold=LAMBDA), DriftOptions(every_n_steps=every_n_steps))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step, batch in enumerate(batches()):
+        if step == CHANGE:
+            net[3].register_buffer("mean", torch.zeros(4))
+        net(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        averager.step()
+    own = net[3].mean.clone()
+    with averager.averaged_weights():
+        shared = net[3].mean.clone()
+    saved = averager.state_dict()["own"]["weights"]["3.mean"]
+    return own, shared, saved
+
+
+@pytest.mark.parametrize("every_n_steps", [1, 3, 100])
+def test_a_buffer_that_is_registered_later_is_averaged_and_saved(every_n_steps: int) -> None:
+    (own, shared, saved), (other_own, other, other_saved) = run_workers(_adds_a_buffer, 2, every_n_steps)
+    assert torch.equal(shared, other)
+    torch.testing.assert_close(shared, (own + other_own) / 2)
+    assert torch.equal(saved, own)
+    assert torch.equal(other_saved, other_own)
+
+
 def _with_ddp() -> list[str]:
     net = build()
     ddp = DistributedDataParallel(net, find_unused_parameters=True)

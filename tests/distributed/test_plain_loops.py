@@ -71,6 +71,18 @@ def local(kind: str) -> None:
             averager.step()
 
 
+def hooked(kind: str) -> None:
+    net, head = build(), nn.Linear(8, 64)
+    ddp = DistributedDataParallel(nn.ModuleList([net, head]))
+    ddp.module.forward = lambda inputs: net(inputs).square().mean() + (head(inputs) - 1).square().mean()
+    register_comm_hook(ddp, HardThreshold(density=0.1))
+    optimizer = torch.optim.SGD((net if kind == "a head in no optimizer" else ddp).parameters(), lr=0.05)
+    for batch in batches(30):
+        ddp(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def sharded(kind: str) -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     net = build()
@@ -114,6 +126,12 @@ ROWS: dict[str, tuple[Any, str, str | None]] = {
         local,
         "step within averaged_weights",
         "An optimizer's step while the model has the mean of all workers' weights",
+    ),
+    "hook: as documented": (hooked, "all in one optimizer", None),
+    "hook: a head in no optimizer": (
+        hooked,
+        "a head in no optimizer",
+        r"2 parameters get gradients, and no optimizer stepped on them in 20 steps \(1.bias, 1.weight\)",
     ),
     "shards: as documented": (sharded, "one call", None),
     "shards: in a closure": (sharded, "in a closure", None),

@@ -189,7 +189,7 @@ def test_what_a_resume_keeps_and_what_it_says_of_the_rest(reader: str, num_worke
         assert (saved is None) == (writer in NOTHING_UNSENT), writer
         if kind == family:
             assert not lost, (writer, lost)
-            assert bool(_of_one(said, "3 (workers|replicas) instead of 2")) == (num_workers == 3), writer
+            assert bool(_of_one(said, "number of (workers|replicas) is 3 instead of 2")) == (num_workers == 3), writer
             if saved is not None and num_workers == 2 and not reader.endswith(("local", "local_hsdp file")):
                 assert unsent == pytest.approx(saved, rel=1e-5), writer
         else:

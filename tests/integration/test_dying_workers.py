@@ -543,7 +543,7 @@ def test_fewer_workers_go_on_after_a_death_and_end_as_well(tmp_path: Path) -> No
     with torchrun(2, tmp_path, "train_and_record", str(tmp_path), str(max_steps), "10", "-1") as process:
         exit_code, output = end_of(process, tmp_path)
     assert exit_code == 0, output
-    assert "2 workers instead of 3: each starts from the mean of the old residuals" in output
+    assert "the number of workers is 2 instead of 3: each starts from the mean of the old residuals" in output
     expected = {
         name: torch.stack([one[name].double() for one in saved[KEY]["residuals"]]).mean(0).float()
         for name in saved[KEY]["residuals"][0]
