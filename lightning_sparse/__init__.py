@@ -5,14 +5,9 @@ Importing this package registers ``Trainer(strategy="ddp_hardthreshold")`` and i
 
 from lightning_sparse._version import __version__ as __version__
 from lightning_sparse.callbacks import (
-    CommunicationProfile,
-    CommunicationProfiler,
     DensityMonitor,
     ErrorMonitor,
-    ThresholdCurve,
-    ThresholdFinder,
     ThresholdSchedule,
-    find_threshold,
 )
 from lightning_sparse.ddp import SparseState, register_comm_hook
 from lightning_sparse.drift import DriftOptions, SparseModelAverager
@@ -52,8 +47,6 @@ from lightning_sparse.strategies import (
 __all__ = [
     "Accordion",
     "AverageDensity",
-    "CommunicationProfile",
-    "CommunicationProfiler",
     "DDPHardThresholdStrategy",
     "Dense",
     "DensityMonitor",
@@ -82,14 +75,11 @@ __all__ = [
     "Sparsifier",
     "StepStats",
     "StochasticRounding",
-    "ThresholdCurve",
-    "ThresholdFinder",
     "ThresholdSchedule",
     "TopK",
     "TotalError",
     "WholeStep",
     "estimate",
-    "find_threshold",
     "paper_threshold",
     "register_comm_hook",
     "shard_exchange",

@@ -100,7 +100,7 @@ def verdict(speed: LinkSpeed, num_workers: int, num_elements: int, density: floa
         f"{1e3 * speed.round_seconds:.2g} ms for an empty one. (link_gbit_s={gbit(speed.gbit_s, 2)} tells it to a "
         "strategy)",
         str(told),
-        "Measure your own training with CommunicationProfiler.",
+        "DensityMonitor's table at the end of a fit says what your own training gains.",
     ]
 
 

@@ -15,8 +15,10 @@ from lightning_sparse.callbacks.step_monitor import (
     logging_step,
     tensorboard_loggers,
 )
-from lightning_sparse.engine.step_stats import StepStats
+from lightning_sparse.callbacks.step_times import StepTimes
+from lightning_sparse.engine import EngineHolder, StepStats
 from lightning_sparse.metrics import AverageDensity
+from lightning_sparse.strategies import SimulatedWorkersStrategy
 from lightning_sparse.strategies.advice import shortened
 from lightning_sparse.strategies.local_training import LocalTraining
 
@@ -31,6 +33,9 @@ class DensityMonitor(StepMonitor):
     - Per layer, every ``log_every_n_steps`` of the Trainer, of the newest exchange: a histogram in TensorBoard
       (``sparse/layer_density``), a scalar a layer (``sparse/layer_density/<name>``) in any other logger.
     - One image in TensorBoard, layers × steps, of log10 density; updated at the end of every epoch. Needs matplotlib.
+    - Step times: medians of dense steps (those of the calibration), of sparse steps, and of the wait for the exchange.
+      ``sparse/median_dense_step_ms``, ``sparse/median_step_ms`` and ``sparse/median_wait_ms`` are logged at the end of
+      ``fit``, and a sentence under the table says what the sparse exchange gains.
     - A table of at most 80 columns on the first worker at the end of ``fit``, unless it is alone: density asked for and
       realised, λ, bytes, times fewer than dense, and how much of all that was calibration or travelled whole.
 
@@ -59,6 +64,7 @@ class DensityMonitor(StepMonitor):
         self._averages, self._sender = "gradient", "worker"
         self._num_workers = 0
         self._totals: dict[str, float] = dict.fromkeys(_TOTALS, 0)
+        self._times = StepTimes()
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -68,6 +74,9 @@ class DensityMonitor(StepMonitor):
         state = getattr(trainer.strategy, "state", None)
         self._averages = "drift" if isinstance(trainer.strategy, LocalTraining) else "gradient"
         self._sender = "worker" if getattr(state, "num_parts", 1) == 1 else "replica"
+        self._times = StepTimes()
+        if isinstance(state, EngineHolder) and not isinstance(trainer.strategy, SimulatedWorkersStrategy):
+            state.subscribe(self._times.of(state))
         every = getattr(trainer, "log_every_n_steps", 0)
         if trainer.loggers and every > 1 and isinstance(trainer.strategy, SPARSE):
             rank_zero_info(
@@ -110,8 +119,17 @@ class DensityMonitor(StepMonitor):
             logger.experiment.add_figure("sparse/log10_layer_density", figure, trainer.global_step)
 
     @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._times.pause()
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._times.pause()
+
+    @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._totals["steps"] and trainer.is_global_zero and self._num_workers > 1:
+            log_scalars(trainer, self._times.scalars())
             print(self.table())
 
     def table(self) -> str:
@@ -139,6 +157,7 @@ class DensityMonitor(StepMonitor):
         if calibration and total["later_payload_bytes"]:
             fewer = total["later_dense_bytes"] / total["later_payload_bytes"]
             rows.append(("times fewer after calibration", f"{fewer:.1f}"))
+        rows += self._times.rows()
         layers = self._history.densest(3)
         if layers:
             rows.append((f"densest layers (elements){self._since}", ""))
@@ -148,7 +167,8 @@ class DensityMonitor(StepMonitor):
             rows.append((f"  {name}{elements}", f"{100 * density:.4g} %"))
         width = max(len(name) for name, _ in rows)
         lines = [f"  {name:<{width}}  {value}".rstrip() for name, value in rows]
-        return "\n".join([f"Sparse {self._averages} exchange", *lines])
+        verdict = self._times.verdict()
+        return "\n".join([f"Sparse {self._averages} exchange", *lines, *([f"  {verdict}"] if verdict else [])])
 
     @override
     def state_dict(self) -> dict[str, Any]:

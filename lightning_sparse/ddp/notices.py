@@ -30,7 +30,7 @@ def warn_of_unexchanged(name: str) -> None:
     rank_zero_warn(
         f"lightning_sparse: an optimizer steps on {name!r}, which DDP does not exchange, so it differs between "
         "workers, as under plain DDP. It was frozen or absent when DDP wrapped the model, or its layer was replaced. "
-        "Wrap the model again (strategy.restart()), or freeze layers only after DDP has wrapped it."
+        "Begin a new fit after the change, or freeze layers only after DDP has wrapped the model."
     )
 
 

@@ -71,6 +71,10 @@ class SimulatedWorker(EngineHolder):
         """Elements of every parameter's residual, by name."""
         return {name: one.numel() for name, one in self._parameters.items()}
 
+    def own_metrics(self) -> dict[str, float]:
+        """Returns nothing: a thread's wait is for the other threads."""
+        return {}
+
     def rehearse(self) -> None:
         """Has the kernels built that steps will need; those of other workers are the same."""
         rehearse_steps(self._engine, self._parameters, has_unused=True)

@@ -178,6 +178,10 @@ class SparseModelAverager(EngineHolder):
         """The largest distance of any worker's weight from the anchor, just before the last exchange."""
         return self._exchange.largest_drift
 
+    def own_metrics(self) -> dict[str, float]:
+        """Returns what is logged with the last exchange beside `StepStats`."""
+        return {"sparse/largest_drift": self.largest_drift} | super().own_metrics()
+
     def close(self) -> None:
         """Ends groups of the averager's own. With ``overlap=True`` call `flush` before it, on all workers."""
         self._exchange.charge.close()

@@ -35,7 +35,6 @@ class Calibrator:
         self._control: DensityControl | None = None
         self._of_layers: LayerControl | None = None
         self._open: tuple[StepStats, StepStats | None] | None = None
-        self._suspended: tuple[float | None, dict[str, float]] = (None, {})
         self.begin()
 
     @property
@@ -71,24 +70,6 @@ class Calibrator:
         """
         self._hard_threshold.fix_threshold(threshold)
         self._running = self._open = None
-
-    def suspend(self) -> None:
-        """Makes λ 0, until ``resume``.
-
-        Raises:
-            TypeError: the sparsifier is no hard threshold.
-        """
-        self._suspended = self._hard_threshold.threshold, dict(self._hard_threshold.of_layers)
-        self._hard_threshold.fix_threshold(0.0)
-
-    def resume(self) -> None:
-        """Gives λ back what it was."""
-        threshold, of_layers = self._suspended
-        if threshold is None:
-            self._hard_threshold.forget_calibration()
-        else:
-            self._hard_threshold.fix_threshold(threshold)
-            self._hard_threshold.fix_layers(of_layers)
 
     @property
     def _hard_threshold(self) -> HardThreshold:

@@ -17,6 +17,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ class Engine:
     Attributes:
         sparsifier: the engine's own; a calibrated λ is in it once calibration has ended.
         last_step: the numbers of the last step, None before the first.
+        wait_seconds: how long this worker waited in the last step, once it had handed over its last bucket.
         next_step: what the sparsifier is told that the next step's number is; the caller's to set back.
         epoch: the last that the sparsifier was told of; None where it does not know of any.
         calibrator: sets λ.
@@ -81,13 +83,13 @@ class Engine:
         self.sparsifier = copy.deepcopy(sparsifier)
         self.last_step: StepStats | None = None
         self.next_step = 0
+        self.wait_seconds = 0.0
         self.epoch: int | None = None
         # As text: what a sparsifier of the user's own is set with need not be something that a checkpoint can hold.
         self._settings = {name: repr(value) for name, value in sparsifier.settings().items()}
         self._exchange = Exchange(exchange, group, link_gbit_s, workers)
         self.calibrator = Calibrator(self.sparsifier, speaks=self.workers.rank == 0, holds_density=holds_density)
         self._calibrates: bool | None = None
-        self._recorder: Callable[[FlatBucket], None] | None = None
         self._value_dtype: ValueDtype = value_dtype
         self._per_layer_stats = per_layer_stats or self.calibrator.needs_layers
         self._keeps_rest = keeps_rest
@@ -128,10 +130,6 @@ class Engine:
     def is_calibrating(self) -> bool:
         """Whether λ is not known yet, so that everything is sent."""
         return self.calibrator.is_running if self._calibrates is None else self._calibrates
-
-    def record(self, recorder: Callable[[FlatBucket], None] | None) -> None:
-        """Sends everything from now on, shows the recorder each bucket before, and tells nobody; None ends that."""
-        self._recorder, self._calibrates = recorder, None if recorder is None else True
 
     def understudy(self, exchange: Exchange, names: Sequence[str], *, calibrates: bool) -> "Engine":
         """Returns an engine that does the same with another exchange, and of whose steps nobody is told.
@@ -185,8 +183,6 @@ class Engine:
     def add(self, bucket: FlatBucket) -> None:
         """Takes out of a bucket what is sent, and starts its exchange. Collective."""
         self._buckets.append(bucket)
-        if self._recorder is not None:
-            self._recorder(bucket)
         gradient, layout, dtype = bucket.gradient, bucket.layout, bucket.residual.after.dtype
         bucket.average = gradient
         if gradient.dtype != dtype:  # the average does not fit it
@@ -222,8 +218,10 @@ class Engine:
         Raises:
             RuntimeError: a worker ended or stopped; names its rank where torch tells it.
         """
+        begin = perf_counter()
         try:
             headers, self._volume = self._exchange.finish()
+            self.wait_seconds = perf_counter() - begin
         except LostWorkerError as error:
             raise RuntimeError(f"Exchange {self.next_step} failed: {error}") from error
         lengths = [0 if bucket.notes is None else bucket.notes.numel() for bucket in self._buckets]
@@ -247,8 +245,6 @@ class Engine:
                 ``calibrator.confirm``.
         """
         buckets, self._buckets = self._buckets, []
-        if self._recorder is not None:
-            return
         before = self.last_step
         stats = step_stats(
             0 if before is None else before.step + 1,

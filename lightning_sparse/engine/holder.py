@@ -1,13 +1,11 @@
 """What can be asked of whoever holds an engine, whatever it averages."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import index
 from typing import Any
 
 from lightning_sparse.engine.engine import Engine
-from lightning_sparse.engine.flat_bucket import FlatBucket
 from lightning_sparse.engine.notices import warn_of_patterns
 from lightning_sparse.engine.saved_state import require_seal
 from lightning_sparse.engine.step_stats import StepStats
@@ -58,6 +56,15 @@ class EngineHolder(ABC):
         """The numbers of the last exchange, None before the first."""
         return self._engine.last_step
 
+    @property
+    def wait_seconds(self) -> float:
+        """How long this worker waited for the last exchange, once it had handed over its last bucket."""
+        return self._engine.wait_seconds
+
+    def own_metrics(self) -> dict[str, float]:
+        """Returns what is logged with the last exchange beside `StepStats`; this worker's own."""
+        return {"sparse/exchange_wait_ms": 1e3 * self.wait_seconds}
+
     def begin_epoch(self, epoch: int, learning_rates: Sequence[float]) -> None:
         """Tells the sparsifier that an epoch begins; ACCORDION needs to know. With a Trainer the strategy does it.
 
@@ -90,17 +97,6 @@ class EngineHolder(ABC):
         """
         self._engine.subscribe(receiver)
 
-    def follow(self, before: "EngineHolder", but: Collection[Callable[[StepStats], None]]) -> None:
-        """Tells those who subscribed to another holder, which this takes the place of, from now on.
-
-        Args:
-            before: the other.
-            but: those who know of this one.
-        """
-        for receiver in before._engine.subscribers:
-            if receiver not in but:
-                self._engine.subscribe(receiver)
-
     def set_threshold(self, threshold: float) -> None:
         """Sets λ from the next step on: the same on all workers. With a density, calibration is over with that.
 
@@ -112,32 +108,6 @@ class EngineHolder(ABC):
             ValueError: a threshold that is negative, NaN or infinite.
         """
         self._engine.calibrator.set_threshold(threshold)
-
-    @contextmanager
-    def recording(self, recorder: Callable[[FlatBucket], None]) -> Iterator[None]:
-        """Within it everything is sent, the recorder is shown each bucket before that, and no subscriber is told.
-
-        For measurements before a training: what they leave behind is the caller's to undo. λ is what it was after it.
-
-        Raises:
-            TypeError: the sparsifier is no hard threshold, which alone can be told to send everything.
-        """
-        self._engine.calibrator.suspend()
-        self._engine.record(recorder)
-        try:
-            yield
-        finally:
-            self._engine.record(None)
-            self._engine.calibrator.resume()
-
-    @contextmanager
-    def telling(self, receiver: Callable[[StepStats], None]) -> Iterator[None]:
-        """Within it this receiver is told of each step, and no subscriber."""
-        before, self._engine.subscribers = self._engine.subscribers, [receiver]
-        try:
-            yield
-        finally:
-            self._engine.subscribers = before
 
     def _sparsifier_state(self, next_step: int) -> dict[str, Any]:
         """Returns what the sparsifier knows, for a run that resumes with the step of this number.

@@ -3,9 +3,11 @@
 import re
 from collections.abc import Sequence
 from math import isfinite, sqrt
+from typing import Any
 
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch import LightningModule
+from lightning.pytorch.tuner.lr_finder import _LRCallback
 from torch.optim import Optimizer
 
 from lightning_sparse.engine import StepStats
@@ -13,7 +15,6 @@ from lightning_sparse.engine.holder import EngineHolder
 from lightning_sparse.engine.layer_control import share_of_layer
 from lightning_sparse.exchange.estimate import estimate
 from lightning_sparse.sparsifiers import Dense, HardThreshold, Sparsifier
-from lightning_sparse.strategies.trial import is_trial
 
 FAR_OFF = 2.0
 """A density is off if it differs from the density asked for by more than this factor."""
@@ -246,12 +247,17 @@ class Advice:
 
 def exchanges_of(module: LightningModule | None, every_n_steps: int = 1) -> float | None:
     """Returns how many exchanges a fit will make, for ``Advice.begin``."""
-    if module is not None and (getattr(module.trainer, "fast_dev_run", False) or is_trial(module.trainer)):
+    if module is not None and (getattr(module.trainer, "fast_dev_run", False) or _searches_rate(module.trainer)):
         return None
     if module is None or not module.automatic_optimization:
         return float("inf")
     steps = float(module.trainer.estimated_stepping_batches)
     return steps / every_n_steps if steps > 0 else float("inf")  # -1 of data without a length
+
+
+def _searches_rate(trainer: Any) -> bool:
+    """Whether Lightning's search for a learning rate runs, whose steps are thrown away."""
+    return any(isinstance(callback, _LRCallback) for callback in trainer.callbacks)
 
 
 def shortened(name: str, most: int) -> str:

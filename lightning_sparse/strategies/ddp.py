@@ -1,6 +1,5 @@
 """Lightning strategies: DDP with a sparse exchange of gradients."""
 
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -37,7 +36,6 @@ from lightning_sparse.strategies.content import KEY
 from lightning_sparse.strategies.epochs import tell_epoch
 from lightning_sparse.strategies.saving import WholeFiles, is_no_worker, patience_of
 from lightning_sparse.strategies.step_log import StepLog
-from lightning_sparse.strategies.trial import require_gone
 
 _LIGHTNING_STARTS_STATIC_GRAPHS = "post_backward" in vars(DDPStrategy)
 """Since pull request 21251 (Lightning 2.6). Before, a static graph in manual optimization exchanged nothing."""
@@ -127,17 +125,6 @@ class SparseDDPStrategy(WholeFiles, DDPStrategy):
     def request_layer_stats(self) -> None:
         """Asks for per-layer numbers from the next ``fit`` on; on all workers, in a callback's ``setup``."""
         self._per_layer_stats = True
-
-    def restart(self) -> None:
-        """Wraps the module anew: all begins as before the first step, with the weights of now. Collective."""
-        assert isinstance(self.model, DistributedDataParallel)
-        assert self.state is not None
-        before, wrapper = self.state, weakref.ref(self.model)
-        self.model = self.model.module
-        before.close()
-        require_gone(wrapper)
-        self.configure_ddp()
-        self.state.follow(before, but={self.step_log.add, self._advice.add})
 
     @override
     def configure_ddp(self) -> None:
@@ -237,7 +224,7 @@ class SparseDDPStrategy(WholeFiles, DDPStrategy):
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
         finally:
             self._is_stepping = False
-        self.step_log.write(self.lightning_module)
+        self.step_log.write(self.lightning_module, self.state)
         return output
 
     @override
@@ -249,7 +236,7 @@ class SparseDDPStrategy(WholeFiles, DDPStrategy):
     def _on_any_step(self, _: set[str]) -> None:
         # Not all come through the strategy: self.optimizers(use_pl_optimizer=False) hands out torch's own.
         if not self._is_stepping:
-            self.step_log.write(self.lightning_module)
+            self.step_log.write(self.lightning_module, self.state)
 
     @override
     def teardown(self) -> None:

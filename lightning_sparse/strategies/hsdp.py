@@ -103,11 +103,6 @@ class SparseHSDPStrategy(ReplicaStrategy):
         )
         self._observer: StepObserver | None = None
 
-    def restart(self) -> None:
-        """Returns the exchange to before the first step, with the weights of now. Not collective."""
-        assert self.state is not None
-        self.state.reset()
-
     @override
     def _make_state(self) -> ShardExchange:
         assert self.model is not None
@@ -141,7 +136,7 @@ class SparseHSDPStrategy(ReplicaStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         with self._nothing_counts():
             output = super().optimizer_step(optimizer, self._exchanging(optimizer, closure), model, **kwargs)
-        self.step_log.write(self.lightning_module)
+        self.step_log.write(self.lightning_module, self.state)
         return output
 
     def _exchanging(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -165,7 +160,7 @@ class SparseHSDPStrategy(ReplicaStrategy):
 
     def _after_any_step(self, _: Optimizer) -> None:
         if not self._is_stepping:
-            self.step_log.write(self.lightning_module)
+            self.step_log.write(self.lightning_module, self.state)
 
     @override
     def on_train_start(self) -> None:

@@ -130,11 +130,6 @@ class SparseLocalStrategy(LocalTraining, WholeFiles, DDPStrategy):
         return self.averager
 
     @override
-    def restart(self) -> None:
-        super().restart()
-        self._is_in_a_step = False
-
-    @override
     def configure_ddp(self) -> None:
         assert self.model is not None
         self.step_log.clear()

@@ -32,12 +32,6 @@ class LocalTraining(SeesSteps):
     def averager(self) -> SparseModelAverager | None:
         """What exchanges drifts in the running or last ``fit``, None before."""
 
-    def restart(self) -> None:
-        """Returns what is exchanged to before the first step, with the weights of now. Not collective."""
-        assert self.averager is not None
-        self.averager.restart()
-        self._has_ended = False
-
     @property
     @override
     def _progress(self) -> object:
@@ -58,7 +52,7 @@ class LocalTraining(SeesSteps):
     def _exchange(self) -> None:
         assert self.averager is not None
         self.averager.step()
-        self.step_log.write(self.lightning_module, {"sparse/largest_drift": self.averager.largest_drift})
+        self.step_log.write(self.lightning_module, self.averager)
 
     @override
     def on_validation_start(self) -> None:

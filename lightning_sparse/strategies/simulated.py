@@ -154,12 +154,6 @@ class SimulatedWorkersStrategy(InTurn):
         self.workers.each[0].subscribe(self.step_log.add)
         self._advice.follow(self.workers.each[0], holds_density=self._options.holds_density)
 
-    def restart(self) -> None:
-        """Returns all workers to before the first step, with the weights of now."""
-        if self.workers is not None and self._turns is not None:
-            self.workers.reset()
-            self._turns = self._turns.anew()
-
     @override
     def setup_optimizers(self, trainer: Any) -> None:
         with self._as_worker(0):  # a learning rate may follow from how many there are
@@ -229,7 +223,7 @@ class SimulatedWorkersStrategy(InTurn):
             output = super().optimizer_step(optimizer, closure_and_exchange, model, **kwargs)
         finally:
             self._exchanges = False
-        self.step_log.write(self.lightning_module)
+        self.step_log.write(self.lightning_module, self.state)
         return output
 
     def _exchange(self) -> None:

@@ -38,10 +38,6 @@ class Turns:
         self._firsts: dict[str, Any] = {}
         self._buffers: dict[int, dict[str, Tensor]] = {}
 
-    def anew(self) -> "Turns":
-        """Returns what it was before the first batch."""
-        return Turns(self._module, self._num_workers, self._own_attributes, self._device)
-
     def begin_batch(self, *, begins_anew: bool) -> None:
         """Begins the turns of a batch."""
         self.begins_anew = begins_anew

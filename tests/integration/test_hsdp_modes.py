@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
-from lightning_sparse import DensityMonitor, ErrorMonitor, HSDPHardThresholdStrategy, ThresholdFinder
+from lightning_sparse import DensityMonitor, ErrorMonitor, HSDPHardThresholdStrategy
 from lightning_sparse.engine.grouping import local
 from tests.distributed.simulation import Plan, simulate
 from tests.integration.hsdp_models import (
@@ -377,25 +377,6 @@ def test_by_name_a_node_is_a_replica() -> None:
 def test_a_wrong_option_is_told_of_at_once(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         HSDPHardThresholdStrategy(**options)
-
-
-def _look_for_a_threshold() -> Any:
-    environment, results = dict(os.environ), []
-    for callbacks in ([], [ThresholdFinder(num_steps=5, update=False)], [ThresholdFinder(density=0.1, num_steps=20)]):
-        os.environ.update(environment)
-        model, numbers = Sharded(), Numbers()
-        fit(HSDPHardThresholdStrategy(threshold=THRESHOLD, replicas=2), model, callbacks=[numbers, *callbacks])
-        results.append((whole_weights(model), numbers.steps[0]))
-    curve = callbacks[0].curve
-    return results, curve.density_at(curve.suggestion())
-
-
-def test_a_search_for_a_threshold_leaves_no_trace() -> None:
-    for (plain, looked, used), density in run_workers(_look_for_a_threshold, 4, process_group=False, new=True):
-        torch.testing.assert_close(looked[0], plain[0], rtol=0, atol=0)
-        assert density == pytest.approx(0.1, rel=0.01)
-        assert used[1].threshold != THRESHOLD
-        assert 0.02 < used[1].density < 0.5
 
 
 class ByHand(Sharded):

@@ -671,7 +671,13 @@ def _stop_early() -> Run:
     return train(Classifier, strategy, {"callbacks": [stopper], "max_steps": 50, "limit_train_batches": 1})
 
 
-SCALARS = {"sparse/density", "sparse/error_norm", "sparse/threshold", "sparse/payload_bytes"}
+SCALARS = {
+    "sparse/density",
+    "sparse/error_norm",
+    "sparse/threshold",
+    "sparse/payload_bytes",
+    "sparse/exchange_wait_ms",
+}
 
 
 @pytest.mark.parametrize(

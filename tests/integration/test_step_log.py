@@ -181,11 +181,14 @@ def seen_of_log(where: str) -> tuple[list[tuple[str, float]], list[float]]:
     return getattr(model, "seen", seen), densities
 
 
+LOGGED = ("density", "error_norm", "payload_bytes", "threshold", "exchange_wait_ms")
+
+
 def test_lightning_works_out_once_how_a_number_is_logged() -> None:
     """It takes a quarter of a millisecond for each: see the docstring of ``StepLog._log``."""
     for calls, densities in run_workers(seen_of_log, 2, "lightning", process_group=False):
         names = [name for name, _ in calls]
-        assert names == [f"sparse/{name}" for name in ("density", "error_norm", "payload_bytes", "threshold")]
+        assert names == [f"sparse/{name}" for name in LOGGED]
         assert len(densities) == 10
         assert len(set(densities)) > 2
 

@@ -12,7 +12,6 @@ from lightning_sparse import (
     LocalHardThresholdStrategy,
     SimulatedWorkersStrategy,
     SparseDDPStrategy,
-    ThresholdFinder,
     ThresholdSchedule,
     TopK,
 )
@@ -108,21 +107,6 @@ def _resume(path: str) -> list[list[float]]:
     _, second = train(6, ckpt_path=path)
     _, other = train(6, threshold=0.5, ckpt_path=path)
     return [whole, first + second, other]
-
-
-def test_it_begins_with_what_a_search_has_found() -> None:
-    for found, seen in run_workers(_search, 2, process_group=False):
-        assert seen == [pytest.approx(factor * found) for factor in (1, 1, 0.5, 0.5)]
-
-
-def _search() -> tuple[float, list[float]]:
-    thresholds, finder = Thresholds(), ThresholdFinder(0.2, num_steps=4)
-    callbacks = [thresholds, finder, ThresholdSchedule({2: 0.5})]
-    quiet_trainer(DDPHardThresholdStrategy(threshold=9.0), num_workers=2, max_steps=4, callbacks=callbacks).fit(
-        Classifier(), data()
-    )
-    assert finder.curve is not None
-    return finder.curve.suggestion(), thresholds.seen
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,59 @@
+"""Medians of dense and of sparse steps, and what is said of them."""
+
+from typing import Any
+
+import pytest
+
+from lightning_sparse import StepStats
+from lightning_sparse.callbacks import step_times
+from lightning_sparse.callbacks.step_times import StepTimes
+
+
+def step(*, dense: bool) -> StepStats:
+    return StepStats(0, 2, 10, 2, 0.0, 0.0, 0, 1, 1, is_calibration=dense)
+
+
+def measured(monkeypatch: Any, intervals: list[tuple[bool, float]], pause_before: int | None = None) -> StepTimes:
+    """Returns the times of steps of these lengths, after a first one."""
+    now, times = [0.0], StepTimes()
+    monkeypatch.setattr(step_times, "perf_counter", lambda: now[0])
+    times.add(step(dense=True), 0.0)
+    for place, (dense, seconds) in enumerate(intervals):
+        if place == pause_before:
+            times.pause()
+        now[0] += seconds
+        times.add(step(dense=dense), seconds / 10)
+    return times
+
+
+def test_dense_and_sparse_steps_are_told_apart(monkeypatch: Any) -> None:
+    times = measured(monkeypatch, [(True, 9.0), (True, 0.3), (True, 0.3), (False, 0.1), (False, 0.1), (False, 0.2)])
+    assert times.scalars() == pytest.approx(
+        {"sparse/median_dense_step_ms": 300, "sparse/median_step_ms": 100, "sparse/median_wait_ms": 10}
+    )
+    assert times.rows()[0] == ("median dense step", "300 ms")
+    assert times.verdict() == "A sparse step is 3 times as fast as a dense one."
+
+
+@pytest.mark.parametrize(
+    ("dense", "sparse", "said"),
+    [
+        (0.1, 0.1, "Communication is not the bottleneck: sparse and dense steps take equally long."),
+        (0.1, 0.2, "A sparse step takes longer than a dense one: use strategy='ddp' here."),
+    ],
+)
+def test_what_does_not_pay_is_said(monkeypatch: Any, dense: float, sparse: float, said: str) -> None:
+    intervals = [(True, 1.0), *[(True, dense)] * 3, *[(False, sparse)] * 3]
+    assert measured(monkeypatch, intervals).verdict() == said
+
+
+def test_without_steps_of_both_kinds_there_is_no_verdict(monkeypatch: Any) -> None:
+    assert StepTimes().rows() == []
+    times = measured(monkeypatch, [(False, 0.1)] * 4)
+    assert times.verdict() is None
+    assert list(times.scalars()) == ["sparse/median_step_ms", "sparse/median_wait_ms"]
+
+
+def test_time_in_which_something_else_ran_does_not_count(monkeypatch: Any) -> None:
+    times = measured(monkeypatch, [(False, 0.1), (False, 0.1), (False, 60.0), (False, 0.1)], pause_before=2)
+    assert times.scalars()["sparse/median_step_ms"] == pytest.approx(100)
