@@ -173,7 +173,7 @@ class Calibrator:
         if self._sparsifier is not None and saved["threshold"] is not None:
             self._sparsifier.fix_threshold(saved["threshold"])
             self._running = None
-            if self._control is not None and saved.get("control") is not None:
+            if self._control is not None and saved["control"] is not None:
                 self._control.load_state_dict(saved["control"])
             if self._of_layers is not None and saved.get("layers") is not None:
                 self._sparsifier.fix_layers(saved["layers"]["thresholds"])

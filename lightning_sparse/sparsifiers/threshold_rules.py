@@ -1,6 +1,6 @@
 """λ from a density: the paper's rule, and calibration on the gradients of the first steps."""
 
-from math import inf, isfinite, sqrt
+from math import isfinite, sqrt
 
 FEWEST_STEPS = 3
 STABLE = 0.2
@@ -63,7 +63,7 @@ class ThresholdCalibration:
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Continues a measurement."""
         self.measured_steps, self._sum = int(state["measured_steps"]), state["sum"]
-        self._sum_of_squares = state.get("sum_of_squares", inf)
+        self._sum_of_squares = state["sum_of_squares"]
 
     def observe(self, squared_gradient_norm: float) -> None:
         """Adds one step's (1/n) Σ_i ‖g_i‖² (gradient units squared); a non-finite one is not counted."""
