@@ -165,8 +165,14 @@ def _of_one(messages: list[str], word: str) -> list[str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("num_workers", [2, 3])
+@pytest.mark.parametrize(
+    ("num_workers", "reader"),
+    [(2, reader) for reader in READERS]
+    + [
+        (3, reader)
+        for reader in ("ddp", "simulated", "local, kept apart", "hsdp file", "local_hsdp folder, kept apart")
+    ],
+)
 def test_what_a_resume_keeps_and_what_it_says_of_the_rest(reader: str, num_workers: int, folder: Path) -> None:
     results = run_workers(
         _resume, _processes(reader, num_workers), reader, num_workers, str(folder), process_group=False
@@ -177,6 +183,7 @@ def test_what_a_resume_keeps_and_what_it_says_of_the_rest(reader: str, num_worke
         _, warned, said = results[0][writer]
         kind = next((kind for kind, names in FAMILIES.items() if writer in names), None)
         lost = _of_one(warned, "are lost")
+        assert len(_of_one(said, "the sparsifier is not the one of the checkpoint")) <= 1, writer  # not once per worker
         if "folder" in writer and "hsdp" not in reader:
             assert re.search("is a folder, and .* resume with one of these", said[0]), writer
             continue
