@@ -12,7 +12,7 @@ worker's own weights. A threshold on gradients hands Adam rare large lumps, whic
 own worker's gradients as they come.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,27 +20,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from lightning_sparse._version import __version__
 from lightning_sparse.drift.anchor import drifting
 from lightning_sparse.drift.bystanders import ignored_names
 from lightning_sparse.drift.drift_exchange import DriftExchange
+from lightning_sparse.drift.observed_steps import LOST_STEP, ObservedSteps
 from lightning_sparse.drift.options import DriftOptions
 from lightning_sparse.drift.shared_weights import SharedWeights
-from lightning_sparse.drift.step_ledger import StepLedger
 from lightning_sparse.engine import Engine, EngineHolder, rehearse_steps
 from lightning_sparse.engine.grouping import as_real, kept_dtype, local, require_one_device
-from lightning_sparse.engine.optimizer_steps import Arguments, StepObserver, changes_weights
 from lightning_sparse.engine.saved_state import sealed
-from lightning_sparse.engine.weak_call import weakly
 from lightning_sparse.exchange import Meeting, OwnGroup, Workers, current_device, parameter_settings, require_agreement
 from lightning_sparse.sparsifiers import Sparsifier
-
-_LOST_STEP = (
-    "An optimizer's step while the model has the mean of all workers' weights (in averaged_weights(), in validation) "
-    "would be lost: each worker's own weights come back after it. Step before or after."
-)
 
 
 class SparseModelAverager(EngineHolder):
@@ -68,8 +60,7 @@ class SparseModelAverager(EngineHolder):
 
     Attributes:
         num_steps: how often `step` was called.
-        on_optimizer_step: called after each step of an optimizer on the module's parameters, where something else calls
-            `step`; None in a loop that calls it itself.
+        observed_steps: the steps of optimizers on the module's parameters.
         device: of the module's first parameter.
         own_group: the process group in which drifts are exchanged.
         shared: what gives the module weights that all workers share.
@@ -132,27 +123,7 @@ class SparseModelAverager(EngineHolder):
         self._exchange = DriftExchange(module, self._engine, self.options, may_change=not self._takes_shards)
         self.shared = SharedWeights(module, self._exchange, self.workers)
         self.num_steps = 0
-        self.on_optimizer_step: Callable[[], None] | None = None
-        self._ledger = StepLedger()
-        self._ids = {id(one) for one in module.parameters()}
-        self._observer = StepObserver(weakly(self.holds_any_of), weakly(self._before_step), weakly(self._after_step))
-
-    def holds_any_of(self, param_groups: Iterable[Mapping[str, Any]]) -> bool:
-        """Returns whether an optimizer with these groups steps on parameters of the module."""
-        groups = list(param_groups)
-        if not (self._takes_shards or _holds_any(self._ids, groups)):
-            self._ids = {id(one) for one in self._module.parameters()}  # a layer may be new
-        return _holds_any(self._ids, groups)
-
-    def _before_step(self, optimizer: Optimizer, _: Arguments) -> None:
-        if self.shared.is_shown and changes_weights(optimizer):
-            raise RuntimeError(_LOST_STEP)
-
-    def _after_step(self, optimizer: Optimizer) -> None:
-        if self.on_optimizer_step is not None:
-            self.on_optimizer_step()
-        elif changes_weights(optimizer):
-            self._ledger.optimizer_stepped(optimizer)
+        self.observed_steps = ObservedSteps(module, self.shared, may_change=not self._takes_shards)
 
     @property
     def parameter_sizes(self) -> dict[str, int]:
@@ -185,7 +156,7 @@ class SparseModelAverager(EngineHolder):
     def close(self) -> None:
         """Ends groups of the averager's own. With ``overlap=True`` call `flush` before it, on all workers."""
         self._exchange.charge.close()
-        self._observer.close()
+        self.observed_steps.close()
         self._engine.close()
         self.meeting.close()
         self.own_group.close()
@@ -201,9 +172,8 @@ class SparseModelAverager(EngineHolder):
         """
         self._exchange.charge.require()
         if self.shared.is_shown:
-            raise RuntimeError(_LOST_STEP)
-        self._observer.forget()
-        self._ledger.averager_stepped()
+            raise RuntimeError(LOST_STEP)
+        self.observed_steps.averager_stepped()
         self.num_steps += 1
         self._exchange.land()
         if self.num_steps % self.options.every_n_steps:
@@ -329,10 +299,6 @@ class SparseModelAverager(EngineHolder):
     def anchor(self) -> dict[str, Tensor]:
         """Returns x by parameter name: the weights' shapes, views of what later exchanges change."""
         return self._exchange.anchor()
-
-
-def _holds_any(ids: set[int], param_groups: Iterable[Mapping[str, Any]]) -> bool:
-    return any(id(parameter) in ids for group in param_groups for parameter in group["params"])
 
 
 def drift_settings(

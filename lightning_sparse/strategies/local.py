@@ -138,7 +138,7 @@ class SparseLocalStrategy(LocalTraining, WholeFiles, DDPStrategy):
         sparsifier, options = self._what_is_sent()
         self._averager = SparseModelAverager(self.model, sparsifier, options, per_layer_stats=self._per_layer_stats)
         self._averager.subscribe(self.step_log.add)
-        self._averager.on_optimizer_step = weakly(self._after_observed_step)
+        self._averager.observed_steps.on_step = weakly(self._after_observed_step)
         self._advice.follow(self._averager, holds_density=True)
 
     def _what_is_sent(self) -> tuple[Sparsifier, DriftOptions]:

@@ -129,7 +129,7 @@ class SparseLocalHSDPStrategy(LocalTraining, ReplicaStrategy):
             per_layer_stats=self._per_layer_stats,
         )
         self._advice.follow(state, holds_density=True)
-        state.on_optimizer_step = weakly(self._after_observed_step)
+        state.observed_steps.on_step = weakly(self._after_observed_step)
         return state
 
     @override
