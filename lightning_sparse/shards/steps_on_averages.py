@@ -11,6 +11,9 @@ from lightning_sparse.engine.grouping import local
 from lightning_sparse.engine.optimizer_steps import Arguments, StepObserver, UnexchangedParameters, changes_weights
 from lightning_sparse.engine.weak_call import weakly
 
+MOST_EMPTY_CALLS = 20
+"""Consecutive calls without a gradient before the warning."""
+
 
 class StepsOnAverages:
     """Warns once of a loop that calls ``average_gradients`` at the wrong place, or twice.
@@ -32,6 +35,7 @@ class StepsOnAverages:
         self._unexchanged = UnexchangedParameters(module, held)
         self._averaged: dict[int, tuple[int, int]] = {}
         self._said: set[str] = set()
+        self._empty_calls = 0
         self._observer = StepObserver(holds_any_of, weakly(self._before), weakly(self._after))
 
     def close(self) -> None:
@@ -45,8 +49,14 @@ class StepsOnAverages:
             RuntimeError: there are none, and the module has others.
         """
         marks = {id(one): _mark_of(one) for one in parameters if one.grad is not None}
+        self._empty_calls = 0 if marks else self._empty_calls + 1
         if not marks:
             self._require_exchanged(self._unexchanged.first_with_gradient())
+        if self._empty_calls == MOST_EMPTY_CALLS:
+            self._warn(
+                f"average_gradients() found no gradients in {MOST_EMPTY_CALLS} calls. Call it after backward() and "
+                "before zero_grad()"
+            )
         if marks and all(self._averaged.get(key) == mark for key, mark in marks.items()):
             self._warn(
                 "average_gradients() was called twice for the same gradients. The second call sends them again and "

@@ -97,12 +97,12 @@ def sharded(kind: str) -> None:
         exchange.average_gradients()
         return loss
 
-    for batch in batches(3):
+    for batch in batches(25 if kind == "nothing to average" else 3):
         if kind == "in a closure":
             optimizer.step(closure)
             continue
         net(batch).square().mean().backward()
-        if kind == "after zero_grad":
+        if kind in ("after zero_grad", "nothing to average"):
             optimizer.zero_grad()
         if kind not in ("after the step", "no call"):
             exchange.average_gradients()
@@ -136,6 +136,11 @@ ROWS: dict[str, tuple[Any, str, str | None]] = {
     "shards: as documented": (sharded, "one call", None),
     "shards: in a closure": (sharded, "in a closure", None),
     "shards: no call": (sharded, "no call", r"Adam stepped on 4 gradients that average_gradients\(\) had not averaged"),
+    "shards: nothing to average": (
+        sharded,
+        "nothing to average",
+        r"average_gradients\(\) found no gradients in 20 calls",
+    ),
     "shards: after zero_grad": (sharded, "after zero_grad", r"Adam stepped on 4 gradients"),
     "shards: after the step": (sharded, "after the step", r"Adam stepped on 4 gradients"),
     "shards: two calls": (sharded, "two calls", r"average_gradients\(\) was called twice for the same gradients"),
