@@ -9,16 +9,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.engine.holder import EngineHolder
 from lightning_sparse.engine.step_stats import StepStats
-from lightning_sparse.strategies import (
-    SimulatedWorkersStrategy,
-    SparseDDPStrategy,
-    SparseLocalStrategy,
-)
-from lightning_sparse.strategies.replica_strategy import ReplicaStrategy
-
-SPARSE = (SparseDDPStrategy, SparseLocalStrategy, ReplicaStrategy, SimulatedWorkersStrategy)
+from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 
 class StepMonitor(Callback):
@@ -37,7 +29,7 @@ class StepMonitor(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit" and self._wants_layer_stats and isinstance(trainer.strategy, SPARSE):
+        if stage == "fit" and self._wants_layer_stats and isinstance(trainer.strategy, SparseStrategy):
             trainer.strategy.request_layer_stats()
 
     @override
@@ -45,7 +37,7 @@ class StepMonitor(Callback):
         self._new_steps.clear()
         self._unwritten = None
         strategy = trainer.strategy
-        if isinstance(strategy, SPARSE) and strategy.state is not None:
+        if isinstance(strategy, SparseStrategy) and strategy.state is not None:
             strategy.state.subscribe(self._new_steps.append)
         else:
             rank_zero_info(
@@ -76,12 +68,6 @@ class StepMonitor(Callback):
 
     def log_layers(self, trainer: Trainer, newest: StepStats) -> None:
         """Called on every worker in each step that Lightning logs, if there was an exchange since the last one."""
-
-
-def holders_of(strategy: Any) -> list[EngineHolder]:
-    """What exchanges in this process: one, or all simulated workers."""
-    workers = getattr(strategy, "workers", None)
-    return [strategy.state] if workers is None else list(workers.each)
 
 
 def mean_over_workers(strategy: Any, value: Tensor) -> Tensor:

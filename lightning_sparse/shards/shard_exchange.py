@@ -26,8 +26,16 @@ from lightning_sparse._version import __version__
 from lightning_sparse.ddp.options import DensityControlMode, ExchangeOptions, require_density_control
 from lightning_sparse.engine import Engine, EngineHolder, rehearse_steps
 from lightning_sparse.engine.grouping import as_real, local
-from lightning_sparse.engine.saved_state import sealed
-from lightning_sparse.exchange import ExchangeMode, OwnGroup, current_device, parameter_settings, require_agreement
+from lightning_sparse.engine.holder import BROKEN_OFF
+from lightning_sparse.engine.snapshot import Snapshot
+from lightning_sparse.exchange import (
+    ExchangeMode,
+    OwnGroup,
+    Workers,
+    current_device,
+    parameter_settings,
+    require_agreement,
+)
 from lightning_sparse.exchange.agreement import differing
 from lightning_sparse.exchange.replicas import replica_workers
 from lightning_sparse.exchange.wire import ValueDtype, require_wire
@@ -43,11 +51,14 @@ class ShardExchange(EngineHolder):
     """Averages the gradients of one rank's shards over the replicas. Made by `shard_exchange`.
 
     Attributes:
-        is_exchanging: whether an exchange has begun and has not ended, or was broken off: residuals are of no use then.
         replica: the ranks that hold this rank's replica.
         device: this rank's.
         own_group: the process group in which gradients are exchanged.
     """
+
+    kind = "gradients"
+    is_sharded = True
+    _advice_for_others = "begin with residuals of zero"
 
     def __init__(
         self,
@@ -93,7 +104,7 @@ class ShardExchange(EngineHolder):
                 of_all_shards, names=list(named), workers=self.replica, device=self.device
             )
         self.num_parts = self.replica.num_workers
-        self.is_exchanging = self._is_closed = False
+        self._is_exchanging = self._is_closed = False
         self._ids = {id(one) for one in named.values()}
         self._place_in_world = {"world_size": dist.get_world_size(), "rank": dist.get_rank()}
         self._parameters = named
@@ -132,7 +143,7 @@ class ShardExchange(EngineHolder):
             raise RuntimeError("The exchange was closed: gradients would stay each replica's own. Make a new one.")
         chosen = None if parameters is None else {id(one) for one in parameters}
         self._steps.require_new(one for one in self._parameters.values() if chosen is None or id(one) in chosen)
-        self.is_exchanging = True
+        self._is_exchanging = True
         self._take_in_new()
         self._engine.begin()
         flight = []
@@ -164,7 +175,7 @@ class ShardExchange(EngineHolder):
         if flight:
             self._engine.account()
         self._steps.averaged(reached)
-        self.is_exchanging = False
+        self._is_exchanging = False
 
     def holds_any_of(self, param_groups: Iterable[Mapping[str, Any]]) -> bool:
         """Returns whether an optimizer with these groups steps on parameters of the module."""
@@ -204,61 +215,41 @@ class ShardExchange(EngineHolder):
         }
 
     @property
-    def parameters(self) -> dict[str, nn.Parameter]:
+    def parameters(self) -> Mapping[str, Tensor]:
         """The module's parameters by name, as it has them when they are sharded."""
         return self._parameters
 
-    def residuals(self) -> dict[str, Tensor]:
-        """Returns by name what this rank has not sent of its shards: flat, the memory itself, which later steps change.
-
-        In the order of each shard's indices; only of parameters that required a gradient so far.
-        """
-        return {name: part for bucket in self._buckets for name, part in bucket.by_name().items()}
+    def snapshot(self, workers: Workers | None = None) -> Snapshot:
+        """Return this rank's state; residuals only of parameters that required a gradient so far. Not collective."""
+        snapshot = self._engine.snapshot()
+        snapshot.own["residual"] = {name: part for bucket in self._buckets for name, part in bucket.by_name().items()}
+        return snapshot
 
     @torch.no_grad()
-    def load_residuals(self, saved: Mapping[str, Tensor]) -> None:
-        """Replaces all residuals by saved ones of the same sizes, and by zero where there are none."""
-        self._loaded = dict(saved)
-        for bucket in self._buckets:
-            bucket.residual.zero_()
+    def restore(self, snapshot: Snapshot) -> None:
+        """Replace all state by a snapshot of another run, as far as it fits the model. Not collective."""
+        self.reset()
+        self._engine.restore(snapshot)
+        self._loaded = dict(snapshot.own.get("residual", {}))
         self._fill(self._buckets)
 
+    @torch.no_grad()
     def reset(self) -> None:
-        """Returns to the state before the first step: no residuals, no history, a calibration that begins anew."""
-        self.load_residuals({})
+        """Return to the state before the first step: no residuals, no history, a new calibration."""
+        self._loaded = {}
+        for bucket in self._buckets:
+            bucket.residual.zero_()
         self._engine.reset()
-        self.is_exchanging = False
+        self._is_exchanging = False
 
-    def shared_state(self) -> dict[str, Any]:
-        """Returns what is the same on all replicas for this rank's shards, in plain containers."""
-        return self._engine.shared_state() | self._sparsifier_state(self._engine.next_step)
+    @property
+    def is_exchanging(self) -> bool:
+        """Whether an exchange has begun and has not ended, or was broken off: residuals are of no use then."""
+        return self._is_exchanging
 
-    def load_shared_state(self, saved: Mapping[str, Any]) -> None:
-        """Continues from what `shared_state` returned in another run.
-
-        Args:
-            saved: the other run's; the history of its exchange empty if it had not as many replicas of as many ranks.
-        """
-        self._engine.load_shared_state(saved, same_world_size=True)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns all that this rank needs to go on exactly, for loops without a Trainer: save one file a rank.
-
-        Plain containers and copies, which ``torch.load(weights_only=True)`` reads. Not collective.
-        """
-        residuals = {name: one.cpu().clone() for name, one in self.residuals().items()}
-        return sealed(self._place() | {"shared": self.shared_state(), "residuals": residuals})
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continues from what `state_dict` returned on the same rank, before the first step.
-
-        Raises:
-            RuntimeError: it is of another rank or of another number of ranks, or is damaged.
-        """
-        self._require_own(saved, "begin with residuals of zero", "shared", "residuals")
-        self.reset()
-        self.load_shared_state(saved["shared"])
-        self.load_residuals(saved["residuals"])
+    def obstacles(self) -> list[str]:
+        """Return why residuals cannot be saved at this moment."""
+        return [BROKEN_OFF] if self.is_exchanging else []
 
     def _place(self) -> dict[str, int]:
         return dict(self._place_in_world)

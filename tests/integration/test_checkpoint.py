@@ -20,7 +20,8 @@ from lightning_sparse import (
     SparseDDPStrategy,
     TopK,
 )
-from lightning_sparse.strategies.checkpoint import restore
+from lightning_sparse.checkpointing.options import CheckpointOptions
+from lightning_sparse.checkpointing.restoring import restore
 from tests.integration.models import (
     SMALL_BUCKETS_MB,
     WEIGHTS_ONLY,
@@ -177,7 +178,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(name: str, num_workers: int
 
 
 def residuals_in(path: Path) -> Any:
-    return torch.load(path, weights_only=True)["lightning_sparse"]["residuals"]
+    return [worker["residual"] for worker in torch.load(path, weights_only=True)["lightning_sparse"]["workers"]]
 
 
 def pending(residuals: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -254,7 +255,7 @@ def _fit_renamed(path: str) -> tuple[dict[str, Tensor], list[str]]:
     class Restore(Callback):
         def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
             with pytest.warns(UserWarning, match="the model is not the one of the checkpoint") as caught:
-                restore([trainer.strategy.state], content, "mean")
+                restore([trainer.strategy.state], content, CheckpointOptions())
             messages.extend(str(one.message) for one in caught)
             self.residuals = trainer.strategy.state.residuals.state_dict()
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateFinder
+from lightning_sparse.strategies.epochs import tell_epoch
 
 from lightning_sparse import Accordion, SparseDDPStrategy, SparseLocalStrategy
-from lightning_sparse.strategies.epochs import tell_epoch
 from tests.integration.models import Classifier, data, forgets_a_search, quiet_trainer
 from tests.workers import run_workers
 

@@ -13,9 +13,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_sparse import HSDPHardThresholdStrategy, LocalHSDPHardThresholdStrategy
+from lightning_sparse.checkpointing.whole_files import part_of, put_in_place
 from lightning_sparse.shards import ShardExchange, ShardModelAverager
 from lightning_sparse.strategies import saving
-from lightning_sparse.strategies.saving import part_of, put_in_place
 from tests.integration.hsdp_models import STEPS, Sharded, data, num_ranks, whole_weights
 from tests.integration.models import quiet_trainer
 from tests.integration.test_dying_workers import GROUP_TIMEOUT, workers
