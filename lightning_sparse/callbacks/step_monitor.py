@@ -2,11 +2,9 @@
 
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_sparse.engine.step_stats import StepStats
@@ -68,12 +66,6 @@ class StepMonitor(Callback):
 
     def log_layers(self, trainer: Trainer, newest: StepStats) -> None:
         """Called on every worker in each step that Lightning logs, if there was an exchange since the last one."""
-
-
-def mean_over_workers(strategy: Any, value: Tensor) -> Tensor:
-    """Returns the mean of what each process has, float64 on the CPU. Collective."""
-    mean = value.to(strategy.root_device, torch.float32)
-    return strategy.reduce(mean, reduce_op="mean").double().cpu()  # type: ignore[no-any-return]
 
 
 def logging_step(trainer: Trainer) -> int:

@@ -1,13 +1,11 @@
 """A run that stops and resumes equals one that went on; another number of workers keeps the pending update."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
@@ -290,18 +288,3 @@ def test_the_words_are_checked_at_construction() -> None:
         DDPHardThresholdStrategy(residual_checkpoint="all")
     with pytest.raises(ValueError, match=r"Invalid on_world_size_change='keep'. Must be one of 'mean', 'reset'"):
         SparseDDPStrategy(HardThreshold(threshold=0.1), on_world_size_change="keep")
-
-
-def _gather_flat() -> list[list[float]] | None:
-    from lightning_sparse.exchange import Workers
-
-    rank = dist.get_rank()
-    workers = Workers(None, rank, dist.get_world_size())
-    tensors = [torch.full((3,), float(rank)), torch.full((2,), rank + 0.5, dtype=torch.float64), torch.empty(0)]
-    return [json.loads(json.dumps([one.tolist() for one in part])) for part in workers.gather_to_first(tensors)]
-
-
-def test_tensors_of_all_workers_reach_the_first_one_by_one() -> None:
-    first, *others = run_workers(_gather_flat, 3)
-    assert first == [[[rank] * 3, [rank + 0.5] * 2, []] for rank in (0.0, 1.0, 2.0)]
-    assert others == [[], []]

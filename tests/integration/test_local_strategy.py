@@ -22,7 +22,7 @@ from lightning_sparse import (
     SparseLocalStrategy,
     TopK,
 )
-from lightning_sparse.strategies import saving
+from lightning_sparse.checkpointing import together
 from tests.integration.models import Classifier, TwoPlayers, adam, assert_equal, clones, data, nesterov, quiet_trainer
 from tests.integration.test_checkpoint import END, STOP, ResumableData, SaveAt, WithSchedule
 from tests.workers import run_workers
@@ -360,7 +360,7 @@ class Fails(Classifier):
 
 
 def _fails_alone(folder: str) -> dict[str, Tensor] | None:
-    saving.PATIENCE_IN_TROUBLE = 2.0
+    together.PATIENCE_IN_TROUBLE = 2.0
     anchor: dict[str, Tensor] = {}
 
     class Keep(Callback):
