@@ -46,7 +46,6 @@ class ReplicaStrategy(WithInheritedOptions, ModelParallelStrategy):
     No rank saves alone, and a kill leaves no half of a checkpoint.
 
     Args:
-        sparsifier: selects coordinates.
         replicas: number of replicas; ``"auto"`` is one per node.
         tensor_parallel_size: ranks that share the tensors of a layer, inside a replica.
         **kwargs: of Lightning's ``ModelParallelStrategy``: ``save_distributed_checkpoint`` (True writes a folder to
