@@ -73,7 +73,8 @@ class DensityMonitor(StepMonitor):
         self._asked = float(density) if isinstance(density, (int, float)) else None
         state = getattr(trainer.strategy, "state", None)
         self._averages = "drift" if isinstance(trainer.strategy, LocalTraining) else "gradient"
-        self._sender = "worker" if getattr(state, "num_parts", 1) == 1 else "replica"
+        is_sharded = isinstance(state, EngineHolder) and state.replica.num_workers > 1
+        self._sender = "replica" if is_sharded else "worker"
         self._times = StepTimes()
         if isinstance(state, EngineHolder) and not isinstance(trainer.strategy, SimulatedWorkersStrategy):
             state.subscribe(self._times.of(state))

@@ -32,6 +32,7 @@ from lightning_sparse.drift.shared_weights import SharedWeights
 from lightning_sparse.engine import Engine, EngineHolder, rehearse_steps
 from lightning_sparse.engine.grouping import as_real, kept_dtype, local, require_one_device
 from lightning_sparse.engine.holder import BROKEN_OFF
+from lightning_sparse.engine.parameter_bucket import sizes_by_name
 from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.exchange import Meeting, OwnGroup, Workers, current_device, parameter_settings, require_agreement
 from lightning_sparse.exchange.replicas import summed
@@ -141,11 +142,7 @@ class SparseModelAverager(EngineHolder):
     @property
     def parameter_sizes(self) -> dict[str, int]:
         """By name, how many real numbers this worker exchanges of each parameter."""
-        return {
-            name: size
-            for bucket in self._exchange.buckets
-            for name, size in zip(bucket.layout.names, bucket.layout.sizes, strict=True)
-        }
+        return sizes_by_name(self._exchange.buckets)
 
     @property
     def is_exchanging(self) -> bool:

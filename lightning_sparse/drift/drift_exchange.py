@@ -1,6 +1,6 @@
 """One exchange of drifts: what departs, and what becomes of anchor and weights when the average is there."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
 import torch
@@ -65,6 +65,10 @@ class DriftExchange:
         self.is_changing = True
         self.take_in_new()
         self._engine.begin()
+        self._engine.add_all(self._departing())
+        self.is_changing = False
+
+    def _departing(self) -> Iterator[FlatBucket]:
         for bucket in self.buckets:
             if self.options.overlap:
                 self._starts.append(bucket.read(torch.empty_like(bucket.drift)))
@@ -77,15 +81,8 @@ class DriftExchange:
             is_last = bucket is self.buckets[-1]
             if is_last:
                 notes = torch.cat([notes, self.bystanders.prints(only_buffers=True).to(notes.device)])
-            one = FlatBucket(bucket.index, bucket.layout, bucket.drift, residual, is_last, notes=notes)
-            self._flight.append(one)
-            if not self._engine.needs_survey:
-                self._engine.add(one)
-        if self._engine.needs_survey:
-            self._engine.survey(self._flight)
-            for one in self._flight:
-                self._engine.add(one)
-        self.is_changing = False
+            self._flight.append(FlatBucket(bucket.index, bucket.layout, bucket.drift, residual, is_last, notes=notes))
+            yield self._flight[-1]
 
     def land(self) -> None:
         """Moves the anchor by the average of what was sent, and this worker along with it. Collective.
@@ -158,17 +155,17 @@ class DriftExchange:
         return {
             name: part.view(as_real(local(shapes[name])).shape)
             for bucket in self.buckets
-            for name, part in bucket.by_name(bucket.anchor)
+            for name, part in bucket.by_name(bucket.anchor).items()
         }
 
     def views(self, tensor_of: Callable[[AnchorBucket], Tensor]) -> dict[str, Tensor]:
         """Returns by name what exchanges change, each flat, in the order of the parameter's indices."""
-        return {name: part for bucket in self.buckets for name, part in bucket.by_name(tensor_of(bucket))}
+        return {name: part for bucket in self.buckets for name, part in bucket.by_name(tensor_of(bucket)).items()}
 
     def copy_by_name(self, saved: Mapping[str, Tensor], tensor_of: Callable[[AnchorBucket], Tensor]) -> None:
         """Copies saved tensors, as far as they still fit."""
         for bucket in self.buckets:
-            for name, part in bucket.by_name(tensor_of(bucket)):
+            for name, part in bucket.by_name(tensor_of(bucket)).items():
                 if name in saved and saved[name].numel() == part.numel():
                     part.copy_(saved[name])
 

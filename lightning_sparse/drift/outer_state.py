@@ -79,7 +79,7 @@ def load_outer(
         for key, of_names in tensors.items():
             if of_names.keys() & set(bucket.layout.names):
                 state[key] = torch.zeros_like(bucket.anchor)
-                for name, part in bucket.by_name(state[key]):
+                for name, part in bucket.by_name(state[key]).items():
                     if name in of_names and of_names[name].numel() == part.numel():
                         part.copy_(of_names[name])
         if state:

@@ -14,7 +14,7 @@ and once all are there:
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from time import perf_counter
@@ -206,6 +206,14 @@ class Engine:
         if bucket.notes is not None:
             header = torch.cat([header, bucket.notes])
         self._exchange.start(shipment, header, is_last=bucket.is_last)
+
+    def add_all(self, buckets: Iterable[FlatBucket]) -> None:
+        """Add buckets as they come, or once all are there for a sparsifier that must see the whole step. Collective."""
+        if self.needs_survey:
+            buckets = list(buckets)
+            self.survey(buckets)
+        for bucket in buckets:
+            self.add(bucket)
 
     def _wire(self, residual_dtype: torch.dtype) -> Wire:
         return wire_of(self._value_dtype, residual_dtype, None if self.is_calibrating else self.sparsifier)

@@ -28,13 +28,11 @@ class EngineHolder(ABC):
         names: of all parameters that are averaged.
 
     Attributes:
-        num_parts: into how many parts a model is divided of which each worker holds one.
         kind: of what is averaged: ``"gradients"`` or ``"drifts"``.
         is_sharded: whether a worker is a replica of several ranks.
         replica: the ranks among which a model is sharded; this rank alone if it is not.
     """
 
-    num_parts = 1
     kind: ClassVar[str]
     is_sharded: ClassVar[bool] = False
     replica = Workers(None, 0, 1)
@@ -58,7 +56,7 @@ class EngineHolder(ABC):
     @property
     def num_elements(self) -> int:
         """How many numbers are exchanged of the whole model; for shards, as if all were as large as this rank's."""
-        return self.num_parts * sum(self.parameter_sizes.values())
+        return self.replica.num_workers * sum(self.parameter_sizes.values())
 
     @property
     def workers(self) -> Workers:

@@ -49,7 +49,7 @@ def own_part(parameter: Tensor, full: Tensor) -> Tensor:
         parameter: the parameter.
         full: all of the tensor, in the order of the parameter's indices.
     """
-    full = full.to(parameter.device)
+    full = full.to(parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device)
     if not isinstance(parameter, DTensor):
         return full.flatten()
     mesh = parameter.device_mesh

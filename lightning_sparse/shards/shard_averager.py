@@ -9,19 +9,14 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_sparse.drift import DriftOptions, SparseModelAverager
 from lightning_sparse.drift.averager import drift_settings
-from lightning_sparse.engine.grouping import local
-from lightning_sparse.exchange import current_device, require_agreement
-from lightning_sparse.exchange.agreement import differing
-from lightning_sparse.exchange.replicas import largest, replica_workers
-from lightning_sparse.shards.combined import of_all_shards
-from lightning_sparse.shards.requirements import require_shards, shard_settings
+from lightning_sparse.exchange.replicas import largest
 from lightning_sparse.shards.resharded import Resharded, reshard
+from lightning_sparse.shards.sharding import Sharding
 from lightning_sparse.sparsifiers import Dense, Sparsifier
 
 
@@ -80,24 +75,14 @@ class ShardModelAverager(SparseModelAverager):
         if not isinstance(sparsifier, Sparsifier):
             raise TypeError(f"Expected a sparsifier such as HardThreshold(density=0.01), got {sparsifier!r}.")
         reshard(module)
-        require_shards(module, mesh)
-        group, named = mesh.get_group(), dict(module.named_parameters())
-        with current_device(local(next(iter(named.values()))).device):
-            settings = drift_settings(module, sparsifier, options, per_layer_stats)
-            # Shards are those of other ranks' in the same place. Who disagrees there is told of to all.
-            settings["shards that differ between replicas"] = differing(shard_settings(named), group)
-            require_agreement(settings)
-            self.replica = replica_workers(group)
-        if dist.get_world_size(group) == 1:
+        sharding = Sharding(module, mesh, drift_settings(module, sparsifier, options, per_layer_stats))
+        self.replica = sharding.replica
+        if sharding.is_alone:
             sparsifier, options = Dense(), replace(options, value_dtype="float32")
-        super().__init__(Resharded(module), sparsifier, options, group=group, per_layer_stats=per_layer_stats)
-        self._engine.of_whole_model = partial(
-            of_all_shards, names=list(named), workers=self.replica, device=self.device
-        )
+        super().__init__(Resharded(module), sparsifier, options, group=sharding.group, per_layer_stats=per_layer_stats)
+        sharding.add_up(self._engine)
         self._exchange.of_whole_model = partial(largest, workers=self.replica, device=self.device)
-        self.num_parts = self.replica.num_workers
-        self._whole = module
-        self._place_in_world = {"world_size": dist.get_world_size(), "rank": dist.get_rank()}
+        self._whole, self._place_in_world = module, sharding.place
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()

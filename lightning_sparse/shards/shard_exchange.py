@@ -13,20 +13,19 @@ When a gradient becomes part of training: when `ShardExchange.average_gradients`
 and an optimizer's step. Gradients that are dropped before that have never been in a residual.
 """
 
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_sparse._version import __version__
 from lightning_sparse.ddp.options import DensityControlMode, ExchangeOptions, require_density_control
-from lightning_sparse.engine import Engine, EngineHolder, rehearse_steps
+from lightning_sparse.engine import Engine, EngineHolder, FlatBucket, rehearse_steps
 from lightning_sparse.engine.grouping import as_real, local
 from lightning_sparse.engine.holder import BROKEN_OFF
+from lightning_sparse.engine.parameter_bucket import sizes_by_name
 from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.exchange import (
     ExchangeMode,
@@ -34,15 +33,11 @@ from lightning_sparse.exchange import (
     Workers,
     current_device,
     parameter_settings,
-    require_agreement,
 )
-from lightning_sparse.exchange.agreement import differing
-from lightning_sparse.exchange.replicas import replica_workers
 from lightning_sparse.exchange.wire import ValueDtype, require_wire
-from lightning_sparse.shards.combined import of_all_shards
-from lightning_sparse.shards.requirements import require_shards, shard_settings
 from lightning_sparse.shards.resharded import reshard
 from lightning_sparse.shards.shard_bucket import ShardBucket, lay_out
+from lightning_sparse.shards.sharding import Sharding
 from lightning_sparse.shards.steps_on_averages import StepsOnAverages
 from lightning_sparse.sparsifiers import Dense, Sparsifier
 
@@ -74,25 +69,19 @@ class ShardExchange(EngineHolder):
         require_density_control(sparsifier, options.density_control)
         require_wire(sparsifier, options.value_dtype)
         reshard(module)
-        require_shards(module, mesh)
-        group, named = mesh.get_group(), dict(module.named_parameters())
-        self.device = local(next(iter(named.values()))).device
+        settings = parameter_settings(module) | sparsifier.settings() | vars(options)
+        versions = {"lightning_sparse": __version__, "torch": str(torch.__version__)}
+        sharding = Sharding(module, mesh, settings | {"per_layer_stats": per_layer_stats} | versions)
+        named, self.device, self.replica = sharding.named, sharding.device, sharding.replica
         with current_device(self.device):
-            settings = parameter_settings(module) | sparsifier.settings() | vars(options)
-            settings |= {"per_layer_stats": per_layer_stats}
-            settings |= {"lightning_sparse": __version__, "torch": str(torch.__version__)}
-            # Shards are those of other ranks' in the same place. Who disagrees there is told of to all.
-            settings["shards that differ between replicas"] = differing(shard_settings(named), group)
-            require_agreement(settings)
-            self.replica = replica_workers(group)
-            self.own_group = OwnGroup(group)
+            self.own_group = OwnGroup(sharding.group)
             super().__init__(
                 Engine(
-                    sparsifier if dist.get_world_size(group) > 1 else Dense(),
+                    Dense() if sharding.is_alone else sparsifier,
                     group=self.own_group.group,
                     exchange=options.exchange,
                     link_gbit_s=options.link_gbit_s,
-                    value_dtype=options.value_dtype if dist.get_world_size(group) > 1 else "float32",
+                    value_dtype="float32" if sharding.is_alone else options.value_dtype,
                     per_layer_stats=per_layer_stats,
                     holds_density=options.holds_density,
                 ),
@@ -100,13 +89,10 @@ class ShardExchange(EngineHolder):
             )
             buffers = [one for one in module.buffers() if not one.is_meta]
             self.workers.broadcast([*map(local, named.values()), *map(local, buffers)])
-            self._engine.of_whole_model = partial(
-                of_all_shards, names=list(named), workers=self.replica, device=self.device
-            )
-        self.num_parts = self.replica.num_workers
+            sharding.add_up(self._engine)
         self._is_exchanging = self._is_closed = False
         self._ids = {id(one) for one in named.values()}
-        self._place_in_world = {"world_size": dist.get_world_size(), "rank": dist.get_rank()}
+        self._place_in_world = sharding.place
         self._parameters = named
         self._steps = StepsOnAverages(module, named.values(), self.holds_any_of)
         self._buckets: list[ShardBucket] = []
@@ -146,21 +132,20 @@ class ShardExchange(EngineHolder):
         self._is_exchanging = True
         self._take_in_new()
         self._engine.begin()
-        flight = []
-        for bucket in self._buckets:
-            used = {
-                name
-                for name, one in zip(bucket.layout.names, bucket.parameters, strict=True)
-                if one.grad is not None and (chosen is None or id(one) in chosen)
-            }
-            one = bucket.bring(used, is_last=bucket is self._buckets[-1], notes=self._marks_of(bucket, used))
-            flight.append(one)
-            if not self._engine.needs_survey:
-                self._engine.add(one)
-        if self._engine.needs_survey:
-            self._engine.survey(flight)
-            for one in flight:
-                self._engine.add(one)
+        flight: list[FlatBucket] = []
+
+        def departing() -> Iterator[FlatBucket]:
+            for bucket in self._buckets:
+                used = {
+                    name
+                    for name, parameter in zip(bucket.layout.names, bucket.parameters, strict=True)
+                    if parameter.grad is not None and (chosen is None or id(parameter) in chosen)
+                }
+                is_last = bucket is self._buckets[-1]
+                flight.append(bucket.bring(used, is_last=is_last, notes=self._marks_of(bucket, used)))
+                yield flight[-1]
+
+        self._engine.add_all(departing())
         notes = self._engine.finish() if flight else []
         reached: list[Tensor] = []
         for bucket, one, marks in zip(self._buckets, flight, notes, strict=True):
@@ -199,7 +184,7 @@ class ShardExchange(EngineHolder):
 
     def _fill(self, buckets: Iterable[ShardBucket]) -> None:
         for bucket in buckets:
-            for name, part in bucket.by_name().items():
+            for name, part in bucket.by_name(bucket.residual).items():
                 if name in self._loaded and self._loaded[name].numel() == part.numel():
                     part.copy_(self._loaded.pop(name))
 
@@ -208,11 +193,7 @@ class ShardExchange(EngineHolder):
     @property
     def parameter_sizes(self) -> dict[str, int]:
         """By name, how many real numbers this rank exchanges of each parameter."""
-        return {
-            name: size
-            for bucket in self._buckets
-            for name, size in zip(bucket.layout.names, bucket.layout.sizes, strict=True)
-        }
+        return sizes_by_name(self._buckets)
 
     @property
     def parameters(self) -> Mapping[str, Tensor]:
@@ -222,7 +203,9 @@ class ShardExchange(EngineHolder):
     def snapshot(self, workers: Workers | None = None) -> Snapshot:
         """Return this rank's state; residuals only of parameters that required a gradient so far. Not collective."""
         snapshot = self._engine.snapshot()
-        snapshot.own["residual"] = {name: part for bucket in self._buckets for name, part in bucket.by_name().items()}
+        snapshot.own["residual"] = {
+            name: part for bucket in self._buckets for name, part in bucket.by_name(bucket.residual).items()
+        }
         return snapshot
 
     @torch.no_grad()

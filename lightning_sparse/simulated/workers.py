@@ -103,9 +103,7 @@ class SimulatedWorker(EngineHolder):
         if self._clip_norm is not None:
             clip_gradient([one.gradient for one in buckets], self._clip_norm)
         self._engine.begin()
-        self._engine.survey(buckets)
-        for one in buckets:
-            self._engine.add(one)
+        self._engine.add_all(buckets)
         self._engine.finish()
         for one in buckets:
             self.residuals.keep(one.index, self._parameters.keys() - gradients.keys())
