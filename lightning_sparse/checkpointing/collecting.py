@@ -16,8 +16,8 @@ from lightning_sparse.exchange import Workers
 from lightning_sparse.exchange.replicas import summed
 from lightning_sparse.exchange.sharded_tensors import like_parameter, whole, write_folder
 
-CHUNK_BYTES = 2**26
-"""Tensors that travel to rank 0 together: enough to keep a network busy, and little beside a model."""
+CHUNK_BYTES = 2**24
+"""Tensors that travel to rank 0 together: enough to keep a network busy. Rank 0 needs four times as much memory."""
 OPTIMIZERS = "optimizers"
 """The kind of a worker's own tensors that are optimizer states, nested dicts."""
 
@@ -37,7 +37,7 @@ def collect(
 
     Collective, unless ``why_not`` is given or no kinds of a model that is not sharded.
 
-    In one file rank 0 needs the memory of the content, and beside it that of ``CHUNK_BYTES`` or of the largest tensor.
+    In one file rank 0 needs the memory of the content, and beside it four times ``CHUNK_BYTES`` or the largest tensor.
 
     Args:
         averager: this rank's.

@@ -114,11 +114,16 @@ def warn_of_incomplete(kind: str, why: str, weights: str) -> None:
         why: the reason.
         weights: whose weights the file has, for drifts.
     """
-    how, lost = "without residuals", "A run that resumes from it begins with residuals of zero; unsent values are lost."
-    if kind == "drifts":
-        how = f"with the {weights} weights and without drifts"
-        lost = "It lacks what workers did since the last exchange, and unsent values."
-    rank_zero_warn(f"lightning_sparse: the checkpoint is written {how}: {why}. {lost}")
+    if kind == "gradients":
+        rank_zero_warn(
+            f"lightning_sparse: the checkpoint is written without residuals: {why}. A run that resumes from it begins with "
+            "residuals of zero; unsent values are lost."
+        )
+    else:
+        rank_zero_warn(
+            f"lightning_sparse: the checkpoint is written with the {weights} weights and without drifts: {why}. It lacks "
+            "what workers did since the last exchange, and unsent values."
+        )
 
 
 def say_changed_model(lost: Mapping[str, Tensor], new: Sequence[str], what: str) -> None:

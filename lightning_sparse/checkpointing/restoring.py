@@ -104,14 +104,16 @@ def _require_world_size(saved: int, now: int, on_world_size_change: OnWorldSizeC
 
 
 def _say_world_size(averager: EngineHolder, saved: int, on_world_size_change: OnWorldSizeChange) -> None:
-    becomes = "each starts from the mean of the old residuals"
-    if on_world_size_change == "reset":
-        becomes = "residuals start from zero"
-    if averager.kind == "drifts":
-        becomes = "all begin with the mean of the old weights as the anchor, and with the checkpoint's own optimizers"
-    what = "replicas" if averager.is_sharded else "workers"
     now = averager.workers.num_workers
-    rank_zero_info(f"lightning_sparse: the number of {what} is {now} instead of {saved}: {becomes}.")
+    if averager.kind == "drifts":
+        rank_zero_info(
+            f"lightning_sparse: the number of workers is {now} instead of {saved}: all begin with the mean of the old "
+            "weights as the anchor, and with the checkpoint's own optimizers."
+        )
+    else:
+        is_mean = on_world_size_change == "mean"
+        becomes = "each starts from the mean of the old residuals" if is_mean else "residuals start from zero"
+        rank_zero_info(f"lightning_sparse: the number of workers is {now} instead of {saved}: {becomes}.")
 
 
 def _source(saved: Mapping[str, Any], path: Path | None, kind: str) -> Source | None:

@@ -29,12 +29,10 @@ class EngineHolder(ABC):
 
     Attributes:
         kind: of what is averaged: ``"gradients"`` or ``"drifts"``.
-        is_sharded: whether a worker is a replica of several ranks.
         replica: the ranks among which a model is sharded; this rank alone if it is not.
     """
 
     kind: ClassVar[str]
-    is_sharded: ClassVar[bool] = False
     replica = Workers(None, 0, 1)
     _advice_for_others = "begin without it"
 
@@ -173,7 +171,7 @@ class EngineHolder(ABC):
         return sealed(self._place() | self.snapshot().copied())
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned on the worker of the same rank, before the first step.
+        """Continue from what ``state_dict`` returned on the worker of the same rank, before the first step.
 
         Raises:
             RuntimeError: the state belongs to another rank or another number of workers, or is damaged.
@@ -189,7 +187,7 @@ class EngineHolder(ABC):
         """Raise RuntimeError if a state was saved by another worker, or has changed since.
 
         Args:
-            saved: what `state_dict` returned.
+            saved: what ``state_dict`` returned.
             parts: what it holds beside this worker's place.
         """
         here = self._place()

@@ -52,7 +52,6 @@ class ShardExchange(EngineHolder):
     """
 
     kind = "gradients"
-    is_sharded = True
     _advice_for_others = "begin with residuals of zero"
 
     def __init__(
