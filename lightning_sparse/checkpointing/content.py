@@ -116,13 +116,13 @@ def warn_of_incomplete(kind: str, why: str, weights: str) -> None:
     """
     if kind == "gradients":
         rank_zero_warn(
-            f"lightning_sparse: the checkpoint is written without residuals: {why}. A run that resumes from it begins with "
-            "residuals of zero; unsent values are lost."
+            f"lightning_sparse: the checkpoint is written without residuals: {why}. A run that resumes from it begins "
+            "with residuals of zero; unsent values are lost."
         )
     else:
         rank_zero_warn(
-            f"lightning_sparse: the checkpoint is written with the {weights} weights and without drifts: {why}. It lacks "
-            "what workers did since the last exchange, and unsent values."
+            f"lightning_sparse: the checkpoint is written with the {weights} weights and without drifts: {why}. It "
+            "lacks what workers did since the last exchange, and unsent values."
         )
 
 
