@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,24 +21,8 @@ Place = tuple[str, str]
 """A worker's number or ``SHARED``, and the kind of tensors."""
 
 
-class Source(Protocol):
-    """The tensors of a checkpoint. Every method is collective if a folder is read."""
-
-    def sizes(self, place: Place) -> dict[str, int]:
-        """Return the number of elements of each saved tensor by parameter name."""
-
-    def whole(self, place: Place, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return whole tensors, flat."""
-
-    def parts(self, place: Place, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return this rank's parts, flat, of tensors that are saved in the parameters' sizes."""
-
-    def load_optimizers(self, worker: int, module: Any, optimizers: Sequence[Any]) -> None:
-        """Give optimizers a worker's states, if they are saved."""
-
-
 class FileSource:
-    """Tensors in the content itself.
+    """Whole tensors in the content itself.
 
     Args:
         content: of the checkpoint.
@@ -55,20 +39,20 @@ class FileSource:
         return tensors
 
     def sizes(self, place: Place) -> dict[str, int]:
-        """See ``Source``."""
+        """Return the number of elements of each saved tensor by parameter name."""
         return {name: tensor.numel() for name, tensor in self._held(place).items()}
 
     def whole(self, place: Place, names: Sequence[str]) -> dict[str, Tensor]:
-        """See ``Source``."""
+        """Return whole tensors, flat."""
         return {name: self._held(place)[name] for name in names}
 
     def parts(self, place: Place, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """See ``Source``."""
+        """Return this rank's parts, flat, of tensors that are saved in the parameters' sizes."""
         held = self._held(place)
         return {name: own_part(parameter, held[name]) for name, parameter in parameters.items()}
 
     def load_optimizers(self, worker: int, module: Any, optimizers: Sequence[Any]) -> None:
-        """See ``Source``."""
+        """Give optimizers a worker's states, if they are saved."""
         for at, saved in self._held((str(worker), OPTIMIZERS)).items():
             state: Any = get_optimizer_state_dict(module, optimizers[int(at)])
             for name, of_name in state["state"].items():
@@ -81,7 +65,7 @@ class FileSource:
 
 
 class FolderSource:
-    """Tensors in a folder beside the content; all ranks ask for the same in the same order.
+    """The same for tensors in a folder beside the content: collective, all ranks ask for the same in the same order.
 
     Args:
         folder: where they are.
@@ -94,18 +78,18 @@ class FolderSource:
         self._folder, self._known = folder, sizes_in_folder(folder)
 
     def sizes(self, place: Place) -> dict[str, int]:
-        """See ``Source``."""
+        """See ``FileSource``."""
         prefix = ".".join(place) + "."
         return {path[len(prefix) :]: size.numel() for path, size in self._known.items() if path.startswith(prefix)}
 
     def whole(self, place: Place, names: Sequence[str]) -> dict[str, Tensor]:
-        """See ``Source``."""
+        """See ``FileSource``."""
         found = {name: torch.empty(self._known[".".join((*place, name))]) for name in names}
         self._read(place, found)
         return {name: tensor.flatten() for name, tensor in found.items()}
 
     def parts(self, place: Place, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """See ``Source``."""
+        """See ``FileSource``."""
         found = {}
         for name, parameter in parameters.items():
             held = as_real(local(parameter))
@@ -115,7 +99,7 @@ class FolderSource:
         return {name: local(tensor).flatten() for name, tensor in found.items()}
 
     def load_optimizers(self, worker: int, module: Any, optimizers: Sequence[Any]) -> None:
-        """See ``Source``."""
+        """See ``FileSource``."""
         for at, optimizer in enumerate(optimizers):
             place = (str(worker), OPTIMIZERS)
             if any(path.startswith(f"{worker}.{OPTIMIZERS}.{at}.") for path in self._known):
@@ -135,3 +119,6 @@ class FolderSource:
                 if not bool(local(tensor).isfinite().all()):
                     path = f"{self._folder}, {worker}.{kind}.{name}"
                     raise DamagedStateError(path, "has values that are NaN or infinite")
+
+
+Source = FileSource | FolderSource

@@ -7,9 +7,8 @@ from lightning_sparse.strategies.hard_threshold import (
     LocalHardThresholdStrategy,
     LocalHSDPHardThresholdStrategy,
 )
-from lightning_sparse.strategies.hsdp import SparseHSDPStrategy
+from lightning_sparse.strategies.hsdp import SparseHSDPStrategy, SparseLocalHSDPStrategy
 from lightning_sparse.strategies.local import SparseLocalStrategy
-from lightning_sparse.strategies.local_hsdp import SparseLocalHSDPStrategy
 from lightning_sparse.strategies.names import register_strategies
 
 __all__ = [

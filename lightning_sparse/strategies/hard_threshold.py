@@ -1,9 +1,8 @@
 """The strategies that take a threshold or a density instead of a sparsifier."""
 
 from lightning_sparse.strategies.ddp import SparseDDPStrategy
-from lightning_sparse.strategies.hsdp import SparseHSDPStrategy
+from lightning_sparse.strategies.hsdp import SparseHSDPStrategy, SparseLocalHSDPStrategy
 from lightning_sparse.strategies.local import SparseLocalStrategy
-from lightning_sparse.strategies.local_hsdp import SparseLocalHSDPStrategy
 from lightning_sparse.strategies.options import ByThreshold
 
 
