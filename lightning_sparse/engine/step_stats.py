@@ -28,6 +28,11 @@ class LayerStats:
     density: float
     squared_error: float
 
+    @property
+    def keeps_nothing(self) -> bool:
+        """Whether every residual of the layer is zero after the step."""
+        return self.squared_error == 0
+
 
 @dataclass(frozen=True)
 class StepStats:
@@ -72,6 +77,11 @@ class StepStats:
     def error_norm(self) -> float:
         """sqrt((1/n) Σ_i ‖e_i‖²) after the step, in gradient units."""
         return sqrt(self.squared_error)
+
+    @property
+    def keeps_nothing(self) -> bool:
+        """Whether every residual is zero after the step: all values but zeros were sent, or nothing is ever kept."""
+        return self.squared_error == 0
 
 
 def step_stats(
