@@ -89,7 +89,9 @@ class Engine:
         # As text: what a sparsifier of the user's own is set with need not be something that a checkpoint can hold.
         self._settings = {name: repr(value) for name, value in sparsifier.settings().items()}
         self._exchange = Exchange(exchange, group, link_gbit_s, workers)
-        self.calibrator = Calibrator(self.sparsifier, speaks=self.workers.rank == 0, holds_density=holds_density)
+        self.calibrator = Calibrator(
+            self.sparsifier, speaks=self.workers.rank == 0, holds_density=holds_density, keeps_rest=keeps_rest
+        )
         self._calibrates: bool | None = None
         self._value_dtype: ValueDtype = value_dtype
         self._per_layer_stats = per_layer_stats or self.calibrator.needs_layers
