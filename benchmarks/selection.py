@@ -10,7 +10,7 @@ repetition finds the same coordinates at or above λ.
     take_out         p = e + g, select into a payload, keep the rest, ‖e'‖² (compiled functions; Triton's kernels)
     take_out_masked  the same into a dense tensor with zeros between, for the dense route
     by_operations    take_out where there is no compiler: BlockFilter, PayloadFormat.fill and the norm
-    plain            compensate, HardThreshold.select, Wire.rounded, keep_rest: the same step without kept buffers
+    plain            compensate, HardThreshold.select, keep_rest: the same step without kept buffers
     topk             abs().topk(k) of p alone, with the k that the threshold selects; it neither adds nor clears
 
 and beside them what a receiver does:
@@ -98,8 +98,8 @@ def ways(start: Tensor, gradient: Tensor, selected: int, value_dtype: ValueDtype
         return Residual(residual, new_residual)
 
     def plain(residual: Tensor) -> None:
-        indices, values = sparsifier.select(compensate(Residual(residual, residual), gradient), layout)
-        keep_rest(residual, indices, wire.rounded(values))
+        selected = sparsifier.select(compensate(Residual(residual, residual), gradient), layout)
+        keep_rest(residual, selected, wire)
 
     def topk(residual: Tensor) -> Tensor:
         return residual.abs().topk(selected, sorted=False).indices

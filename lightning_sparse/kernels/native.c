@@ -98,10 +98,37 @@ static inline float rounded(float p, int32_t wire, float scale) {
     return of_whole(to_whole(p, scale, limit_of(wire)), scale, limit_of(wire));
 }
 
-/* What is left of a value that is sent; nothing of one that is not finite. */
-static float left_of(float p, const payload_t *out) {
-    float kept = out->wire == WIRE_FLOAT32 ? 0.0f : p - rounded(p, out->wire, out->scale);
-    return isfinite(kept) ? kept : 0.0f;
+/* All bits where abs(p) < threshold, which NaN is not. */
+static inline __attribute__((always_inline)) ints is_below(floats p, float threshold) { return (p < threshold) & (p > -threshold); }
+
+static inline __attribute__((always_inline)) int all(ints mask) {
+    int32_t found = -1;
+    for (int l = 0; l < LANES; l++) found &= mask[l];
+    return found;
+}
+
+/* The rule of a selected value: returns what comes out at the other end, and in kept what stays; nothing stays of a
+   value that is not finite. sent_and_kept in selection/residual.py (for tensors) and in kernels/threshold.py (for
+   Triton) are the same rule with the same bits. */
+static inline float sent_and_kept(float p, int32_t wire, float scale, float *kept) {
+    float sent = rounded(p, wire, scale), rest = p - sent;
+    *kept = isfinite(rest) ? rest : 0.0f;
+    return sent;
+}
+
+/* sent_and_kept of LANES values, of which those that are selected have a meaning: compilers do not make vectors of it. */
+static inline __attribute__((always_inline)) floats
+lanes_sent_and_kept(floats p, ints selected, int32_t wire, float scale, floats *kept) {
+    floats sent = p;
+    if (wire == WIRE_BFLOAT16) { /* all lanes: without a branch these are vectors */
+        for (int l = 0; l < LANES; l++) sent[l] = rounded(p[l], wire, scale);
+    } else if (wire != WIRE_FLOAT32 && !all(~selected)) {
+        for (int l = 0; l < LANES; l++)
+            if (selected[l]) sent[l] = rounded(p[l], wire, scale);
+    }
+    *kept = p - sent;
+    *kept = (floats)((ints)*kept & is_below(*kept, INFINITY));
+    return sent;
 }
 
 static int is_zero(const float *values, int64_t count) {
@@ -124,12 +151,12 @@ static void fold(floats *squares, const float *after, int64_t begin, int64_t end
         int64_t last = out->selected < out->capacity ? out->selected : out->capacity;
         sum = 0;
         for (int64_t j = begin; j < end; j++) {
-            double kept = after[j];
+            float kept = after[j];
             if (written < last && out->offsets[written] == (uint16_t)j)
                 written++;
             else if (!(fabsf(after[j]) < threshold))
-                kept = left_of(after[j], out);
-            sum += kept * kept;
+                sent_and_kept(after[j], out->wire, out->scale, &kept);
+            sum += (double)kept * kept;
         }
     }
     out->squares += sum;
@@ -159,7 +186,8 @@ static inline float get(const void *values, int64_t place, int32_t wire, float s
 
 /* Sends one element as far as there is room; returns what is kept of it. */
 static inline float send(float p, int64_t place, payload_t *out, float *after) {
-    float kept = left_of(p, out);
+    float kept;
+    sent_and_kept(p, out->wire, out->scale, &kept);
     out->non_finite += !isfinite(p);
     if (out->selected < out->capacity) {
         put(p, out);
@@ -185,15 +213,6 @@ static void send_group(float *after, int64_t begin, const uint64_t *words, float
 static inline __attribute__((always_inline)) floats load(const float *place) { return *(const floats *)place; }
 
 static inline __attribute__((always_inline)) void store(float *place, floats values) { *(floats *)place = values; }
-
-/* All bits where abs(p) < threshold, which NaN is not. */
-static inline __attribute__((always_inline)) ints is_below(floats p, float threshold) { return (p < threshold) & (p > -threshold); }
-
-static inline __attribute__((always_inline)) int all(ints mask) {
-    int32_t found = -1;
-    for (int l = 0; l < LANES; l++) found &= mask[l];
-    return found;
-}
 
 static inline __attribute__((always_inline)) void
 walk(const float *before, float *after, float *gradient, float scale, int has_scale, int clears, int64_t start,
@@ -287,16 +306,10 @@ walk_masked(const float *before, float *after, const float *gradient, float scal
                 p[j] = before[begin + j] + (has_scale ? g / scale : g);
             }
         }
-        sent = p;
         ints below = is_below(p, threshold), finite = is_below(p, INFINITY);
-        if (wire == WIRE_BFLOAT16) {
-            for (int l = 0; l < LANES; l++) sent[l] = of_bfloat16(to_bfloat16(p[l]));
-        } else if (wire != WIRE_FLOAT32 && !all(below)) {
-            for (int l = 0; l < LANES; l++)
-                if (!below[l]) sent[l] = rounded(p[l], wire, out->scale);
-        }
-        kept = p - sent;
-        kept = (floats)(((ints)p & below) | ((ints)kept & ~below & is_below(kept, INFINITY)));
+        for (int64_t j = count; j < LANES; j++) below[j] = -1; /* beyond the end: 0 reaches a threshold of 0 */
+        sent = lanes_sent_and_kept(p, ~below, wire, out->scale, &kept);
+        kept = (floats)(((ints)p & below) | ((ints)kept & ~below));
         sent = (floats)((ints)sent & ~below) / divisor;
         squares += kept * kept;
         selected += ~below; /* each -1 */

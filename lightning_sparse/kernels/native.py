@@ -126,7 +126,7 @@ class NativeThreshold:
         self._note_changes(self._tensors[1:] if clears_gradient else self._tensors[1:2])
 
     def take_out_masked(self, threshold: float, start: int, end: int, out: Tensor, divisor: int) -> None:
-        """Writes into out what reaches λ > 0, divided, with zeros between; out may be the gradient."""
+        """Writes into out what reaches λ, divided, with zeros between; out may be the gradient."""
         span = (ctypes.c_int64(start), ctypes.c_int64(end), ctypes.c_float(threshold), ctypes.byref(self._state))
         _functions().take_out_masked(*self._inputs, _pointer(out), ctypes.c_float(divisor), *span)
         self._note_changes((self._tensors[1], out))

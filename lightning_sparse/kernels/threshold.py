@@ -88,8 +88,8 @@ def _walk_words(
     # A comparison with NaN is false, so "not below" selects NaN as well.
     selected = ~(tl.abs(p) < threshold) & inside
     ones = selected.to(tl.int32)
-    sent = of_wire(_to_wire(p, scale, WIRE, LIMIT), scale, p.dtype)
-    kept = tl.where(selected, _rest(p, sent), p)
+    _, sent, kept = sent_and_kept(p, scale, WIRE, LIMIT)
+    kept = tl.where(selected, kept, p)
     if out is None:
         tl.store(residual + begin + at, p, mask=inside)  # what finds no room in the payload stays
     else:
@@ -210,10 +210,10 @@ def pack_block(
         at = word * 32 + _bit_count((marks ^ without_lowest) - 1)
         fits = marked & (place < room)
         p = tl.load(residual + begin + at, mask=fits, other=0.0)
-        sent = _to_wire(p, scale, values.dtype.element_ty, LIMIT)
-        tl.store(values + earlier + place, sent, mask=fits)
+        encoded, _, kept = sent_and_kept(p, scale, values.dtype.element_ty, LIMIT)
+        tl.store(values + earlier + place, encoded, mask=fits)
         tl.store(offsets + earlier + place, (first_offset + at).to(tl.int16), mask=fits)
-        tl.store(residual + begin + at, _rest(p, of_wire(sent, scale, p.dtype)), mask=fits)
+        tl.store(residual + begin + at, kept, mask=fits)
         marks = without_lowest
         place += 1
 
@@ -287,7 +287,13 @@ def of_wire(sent: tl.tensor, scale: tl.tensor, dtype: tl.constexpr) -> tl.tensor
 
 
 @jit
-def _rest(p: tl.tensor, sent: tl.tensor) -> tl.tensor:
-    # As keep_rest: 0 where the difference is not finite.
-    rest = p - sent
-    return tl.where(_is_finite(rest), rest, 0.0)
+def sent_and_kept(p: tl.tensor, scale: tl.tensor, WIRE: tl.constexpr, LIMIT: tl.constexpr) -> tl.tensor:
+    """Returns what a selected value is in the payload and at the other end, and what is kept of it.
+
+    The rule of a selected value, for Triton. ``sent_and_kept`` in ``selection/residual.py`` and in ``native.c`` are the
+    same rule with the same bits.
+    """
+    encoded = _to_wire(p, scale, WIRE, LIMIT)
+    sent = of_wire(encoded, scale, p.dtype)
+    kept = p - sent
+    return encoded, sent, tl.where(_is_finite(kept), kept, 0.0)

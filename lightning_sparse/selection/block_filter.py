@@ -67,12 +67,11 @@ class BlockFilter:
         found = [self._search(residual, gradient, run, loss_scale, clears_gradient) for run in runs]
         after = residual.after
         indices = found[0] if len(found) == 1 else torch.cat(found) if found else after.new_empty(0).long()
-        sent = Selection(indices, wire.rounded(after.index_select(0, indices)))
-        if wire.dtype == after.dtype:
-            after.index_fill_(0, indices, 0.0)
-        else:
-            keep_rest(after, *sent)
-        return sent
+        selected = Selection(indices, after.index_select(0, indices))
+        if wire.dtype != after.dtype:
+            return keep_rest(after, selected, wire)
+        after.index_fill_(0, indices, 0.0)
+        return selected
 
     def take_out_masked(
         self,

@@ -126,9 +126,7 @@ class Extraction:
         if type(self._sparsifier).select not in (HardThreshold.select, MarkingSparsifier.select):
             selected = in_order(selected, bucket.layout.num_elements)
         selected = without(selected, bucket.unused, bucket.layout.num_elements)
-        sent = Selection(selected.indices, wire.rounded(selected.values))
-        keep_rest(compensated, *sent)
-        return sent
+        return keep_rest(compensated, selected, wire)
 
     def _mask_on_cpu(self, bucket: BucketGradient, shipment: Shipment) -> LocalNumbers:
         after, divisor = bucket.residual.after, shipment.format.wire.divisor(shipment.workers.num_workers)
@@ -271,9 +269,7 @@ def _rest_in_residual(
             part = slice(max(start - begin, 0), end - begin)
             is_left[part] = (rest[part].abs() < threshold).logical_not_()
     indices = is_left.nonzero().squeeze(1).add_(begin)
-    sent = Selection(indices, payload_format.wire.rounded(residual[indices]))
-    keep_rest(residual, *sent)
-    return sent
+    return keep_rest(residual, Selection(indices, residual[indices]), payload_format.wire)
 
 
 def without(selection: Selection, spans: Sequence[tuple[int, int]], num_elements: int) -> Selection:

@@ -27,13 +27,13 @@ def take_out_shared(bucket: BucketGradient, shipment: SharedShipment) -> tuple[S
     layout, indices = bucket.layout, shipment.indices
     after = compensate(bucket.residual, bucket.gradient, bucket.loss_scale)
     is_wrong = after.isfinite().logical_not_()
-    sent = shipment.format.wire.rounded(after.index_select(0, indices))
+    values = after.index_select(0, indices)
     if bucket.unused:
         is_left_out = torch.zeros_like(is_wrong)
         for start, end in bucket.unused:
             is_left_out[start:end] = True
-        sent = sent.masked_fill(is_left_out[indices], 0)
-    keep_rest(after, indices, sent)
+        values = values.masked_fill(is_left_out[indices], 0)
+    sent = keep_rest(after, Selection(indices, values), shipment.format.wire).values
     after.masked_fill_(is_wrong, 0)
     boundaries = torch.tensor(layout.boundaries).to(after.device, non_blocking=True)
     wrong_before = torch.nn.functional.pad(is_wrong.cumsum(0), (1, 0))[boundaries]

@@ -24,6 +24,8 @@ from lightning_sparse.selection.numbers import FIXED_FIELDS, SLOTS
 from lightning_sparse.selection.residual import Residual, compensate, keep_rest
 from lightning_sparse.sparsifiers import HardThreshold, LayerLayout, Selection
 from tests.interpreter import INTERPRETED, run_in_interpreter
+from tests.unit.test_sent_and_kept import THRESHOLDS, by_tensors, rows
+from tests.unit.test_sent_and_kept import WIRES as VALUE_WIRES
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 FLOAT, DOUBLE, HALF, BRAIN = torch.float32, torch.float64, torch.float16, torch.bfloat16
@@ -351,7 +353,7 @@ def test_the_payload_has_the_bits_of_the_plain_step(wire, spare):
     capacity = indices.numel() + spare
     expected = torch.zeros(payload_format.payload_bytes(capacity), dtype=torch.uint8)
     payload_format.fill(expected, Selection(indices, sent))
-    keep_rest(residual, indices[:capacity], sent[:capacity])
+    keep_rest(residual, Selection(indices[:capacity], values[:capacity]), wire)
 
     payload = torch.zeros(payload_format.payload_bytes(capacity), dtype=torch.uint8, device=DEVICE)
     parts = payload_format.parts(payload)
@@ -361,6 +363,28 @@ def test_the_payload_has_the_bits_of_the_plain_step(wire, spare):
     for actual, plain in zip(parts, payload_format.parts(expected), strict=True):
         same_bits(actual, plain)
     same_bits(kept, residual)
+
+
+@on_device
+@pytest.mark.parametrize("threshold", THRESHOLDS)
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "float8"])
+def test_triton_sends_and_keeps_what_tensors_do(name, threshold):
+    p, wire = rows(), VALUE_WIRES[name]
+    expected_sent, expected_kept = by_tensors(p, threshold, wire)
+    before, nothing, header = p.to(DEVICE), torch.full_like(p, -0.0, device=DEVICE), header_of()
+    sent, kept = torch.full_like(before, nan), torch.full_like(before, nan)
+    arguments = {"loss_scale": None, "wire": wire, "header": header}
+    FusedThreshold().mask(Residual(before, kept), nothing, one_run(threshold, p.numel()), **arguments, out=sent)
+    same_bits(sent, expected_sent)
+    same_bits(kept, expected_kept)
+
+    payload_format = PayloadFormat(p.numel(), wire)
+    payload = torch.zeros(payload_format.payload_bytes(p.numel()), dtype=torch.uint8, device=DEVICE)
+    parts, kept = payload_format.parts(payload), torch.full_like(before, nan)
+    FusedThreshold().select(Residual(before, kept), nothing, one_run(threshold, p.numel()), **arguments, payload=parts)
+    indices, values = payload_format.unpack(payload.cpu(), p.dtype, int(header[SLOTS["selected"]]))
+    same_bits(torch.zeros_like(p).index_put((indices,), values), expected_sent)
+    same_bits(kept, expected_kept)
 
 
 @on_device
