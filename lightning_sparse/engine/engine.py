@@ -195,7 +195,6 @@ class Engine:
             bucket.average,
             is_last=bucket.is_last,
             is_full=self.is_calibrating,
-            shared=partial(self.sparsifier.shared_indices, layout, gradient.device),
         )
         header = self._extraction.fill(
             BucketGradient(layout, gradient, bucket.residual, bucket.left_out, bucket.loss_scale),

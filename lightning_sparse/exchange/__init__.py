@@ -13,7 +13,6 @@ from lightning_sparse.exchange.in_process import Crew
 from lightning_sparse.exchange.meeting import Meeting
 from lightning_sparse.exchange.own_group import OwnGroup
 from lightning_sparse.exchange.reduce_scatter import largest_slice, slice_bounds, slice_elements
-from lightning_sparse.exchange.shared import SharedShipment
 from lightning_sparse.exchange.shipment import LARGEST_SLICE, NUM_SELECTED, Shipment
 from lightning_sparse.exchange.workers import Workers
 
@@ -27,7 +26,6 @@ __all__ = [
     "ExchangeMode",
     "Meeting",
     "OwnGroup",
-    "SharedShipment",
     "Shipment",
     "Workers",
     "current_device",

@@ -14,7 +14,7 @@ The headers of all buckets ride in the last bucket's payload. Only where that bu
 a small gather of their own follows.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -32,7 +32,6 @@ from lightning_sparse.exchange.gloo_threads import let_senders_finish
 from lightning_sparse.exchange.hierarchical import HierarchicalShipment, Nodes, find_nodes, is_one_node
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.reduce_scatter import ReduceScatterShipment, slice_elements
-from lightning_sparse.exchange.shared import SharedShipment
 from lightning_sparse.exchange.shipment import LARGEST_SLICE, NUM_SELECTED, Shipment, Volume
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.exchange.workers import Workers
@@ -139,7 +138,6 @@ class Exchange:
         *,
         is_last: bool,
         is_full: bool = False,
-        shared: Callable[[], Tensor | None] = lambda: None,
     ) -> Shipment:
         """Returns the bucket's shipment, for the caller to fill.
 
@@ -152,7 +150,6 @@ class Exchange:
             is_last: whether no bucket of this step comes after it.
             is_full: whether everything is sent for once, as in a calibration: densely then, as payloads of all
                 coordinates would take more memory and time, and no reason to forecast that of later steps.
-            shared: returns what all workers select alike, with ``"auto"`` exchanged by its values alone; or None.
         """
         key = (bucket, num_elements)
         fields = sum(header.numel() for header in self._headers) + header_fields if is_last else 0
@@ -170,8 +167,6 @@ class Exchange:
         is_empty = num_elements == 0  # parameters without elements: payloads of no bytes are no place for views
         if self._nodes is not None and not is_empty:
             return HierarchicalShipment(*common, nodes=self._nodes)
-        if self.mode == "auto" and not is_empty and (indices := shared()) is not None:
-            return SharedShipment(*common, indices=indices)
         if route == "dense" or is_full or is_empty:
             dense = (DenseStepsShipment if wire.is_stepped and not is_empty else DenseShipment)(*common)
             dense.is_typical = not is_full

@@ -12,7 +12,7 @@ from math import inf, isfinite
 import torch
 from torch import Tensor
 
-from lightning_sparse.exchange import SharedShipment, Shipment, largest_slice, slice_bounds
+from lightning_sparse.exchange import Shipment, largest_slice, slice_bounds
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels import is_available
@@ -23,7 +23,6 @@ from lightning_sparse.selection.marking import take_out_marked
 from lightning_sparse.selection.native_threshold import goes_native, take_out_natively
 from lightning_sparse.selection.numbers import FIXED_FIELDS, LocalNumbers, header_fields, layer_errors, squared_norm
 from lightning_sparse.selection.residual import compensate, keep_rest
-from lightning_sparse.selection.shared import take_out_shared
 from lightning_sparse.sparsifiers import (
     HardThreshold,
     LayerLayout,
@@ -77,13 +76,6 @@ class Extraction:
         return self._fill(bucket, shipment, is_threshold).header(squared_gradient_norm, bucket.gradient.device)
 
     def _fill(self, bucket: BucketGradient, shipment: Shipment, is_threshold: bool) -> LocalNumbers:
-        if isinstance(shipment, SharedShipment):
-            sent, num_non_finite = take_out_shared(bucket, shipment)
-            if not self._keeps_rest:
-                bucket.residual.after.zero_()
-            numbers = self._numbers(bucket, without(sent, bucket.unused, bucket.layout.num_elements))
-            numbers.non_finite = num_non_finite
-            return numbers
         is_on_cpu = bucket.gradient.device.type == "cpu"
         if type(self._sparsifier).select is MarkingSparsifier.select and not is_on_cpu:
             return self._fill_marked(bucket, shipment)

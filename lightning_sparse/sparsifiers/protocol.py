@@ -132,20 +132,6 @@ class Sparsifier(ABC):
         """Is shown all that a step has to send, where ``needs_survey``."""
         return
 
-    def shared_indices(self, layout: LayerLayout, device: torch.device) -> Tensor | None:
-        """Returns what all workers select of a bucket in this step, if that does not follow from what they have.
-
-        Then `select` need not be asked, and values alone are exchanged. Nothing may wait for the device.
-
-        Args:
-            layout: the layers of the bucket.
-            device: the bucket's.
-
-        Returns:
-            Ascending, int64, shape (k,), on the device; None where every worker selects its own.
-        """
-        return None
-
     def begin_epoch(self, epoch: int, learning_rates: Sequence[float]) -> None:
         """Is told of an epoch before its first step, perhaps more than once; does nothing unless overridden.
 

@@ -46,10 +46,6 @@ class RandomK(MarkingSparsifier):
         """Notes what this step's choice follows from."""
         self._step, self._rank = step, rank
 
-    def shared_indices(self, layout: LayerLayout, device: torch.device) -> Tensor | None:
-        """Returns k of each layer, unless each worker picks its own; see `Sparsifier.shared_indices`."""
-        return self._indices(layout, device).sort().values if self.same_on_all else None
-
     def mark(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
         """Marks k coordinates of each layer and every non-finite one; see `MarkingSparsifier.mark`."""
         marks = compensated.isfinite().logical_not_()
