@@ -18,7 +18,7 @@
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-enum wire { WIRE_FLOAT32, WIRE_BFLOAT16, WIRE_INT8, WIRE_INT16, WIRE_FLOAT8 };
+enum wire { WIRE_FLOAT32, WIRE_BFLOAT16, WIRE_FLOAT8, WIRE_INT8 }; /* int8: to add up alone */
 
 static uint16_t to_bfloat16(float p) {
     const float limit = 3.3895313892515355e38f; /* finite values stay finite */
@@ -37,23 +37,11 @@ static float of_bfloat16(uint16_t half) {
     return p;
 }
 
-/* The whole number of steps nearest to p, half to even, within the range; the lowest, beyond it, where p is not finite. */
-static int32_t to_whole(float p, float scale, int32_t limit) {
-    const float magic = 12582912.0f; /* 1.5 * 2^23: what is added to it loses its fraction */
-    if (!isfinite(p)) return -limit - 1;
-    float steps = p * (1.0f / scale); /* a power of two: exact */
-    if (steps > (float)limit) return limit;
-    if (steps < -(float)limit) return -limit;
-    return (int32_t)((steps + magic) - magic);
-}
-
-static float of_whole(int32_t whole, float scale, int32_t limit) { return whole < -limit ? NAN : (float)whole * scale; }
-
 /* The nearest e4m3 of p / scale within its range, half to even; NaN where p is not finite. */
 static uint8_t to_float8(float p, float scale) {
-    const float magic = 12582912.0f, limit = 448.0f;
+    const float magic = 12582912.0f, limit = 448.0f; /* 1.5 * 2^23: what is added to it loses its fraction */
     if (!isfinite(p)) return 0x7F;
-    float scaled = p * (1.0f / scale), magnitude = fabsf(scaled);
+    float scaled = p * (1.0f / scale), magnitude = fabsf(scaled); /* a power of two: exact */
     uint32_t bits, code;
     if (magnitude > limit) magnitude = limit;
     if (magnitude < 0.015625f) {
@@ -74,8 +62,6 @@ static float of_float8(uint8_t code, float scale) {
     return (code & 0x80 ? -p : p) * scale;
 }
 
-static int32_t limit_of(int32_t wire) { return wire == WIRE_INT8 ? INT8_MAX : INT16_MAX; }
-
 typedef struct {
     void *values;          /* capacity of them, as the wire has them */
     uint16_t *offsets;     /* likewise */
@@ -93,9 +79,8 @@ typedef struct {
 /* A value as it comes out at the other end. */
 static inline float rounded(float p, int32_t wire, float scale) {
     if (wire == WIRE_BFLOAT16) return of_bfloat16(to_bfloat16(p));
-    if (wire == WIRE_FLOAT32) return p;
     if (wire == WIRE_FLOAT8) return of_float8(to_float8(p, scale), scale);
-    return of_whole(to_whole(p, scale, limit_of(wire)), scale, limit_of(wire));
+    return p;
 }
 
 /* What is left of a value that is sent; nothing of one that is not finite. */
@@ -141,20 +126,16 @@ static inline void put(float p, payload_t *out) {
         ((float *)out->values)[place] = p;
     else if (out->wire == WIRE_BFLOAT16)
         ((uint16_t *)out->values)[place] = to_bfloat16(p);
-    else if (out->wire == WIRE_INT8)
-        ((int8_t *)out->values)[place] = (int8_t)to_whole(p, out->scale, INT8_MAX);
-    else if (out->wire == WIRE_FLOAT8)
-        ((uint8_t *)out->values)[place] = to_float8(p, out->scale);
     else
-        ((int16_t *)out->values)[place] = (int16_t)to_whole(p, out->scale, INT16_MAX);
+        ((uint8_t *)out->values)[place] = to_float8(p, out->scale);
 }
 
 static inline float get(const void *values, int64_t place, int32_t wire, float scale) {
     if (wire == WIRE_FLOAT32) return ((const float *)values)[place];
     if (wire == WIRE_BFLOAT16) return of_bfloat16(((const uint16_t *)values)[place]);
-    if (wire == WIRE_INT8) return of_whole(((const int8_t *)values)[place], scale, INT8_MAX);
     if (wire == WIRE_FLOAT8) return of_float8(((const uint8_t *)values)[place], scale);
-    return of_whole(((const int16_t *)values)[place], scale, INT16_MAX);
+    int8_t steps = ((const int8_t *)values)[place];
+    return steps == INT8_MIN ? NAN : (float)steps * scale; /* the lowest stands for what is not finite */
 }
 
 /* Sends one element as far as there is room; returns what is kept of it. */

@@ -23,7 +23,7 @@ from lightning_sparse.kernels.building import build
 
 SOURCE = Path(__file__).with_name("native.c")
 _NAMES = ("take_out", "take_out_masked", "average")
-_WIRES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.int16: 3, torch.float8_e4m3fn: 4}
+_WIRES = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2, torch.int8: 3}
 _VECTORS = {
     "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"],
     "AVX2": ["-mavx2", "-mfma"],
@@ -68,7 +68,7 @@ class NativeThreshold:
         after: where e' is formed, likewise; may be the same memory.
         gradient: g, likewise.
         loss_scale: S, one element; None is 1.
-        wire_dtype: float32, bfloat16, float8_e4m3fn, int8 or int16.
+        wire_dtype: float32, bfloat16 or float8_e4m3fn.
         scale: by how much less than a value is what has that dtype, a power of two.
 
     Attributes:

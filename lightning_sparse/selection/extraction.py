@@ -64,8 +64,8 @@ class Extraction:
         Returns:
             float64, shape (``header_fields``,), on the bucket's device.
         """
-        # A subclass that selects differently is asked, not bypassed.
-        is_threshold = type(self._sparsifier).select is HardThreshold.select
+        # A subclass that selects differently is asked, not bypassed; the fast ways round to no whole numbers.
+        is_threshold = type(self._sparsifier).select is HardThreshold.select and not shipment.format.wire.is_whole
         if is_threshold and self._keeps_rest and is_available(bucket.gradient.device):
             return self._fill_fused(bucket, shipment, measures_gradient)
         squared_gradient_norm = None

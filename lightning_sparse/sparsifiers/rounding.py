@@ -16,8 +16,8 @@ class ScaledIntegerRounding(MarkingSparsifier):
 
     Scaled integer rounding as in SwitchML (Sapio et al., NSDI 2021), an absolute compressor (Sahu et al., NeurIPS 2021,
     section 5): with error feedback no coordinate of the residual exceeds ε / 2. It is the hard threshold at ε / 2 whose
-    values travel on the grid. With ``value_dtype="int8"`` or ``"int16"`` they travel as whole numbers; what is beyond
-    127 or 32,767 steps is cut off there and goes out in the steps that follow.
+    values travel on the grid. With ``value_dtype="int8"`` they travel as whole numbers. A value beyond 127 steps is
+    cut off at 127, and the rest goes out in the steps that follow.
 
     Args:
         step: ε is the largest power of two that is no larger, so that sums of multiples are exact; in gradient units.

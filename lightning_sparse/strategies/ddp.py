@@ -56,8 +56,8 @@ class SparseDDPStrategy(WholeFiles, DDPStrategy):
             ``gradient_clip_val`` acts on the averaged gradient). It needs the whole gradient, so that the exchange
             cannot begin before backward has ended.
         value_dtype: what values travel in; what rounding leaves is kept and sent later. ``"float32"`` sends them as the
-            residual holds them, ``"bfloat16"`` and ``"float16"`` are for all sparsifiers, ``"float8"`` and ``"int16"``
-            for a threshold above 0 or a sparsifier that rounds, ``"int8"`` for the latter.
+            residual holds them, ``"bfloat16"`` and ``"float16"`` are for all sparsifiers, ``"float8"`` is for a
+            threshold above 0 or a sparsifier that rounds, ``"int8"`` for the latter.
         exchange: the route that selected values take. ``"gather"``: every worker's to all others;
             ``"reduce_scatter"``: each to the worker that sums its part of the bucket, and the sums to all;
             ``"dense"``: a masked whole gradient in an all-reduce; ``"hierarchical"``: dense inside a node, sparse

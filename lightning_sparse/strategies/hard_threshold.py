@@ -34,8 +34,8 @@ class DDPHardThresholdStrategy(SparseDDPStrategy):
             (Lightning's ``gradient_clip_val`` acts on the average). Nothing is sent before backward has ended then.
             None does not clip.
         value_dtype: what a value travels in; what rounding leaves is kept and sent later. With its index a coordinate
-            takes 6 bytes in ``"float32"``, 4 in ``"bfloat16"``, ``"float16"`` or ``"int16"``, 3 in ``"float8"``.
-            ``"int16"`` and ``"float8"`` are scaled to λ, which must then be above 0 in every layer.
+            takes 6 bytes in ``"float32"``, 4 in ``"bfloat16"`` or ``"float16"``, 3 in ``"float8"``.
+            ``"float8"`` is scaled to λ, which must then be above 0 in every layer.
         exchange: the route that selected values take. ``"gather"``: every worker's to all others;
             ``"reduce_scatter"``: each to the worker that sums its part of the bucket, and the sums to all;
             ``"dense"``: a masked whole gradient in an all-reduce; ``"hierarchical"``: dense inside a node, sparse
@@ -120,8 +120,8 @@ class LocalHardThresholdStrategy(SparseLocalStrategy):
             None subtracts it. DiLoCo: ``partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``.
         overlap: whether what was sent travels while the next step is computed, and is applied one step late.
         value_dtype: what a value travels in; what rounding leaves is kept and sent later. With its index a coordinate
-            takes 6 bytes in ``"float32"``, 4 in ``"bfloat16"``, ``"float16"`` or ``"int16"``, 3 in ``"float8"``.
-            ``"int16"`` and ``"float8"`` are scaled to λ, which must then be above 0 in every layer.
+            takes 6 bytes in ``"float32"``, 4 in ``"bfloat16"`` or ``"float16"``, 3 in ``"float8"``.
+            ``"float8"`` is scaled to λ, which must then be above 0 in every layer.
         exchange: the route that selected values take. ``"gather"``: every worker's to all others;
             ``"reduce_scatter"``: each to the worker that sums its part of the bucket, and the sums to all;
             ``"dense"``: a masked whole drift in an all-reduce; ``"hierarchical"``: dense inside a node, sparse
