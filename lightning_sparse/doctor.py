@@ -77,10 +77,7 @@ def described() -> list[str]:
     elif is_native:
         lines.append("  compiled functions for CPUs: yes")
     else:
-        lines.append(
-            f"  compiled functions for CPUs: no; they need a C compiler, and at most {native.MOST_THREADS} threads of "
-            "torch a worker (OMP_NUM_THREADS)"
-        )
+        lines.append("  compiled functions for CPUs: no; they need a C compiler")
     return lines
 
 

@@ -9,12 +9,18 @@
 
 #define BLOCK_SHIFT 16 /* of a payload: 65,536 elements */
 #define GROUP 64       /* elements that are looked at together */
-#define LANES 16
+#if defined(__AVX512F__)
+#define LANES 16 /* of the processor's own vectors: compilers take wider ones apart, some into single elements */
+#elif defined(__AVX2__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
 #define FOLD 4096      /* squares are summed up in float for so many */
 
 #pragma GCC diagnostic ignored "-Wpsabi" /* how they are handed over concerns only functions that are inlined */
 
-/* Vectors of LANES, which the compiler makes of whatever the processor has; loaded and stored at any place. */
+/* Vectors of LANES, as wide as those of the processor; loaded and stored at any place. */
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
@@ -270,6 +276,7 @@ walk_masked(const float *before, float *after, const float *gradient, float scal
         }
         sent = p;
         ints below = is_below(p, threshold), finite = is_below(p, INFINITY);
+        for (int64_t j = count; j < LANES; j++) below[j] = -1; /* beyond the end: 0 reaches a threshold of 0 */
         if (wire == WIRE_BFLOAT16) {
             for (int l = 0; l < LANES; l++) sent[l] = of_bfloat16(to_bfloat16(p[l]));
         } else if (wire != WIRE_FLOAT32 && !all(below)) {

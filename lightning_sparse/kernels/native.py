@@ -2,6 +2,7 @@
 
 A compiler is asked for once, when training is set up, and what it makes is tried before it is used. Where there is
 none, or ``LIGHTNING_SPARSE_NATIVE=0``, tensor operations do the same in several passes and come to the same bits.
+One thread does it: a pass takes hardly longer than adding two vectors, so that more threads gain little.
 """
 
 import ctypes
@@ -29,8 +30,6 @@ _VECTORS = {
     "AVX2": ["-mavx2", "-mfma"],
 }
 SUBNORMAL = 5e-324
-MOST_THREADS = 2
-"""With more threads than that tensor operations, which use all of them, are faster than one pass on one of them."""
 
 
 class _Payload(ctypes.Structure):
@@ -54,7 +53,6 @@ def is_native(*tensors: Tensor, wire_dtype: torch.dtype) -> bool:
     return (
         wire_dtype in _WIRES
         and all(one.device.type == "cpu" and one.dtype == torch.float32 for one in tensors)
-        and torch.get_num_threads() <= MOST_THREADS
         and _library() is not None
         and _is_right()
     )
@@ -126,7 +124,7 @@ class NativeThreshold:
         self._note_changes(self._tensors[1:] if clears_gradient else self._tensors[1:2])
 
     def take_out_masked(self, threshold: float, start: int, end: int, out: Tensor, divisor: int) -> None:
-        """Writes into out what reaches λ > 0, divided, with zeros between; out may be the gradient."""
+        """Writes into out what reaches λ, divided, with zeros between; out may be the gradient."""
         span = (ctypes.c_int64(start), ctypes.c_int64(end), ctypes.c_float(threshold), ctypes.byref(self._state))
         _functions().take_out_masked(*self._inputs, _pointer(out), ctypes.c_float(divisor), *span)
         self._note_changes((self._tensors[1], out))

@@ -1,13 +1,13 @@
 """Taking what this worker sends out of a bucket: p = e + g / S, the selection, and the rest that stays.
 
-Several ways come to the same bits: the hard threshold has two for CPUs (``native_threshold`` and, where that is not to
-be had, ``block_filter``) and one for GPUs (``fused_threshold``), those that mark what they select one for GPUs
-(``marking``), and every other sparsifier is asked through `Sparsifier.select`.
+Several implementations give the same bits. The hard threshold has a fast one for CPUs (``native_threshold``) and a fast
+one for GPUs (``fused_threshold``). A sparsifier that marks what it selects is asked for a mask on GPUs and on dense
+routes (``marking``). In all other cases `Sparsifier.select` returns indices.
 """
 
 from collections.abc import Sequence
 from functools import partial
-from math import inf, isfinite
+from math import inf
 
 import torch
 from torch import Tensor
@@ -16,11 +16,11 @@ from lightning_sparse.exchange import Shipment, largest_slice, slice_bounds
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels import is_available
-from lightning_sparse.selection.block_filter import BlockFilter, repair
+from lightning_sparse.kernels.native import is_native
 from lightning_sparse.selection.bucket_gradient import BucketGradient
 from lightning_sparse.selection.fused_threshold import Boundaries, FusedThreshold
 from lightning_sparse.selection.marking import take_out_marked
-from lightning_sparse.selection.native_threshold import goes_native, take_out_natively
+from lightning_sparse.selection.native_threshold import take_out_natively
 from lightning_sparse.selection.numbers import FIXED_FIELDS, LocalNumbers, header_fields, layer_errors, squared_norm
 from lightning_sparse.selection.residual import compensate, keep_rest
 from lightning_sparse.sparsifiers import (
@@ -49,7 +49,8 @@ class Extraction:
         self._num_slices = num_slices
         self._per_layer = per_layer
         self._keeps_rest = keeps_rest
-        self._block_filter = BlockFilter()
+        self._is_marking = type(sparsifier).select is MarkingSparsifier.select
+        self._is_threshold = self._is_marking and _is_threshold(sparsifier)
         self._fused = FusedThreshold()
         self._known_boundaries: dict[tuple[LayerLayout, torch.device, bool], Boundaries] = {}
 
@@ -64,41 +65,32 @@ class Extraction:
         Returns:
             float64, shape (``header_fields``,), on the bucket's device.
         """
-        # A subclass that selects differently is asked, not bypassed; the fast ways round to no whole numbers.
-        is_threshold = type(self._sparsifier).select is HardThreshold.select and not shipment.format.wire.is_whole
-        if is_threshold and self._keeps_rest and is_available(bucket.gradient.device):
+        wire = shipment.format.wire
+        # The fast implementations keep the rest and round to no whole numbers.
+        may_be_fast = self._is_threshold and self._keeps_rest and not wire.is_whole
+        if may_be_fast and is_available(bucket.gradient.device):
             return self._fill_fused(bucket, shipment, measures_gradient)
         squared_gradient_norm = None
         if measures_gradient:
             squared_gradient_norm = squared_norm(bucket.gradient)
             if bucket.loss_scale is not None:
                 squared_gradient_norm /= bucket.loss_scale.double().square().view(())
-        return self._fill(bucket, shipment, is_threshold).header(squared_gradient_norm, bucket.gradient.device)
-
-    def _fill(self, bucket: BucketGradient, shipment: Shipment, is_threshold: bool) -> LocalNumbers:
-        is_on_cpu = bucket.gradient.device.type == "cpu"
-        if type(self._sparsifier).select is MarkingSparsifier.select and not is_on_cpu:
-            return self._fill_marked(bucket, shipment)
-        runs = self._runs(bucket, by_layer=self._per_layer) if is_threshold and self._keeps_rest else ()
-        if runs and goes_native(bucket, shipment, runs):
-            if shipment.payload is not None:
-                packed = shipment.format, shipment.payload
-                shipment.rest = partial(_rest_in_residual, bucket, runs, *packed)
-            return take_out_natively(bucket, shipment, runs, self._num_slices, per_layer=self._per_layer)
-        if is_threshold and is_on_cpu and shipment.is_masked:
-            return self._mask_on_cpu(bucket, shipment)
-        if is_threshold and is_on_cpu:
-            shipment.is_cleared = shipment.out is bucket.gradient
-            sent = self._block_filter.take_out(
-                bucket.residual,
-                bucket.gradient,
-                self._runs(bucket),
-                bucket.loss_scale,
-                shipment.format.wire,
-                clears_gradient=shipment.is_cleared,
-            )
+        if may_be_fast and is_native(*bucket.residual, bucket.gradient, wire_dtype=wire.dtype):
+            numbers = self._fill_natively(bucket, shipment)
+        elif self._is_marking and (shipment.payload is None or bucket.gradient.device.type != "cpu"):
+            numbers = self._fill_marked(bucket, shipment)
         else:
-            sent = self._select(bucket, shipment.format.wire)
+            numbers = self._fill_selected(bucket, shipment)
+        return numbers.header(squared_gradient_norm, bucket.gradient.device)
+
+    def _fill_natively(self, bucket: BucketGradient, shipment: Shipment) -> LocalNumbers:
+        runs = self._runs(bucket, by_layer=self._per_layer)
+        if shipment.payload is not None:
+            shipment.rest = partial(_rest_in_residual, bucket, runs, shipment.format, shipment.payload)
+        return take_out_natively(bucket, shipment, runs, self._num_slices, per_layer=self._per_layer)
+
+    def _fill_selected(self, bucket: BucketGradient, shipment: Shipment) -> LocalNumbers:
+        sent = self._select(bucket, shipment.format.wire)
         if not self._keeps_rest:
             bucket.residual.after.zero_()
         if shipment.payload is None:
@@ -113,38 +105,12 @@ class Extraction:
     def _select(self, bucket: BucketGradient, wire: Wire) -> Selection:
         compensated = compensate(bucket.residual, bucket.gradient, bucket.loss_scale)
         selected = self._sparsifier.select(compensated, bucket.layout)
-        if type(self._sparsifier).select not in (HardThreshold.select, MarkingSparsifier.select):
+        if not self._is_marking:
             selected = in_order(selected, bucket.layout.num_elements)
         selected = without(selected, bucket.unused, bucket.layout.num_elements)
         sent = Selection(selected.indices, wire.rounded(selected.values))
         keep_rest(compensated, *sent)
         return sent
-
-    def _mask_on_cpu(self, bucket: BucketGradient, shipment: Shipment) -> LocalNumbers:
-        after, divisor = bucket.residual.after, shipment.format.wire.divisor(shipment.workers.num_workers)
-        shipment.is_divided = divisor > 1
-        counts = self._block_filter.take_out_masked(
-            bucket.residual,
-            bucket.gradient,
-            self._runs(bucket, by_layer=self._per_layer),
-            bucket.loss_scale,
-            shipment.format.wire,
-            shipment.out,
-            divisor=divisor,
-        )
-        squared_error = 0.0 if self._block_filter.is_zero(after) else squared_norm(after).item()
-        non_finite = 0
-        if not isfinite(squared_error):
-            non_finite = repair(after)
-            squared_error = squared_norm(after).item()
-        if not self._keeps_rest:
-            after.zero_()
-            squared_error = 0.0
-        numbers = LocalNumbers(sum(counts), non_finite, squared_error)
-        if self._per_layer:
-            numbers.selected_of_layers = torch.tensor(counts)
-            numbers.errors_of_layers = layer_errors(after, bucket.layout)
-        return numbers
 
     def _fill_fused(self, bucket: BucketGradient, shipment: Shipment, measures_gradient: bool) -> Tensor:
         after, runs = bucket.residual.after, self._runs(bucket)
@@ -185,7 +151,7 @@ class Extraction:
         return header
 
     def _fill_marked(self, bucket: BucketGradient, shipment: Shipment) -> LocalNumbers:
-        """On a GPU, where asking for the indices would make the host wait for their number."""
+        """Fills by a mask: on a GPU the host would wait for the number of indices, and dense routes need none."""
         assert isinstance(self._sparsifier, MarkingSparsifier)
         compensated = compensate(bucket.residual, bucket.gradient, bucket.loss_scale)
         marks = self._sparsifier.mark(compensated, bucket.layout)
@@ -197,7 +163,7 @@ class Extraction:
         if not self._keeps_rest:
             bucket.residual.after.zero_()
         numbers = LocalNumbers(marks.count_nonzero(), non_finite, squared_norm(bucket.residual.after))
-        boundaries = self._boundaries(bucket, has_slices=True)
+        boundaries = self._boundaries(bucket, has_slices=shipment.payload is not None)
         if boundaries is not None:
             assert boundaries.places is not None
             before = torch.nn.functional.pad(marks.cumsum(0), (1, 0)).index_select(0, boundaries.places)
@@ -242,6 +208,14 @@ class Extraction:
             ThresholdRun(inf, start, end) if (start, end) in unused else ThresholdRun(threshold, start, end)
             for threshold, start, end in self._sparsifier.runs(bucket.layout, dtype, by_layer=True)
         ]
+
+
+def _is_threshold(sparsifier: Sparsifier) -> bool:
+    """Returns whether this is the hard threshold; a subclass that selects differently is asked, not bypassed."""
+    if not isinstance(sparsifier, HardThreshold):
+        return False
+    kind = type(sparsifier)
+    return kind.mark is HardThreshold.mark and kind.values is MarkingSparsifier.values
 
 
 def _rest_in_residual(
