@@ -37,7 +37,7 @@ from lightning_sparse.exchange.forecast import aligned
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.wire import VALUE_DTYPES, ValueDtype, wire_of
 from lightning_sparse.kernels import is_available
-from lightning_sparse.selection.bucket_gradient import BucketGradient
+from lightning_sparse.selection.bucket import FlatBucket
 from lightning_sparse.selection.extraction import Extraction
 from lightning_sparse.selection.residual import Residual, compensate, keep_rest
 from lightning_sparse.sparsifiers import HardThreshold, LayerLayout
@@ -90,8 +90,8 @@ def ways(start: Tensor, gradient: Tensor, selected: int, value_dtype: ValueDtype
 
     new_residual = torch.empty_like(gradient)
 
-    def two(residual: Tensor) -> Residual:
-        return Residual(residual, new_residual)
+    def flat(residual: Tensor) -> FlatBucket:
+        return FlatBucket(0, layout, gradient, Residual(residual, new_residual), is_last=True)
 
     def plain(residual: Tensor) -> None:
         indices, values = sparsifier.select(compensate(Residual(residual, residual), gradient), layout)
@@ -104,7 +104,7 @@ def ways(start: Tensor, gradient: Tensor, selected: int, value_dtype: ValueDtype
     payload = torch.zeros(payload_format.payload_bytes(aligned(selected)), dtype=torch.uint8, device=gradient.device)
 
     def into(shipment: Shipment) -> Way:
-        return lambda residual: extraction.fill(BucketGradient(layout, gradient, two(residual), [], None), shipment)
+        return lambda residual: extraction.fill(flat(residual), shipment)
 
     def average(residual: Tensor) -> None:
         adding.average(payload_format, rows, sums.zero_(), space)
@@ -112,10 +112,7 @@ def ways(start: Tensor, gradient: Tensor, selected: int, value_dtype: ValueDtype
     space, sums = Buffers(), torch.empty(size, device=gradient.device)
     found: dict[str, tuple[Way, float]] = {"take_out": (into(Shipment(payload_format, out, payload)), 12 * size)}
     masked = into(Shipment(payload_format, out, None)), 16 * size
-    extraction.fill(
-        BucketGradient(layout, gradient, two(compensated.copy_(start)), [], None),
-        Shipment(payload_format, out, payload),
-    )
+    extraction.fill(flat(compensated.copy_(start)), Shipment(payload_format, out, payload))
     rows = payload.repeat(2, 1)
     found["average"] = average, 4 * size
     if gradient.device.type == "cpu":

@@ -25,13 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sparse.engine.calibrator import Calibrator
-from lightning_sparse.engine.flat_bucket import FlatBucket
 from lightning_sparse.engine.notices import say_other_sparsifier
 from lightning_sparse.engine.step_stats import StepStats, step_stats
 from lightning_sparse.exchange import Buffers, Exchange, ExchangeMode, Workers
 from lightning_sparse.exchange.pending import LostWorkerError
 from lightning_sparse.exchange.wire import ValueDtype, Wire, require_wire, wire_of
-from lightning_sparse.selection.bucket_gradient import BucketGradient
+from lightning_sparse.selection.bucket import FlatBucket
 from lightning_sparse.selection.extraction import Extraction
 from lightning_sparse.selection.numbers import header_fields
 from lightning_sparse.sparsifiers import HardThreshold, Sparsifier, WholeStep
@@ -196,11 +195,7 @@ class Engine:
             is_last=bucket.is_last,
             is_full=self.is_calibrating,
         )
-        header = self._extraction.fill(
-            BucketGradient(layout, gradient, bucket.residual, bucket.left_out, bucket.loss_scale),
-            shipment,
-            measures_gradient=self.is_calibrating,
-        )
+        header = self._extraction.fill(bucket, shipment, measures_gradient=self.is_calibrating)
         if bucket.notes is not None:
             header = torch.cat([header, bucket.notes])
         self._exchange.start(shipment, header, is_last=bucket.is_last)

@@ -17,7 +17,7 @@ from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels import is_available
 from lightning_sparse.kernels.native import is_native
-from lightning_sparse.selection.bucket_gradient import BucketGradient
+from lightning_sparse.selection.bucket import FlatBucket
 from lightning_sparse.selection.fused_threshold import Boundaries, FusedThreshold
 from lightning_sparse.selection.marking import take_out_marked
 from lightning_sparse.selection.native_threshold import take_out_natively
@@ -54,7 +54,7 @@ class Extraction:
         self._fused = FusedThreshold()
         self._known_boundaries: dict[tuple[LayerLayout, torch.device, bool], Boundaries] = {}
 
-    def fill(self, bucket: BucketGradient, shipment: Shipment, *, measures_gradient: bool = False) -> Tensor:
+    def fill(self, bucket: FlatBucket, shipment: Shipment, *, measures_gradient: bool = False) -> Tensor:
         """Forms p, writes what is sent into the shipment, leaves e' in the residual; returns the header.
 
         Args:
@@ -83,13 +83,13 @@ class Extraction:
             numbers = self._fill_selected(bucket, shipment)
         return numbers.header(squared_gradient_norm, bucket.gradient.device)
 
-    def _fill_natively(self, bucket: BucketGradient, shipment: Shipment) -> LocalNumbers:
+    def _fill_natively(self, bucket: FlatBucket, shipment: Shipment) -> LocalNumbers:
         runs = self._runs(bucket, by_layer=self._per_layer)
         if shipment.payload is not None:
             shipment.rest = partial(_rest_in_residual, bucket, runs, shipment.format, shipment.payload)
         return take_out_natively(bucket, shipment, runs, self._num_slices, per_layer=self._per_layer)
 
-    def _fill_selected(self, bucket: BucketGradient, shipment: Shipment) -> LocalNumbers:
+    def _fill_selected(self, bucket: FlatBucket, shipment: Shipment) -> LocalNumbers:
         sent = self._select(bucket, shipment.format.wire)
         if not self._keeps_rest:
             bucket.residual.after.zero_()
@@ -102,17 +102,17 @@ class Extraction:
             shipment.rest = lambda: Selection(sent.indices[capacity:], sent.values[capacity:])
         return self._numbers(bucket, sent)
 
-    def _select(self, bucket: BucketGradient, wire: Wire) -> Selection:
+    def _select(self, bucket: FlatBucket, wire: Wire) -> Selection:
         compensated = compensate(bucket.residual, bucket.gradient, bucket.loss_scale)
         selected = self._sparsifier.select(compensated, bucket.layout)
         if not self._is_marking:
             selected = in_order(selected, bucket.layout.num_elements)
-        selected = without(selected, bucket.unused, bucket.layout.num_elements)
+        selected = without(selected, bucket.left_out, bucket.layout.num_elements)
         sent = Selection(selected.indices, wire.rounded(selected.values))
         keep_rest(compensated, *sent)
         return sent
 
-    def _fill_fused(self, bucket: BucketGradient, shipment: Shipment, measures_gradient: bool) -> Tensor:
+    def _fill_fused(self, bucket: FlatBucket, shipment: Shipment, measures_gradient: bool) -> Tensor:
         after, runs = bucket.residual.after, self._runs(bucket)
         header = torch.empty(header_fields(bucket.layout, self._per_layer), dtype=torch.float64, device=after.device)
         boundaries = self._boundaries(bucket, has_slices=shipment.payload is not None)
@@ -150,13 +150,13 @@ class Extraction:
             header[FIXED_FIELDS + len(bucket.layout.names) :] = layer_errors(after, bucket.layout)
         return header
 
-    def _fill_marked(self, bucket: BucketGradient, shipment: Shipment) -> LocalNumbers:
+    def _fill_marked(self, bucket: FlatBucket, shipment: Shipment) -> LocalNumbers:
         """Fills by a mask: on a GPU the host would wait for the number of indices, and dense routes need none."""
         assert isinstance(self._sparsifier, MarkingSparsifier)
         compensated = compensate(bucket.residual, bucket.gradient, bucket.loss_scale)
         marks = self._sparsifier.mark(compensated, bucket.layout)
         values = self._sparsifier.values(compensated, bucket.layout)
-        for start, end in bucket.unused:
+        for start, end in bucket.left_out:
             marks[start:end] = False
         non_finite = bucket.residual.after.isfinite().logical_not_().logical_and_(marks).count_nonzero()
         take_out_marked(bucket.residual, marks, values, shipment)
@@ -175,7 +175,7 @@ class Extraction:
                 numbers.errors_of_layers = layer_errors(bucket.residual.after, bucket.layout)
         return numbers
 
-    def _boundaries(self, bucket: BucketGradient, *, has_slices: bool) -> Boundaries | None:
+    def _boundaries(self, bucket: FlatBucket, *, has_slices: bool) -> Boundaries | None:
         has_slices = has_slices and self._num_slices > 0
         if not (self._per_layer or has_slices):
             return None
@@ -186,7 +186,7 @@ class Extraction:
             self._known_boundaries[key] = Boundaries(layers, slices, bucket.gradient.device)
         return self._known_boundaries[key]
 
-    def _numbers(self, bucket: BucketGradient, sent: Selection) -> LocalNumbers:
+    def _numbers(self, bucket: FlatBucket, sent: Selection) -> LocalNumbers:
         non_finite = sent.values.isfinite().logical_not_().count_nonzero()
         numbers = LocalNumbers(sent.indices.numel(), non_finite, squared_norm(bucket.residual.after))
         if self._num_slices:
@@ -197,13 +197,13 @@ class Extraction:
             numbers.errors_of_layers = layer_errors(bucket.residual.after, bucket.layout)
         return numbers
 
-    def _runs(self, bucket: BucketGradient, *, by_layer: bool = False) -> Sequence[ThresholdRun]:
+    def _runs(self, bucket: FlatBucket, *, by_layer: bool = False) -> Sequence[ThresholdRun]:
         assert isinstance(self._sparsifier, HardThreshold)
         dtype = bucket.residual.after.dtype
-        if not bucket.unused:
+        if not bucket.left_out:
             return self._sparsifier.runs(bucket.layout, dtype, by_layer=by_layer)
         # Unused layers are runs of their own with a threshold that nothing reaches: their residuals are finite.
-        unused = set(bucket.unused)
+        unused = set(bucket.left_out)
         return [
             ThresholdRun(inf, start, end) if (start, end) in unused else ThresholdRun(threshold, start, end)
             for threshold, start, end in self._sparsifier.runs(bucket.layout, dtype, by_layer=True)
@@ -219,7 +219,7 @@ def _is_threshold(sparsifier: Sparsifier) -> bool:
 
 
 def _rest_in_residual(
-    bucket: BucketGradient, runs: Sequence[ThresholdRun], payload_format: PayloadFormat, payload: Tensor
+    bucket: FlatBucket, runs: Sequence[ThresholdRun], payload_format: PayloadFormat, payload: Tensor
 ) -> Selection:
     """Takes what found no room in a payload out of the residual. Waits for a GPU."""
     residual = bucket.residual.after

@@ -10,13 +10,13 @@ import torch
 
 from lightning_sparse.exchange import Shipment, slice_elements
 from lightning_sparse.kernels.native import NativeThreshold
-from lightning_sparse.selection.bucket_gradient import BucketGradient
+from lightning_sparse.selection.bucket import FlatBucket
 from lightning_sparse.selection.numbers import LocalNumbers
 from lightning_sparse.sparsifiers import ThresholdRun
 
 
 def take_out_natively(
-    bucket: BucketGradient, shipment: Shipment, runs: Sequence[ThresholdRun], num_slices: int, *, per_layer: bool
+    bucket: FlatBucket, shipment: Shipment, runs: Sequence[ThresholdRun], num_slices: int, *, per_layer: bool
 ) -> LocalNumbers:
     """Forms p, writes what is sent into the shipment and leaves e' in the residual.
 

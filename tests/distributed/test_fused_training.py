@@ -10,7 +10,7 @@ from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels import launching
 from lightning_sparse.selection import extraction, fused_threshold
-from lightning_sparse.selection.bucket_gradient import BucketGradient
+from lightning_sparse.selection.bucket import FlatBucket
 from lightning_sparse.selection.extraction import Extraction
 from lightning_sparse.selection.residual import Residual
 from lightning_sparse.sparsifiers import LayerLayout
@@ -213,9 +213,8 @@ if INTERPRETED:
         for uses_kernels in (True, False):
             monkeypatch.setattr(extraction, "is_available", lambda device, answer=uses_kernels: answer)
             residual, shipment = torch.zeros(size), _Shipment(size, wire, capacity)
-            bucket = BucketGradient(
-                layout, gradient.clone(), Residual(torch.zeros(size), residual), [(0, 2)] if capacity == 4 else [], None
-            )
+            memory, left_out = Residual(torch.zeros(size), residual), [(0, 2)] if capacity == 4 else []
+            bucket = FlatBucket(0, layout, gradient.clone(), memory, is_last=True, left_out=left_out)
             header = Extraction(HardThreshold(threshold=1.0), num_slices=3, per_layer=True, keeps_rest=True).fill(
                 bucket, shipment
             )

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.wire import Wire
-from lightning_sparse.selection.bucket_gradient import BucketGradient
+from lightning_sparse.selection.bucket import FlatBucket
 from lightning_sparse.selection.extraction import Extraction
 from lightning_sparse.selection.residual import Residual
 from lightning_sparse.sparsifiers import (
@@ -57,7 +57,8 @@ def outcome(fill, values, layout, wire, capacity, unused, sparsifier=SPARSIFIERS
     """What is sent, densely; what is kept, and what the header tells."""
     residual, shipment = torch.zeros(layout.num_elements), Shipment(layout.num_elements, wire, capacity)
     extraction = Extraction(sparsifier, num_slices=3, per_layer=True, keeps_rest=True)
-    bucket = BucketGradient(layout, values.clone(), Residual(torch.zeros_like(residual), residual), unused, None)
+    memory = Residual(torch.zeros_like(residual), residual)
+    bucket = FlatBucket(0, layout, values.clone(), memory, is_last=True, left_out=unused)
     header = fill(extraction, bucket, shipment).header(None, torch.device("cpu"))
     sent = 4 * shipment.out if shipment.is_divided else shipment.out
     if capacity is not None:

@@ -18,7 +18,7 @@ from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels import building, native
 from lightning_sparse.selection import extraction
-from lightning_sparse.selection.bucket_gradient import BucketGradient
+from lightning_sparse.selection.bucket import FlatBucket
 from lightning_sparse.selection.residual import Residual
 from lightning_sparse.sparsifiers import LayerLayout, Selection
 
@@ -53,9 +53,9 @@ def outcome(has_native, monkeypatch, layout, residual, gradient, options):
     after = before if in_place else torch.full_like(before, NAN)
     out = None if in_place else torch.full_like(gradient, NAN)
     shipment = Shipment(gradient, wire, capacity, out)
-    bucket = BucketGradient(
-        layout, gradient, Residual(before, after), unused, None if scale is None else torch.tensor([scale])
-    )
+    loss_scale = None if scale is None else torch.tensor([scale])
+    memory = Residual(before, after)
+    bucket = FlatBucket(0, layout, gradient, memory, is_last=True, left_out=unused, loss_scale=loss_scale)
     filling = extraction.Extraction(sparsifier, num_slices=3, per_layer=per_layer, keeps_rest=True)
     header = filling.fill(bucket, shipment, measures_gradient=True)
     sent = shipment.out.clone() if capacity is None else torch.zeros_like(residual)
