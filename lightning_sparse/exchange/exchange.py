@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sparse.exchange.buffers import Buffers, HostCopy
-from lightning_sparse.exchange.convoy import Convoy, full_bytes
+from lightning_sparse.exchange.coalescer import PayloadCoalescer, full_bytes
 from lightning_sparse.exchange.cost_model import Costs, Route, speeds
 from lightning_sparse.exchange.dense import DenseShipment, LocalShipment
 from lightning_sparse.exchange.dense_steps import DenseStepsShipment, dense_element_bytes
@@ -56,7 +56,7 @@ class Exchange:
             without a history, as in the first step, goes dense.
         group: the process group; None is the default group.
         link_gbit_s: the rate of a worker's link, by which ``"auto"`` judges, and how long payloads wait for each other
-            (``lightning_sparse.exchange.convoy``); None judges with caution.
+            (``lightning_sparse.exchange.coalescer``); None judges with caution.
         workers: others than the group's, for a rehearsal.
 
     Attributes:
@@ -84,7 +84,7 @@ class Exchange:
         if workers is None and self.workers.is_over_gloo:
             let_senders_finish()
         self._buffers = Buffers()
-        self._convoy = Convoy(self.workers, full_bytes(link_gbit_s))
+        self._coalescer = PayloadCoalescer(self.workers, full_bytes(link_gbit_s))
         self._selected: dict[tuple[int, int], Forecast] = {}
         self._slices: dict[tuple[int, int], Forecast] = {}
         self._unions: dict[tuple[int, int], Forecast] = {}
@@ -126,7 +126,7 @@ class Exchange:
             self._buffers.forget()  # what was under way still arrives in that memory
         self._shipments.clear()
         self._headers.clear()
-        self._convoy.disband()
+        self._coalescer.discard()
 
     def open(
         self,
@@ -172,13 +172,13 @@ class Exchange:
             dense.is_typical = not is_full
             return dense
         if route == "gather":
-            return GatherShipment(*common, convoy=self._convoy, capacity=capacity, costs=may_go_dense)
+            return GatherShipment(*common, coalescer=self._coalescer, capacity=capacity, costs=may_go_dense)
         elements = slice_elements(num_elements, self.workers.num_workers)
         slices = self._slices.get(key) or Forecast(UNEVEN_SLICES * capacity // self.workers.num_workers)
         union = self._unions.get(key)
         return ReduceScatterShipment(
             *common,
-            convoy=self._convoy,
+            coalescer=self._coalescer,
             capacity=capacity,
             costs=may_go_dense,
             slice_capacity=slices.capacity(elements),
@@ -201,7 +201,7 @@ class Exchange:
             shipment.format.parts(shipment.payload).header.copy_(torch.cat(self._headers))
         shipment.start()
         if is_last:
-            self._convoy.depart()
+            self._coalescer.flush()
 
     def finish(self) -> tuple[list[Tensor], Volume]:
         """Completes the step: every ``out`` holds its average.

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from lightning_sparse.exchange.adding import average
 from lightning_sparse.exchange.buffers import Buffers
-from lightning_sparse.exchange.convoy import Convoy, Passage
+from lightning_sparse.exchange.coalescer import CoalescedPayload, PayloadCoalescer
 from lightning_sparse.exchange.cost_model import Costs
 from lightning_sparse.exchange.forecast import aligned
 from lightning_sparse.exchange.payload import PayloadFormat
@@ -28,7 +28,7 @@ class GatherShipment(Shipment):
     sent is added before anything of the next.
 
     Args:
-        convoy: with which payloads travel.
+        coalescer: sends payloads.
         capacity: c, the same on all workers.
         costs: where given, a rest that would cost more than a dense all-reduce makes the bucket start again as one.
     """
@@ -41,7 +41,7 @@ class GatherShipment(Shipment):
         workers: Workers,
         buffers: Buffers,
         *,
-        convoy: Convoy,
+        coalescer: PayloadCoalescer,
         capacity: int,
         costs: Costs | None,
     ) -> None:
@@ -50,8 +50,8 @@ class GatherShipment(Shipment):
         self.payload_bytes = payload_format.payload_bytes(capacity)
         self.payload: Tensor = self.take("payload", self.payload_bytes, torch.uint8)
         self._costs = costs
-        self._convoy = convoy
-        self._passage: Passage | None = None
+        self._coalescer = coalescer
+        self._coalesced: CoalescedPayload | None = None
         self._rows = self.payload.view(1, -1)
         self._work: Pending | None = None
         self._rest_format = PayloadFormat(payload_format.num_elements, payload_format.wire)
@@ -61,7 +61,7 @@ class GatherShipment(Shipment):
     def start(self) -> None:
         """Sends the payload on its way to all."""
         self._is_decoded = False
-        self._passage = self._convoy.join(self.payload, self.take)
+        self._coalesced = self._coalescer.add(self.payload, self.take)
         self.sent_bytes += self.payload_bytes
         if not self.is_cleared:
             self.out.zero_()  # while the payload travels
@@ -132,9 +132,9 @@ class GatherShipment(Shipment):
         return self.format.unpack(self.payload, self.out.dtype, num_selected)
 
     def _wait(self) -> None:
-        if self._passage is not None:
-            self._rows = self._passage.wait()
-            self._passage = None
+        if self._coalesced is not None:
+            self._rows = self._coalesced.wait()
+            self._coalesced = None
         if self._work is not None:
             self._work.wait()
             self._work = None

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from lightning_sparse.exchange.adding import average, pack_nonzero, side_by_side
 from lightning_sparse.exchange.buffers import Buffers
-from lightning_sparse.exchange.convoy import Convoy
+from lightning_sparse.exchange.coalescer import PayloadCoalescer
 from lightning_sparse.exchange.cost_model import Costs
 from lightning_sparse.exchange.gather import GatherShipment
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat
@@ -64,13 +64,15 @@ class ReduceScatterShipment(GatherShipment):
         workers: Workers,
         buffers: Buffers,
         *,
-        convoy: Convoy,
+        coalescer: PayloadCoalescer,
         capacity: int,
         costs: Costs | None,
         slice_capacity: int,
         union_capacity: int | None,
     ) -> None:
-        super().__init__(bucket, payload_format, out, workers, buffers, convoy=convoy, capacity=capacity, costs=costs)
+        super().__init__(
+            bucket, payload_format, out, workers, buffers, coalescer=coalescer, capacity=capacity, costs=costs
+        )
         self.has_overflowed = False
         self._slice_capacity = slice_capacity
         self._slice_elements = slice_elements(payload_format.num_elements, workers.num_workers)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import HardThreshold, register_comm_hook
-from lightning_sparse.exchange import Exchange, Workers, convoy
+from lightning_sparse.exchange import Exchange, Workers, coalescer
 from lightning_sparse.exchange.hierarchical import find_nodes, is_one_node
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.plain import plain_average
@@ -85,7 +85,7 @@ def _run(modes, cases):
     """Runs cases of (sizes, densities, dtype, wire, seed) on every route; returns checksums of all averages."""
     checksums = []
     for sizes, densities, dtype, wire, seed in cases:
-        convoy.FULL_BYTES = (0, 3000, 2**16)[seed % 3]
+        coalescer.FULL_BYTES = (0, 3000, 2**16)[seed % 3]
         steps = []
         for step, density in enumerate(densities):
             selections = [
@@ -209,8 +209,8 @@ def test_uneven_nodes_are_refused_on_every_worker():
     assert len(run_workers(_uneven_nodes, 3)) == 3
 
 
-def _count_collectives(mode, densities, full_bytes=convoy.FULL_BYTES, link_gbit_s=None):
-    convoy.FULL_BYTES = full_bytes
+def _count_collectives(mode, densities, full_bytes=coalescer.FULL_BYTES, link_gbit_s=None):
+    coalescer.FULL_BYTES = full_bytes
     calls = []
     for name in COLLECTIVES:
         original = getattr(dist, name)
@@ -233,7 +233,7 @@ def _count_collectives(mode, densities, full_bytes=convoy.FULL_BYTES, link_gbit_
     return per_step
 
 
-@pytest.mark.parametrize(("full_bytes", "messages"), [(0, 3), (5000, 2), (convoy.FULL_BYTES, 1)])
+@pytest.mark.parametrize(("full_bytes", "messages"), [(0, 3), (5000, 2), (coalescer.FULL_BYTES, 1)])
 def test_a_usual_step_has_one_message_for_buckets_that_send_little(full_bytes, messages):
     # About 4.6, 1.4 and 4.6 kB.
     for steps in run_workers(_count_collectives, 2, "auto", [0.01, 0.01, 0.01, 0.01], full_bytes):
@@ -245,7 +245,7 @@ def test_a_usual_step_has_one_message_for_buckets_that_send_little(full_bytes, m
 
 @pytest.mark.parametrize(("link_gbit_s", "messages"), [(0.025, 2), (0.001, 3), (10.0, 1)])
 def test_on_a_slow_link_payloads_do_not_wait_for_each_other(link_gbit_s, messages):
-    for steps in run_workers(_count_collectives, 2, "gather", [0.01, 0.01, 0.01], convoy.FULL_BYTES, link_gbit_s):
+    for steps in run_workers(_count_collectives, 2, "gather", [0.01, 0.01, 0.01], coalescer.FULL_BYTES, link_gbit_s):
         assert [len(calls) for calls, _ in steps[1:]] == [messages] * 2
 
 
