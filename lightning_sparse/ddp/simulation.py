@@ -11,7 +11,7 @@ from lightning_sparse.ddp.notices import warn_of_drawn_numbers
 from lightning_sparse.engine import Engine, EngineHolder, FlatBucket, rehearse_steps
 from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.memory_format import as_parameter, in_memory_order, require_strides
-from lightning_sparse.exchange import Crew, ExchangeMode, Workers
+from lightning_sparse.exchange import ExchangeMode, ThreadWorkers, Workers
 from lightning_sparse.exchange.wire import ValueDtype
 from lightning_sparse.sparsifiers import LayerLayout, Sparsifier
 
@@ -151,9 +151,9 @@ class SimulatedWorkers:
     def __init__(
         self, num_workers: int, sparsifier: Sparsifier, parameters: Mapping[str, Tensor], **options: Any
     ) -> None:
-        self._crew = Crew(num_workers)
+        self._threads = ThreadWorkers(num_workers)
         self._has_warned = num_workers == 1
-        self.each = [SimulatedWorker(one, sparsifier, parameters, **options) for one in self._crew.workers]
+        self.each = [SimulatedWorker(one, sparsifier, parameters, **options) for one in self._threads.workers]
         self.each[0].rehearse()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -165,7 +165,7 @@ class SimulatedWorkers:
         """
         drawn_before = torch.get_rng_state()
         reached = set().union(*gradients)
-        averages: list[dict[str, Tensor]] = self._crew.run(
+        averages: list[dict[str, Tensor]] = self._threads.run(
             lambda rank: self.each[rank].average(gradients[rank], reached)
         )
         if not (self._has_warned or torch.equal(torch.get_rng_state(), drawn_before)):
@@ -180,4 +180,4 @@ class SimulatedWorkers:
 
     def close(self) -> None:
         """Ends the threads."""
-        self._crew.close()
+        self._threads.close()

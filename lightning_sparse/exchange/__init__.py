@@ -9,7 +9,7 @@ from lightning_sparse.exchange.agreement import current_device, parameter_settin
 from lightning_sparse.exchange.buffers import Buffers, let_go, without_wait
 from lightning_sparse.exchange.cost_model import require_link
 from lightning_sparse.exchange.exchange import EXCHANGE_MODES, Exchange, ExchangeMode
-from lightning_sparse.exchange.in_process import Crew
+from lightning_sparse.exchange.in_process import ThreadWorkers
 from lightning_sparse.exchange.meeting import Meeting
 from lightning_sparse.exchange.own_group import OwnGroup
 from lightning_sparse.exchange.reduce_scatter import largest_slice, slice_bounds, slice_elements
@@ -21,12 +21,12 @@ __all__ = [
     "LARGEST_SLICE",
     "NUM_SELECTED",
     "Buffers",
-    "Crew",
     "Exchange",
     "ExchangeMode",
     "Meeting",
     "OwnGroup",
     "Shipment",
+    "ThreadWorkers",
     "Workers",
     "current_device",
     "largest_slice",
