@@ -219,7 +219,7 @@ class Exchange:
         columns: Iterator[list[int]] = iter(sizes.T.long().tolist())
         for shipment, header in zip(shipments, headers, strict=True):
             of_all = next(columns) if shipment.has_sizes else []
-            shipment.second(header, of_all)
+            shipment.send_overflow(header, of_all)
             self._remember(shipment, header, of_all)
         for shipment, header in zip(shipments, headers, strict=True):
             shipment.finish(header)

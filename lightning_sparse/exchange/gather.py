@@ -85,7 +85,7 @@ class GatherShipment(Shipment):
         self._wait()
         return self._rows[:, : 8 * self.format.header_fields].contiguous().view(torch.float64)
 
-    def second(self, header: Tensor, sizes: list[int]) -> None:
+    def send_overflow(self, header: Tensor, sizes: list[int]) -> None:
         """Sends what did not fit: nothing in the usual step."""
         counts: list[int] = header[:, NUM_SELECTED].long().tolist()
         largest_rest = max(counts) - self.capacity

@@ -140,7 +140,7 @@ class HierarchicalShipment(Shipment):
         self._selection = Selection(indices, self._slice[indices])
         return torch.full((), indices.numel(), device=indices.device)
 
-    def second(self, header: Tensor, sizes: list[int]) -> None:
+    def send_overflow(self, header: Tensor, sizes: list[int]) -> None:
         """Sends the slice to its peers on other nodes, sparse or dense, whichever is less; spreads it in the node."""
         inside, between = self._nodes.inside, self._nodes.between
         if between.num_workers > 1:

@@ -51,7 +51,7 @@ class ReduceScatterShipment(GatherShipment):
         union_capacity: room for the coordinates that anybody has in one slice, likewise; None sends slices densely.
 
     Attributes:
-        has_overflowed: whether something did not fit; known once ``second`` was called.
+        has_overflowed: whether something did not fit; known once ``send_overflow`` was called.
     """
 
     has_sizes = True
@@ -123,7 +123,7 @@ class ReduceScatterShipment(GatherShipment):
         else:
             side_by_side(self._average_format, self._averages.view(self.workers.num_workers, -1), self.out)
 
-    def second(self, header: Tensor, sizes: list[int]) -> None:
+    def send_overflow(self, header: Tensor, sizes: list[int]) -> None:
         """Begins again as a gather of payloads where something did not fit."""
         room = self._slice_elements if self._union_capacity is None else self._union_capacity
         self.has_overflowed = max(sizes) > room or bool(
@@ -132,7 +132,7 @@ class ReduceScatterShipment(GatherShipment):
         if self.has_overflowed:
             self.out.zero_()
             super().start()
-            super().second(header, sizes)
+            super().send_overflow(header, sizes)
 
     def finish(self, header: Tensor) -> None:
         """Adds payloads up where the slices were not all."""
