@@ -3,8 +3,8 @@
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.holder import EngineHolder
 from lightning_sparse.engine.memory import ResidualMemory, Residuals
-from lightning_sparse.engine.rehearsal import rehearse_steps
 from lightning_sparse.engine.step_stats import LayerStats, StepStats
+from lightning_sparse.engine.warmup import warm_up_steps
 from lightning_sparse.selection.bucket import FlatBucket
 
 __all__ = [
@@ -15,5 +15,5 @@ __all__ = [
     "ResidualMemory",
     "Residuals",
     "StepStats",
-    "rehearse_steps",
+    "warm_up_steps",
 ]

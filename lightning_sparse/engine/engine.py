@@ -130,7 +130,7 @@ class Engine:
         """Whether λ is not known yet, so that everything is sent."""
         return self.calibrator.is_running if self._calibrates is None else self._calibrates
 
-    def understudy(self, exchange: Exchange, names: Sequence[str], *, calibrates: bool) -> "Engine":
+    def warmup_clone(self, exchange: Exchange, names: Sequence[str], *, calibrates: bool) -> "Engine":
         """Returns an engine that does the same with another exchange, and of whose steps nobody is told.
 
         Args:
@@ -138,16 +138,16 @@ class Engine:
             names: of layers that will have a λ of their own each, if any will.
             calibrates: whether λ is not known yet.
         """
-        double = copy.copy(self)
-        double._exchange, double._calibrates = exchange, calibrates
-        double._averages, double._buckets, double._headers = Buffers(), [], []
-        double.sparsifier = copy.deepcopy(self.sparsifier)
-        if isinstance(double.sparsifier, HardThreshold) and double.sparsifier.threshold is None and not calibrates:
-            double.sparsifier.fix_threshold(1.0)  # as good as the one that calibration will find
+        clone = copy.copy(self)
+        clone._exchange, clone._calibrates = exchange, calibrates
+        clone._averages, clone._buckets, clone._headers = Buffers(), [], []
+        clone.sparsifier = copy.deepcopy(self.sparsifier)
+        if isinstance(clone.sparsifier, HardThreshold) and clone.sparsifier.threshold is None and not calibrates:
+            clone.sparsifier.fix_threshold(1.0)  # as good as the one that calibration will find
             if self.calibrator.needs_layers:
-                double.sparsifier.fix_layers({name: 1.0 + place for place, name in enumerate(names)})
-        double._extraction = double._make_extraction()
-        return double
+                clone.sparsifier.fix_layers({name: 1.0 + place for place, name in enumerate(names)})
+        clone._extraction = clone._make_extraction()
+        return clone
 
     def forget_sizes(self) -> None:
         """Gives memory back that buckets of other sizes needed; also in the middle of a step."""

@@ -57,12 +57,12 @@ class Exchange:
         group: the process group; None is the default group.
         link_gbit_s: the rate of a worker's link, by which ``"auto"`` judges, and how long payloads wait for each other
             (``lightning_sparse.exchange.coalescer``); None judges with caution.
-        workers: others than the group's, for a rehearsal.
+        workers: others than the group's, for a warmup.
 
     Attributes:
         counts_slices: whether headers must tell the largest slice.
         has_shortcut: whether a worker that is alone takes what it selected for the average. Without, it goes through
-            the motions of the route: for rehearsals, and for benchmarks on a single GPU.
+            the motions of the route: for warmups, and for benchmarks on a single GPU.
     """
 
     has_shortcut: bool = True
