@@ -49,7 +49,7 @@ class ExchangeOptions:
             as the theory has it.
         link_gbit_s: the rate of a worker's link in one direction, by which ``exchange="auto"`` chooses, and by which
             small payloads wait for each other over Gloo; None chooses with caution, see
-            ``lightning_sparse.exchange.cost_model`` and ``lightning_sparse.exchange.coalescer``.
+            ``lightning_sparse.exchange.routes.cost_model`` and ``lightning_sparse.exchange.routes.coalescer``.
 
     Raises:
         ValueError: a word or a number that is not allowed.

@@ -6,7 +6,7 @@ from math import ceil, inf
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from lightning_sparse.exchange.cost_model import Costs, Route, Speeds, speeds
+from lightning_sparse.exchange.routes.cost_model import Costs, Route, Speeds, speeds
 from lightning_sparse.exchange.wire import VALUE_DTYPES, ValueDtype, value_bytes
 from lightning_sparse.sparsifiers.protocol import is_number, require_density
 

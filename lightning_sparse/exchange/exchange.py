@@ -22,17 +22,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sparse.exchange.buffers import Buffers, HostCopy
-from lightning_sparse.exchange.coalescer import PayloadCoalescer, full_bytes
-from lightning_sparse.exchange.cost_model import Costs, Route, speeds
-from lightning_sparse.exchange.dense import DenseShipment, LocalShipment
-from lightning_sparse.exchange.dense_steps import DenseStepsShipment, dense_element_bytes
-from lightning_sparse.exchange.forecast import Forecast
-from lightning_sparse.exchange.gather import GatherShipment
 from lightning_sparse.exchange.gloo_threads import let_senders_finish
-from lightning_sparse.exchange.hierarchical import HierarchicalShipment, Nodes, find_nodes, is_one_node
 from lightning_sparse.exchange.payload import PayloadFormat
-from lightning_sparse.exchange.reduce_scatter import ReduceScatterShipment, slice_elements
-from lightning_sparse.exchange.shipment import LARGEST_SLICE, NUM_SELECTED, Shipment, Volume
+from lightning_sparse.exchange.routes.coalescer import PayloadCoalescer, full_bytes
+from lightning_sparse.exchange.routes.cost_model import Costs, Route, speeds
+from lightning_sparse.exchange.routes.dense import DenseShipment, DenseStepsShipment, LocalShipment, dense_element_bytes
+from lightning_sparse.exchange.routes.forecast import Forecast
+from lightning_sparse.exchange.routes.gather import GatherShipment
+from lightning_sparse.exchange.routes.hierarchical import HierarchicalShipment, Nodes, find_nodes, is_one_node
+from lightning_sparse.exchange.routes.reduce_scatter import ReduceScatterShipment, slice_elements
+from lightning_sparse.exchange.routes.shipment import LARGEST_SLICE, NUM_SELECTED, Shipment, Volume
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.exchange.workers import Workers
 
@@ -52,11 +51,11 @@ class Exchange:
             sums their slice, and the sums to all; ``"dense"`` all-reduces the selected values in a buffer of the
             bucket's size; ``"hierarchical"`` is dense inside a node and sparse between nodes; ``"auto"`` takes for each
             bucket and step the one of the first three that costs least
-            (``lightning_sparse.exchange.cost_model``), judged by what was selected the step before. A bucket
+            (``lightning_sparse.exchange.routes.cost_model``), judged by what was selected the step before. A bucket
             without a history, as in the first step, goes dense.
         group: the process group; None is the default group.
         link_gbit_s: the rate of a worker's link, by which ``"auto"`` judges, and how long payloads wait for each other
-            (``lightning_sparse.exchange.coalescer``); None judges with caution.
+            (``lightning_sparse.exchange.routes.coalescer``); None judges with caution.
         workers: others than the group's, for a warmup.
 
     Attributes:

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import HardThreshold, register_comm_hook
-from lightning_sparse.exchange import Exchange, Workers, coalescer
-from lightning_sparse.exchange.hierarchical import find_nodes, is_one_node
+from lightning_sparse.exchange import Exchange, Workers
 from lightning_sparse.exchange.payload import PayloadFormat
-from lightning_sparse.exchange.plain import plain_average
+from lightning_sparse.exchange.routes import coalescer
+from lightning_sparse.exchange.routes.hierarchical import find_nodes, is_one_node
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.selection.numbers import FIXED_FIELDS
 from lightning_sparse.sparsifiers import Selection
+from tests.distributed.plain_exchange import plain_average
 from tests.workers import run_workers
 
 # Over Gloo a gather of two workers is one message from each.

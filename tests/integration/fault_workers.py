@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_sparse import HardThreshold, SparseDDPStrategy, SparseLocalStrategy
-from lightning_sparse.exchange import coalescer
+from lightning_sparse.exchange.routes import coalescer
 from lightning_sparse.sparsifiers import LayerLayout, Selection
 from lightning_sparse.strategies import saving
 from tests.integration.fault_points import Fault, Injector, Point, Watcher

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sparse import HardThreshold
-from lightning_sparse.exchange import Buffers, adding
+from lightning_sparse.exchange import Buffers
 from lightning_sparse.exchange.payload import PayloadFormat
+from lightning_sparse.exchange.routes import adding
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels import building, native
 from lightning_sparse.selection import extraction

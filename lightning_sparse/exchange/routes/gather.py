@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from lightning_sparse.exchange.adding import average
 from lightning_sparse.exchange.buffers import Buffers
-from lightning_sparse.exchange.coalescer import CoalescedPayload, PayloadCoalescer
-from lightning_sparse.exchange.cost_model import Costs
-from lightning_sparse.exchange.forecast import aligned
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.pending import Pending
-from lightning_sparse.exchange.shipment import NUM_SELECTED, Shipment
+from lightning_sparse.exchange.routes.adding import average
+from lightning_sparse.exchange.routes.coalescer import CoalescedPayload, PayloadCoalescer
+from lightning_sparse.exchange.routes.cost_model import Costs
+from lightning_sparse.exchange.routes.forecast import aligned
+from lightning_sparse.exchange.routes.shipment import NUM_SELECTED, Shipment
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.kernels import is_available
 from lightning_sparse.sparsifiers import Selection
@@ -24,7 +24,7 @@ class GatherShipment(Shipment):
         first     | header | ends | c values | c offsets |   one all-gather; k may be larger than c on some workers
         second             | ends | rest                 |   only then: one all-gather, as large as the largest rest
 
-    The result is that of ``lightning_sparse.exchange.plain.plain_average``, to the last bit: all that one rank
+    The result is that of ``plain_average`` in tests/distributed/plain_exchange.py, to the last bit: all that one rank
     sent is added before anything of the next.
 
     Args:

@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from lightning_sparse.exchange.adding import average, pack_nonzero, side_by_side
 from lightning_sparse.exchange.buffers import Buffers
-from lightning_sparse.exchange.coalescer import PayloadCoalescer
-from lightning_sparse.exchange.cost_model import Costs
-from lightning_sparse.exchange.gather import GatherShipment
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat
-from lightning_sparse.exchange.shipment import LARGEST_SLICE, NUM_SELECTED
+from lightning_sparse.exchange.routes.adding import average, pack_nonzero, side_by_side
+from lightning_sparse.exchange.routes.coalescer import PayloadCoalescer
+from lightning_sparse.exchange.routes.cost_model import Costs
+from lightning_sparse.exchange.routes.gather import GatherShipment
+from lightning_sparse.exchange.routes.shipment import LARGEST_SLICE, NUM_SELECTED
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.sparsifiers import Selection

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sparse.exchange.buffers import Buffers
-from lightning_sparse.exchange.forecast import aligned
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.pending import Pending
-from lightning_sparse.exchange.reduce_scatter import slice_elements
-from lightning_sparse.exchange.shipment import Shipment
+from lightning_sparse.exchange.routes.forecast import aligned
+from lightning_sparse.exchange.routes.reduce_scatter import slice_elements
+from lightning_sparse.exchange.routes.shipment import Shipment
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.exchange.workers import Workers, new_group
 from lightning_sparse.sparsifiers import Selection
