@@ -209,7 +209,7 @@ class Exchange:
             For each bucket all workers' headers in rank order: float64, shape (n, H), on the CPU; and what was sent.
         """
         shipments = self._shipments
-        local_sizes = [one for shipment in shipments if (one := shipment.prepare()) is not None]
+        local_sizes = [size for shipment in shipments if (size := shipment.prepare()) is not None]
         table, lengths = self._gather_headers(local_sizes)
         copy = HostCopy(table, self._buffers)
         for shipment in shipments:

@@ -34,7 +34,8 @@ class ThreadWorkers:
         self._barrier.reset()
         futures = [self._threads.submit(self._call, function, worker.rank) for worker in self.workers]
         errors = [future.exception() for future in futures]
-        for error in sorted((one for one in errors if one), key=lambda one: isinstance(one, BrokenBarrierError)):
+        raised = [error for error in errors if error]
+        for error in sorted(raised, key=lambda error: isinstance(error, BrokenBarrierError)):
             raise error
         return [future.result() for future in futures]
 
@@ -69,22 +70,22 @@ class _InProcess(Workers):
 
     def all_gather(self, out: Tensor, part: Tensor) -> Pending:
         places = out.view(self.num_workers, -1)
-        for place, one in zip(places, self.threads.swap(self.rank, part), strict=True):
-            place.copy_(one)
+        for place, given in zip(places, self.threads.swap(self.rank, part), strict=True):
+            place.copy_(given)
         self.threads.taken()
         return Pending([])
 
     def all_to_all(self, out: Tensor, parts: Tensor) -> Pending:
         places = out.view(self.num_workers, -1)
-        for place, one in zip(places, self.threads.swap(self.rank, parts), strict=True):
-            place.copy_(one.view(self.num_workers, -1)[self.rank])
+        for place, given in zip(places, self.threads.swap(self.rank, parts), strict=True):
+            place.copy_(given.view(self.num_workers, -1)[self.rank])
         self.threads.taken()
         return Pending([])
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         total = torch.zeros_like(tensor)
-        for one in self.threads.swap(self.rank, tensor):
-            total += one
+        for given in self.threads.swap(self.rank, tensor):
+            total += given
         self.threads.taken()
         tensor.copy_(total)
         return Pending([])

@@ -52,7 +52,7 @@ def is_native(*tensors: Tensor, wire_dtype: torch.dtype) -> bool:
     """Whether the functions here are there and take such tensors: float32 on a CPU, values other than float16."""
     return (
         wire_dtype in _WIRES
-        and all(one.device.type == "cpu" and one.dtype == torch.float32 for one in tensors)
+        and all(tensor.device.type == "cpu" and tensor.dtype == torch.float32 for tensor in tensors)
         and _library() is not None
         and _is_right()
     )
@@ -106,7 +106,7 @@ class NativeThreshold:
     def write_to(self, ends: Tensor, values: Tensor, offsets: Tensor) -> None:
         """Makes a payload what ``take_out`` writes to: int32, the wire dtype, int16."""
         state = self._state
-        state.ends, state.values, state.offsets = (one.data_ptr() for one in (ends, values, offsets))
+        state.ends, state.values, state.offsets = (tensor.data_ptr() for tensor in (ends, values, offsets))
         state.capacity = values.numel()
         self._kept_alive += [ends, values, offsets]
 
@@ -130,8 +130,8 @@ class NativeThreshold:
         self._note_changes((self._tensors[1], out))
 
     def _note_changes(self, tensors: tuple[Tensor, ...]) -> None:
-        for one in tensors:
-            torch.autograd.graph.increment_version(one)
+        for tensor in tensors:
+            torch.autograd.graph.increment_version(tensor)
 
 
 def average(

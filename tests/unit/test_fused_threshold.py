@@ -517,7 +517,7 @@ def test_the_kernels_in_tritons_interpreter():
 
 
 TYPES = {
-    "*fp32": ("former", "residual", "loss_scale", "thresholds", "out", "quotients", "factor"),
+    "*fp32": ("former", "residual", "loss_scale", "thresholds", "out", "quotients"),
     "*fp64": ("numbers", "header"),
     "*bf16": ("gradient", "values"),
     "*i64": ("run_starts", "starts", "boundaries", "before"),
@@ -545,7 +545,7 @@ SUMMARISE = {"BLOCK": KERNEL_ELEMENTS, "PER_END": PER_END, "WIDTH": 2048, "ROWS"
         (decode.add_payloads, 8, {"BLOCK": BLOCK_ELEMENTS, "TILE": 1024}),
         (decode.add_payloads, 8, {"BLOCK": BLOCK_ELEMENTS, "TILE": 1024, "values": "*u8"}),
         (decode.add_payloads, 8, {"BLOCK": BLOCK_ELEMENTS, "TILE": 1024, "values": "*i16"}),
-        (decode.add_payloads, 8, {"BLOCK": BLOCK_ELEMENTS, "TILE": 1024, "quotients": None, "factor": None}),
+        (decode.add_payloads, 8, {"BLOCK": BLOCK_ELEMENTS, "TILE": 1024, "quotients": None}),
     ],
     ids=lambda one: getattr(one, "__name__", None),
 )

@@ -67,7 +67,7 @@ class DenseStepsShipment(Shipment):
         parcels = self.take("parcels", self._num_padded, self._wire.storage)
         parcels[: self.out.numel()].copy_(self._wire.encoded(self.out))
         self._received = self.take("received parcels", self._num_padded, self._wire.storage)
-        self._work = self.workers.all_to_all(*(one.view(torch.uint8) for one in (self._received, parcels)))
+        self._work = self.workers.all_to_all(*(tensor.view(torch.uint8) for tensor in (self._received, parcels)))
         self.sent_bytes += parcels.numel() * parcels.itemsize
 
     def prepare(self) -> None:
@@ -76,7 +76,7 @@ class DenseStepsShipment(Shipment):
         received = self._received.view(self.workers.num_workers, -1)
         part = self._sums.encoded(self._wire.decoded(received, self.out.dtype).sum(0))
         self._gathered = self.take("sums", self._num_padded, self._sums.storage)
-        self._work = self.workers.all_gather(*(one.view(torch.uint8) for one in (self._gathered, part)))
+        self._work = self.workers.all_gather(*(tensor.view(torch.uint8) for tensor in (self._gathered, part)))
         self.sent_bytes += part.numel() * part.itemsize
 
     def join(self) -> None:

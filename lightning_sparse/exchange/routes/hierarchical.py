@@ -60,8 +60,8 @@ def find_nodes(group: dist.ProcessGroup | None = None) -> Nodes:
     everyone = [own] * dist.get_world_size(group)
     dist.all_gather_object(everyone, own, group=group)
     members: dict[tuple[str, str], list[int]] = {}
-    for rank, (one, _) in enumerate(everyone):
-        members.setdefault(one, []).append(rank)
+    for rank, (node_of_rank, _) in enumerate(everyone):
+        members.setdefault(node_of_rank, []).append(rank)
     if len({len(ranks) for ranks in members.values()}) > 1:
         listed = ", ".join(f"{name} {index}: ranks {ranks}" for (name, index), ranks in members.items())
         raise ValueError(
