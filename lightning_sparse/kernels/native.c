@@ -24,7 +24,7 @@
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-enum wire { WIRE_FLOAT32, WIRE_BFLOAT16, WIRE_FLOAT8, WIRE_INT8 }; /* int8: to add up alone */
+enum wire { WIRE_FLOAT32, WIRE_BFLOAT16, WIRE_FLOAT16, WIRE_FLOAT8, WIRE_INT8 }; /* int8: to add up alone */
 
 static uint16_t to_bfloat16(float p) {
     const float limit = 3.3895313892515355e38f; /* finite values stay finite */
@@ -43,9 +43,35 @@ static float of_bfloat16(uint16_t half) {
     return p;
 }
 
+/* The nearest float16, half to even; what is finite stays finite. */
+static uint16_t to_float16(float p) {
+    const float magic = 12582912.0f; /* 1.5 * 2^23: what is added to it loses its fraction */
+    float magnitude = fabsf(p);
+    uint32_t bits, code;
+    if (magnitude < 6.103515625e-5f) {
+        code = (uint32_t)((magnitude * 16777216.0f + magic) - magic);
+    } else if (isfinite(p)) {
+        if (magnitude > 65504.0f) magnitude = 65504.0f;
+        memcpy(&bits, &magnitude, sizeof bits);
+        code = ((bits + 0xFFF + ((bits >> 13) & 1)) >> 13) - (112 << 10);
+    } else {
+        code = p != p ? 0x7E00 : 0x7C00;
+    }
+    return (uint16_t)(code | (signbit(p) ? 0x8000 : 0));
+}
+
+static float of_float16(uint16_t code) {
+    uint32_t magnitude = code & 0x7FFF, bits = (magnitude << 13) + (112u << 23);
+    float p;
+    memcpy(&p, &bits, sizeof p);
+    if (magnitude < 0x400) p = (float)magnitude / 16777216.0f;
+    if (magnitude >= 0x7C00) p = magnitude > 0x7C00 ? NAN : INFINITY;
+    return code & 0x8000 ? -p : p;
+}
+
 /* The nearest e4m3 of p / scale within its range, half to even; NaN where p is not finite. */
 static uint8_t to_float8(float p, float scale) {
-    const float magic = 12582912.0f, limit = 448.0f; /* 1.5 * 2^23: what is added to it loses its fraction */
+    const float magic = 12582912.0f, limit = 448.0f;
     if (!isfinite(p)) return 0x7F;
     float scaled = p * (1.0f / scale), magnitude = fabsf(scaled); /* a power of two: exact */
     uint32_t bits, code;
@@ -85,6 +111,7 @@ typedef struct {
 /* A value as it comes out at the other end. */
 static inline float rounded(float p, int32_t wire, float scale) {
     if (wire == WIRE_BFLOAT16) return of_bfloat16(to_bfloat16(p));
+    if (wire == WIRE_FLOAT16) return of_float16(to_float16(p));
     if (wire == WIRE_FLOAT8) return of_float8(to_float8(p, scale), scale);
     return p;
 }
@@ -132,6 +159,8 @@ static inline void put(float p, payload_t *out) {
         ((float *)out->values)[place] = p;
     else if (out->wire == WIRE_BFLOAT16)
         ((uint16_t *)out->values)[place] = to_bfloat16(p);
+    else if (out->wire == WIRE_FLOAT16)
+        ((uint16_t *)out->values)[place] = to_float16(p);
     else
         ((uint8_t *)out->values)[place] = to_float8(p, out->scale);
 }
@@ -139,6 +168,7 @@ static inline void put(float p, payload_t *out) {
 static inline float get(const void *values, int64_t place, int32_t wire, float scale) {
     if (wire == WIRE_FLOAT32) return ((const float *)values)[place];
     if (wire == WIRE_BFLOAT16) return of_bfloat16(((const uint16_t *)values)[place]);
+    if (wire == WIRE_FLOAT16) return of_float16(((const uint16_t *)values)[place]);
     if (wire == WIRE_FLOAT8) return of_float8(((const uint8_t *)values)[place], scale);
     int8_t steps = ((const int8_t *)values)[place];
     return steps == INT8_MIN ? NAN : (float)steps * scale; /* the lowest stands for what is not finite */

@@ -24,7 +24,7 @@ from lightning_sparse.kernels.building import build
 
 SOURCE = Path(__file__).with_name("native.c")
 _NAMES = ("take_out", "take_out_masked", "average")
-_WIRES = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2, torch.int8: 3}
+_WIRES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3, torch.int8: 4}
 _VECTORS = {
     "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"],
     "AVX2": ["-mavx2", "-mfma"],
@@ -49,7 +49,7 @@ class _Payload(ctypes.Structure):
 
 
 def is_native(*tensors: Tensor, wire_dtype: torch.dtype) -> bool:
-    """Whether the functions here are there and take such tensors: float32 on a CPU, values other than float16."""
+    """Whether the functions here are there and take such tensors: float32 on a CPU."""
     return (
         wire_dtype in _WIRES
         and all(tensor.device.type == "cpu" and tensor.dtype == torch.float32 for tensor in tensors)
@@ -66,7 +66,7 @@ class NativeThreshold:
         after: where e' is formed, likewise; may be the same memory.
         gradient: g, likewise.
         loss_scale: S, one element; None is 1.
-        wire_dtype: float32, bfloat16 or float8_e4m3fn.
+        wire_dtype: float32, bfloat16, float16 or float8_e4m3fn.
         scale: by how much less than a value is what has that dtype, a power of two.
 
     Attributes:

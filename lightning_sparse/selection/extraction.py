@@ -66,9 +66,8 @@ class Extraction:
             float64, shape (``header_fields``,), on the bucket's device.
         """
         wire = shipment.format.wire
-        # The fast implementations keep the rest and round to no whole numbers.
-        may_be_fast = self._is_threshold and self._keeps_rest and not wire.is_whole
-        if may_be_fast and is_available(bucket.gradient.device):
+        may_be_fast = self._is_threshold and not wire.is_whole
+        if may_be_fast and self._keeps_rest and is_available(bucket.gradient.device):
             return self._fill_fused(bucket, shipment, measures_gradient)
         squared_gradient_norm = None
         if measures_gradient:
@@ -87,7 +86,16 @@ class Extraction:
         runs = self._runs(bucket, by_layer=self._per_layer)
         if shipment.payload is not None:
             shipment.rest = partial(_rest_in_residual, bucket, runs, shipment.format, shipment.payload)
-        return take_out_natively(bucket, shipment, runs, self._num_slices, per_layer=self._per_layer)
+        numbers = take_out_natively(bucket, shipment, runs, self._num_slices, per_layer=self._per_layer)
+        if not self._keeps_rest:
+            if shipment.payload is not None and numbers.selected > shipment.format.capacity(shipment.payload.numel()):
+                rest = shipment.rest()  # it is in the residual
+                shipment.rest = lambda: rest
+            bucket.residual.after.zero_()
+            numbers.squared_error = 0.0
+            if numbers.errors_of_layers is not None:
+                numbers.errors_of_layers.zero_()
+        return numbers
 
     def _fill_selected(self, bucket: FlatBucket, shipment: Shipment) -> LocalNumbers:
         sent = self._select(bucket, shipment.format.wire)

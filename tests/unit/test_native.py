@@ -24,7 +24,7 @@ from lightning_sparse.selection.residual import Residual
 from lightning_sparse.sparsifiers import LayerLayout, Selection
 
 NAN, INF = float("nan"), float("inf")
-WIRES = (Wire(torch.float32), Wire(torch.bfloat16), Wire(torch.float8_e4m3fn, 2.0**-6))
+WIRES = (*map(Wire, (torch.float32, torch.bfloat16, torch.float16)), Wire(torch.float8_e4m3fn, 2.0**-6))
 pytestmark = pytest.mark.skipif(
     shutil.which("cc") is None, reason="no C compiler here: tensor operations do it, which other tests are about"
 )
@@ -48,7 +48,7 @@ class Shipment:
 def outcome(has_native, monkeypatch, layout, residual, gradient, options):
     """All that a bucket leaves: what is sent, kept, told, and the gradient's memory."""
     monkeypatch.setattr(extraction, "is_native", native.is_native if has_native else lambda *_, **__: False)
-    wire, capacity, scale, unused, thresholds, in_place, per_layer = options
+    wire, capacity, scale, unused, thresholds, in_place, per_layer, keeps_rest = options
     sparsifier = HardThreshold(threshold=0.5, layer_thresholds=thresholds)
     gradient, before = gradient.clone(), residual.clone()
     after = before if in_place else torch.full_like(before, NAN)
@@ -57,7 +57,7 @@ def outcome(has_native, monkeypatch, layout, residual, gradient, options):
     loss_scale = None if scale is None else torch.tensor([scale])
     memory = Residual(before, after)
     bucket = FlatBucket(0, layout, gradient, memory, is_last=True, left_out=unused, loss_scale=loss_scale)
-    filling = extraction.Extraction(sparsifier, num_slices=3, per_layer=per_layer, keeps_rest=True)
+    filling = extraction.Extraction(sparsifier, num_slices=3, per_layer=per_layer, keeps_rest=keeps_rest)
     header = filling.fill(bucket, shipment, measures_gradient=True)
     sent = shipment.out.clone() if capacity is None else torch.zeros_like(residual)
     if capacity is not None:
@@ -73,7 +73,9 @@ def outcome(has_native, monkeypatch, layout, residual, gradient, options):
     return sent, after, header, shipment.out if shipment.is_cleared else torch.zeros_like(gradient)
 
 
-VALUES = st.sampled_from([NAN, INF, -INF, 0.0, -0.0, 0.5, -0.5, 1e5, 3.39e38, 3.4e38, -1e-40, 0.50390625])
+VALUES = st.sampled_from(
+    [NAN, INF, -INF, 0.0, -0.0, 0.5, -0.5, 1e5, 65_519.0, -65_521.0, 3.39e38, 3.4e38, -1e-40, 0.50390625, 0.70024414]
+)
 
 
 def same(one, other):
@@ -103,6 +105,7 @@ def test_a_bucket_leaves_the_same(data):
         data.draw(st.sampled_from([None, {"l1": 0.1}, {"l0": 0.25, "l2": 1e30}, {"l1": 0.0}])),
         data.draw(st.booleans()),
         data.draw(st.booleans()),
+        data.draw(st.sampled_from([True, True, False])),
     )
     with pytest.MonkeyPatch.context() as monkeypatch:
         sent, after, header, left = outcome(True, monkeypatch, layout, residual, gradient, options)
@@ -119,7 +122,7 @@ def test_a_bucket_leaves_the_same(data):
 def test_what_rounding_leaves_of_huge_values_is_told_whether_they_found_room_or_not(capacity, monkeypatch):
     layout = LayerLayout(("l0",), (20_000,))
     residual, gradient = torch.randn(2, 20_000, generator=torch.Generator().manual_seed(0)).unbind()
-    options = (WIRES[1], capacity, None, [], None, False, False)
+    options = (WIRES[1], capacity, None, [], None, False, False, True)
     headers = [outcome(way, monkeypatch, layout, residual * 1e25, gradient * 1e25, options)[2] for way in (True, False)]
     torch.testing.assert_close(headers[0][3:], headers[1][3:], rtol=1e-5, atol=0)
 
@@ -147,7 +150,7 @@ def test_payloads_are_added_up_to_the_same_bits(wire, capacity, monkeypatch):
 def test_other_dtypes_go_the_other_way():
     some = torch.zeros(4)
     assert native.is_native(some, wire_dtype=torch.float32)
-    assert not native.is_native(some, wire_dtype=torch.float16)
+    assert not native.is_native(some, wire_dtype=torch.float64)
     assert not native.is_native(some, some.double(), wire_dtype=torch.float32)
 
 
