@@ -14,16 +14,34 @@ import platform
 import socket
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from statistics import median
+from time import perf_counter
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_sparse._version import __version__
 from lightning_sparse.exchange.estimate import estimate, gbit
-from lightning_sparse.exchange.link_test import LinkSpeed, measure_link
 from lightning_sparse.kernels import is_available, native
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "OMP_NUM_THREADS")
+LARGE_BYTES = 25 * 2**20
+"""One of DDP's buckets."""
+LARGE_ROUNDS, SMALL_ROUNDS = 5, 20
+
+
+class LinkSpeed(NamedTuple):
+    """What a dense all-reduce takes.
+
+    Attributes:
+        gbit_s: bytes that reach a worker in a large one, in Gbit/s: the rate of its link, if that is what it waits for.
+        round_seconds: of a tiny one, of which all is waiting for messages.
+    """
+
+    gbit_s: float
+    round_seconds: float
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -77,11 +95,24 @@ def described() -> list[str]:
     elif is_native:
         lines.append("  compiled functions for CPUs: yes")
     else:
-        lines.append(
-            f"  compiled functions for CPUs: no; they need a C compiler, and at most {native.MOST_THREADS} threads of "
-            "torch a worker (OMP_NUM_THREADS)"
-        )
+        lines.append("  compiled functions for CPUs: no; they need a C compiler")
     return lines
+
+
+def measure_link(device: torch.device) -> LinkSpeed:
+    """Returns how fast the default process group is: medians, of the slowest worker. Collective; a few seconds.
+
+    Args:
+        device: of the tensors that travel.
+    """
+    workers = dist.get_world_size()
+    large = _all_reduce_seconds(torch.zeros(LARGE_BYTES // 4, device=device), LARGE_ROUNDS)
+    small = _all_reduce_seconds(torch.zeros(1, device=device), SMALL_ROUNDS)
+    slowest = torch.tensor([large, small], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    large, small = slowest.tolist()
+    received = 2 * (workers - 1) / workers * LARGE_BYTES
+    return LinkSpeed(8e-9 * received / max(large - small, 1e-9), small)
 
 
 def verdict(speed: LinkSpeed, num_workers: int, num_elements: int, density: float, *, on_gpu: bool) -> list[str]:
@@ -102,6 +133,17 @@ def verdict(speed: LinkSpeed, num_workers: int, num_elements: int, density: floa
         str(told),
         "DensityMonitor's table at the end of a fit says what your own training gains.",
     ]
+
+
+def _all_reduce_seconds(tensor: Tensor, rounds: int) -> float:
+    taken = []
+    for _ in range(rounds + 1):
+        dist.barrier()
+        begin = perf_counter()
+        dist.all_reduce(tensor)
+        float(tensor[0])  # waits for the device
+        taken.append(perf_counter() - begin)
+    return median(taken[1:])  # the first builds connections
 
 
 def _version_of(name: str) -> str:

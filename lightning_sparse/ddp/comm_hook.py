@@ -173,7 +173,7 @@ def attach(
             allows_unused_parameters=bool(ddp_module.find_unused_parameters or ddp_module.static_graph),
             is_static_graph=bool(ddp_module.static_graph),
         )
-        state.rehearse(is_scaled=is_scaled(grad_scaler()))
+        state.warm_up(is_scaled=is_scaled(grad_scaler()))
     ddp_module.register_comm_hook(state, sparse_hook)
     state.settlement.follow(ddp_module)
     follow_join(ddp_module, state)

@@ -40,7 +40,7 @@ class ExchangeOptions:
         local_clip_norm: clips this worker's whole gradient to this norm before it is compensated. The norm needs all
             buckets, so nothing is sent before backward has ended: the exchange no longer overlaps with it.
         value_dtype: what values travel in. ``"float32"`` sends them as the residual holds them; what rounding to any
-            other leaves is kept and sent later. ``"float8"`` (e4m3, scaled to λ) and ``"int16"`` need a threshold or
+            other leaves is kept and sent later. ``"float8"`` (e4m3, scaled to λ) needs a threshold or
             a sparsifier that rounds, ``"int8"`` the latter (``lightning_sparse.exchange.wire``).
         exchange: see ``Exchange``.
         density_control: what becomes of a λ that was asked for by a density. ``"hold"``, which None stands for,
@@ -49,7 +49,7 @@ class ExchangeOptions:
             as the theory has it.
         link_gbit_s: the rate of a worker's link in one direction, by which ``exchange="auto"`` chooses, and by which
             small payloads wait for each other over Gloo; None chooses with caution, see
-            ``lightning_sparse.exchange.cost_model`` and ``lightning_sparse.exchange.convoy``.
+            ``lightning_sparse.exchange.routes.cost_model`` and ``lightning_sparse.exchange.routes.coalescer``.
 
     Raises:
         ValueError: a word or a number that is not allowed.

@@ -25,9 +25,9 @@ from lightning_sparse.engine import Engine, FlatBucket
 from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.memory_format import real_numel
 from lightning_sparse.engine.notices import warn_of_forgotten
-from lightning_sparse.engine.rehearsal import rehearse_steps
 from lightning_sparse.engine.saved_state import unsent_norm
 from lightning_sparse.engine.snapshot import Snapshot
+from lightning_sparse.engine.warmup import warm_up_steps
 from lightning_sparse.engine.weak_call import weakly
 from lightning_sparse.exchange import Meeting, Workers
 from lightning_sparse.sparsifiers import Sparsifier
@@ -99,9 +99,9 @@ class SparseState(SettledState):
         self._step = RunningStep()
         self.settlement.on_step.append(weakly(self._count_step))
 
-    def rehearse(self, *, is_scaled: bool) -> None:
-        """Builds the kernels that steps will need; see ``lightning_sparse.engine.rehearse_steps``."""
-        rehearse_steps(self._engine, self._parameters, is_scaled=is_scaled, has_unused=self._use.allows_unused)
+    def warm_up(self, *, is_scaled: bool) -> None:
+        """Builds the kernels that steps will need; see ``lightning_sparse.engine.warm_up_steps``."""
+        warm_up_steps(self._engine, self._parameters, is_scaled=is_scaled, has_unused=self._use.allows_unused)
 
     def close(self) -> None:
         """Takes off the model what this state put there, apart from the hook itself, which DDP cannot remove.

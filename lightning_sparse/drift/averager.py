@@ -29,7 +29,7 @@ from lightning_sparse.drift.observed_steps import LOST_STEP, ObservedSteps
 from lightning_sparse.drift.options import DriftOptions
 from lightning_sparse.drift.outer_state import is_of_kind, kind_of, load_outer, outer_by_name
 from lightning_sparse.drift.shared_weights import SharedWeights
-from lightning_sparse.engine import Engine, EngineHolder, rehearse_steps
+from lightning_sparse.engine import Engine, EngineHolder, warm_up_steps
 from lightning_sparse.engine.grouping import as_real, kept_dtype, local, require_one_device
 from lightning_sparse.engine.holder import BROKEN_OFF
 from lightning_sparse.engine.parameter_bucket import sizes_by_name
@@ -128,7 +128,7 @@ class SparseModelAverager(EngineHolder):
             held = [*module.named_parameters(), *module.named_buffers()]
             self.workers.broadcast([local(one) for name, one in held if name not in ignored])
         held_here = {name: local(one) for name, one in weights.items()}
-        rehearse_steps(self._engine, {name: one.new_empty(0, dtype=kept_dtype(one)) for name, one in held_here.items()})
+        warm_up_steps(self._engine, {name: one.new_empty(0, dtype=kept_dtype(one)) for name, one in held_here.items()})
         self._exchange = DriftExchange(module, self._engine, self.options, may_change=not self.is_sharded)
         self.shared = SharedWeights(module, self._exchange, self.workers)
         self.num_steps = 0

@@ -75,7 +75,7 @@ class ResidualMemory:
         for bucket in self._held():
             settled = bucket.open & names
             bucket.open -= settled
-            bucket.in_other |= settled
+            bucket.in_back_buffer |= settled
 
     def undo(self, names: set[str]) -> None:
         """Forgets what is open for these parameters."""
@@ -151,7 +151,7 @@ class ResidualMemory:
                 former, *span = self._places[name]
                 settled[start:end] = former.settled_part(name, *span)
                 if name in former.open:
-                    bucket.other[start:end] = former.latest_part(name, *span)
+                    bucket.back_buffer[start:end] = former.latest_part(name, *span)
                     bucket.open.add(name)
             self._places[name] = (bucket, start, end)
         return bucket
@@ -165,55 +165,55 @@ class _Bucket:
 
     Args:
         layout: its layers.
-        settled: what is settled, but for layers that are ``in_other``.
-        other: what is open for the layers that are ``open``, and settled for those that are ``in_other``.
+        settled: what is settled, but for layers that are ``in_back_buffer``.
+        back_buffer: what is open for the layers that are ``open``, and settled for those that are ``in_back_buffer``.
     """
 
-    def __init__(self, layout: LayerLayout, settled: Tensor, other: Tensor) -> None:
+    def __init__(self, layout: LayerLayout, settled: Tensor, back_buffer: Tensor) -> None:
         self.layout = layout
         self.settled = settled
-        self.other = other
+        self.back_buffer = back_buffer
         self.open: set[str] = set()
-        self.in_other: set[str] = set()
+        self.in_back_buffer: set[str] = set()
 
     def shrink(self) -> None:
         """Gives back the tensor that holds nothing of worth, before another bucket takes the layers over."""
-        if self.settled is self.other or self.open or len(self.in_other) not in (0, len(self.layout.names)):
+        if self.settled is self.back_buffer or self.open or len(self.in_back_buffer) not in (0, len(self.layout.names)):
             return
-        if self.in_other:
-            self.settled, self.other = self.other, self.settled
-            self.in_other.clear()
+        if self.in_back_buffer:
+            self.settled, self.back_buffer = self.back_buffer, self.settled
+            self.in_back_buffer.clear()
         let_go(self.settled)
-        let_go(self.other)
-        self.other = self.other.new_empty(0)
+        let_go(self.back_buffer)
+        self.back_buffer = self.back_buffer.new_empty(0)
 
     def begin(self) -> Residual:
-        if self.settled is self.other:
+        if self.settled is self.back_buffer:
             return Residual(self.settled, self.settled)
-        if len(self.in_other) == len(self.layout.names):  # the usual step: nothing is copied
-            self.settled, self.other = self.other, self.settled
-            self.in_other.clear()
-        for name, start, end in self.layout.spans() if self.in_other else ():
-            if name in self.in_other:
-                self.settled[start:end] = self.other[start:end]
-        self.in_other.clear()
+        if len(self.in_back_buffer) == len(self.layout.names):  # the usual step: nothing is copied
+            self.settled, self.back_buffer = self.back_buffer, self.settled
+            self.in_back_buffer.clear()
+        for name, start, end in self.layout.spans() if self.in_back_buffer else ():
+            if name in self.in_back_buffer:
+                self.settled[start:end] = self.back_buffer[start:end]
+        self.in_back_buffer.clear()
         if not self.open:
-            return Residual(self.settled, self.other)
+            return Residual(self.settled, self.back_buffer)
         for name, start, end in self.layout.spans():
             if name not in self.open:
-                self.other[start:end] = self.settled[start:end]
-        return Residual(self.other, self.other)
+                self.back_buffer[start:end] = self.settled[start:end]
+        return Residual(self.back_buffer, self.back_buffer)
 
     def keep(self, unused: set[str]) -> None:
-        if self.settled is self.other:
+        if self.settled is self.back_buffer:
             return
         # Nothing was added to or sent of what was not reached: there is nothing to be undone, nor to wait for.
         idle = (unused & set(self.layout.names)) - self.open
-        self.in_other = idle
+        self.in_back_buffer = idle
         self.open = set(self.layout.names) - idle
 
     def settled_part(self, name: str, start: int, end: int) -> Tensor:
-        return (self.other if name in self.in_other else self.settled)[start:end]
+        return (self.back_buffer if name in self.in_back_buffer else self.settled)[start:end]
 
     def latest_part(self, name: str, start: int, end: int) -> Tensor:
-        return (self.other if name in self.in_other or name in self.open else self.settled)[start:end]
+        return (self.back_buffer if name in self.in_back_buffer or name in self.open else self.settled)[start:end]

@@ -242,12 +242,7 @@ def _is_finite(values: tl.tensor) -> tl.tensor:
 def _to_wire(p: tl.tensor, scale: tl.tensor, WIRE: tl.constexpr, LIMIT: tl.constexpr) -> tl.tensor:
     # As Wire.rounded and Wire.encoded; uint8 is a float8.
     sent = p
-    if tl.int8 == WIRE or tl.int16 == WIRE:
-        steps = tl.minimum(tl.maximum(_divide(p, scale), -LIMIT), LIMIT)
-        # 1.5 times the power of two from which on a number of this dtype has no fraction: half to even.
-        magic = 12582912.0 if p.dtype == tl.float32 else 6755399441055744.0
-        sent = tl.where(_is_finite(p), (steps + magic) - magic, -LIMIT - 1).to(WIRE)
-    elif tl.uint8 == WIRE:
+    if tl.uint8 == WIRE:
         scaled = tl.minimum(tl.maximum(_divide(p, scale), -LIMIT), LIMIT)
         sent = tl.where(_is_finite(p), _to_float8(scaled.to(tl.float32)), 0x7F).to(WIRE)
     elif p.dtype != WIRE:
@@ -263,7 +258,8 @@ def _to_float8(p: tl.tensor) -> tl.tensor:
     bits = p.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    steps = (tl.abs(p) * 512.0 + 12582912.0) - 12582912.0  # half to even, as above
+    # 1.5 times the power of two from which on a number of this dtype has no fraction: half to even.
+    steps = (tl.abs(p) * 512.0 + 12582912.0) - 12582912.0
     code = tl.where(tl.abs(p) < 0.015625, steps.to(tl.int32), normal)
     return code | ((bits >> 24) & 0x80)
 
@@ -274,8 +270,6 @@ def of_wire(sent: tl.tensor, scale: tl.tensor, dtype: tl.constexpr) -> tl.tensor
     value = sent.to(dtype)
     if sent.dtype == tl.int8:
         value = tl.where(sent == -128, float("nan"), value * scale)
-    elif sent.dtype == tl.int16:
-        value = tl.where(sent == -32768, float("nan"), value * scale)
     elif sent.dtype == tl.uint8:
         code = sent.to(tl.int32)
         magnitude = code & 0x7F

@@ -9,21 +9,14 @@ from collections.abc import Sequence
 import torch
 
 from lightning_sparse.exchange import Shipment, slice_elements
-from lightning_sparse.kernels.native import NativeThreshold, is_native
-from lightning_sparse.selection.bucket_gradient import BucketGradient
+from lightning_sparse.kernels.native import NativeThreshold
+from lightning_sparse.selection.bucket import FlatBucket
 from lightning_sparse.selection.numbers import LocalNumbers
 from lightning_sparse.sparsifiers import ThresholdRun
 
 
-def goes_native(bucket: BucketGradient, shipment: Shipment, runs: Sequence[ThresholdRun]) -> bool:
-    """Whether ``take_out_natively`` can do it, and there is no shorter way, as where everything is sent densely."""
-    if not is_native(*bucket.residual, bucket.gradient, wire_dtype=shipment.format.wire.dtype):
-        return False
-    return shipment.payload is not None or all(run.threshold > 0 for run in runs)
-
-
 def take_out_natively(
-    bucket: BucketGradient, shipment: Shipment, runs: Sequence[ThresholdRun], num_slices: int, *, per_layer: bool
+    bucket: FlatBucket, shipment: Shipment, runs: Sequence[ThresholdRun], num_slices: int, *, per_layer: bool
 ) -> LocalNumbers:
     """Forms p, writes what is sent into the shipment and leaves e' in the residual.
 

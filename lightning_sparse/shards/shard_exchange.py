@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_sparse._version import __version__
 from lightning_sparse.ddp.options import DensityControlMode, ExchangeOptions, require_density_control
-from lightning_sparse.engine import Engine, EngineHolder, FlatBucket, rehearse_steps
+from lightning_sparse.engine import Engine, EngineHolder, FlatBucket, warm_up_steps
 from lightning_sparse.engine.grouping import as_real, local
 from lightning_sparse.engine.holder import BROKEN_OFF
 from lightning_sparse.engine.parameter_bucket import sizes_by_name
@@ -100,7 +100,7 @@ class ShardExchange(EngineHolder):
         self._loaded: dict[str, Tensor] = {}
         self._take_in_new()
         trained = {name: as_real(local(named[name])).new_empty(0) for name in self._taken}
-        rehearse_steps(self._engine, trained, has_unused=True)
+        warm_up_steps(self._engine, trained, has_unused=True)
 
     def close(self) -> None:
         """Ends groups of the exchange's own; those that others of these ranks use, too, end with the world."""

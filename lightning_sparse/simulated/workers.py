@@ -8,11 +8,11 @@ from torch import Tensor
 
 from lightning_sparse.ddp.clipping import clip_gradient
 from lightning_sparse.ddp.notices import warn_of_drawn_numbers
-from lightning_sparse.engine import Engine, EngineHolder, FlatBucket, rehearse_steps
+from lightning_sparse.engine import Engine, EngineHolder, FlatBucket, warm_up_steps
 from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.memory_format import as_parameter, in_memory_order, require_strides
 from lightning_sparse.engine.snapshot import Snapshot
-from lightning_sparse.exchange import Crew, ExchangeMode, Workers
+from lightning_sparse.exchange import ExchangeMode, ThreadWorkers, Workers
 from lightning_sparse.exchange.wire import ValueDtype
 from lightning_sparse.sparsifiers import LayerLayout, Sparsifier
 
@@ -84,9 +84,9 @@ class SimulatedWorker(EngineHolder):
         """Returns nothing: a thread's wait is for the other threads."""
         return {}
 
-    def rehearse(self) -> None:
+    def warm_up(self) -> None:
         """Has the kernels built that steps will need; those of other workers are the same."""
-        rehearse_steps(self._engine, self._parameters, has_unused=True)
+        warm_up_steps(self._engine, self._parameters, has_unused=True)
 
     def average(self, gradients: Mapping[str, Tensor], reached: Collection[str]) -> dict[str, Tensor]:
         """Returns the average of what all workers send, as ``SimulatedWorkers.average`` does. Collective.
@@ -161,10 +161,10 @@ class SimulatedWorkers:
     def __init__(
         self, num_workers: int, sparsifier: Sparsifier, parameters: Mapping[str, Tensor], **options: Any
     ) -> None:
-        self._crew = Crew(num_workers)
+        self._threads = ThreadWorkers(num_workers)
         self._has_warned = num_workers == 1
-        self.each = [SimulatedWorker(one, sparsifier, parameters, **options) for one in self._crew.workers]
-        self.each[0].rehearse()
+        self.each = [SimulatedWorker(one, sparsifier, parameters, **options) for one in self._threads.workers]
+        self.each[0].warm_up()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def average(self, gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -175,7 +175,7 @@ class SimulatedWorkers:
         """
         drawn_before = torch.get_rng_state()
         reached = set().union(*gradients)
-        averages: list[dict[str, Tensor]] = self._crew.run(
+        averages: list[dict[str, Tensor]] = self._threads.run(
             lambda rank: self.each[rank].average(gradients[rank], reached)
         )
         if not (self._has_warned or torch.equal(torch.get_rng_state(), drawn_before)):
@@ -190,4 +190,4 @@ class SimulatedWorkers:
 
     def close(self) -> None:
         """Ends the threads."""
-        self._crew.close()
+        self._threads.close()

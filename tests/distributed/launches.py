@@ -18,8 +18,9 @@ from lightning_sparse.ddp import running_step, sparse_state
 from lightning_sparse.ddp.options import ExchangeOptions
 from lightning_sparse.ddp.regrouping import Bucket
 from lightning_sparse.engine import Engine, FlatBucket, memory
-from lightning_sparse.exchange import ExchangeMode, adding, buffers, exchange, fused_decode, gather
+from lightning_sparse.exchange import ExchangeMode, buffers, exchange
 from lightning_sparse.exchange.pending import Pending
+from lightning_sparse.exchange.routes import adding, fused_decode, gather
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.selection import extraction, fused_threshold
 from lightning_sparse.selection.residual import Residual

@@ -60,10 +60,6 @@ OF_A_THRESHOLD = SCENARIOS | {
     "float8": ({"value_dtype": "float8"}, {"round_values": through_float8}),
     "float8, gathered": ({"value_dtype": "float8", "exchange": "gather"}, {"round_values": through_float8}),
     "float8, summed": ({"value_dtype": "float8", "exchange": "reduce_scatter"}, {"round_values": through_float8}),
-    "int16": (
-        {"value_dtype": "int16", "exchange": "gather"},
-        {"round_values": lambda values: (values * 2.0**8).round() * 2.0**-8},
-    ),
 }
 
 
@@ -215,7 +211,7 @@ def test_random_k_in_float64_trains_as_workers_do_that_send_what_it_chose(same_o
         {},
         {"value_dtype": "int8"},
         {"value_dtype": "int8", "exchange": "dense"},
-        {"value_dtype": "int16", "exchange": "gather"},
+        {"value_dtype": "int8", "exchange": "gather"},
     ],
 )
 def test_scaled_integer_rounding_in_float64_trains_as_the_simulation_does(options):

@@ -31,7 +31,6 @@ from lightning_sparse.exchange.exchange import Exchange
 from lightning_sparse.exchange.pending import Pending
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.selection import extraction
-from lightning_sparse.selection.block_filter import BlockFilter
 
 COLLECTIVES = (
     *("irecv", "isend", "send", "recv", "reduce", "all_reduce", "all_gather", "all_gather_into_tensor"),
@@ -42,8 +41,7 @@ PARTS: list[tuple[Any, str]] = [
     (SparseState, "_begin_step"),
     (SparseState, "_open"),
     (SparseState, "_end_step"),
-    (BlockFilter, "take_out"),
-    (BlockFilter, "take_out_masked"),
+    (extraction, "take_out_marked"),
     (extraction, "compensate"),
     (extraction, "keep_rest"),
     (Exchange, "open"),

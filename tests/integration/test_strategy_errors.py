@@ -64,7 +64,7 @@ def test_a_layer_threshold_outside_its_range_is_refused_with_its_pattern(thresho
     ("name", "allowed"),
     [
         ("error_feedback", "'gradient', 'learning_rate', 'none'"),
-        ("value_dtype", "'float32', 'bfloat16', 'float16', 'float8', 'int16', 'int8'"),
+        ("value_dtype", "'float32', 'bfloat16', 'float16', 'float8', 'int8'"),
         ("exchange", "'auto', 'gather', 'reduce_scatter', 'dense', 'hierarchical'"),
     ],
 )

@@ -37,7 +37,7 @@ class Shipment(ABC):
                      collective
     4. ``join``      the same, before this worker waits for what others tell: a sum that is under way
     5. ``complete``  the same, once headers are on their way to the host: the usual ending
-    6. ``second``    with the headers: whatever else is needed
+    6. ``send_overflow``  with the headers: whatever else is needed
     7. ``finish``    the average is in ``out``
 
     Args:
@@ -91,7 +91,7 @@ class Shipment(ABC):
         """Enqueues on a GPU what is right in the usual step, so that the device need not wait for the host to look."""
         return
 
-    def second(self, header: Tensor, sizes: list[int]) -> None:
+    def send_overflow(self, header: Tensor, sizes: list[int]) -> None:
         """Issues what is needed beyond the usual.
 
         Args:

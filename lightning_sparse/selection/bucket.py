@@ -1,4 +1,4 @@
-"""What travels through a step of the engine."""
+"""A flat bucket of named layers on its way through a step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

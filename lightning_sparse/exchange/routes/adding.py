@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.exchange.buffers import Buffers
-from lightning_sparse.exchange.fused_decode import decode
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat
+from lightning_sparse.exchange.routes.fused_decode import decode
 from lightning_sparse.kernels import is_available, native
 from lightning_sparse.kernels.native import is_native
 from lightning_sparse.sparsifiers import Selection
