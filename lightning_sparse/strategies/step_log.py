@@ -140,9 +140,9 @@ _LOG = LightningModule.log
 
 
 def step_metrics(steps: list[StepStats]) -> dict[str, float]:
-    """Returns what is logged for one batch, in which there may have been more than one exchange.
+    """Returns the metrics of a batch, which may have several exchanges.
 
-    Density is over all exchanges together, payload bytes are their sum, error norm and threshold those of the last.
+    Density covers all exchanges together, payload bytes are summed, error norm and threshold are those of the last.
     """
     stats = of_exchanges(steps)
     logged = [number.logged for number in STEP_NUMBERS if number.logged]

@@ -48,10 +48,12 @@ def by_tensors(compensated, threshold, wire):
 
 def assert_same_bits(found, expected):
     """Tells -0.0 from 0.0; all NaN are alike."""
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one.isnan(), other.isnan())
-        different = one.nan_to_num().view(torch.int32) != other.nan_to_num().view(torch.int32)
-        assert not different.any(), (rows()[different], one[different], other[different])
+    for actual, wanted in zip(found, expected, strict=True):
+        assert torch.equal(actual.isnan(), wanted.isnan())
+        different = actual.nan_to_num(0, inf, -inf).view(torch.int32) != wanted.nan_to_num(0, inf, -inf).view(
+            torch.int32
+        )
+        assert not different.any(), (rows()[different], actual[different], wanted[different])
 
 
 @pytest.mark.parametrize("threshold", THRESHOLDS)
