@@ -7,21 +7,20 @@ did is open until an optimizer steps on the gradient, and undone if none does (`
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sparse.ddp.arrival import BucketLayouts
+from lightning_sparse.ddp.buckets import Averaged, DDPBucket, DDPBuckets
 from lightning_sparse.ddp.clipping import clip_gradient
-from lightning_sparse.ddp.learning_rates import LearningRates
+from lightning_sparse.ddp.learning_rates import LastLearningRates, LearningRates
 from lightning_sparse.ddp.notices import say_dropped
 from lightning_sparse.ddp.options import ExchangeOptions
-from lightning_sparse.ddp.parameter_use import EveryParameterUsed, ParameterUse
-from lightning_sparse.ddp.regrouping import BucketLike
-from lightning_sparse.ddp.running_step import Averaged, RunningStep
-from lightning_sparse.ddp.settled_state import SettledState
+from lightning_sparse.ddp.parameter_use import ParameterUse
 from lightning_sparse.ddp.settlement import Settlement
 from lightning_sparse.engine import Engine, FlatBucket
+from lightning_sparse.engine.holder import EngineHolder
 from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.memory_format import real_numel
 from lightning_sparse.engine.notices import warn_of_forgotten
@@ -32,8 +31,11 @@ from lightning_sparse.engine.weak_call import weakly
 from lightning_sparse.exchange import Meeting, Workers
 from lightning_sparse.sparsifiers import Sparsifier
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
 
-class SparseState(SettledState):
+
+class SparseState(EngineHolder):
     """Everything that one worker keeps between steps; the state of the communication hook.
 
     Args:
@@ -81,8 +83,7 @@ class SparseState(SettledState):
                 keeps_rest=options.error_feedback != "none",
                 holds_density=options.holds_density,
             ),
-            parameter_names,
-            sum(one.requires_grad for one in parameter_names) if is_static_graph else None,
+            parameter_names.values(),
         )
         self.options = options
         self.settlement = Settlement(parameter_names, weakly(self._settle), weakly(self._undo))
@@ -93,10 +94,15 @@ class SparseState(SettledState):
         self._loss_scale = loss_scale
         self._learning_rates = learning_rates
         self._has_said_undone = False
-        self._layouts = BucketLayouts(parameter_names)
-        self._use = ParameterUse(parameter_names) if allows_unused_parameters else EveryParameterUsed()
+        self._rates = LastLearningRates(parameter_names)
+        self._ddp_buckets = DDPBuckets(parameter_names, is_static_graph=is_static_graph)
+        self._use = ParameterUse(parameter_names, allows_unused=allows_unused_parameters)
         self._is_exchanging = self._is_moving = self._is_idle = False
-        self._step = RunningStep()
+        self._scale: Tensor | None = None
+        self._buckets: list[FlatBucket] = []
+        self._unused: set[str] = set()
+        self._bucket_names: list[tuple[str, ...]] = []
+        self._note_numbers()
         self.settlement.on_step.append(weakly(self._count_step))
 
     def rehearse(self, *, is_scaled: bool) -> None:
@@ -156,13 +162,15 @@ class SparseState(SettledState):
         self.residuals.load_state_dict({})
         self._engine.reset()
         self._rates.load_state_dict({})
-        self._arrival.begin_anew()
+        self._ddp_buckets.regroup_as([])
         self._bucket_names = []
         self._note_numbers()
 
     def snapshot(self, workers: Workers | None = None) -> Snapshot:
         """Return the state as of the last optimizer step. Not collective."""
-        snapshot = self._settled_snapshot()
+        snapshot = self._engine.snapshot(self._numbers, self._exchange_history)
+        layout = [list(names) for names in self._layout]
+        snapshot.numbers |= {"layout": layout, "learning_rates": self._rates.state_dict()}
         # Of all parameters for a checkpoint: in the first step workers may have laid out different buckets already.
         residuals = self.residuals.layers() if workers is None else self.residuals.all_layers()
         snapshot.own["residual"] = dict(sorted(residuals.items()))
@@ -171,7 +179,11 @@ class SparseState(SettledState):
     def restore(self, snapshot: Snapshot) -> None:
         """Replace all state by a snapshot of another run, as far as it fits the model. Not collective."""
         self.reset()
-        self._restore_numbers(snapshot)
+        self._engine.restore(snapshot)
+        self._rates.load_state_dict(snapshot.numbers.get("learning_rates", {}))
+        if snapshot.history.get("exchange"):  # of as many workers: with others, the last bits of sums differ anyway
+            self._ddp_buckets.regroup_as(snapshot.numbers.get("layout", []))
+        self._note_numbers()
         residuals = snapshot.own.get("residual", {})
         if self.residuals.forgets:
             warn_of_forgotten(unsent_norm([residuals]))
@@ -187,26 +199,27 @@ class SparseState(SettledState):
         """Return why residuals cannot be saved at this moment."""
         return [] if self.is_certain else ["the workers are in the middle of an optimizer's step"]
 
-    def receive(self, grad_bucket: BucketLike) -> Averaged:
+    def receive(self, grad_bucket: "GradBucket") -> Averaged:
         """Takes one of DDP's buckets through the step. Collective: every worker calls this for the same bucket."""
-        return self._arrival.receive(grad_bucket, self._receive)
-
-    def _receive(self, grad_bucket: BucketLike) -> Averaged:
-        """Takes a bucket through the step, or puts it aside where something must be known of all of them first."""
-        if grad_bucket.index() == 0:
+        ddp_bucket, future = self._ddp_buckets.read(grad_bucket)
+        if ddp_bucket.index == 0:
             self._begin_step()
-        self._is_moving = True
-        bucket = self._open(grad_bucket)
-        self._is_moving = False
-        future = self._step.put(bucket)
-        if self.options.local_clip_norm is None and not self._engine.needs_survey:
-            self._rates.rescale(bucket)
-            self._engine.add(bucket)
-        elif bucket.is_last:
-            self._send_all()
-        if bucket.is_last:
+        for ready in self._ddp_buckets.ready(ddp_bucket):
+            bucket = self._flat_bucket(ready)
+            self._buckets.append(bucket)
+            if not self._waits_for_all:
+                self._rates.rescale(bucket)
+                self._engine.add(bucket)
+        if ddp_bucket.is_last:
+            if self._waits_for_all:
+                self._add_all()
             self._end_step()
         return future
+
+    @property
+    def _waits_for_all(self) -> bool:
+        """Whether something must be known of all buckets before the first of them is sent."""
+        return self.options.local_clip_norm is not None or self._engine.needs_survey
 
     def _begin_step(self) -> None:
         if self._is_exchanging:  # an exception has broken off the last backward in its middle
@@ -219,63 +232,63 @@ class SparseState(SettledState):
         self._is_exchanging = True
         self._use.forget_old()
         self._engine.begin()
-        self._step = RunningStep(self._loss_scale())
+        self._buckets, self._unused, self._scale = [], set(), self._loss_scale()
         if self.options.error_feedback == "learning_rate":
             self._rates.begin(self._learning_rates())
 
-    def _open(self, grad_bucket: BucketLike) -> FlatBucket:
-        gradient = grad_bucket.buffer()
-        layout, is_new = self._layouts.of(grad_bucket)
-        if is_new:
+    def _flat_bucket(self, bucket: DDPBucket) -> FlatBucket:
+        """Return a bucket with its residual, and without gradients that this backward did not reach."""
+        layout, gradient = bucket.layout, bucket.gradient
+        if self._bucket_names[bucket.index : bucket.index + 1] != [layout.names]:
             self._engine.forget_sizes()
-        residual = self.residuals.bucket(grad_bucket.index(), layout, gradient)
+        self._is_moving = True
+        residual = self.residuals.bucket(bucket.index, layout, gradient)
+        self._is_moving = False
         if self._is_idle:  # the buffer holds zeros, and no gradients of before
             unused = {name: (start, end) for name, start, end in layout.spans()}
         else:
             unused = self._use.set_aside(layout, gradient)
-        self._step.unused.update(unused)
+        self._unused.update(unused)
         return FlatBucket(
-            grad_bucket.index(),
+            bucket.index,
             layout,
             gradient,
             residual,
-            grad_bucket.is_last(),
+            bucket.is_last,
             left_out=list(unused.values()),
-            loss_scale=self._step.loss_scale,
+            loss_scale=self._scale,
             notes=self._use.marks(layout, gradient.device),
         )
 
-    def _send_all(self) -> None:
-        buckets = self._step.buckets
+    def _add_all(self) -> None:
         if self.options.local_clip_norm is not None:
-            clip_gradient([one.gradient for one in buckets], self.options.local_clip_norm, self._step.loss_scale)
-        for bucket in buckets:
+            clip_gradient([bucket.gradient for bucket in self._buckets], self.options.local_clip_norm, self._scale)
+        for bucket in self._buckets:
             self._rates.rescale(bucket)
-        self._engine.survey(buckets)
-        for bucket in buckets:
+        self._engine.survey(self._buckets)
+        for bucket in self._buckets:
             self._engine.add(bucket)
 
     def _end_step(self) -> None:
-        step = self._step
-        layouts = [bucket.layout for bucket in step.buckets]
+        buckets, self._buckets = self._buckets, []
+        layouts = [bucket.layout for bucket in buckets]
         used_by_any, with_old = self._use.end(layouts, self._engine.finish())
         more_bytes = 0
-        for bucket in step.buckets:
-            if step.loss_scale is not None:
-                bucket.average.mul_(step.loss_scale)
+        for bucket in buckets:
+            if self._scale is not None:
+                bucket.average.mul_(self._scale)
             more_bytes += self._use.add_old(self.workers, with_old, bucket.layout, bucket.average)
             if bucket.average is not bucket.gradient:
                 bucket.gradient.copy_(bucket.average)
             self._use.put_back(used_by_any, bucket.layout, bucket.gradient)
         self._use.forget_old()
         self._bucket_names = [layout.names for layout in layouts]
-        for bucket in step.buckets:
-            self.residuals.keep(bucket.index, step.unused)
-        self._rates.settle(step.unused - self.settlement.open_names)
+        for bucket in buckets:
+            self.residuals.keep(bucket.index, self._unused)
+        self._rates.settle(self._unused - self.settlement.open_names)
         self._is_exchanging = False
-        self.settlement.end_exchange(set().union(*self._bucket_names) - step.unused, used_by_any)
-        step.keep_promises()
-        self._step = RunningStep(step.loss_scale)  # lets go of the buckets
+        self.settlement.end_exchange(set().union(*self._bucket_names) - self._unused, used_by_any)
+        self._ddp_buckets.hand_back()
         # It counts once an optimizer steps on it, of which an idle worker will see nothing.
         self._engine.account(more_bytes=more_bytes, counts=self._is_idle)
 
@@ -288,6 +301,34 @@ class SparseState(SettledState):
         finally:
             self._is_idle = False
 
+    def _note_numbers(self) -> None:
+        """Keep what a checkpoint holds of the step that has just counted; a later backward may be rolled back."""
+        self._numbers: dict[str, Any] = self._engine.numbers()
+        self._exchange_history: dict[str, Any] = self._engine.exchange_history()
+        self._layout: list[tuple[str, ...]] = self._bucket_names
+
+    def catch_up(self, *, knows: bool) -> None:
+        """Learns from the first worker that knows which exchanges of late have trained. Collective.
+
+        Args:
+            knows: whether this one does: it had batches to the end.
+        """
+        own: Any = None
+        if knows:
+            running = self._engine.snapshot()
+            running.history["sparsifier"] = self._engine.sparsifier.state_dict(self._numbers["next_step"])
+            own = self._numbers, self._exchange_history, self._layout, running
+        told = self.workers.first_object(own)
+        if not knows:
+            last_step, epoch = self._engine.last_step, self._engine.epoch
+            self._numbers, self._exchange_history, self._layout, running = told
+            self._engine.restore(running)
+            self._engine.last_step, self._engine.epoch = last_step, epoch  # this worker took part in every exchange
+
+    def _count_step(self, names: set[str]) -> None:
+        self._engine.calibrator.confirm(names)
+        self._note_numbers()
+
     def _settle(self, names: set[str]) -> None:
         self.residuals.settle(names)
         self._rates.settle(names)
@@ -295,7 +336,7 @@ class SparseState(SettledState):
     def _undo(self, names: set[str]) -> None:
         self.residuals.undo(names)
         self._rates.undo(names)
-        has_overflowed = self._step.loss_scale is not None and self.last_step is not None and self.last_step.non_finite
+        has_overflowed = self._scale is not None and self.last_step is not None and self.last_step.non_finite
         is_search = self.settlement.is_stepping  # LBFGS drops all gradients of a step but the last, also without us
         if not (has_overflowed or self._has_said_undone or self._is_exchanging or is_search):
             self._has_said_undone = True

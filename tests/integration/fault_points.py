@@ -40,7 +40,7 @@ COLLECTIVES = (
 PARTS: list[tuple[Any, str]] = [
     (SparseState, "receive"),
     (SparseState, "_begin_step"),
-    (SparseState, "_open"),
+    (SparseState, "_flat_bucket"),
     (SparseState, "_end_step"),
     (BlockFilter, "take_out"),
     (BlockFilter, "take_out_masked"),
