@@ -7,24 +7,14 @@ over from one that has seen it.
 """
 
 import weakref
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_sparse.ddp.sparse_state import SparseState
 from lightning_sparse.exchange import current_device
-
-
-class Joinable(Protocol):
-    """What is told of it."""
-
-    def idle(self) -> AbstractContextManager[None]:
-        """Within it, buckets come of a worker that has no more batches."""
-
-    def catch_up(self, *, knows: bool) -> None:
-        """Learns what has become of the exchanges of others, from one that knows. Collective."""
 
 
 class SparseJoinHook(JoinHook):
@@ -36,7 +26,7 @@ class SparseJoinHook(JoinHook):
         device: the module's.
     """
 
-    def __init__(self, hook: JoinHook, state: Joinable, device: torch.device | None) -> None:
+    def __init__(self, hook: JoinHook, state: SparseState, device: torch.device | None) -> None:
         self._hook, self._state, self._device = hook, state, device
 
     def main_hook(self) -> None:
@@ -51,7 +41,7 @@ class SparseJoinHook(JoinHook):
             self._state.catch_up(knows=is_last_joiner)
 
 
-def follow_join(module: DistributedDataParallel, state: Joinable) -> None:
+def follow_join(module: DistributedDataParallel, state: SparseState) -> None:
     """Tells the state of every ``Join`` context that this module is in, from now on."""
     this, told = weakref.ref(module), weakref.ref(state)  # who is in a circle of references is not freed at once
 

@@ -47,17 +47,12 @@ class LastLearningRates:
 
     def settle(self, names: set[str]) -> None:
         """Makes the open rates of these parameters those of their last step."""
-        for name in names & self._open.keys():
-            self._settled[name] = self._open.pop(name)
+        self._settled |= {name: self._open.pop(name) for name in names & self._open.keys()}
 
     def undo(self, names: set[str]) -> None:
         """Forgets the open rates of these parameters."""
         for name in names & self._open.keys():
             del self._open[name]
-
-    def undo_all(self) -> None:
-        """Forgets all open rates."""
-        self._open.clear()
 
     def state_dict(self) -> dict[str, float]:
         """Returns the settled rates."""

@@ -15,7 +15,7 @@ them. Usually nothing is open then, and all that this costs is a note of each gr
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -25,7 +25,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_sparse.ddp.learning_rates import LastLearningRates
 from lightning_sparse.ddp.notices import warn_of_no_steps, warn_of_unexchanged, warn_of_unowned
+from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.optimizer_steps import Arguments, UnexchangedParameters, follow_no_steps, follow_steps
 
 UNDONE_WITHOUT_A_STEP = 20
@@ -53,27 +55,26 @@ class Settlement:
 
     Args:
         parameters: the name of every parameter that DDP may bring.
-        settle: is told the names of parameters whose last backwards are part of training from now on.
-        undo: is told the names of those whose last backwards never were.
+        memories: hold what backwards do to residuals; settle and undo it by parameter name.
 
     Attributes:
-        progress: for every parameter the number of the exchange that was settled last, added up; the same on all
-            workers whose parameters have seen the same steps.
-        on_step: what is called after every step that concerns these parameters, with the names of those of which any
-            worker's gradient met it; the same on all workers.
+        is_stepping: whether an optimizer's step runs, which may call backward several times and keep the last (LBFGS).
+        on_step: called after every step that concerns these parameters, with the names of those of which any worker's
+            gradient met it; the same on all workers.
+        on_drop: called with the names of parameters whose gradients are gone, after their backwards were undone.
     """
 
     def __init__(
         self,
         parameters: Mapping[Tensor, str],
-        settle: Callable[[set[str]], None],
-        undo: Callable[[set[str]], None],
+        memories: Sequence[ResidualMemory | LastLearningRates],
     ) -> None:
-        self.progress = 0
+        self.is_stepping = False
         self.on_step: list[Callable[[set[str]], None]] = []
+        self.on_drop: list[Callable[[set[str]], None]] = []
         self._names = {id(parameter): name for parameter, name in parameters.items()}
         self._parameters = {name: parameter for parameter, name in parameters.items()}
-        self._settle, self._undo = settle, undo
+        self._memories = memories
         self._open: set[str] = set()
         self._waiting: set[str] = set()
         self._settled_at: dict[str, int] = {}
@@ -83,9 +84,8 @@ class Settlement:
         self._has_waited = False
         self._unexchanged: UnexchangedParameters | None = None
         self._watch: list[torch.utils.hooks.RemovableHandle] = []
-        self._has_looked = False
+        self._has_looked = self._is_changing = False
         self._num_exchanges = self._num_steps = self._undone_without_a_step = 0
-        self._is_stepping = self._is_changing = False
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         follow_steps(self)
 
@@ -111,7 +111,7 @@ class Settlement:
 
     def close(self) -> None:
         """Follows no more steps."""
-        self._unwatch()
+        _remove(self._watch)
         follow_no_steps(self)
         _remove(self._hooks)
 
@@ -121,15 +121,18 @@ class Settlement:
 
         Not so once an optimizer's step has changed some of the weights, until it has ended, nor while settling.
         """
-        if self._is_changing or not (self._is_stepping and self._open):
+        if self._is_changing or not (self.is_stepping and self._open):
             return not self._is_changing
         versions = [(self._parameters[name]._version, self._marks.get(name)) for name in self._open]
         return bool(self._marks) and all(mark is None or mark.weight_version == one for one, mark in versions)
 
     @property
-    def is_stepping(self) -> bool:
-        """Whether an optimizer's step runs, which may call backward several times and keep the last (LBFGS)."""
-        return self._is_stepping
+    def progress(self) -> int:
+        """The sum over all parameters of the number of the exchange that was settled last.
+
+        The same on all workers whose parameters have seen the same steps.
+        """
+        return sum(self._settled_at.values())
 
     @property
     def open_names(self) -> frozenset[str]:
@@ -174,7 +177,7 @@ class Settlement:
             used: names of parameters that this worker's backward reached.
             used_by_any: of those that any worker's reached.
         """
-        self._unwatch()
+        _remove(self._watch)
         self._num_exchanges += 1
         self._open |= used
         self._waiting |= used_by_any
@@ -187,12 +190,12 @@ class Settlement:
 
     def settle_all(self) -> None:
         """Makes everything open part of training."""
-        self._change(self._settle, set(self._open))
+        self._settle(set(self._open))
         self._advance(set(self._waiting))
 
     def undo_all(self) -> None:
-        """Undoes everything open."""
-        self._change(self._undo, set(self._open))
+        """Undoes everything open, also of a backward that was broken off in its middle."""
+        self._undo(set(self._parameters))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _note(self) -> None:
@@ -230,8 +233,11 @@ class Settlement:
                 changed.setdefault(self._owners.get(name), {})[name] = parameter.grad
         for of_optimizer in changed.values():
             gone |= self._zeroed(of_optimizer)
-        self._change(self._undo, gone)
-        if gone and not self.progress and not self._is_stepping:
+        if gone:
+            self._undo(gone)
+            for call in self.on_drop:
+                call(gone)
+        if gone and not self.progress and not self.is_stepping:
             self._undone_without_a_step += 1
             if self._undone_without_a_step == UNDONE_WITHOUT_A_STEP:
                 warn_of_no_steps(UNDONE_WITHOUT_A_STEP)
@@ -251,67 +257,56 @@ class Settlement:
         return gradient is not None and mark is not None and gradient.data_ptr() == mark.address
 
     def _step_begins(self, optimizer: Optimizer, _: Arguments) -> None:
-        self._is_stepping = True
+        self.is_stepping = True
         if self._unexchanged is not None and (name := self._unexchanged.first_of(optimizer)) is not None:
             warn_of_unexchanged(name)
             self._unexchanged = None
 
     def _step_ends(self, optimizer: Optimizer) -> None:
-        self._is_stepping = False
-        parameters = dict(self._of(optimizer))
+        self.is_stepping = False
+        of_optimizer = (self._names.get(id(one)) for group in optimizer.param_groups for one in group["params"])
+        owned = {name for name in of_optimizer if name is not None}
         # A fused optimizer is told of an overflow and skips the step by itself.
         found_inf = getattr(optimizer, "found_inf", None)
-        if not parameters or (isinstance(found_inf, Tensor) and bool(found_inf)):
+        if not owned or (isinstance(found_inf, Tensor) and bool(found_inf)):
             return
-        self._owners.update(dict.fromkeys(parameters, id(optimizer)))
+        self._owners.update(dict.fromkeys(owned, id(optimizer)))
         # An optimizer passes over what has no gradient; some drop gradients themselves after the update.
-        stepped = {name for name in self._open & parameters.keys() if not self._was_passed_over(name)}
-        self._change(self._settle, stepped)
-        self._advance(self._waiting & parameters.keys())
+        self._settle({name for name in self._open & owned if not self._was_passed_over(name)})
+        self._advance(self._waiting & owned)
 
     def _was_passed_over(self, name: str) -> bool:
         parameter, mark = self._parameters[name], self._marks.get(name)
         return parameter.grad is None and (mark is None or mark.weight_version == parameter._version)
 
-    def _warn_of_unowned(self) -> None:
-        """Warns of parameters whose gradients pile up, as no optimizer steps on them and none sets them to zero."""
-        unowned = sorted(self._open - self._owners.keys())
-        if unowned:
-            warn_of_unowned(unowned, STEPS_UNTIL_OWNED)
-
     def _advance(self, names: set[str]) -> None:
-        for name in names:
-            self.progress += self._num_exchanges - self._settled_at.get(name, 0)
-            self._settled_at[name] = self._num_exchanges
+        self._settled_at.update(dict.fromkeys(names, self._num_exchanges))
         self._waiting -= names
         self._num_steps += 1
-        if self._num_steps == STEPS_UNTIL_OWNED:
-            self._warn_of_unowned()
+        # Gradients pile up where no optimizer steps on them and none sets them to zero.
+        if self._num_steps == STEPS_UNTIL_OWNED and (unowned := sorted(self._open - self._owners.keys())):
+            warn_of_unowned(unowned, STEPS_UNTIL_OWNED)
         for call in self.on_step:
             call(names)
 
-    def _of(self, optimizer: Optimizer) -> Iterable[tuple[str, Tensor]]:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                name = self._names.get(id(parameter))
-                if name is not None:
-                    yield name, parameter
+    def _settle(self, names: set[str]) -> None:
+        self._is_changing = True
+        for memory in self._memories:
+            memory.settle(names)
+        self._open -= names
+        self._is_changing = False
 
-    def _change(self, tell: Callable[[set[str]], None], names: set[str]) -> None:
-        if names:
-            self._is_changing = True
-            tell(names)
-            self._open -= names
-            self._is_changing = False
-
-    def _unwatch(self) -> None:
-        _remove(self._watch)
-        self._watch.clear()
+    def _undo(self, names: set[str]) -> None:
+        self._is_changing = True
+        for memory in self._memories:
+            memory.undo(names)
+        self._open -= names
+        self._is_changing = False
 
 
-def _remove(handles: Iterable[torch.utils.hooks.RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
+def _remove(handles: list[torch.utils.hooks.RemovableHandle]) -> None:
+    while handles:
+        handles.pop().remove()
 
 
 def _at_end_of_backward(call: Callable[[], None]) -> None:

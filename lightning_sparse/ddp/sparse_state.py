@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sparse.ddp.buckets import Averaged, DDPBucket, DDPBuckets
-from lightning_sparse.ddp.clipping import clip_gradient
 from lightning_sparse.ddp.learning_rates import LastLearningRates, LearningRates
 from lightning_sparse.ddp.notices import say_dropped
 from lightning_sparse.ddp.options import ExchangeOptions
 from lightning_sparse.ddp.parameter_use import ParameterUse
 from lightning_sparse.ddp.settlement import Settlement
 from lightning_sparse.engine import Engine, FlatBucket
+from lightning_sparse.engine.flat_bucket import clip_norm
 from lightning_sparse.engine.holder import EngineHolder
 from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.memory_format import real_numel
@@ -86,15 +86,15 @@ class SparseState(EngineHolder):
             parameter_names.values(),
         )
         self.options = options
-        self.settlement = Settlement(parameter_names, weakly(self._settle), weakly(self._undo))
         # As of now: a layer frozen later on stays in DDP.
         self._parameters = {name: one for one, name in parameter_names.items() if one.requires_grad}
         self.residuals = ResidualMemory(self._parameters, forgets=options.error_feedback == "none")
         self.meeting = Meeting(self.workers)
         self._loss_scale = loss_scale
         self._learning_rates = learning_rates
-        self._has_said_undone = False
+        self._has_said_dropped = False
         self._rates = LastLearningRates(parameter_names)
+        self.settlement = Settlement(parameter_names, [self.residuals, self._rates])
         self._ddp_buckets = DDPBuckets(parameter_names, is_static_graph=is_static_graph)
         self._use = ParameterUse(parameter_names, allows_unused=allows_unused_parameters)
         self._is_exchanging = self._is_moving = self._is_idle = False
@@ -104,6 +104,7 @@ class SparseState(EngineHolder):
         self._bucket_names: list[tuple[str, ...]] = []
         self._note_numbers()
         self.settlement.on_step.append(weakly(self._count_step))
+        self.settlement.on_drop.append(weakly(self._say_dropped))
 
     def rehearse(self, *, is_scaled: bool) -> None:
         """Builds the kernels that steps will need; see ``lightning_sparse.engine.rehearse_steps``."""
@@ -225,7 +226,6 @@ class SparseState(EngineHolder):
         if self._is_exchanging:  # an exception has broken off the last backward in its middle
             self.settlement.undo_all()
             self.residuals.abandon()
-            self._rates.undo_all()
         self.settlement.begin_exchange()
         # Not counted is what no optimizer has stepped on, as in a run that resumes. What is open differs by worker.
         self._engine.next_step = self._numbers["next_step"]
@@ -262,7 +262,7 @@ class SparseState(EngineHolder):
 
     def _add_all(self) -> None:
         if self.options.local_clip_norm is not None:
-            clip_gradient([bucket.gradient for bucket in self._buckets], self.options.local_clip_norm, self._scale)
+            clip_norm(self._buckets, self.options.local_clip_norm)
         for bucket in self._buckets:
             self._rates.rescale(bucket)
         self._engine.survey(self._buckets)
@@ -329,15 +329,9 @@ class SparseState(EngineHolder):
         self._engine.calibrator.confirm(names)
         self._note_numbers()
 
-    def _settle(self, names: set[str]) -> None:
-        self.residuals.settle(names)
-        self._rates.settle(names)
-
-    def _undo(self, names: set[str]) -> None:
-        self.residuals.undo(names)
-        self._rates.undo(names)
+    def _say_dropped(self, names: set[str]) -> None:
         has_overflowed = self._scale is not None and self.last_step is not None and self.last_step.non_finite
         is_search = self.settlement.is_stepping  # LBFGS drops all gradients of a step but the last, also without us
-        if not (has_overflowed or self._has_said_undone or self._is_exchanging or is_search):
-            self._has_said_undone = True
+        if not (has_overflowed or self._has_said_dropped or self._is_exchanging or is_search):
+            self._has_said_dropped = True
             say_dropped(names)

@@ -4,11 +4,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_sparse.ddp.clipping import clip_gradient
-from lightning_sparse.ddp.notices import warn_of_drawn_numbers
 from lightning_sparse.engine import Engine, EngineHolder, FlatBucket, rehearse_steps
+from lightning_sparse.engine.flat_bucket import clip_norm
 from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.memory_format import as_parameter, in_memory_order, require_strides
 from lightning_sparse.engine.snapshot import Snapshot
@@ -101,7 +101,7 @@ class SimulatedWorker(EngineHolder):
         require_strides(list(self._parameters), list(self._parameters.values()), self._strides)
         buckets = [self._bucket(index, layout, gradients) for index, layout in enumerate(self._layouts)]
         if self._clip_norm is not None:
-            clip_gradient([one.gradient for one in buckets], self._clip_norm)
+            clip_norm(buckets, self._clip_norm)
         self._engine.begin()
         self._engine.survey(buckets)
         for one in buckets:
@@ -182,7 +182,11 @@ class SimulatedWorkers:
         )
         if not (self._has_warned or torch.equal(torch.get_rng_state(), drawn_before)):
             self._has_warned = True
-            warn_of_drawn_numbers()
+            rank_zero_warn(
+                "lightning_sparse: the sparsifier draws torch's random numbers, which simulated workers have in "
+                "common, in the order in which their threads come by: no two runs need be alike. Have it make a "
+                "torch.Generator in begin_step, seeded from the step's number and the rank."
+            )
         return averages[0]
 
     def reset(self) -> None:
