@@ -108,7 +108,14 @@ def register_comm_hook(
             optimizer.
         RuntimeError: workers disagree on the settings (on every worker), or DDP cannot hand out its buckets.
     """
-    options = ExchangeOptions(error_feedback, local_clip_norm, value_dtype, exchange, density_control, link_gbit_s)
+    options = ExchangeOptions(
+        error_feedback,
+        local_clip_norm,
+        density_control,
+        value_dtype=value_dtype,
+        exchange=exchange,
+        link_gbit_s=link_gbit_s,
+    )
     if error_feedback == "learning_rate" and optimizer is None:
         raise ValueError('error_feedback="learning_rate" needs the learning rates. Pass optimizer=… as well.')
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or [])

@@ -94,7 +94,9 @@ class SimulatedWorkersStrategy(InTurn):
         if exchange == "hierarchical":
             raise ValueError("exchange='hierarchical' goes by nodes, and simulated workers have none. Use 'gather'.")
         # To be checked as the strategy of real workers checks them.
-        self._options = ExchangeOptions("gradient", local_clip_norm, value_dtype, exchange, density_control)
+        self._options = ExchangeOptions(
+            "gradient", local_clip_norm, density_control, value_dtype=value_dtype, exchange=exchange
+        )
         require_density_control(sparsifier, density_control)
         self._checkpoint_options = CheckpointOptions("full", on_world_size_change)
         if isinstance(own_attributes, str):
