@@ -154,7 +154,8 @@ def attach(
             'Set it to "ddp_optimizer" (the default) before the model is wrapped.'
         )
     refuse_sparse_gradients(ddp_module.module)
-    require_one_device({name: one for name, one in ddp_module.module.named_parameters() if one.requires_grad})
+    trained = {name: parameter for name, parameter in ddp_module.module.named_parameters() if parameter.requires_grad}
+    require_one_device(trained)
     # A compiled module adds a prefix to all names; without it residuals fit the uncompiled module too.
     names = {
         parameter: name.replace("_orig_mod.", "")
@@ -180,7 +181,8 @@ def attach(
             allows_unused_parameters=bool(ddp_module.find_unused_parameters or ddp_module.static_graph),
             is_static_graph=bool(ddp_module.static_graph),
         )
-        state.rehearse(is_scaled=is_scaled(grad_scaler()))
+        scaler = grad_scaler()  # it may not have begun yet
+        state.rehearse(is_scaled=scaler is not None and scaler.is_enabled())
     ddp_module.register_comm_hook(state, sparse_hook)
     state.settlement.follow(ddp_module)
     follow_join(ddp_module, state)
@@ -194,9 +196,8 @@ def refuse_sparse_gradients(module: torch.nn.Module) -> None:
         ValueError: names the layer and says what to do.
     """
     for name, layer in module.named_modules():
-        if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.sparse:
-            if not layer.weight.requires_grad:
-                continue
+        is_sparse = isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.sparse
+        if is_sparse and layer.weight.requires_grad:
             raise ValueError(
                 f"The layer {name!r} is {type(layer).__name__}(sparse=True), whose gradient is a sparse tensor. Make "
                 "it with sparse=False: the exchange then sends only rows whose gradients reach the threshold. Use "
@@ -221,21 +222,17 @@ def learning_rates_of(optimizers: Sequence[Optimizer]) -> dict[Tensor, float]:
     Raises:
         ValueError: an optimizer has no learning rate, such as Adafactor with ``lr=None``.
     """
+    rates: dict[Tensor, float] = {}
     for optimizer in optimizers:
-        if any(group.get("lr") is None for group in optimizer.param_groups):
-            raise ValueError(
-                f"{type(optimizer).__name__} has a parameter group without a learning rate (lr=None). "
-                "error_feedback='learning_rate' needs a number there: set lr=…, or use error_feedback='gradient'."
-            )
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    # Of a rate that is a tensor on a GPU the number is waited for: once a group, not for each of its parameters.
-    rates = [float(group["lr"]) for group in groups]
-    return {parameter: rate for group, rate in zip(groups, rates, strict=True) for parameter in group["params"]}
-
-
-def is_scaled(grad_scaler: torch.amp.GradScaler | None) -> bool:
-    """Whether losses will be scaled, by a scaler that may not have begun yet."""
-    return grad_scaler is not None and grad_scaler.is_enabled()
+        for group in optimizer.param_groups:
+            if group.get("lr") is None:
+                raise ValueError(
+                    f"{type(optimizer).__name__} has a parameter group without a learning rate (lr=None). "
+                    "error_feedback='learning_rate' needs a number there: set lr=…, or use error_feedback='gradient'."
+                )
+            # float() synchronises with a GPU if the rate is a tensor there: once per group.
+            rates.update(dict.fromkeys(group["params"], float(group["lr"])))
+    return rates
 
 
 def loss_scale_of(grad_scaler: torch.amp.GradScaler | None) -> Tensor | None:

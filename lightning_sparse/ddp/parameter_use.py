@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import compress
 from math import inf
 
 import torch
@@ -75,15 +76,11 @@ class ParameterUse:
             return None
         used = [float(name in self._used) for name in layout.names]
         marks = without_wait(torch.tensor(used + [0.0] * len(used), dtype=torch.float64), device)
-        old = [
-            (place, name)
-            for place, name in enumerate(layout.names, len(layout.names))
-            if name in self._old and self._old[name].numel()
-        ]
-        if old:
-            largest = torch._foreach_norm([self._old[name] for _, name in old], inf)
-            for (place, _), norm in zip(old, largest, strict=True):
-                marks[place] = norm != 0  # NaN is not 0
+        places = {name: place for place, name in enumerate(layout.names, len(used))}
+        old = [name for name in layout.names if name in self._old and self._old[name].numel()]
+        largest = torch._foreach_norm([self._old[name] for name in old], inf) if old else ()
+        for name, norm in zip(old, largest, strict=True):
+            marks[places[name]] = norm != 0  # NaN is not 0
         return marks
 
     def end(self, layouts: Sequence[LayerLayout], notes: Sequence[Tensor]) -> tuple[set[str], set[str]]:
@@ -99,9 +96,9 @@ class ParameterUse:
         used: set[str] = set()
         kept: set[str] = set()
         for layout, marks in zip(layouts, notes, strict=True):
-            counts = marks.sum(0).view(2, len(layout.names)).tolist()
-            for names, of_names in zip((used, kept), counts, strict=True):
-                names.update(name for name, count in zip(layout.names, of_names, strict=True) if count)
+            of_used, of_kept = marks.any(0).view(2, -1).tolist()
+            used.update(compress(layout.names, of_used))
+            kept.update(compress(layout.names, of_kept))
         return used, kept & used
 
     def add_old(self, workers: Workers, names: set[str], layout: LayerLayout, average: Tensor) -> int:

@@ -54,9 +54,11 @@ class SparseState(EngineHolder):
         residuals: what was not sent so far.
         settlement: decides what of it is part of training.
         meeting: where workers meet before one of them saves a checkpoint.
+        is_exchanging: whether a backward has begun to exchange gradients and has not ended, or was broken off.
     """
 
     kind = "gradients"
+    is_exchanging = False
     _advice_for_others = "give residuals.load_state_dict the mean of all files' residuals"
 
     def __init__(
@@ -97,7 +99,7 @@ class SparseState(EngineHolder):
         self.settlement = Settlement(parameter_names, [self.residuals, self._rates])
         self._ddp_buckets = DDPBuckets(parameter_names, is_static_graph=is_static_graph)
         self._use = ParameterUse(parameter_names, allows_unused=allows_unused_parameters)
-        self._is_exchanging = self._is_moving = self._is_idle = False
+        self._is_moving = self._is_idle = False
         self._scale: Tensor | None = None
         self._buckets: list[FlatBucket] = []
         self._unused: set[str] = set()
@@ -146,11 +148,6 @@ class SparseState(EngineHolder):
         them and use them all the same: call it after each backward, before ``zero_grad``.
         """
         self.settlement.settle_all()
-
-    @property
-    def is_exchanging(self) -> bool:
-        """Whether a backward has begun to exchange gradients and has not ended, or was broken off."""
-        return self._is_exchanging
 
     @property
     def has_own_state(self) -> bool:
@@ -223,13 +220,13 @@ class SparseState(EngineHolder):
         return self.options.local_clip_norm is not None or self._engine.needs_survey
 
     def _begin_step(self) -> None:
-        if self._is_exchanging:  # an exception has broken off the last backward in its middle
+        if self.is_exchanging:  # an exception has broken off the last backward in its middle
             self.settlement.undo_all()
             self.residuals.abandon()
         self.settlement.begin_exchange()
         # Not counted is what no optimizer has stepped on, as in a run that resumes. What is open differs by worker.
         self._engine.next_step = self._numbers["next_step"]
-        self._is_exchanging = True
+        self.is_exchanging = True
         self._use.forget_old()
         self._engine.begin()
         self._buckets, self._unused, self._scale = [], set(), self._loss_scale()
@@ -286,7 +283,7 @@ class SparseState(EngineHolder):
         for bucket in buckets:
             self.residuals.keep(bucket.index, self._unused)
         self._rates.settle(self._unused - self.settlement.open_names)
-        self._is_exchanging = False
+        self.is_exchanging = False
         self.settlement.end_exchange(set().union(*self._bucket_names) - self._unused, used_by_any)
         self._ddp_buckets.hand_back()
         # It counts once an optimizer steps on it, of which an idle worker will see nothing.
@@ -332,6 +329,6 @@ class SparseState(EngineHolder):
     def _say_dropped(self, names: set[str]) -> None:
         has_overflowed = self._scale is not None and self.last_step is not None and self.last_step.non_finite
         is_search = self.settlement.is_stepping  # LBFGS drops all gradients of a step but the last, also without us
-        if not (has_overflowed or self._has_said_dropped or self._is_exchanging or is_search):
+        if not (has_overflowed or self._has_said_dropped or self.is_exchanging or is_search):
             self._has_said_dropped = True
             say_dropped(names)
