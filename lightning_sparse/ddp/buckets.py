@@ -79,7 +79,7 @@ class DDPBuckets:
         self._steps_to_regroup = MOST_REGROUPED_STEPS
 
     def read(self, grad_bucket: "GradBucket") -> tuple[DDPBucket, Averaged]:
-        """Return one of DDP's buckets, and the future that ``hand_back`` completes.
+        """Return one of DDP's buckets, and the future that ``resolve_futures`` completes.
 
         Raises:
             RuntimeError: a parameter's memory format has changed since DDP made its buckets.
@@ -113,7 +113,7 @@ class DDPBuckets:
                 self._regrouped.append(DDPBucket(index, layout, gradient, index == len(self._saved_layout) - 1))
         return self._regrouped
 
-    def hand_back(self) -> None:
+    def resolve_futures(self) -> None:
         """Complete all futures: every bucket's gradient holds its average."""
         parts = self._parts() if self._regrouped else {}
         for regrouped in self._regrouped:

@@ -184,7 +184,7 @@ def attach(
         scaler = grad_scaler()  # it may not have begun yet
         state.rehearse(is_scaled=scaler is not None and scaler.is_enabled())
     ddp_module.register_comm_hook(state, sparse_hook)
-    state.settlement.follow(ddp_module)
+    state.pending_gradients.follow(ddp_module)
     follow_join(ddp_module, state)
     return state
 

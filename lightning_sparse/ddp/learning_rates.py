@@ -14,7 +14,7 @@ class LastLearningRates:
     """Remembers lr_{t-1} by parameter name, where t counts the steps that an optimizer made on that parameter.
 
     Algorithm 1 of Sahu et al. (NeurIPS 2021) keeps residuals in units of lr · gradient; in gradient units that is to
-    multiply them by lr_{t-1} / lr_t. Like a residual, a new rate is open until its backward is settled.
+    multiply them by lr_{t-1} / lr_t. Like a residual, a new rate is pending until its backward is committed.
 
     Args:
         parameter_names: the name of every parameter whose rate counts.
@@ -22,8 +22,8 @@ class LastLearningRates:
 
     def __init__(self, parameter_names: Mapping[Tensor, str]) -> None:
         self._names = parameter_names
-        self._settled: dict[str, float] = {}
-        self._open: dict[str, float] = {}
+        self._committed: dict[str, float] = {}
+        self._pending: dict[str, float] = {}
         self._ratios: dict[str, float] = {}
 
     def begin(self, rates: LearningRates) -> None:
@@ -35,8 +35,8 @@ class LastLearningRates:
         for parameter, rate in rates.items():
             name = self._names.get(parameter)
             if name is not None and rate != 0:
-                self._ratios[name] = self._open.get(name, self._settled.get(name, rate)) / rate
-                self._open[name] = rate
+                self._ratios[name] = self._pending.get(name, self._committed.get(name, rate)) / rate
+                self._pending[name] = rate
 
     def rescale(self, bucket: FlatBucket) -> None:
         """Brings a bucket's residual into units of this backward's rates, if they are not those of the last step."""
@@ -45,19 +45,19 @@ class LastLearningRates:
             rescaled: Tensor = rescale(after.copy_(before), bucket.layout, self._ratios)
             bucket.residual = Residual(rescaled, rescaled)
 
-    def settle(self, names: set[str]) -> None:
-        """Makes the open rates of these parameters those of their last step."""
-        self._settled |= {name: self._open.pop(name) for name in names & self._open.keys()}
+    def commit(self, names: set[str]) -> None:
+        """Makes the pending rates of these parameters those of their last step."""
+        self._committed |= {name: self._pending.pop(name) for name in names & self._pending.keys()}
 
-    def undo(self, names: set[str]) -> None:
-        """Forgets the open rates of these parameters."""
-        for name in names & self._open.keys():
-            del self._open[name]
+    def roll_back(self, names: set[str]) -> None:
+        """Forgets the pending rates of these parameters."""
+        for name in names & self._pending.keys():
+            del self._pending[name]
 
     def state_dict(self) -> dict[str, float]:
-        """Returns the settled rates."""
-        return dict(self._settled)
+        """Returns the committed rates."""
+        return dict(self._committed)
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Replaces all rates."""
-        self._settled, self._open = dict(state), {}
+        self._committed, self._pending = dict(state), {}

@@ -1,8 +1,9 @@
 """What a DDP module's communication hook keeps, and the way of DDP's buckets through it.
 
 DDP brings the buckets one by one, in the same order on all workers, while backward runs. Each gets its residual and
-goes to the engine; in the hook of the last one the averages, times S, replace the gradients in all of them. What this
-did is open until an optimizer steps on the gradient, and undone if none does (``lightning_sparse.ddp.settlement``).
+goes to the engine. In the hook of the last bucket the averages, times S, replace the gradients in all of them. The
+changes are pending until an optimizer steps on the gradients, and are rolled back if none does
+(``lightning_sparse.ddp.pending_gradients``).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +18,7 @@ from lightning_sparse.ddp.learning_rates import LastLearningRates, LearningRates
 from lightning_sparse.ddp.notices import say_dropped
 from lightning_sparse.ddp.options import ExchangeOptions
 from lightning_sparse.ddp.parameter_use import ParameterUse
-from lightning_sparse.ddp.settlement import Settlement
+from lightning_sparse.ddp.pending_gradients import PendingGradients
 from lightning_sparse.engine import Engine, FlatBucket
 from lightning_sparse.engine.flat_bucket import clip_norm
 from lightning_sparse.engine.holder import EngineHolder
@@ -52,7 +53,7 @@ class SparseState(EngineHolder):
 
     Attributes:
         residuals: what was not sent so far.
-        settlement: decides what of it is part of training.
+        pending_gradients: decides which of its changes are part of training.
         meeting: where workers meet before one of them saves a checkpoint.
         is_exchanging: whether a backward has begun to exchange gradients and has not ended, or was broken off.
     """
@@ -96,7 +97,7 @@ class SparseState(EngineHolder):
         self._learning_rates = learning_rates
         self._has_said_dropped = False
         self._rates = LastLearningRates(parameter_names)
-        self.settlement = Settlement(parameter_names, [self.residuals, self._rates])
+        self.pending_gradients = PendingGradients(parameter_names, [self.residuals, self._rates])
         self._ddp_buckets = DDPBuckets(parameter_names, is_static_graph=is_static_graph)
         self._use = ParameterUse(parameter_names, allows_unused=allows_unused_parameters)
         self._is_moving = self._is_idle = False
@@ -105,8 +106,8 @@ class SparseState(EngineHolder):
         self._unused: set[str] = set()
         self._bucket_names: list[tuple[str, ...]] = []
         self._note_numbers()
-        self.settlement.on_step.append(weakly(self._count_step))
-        self.settlement.on_drop.append(weakly(self._say_dropped))
+        self.pending_gradients.on_step.append(weakly(self._count_step))
+        self.pending_gradients.on_drop.append(weakly(self._say_dropped))
 
     def rehearse(self, *, is_scaled: bool) -> None:
         """Builds the kernels that steps will need; see ``lightning_sparse.engine.rehearse_steps``."""
@@ -118,7 +119,7 @@ class SparseState(EngineHolder):
         No backward may follow.
         """
         self._engine.close()
-        self.settlement.close()
+        self.pending_gradients.close()
         self.meeting.close()
         self._use.close()
 
@@ -134,11 +135,11 @@ class SparseState(EngineHolder):
 
     @property
     def is_certain(self) -> bool:
-        """Whether what is settled belongs to the weights as they are now.
+        """Whether what is committed belongs to the weights as they are now.
 
         Not in the middle of an optimizer's step. In the middle of a backward it does: that of the last whole step.
         """
-        return self.settlement.is_certain and not self._is_moving
+        return self.pending_gradients.is_certain and not self._is_moving
 
     def commit(self) -> None:
         """Makes all that backwards have exchanged so far part of training, as an optimizer's step does.
@@ -147,16 +148,16 @@ class SparseState(EngineHolder):
         an optimizer with copies of them): call it after each update. And for those that keep gradients aside, drop
         them and use them all the same: call it after each backward, before ``zero_grad``.
         """
-        self.settlement.settle_all()
+        self.pending_gradients.commit_all()
 
     @property
     def has_own_state(self) -> bool:
         """Whether any residual can differ from zero, as far as all workers know; within the first step none does."""
-        return self.settlement.progress > 0 or self.residuals.was_loaded or not self.is_certain
+        return self.pending_gradients.progress > 0 or self.residuals.was_loaded or not self.is_certain
 
     def reset(self) -> None:
         """Returns to the state before the first step: no residuals, no history, a calibration that begins anew."""
-        self.settlement.undo_all()
+        self.pending_gradients.roll_back_all()
         self.residuals.load_state_dict({})
         self._engine.reset()
         self._rates.load_state_dict({})
@@ -191,7 +192,7 @@ class SparseState(EngineHolder):
     @property
     def progress(self) -> object:
         """Where training is, as optimizer steps have it."""
-        return self.settlement.progress
+        return self.pending_gradients.progress
 
     def obstacles(self) -> list[str]:
         """Return why residuals cannot be saved at this moment."""
@@ -221,10 +222,10 @@ class SparseState(EngineHolder):
 
     def _begin_step(self) -> None:
         if self.is_exchanging:  # an exception has broken off the last backward in its middle
-            self.settlement.undo_all()
+            self.pending_gradients.roll_back_all()
             self.residuals.abandon()
-        self.settlement.begin_exchange()
-        # Not counted is what no optimizer has stepped on, as in a run that resumes. What is open differs by worker.
+        self.pending_gradients.begin_exchange()
+        # Not counted is what no optimizer has stepped on, as in a run that resumes. What is pending differs by worker.
         self._engine.next_step = self._numbers["next_step"]
         self.is_exchanging = True
         self._use.forget_old()
@@ -282,10 +283,10 @@ class SparseState(EngineHolder):
         self._bucket_names = [layout.names for layout in layouts]
         for bucket in buckets:
             self.residuals.keep(bucket.index, self._unused)
-        self._rates.settle(self._unused - self.settlement.open_names)
+        self._rates.commit(self._unused - self.pending_gradients.names)
         self.is_exchanging = False
-        self.settlement.end_exchange(set().union(*self._bucket_names) - self._unused, used_by_any)
-        self._ddp_buckets.hand_back()
+        self.pending_gradients.end_exchange(set().union(*self._bucket_names) - self._unused, used_by_any)
+        self._ddp_buckets.resolve_futures()
         # It counts once an optimizer steps on it, of which an idle worker will see nothing.
         self._engine.account(more_bytes=more_bytes, counts=self._is_idle)
 
@@ -328,7 +329,8 @@ class SparseState(EngineHolder):
 
     def _say_dropped(self, names: set[str]) -> None:
         has_overflowed = self._scale is not None and self.last_step is not None and self.last_step.non_finite
-        is_search = self.settlement.is_stepping  # LBFGS drops all gradients of a step but the last, also without us
+        # LBFGS drops all gradients of a step but the last, also under plain DDP.
+        is_search = self.pending_gradients.is_stepping
         if not (has_overflowed or self._has_said_dropped or self.is_exchanging or is_search):
             self._has_said_dropped = True
             say_dropped(names)

@@ -109,7 +109,7 @@ class SimulatedWorker(EngineHolder):
         self._engine.finish()
         for one in buckets:
             self.residuals.keep(one.index, self._parameters.keys() - gradients.keys())
-        self.residuals.settle(set(self._parameters))
+        self.residuals.commit(set(self._parameters))
         self._engine.account(counts=False)
         self._engine.calibrator.confirm(reached)
         averages = {}

@@ -112,7 +112,7 @@ class SparseDDPStrategy(AveragesGradients, DDPStrategy):
             per_layer_stats=self._per_layer_stats,
         )
         self._follow(state, holds_density=options.holds_density)
-        state.settlement.on_step.append(self._on_any_step)
+        state.pending_gradients.on_step.append(self._on_any_step)
 
     def _what_is_sent(self) -> tuple[Sparsifier, ExchangeOptions]:
         if self.world_size > 1:
@@ -123,10 +123,10 @@ class SparseDDPStrategy(AveragesGradients, DDPStrategy):
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         # In manual optimization Lightning prepares DDP for each backward, without a forward of DDP's own.
         if self.state is not None:
-            self.state.settlement.expect_backward()
+            self.state.pending_gradients.expect_backward()
         super().pre_backward(closure_loss)
         if self.state is not None:
-            self.state.settlement.backward_is_prepared()
+            self.state.pending_gradients.backward_is_prepared()
 
     @override
     def post_backward(self, closure_loss: torch.Tensor) -> None:
@@ -134,7 +134,7 @@ class SparseDDPStrategy(AveragesGradients, DDPStrategy):
         if not _LIGHTNING_STARTS_STATIC_GRAPHS:
             self._start_static_graph()
         if self.state is not None:
-            self.state.settlement.backward_has_ended()
+            self.state.pending_gradients.backward_has_ended()
 
     def _start_static_graph(self) -> None:
         if self.lightning_module is None or self.lightning_module.automatic_optimization:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 
 from lightning_sparse.checkpointing import together, whole_files
-from lightning_sparse.ddp.settlement import Settlement
+from lightning_sparse.ddp.pending_gradients import PendingGradients
 from lightning_sparse.ddp.sparse_state import SparseState
 from lightning_sparse.drift import SparseModelAverager
 from lightning_sparse.drift.drift_exchange import DriftExchange
@@ -51,11 +51,11 @@ PARTS: list[tuple[Any, str]] = [
     (Exchange, "finish"),
     (Pending, "wait"),
     (ResidualMemory, "keep"),
-    (ResidualMemory, "settle"),
-    (Settlement, "end_exchange"),
-    (Settlement, "_mark"),
-    (Settlement, "_step_begins"),
-    (Settlement, "_step_ends"),
+    (ResidualMemory, "commit"),
+    (PendingGradients, "end_exchange"),
+    (PendingGradients, "_mark"),
+    (PendingGradients, "_step_begins"),
+    (PendingGradients, "_step_ends"),
     (meeting.Meeting, "hold"),
     (meeting.Meeting, "workers_apart"),
     (together, "why_not_together"),

@@ -123,12 +123,12 @@ ROWS = rows_of_routes() | {
     "exception in the optimizer of the first step": Row(
         GATHER, strike("raise", ALL, GATHER, Point("step 0", "optimizer changed a weight", 1)), IN_THE_MIDDLE
     ),
-    "exception while the first step settles": Row(
-        DENSE, strike("raise", ALL, DENSE, Point("step 0", "after ResidualMemory.settle")), IN_THE_MIDDLE
+    "exception while the first step commits": Row(
+        DENSE, strike("raise", ALL, DENSE, Point("step 0", "after ResidualMemory.commit")), IN_THE_MIDDLE
     ),
-    "SIGUSR1 while the first step settles": Row(
+    "SIGUSR1 while the first step commits": Row(
         DENSE,
-        strike("SIGUSR1", ALL, DENSE, Point("step 0", "after ResidualMemory.settle")),
+        strike("SIGUSR1", ALL, DENSE, Point("step 0", "after ResidualMemory.commit")),
         IN_THE_MIDDLE,
         finishes=True,
     ),

@@ -3,15 +3,15 @@
 Plain DDP has no memory: a gradient counts if an optimizer steps on it and is gone if none does. Error feedback has one,
 so what a backward put into residuals, and what it took out to send, must share the fate of its gradient:
 
-1. A backward has exchanged gradients: what it did is *open*, for each parameter that it reached.
-2. An optimizer that owns the parameter steps: it is *settled*, part of training for good.
+1. A backward has exchanged gradients: what it did is *pending*, for each parameter that it reached.
+2. An optimizer that owns the parameter steps: it is *committed*, part of training for good.
 3. The next backward finds the gradient gone (``zero_grad``, a step skipped because losses overflowed, a backward that
-   an exception broke off): it is *undone*, as if that backward had never been.
-4. The next backward finds it still there, and adds to it: both together stay open.
+   an exception broke off): it is *rolled back*, as if that backward had never been.
+4. The next backward finds it still there, and adds to it: both together stay pending.
 
 Steps are seen by hooks that torch calls for every optimizer. Gradients that are gone are looked for only if a forward
-or a backward begins while something is open, as between two optimizers, and before the backward adds to the first of
-them. Usually nothing is open then, and all that this costs is a note of each gradient's version.
+or a backward begins while something is pending, as between two optimizers, and before the backward adds to the first of
+them. Usually nothing is pending then, and all that this costs is a note of each gradient's version.
 """
 
 import weakref
@@ -30,8 +30,8 @@ from lightning_sparse.ddp.notices import warn_of_no_steps, warn_of_unexchanged, 
 from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.optimizer_steps import Arguments, UnexchangedParameters, follow_no_steps, follow_steps
 
-UNDONE_WITHOUT_A_STEP = 20
-"""After so many backwards that were undone, and no step ever, it is likely that the steps cannot be seen."""
+ROLLED_BACK_WITHOUT_A_STEP = 20
+"""After so many backwards that were rolled back, and no step ever, it is likely that the steps cannot be seen."""
 STEPS_UNTIL_OWNED = 20
 """After so many optimizer steps each parameter with a gradient should have had one."""
 CAREFUL_EXCHANGES = 2
@@ -50,18 +50,18 @@ def _mark_of(parameter: Tensor, gradient: Tensor) -> _Mark:
     return _Mark(gradient.data_ptr(), gradient._version, parameter._version)
 
 
-class Settlement:
+class PendingGradients:
     """Follows backwards and optimizer steps of one DDP module and tells what becomes of each parameter's residual.
 
     Args:
         parameters: the name of every parameter that DDP may bring.
-        memories: hold what backwards do to residuals; settle and undo it by parameter name.
+        memories: hold the changes of backwards; commit them or roll them back by parameter name.
 
     Attributes:
         is_stepping: whether an optimizer's step runs, which may call backward several times and keep the last (LBFGS).
         on_step: called after every step that concerns these parameters, with the names of those of which any worker's
             gradient met it; the same on all workers.
-        on_drop: called with the names of parameters whose gradients are gone, after their backwards were undone.
+        on_drop: called with the names of parameters whose gradients are gone, after their backwards were rolled back.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class Settlement:
         self._names = {id(parameter): name for parameter, name in parameters.items()}
         self._parameters = {name: parameter for parameter, name in parameters.items()}
         self._memories = memories
-        self._open: set[str] = set()
+        self._pending: set[str] = set()
         self._waiting: set[str] = set()
-        self._settled_at: dict[str, int] = {}
+        self._committed_at: dict[str, int] = {}
         self._owners: dict[str, int] = {}
         self._marks: dict[str, _Mark] = {}
         self._norms: dict[str, Tensor] = {}
@@ -85,7 +85,7 @@ class Settlement:
         self._unexchanged: UnexchangedParameters | None = None
         self._watch: list[torch.utils.hooks.RemovableHandle] = []
         self._has_looked = self._is_changing = False
-        self._num_exchanges = self._num_steps = self._undone_without_a_step = 0
+        self._num_exchanges = self._num_steps = self._rolled_back_without_a_step = 0
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         follow_steps(self)
 
@@ -97,14 +97,14 @@ class Settlement:
         this = weakref.ref(self)
 
         def forward_begins(module: DistributedDataParallel, _: Any) -> None:
-            settlement = this()
-            if settlement is not None and torch.is_grad_enabled():
-                settlement.expect_backward()
-                if module.gradient_as_bucket_view and settlement._open and module.reducer._rebuild_buckets():
+            own = this()
+            if own is not None and torch.is_grad_enabled():
+                own.expect_backward()
+                if module.gradient_as_bucket_view and own._pending and module.reducer._rebuild_buckets():
                     # Gradients lie elsewhere now. DDP does this next, once in its life; only here can it be told from
                     # what the user does: Lightning's whole training_step is inside of the forward.
                     module._has_rebuilt_buckets = True
-                    settlement.backward_is_prepared()
+                    own.backward_is_prepared()
 
         hook = torch.compiler.disable(forward_begins)  # type: ignore[no-untyped-call]
         self._hooks.append(module.register_forward_pre_hook(hook))
@@ -117,31 +117,31 @@ class Settlement:
 
     @property
     def is_certain(self) -> bool:
-        """Whether what is settled now belongs to the weights as they are now.
+        """Whether what is committed now belongs to the weights as they are now.
 
-        Not so once an optimizer's step has changed some of the weights, until it has ended, nor while settling.
+        Not so once an optimizer's step has changed some of the weights, until it has ended, nor while committing.
         """
-        if self._is_changing or not (self.is_stepping and self._open):
+        if self._is_changing or not (self.is_stepping and self._pending):
             return not self._is_changing
-        versions = [(self._parameters[name]._version, self._marks.get(name)) for name in self._open]
+        versions = [(self._parameters[name]._version, self._marks.get(name)) for name in self._pending]
         return bool(self._marks) and all(mark is None or mark.weight_version == one for one, mark in versions)
 
     @property
     def progress(self) -> int:
-        """The sum over all parameters of the number of the exchange that was settled last.
+        """The sum over all parameters of the number of the exchange that was committed last.
 
         The same on all workers whose parameters have seen the same steps.
         """
-        return sum(self._settled_at.values())
+        return sum(self._committed_at.values())
 
     @property
-    def open_names(self) -> frozenset[str]:
-        """The parameters for which a backward of this worker is open."""
-        return frozenset(self._open)
+    def names(self) -> frozenset[str]:
+        """The parameters for which a backward of this worker is pending."""
+        return frozenset(self._pending)
 
     def expect_backward(self) -> None:
         """Told before DDP prepares for a backward: looks what is gone, and again when the first gradient comes."""
-        if not self._open:
+        if not self._pending:
             return
         self._has_waited = True
         self._look()
@@ -157,21 +157,21 @@ class Settlement:
 
     def backward_is_prepared(self) -> None:
         """Told when DDP has prepared, right after: it may have put gradients into other buckets."""
-        if self._open:
+        if self._pending:
             self._mark()
 
     def backward_has_ended(self) -> None:
         """Told after a backward in which no callback could be asked for its end."""
-        if self._open and not self._marks:
+        if self._pending and not self._marks:
             self._note()
 
     def begin_exchange(self) -> None:
-        """Told when the first bucket comes: decides what becomes of everything that is open."""
-        if self._open and not self._has_looked:
+        """Told when the first bucket comes: decides what becomes of everything that is pending."""
+        if self._pending and not self._has_looked:
             self._look()  # this backward reached none of it
 
     def end_exchange(self, used: set[str], used_by_any: set[str]) -> None:
-        """Told when all gradients have been exchanged: what this did for the parameters in use is open.
+        """Told when all gradients have been exchanged: what this did for the parameters in use is pending.
 
         Args:
             used: names of parameters that this worker's backward reached.
@@ -179,7 +179,7 @@ class Settlement:
         """
         _remove(self._watch)
         self._num_exchanges += 1
-        self._open |= used
+        self._pending |= used
         self._waiting |= used_by_any
         self._marks.clear()
         self._norms.clear()
@@ -188,27 +188,27 @@ class Settlement:
             # DDP puts the averages in place at the end of backward, by a callback that it asks for after this one.
             _at_end_of_backward(lambda: _at_end_of_backward(self._note))
 
-    def settle_all(self) -> None:
-        """Makes everything open part of training."""
-        self._settle(set(self._open))
+    def commit_all(self) -> None:
+        """Makes everything pending part of training."""
+        self._commit(set(self._pending))
         self._advance(set(self._waiting))
 
-    def undo_all(self) -> None:
-        """Undoes everything open, also of a backward that was broken off in its middle."""
-        self._undo(set(self._parameters))
+    def roll_back_all(self) -> None:
+        """Rolls back everything pending, also of a backward that was broken off in its middle."""
+        self._roll_back(set(self._parameters))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _note(self) -> None:
-        """Notes all that is open, when DDP has put the averages in place."""
+        """Notes all that is pending, when DDP has put the averages in place."""
         self._mark()
         if self._has_waited or self._num_exchanges <= CAREFUL_EXCHANGES:
-            gradients = {name: self._parameters[name].grad for name in self._open}
+            gradients = {name: self._parameters[name].grad for name in self._pending}
             held = {name: one.detach() for name, one in gradients.items() if one is not None}
             # Read, and waited for on a GPU, only if one of them turns out to be zero later on.
             self._norms = dict(zip(held, torch._foreach_norm(list(held.values())), strict=True)) if held else {}
 
     def _mark(self) -> None:
-        for name in self._open:
+        for name in self._pending:
             parameter = self._parameters[name]
             if parameter.grad is not None:
                 self._marks[name] = _mark_of(parameter, parameter.grad)
@@ -221,11 +221,11 @@ class Settlement:
             _at_end_of_backward(self._mark)
 
     def _look(self) -> None:
-        """Undoes what is open for parameters whose gradient is gone."""
+        """Rolls back what is pending for parameters whose gradient is gone."""
         self._has_looked = True
         gone: set[str] = set()
         changed: dict[int | None, dict[str, Tensor]] = {}
-        for name in self._open:
+        for name in self._pending:
             parameter, mark = self._parameters[name], self._marks.get(name)
             if parameter.grad is None:
                 gone.add(name)
@@ -234,13 +234,13 @@ class Settlement:
         for of_optimizer in changed.values():
             gone |= self._zeroed(of_optimizer)
         if gone:
-            self._undo(gone)
+            self._roll_back(gone)
             for call in self.on_drop:
                 call(gone)
         if gone and not self.progress and not self.is_stepping:
-            self._undone_without_a_step += 1
-            if self._undone_without_a_step == UNDONE_WITHOUT_A_STEP:
-                warn_of_no_steps(UNDONE_WITHOUT_A_STEP)
+            self._rolled_back_without_a_step += 1
+            if self._rolled_back_without_a_step == ROLLED_BACK_WITHOUT_A_STEP:
+                warn_of_no_steps(ROLLED_BACK_WITHOUT_A_STEP)
 
     def _zeroed(self, changed: dict[str, Tensor]) -> set[str]:
         """Returns which of an optimizer's gradients that were written to in place were set to zero, not scaled."""
@@ -272,7 +272,7 @@ class Settlement:
             return
         self._owners.update(dict.fromkeys(owned, id(optimizer)))
         # An optimizer passes over what has no gradient; some drop gradients themselves after the update.
-        self._settle({name for name in self._open & owned if not self._was_passed_over(name)})
+        self._commit({name for name in self._pending & owned if not self._was_passed_over(name)})
         self._advance(self._waiting & owned)
 
     def _was_passed_over(self, name: str) -> bool:
@@ -280,27 +280,27 @@ class Settlement:
         return parameter.grad is None and (mark is None or mark.weight_version == parameter._version)
 
     def _advance(self, names: set[str]) -> None:
-        self._settled_at.update(dict.fromkeys(names, self._num_exchanges))
+        self._committed_at.update(dict.fromkeys(names, self._num_exchanges))
         self._waiting -= names
         self._num_steps += 1
         # Gradients pile up where no optimizer steps on them and none sets them to zero.
-        if self._num_steps == STEPS_UNTIL_OWNED and (unowned := sorted(self._open - self._owners.keys())):
+        if self._num_steps == STEPS_UNTIL_OWNED and (unowned := sorted(self._pending - self._owners.keys())):
             warn_of_unowned(unowned, STEPS_UNTIL_OWNED)
         for call in self.on_step:
             call(names)
 
-    def _settle(self, names: set[str]) -> None:
+    def _commit(self, names: set[str]) -> None:
         self._is_changing = True
         for memory in self._memories:
-            memory.settle(names)
-        self._open -= names
+            memory.commit(names)
+        self._pending -= names
         self._is_changing = False
 
-    def _undo(self, names: set[str]) -> None:
+    def _roll_back(self, names: set[str]) -> None:
         self._is_changing = True
         for memory in self._memories:
-            memory.undo(names)
-        self._open -= names
+            memory.roll_back(names)
+        self._pending -= names
         self._is_changing = False
 
 
