@@ -1,9 +1,9 @@
 """Workers that have run out of batches while others go on, in torch's ``Join`` or ``DistributedDataParallel.join``.
 
 Such a worker answers each exchange of the others with zeros and steps on nothing. So it keeps its residual for its next
-backward: what it sent would look like gradients that were dropped, which are rolled back and sent again. Nor does it see on
-which exchanges the others step, by which λ and the number of the next step go. When all have run out, it takes those
-over from one that has seen it.
+backward: sent values would look like dropped gradients, which are rolled back and sent again. Nor does it see on which
+exchanges the others step; λ and the number of the next step depend on them. When all have run out, it receives both
+from a worker that has seen these steps.
 """
 
 import weakref

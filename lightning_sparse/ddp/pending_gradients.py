@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse.ddp.learning_rates import LastLearningRates
-from lightning_sparse.ddp.notices import warn_of_no_steps, warn_of_unexchanged, warn_of_unowned
+from lightning_sparse.ddp.messages import warn_of_no_steps, warn_of_unexchanged, warn_of_unowned
 from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.optimizer_steps import Arguments, UnexchangedParameters, follow_no_steps, follow_steps
 

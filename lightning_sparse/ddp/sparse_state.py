@@ -15,28 +15,28 @@ from torch import Tensor
 
 from lightning_sparse.ddp.buckets import Averaged, DDPBucket, DDPBuckets
 from lightning_sparse.ddp.learning_rates import LastLearningRates, LearningRates
-from lightning_sparse.ddp.notices import say_dropped
+from lightning_sparse.ddp.messages import say_dropped
 from lightning_sparse.ddp.options import ExchangeOptions
 from lightning_sparse.ddp.parameter_use import ParameterUse
 from lightning_sparse.ddp.pending_gradients import PendingGradients
 from lightning_sparse.engine import Engine, FlatBucket
+from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.flat_bucket import clip_norm
-from lightning_sparse.engine.holder import EngineHolder
 from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.memory_format import real_numel
-from lightning_sparse.engine.notices import warn_of_forgotten
+from lightning_sparse.engine.messages import warn_of_forgotten
 from lightning_sparse.engine.rehearsal import rehearse_steps
 from lightning_sparse.engine.saved_state import unsent_norm
 from lightning_sparse.engine.snapshot import Snapshot
-from lightning_sparse.engine.weak_call import weakly
-from lightning_sparse.exchange import Meeting, Workers
+from lightning_sparse.engine.weak_method import weak_method
+from lightning_sparse.exchange import SaveBarrier, Workers
 from lightning_sparse.sparsifiers import Sparsifier
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
 
 
-class SparseState(EngineHolder):
+class SparseState(Averager):
     """Everything that one worker keeps between steps; the state of the communication hook.
 
     Args:
@@ -54,7 +54,7 @@ class SparseState(EngineHolder):
     Attributes:
         residuals: what was not sent so far.
         pending_gradients: decides which of its changes are part of training.
-        meeting: where workers meet before one of them saves a checkpoint.
+        save_barrier: where workers meet before one of them saves a checkpoint.
         is_exchanging: whether a backward has begun to exchange gradients and has not ended, or was broken off.
     """
 
@@ -92,7 +92,7 @@ class SparseState(EngineHolder):
         # As of now: a layer frozen later on stays in DDP.
         self._parameters = {name: one for one, name in parameter_names.items() if one.requires_grad}
         self.residuals = ResidualMemory(self._parameters, forgets=options.error_feedback == "none")
-        self.meeting = Meeting(self.workers)
+        self.save_barrier = SaveBarrier(self.workers)
         self._loss_scale = loss_scale
         self._learning_rates = learning_rates
         self._has_said_dropped = False
@@ -106,8 +106,8 @@ class SparseState(EngineHolder):
         self._unused: set[str] = set()
         self._bucket_names: list[tuple[str, ...]] = []
         self._note_numbers()
-        self.pending_gradients.on_step.append(weakly(self._count_step))
-        self.pending_gradients.on_drop.append(weakly(self._say_dropped))
+        self.pending_gradients.on_step.append(weak_method(self._count_step))
+        self.pending_gradients.on_drop.append(weak_method(self._say_dropped))
 
     def rehearse(self, *, is_scaled: bool) -> None:
         """Builds the kernels that steps will need; see ``lightning_sparse.engine.rehearse_steps``."""
@@ -120,7 +120,7 @@ class SparseState(EngineHolder):
         """
         self._engine.close()
         self.pending_gradients.close()
-        self.meeting.close()
+        self.save_barrier.close()
         self._use.close()
 
     @property

@@ -10,9 +10,9 @@ from lightning_sparse.exchange.buffers import Buffers, let_go, without_wait
 from lightning_sparse.exchange.cost_model import require_link
 from lightning_sparse.exchange.exchange import EXCHANGE_MODES, Exchange, ExchangeMode
 from lightning_sparse.exchange.in_process import Crew
-from lightning_sparse.exchange.meeting import Meeting
 from lightning_sparse.exchange.own_group import OwnGroup
 from lightning_sparse.exchange.reduce_scatter import largest_slice, slice_bounds, slice_elements
+from lightning_sparse.exchange.save_barrier import SaveBarrier
 from lightning_sparse.exchange.shared import SharedShipment
 from lightning_sparse.exchange.shipment import LARGEST_SLICE, NUM_SELECTED, Shipment
 from lightning_sparse.exchange.workers import Workers
@@ -25,8 +25,8 @@ __all__ = [
     "Crew",
     "Exchange",
     "ExchangeMode",
-    "Meeting",
     "OwnGroup",
+    "SaveBarrier",
     "SharedShipment",
     "Shipment",
     "Workers",

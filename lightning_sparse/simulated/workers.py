@@ -7,7 +7,7 @@ import torch
 from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_sparse.engine import Engine, EngineHolder, FlatBucket, rehearse_steps
+from lightning_sparse.engine import Averager, Engine, FlatBucket, rehearse_steps
 from lightning_sparse.engine.flat_bucket import clip_norm
 from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.memory_format import as_parameter, in_memory_order, require_strides
@@ -17,7 +17,7 @@ from lightning_sparse.exchange.wire import ValueDtype
 from lightning_sparse.sparsifiers import LayerLayout, Sparsifier
 
 
-class SimulatedWorker(EngineHolder):
+class SimulatedWorker(Averager):
     """One of the workers: its engine and its residuals.
 
     Args:

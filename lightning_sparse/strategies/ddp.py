@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_sparse.checkpointing.collecting import collect_without_workers
-from lightning_sparse.checkpointing.together import NO_WORKER, collect_together, is_no_worker, patience_of
+from lightning_sparse.checkpointing.together import NO_WORKER, collect_together, is_launcher_process, patience_of
 from lightning_sparse.ddp.comm_hook import attach, learning_rates_of
 from lightning_sparse.ddp.options import ErrorFeedback, ExchangeOptions
 from lightning_sparse.ddp.sparse_state import SparseState
@@ -173,8 +173,8 @@ class SparseDDPStrategy(AveragesGradients, DDPStrategy):
     def _content(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any] | None:
         if self.state is not None:
             patience = patience_of(self._timeout)
-            return collect_together(self.state, self.state.meeting, self._checkpoint_options, patience)
-        return collect_without_workers("gradients", self.world_size, NO_WORKER) if is_no_worker(self) else None
+            return collect_together(self.state, self.state.save_barrier, self._checkpoint_options, patience)
+        return collect_without_workers("gradients", self.world_size, NO_WORKER) if is_launcher_process(self) else None
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -26,7 +26,7 @@ from lightning_sparse.drift.drift_exchange import DriftExchange
 from lightning_sparse.drift.shared_weights import SharedWeights
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.memory import ResidualMemory
-from lightning_sparse.exchange import meeting
+from lightning_sparse.exchange import save_barrier
 from lightning_sparse.exchange.exchange import Exchange
 from lightning_sparse.exchange.pending import Pending
 from lightning_sparse.exchange.workers import Workers
@@ -56,8 +56,8 @@ PARTS: list[tuple[Any, str]] = [
     (PendingGradients, "_mark"),
     (PendingGradients, "_step_begins"),
     (PendingGradients, "_step_ends"),
-    (meeting.Meeting, "hold"),
-    (meeting.Meeting, "workers_apart"),
+    (save_barrier.SaveBarrier, "wait"),
+    (save_barrier.SaveBarrier, "workers_apart"),
     (together, "why_not_together"),
     (together, "collect"),
     (Workers, "sum_on_first"),
@@ -184,7 +184,7 @@ class Injector:
         """Replaces functions of the package and of torch by such that tell."""
         injector = self
 
-        class Store(meeting.PrefixStore):
+        class Store(save_barrier.PrefixStore):
             def set(self, key: str, value: str) -> None:
                 name = key.split("/")[-1]
                 injector.tell(f"before store.set {name}")
@@ -208,7 +208,7 @@ class Injector:
             for name in COLLECTIVES:
                 stack.enter_context(patch.object(dist, name, self.collective(name, getattr(dist, name))))
             stack.enter_context(patch.object(os, "replace", self.collective("os.replace", os.replace)))
-            stack.enter_context(patch.object(meeting, "PrefixStore", Store))
+            stack.enter_context(patch.object(save_barrier, "PrefixStore", Store))
             stack.enter_context(patch.object(signal_connector, "call", lambda command: 0))  # there is no scontrol
             yield
 
