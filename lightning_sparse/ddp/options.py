@@ -40,9 +40,7 @@ class ExchangeOptions(TransportOptions):
             corrects it slowly, so that the average volume after calibration meets the density
             (``lightning_sparse.engine.density_control``); ``"calibrate"`` leaves it constant after its calibration,
             as the theory has it.
-        value_dtype: see ``TransportOptions``, as for the rest.
-        exchange: the route.
-        link_gbit_s: the rate of a worker's link.
+        value_dtype: see ``TransportOptions``, also for ``exchange`` and ``link_gbit_s``.
 
     Raises:
         ValueError: a word or a number that is not allowed.

@@ -1,7 +1,6 @@
 """Which parameters a backward reached, for DDP modules that allow some to be left out."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import compress
 from math import inf
 
@@ -40,7 +39,7 @@ class ParameterUse:
         self._hooks = [
             # Not a hook for the gradient itself: torch.autograd.grad calls that too.
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                partial(_note, self._used, name)
+                lambda _, name=name, used=self._used: used.add(name)  # holds no reference to this object
             )
             for parameter, name in parameters.items()
             if allows_unused and parameter.requires_grad
@@ -134,10 +133,5 @@ class ParameterUse:
 
     def close(self) -> None:
         """Removes the hooks from the parameters."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-
-
-def _note(used: set[str], name: str, parameter: Tensor) -> None:
-    used.add(name)
+        while self._hooks:
+            self._hooks.pop().remove()

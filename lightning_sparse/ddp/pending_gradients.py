@@ -190,12 +190,12 @@ class PendingGradients:
 
     def commit_all(self) -> None:
         """Makes everything pending part of training."""
-        self._commit(set(self._pending))
+        self._change(set(self._pending), commits=True)
         self._advance(set(self._waiting))
 
     def roll_back_all(self) -> None:
         """Rolls back everything pending, also of a backward that was broken off in its middle."""
-        self._roll_back(set(self._parameters))
+        self._change(set(self._parameters), commits=False)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _note(self) -> None:
@@ -233,11 +233,12 @@ class PendingGradients:
                 changed.setdefault(self._owners.get(name), {})[name] = parameter.grad
         for of_optimizer in changed.values():
             gone |= self._zeroed(of_optimizer)
-        if gone:
-            self._roll_back(gone)
-            for call in self.on_drop:
-                call(gone)
-        if gone and not self.progress and not self.is_stepping:
+        if not gone:
+            return
+        self._change(gone, commits=False)
+        for call in self.on_drop:
+            call(gone)
+        if not self.progress and not self.is_stepping:
             self._rolled_back_without_a_step += 1
             if self._rolled_back_without_a_step == ROLLED_BACK_WITHOUT_A_STEP:
                 warn_of_no_steps(ROLLED_BACK_WITHOUT_A_STEP)
@@ -272,7 +273,8 @@ class PendingGradients:
             return
         self._owners.update(dict.fromkeys(owned, id(optimizer)))
         # An optimizer passes over what has no gradient; some drop gradients themselves after the update.
-        self._commit({name for name in self._pending & owned if not self._was_passed_over(name)})
+        stepped = {name for name in self._pending & owned if not self._was_passed_over(name)}
+        self._change(stepped, commits=True)
         self._advance(self._waiting & owned)
 
     def _was_passed_over(self, name: str) -> bool:
@@ -289,17 +291,10 @@ class PendingGradients:
         for call in self.on_step:
             call(names)
 
-    def _commit(self, names: set[str]) -> None:
+    def _change(self, names: set[str], *, commits: bool) -> None:
         self._is_changing = True
         for memory in self._memories:
-            memory.commit(names)
-        self._pending -= names
-        self._is_changing = False
-
-    def _roll_back(self, names: set[str]) -> None:
-        self._is_changing = True
-        for memory in self._memories:
-            memory.roll_back(names)
+            (memory.commit if commits else memory.roll_back)(names)
         self._pending -= names
         self._is_changing = False
 
