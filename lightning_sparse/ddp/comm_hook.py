@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from lightning_sparse._version import __version__
 from lightning_sparse.ddp.join import follow_join
-from lightning_sparse.ddp.learning_rates import LearningRates
 from lightning_sparse.ddp.options import (
     DensityControlMode,
     ErrorFeedback,
@@ -124,7 +123,7 @@ def register_comm_hook(
         sparsifier,
         options,
         grad_scaler=lambda: grad_scaler,
-        learning_rates=lambda: learning_rates_of(optimizers),
+        optimizers=lambda: optimizers,
         per_layer_stats=per_layer_stats,
     )
 
@@ -135,10 +134,10 @@ def attach(
     options: ExchangeOptions,
     *,
     grad_scaler: Callable[[], torch.amp.GradScaler | None],
-    learning_rates: Callable[[], LearningRates],
+    optimizers: Callable[[], Sequence[Optimizer]],
     per_layer_stats: bool,
 ) -> SparseState:
-    """Registers ``sparse_hook`` with a fresh state; `register_comm_hook` for callers that look up S late."""
+    """Registers ``sparse_hook`` with a fresh state, for optimizers and a scaler that may be made later."""
     ddp_module = _unwrapped(ddp_module)
     if not isinstance(ddp_module, DistributedDataParallel):
         raise TypeError(
@@ -176,7 +175,7 @@ def attach(
             names,
             group=ddp_module.process_group,
             loss_scale=lambda: loss_scale_of(grad_scaler()),
-            learning_rates=learning_rates,
+            optimizers=optimizers,
             per_layer_stats=per_layer_stats,
             allows_unused_parameters=bool(ddp_module.find_unused_parameters or ddp_module.static_graph),
             is_static_graph=bool(ddp_module.static_graph),
@@ -214,25 +213,6 @@ def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
             break
         module = inner
     return module
-
-
-def learning_rates_of(optimizers: Sequence[Optimizer]) -> dict[Tensor, float]:
-    """Returns the learning rate in force for every parameter of the optimizers.
-
-    Raises:
-        ValueError: an optimizer has no learning rate, such as Adafactor with ``lr=None``.
-    """
-    rates: dict[Tensor, float] = {}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            if group.get("lr") is None:
-                raise ValueError(
-                    f"{type(optimizer).__name__} has a parameter group without a learning rate (lr=None). "
-                    "error_feedback='learning_rate' needs a number there: set lr=…, or use error_feedback='gradient'."
-                )
-            # float() synchronises with a GPU if the rate is a tensor there: once per group.
-            rates.update(dict.fromkeys(group["params"], float(group["lr"])))
-    return rates
 
 
 def loss_scale_of(grad_scaler: torch.amp.GradScaler | None) -> Tensor | None:

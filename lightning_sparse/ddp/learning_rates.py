@@ -1,13 +1,31 @@
 """The learning rates of the last steps, for residuals that are kept in units of the learning rate."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_sparse.engine import FlatBucket
 from lightning_sparse.selection.residual import Residual, rescale
 
-LearningRates = Mapping[Tensor, float]
+
+def learning_rates_of(optimizers: Sequence[Optimizer]) -> dict[Tensor, float]:
+    """Returns the learning rate in force for every parameter of the optimizers.
+
+    Raises:
+        ValueError: an optimizer has no learning rate, such as Adafactor with ``lr=None``.
+    """
+    rates: dict[Tensor, float] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if group.get("lr") is None:
+                raise ValueError(
+                    f"{type(optimizer).__name__} has a parameter group without a learning rate (lr=None). "
+                    "error_feedback='learning_rate' needs a number there: set lr=…, or use error_feedback='gradient'."
+                )
+            # float() synchronises with a GPU if the rate is a tensor there: once per group.
+            rates.update(dict.fromkeys(group["params"], float(group["lr"])))
+    return rates
 
 
 class LastLearningRates:
@@ -26,13 +44,13 @@ class LastLearningRates:
         self._pending: dict[str, float] = {}
         self._ratios: dict[str, float] = {}
 
-    def begin(self, rates: LearningRates) -> None:
-        """Takes lr_{t-1} / lr_t for a backward whose step will have these rates; 1 for a first step.
+    def begin(self, optimizers: Sequence[Optimizer]) -> None:
+        """Takes lr_{t-1} / lr_t for a backward on which these optimizers will step; 1 for a first step.
 
         A rate of 0 has no ratio: such a step leaves the residual and lr_{t-1} alone.
         """
         self._ratios = {}
-        for parameter, rate in rates.items():
+        for parameter, rate in learning_rates_of(optimizers).items():
             name = self._names.get(parameter)
             if name is not None and rate != 0:
                 self._ratios[name] = self._pending.get(name, self._committed.get(name, rate)) / rate

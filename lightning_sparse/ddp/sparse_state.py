@@ -6,15 +6,16 @@ changes are pending until an optimizer steps on the gradients, and are rolled ba
 (``lightning_sparse.ddp.pending_gradients``).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_sparse.ddp.buckets import Averaged, DDPBucket, DDPBuckets
-from lightning_sparse.ddp.learning_rates import LastLearningRates, LearningRates
+from lightning_sparse.ddp.learning_rates import LastLearningRates
 from lightning_sparse.ddp.messages import say_dropped
 from lightning_sparse.ddp.options import ExchangeOptions
 from lightning_sparse.ddp.parameter_use import ParameterUse
@@ -45,8 +46,7 @@ class SparseState(Averager):
         parameter_names: the name of every parameter that DDP may bring.
         group: DDP's process group.
         loss_scale: returns S of the running step as a tensor of one element, or None where losses are not scaled.
-        learning_rates: returns the learning rate of every optimized parameter in the running step; called only with
-            ``error_feedback="learning_rate"``.
+        optimizers: returns those that will step; called only with ``error_feedback="learning_rate"``.
         per_layer_stats: whether `StepStats` holds numbers of every layer.
         allows_unused_parameters: whether a backward may leave parameters out.
         is_static_graph: whether DDP was told so.
@@ -70,7 +70,7 @@ class SparseState(Averager):
         *,
         group: dist.ProcessGroup | None = None,
         loss_scale: Callable[[], Tensor | None] = lambda: None,
-        learning_rates: Callable[[], LearningRates] = dict,
+        optimizers: Callable[[], Sequence[Optimizer]] = list,
         per_layer_stats: bool = False,
         allows_unused_parameters: bool = False,
         is_static_graph: bool = False,
@@ -94,7 +94,7 @@ class SparseState(Averager):
         self.residuals = ResidualMemory(self._parameters, forgets=options.error_feedback == "none")
         self.save_barrier = SaveBarrier(self.workers)
         self._loss_scale = loss_scale
-        self._learning_rates = learning_rates
+        self._optimizers = optimizers
         self._has_said_dropped = False
         self._rates = LastLearningRates(parameter_names)
         self.pending_gradients = PendingGradients(parameter_names, [self.residuals, self._rates])
@@ -232,7 +232,7 @@ class SparseState(Averager):
         self._engine.begin()
         self._buckets, self._unused, self._scale = [], set(), self._loss_scale()
         if self.options.error_feedback == "learning_rate":
-            self._rates.begin(self._learning_rates())
+            self._rates.begin(self._optimizers())
 
     def _flat_bucket(self, bucket: DDPBucket) -> FlatBucket:
         """Return a bucket with its residual, and without gradients that this backward did not reach."""

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_sparse.checkpointing.collecting import collect_without_workers
 from lightning_sparse.checkpointing.together import NO_WORKER, collect_together, is_launcher_process, patience_of
-from lightning_sparse.ddp.comm_hook import attach, learning_rates_of
+from lightning_sparse.ddp.comm_hook import attach
 from lightning_sparse.ddp.options import ErrorFeedback, ExchangeOptions
 from lightning_sparse.ddp.sparse_state import SparseState
 from lightning_sparse.exchange import parameter_settings, require_agreement
@@ -108,7 +108,7 @@ class SparseDDPStrategy(AveragesGradients, DDPStrategy):
             sparsifier,
             options,
             grad_scaler=lambda: getattr(self.precision_plugin, "scaler", None),
-            learning_rates=lambda: learning_rates_of(self.optimizers),
+            optimizers=lambda: self.optimizers,
             per_layer_stats=self._per_layer_stats,
         )
         self._follow(state, holds_density=options.holds_density)
