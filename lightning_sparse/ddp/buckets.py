@@ -60,7 +60,7 @@ class DDPBuckets:
 
     def __init__(self, parameter_names: Mapping[Tensor, str], *, is_static_graph: bool) -> None:
         self._names = dict(parameter_names)
-        self._strides = {name: one.stride() for one, name in self._names.items() if one.requires_grad}
+        self._strides = {name: weight.stride() for weight, name in self._names.items() if weight.requires_grad}
         self._counts = is_static_graph
         self._layouts: dict[tuple[int, ...], LayerLayout] = {}
         self._saved_layout: list[list[str]] = []

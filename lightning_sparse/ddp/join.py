@@ -18,11 +18,11 @@ from lightning_sparse.exchange import current_device
 
 
 class SparseJoinHook(JoinHook):
-    """DDP's own hook of ``Join``, of which a sparse state is told.
+    """DDP's own hook of ``Join``, which also notifies a sparse state.
 
     Args:
         hook: DDP's.
-        state: is told.
+        state: of the module's communication hook.
         device: the module's.
     """
 
@@ -30,20 +30,20 @@ class SparseJoinHook(JoinHook):
         self._hook, self._state, self._device = hook, state, device
 
     def main_hook(self) -> None:
-        """Answers a step of those who go on."""
+        """Takes part in a step of the workers that go on."""
         with self._state.idle():
             self._hook.main_hook()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Ends the context, on all workers: each has the weights of one that ran out last."""
+        """Ends the context, on all workers: each has the weights of a worker that ran out last."""
         self._hook.post_hook(is_last_joiner)
         with current_device(self._device):
             self._state.catch_up(knows=is_last_joiner)
 
 
 def follow_join(module: DistributedDataParallel, state: SparseState) -> None:
-    """Tells the state of every ``Join`` context that this module is in, from now on."""
-    this, told = weakref.ref(module), weakref.ref(state)  # who is in a circle of references is not freed at once
+    """Notifies the state of every ``Join`` context that this module is in, from now on."""
+    own_module, own_state = weakref.ref(module), weakref.ref(state)  # a reference cycle would not be freed at once
 
     def join_hook(**options: Any) -> JoinHook:
         if not options.get("divide_by_initial_world_size", True):
@@ -51,8 +51,8 @@ def follow_join(module: DistributedDataParallel, state: SparseState) -> None:
                 "Invalid divide_by_initial_world_size=False. With a communication hook averages are over all workers, "
                 "also those that have run out of batches: leave it at True."
             )
-        module, state = this(), told()
-        assert module is not None, "who asks for its hook holds it"
+        module, state = own_module(), own_state()
+        assert module is not None, "the caller holds it"
         hook = type(module).join_hook(module, **options)  # type: ignore[no-untyped-call]
         return hook if state is None else SparseJoinHook(hook, state, module.device)
 

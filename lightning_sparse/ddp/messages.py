@@ -1,4 +1,4 @@
-"""What a user is told of gradients that do not train."""
+"""Messages about gradients that do not train."""
 
 from collections.abc import Collection, Sequence
 

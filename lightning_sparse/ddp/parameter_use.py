@@ -20,8 +20,8 @@ class ParameterUse:
     enter the residual as well. It is taken out of the bucket, and what becomes of it depends on the other workers:
 
     - nobody used the parameter: it keeps the gradient that it had;
-    - some did, and added to what they had: the old gradients of those who did not belong to the average, as under DDP.
-      They follow in a dense round, once all headers have told who used and who kept what.
+    - some did, and added to what they had: old gradients of the other workers belong to the average, as under DDP.
+      They follow in a dense round, once all headers have arrived.
 
     A hook on each parameter does the noting; DDP's own knowledge of unused parameters is out of reach. Only needed with
     ``find_unused_parameters`` or ``static_graph``: otherwise DDP insists that every parameter is used.
@@ -67,9 +67,9 @@ class ParameterUse:
         return unused
 
     def marks(self, layout: LayerLayout, device: torch.device) -> Tensor | None:
-        """Returns what a header tells of a bucket's layers: float64, shape (2 L,); None if all are used.
+        """Returns what a header holds about a bucket's layers: float64, shape (2 L,); None if all are used.
 
-        First 1 where this backward reached one, then 1 where it did not and an old gradient other than zero is there.
+        First 1 for each layer that this backward reached, then 1 for each other layer whose old gradient is not 0.
         """
         if not self.allows_unused:
             return None
@@ -104,7 +104,7 @@ class ParameterUse:
         """Adds the mean of the workers' old gradients to a bucket's average; returns the bytes handed to a collective.
 
         Args:
-            workers: who takes part. Collective.
+            workers: all of them. Collective.
             names: of all layers, those that ``end`` returned last.
             layout: of the bucket.
             average: of the bucket, in units of the gradient.

@@ -51,7 +51,7 @@ def _mark_of(parameter: Tensor, gradient: Tensor) -> _Mark:
 
 
 class PendingGradients:
-    """Follows backwards and optimizer steps of one DDP module and tells what becomes of each parameter's residual.
+    """Follows backwards and optimizer steps of a DDP module; commits or rolls back each parameter's residual.
 
     Args:
         parameters: the name of every parameter that DDP may bring.
@@ -90,9 +90,9 @@ class PendingGradients:
         follow_steps(self)
 
     def follow(self, module: DistributedDataParallel) -> None:
-        """Is told of every forward of this module."""
-        ignored = [one for name, one in module.module.named_parameters() if name in module.parameters_to_ignore]
-        exchanged = [one for one in self._parameters.values() if one.requires_grad]
+        """Observes every forward of this module."""
+        ignored = [weight for name, weight in module.module.named_parameters() if name in module.parameters_to_ignore]
+        exchanged = [weight for weight in self._parameters.values() if weight.requires_grad]
         self._unexchanged = UnexchangedParameters(module.module, [*exchanged, *ignored])
         this = weakref.ref(self)
 
@@ -124,7 +124,7 @@ class PendingGradients:
         if self._is_changing or not (self.is_stepping and self._pending):
             return not self._is_changing
         versions = [(self._parameters[name]._version, self._marks.get(name)) for name in self._pending]
-        return bool(self._marks) and all(mark is None or mark.weight_version == one for one, mark in versions)
+        return bool(self._marks) and all(mark is None or mark.weight_version == version for version, mark in versions)
 
     @property
     def progress(self) -> int:
@@ -140,7 +140,7 @@ class PendingGradients:
         return frozenset(self._pending)
 
     def expect_backward(self) -> None:
-        """Told before DDP prepares for a backward: looks what is gone, and again when the first gradient comes."""
+        """Called before DDP prepares for a backward: looks for gradients that are gone, again at its first gradient."""
         if not self._pending:
             return
         self._has_waited = True
@@ -156,22 +156,22 @@ class PendingGradients:
             ]
 
     def backward_is_prepared(self) -> None:
-        """Told when DDP has prepared, right after: it may have put gradients into other buckets."""
+        """Called right after DDP has prepared: it may have put gradients into other buckets."""
         if self._pending:
             self._mark()
 
     def backward_has_ended(self) -> None:
-        """Told after a backward in which no callback could be asked for its end."""
+        """Called after a backward in which no callback could be queued for its end."""
         if self._pending and not self._marks:
             self._note()
 
     def begin_exchange(self) -> None:
-        """Told when the first bucket comes: decides what becomes of everything that is pending."""
+        """Called with the first bucket: rolls back pending gradients that are gone."""
         if self._pending and not self._has_looked:
             self._look()  # this backward reached none of it
 
     def end_exchange(self, used: set[str], used_by_any: set[str]) -> None:
-        """Told when all gradients have been exchanged: what this did for the parameters in use is pending.
+        """Called when all gradients have been exchanged: those of the parameters in use are pending.
 
         Args:
             used: names of parameters that this worker's backward reached.
@@ -203,7 +203,7 @@ class PendingGradients:
         self._mark()
         if self._has_waited or self._num_exchanges <= CAREFUL_EXCHANGES:
             gradients = {name: self._parameters[name].grad for name in self._pending}
-            held = {name: one.detach() for name, one in gradients.items() if one is not None}
+            held = {name: gradient.detach() for name, gradient in gradients.items() if gradient is not None}
             # Read, and waited for on a GPU, only if one of them turns out to be zero later on.
             self._norms = dict(zip(held, torch._foreach_norm(list(held.values())), strict=True)) if held else {}
 
@@ -246,7 +246,7 @@ class PendingGradients:
     def _zeroed(self, changed: dict[str, Tensor]) -> set[str]:
         """Returns which of an optimizer's gradients that were written to in place were set to zero, not scaled."""
         with torch.no_grad():
-            zero = {name for name, one in changed.items() if not one.any()}
+            zero = {name for name, gradient in changed.items() if not gradient.any()}
         were_zero = {name for name in zero if name in self._norms and not bool(self._norms[name])}
         # An average that was zero before tells nothing. Another tensor in its place is a copy of it; if it was written
         # to, the optimizer's other gradients tell.
@@ -265,9 +265,9 @@ class PendingGradients:
 
     def _step_ends(self, optimizer: Optimizer) -> None:
         self.is_stepping = False
-        of_optimizer = (self._names.get(id(one)) for group in optimizer.param_groups for one in group["params"])
+        of_optimizer = (self._names.get(id(weight)) for group in optimizer.param_groups for weight in group["params"])
         owned = {name for name in of_optimizer if name is not None}
-        # A fused optimizer is told of an overflow and skips the step by itself.
+        # A fused optimizer receives an overflow as found_inf and skips the step by itself.
         found_inf = getattr(optimizer, "found_inf", None)
         if not owned or (isinstance(found_inf, Tensor) and bool(found_inf)):
             return

@@ -49,12 +49,12 @@ class SparseState(Averager):
         optimizers: returns those that will step; called only with ``error_feedback="learning_rate"``.
         per_layer_stats: whether `StepStats` holds numbers of every layer.
         allows_unused_parameters: whether a backward may leave parameters out.
-        is_static_graph: whether DDP was told so.
+        is_static_graph: whether DDP has ``static_graph=True``.
 
     Attributes:
         residuals: what was not sent so far.
         pending_gradients: decides which of its changes are part of training.
-        save_barrier: where workers meet before one of them saves a checkpoint.
+        save_barrier: where workers wait for each other before rank 0 saves a checkpoint.
         is_exchanging: whether a backward has begun to exchange gradients and has not ended, or was broken off.
     """
 
@@ -90,7 +90,7 @@ class SparseState(Averager):
         )
         self.options = options
         # As of now: a layer frozen later on stays in DDP.
-        self._parameters = {name: one for one, name in parameter_names.items() if one.requires_grad}
+        self._parameters = {name: weight for weight, name in parameter_names.items() if weight.requires_grad}
         self.residuals = ResidualMemory(self._parameters, forgets=options.error_feedback == "none")
         self.save_barrier = SaveBarrier(self.workers)
         self._loss_scale = loss_scale
@@ -131,7 +131,7 @@ class SparseState(Averager):
     @property
     def parameter_sizes(self) -> dict[str, int]:
         """By name, how many elements the parameter's residual has; a complex parameter's has two for each."""
-        return {name: real_numel(one) for name, one in self._parameters.items()}
+        return {name: real_numel(parameter) for name, parameter in self._parameters.items()}
 
     @property
     def is_certain(self) -> bool:
@@ -206,26 +206,21 @@ class SparseState(Averager):
         for ready in self._ddp_buckets.ready(ddp_bucket):
             bucket = self._flat_bucket(ready)
             self._buckets.append(bucket)
-            if not self._waits_for_all:
-                self._rates.rescale(bucket)
-                self._engine.add(bucket)
+            needs_all = self.options.local_clip_norm is not None or self._engine.needs_survey
+            if not needs_all:
+                self._add([bucket])
+            elif bucket.is_last:
+                self._add(self._buckets)
         if ddp_bucket.is_last:
-            if self._waits_for_all:
-                self._add_all()
             self._end_step()
         return future
-
-    @property
-    def _waits_for_all(self) -> bool:
-        """Whether something must be known of all buckets before the first of them is sent."""
-        return self.options.local_clip_norm is not None or self._engine.needs_survey
 
     def _begin_step(self) -> None:
         if self.is_exchanging:  # an exception has broken off the last backward in its middle
             self.pending_gradients.roll_back_all()
             self.residuals.abandon()
         self.pending_gradients.begin_exchange()
-        # Not counted is what no optimizer has stepped on, as in a run that resumes. What is pending differs by worker.
+        # Exchanges without an optimizer step do not count, as in a run that resumes.
         self._engine.next_step = self._numbers["next_step"]
         self.is_exchanging = True
         self._use.forget_old()
@@ -258,13 +253,14 @@ class SparseState(Averager):
             notes=self._use.marks(layout, gradient.device),
         )
 
-    def _add_all(self) -> None:
+    def _add(self, buckets: Sequence[FlatBucket]) -> None:
+        """Hand buckets to the engine: a single one, or those of the whole step to clip or survey them."""
         if self.options.local_clip_norm is not None:
-            clip_norm(self._buckets, self.options.local_clip_norm)
-        for bucket in self._buckets:
+            clip_norm(buckets, self.options.local_clip_norm)
+        for bucket in buckets:
             self._rates.rescale(bucket)
-        self._engine.survey(self._buckets)
-        for bucket in self._buckets:
+        self._engine.survey(buckets)
+        for bucket in buckets:
             self._engine.add(bucket)
 
     def _end_step(self) -> None:
@@ -306,20 +302,20 @@ class SparseState(Averager):
         self._layout: list[tuple[str, ...]] = self._bucket_names
 
     def catch_up(self, *, knows: bool) -> None:
-        """Learns from the first worker that knows which exchanges of late have trained. Collective.
+        """Receive from a worker with batches to the end which of the last exchanges have trained. Collective.
 
         Args:
-            knows: whether this one does: it had batches to the end.
+            knows: whether this worker had batches to the end.
         """
         own: Any = None
         if knows:
             running = self._engine.snapshot()
             running.history["sparsifier"] = self._engine.sparsifier.state_dict(self._numbers["next_step"])
             own = self._numbers, self._exchange_history, self._layout, running
-        told = self.workers.first_object(own)
+        received = self.workers.first_object(own)
         if not knows:
             last_step, epoch = self._engine.last_step, self._engine.epoch
-            self._numbers, self._exchange_history, self._layout, running = told
+            self._numbers, self._exchange_history, self._layout, running = received
             self._engine.restore(running)
             self._engine.last_step, self._engine.epoch = last_step, epoch  # this worker took part in every exchange
 

@@ -18,14 +18,14 @@ class WeightOwnership:
 
     def take(self, weights: Iterable[Tensor]) -> None:
         """Takes weights that drift from now on; who had any of them must not step any more."""
-        for one in weights:
-            before = _owners[one]() if one in _owners else None
+        for weight in weights:
+            before = _owners[weight]() if weight in _owners else None
             if before is not None and before is not self:
                 before._why_not = (
                     "Another averager has been made for the same weights since, and the two would undo each other's "
                     "work. Make one averager for a model, and call step() of the newest."
                 )
-            _owners[one] = weakref.ref(self)
+            _owners[weight] = weakref.ref(self)
 
     def close(self) -> None:
         """Gives it up for good."""

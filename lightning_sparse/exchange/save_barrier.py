@@ -113,9 +113,9 @@ class SaveBarrier:
         def all_came() -> bool:
             for rank in others:
                 if rank not in taken and self._has(f"{rank}/came"):
-                    one = f"{rank}/{self._store.get(f'{rank}/came').decode()}"
-                    if self._store.add(f"{one}/taken", 1) == 1:
-                        taken[rank] = one
+                    attempt = f"{rank}/{self._store.get(f'{rank}/came').decode()}"
+                    if self._store.add(f"{attempt}/taken", 1) == 1:
+                        taken[rank] = attempt
             return len(taken) == len(others)
 
         _until(all_came, patience)
@@ -124,13 +124,13 @@ class SaveBarrier:
         if absent:
             why_not = f"{_ranks(absent)} did not come to save within {patience:g} s"
         else:
-            said = {rank: json.loads(self._store.get(f"{one}/status")) for rank, one in taken.items()}
-            different = [rank for rank, one in said.items() if one != status]
+            said = {rank: json.loads(self._store.get(f"{attempt}/status")) for rank, attempt in taken.items()}
+            different = [rank for rank, other in said.items() if other != status]
             if different:
                 rank = different[0]
                 why_not = f"workers are at different points: rank 0 at {status}, rank {rank} at {said[rank]}"
-        for one in taken.values():
-            self._store.set(f"{one}/verdict", json.dumps(why_not))
+        for attempt in taken.values():
+            self._store.set(f"{attempt}/verdict", json.dumps(why_not))
         return Verdict(why_not)
 
     def _has(self, key: str) -> bool:
