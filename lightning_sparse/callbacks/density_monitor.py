@@ -15,7 +15,7 @@ from lightning_sparse.callbacks.step_monitor import (
     tensorboard_loggers,
 )
 from lightning_sparse.callbacks.step_times import StepTimes
-from lightning_sparse.engine import EngineHolder, StepStats
+from lightning_sparse.engine import Averager, StepStats
 from lightning_sparse.metrics import AverageDensity
 from lightning_sparse.simulated.strategy import SimulatedWorkersStrategy
 from lightning_sparse.strategies.advice import shortened
@@ -73,10 +73,10 @@ class DensityMonitor(StepMonitor):
         self._asked = float(density) if isinstance(density, (int, float)) else None
         state = getattr(trainer.strategy, "state", None)
         self._averages = "drift" if isinstance(trainer.strategy, LocalTraining) else "gradient"
-        is_sharded = isinstance(state, EngineHolder) and state.replica.num_workers > 1
+        is_sharded = isinstance(state, Averager) and state.replica.num_workers > 1
         self._sender = "replica" if is_sharded else "worker"
         self._times = StepTimes()
-        if isinstance(state, EngineHolder) and not isinstance(trainer.strategy, SimulatedWorkersStrategy):
+        if isinstance(state, Averager) and not isinstance(trainer.strategy, SimulatedWorkersStrategy):
             state.subscribe(self._times.of(state))
         every = getattr(trainer, "log_every_n_steps", 0)
         if trainer.loggers and every > 1 and isinstance(trainer.strategy, SparseStrategy):

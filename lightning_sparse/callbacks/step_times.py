@@ -6,7 +6,7 @@ from collections.abc import Callable
 from statistics import median
 from time import perf_counter
 
-from lightning_sparse.engine import EngineHolder, StepStats
+from lightning_sparse.engine import Averager, StepStats
 
 MOST_STEPS = 1000
 """The newest steps of each kind that count."""
@@ -28,9 +28,9 @@ class StepTimes:
         self._last: float | None = None
         self._is_first = True
 
-    def of(self, holder: EngineHolder) -> Callable[[StepStats], None]:
-        """Returns a subscriber to a holder's exchanges that adds each of them; it does not keep the holder alive."""
-        exchanging = weakref.ref(holder)
+    def of(self, averager: Averager) -> Callable[[StepStats], None]:
+        """Returns a subscriber that adds each of an averager's exchanges; it does not keep the averager alive."""
+        exchanging = weakref.ref(averager)
 
         def subscriber(step: StepStats) -> None:
             this = exchanging()

@@ -9,11 +9,11 @@ from lightning_sparse.exchange.agreement import current_device, parameter_settin
 from lightning_sparse.exchange.buffers import Buffers, let_go, without_wait
 from lightning_sparse.exchange.exchange import EXCHANGE_MODES, Exchange, ExchangeMode
 from lightning_sparse.exchange.in_process import ThreadWorkers
-from lightning_sparse.exchange.meeting import Meeting
 from lightning_sparse.exchange.own_group import OwnGroup
 from lightning_sparse.exchange.routes.cost_model import require_link
 from lightning_sparse.exchange.routes.reduce_scatter import largest_slice, slice_bounds, slice_elements
 from lightning_sparse.exchange.routes.shipment import LARGEST_SLICE, NUM_SELECTED, Shipment
+from lightning_sparse.exchange.save_barrier import SaveBarrier
 from lightning_sparse.exchange.workers import Workers
 
 __all__ = [
@@ -23,8 +23,8 @@ __all__ = [
     "Buffers",
     "Exchange",
     "ExchangeMode",
-    "Meeting",
     "OwnGroup",
+    "SaveBarrier",
     "Shipment",
     "ThreadWorkers",
     "Workers",

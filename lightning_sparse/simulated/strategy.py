@@ -13,8 +13,8 @@ from typing_extensions import override
 from lightning_sparse.checkpointing.collecting import collect_here
 from lightning_sparse.checkpointing.options import CheckpointOptions, OnWorldSizeChange
 from lightning_sparse.ddp.options import DensityControlMode, ExchangeOptions, require_density_control
-from lightning_sparse.engine import EngineHolder
-from lightning_sparse.engine.weak_call import weakly
+from lightning_sparse.engine import Averager
+from lightning_sparse.engine.weak_method import weak_method
 from lightning_sparse.exchange import ExchangeMode
 from lightning_sparse.exchange.wire import ValueDtype
 from lightning_sparse.simulated.data import BatchesOfWorkers, LoaderOfWorkers, loader_of_workers
@@ -94,7 +94,9 @@ class SimulatedWorkersStrategy(InTurn):
         if exchange == "hierarchical":
             raise ValueError("exchange='hierarchical' goes by nodes, and simulated workers have none. Use 'gather'.")
         # To be checked as the strategy of real workers checks them.
-        self._options = ExchangeOptions("gradient", local_clip_norm, value_dtype, exchange, density_control)
+        self._options = ExchangeOptions(
+            "gradient", local_clip_norm, density_control, value_dtype=value_dtype, exchange=exchange
+        )
         require_density_control(sparsifier, density_control)
         self._checkpoint_options = CheckpointOptions("full", on_world_size_change)
         if isinstance(own_attributes, str):
@@ -109,7 +111,7 @@ class SimulatedWorkersStrategy(InTurn):
 
     @property
     @override
-    def averagers(self) -> Sequence[EngineHolder]:
+    def averagers(self) -> Sequence[Averager]:
         return [] if self.workers is None else self.workers.each
 
     @override
@@ -147,7 +149,7 @@ class SimulatedWorkersStrategy(InTurn):
         with self._as_worker(0):  # a learning rate may follow from how many there are
             super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
-            optimizer.register_step_pre_hook(weakly(self._step_begins))
+            optimizer.register_step_pre_hook(weak_method(self._step_begins))
 
     def _step_begins(self, *_: Any) -> None:
         if not self._exchanges:

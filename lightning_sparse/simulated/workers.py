@@ -4,20 +4,20 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_sparse.ddp.clipping import clip_gradient
-from lightning_sparse.ddp.notices import warn_of_drawn_numbers
-from lightning_sparse.engine import Engine, EngineHolder, FlatBucket, warm_up_steps
+from lightning_sparse.engine import Averager, Engine, FlatBucket, warm_up_steps
 from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.memory_format import as_parameter, in_memory_order, require_strides
 from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.exchange import ExchangeMode, ThreadWorkers, Workers
 from lightning_sparse.exchange.wire import ValueDtype
+from lightning_sparse.selection.bucket import clip_norm
 from lightning_sparse.sparsifiers import LayerLayout, Sparsifier
 
 
-class SimulatedWorker(EngineHolder):
+class SimulatedWorker(Averager):
     """One of the workers: its engine and its residuals.
 
     Args:
@@ -101,13 +101,13 @@ class SimulatedWorker(EngineHolder):
         require_strides(list(self._parameters), list(self._parameters.values()), self._strides)
         buckets = [self._bucket(index, layout, gradients) for index, layout in enumerate(self._layouts)]
         if self._clip_norm is not None:
-            clip_gradient([one.gradient for one in buckets], self._clip_norm)
+            clip_norm(buckets, self._clip_norm)
         self._engine.begin()
         self._engine.add_all(buckets)
         self._engine.finish()
         for one in buckets:
             self.residuals.keep(one.index, self._parameters.keys() - gradients.keys())
-        self.residuals.settle(set(self._parameters))
+        self.residuals.commit(set(self._parameters))
         self._engine.account(counts=False)
         self._engine.calibrator.confirm(reached)
         averages = {}
@@ -180,7 +180,11 @@ class SimulatedWorkers:
         )
         if not (self._has_warned or torch.equal(torch.get_rng_state(), drawn_before)):
             self._has_warned = True
-            warn_of_drawn_numbers()
+            rank_zero_warn(
+                "lightning_sparse: the sparsifier draws torch's random numbers, which simulated workers have in "
+                "common, in the order in which their threads come by: no two runs need be alike. Have it make a "
+                "torch.Generator in begin_step, seeded from the step's number and the rank."
+            )
         return averages[0]
 
     def reset(self) -> None:

@@ -11,7 +11,7 @@ from lightning.pytorch.tuner.lr_finder import _LRCallback
 from torch.optim import Optimizer
 
 from lightning_sparse.engine import StepStats
-from lightning_sparse.engine.holder import EngineHolder
+from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.layer_control import share_of_layer
 from lightning_sparse.exchange.estimate import estimate
 from lightning_sparse.sparsifiers import Dense, HardThreshold, Sparsifier
@@ -58,19 +58,19 @@ class Advice:
         self._watched: Sparsifier | None = None
         self._clear()
 
-    def follow(self, holder: EngineHolder, *, holds_density: bool) -> None:
+    def follow(self, averager: Averager, *, holds_density: bool) -> None:
         """Watches another fit and forgets the numbers of the previous one.
 
         Args:
-            holder: what exchanges. A single worker is not watched.
+            averager: what exchanges. A single worker is not watched.
             holds_density: whether a λ that was asked for by a density is corrected.
         """
         self._clear()
         self._holds_density = holds_density
-        self._num_workers, self._num_elements = holder.workers.num_workers, holder.num_elements
+        self._num_workers, self._num_elements = averager.workers.num_workers, averager.num_elements
         if self._num_workers > 1:
-            self._watched = holder.sparsifier
-            holder.subscribe(self.add)
+            self._watched = averager.sparsifier
+            averager.subscribe(self.add)
 
     def _clear(self) -> None:
         self._sparsifier = self._watched = None

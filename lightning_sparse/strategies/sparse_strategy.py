@@ -16,7 +16,7 @@ from lightning_sparse.checkpointing.restoring import restore
 from lightning_sparse.checkpointing.whole_files import WholeFiles
 from lightning_sparse.ddp.options import ExchangeOptions
 from lightning_sparse.drift.options import DriftOptions
-from lightning_sparse.engine import EngineHolder
+from lightning_sparse.engine import Averager
 from lightning_sparse.engine.saved_state import sealed
 from lightning_sparse.exchange.wire import require_wire
 from lightning_sparse.sparsifiers import Sparsifier
@@ -81,11 +81,11 @@ class SparseStrategy(WholeFiles, Strategy):
         self._per_layer_stats = True
 
     @property
-    def averagers(self) -> Sequence[EngineHolder]:
+    def averagers(self) -> Sequence[Averager]:
         """The averagers of this process, whose first is ``state``."""
         return [] if self.state is None else [self.state]
 
-    def _follow(self, state: EngineHolder, *, holds_density: bool) -> None:
+    def _follow(self, state: Averager, *, holds_density: bool) -> None:
         """Log and watch the exchanges of a new ``fit``."""
         self.state = state
         self.step_log.clear()
@@ -174,7 +174,7 @@ class SparseStrategy(WholeFiles, Strategy):
         """Do nothing: Lightning would call the inherited method, which registers the base's names again."""
 
 
-def tell_epoch(averager: EngineHolder, epoch: int, optimizers: Sequence[Optimizer]) -> None:
+def tell_epoch(averager: Averager, epoch: int, optimizers: Sequence[Optimizer]) -> None:
     """Tell an averager's sparsifier of an epoch and its learning rates, unless it knows."""
     if averager.epoch != epoch:
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]

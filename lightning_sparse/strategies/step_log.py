@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
 
-from lightning_sparse.engine import EngineHolder, StepStats
+from lightning_sparse.engine import Averager, StepStats
 from lightning_sparse.engine.step_stats import of_exchanges
 from lightning_sparse.selection.numbers import STEP_NUMBERS
 
@@ -67,12 +67,12 @@ class StepLog:
             self._shown.clear()
         self._row = batch if trainer._logger_connector.should_update_logs else None
 
-    def write(self, module: LightningModule | None, holder: EngineHolder | None) -> None:
+    def write(self, module: LightningModule | None, averager: Averager | None) -> None:
         """Logs the numbers of the exchanges since the last step, if there are any and Lightning lets us here.
 
         Args:
             module: through which to log.
-            holder: has metrics of its own to log with them.
+            averager: has metrics of its own to log with them.
         """
         if not (self._steps or self._lost) or module is None:
             return
@@ -90,7 +90,7 @@ class StepLog:
             steps = self._of_batch
             self._take_back(module)
         self._newest = list(steps)
-        own = {} if holder is None else holder.own_metrics()
+        own = {} if averager is None else averager.own_metrics()
         for name, value in (step_metrics(steps) | own).items():
             self._log(module, name, float(value), on_step)
         self._steps.clear()

@@ -343,16 +343,14 @@ def _gather_in_batches():
     Workers.message_device = lambda self, device: device
     apart = Workers(None, dist.get_rank(), dist.get_world_size()).apart("apart")
     tensors = [torch.full((3,), dist.get_rank() + 0.5), torch.full((2,), dist.get_rank())]
-    return [[one.tolist() for one in part] for part in apart.gather_to_first(tensors)], apart.gather_objects_to_first(
-        {"rank": dist.get_rank()}
-    )
+    gathered = apart.gather_objects_to_first({"rank": dist.get_rank(), "tensors": tensors})
+    return [{**of_worker, "tensors": [tensor.tolist() for tensor in of_worker["tensors"]]} for of_worker in gathered]
 
 
 def test_in_batches_the_first_worker_gets_the_same():
-    (tensors, objects), *others = run_workers(_gather_in_batches, 3)
-    assert others == [([], [])] * 2
-    assert tensors == [[[rank + 0.5] * 3, [rank] * 2] for rank in range(3)]
-    assert objects == [{"rank": rank} for rank in range(3)]
+    first, *others = run_workers(_gather_in_batches, 3)
+    assert others == [[]] * 2
+    assert first == [{"rank": rank, "tensors": [[rank + 0.5] * 3, [rank] * 2]} for rank in range(3)]
 
 
 def _own_messages_around_a_gather(num_bytes):

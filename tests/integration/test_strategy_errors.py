@@ -25,7 +25,7 @@ from lightning_sparse import (
     SparseDDPStrategy,
     TopK,
 )
-from lightning_sparse.engine.notices import say_other_sparsifier, warn_of_patterns
+from lightning_sparse.engine.messages import say_other_sparsifier, warn_of_patterns
 from lightning_sparse.strategies import register_strategies
 
 

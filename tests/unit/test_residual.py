@@ -142,7 +142,7 @@ def filled(memory, index, layout, values):
 def test_residuals_move_with_their_layer_when_buckets_change():
     memory = ResidualMemory()
     filled(memory, 0, ONE, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
-    memory.settle({"a", "b", "c"})
+    memory.commit({"a", "b", "c"})
     first, second = LayerLayout(("c", "a"), (1, 2)), LayerLayout(("b",), (3,))
     assert memory.bucket(0, first, torch.zeros(3)).before.tolist() == [5.0, 0.0, 1.0]
     assert memory.bucket(1, second, torch.zeros(3)).before.tolist() == [2.0, 3.0, 4.0]
@@ -151,9 +151,9 @@ def test_residuals_move_with_their_layer_when_buckets_change():
 def test_a_bucket_that_is_asked_for_again_has_what_its_layers_have_become_elsewhere():
     memory = ResidualMemory()
     filled(memory, 0, ONE, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
-    memory.settle({"a", "b", "c"})
+    memory.commit({"a", "b", "c"})
     filled(memory, 1, LayerLayout(("b",), (3,)), [6.0, 7.0, 8.0])
-    memory.settle({"b"})
+    memory.commit({"b"})
     again = memory.bucket(0, ONE, torch.zeros(6))
     assert again.before.tolist() == [0.0, 1.0, 6.0, 7.0, 8.0, 5.0]
     assert again.after.shape == (6,)
@@ -163,7 +163,7 @@ def test_a_step_turns_the_two_tensors_round_and_copies_nothing():
     memory = ResidualMemory()
     first = memory.bucket(0, ONE, torch.zeros(6))
     memory.keep(0)
-    memory.settle({"a", "b", "c"})
+    memory.commit({"a", "b", "c"})
     second = memory.bucket(0, ONE, torch.zeros(6))
     assert (second.before.data_ptr(), second.after.data_ptr()) == (first.after.data_ptr(), first.before.data_ptr())
 
@@ -171,18 +171,18 @@ def test_a_step_turns_the_two_tensors_round_and_copies_nothing():
 names = st.sets(st.sampled_from(["a", "b", "c"]))
 EVENTS = st.one_of(
     st.tuples(st.just("backward"), names),
-    st.tuples(st.sampled_from(["settle", "undo"]), names),
+    st.tuples(st.sampled_from(["commit", "roll_back"]), names),
     st.tuples(st.sampled_from(["abandon", "breaks off", "moves"]), st.just(set())),
 )
 LAYOUTS = [{0: ONE}, {0: LayerLayout(("c", "a"), (1, 2)), 1: LayerLayout(("b",), (3,))}]
 
 
 @given(st.lists(EVENTS, max_size=12))
-def test_what_is_settled_is_what_the_steps_were_for_and_what_is_undone_leaves_no_trace(events):
+def test_what_is_committed_is_what_the_steps_were_for_and_what_is_rolled_back_leaves_no_trace(events):
     memory = ResidualMemory()
     sizes = dict(zip(ONE.names, ONE.sizes, strict=True))
-    settled = {name: torch.zeros(size) for name, size in sizes.items()}
-    open_ = {}
+    committed = {name: torch.zeros(size) for name, size in sizes.items()}
+    pending_ = {}
     buckets, gradient = LAYOUTS[0], 1.0
     has_run = False
     for event, chosen in events:
@@ -198,25 +198,25 @@ def test_what_is_settled_is_what_the_steps_were_for_and_what_is_undone_leaves_no
                 torch.add(residual.before, added, out=residual.after)
             if event == "breaks off":
                 memory.abandon()
-                open_ = {}
+                pending_ = {}
                 continue
             for index, layout in buckets.items():
                 memory.keep(index, chosen & set(layout.names))
             for name in sizes.keys() - chosen:
-                open_[name] = open_.get(name, settled[name]) + gradient
+                pending_[name] = pending_.get(name, committed[name]) + gradient
             gradient *= 2
-        elif event == "settle":
-            memory.settle(chosen)
-            settled |= {name: open_.pop(name) for name in chosen & open_.keys()}
+        elif event == "commit":
+            memory.commit(chosen)
+            committed |= {name: pending_.pop(name) for name in chosen & pending_.keys()}
         else:
             gone = set(sizes) if event == "abandon" else chosen
-            memory.abandon() if event == "abandon" else memory.undo(chosen)
-            open_ = {name: one for name, one in open_.items() if name not in gone}
+            memory.abandon() if event == "abandon" else memory.roll_back(chosen)
+            pending_ = {name: one for name, one in pending_.items() if name not in gone}
         if has_run:
             for name, one in memory.state_dict().items():
-                assert torch.equal(one, settled[name]), (event, name)
+                assert torch.equal(one, committed[name]), (event, name)
             for name, one in memory.latest().items():
-                assert torch.equal(one, open_.get(name, settled[name])), (event, name)
+                assert torch.equal(one, pending_.get(name, committed[name])), (event, name)
 
 
 def test_a_memory_that_forgets_has_one_tensor_of_zeros():
@@ -267,7 +267,7 @@ def test_residuals_are_float32_or_float64_where_the_gradient_is(gradient_dtype, 
 def test_state_survives_a_round_trip_and_is_a_copy():
     memory = ResidualMemory()
     filled(memory, 0, ONE, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
-    memory.settle({"a", "b", "c"})
+    memory.commit({"a", "b", "c"})
     state = memory.state_dict()
     frozen = copy.deepcopy(state)
     for one in memory.layers().values():

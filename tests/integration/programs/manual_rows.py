@@ -304,7 +304,7 @@ _plain = {"drive": fit_without_validation}
 
 ROWS = {
     "two optimizers": Row(trains(TwoOptimizers), stepped_with_both),
-    "ascent before descent": Row(trains(Ascending, **_plain), ascended, undoes=True),
+    "ascent before descent": Row(trains(Ascending, **_plain), ascended, rolls_back=True),
     "two backwards": Row(trains(TwoBackwards, **_plain), stepped_once_a_batch),
     "two backwards, clipped between": Row(trains(partial(TwoBackwards, True), **_plain), clipped_between),
     "second backward leaves out": Row(
@@ -316,7 +316,7 @@ ROWS = {
     "left out while it waits": Row(
         trains(LeavesOutWhatWaits, **_plain, **_unused), left_out_by_one_worker, leaves_out=True
     ),
-    "gradients kept aside": Row(trains(partial(KeepsGradientsAside, False), **_plain), had_conflicts, undoes=True),
+    "gradients kept aside": Row(trains(partial(KeepsGradientsAside, False), **_plain), had_conflicts, rolls_back=True),
     "gradients kept aside and committed": Row(trains(partial(KeepsGradientsAside, True), **_plain), had_conflicts),
     "detached gradients": Row(trains(partial(DetachesGradients, False), **_plain), stepped_once_a_batch),
     "detached gradients, committed": Row(trains(partial(DetachesGradients, True), **_plain), stepped_once_a_batch),
