@@ -67,7 +67,6 @@ class SparseStrategy(WholeFiles, Strategy):
         self.sparsifier = sparsifier
         self.state = None
         self.step_log = StepLog()
-        self._advice = Advice(self.averages)
         self._per_layer_stats = self._is_stepping = False
         self._batches = 0
         self._progress_at_start: object = None
@@ -88,9 +87,9 @@ class SparseStrategy(WholeFiles, Strategy):
     def _follow(self, state: Averager, *, holds_density: bool) -> None:
         """Log and watch the exchanges of a new ``fit``."""
         self.state = state
-        self.step_log.clear()
+        self.step_log = StepLog()
         state.subscribe(self.step_log.add)
-        self._advice.follow(state, holds_density=holds_density)
+        self._advice = Advice(self.averages, state, holds_density=holds_density)
 
     # Steps.
 
@@ -109,6 +108,7 @@ class SparseStrategy(WholeFiles, Strategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
+        assert self.lightning_module is not None
         every_n_steps = getattr(self._options, "every_n_steps", 1)
         self._advice.begin(self.optimizers, exchanges_of(self.lightning_module, every_n_steps))
         self._batches, self._progress_at_start = 0, self._progress

@@ -39,16 +39,6 @@ class StepLog:
         """Adds the numbers of an exchange."""
         self._steps.append(step)
 
-    def clear(self) -> None:
-        """Forgets them."""
-        self._steps.clear()
-        self._of_batch.clear()
-        self._newest.clear()
-        self._lost.clear()
-        self._entries.clear()
-        self._shown.clear()
-        self._row = None
-
     def begin_batch(self, module: LightningModule | None) -> None:
         """Takes back what has been in a row of the loggers by now."""
         assert module is not None

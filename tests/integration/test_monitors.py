@@ -420,8 +420,9 @@ def test_the_table_of_a_resumed_run_says_since_when_it_knows_of_layers() -> None
     monitor = DensityMonitor()
     layer = LayerStats(2**40, 1, 1.23456e-9, 1.0)
     step = StepStats(0, 2, 2**40, 10**12, 1.0, 1.0, 0, 10**18, 10**18, 1.23456e-9, layers={"a." * 99 + "weight": layer})
-    monitor.load_state_dict({**monitor.state_dict(), "steps": 10**9})
-    monitor.take_in([step] * 2)
+    monitor.load_state_dict({**monitor.state_dict(), "totals": {"steps": 10**9}})
+    monitor.take_in(step)
+    monitor.take_in(step)
     assert "  densest layers (elements), since the resume\n" in monitor.table()
     assert max(map(len, monitor.table().splitlines())) <= 80, monitor.table()
 
@@ -672,7 +673,7 @@ class _Layers(StepMonitor):
     """Which exchange was shown under which step."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(per_layer=True)
         self.shown: list[tuple[int, int]] = []
 
     def log_layers(self, trainer: Trainer, newest: StepStats) -> None:

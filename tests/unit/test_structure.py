@@ -24,7 +24,6 @@ ROOMS = (
     "ddp",
     "drift",
     "shards",
-    "metrics",
     "theory",
     "checkpointing",
     "strategies",
