@@ -55,8 +55,8 @@ def local(every_n_steps: int) -> Any:
     return LocalHardThresholdStrategy(threshold=0.01, every_n_steps=every_n_steps)
 
 
-def gradients() -> Any:
-    return DDPHardThresholdStrategy(threshold=0.01, find_unused_parameters=True)
+def gradients(**options: Any) -> Any:
+    return DDPHardThresholdStrategy(threshold=0.01, **(options or {"find_unused_parameters": True}))
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ PROGRAMS = {
     "gradients": Program(Classifier, gradients),
     "gradients, accumulated": Program(Classifier, gradients, accumulate=3),
     "gradients, two optimizers": Program(TwoPlayers, gradients),
+    "gradients, static graph, by hand": Program(ManualClassifier, partial(gradients, static_graph=True)),
     "gradients, a step in every third batch": Program(EveryThird, gradients, waits=True),
     "drift": Program(Classifier, lambda: local(1)),
     "drift, every third step": Program(Classifier, lambda: local(3)),
