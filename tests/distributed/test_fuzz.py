@@ -70,6 +70,7 @@ def test_random_trainings_are_those_of_n_workers_in_plain_tensors(num_workers):
     assert sum(outcome.seen["steps that send a part"] for outcome in outcomes) >= 5
 
 
+@pytest.mark.full
 def test_seeds_that_found_something_pass():
     assert_all_pass(KNOWN_SEEDS)
 
