@@ -43,6 +43,7 @@ def arguments_of_comparison(output):
     return [*arguments, "--trainer.max_epochs=1", "--trainer.check_val_every_n_epoch=1"]
 
 
+@pytest.mark.full
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_comparison_runs_every_variant_once_and_can_be_drawn(tmp_path, call):
@@ -76,6 +77,7 @@ def test_a_comparison_runs_every_variant_once_and_can_be_drawn(tmp_path, call):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_a_variant_that_fails_shows_what_the_run_said_and_leaves_nothing(tmp_path):
     command = [

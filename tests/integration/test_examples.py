@@ -68,6 +68,7 @@ def end_of(workers, folder):
     return printed
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_the_example_for_clusters_saves_between_steps_when_one_worker_has_a_signal_and_goes_on_from_there(tmp_path):
     with on_two_workers(1_000_000, tmp_path) as workers:

@@ -81,6 +81,7 @@ def fit_builtin(root, steps):
     )
 
 
+@pytest.mark.full
 def test_local_training_learns_a_text_without_a_download(tmp_path):
     one, other = run_workers(fit_builtin, 2, str(tmp_path), 150, process_group=False)
     assert one.strategy is LocalHardThresholdStrategy
@@ -103,6 +104,7 @@ def test_too_small_a_vocabulary_is_told(tmp_path, monkeypatch):
         model.setup("fit")
 
 
+@pytest.mark.full
 @pytest.mark.skipif(DATA is None, reason="LIGHTNING_SPARSE_DATA names no folder with WikiText-2")
 @pytest.mark.parametrize(("tokenizer", "size"), [("bytes", 256), ("words", 1000)])
 def test_real_text(tokenizer, size):

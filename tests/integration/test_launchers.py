@@ -87,6 +87,7 @@ SAVES = (
 )
 
 
+@pytest.mark.full
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "said"),

@@ -306,6 +306,7 @@ class TestMarkovChain:
         chain.transitions = torch.full((4, 4), 0.25, dtype=torch.float64)
         assert chain.perplexity() == pytest.approx(4)
 
+    @pytest.mark.full
     def test_is_learnt(self):
         ((perplexity, floor),) = run_workers(learn_markov_chain, 1, process_group=False)
         # The deviation of the mean over 20,000 words is 0.7 %.
@@ -507,6 +508,7 @@ class TestData:
         with pytest.raises(MissingDataError, match=r"wikitext-2-v1\.zip is damaged: .*Delete it"):
             data.setup("fit")
 
+    @pytest.mark.full
     @pytest.mark.skipif(
         "LIGHTNING_SPARSE_DATA" not in os.environ,
         reason="set LIGHTNING_SPARSE_DATA to a folder that holds wikitext-2 to test with the real text",

@@ -452,6 +452,7 @@ class TestLowRank:
         hits = pessimistic_ranks(popularity[known.ratings.candidates.long()]) < 10
         assert hits.float().mean() < 0.6 * best
 
+    @pytest.mark.full
     @pytest.mark.parametrize(("world_size", "strategy", "share"), [(1, "auto", 0.88), (2, "sparse", 0.75)])
     def test_model_learns_it_and_does_not_exceed_the_best(self, world_size, strategy, share):
         learned, *others = run_workers(learn_low_rank, world_size, world_size, strategy, process_group=False)
@@ -573,6 +574,7 @@ class TestFile:
         with pytest.raises(ValueError, match=r"Interaction 2: user \{user\} has this rating only"):
             split(np.array([0, 0, 1]), np.array([0, 1, 0]), np.array([0, 1, 2]))
 
+    @pytest.mark.full
     @pytest.mark.skipif(
         not (Path(os.environ.get("LIGHTNING_SPARSE_DATA", "")) / "ml-latest-small" / "ratings.csv").exists(),
         reason="set LIGHTNING_SPARSE_DATA to a folder that holds ml-latest-small/ratings.csv to test with real ratings",

@@ -152,6 +152,7 @@ def test_a_link_can_be_cut_and_mended(lab):
     assert lab.run([sys.executable, "-c", KNOCK, "20"])[1].split()[0] == "refused"
 
 
+@pytest.mark.full
 def test_gloo_reduces_across_hosts(lab):
     before = lab.bytes_sent(1)
     outputs = lab.run([sys.executable, "-c", ALL_REDUCE], timeout=120)

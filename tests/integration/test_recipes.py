@@ -32,6 +32,7 @@ def count(network):
 
 
 class TestFit:
+    @pytest.mark.full
     @pytest.mark.parametrize(("architecture", "width"), [("googlenet", 64), ("senet18", 4)])
     def test_other_networks(self, architecture, width):
         arguments = (
@@ -45,6 +46,7 @@ class TestFit:
             assert fit.exchanged.num_elements == count(build_network(architecture, width=width))
             assert fit.exchanged.selected > 0
 
+    @pytest.mark.full
     @pytest.mark.long
     @pytest.mark.parametrize(
         ("overrides", "sparse"), [((), True), (("--trainer.strategy=ddp",), False)], ids=["sparse", "dense"]
@@ -196,6 +198,7 @@ class TestModel:
     def test_no_warm_up(self):
         assert relative_learning_rate(0, warmup_from=0.5, warmup_epochs=0, milestones=()) == 1
 
+    @pytest.mark.full
     def test_learns_digits(self):
         (result,) = run_workers(learn_digits, 1, process_group=False)
         assert result["accuracy"] > 0.8
@@ -410,6 +413,7 @@ class TestData:
         assert filled.tensors[0].sum(dim=(1, 2, 3)).tolist() == [12.0] * 7 + [0.0] * 2
         assert len(filled_up(images, 7)) == 7
 
+    @pytest.mark.full
     @pytest.mark.skipif(
         "LIGHTNING_SPARSE_DATA" not in os.environ,
         reason="set LIGHTNING_SPARSE_DATA to a folder that holds cifar-10-batches-py to test with the real images",
