@@ -1,6 +1,5 @@
 """The callbacks, against numbers worked out again from each worker's gradients, and what they promise to cost."""
 
-import csv
 import io
 import re
 import warnings
@@ -27,12 +26,10 @@ from lightning_sparse import (
     StepStats,
     TopK,
 )
-from lightning_sparse.callbacks.step_monitor import StepMonitor, logging_step
 from lightning_sparse.engine.step_stats import LayerStats
 from tests.integration.models import (
     SMALL_BUCKETS_MB,
     Classifier,
-    ManualClassifier,
     Recorder,
     TwoPlayers,
     data,
@@ -225,80 +222,6 @@ def test_error_norms_of_the_layers_are_shown_on_request(tensorboard_run: Any) ->
         assert [value for _, value in found] == pytest.approx(
             [sqrt(one.squared_error[name]) for one in expected], rel=1e-5, abs=1e-7
         )
-
-
-@pytest.mark.parametrize(
-    ("make_model", "accumulate"),
-    [(Classifier, 1), (Classifier, 2), (ManualClassifier, 1)],
-    ids=["automatic", "accumulated", "manual"],
-)
-def test_a_csv_has_one_row_of_each_number_per_optimizer_step(make_model: Any, accumulate: int, tmp_path: Path) -> None:
-    worker = run_workers(_watch_with_csv, 2, str(tmp_path), make_model, accumulate, process_group=False)[0]
-    with next(tmp_path.rglob("metrics.csv")).open() as file:
-        rows = list(csv.DictReader(file))
-    assert len(worker.steps) == 4
-    values = {name: [step.layers[name].density for step in worker.steps] for name in SIZES}
-    columns = {f"sparse/layer_density/{name}": values[name] for name in SIZES}
-    running = [sum(step.selected for step in worker.steps[:end]) / (2 * NUM_ELEMENTS * end) for end in range(1, 5)]
-    columns["sparse/average_density"] = running
-    columns["sparse/total_error"] = [sum(s.squared_error for s in worker.steps[:end]) for end in range(1, 5)]
-    columns["sparse/density"] = [step.density for step in worker.steps]
-    for column, expected in columns.items():
-        found = [(int(row["step"]), float(row[column])) for row in rows if row[column]]
-        assert [step for step, _ in found] == [0, 1, 2, 3], column
-        assert [value for _, value in found] == pytest.approx(expected, rel=1e-5), column
-
-
-def _watch_with_csv(folder: str, make_model: Any, accumulate: int) -> Watched:
-    return watch(
-        [DensityMonitor(), ErrorMonitor()],
-        CSVLogger(folder, flush_logs_every_n_steps=1),
-        make_model=make_model,
-        max_steps=4,
-        accumulate_grad_batches=accumulate,
-    )
-
-
-def test_layers_are_logged_as_often_as_the_trainer_logs(tmp_path: Path) -> None:
-    run_workers(_watch_every_third_step, 2, str(tmp_path), process_group=False)
-    with next(tmp_path.rglob("metrics.csv")).open() as file:
-        rows = list(csv.DictReader(file))
-    for column in ("sparse/layer_density/first.weight", "sparse/average_density"):
-        assert [int(row["step"]) for row in rows if row[column]] == [2, 5], column
-
-
-def _watch_every_third_step(folder: str) -> None:
-    watch([DensityMonitor()], CSVLogger(folder, flush_logs_every_n_steps=1), log_every_n_steps=3, max_steps=7)
-
-
-@pytest.mark.parametrize(("overlap", "every", "logs_every"), [(False, 2, 4), (True, 2, 4), (True, 4, 6), (False, 3, 4)])
-def test_exchanges_that_end_between_logging_steps_are_shown_in_the_next(
-    overlap: bool, every: int, logs_every: int, tmp_path: Path
-) -> None:
-    run_workers(_watch_local_training, 2, str(tmp_path), overlap, every, logs_every, process_group=False)
-    with next(tmp_path.rglob("metrics.csv")).open() as file:
-        rows = list(csv.DictReader(file))
-    logged = [step for step in range(24) if (step + 1) % logs_every == 0]
-    for column in ("sparse/layer_density/first.weight", "sparse/layer_error_norm/first.weight"):
-        found = [int(row["step"]) for row in rows if row[column]]
-        assert len(found) == len(set(found)) == min(len(logged), (24 - overlap) // every), column
-        assert set(found) <= set(logged)
-    for column in ("sparse/average_density", "sparse/total_error"):
-        first = every - 1 + overlap
-        assert [int(row["step"]) for row in rows if row[column]] == [step for step in logged if step >= first], column
-
-
-def _watch_local_training(folder: str, overlap: bool, every: int, logs_every: int) -> None:
-    trainer = quiet_trainer(
-        LocalHardThresholdStrategy(threshold=0.001, every_n_steps=every, overlap=overlap),
-        num_workers=2,
-        callbacks=[DensityMonitor(), ErrorMonitor(per_layer=True)],
-        logger=CSVLogger(folder, flush_logs_every_n_steps=1),
-        log_every_n_steps=logs_every,
-        max_epochs=3,
-        max_steps=24,
-    )
-    trainer.fit(Classifier(partial(torch.optim.SGD, lr=0.1)), data())
 
 
 def test_barebones_the_monitors_count_and_log_nothing() -> None:
@@ -634,39 +557,6 @@ def _watch_narrow() -> tuple[Watched, tuple[Any, ...]]:
     watched = watch([monitor], max_steps=8)
     history = monitor._history
     return watched, (history.columns, history.steps_per_column)
-
-
-class _Layers(StepMonitor):
-    """Which exchange was shown under which step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shown: list[tuple[int, int]] = []
-
-    def log_layers(self, trainer: Trainer, newest: StepStats) -> None:
-        self.shown.append((logging_step(trainer), newest.step))
-
-
-def _shown(strategy: Any, logs_every: int, accumulate: int) -> list[tuple[int, int]]:
-    monitor = _Layers()
-    trainer = quiet_trainer(
-        strategy,
-        num_workers=2,
-        max_steps=8,
-        log_every_n_steps=logs_every,
-        accumulate_grad_batches=accumulate,
-        callbacks=[monitor],
-    )
-    trainer.fit(Classifier(), data(64 * accumulate))
-    return monitor.shown
-
-
-def test_each_exchange_is_shown_once_and_in_rows_only() -> None:
-    every_fourth = LocalHardThresholdStrategy(threshold=0.001, every_n_steps=4)
-    for shown in run_workers(_shown, 2, every_fourth, 1, 1, process_group=False):
-        assert shown == [(3, 0), (7, 1)]
-    for shown in run_workers(_shown, 2, DDPHardThresholdStrategy(threshold=THRESHOLD), 2, 3, process_group=False):
-        assert shown == [(1, 1), (3, 3), (5, 5), (7, 7)]
 
 
 def _resume_between_exchanges(path: str) -> list[bool]:
