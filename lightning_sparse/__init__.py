@@ -15,6 +15,7 @@ from lightning_sparse.engine import StepStats
 from lightning_sparse.exchange.estimate import Estimate, estimate
 from lightning_sparse.metrics import AverageDensity, TotalError
 from lightning_sparse.shards import ShardExchange, ShardModelAverager, shard_exchange
+from lightning_sparse.simulated.strategy import SimulatedWorkersStrategy
 from lightning_sparse.sparsifiers import (
     Accordion,
     Dense,
@@ -36,7 +37,6 @@ from lightning_sparse.strategies import (
     HSDPHardThresholdStrategy,
     LocalHardThresholdStrategy,
     LocalHSDPHardThresholdStrategy,
-    SimulatedWorkersStrategy,
     SparseDDPStrategy,
     SparseHSDPStrategy,
     SparseLocalHSDPStrategy,

@@ -9,7 +9,6 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_sparse.callbacks.step_monitor import (
-    SPARSE,
     StepMonitor,
     log_scalars,
     logging_step,
@@ -18,9 +17,10 @@ from lightning_sparse.callbacks.step_monitor import (
 from lightning_sparse.callbacks.step_times import StepTimes
 from lightning_sparse.engine import EngineHolder, StepStats
 from lightning_sparse.metrics import AverageDensity
-from lightning_sparse.strategies import SimulatedWorkersStrategy
+from lightning_sparse.simulated.strategy import SimulatedWorkersStrategy
 from lightning_sparse.strategies.advice import shortened
 from lightning_sparse.strategies.local_training import LocalTraining
+from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 LAYER_COLUMNS = 62
 """The width of a layer's name and size in the table, which has 80 columns with margins and numbers."""
@@ -73,12 +73,13 @@ class DensityMonitor(StepMonitor):
         self._asked = float(density) if isinstance(density, (int, float)) else None
         state = getattr(trainer.strategy, "state", None)
         self._averages = "drift" if isinstance(trainer.strategy, LocalTraining) else "gradient"
-        self._sender = "worker" if getattr(state, "num_parts", 1) == 1 else "replica"
+        is_sharded = isinstance(state, EngineHolder) and state.replica.num_workers > 1
+        self._sender = "replica" if is_sharded else "worker"
         self._times = StepTimes()
         if isinstance(state, EngineHolder) and not isinstance(trainer.strategy, SimulatedWorkersStrategy):
             state.subscribe(self._times.of(state))
         every = getattr(trainer, "log_every_n_steps", 0)
-        if trainer.loggers and every > 1 and isinstance(trainer.strategy, SPARSE):
+        if trainer.loggers and every > 1 and isinstance(trainer.strategy, SparseStrategy):
             rank_zero_info(
                 f"DensityMonitor: loggers show one step in {every} (log_every_n_steps={every}); the table at the "
                 "end and sparse/average_density count all of them."

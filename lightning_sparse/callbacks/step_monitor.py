@@ -2,23 +2,13 @@
 
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.engine.holder import EngineHolder
 from lightning_sparse.engine.step_stats import StepStats
-from lightning_sparse.strategies import (
-    SimulatedWorkersStrategy,
-    SparseDDPStrategy,
-    SparseLocalStrategy,
-)
-from lightning_sparse.strategies.replica_strategy import ReplicaStrategy
-
-SPARSE = (SparseDDPStrategy, SparseLocalStrategy, ReplicaStrategy, SimulatedWorkersStrategy)
+from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 
 class StepMonitor(Callback):
@@ -37,7 +27,7 @@ class StepMonitor(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit" and self._wants_layer_stats and isinstance(trainer.strategy, SPARSE):
+        if stage == "fit" and self._wants_layer_stats and isinstance(trainer.strategy, SparseStrategy):
             trainer.strategy.request_layer_stats()
 
     @override
@@ -45,7 +35,7 @@ class StepMonitor(Callback):
         self._new_steps.clear()
         self._unwritten = None
         strategy = trainer.strategy
-        if isinstance(strategy, SPARSE) and strategy.state is not None:
+        if isinstance(strategy, SparseStrategy) and strategy.state is not None:
             strategy.state.subscribe(self._new_steps.append)
         else:
             rank_zero_info(
@@ -76,18 +66,6 @@ class StepMonitor(Callback):
 
     def log_layers(self, trainer: Trainer, newest: StepStats) -> None:
         """Called on every worker in each step that Lightning logs, if there was an exchange since the last one."""
-
-
-def holders_of(strategy: Any) -> list[EngineHolder]:
-    """What exchanges in this process: one, or all simulated workers."""
-    workers = getattr(strategy, "workers", None)
-    return [strategy.state] if workers is None else list(workers.each)
-
-
-def mean_over_workers(strategy: Any, value: Tensor) -> Tensor:
-    """Returns the mean of what each process has, float64 on the CPU. Collective."""
-    mean = value.to(strategy.root_device, torch.float32)
-    return strategy.reduce(mean, reduce_op="mean").double().cpu()  # type: ignore[no-any-return]
 
 
 def logging_step(trainer: Trainer) -> int:

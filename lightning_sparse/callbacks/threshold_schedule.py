@@ -7,9 +7,9 @@ from typing import Any, Literal
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_sparse.callbacks.step_monitor import SPARSE, holders_of
 from lightning_sparse.sparsifiers import HardThreshold
 from lightning_sparse.sparsifiers.protocol import is_number
+from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 Factors = Mapping[int, float] | Callable[[int], float] | Literal["learning_rate"]
 
@@ -79,7 +79,7 @@ class ThresholdSchedule(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy: Any = trainer.strategy
         sparsifier = getattr(strategy, "sparsifier", None)
-        if not isinstance(strategy, SPARSE) or not isinstance(sparsifier, HardThreshold):
+        if not isinstance(strategy, SparseStrategy) or not isinstance(sparsifier, HardThreshold):
             what = type(strategy if sparsifier is None else sparsifier).__name__
             raise ValueError(f"ThresholdSchedule changes the λ of a hard threshold, and {what} has none.")
         if sparsifier.density is not None:
@@ -93,7 +93,7 @@ class ThresholdSchedule(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         strategy: Any = trainer.strategy
-        holders = holders_of(strategy)
+        holders = strategy.averagers
         if holders[0].workers.num_workers == 1:
             return  # gradients pass through whole
         if self._base is None:

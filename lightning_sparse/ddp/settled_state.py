@@ -9,6 +9,7 @@ from lightning_sparse.ddp.arrival import Arrival
 from lightning_sparse.ddp.learning_rates import LastLearningRates
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.holder import EngineHolder
+from lightning_sparse.engine.snapshot import Snapshot
 
 
 class SettledState(EngineHolder):
@@ -25,34 +26,30 @@ class SettledState(EngineHolder):
         self._rates = LastLearningRates(parameter_names)
         self._arrival = Arrival(parameter_names, num_numbered)
         self._bucket_names: list[tuple[str, ...]] = []
-        self._note_shared_state()
+        self._note_numbers()
 
-    def shared_state(self) -> dict[str, Any]:
-        """Returns what was the same on every worker when an optimizer stepped last, in plain containers."""
-        rates = {"learning_rates": self._rates.state_dict()}
-        return self._shared | rates | self._sparsifier_state(self._shared["next_step"])
+    def _settled_snapshot(self) -> Snapshot:
+        """Return numbers and history as of the last optimizer step, without residuals."""
+        snapshot = self._engine.snapshot(self._numbers, self._exchange_history)
+        layout = [list(names) for names in self._layout]
+        snapshot.numbers |= {"layout": layout, "learning_rates": self._rates.state_dict()}
+        return snapshot
 
-    def load_shared_state(self, saved: Mapping[str, Any], *, same_world_size: bool) -> None:
-        """Continues from what ``shared_state`` returned in another run.
-
-        λ and its calibration continue where the sparsifier has the settings of then; with others those of now hold.
-
-        Args:
-            saved: the other run's.
-            same_world_size: whether it had as many workers; if not, the history of its exchange says nothing.
-        """
-        self._engine.load_shared_state(saved, same_world_size=same_world_size)
-        self._rates.load_state_dict(saved["learning_rates"])
-        if same_world_size:
-            self._arrival.continue_with(saved["layout"])
-        self._note_shared_state()
+    def _restore_numbers(self, snapshot: Snapshot) -> None:
+        self._engine.restore(snapshot)
+        self._rates.load_state_dict(snapshot.numbers.get("learning_rates", {}))
+        if snapshot.history.get("exchange"):  # of as many workers: with others, the last bits of sums differ anyway
+            self._arrival.continue_with(snapshot.numbers.get("layout", []))
+        self._note_numbers()
 
     def _count_step(self, names: set[str]) -> None:
         self._engine.calibrator.confirm(names)
-        self._note_shared_state()
+        self._note_numbers()
 
-    def _note_shared_state(self) -> None:
-        self._shared = self._engine.shared_state() | {"layout": [list(names) for names in self._bucket_names]}
+    def _note_numbers(self) -> None:
+        """Keep what a checkpoint holds of the step that has just counted; a later backward may be rolled back."""
+        self._numbers, self._exchange_history = self._engine.numbers(), self._engine.exchange_history()
+        self._layout = self._bucket_names
 
     def catch_up(self, *, knows: bool) -> None:
         """Learns from the first worker that knows which exchanges of late have trained. Collective.
@@ -60,10 +57,14 @@ class SettledState(EngineHolder):
         Args:
             knows: whether this one does: it had batches to the end.
         """
-        own = self._shared, self._engine.shared_state() | self._sparsifier_state(self._shared["next_step"])
-        settled, running = self.workers.first_object(own if knows else None)
+        own: Any = None
+        if knows:
+            running = self._engine.snapshot()
+            running.history["sparsifier"] = self._engine.sparsifier.state_dict(self._numbers["next_step"])
+            own = self._numbers, self._exchange_history, self._layout, running
+        told = self.workers.first_object(own)
         if not knows:
             last_step, epoch = self._engine.last_step, self._engine.epoch
-            self._engine.load_shared_state(running, same_world_size=True)
-            self._engine.last_step, self._engine.epoch = last_step, epoch  # of which it was told like all others
-            self._shared = settled
+            self._numbers, self._exchange_history, self._layout, running = told
+            self._engine.restore(running)
+            self._engine.last_step, self._engine.epoch = last_step, epoch  # this worker took part in every exchange

@@ -7,7 +7,6 @@ did is open until an optimizer steps on the gradient, and undone if none does (`
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -27,9 +26,10 @@ from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.memory_format import real_numel
 from lightning_sparse.engine.notices import warn_of_forgotten
 from lightning_sparse.engine.rehearsal import rehearse_steps
-from lightning_sparse.engine.saved_state import sealed, unsent_norm
+from lightning_sparse.engine.saved_state import unsent_norm
+from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.engine.weak_call import weakly
-from lightning_sparse.exchange import Meeting
+from lightning_sparse.exchange import Meeting, Workers
 from lightning_sparse.sparsifiers import Sparsifier
 
 
@@ -52,9 +52,10 @@ class SparseState(SettledState):
         residuals: what was not sent so far.
         settlement: decides what of it is part of training.
         meeting: where workers meet before one of them saves a checkpoint.
-        is_exchanging: whether a backward has begun to exchange gradients and has not ended, or was broken off.
-        is_saving: whether a checkpoint is collected.
     """
+
+    kind = "gradients"
+    _advice_for_others = "give residuals.load_state_dict the mean of all files' residuals"
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class SparseState(SettledState):
         self._has_said_undone = False
         self._layouts = BucketLayouts(parameter_names)
         self._use = ParameterUse(parameter_names) if allows_unused_parameters else EveryParameterUsed()
-        self.is_exchanging = self.is_saving = self._is_moving = self._is_idle = False
+        self._is_exchanging = self._is_moving = self._is_idle = False
         self._step = RunningStep()
         self.settlement.on_step.append(weakly(self._count_step))
 
@@ -111,6 +112,11 @@ class SparseState(SettledState):
         self.settlement.close()
         self.meeting.close()
         self._use.close()
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """The parameters by name that DDP reduces."""
+        return self._parameters
 
     @property
     def parameter_sizes(self) -> dict[str, int]:
@@ -135,8 +141,13 @@ class SparseState(SettledState):
         self.settlement.settle_all()
 
     @property
-    def has_residuals(self) -> bool:
-        """Whether any can be other than zero, as far as all workers know alike. Within the first step nobody does."""
+    def is_exchanging(self) -> bool:
+        """Whether a backward has begun to exchange gradients and has not ended, or was broken off."""
+        return self._is_exchanging
+
+    @property
+    def has_own_state(self) -> bool:
+        """Whether any residual can differ from zero, as far as all workers know; within the first step none does."""
         return self.settlement.progress > 0 or self.residuals.was_loaded or not self.is_certain
 
     def reset(self) -> None:
@@ -147,31 +158,34 @@ class SparseState(SettledState):
         self._rates.load_state_dict({})
         self._arrival.begin_anew()
         self._bucket_names = []
-        self._note_shared_state()
+        self._note_numbers()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns all that this worker needs to go on exactly, for loops without a Trainer: save one file a worker.
+    def snapshot(self, workers: Workers | None = None) -> Snapshot:
+        """Return the state as of the last optimizer step. Not collective."""
+        snapshot = self._settled_snapshot()
+        # Of all parameters for a checkpoint: in the first step workers may have laid out different buckets already.
+        residuals = self.residuals.layers() if workers is None else self.residuals.all_layers()
+        snapshot.own["residual"] = dict(sorted(residuals.items()))
+        return snapshot
 
-        Plain containers and copies, which ``torch.load(weights_only=True)`` reads. Not collective.
-        """
-        own = {"shared": self.shared_state(), "residuals": self.residuals.state_dict()}
-        return sealed(self._place() | own)
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continues from what `state_dict` returned on the worker of the same rank, before the first step.
-
-        Raises:
-            RuntimeError: it is of another rank or of another number of workers, or is damaged. (For another number,
-                average the residuals of all files: their mean on every worker keeps the pending update.)
-        """
-        advice = "give residuals.load_state_dict the mean of all files' residuals"
-        self._require_own(saved, advice, "shared", "residuals")
+    def restore(self, snapshot: Snapshot) -> None:
+        """Replace all state by a snapshot of another run, as far as it fits the model. Not collective."""
         self.reset()
-        self.load_shared_state(saved["shared"], same_world_size=True)
+        self._restore_numbers(snapshot)
+        residuals = snapshot.own.get("residual", {})
         if self.residuals.forgets:
-            warn_of_forgotten(unsent_norm([saved["residuals"]]))
+            warn_of_forgotten(unsent_norm([residuals]))
         else:
-            self.residuals.load_state_dict(saved["residuals"])
+            self.residuals.load_state_dict(residuals)
+
+    @property
+    def progress(self) -> object:
+        """Where training is, as optimizer steps have it."""
+        return self.settlement.progress
+
+    def obstacles(self) -> list[str]:
+        """Return why residuals cannot be saved at this moment."""
+        return [] if self.is_certain else ["the workers are in the middle of an optimizer's step"]
 
     def receive(self, grad_bucket: BucketLike) -> Averaged:
         """Takes one of DDP's buckets through the step. Collective: every worker calls this for the same bucket."""
@@ -195,14 +209,14 @@ class SparseState(SettledState):
         return future
 
     def _begin_step(self) -> None:
-        if self.is_exchanging:  # an exception has broken off the last backward in its middle
+        if self._is_exchanging:  # an exception has broken off the last backward in its middle
             self.settlement.undo_all()
             self.residuals.abandon()
             self._rates.undo_all()
         self.settlement.begin_exchange()
         # Not counted is what no optimizer has stepped on, as in a run that resumes. What is open differs by worker.
-        self._engine.next_step = self._shared["next_step"]
-        self.is_exchanging = True
+        self._engine.next_step = self._numbers["next_step"]
+        self._is_exchanging = True
         self._use.forget_old()
         self._engine.begin()
         self._step = RunningStep(self._loss_scale())
@@ -258,7 +272,7 @@ class SparseState(SettledState):
         for bucket in step.buckets:
             self.residuals.keep(bucket.index, step.unused)
         self._rates.settle(step.unused - self.settlement.open_names)
-        self.is_exchanging = False
+        self._is_exchanging = False
         self.settlement.end_exchange(set().union(*self._bucket_names) - step.unused, used_by_any)
         step.keep_promises()
         self._step = RunningStep(step.loss_scale)  # lets go of the buckets
@@ -283,6 +297,6 @@ class SparseState(SettledState):
         self._rates.undo(names)
         has_overflowed = self._step.loss_scale is not None and self.last_step is not None and self.last_step.non_finite
         is_search = self.settlement.is_stepping  # LBFGS drops all gradients of a step but the last, also without us
-        if not (has_overflowed or self._has_said_undone or self.is_exchanging or is_search):
+        if not (has_overflowed or self._has_said_undone or self._is_exchanging or is_search):
             self._has_said_undone = True
             say_dropped(names)

@@ -27,12 +27,19 @@ from lightning_sparse.drift.bystanders import ignored_names
 from lightning_sparse.drift.drift_exchange import DriftExchange
 from lightning_sparse.drift.observed_steps import LOST_STEP, ObservedSteps
 from lightning_sparse.drift.options import DriftOptions
+from lightning_sparse.drift.outer_state import is_of_kind, kind_of, load_outer, outer_by_name
 from lightning_sparse.drift.shared_weights import SharedWeights
 from lightning_sparse.engine import Engine, EngineHolder, rehearse_steps
 from lightning_sparse.engine.grouping import as_real, kept_dtype, local, require_one_device
-from lightning_sparse.engine.saved_state import sealed
+from lightning_sparse.engine.holder import BROKEN_OFF
+from lightning_sparse.engine.parameter_bucket import sizes_by_name
+from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.exchange import Meeting, OwnGroup, Workers, current_device, parameter_settings, require_agreement
+from lightning_sparse.exchange.replicas import summed
 from lightning_sparse.sparsifiers import Sparsifier
+
+OUTER = "outer."
+"""What the kinds of the outer optimizer's tensors begin with."""
 
 
 class SparseModelAverager(EngineHolder):
@@ -70,7 +77,9 @@ class SparseModelAverager(EngineHolder):
         ValueError: a module that DDP wraps, that is sharded or on several devices, or without parameters to train.
     """
 
-    _takes_shards = False
+    kind = "drifts"
+    is_sharded = False
+    _advice_for_others = "begin with the mean of all files' weights"
 
     def __init__(
         self,
@@ -88,7 +97,7 @@ class SparseModelAverager(EngineHolder):
             raise ValueError("The module is wrapped in DistributedDataParallel, which averages gradients. Unwrap it.")
         if any(nn.parameter.is_lazy(one) for one in (*module.parameters(), *module.buffers())):
             raise ValueError("The module has parameters that are not initialised. Run a forward pass of it first.")
-        if not self._takes_shards and any(isinstance(one, DTensor) for one in module.parameters()):
+        if not self.is_sharded and any(isinstance(one, DTensor) for one in module.parameters()):
             raise ValueError(
                 "The module is sharded (fully_shard, or tensor parallelism). For replicas of shards use "
                 "ShardModelAverager(module, mesh['replicate'], …), or LocalHSDPHardThresholdStrategy."
@@ -120,19 +129,20 @@ class SparseModelAverager(EngineHolder):
             self.workers.broadcast([local(one) for name, one in held if name not in ignored])
         held_here = {name: local(one) for name, one in weights.items()}
         rehearse_steps(self._engine, {name: one.new_empty(0, dtype=kept_dtype(one)) for name, one in held_here.items()})
-        self._exchange = DriftExchange(module, self._engine, self.options, may_change=not self._takes_shards)
+        self._exchange = DriftExchange(module, self._engine, self.options, may_change=not self.is_sharded)
         self.shared = SharedWeights(module, self._exchange, self.workers)
         self.num_steps = 0
-        self.observed_steps = ObservedSteps(module, self.shared, may_change=not self._takes_shards)
+        self.observed_steps = ObservedSteps(module, self.shared, may_change=not self.is_sharded)
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """The module's parameters by name."""
+        return dict(self._module.named_parameters())
 
     @property
     def parameter_sizes(self) -> dict[str, int]:
         """By name, how many real numbers this worker exchanges of each parameter."""
-        return {
-            name: size
-            for bucket in self._exchange.buckets
-            for name, size in zip(bucket.layout.names, bucket.layout.sizes, strict=True)
-        }
+        return sizes_by_name(self._exchange.buckets)
 
     @property
     def is_exchanging(self) -> bool:
@@ -203,102 +213,102 @@ class SparseModelAverager(EngineHolder):
         finally:
             self.shared.give_back()
 
-    # What is saved.
+    # State.
 
-    def own_state(self, workers: Workers | None = None) -> dict[str, Any]:
-        """Returns copies of what this worker alone has: its weights, and what it keeps apart of its drift.
+    def snapshot(self, workers: Workers | None = None) -> Snapshot:
+        """Return this worker's state; weights and buffers only where they differ from those at set-up.
 
         Args:
-            workers: for a file that all have in common: with what any of them has changed. Collective if given.
+            workers: for a checkpoint that all workers share: the group in which they agree on what has changed.
+                Collective if given, and with ``overlap=True``.
         """
-        tensors = self._own(workers)
-        return {"weights": {name: one.cpu().clone() for name, one in tensors.items()}} | self.kept_state()
-
-    def _own(self, workers: Workers | None) -> dict[str, Tensor]:
         self.flush()
-        return self.shared.weights() | self._exchange.bystanders.changed(workers) | self.shared.own
-
-    def kept_state(self) -> dict[str, Any]:
-        """Returns copies of what this worker keeps apart of its drift, empty where drifts are in its weights."""
-        return {} if self.options.keep_drift else {"kept": self._exchange.by_name(lambda bucket: bucket.kept)}
-
-    @torch.no_grad()
-    def load_own_state(self, state: Mapping[str, Any], *, is_apart: bool = False) -> None:
-        """Continues from what `own_state` returned, as far as the module still has it.
-
-        Args:
-            state: of this worker.
-            is_apart: leaves the module the weights that it has, and its own to ``SharedWeights.give_back``.
-        """
-        weights, kept = state.get("weights", {}), state.get("kept", {})
-        if self.options.keep_drift:  # what another run kept apart belongs into the weights
-            weights = {**weights, **self._less(kept, weights)}
-        self.shared.set_apart(weights)
-        if not is_apart:
-            self.shared.give_back()
+        snapshot = self._engine.snapshot()
+        tensors, numbers = outer_by_name(self._exchange.outer, self._exchange.buckets)
+        snapshot.numbers |= {"num_steps": self.num_steps, "layout": self._exchange.layout}
+        snapshot.numbers["outer"] = {"kind": kind_of(self._exchange.outer), "numbers": numbers}
+        snapshot.shared = {"anchor": self._exchange.views(lambda bucket: bucket.anchor)}
+        snapshot.shared |= {OUTER + key: parts for key, parts in tensors.items()}
+        held = self.shared.weights() | self._exchange.bystanders.changed(workers) | self.shared.own
+        parameters = self.parameters
+        names = [name for name in parameters if name in held]
+        if workers is not None:  # a frozen shard may have changed on another rank of the replica only
+            flags = summed([float(name in held) for name in parameters], self.replica, self.device)
+            names = [name for name, flag in zip(parameters, flags, strict=True) if flag]
+        snapshot.own["weights"] = {name: as_real(held.get(name, local(parameters[name]))).reshape(-1) for name in names}
         if not self.options.keep_drift:
-            self._exchange.copy_by_name(kept, lambda bucket: bucket.kept)
-
-    def _less(self, kept: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns by name weights, the module's where none are given, less what is kept of each, flat."""
-        found = {}
-        for name, held in self.shared.weights().items():
-            if name in kept and kept[name].numel() == as_real(held).numel():
-                found[name] = weights.get(name, held).to(held.device, copy=True).view(held.shape)
-                as_real(found[name]).sub_(kept[name].to(held.device).view(as_real(held).shape))
-        return found
-
-    def shared_state(self) -> dict[str, Any]:
-        """Returns what is the same on every worker, in plain containers and copies."""
-        return self._numbers() | self._exchange.state_dict()
-
-    def _numbers(self) -> dict[str, Any]:
-        engine = self._engine.shared_state() | self._sparsifier_state(self._engine.next_step)
-        return engine | {"num_steps": self.num_steps}
+            snapshot.own["unsent"] = self._exchange.views(lambda bucket: bucket.kept)
+        snapshot.extra["buffers"] = {name: held[name] for name in held.keys() - parameters.keys()}
+        return snapshot
 
     @torch.no_grad()
-    def load_shared_state(self, saved: Mapping[str, Any], *, same_world_size: bool) -> None:
-        """Continues from what `shared_state` returned in another run.
+    def restore(self, snapshot: Snapshot) -> None:
+        """Replace all state by a snapshot of another run, as far as it fits the model. Not collective.
 
-        Args:
-            saved: the other run's.
-            same_world_size: whether it had as many workers. If not, the anchor is what the module's weights are now.
+        The module keeps the weights that it has, until ``shared.give_back`` gives it its own. Without an anchor in the
+        snapshot these weights are the anchor.
         """
-        self._engine.load_shared_state(saved, same_world_size=same_world_size)
-        self.num_steps = saved["num_steps"]
-        self._exchange.load_state_dict(saved, with_anchor=same_world_size)
+        self.reset()
+        self._engine.restore(snapshot)
+        self.num_steps = snapshot.numbers["num_steps"]
+        self._exchange.take_in_as(snapshot.numbers["layout"])
+        self._exchange.copy_by_name(snapshot.shared.get("anchor", {}), lambda bucket: bucket.anchor)
+        outer = snapshot.numbers["outer"]
+        if is_of_kind(self._exchange.outer, outer["kind"]) and self._exchange.outer is not None:
+            tensors = {key[len(OUTER) :]: parts for key, parts in snapshot.shared.items() if key.startswith(OUTER)}
+            load_outer(self._exchange.outer, self._exchange.buckets, tensors, outer["numbers"])
+        unsent = snapshot.own.get("unsent", {})
+        weights = {
+            name: _shaped(flat, local(self.parameters[name]))
+            for name, flat in snapshot.own.get("weights", {}).items()
+            if name in self.parameters and flat.numel() == as_real(local(self.parameters[name])).numel()
+        }
+        if self.options.keep_drift:  # values that another run kept apart belong to the weights
+            for name, held in self.shared.weights().items():
+                if name in unsent and unsent[name].numel() == as_real(held).numel():
+                    weights[name] = weights.get(name, held).to(held.device, copy=True)
+                    as_real(weights[name]).sub_(unsent[name].to(held.device).view(as_real(held).shape))
+        else:
+            self._exchange.copy_by_name(unsent, lambda bucket: bucket.kept)
+        self.shared.set_apart(weights | snapshot.extra.get("buffers", {}))
 
-    def restart(self) -> None:
-        """Returns to before the first step, with the module's weights of now as the anchor. Not collective."""
+    def reset(self) -> None:
+        """Return to the state before the first step, with the module's weights of now as the anchor."""
         self._engine.reset()
         self.shared.forget_own()
         self._exchange.restart()
         self.num_steps = 0
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns all that this worker needs to go on exactly, for loops without a Trainer: save one file a worker.
-
-        Plain containers and copies, which ``torch.load(weights_only=True)`` reads. Collective with ``overlap=True``.
-        """
-        own = self.own_state()
-        return sealed(self._place() | {"shared": self.shared_state(), "own": own})
-
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continues from what `state_dict` returned on the worker of the same rank; gives the module its weights.
+        """Continue from what `state_dict` returned on the worker of the same rank; gives the module its weights.
 
-        What travels with ``overlap=True`` is dropped.
+        Values that are under way with ``overlap=True`` are dropped.
 
         Raises:
-            RuntimeError: it is of another rank or of another number of workers, or is damaged.
+            RuntimeError: the state belongs to another rank or another number of workers, or is damaged.
         """
-        self._require_own(saved, "begin with the mean of all files' weights", "shared", "own")
-        self.restart()
-        self.load_shared_state(saved["shared"], same_world_size=True)
-        self.load_own_state(saved["own"])
+        super().load_state_dict(saved)
+        self.shared.give_back()
+
+    @property
+    def progress(self) -> object:
+        """How often `step` was called."""
+        return self.num_steps
+
+    def obstacles(self) -> list[str]:
+        """Return why no weights can be saved at this moment."""
+        return [BROKEN_OFF] if self._exchange.is_changing else []
 
     def anchor(self) -> dict[str, Tensor]:
         """Returns x by parameter name: the weights' shapes, views of what later exchanges change."""
         return self._exchange.anchor()
+
+
+def _shaped(flat: Tensor, like: Tensor) -> Tensor:
+    """Return a copy of flat real numbers with shape, dtype and device of a tensor."""
+    shaped = torch.empty_like(like, memory_format=torch.contiguous_format)
+    as_real(shaped).copy_(flat.view(as_real(shaped).shape))
+    return shaped
 
 
 def drift_settings(

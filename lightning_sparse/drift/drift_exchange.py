@@ -1,7 +1,7 @@
 """One exchange of drifts: what departs, and what becomes of anchor and weights when the average is there."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from lightning_sparse.drift.anchor import AnchorBucket, drifting, lay_out
 from lightning_sparse.drift.bystanders import Bystanders, ignored_names
 from lightning_sparse.drift.charge import Charge
 from lightning_sparse.drift.options import DriftOptions
-from lightning_sparse.drift.outer_state import load_outer, load_outer_state, outer_by_name, outer_state
+from lightning_sparse.drift.outer_state import load_outer, outer_by_name
 from lightning_sparse.engine import Engine, FlatBucket
 from lightning_sparse.engine.grouping import as_real, local
 from lightning_sparse.engine.notices import say_new_layers
@@ -65,6 +65,10 @@ class DriftExchange:
         self.is_changing = True
         self.take_in_new()
         self._engine.begin()
+        self._engine.add_all(self._departing())
+        self.is_changing = False
+
+    def _departing(self) -> Iterator[FlatBucket]:
         for bucket in self.buckets:
             if self.options.overlap:
                 self._starts.append(bucket.read(torch.empty_like(bucket.drift)))
@@ -77,15 +81,8 @@ class DriftExchange:
             is_last = bucket is self.buckets[-1]
             if is_last:
                 notes = torch.cat([notes, self.bystanders.prints(only_buffers=True).to(notes.device)])
-            one = FlatBucket(bucket.index, bucket.layout, bucket.drift, residual, is_last, notes=notes)
-            self._flight.append(one)
-            if not self._engine.needs_survey:
-                self._engine.add(one)
-        if self._engine.needs_survey:
-            self._engine.survey(self._flight)
-            for one in self._flight:
-                self._engine.add(one)
-        self.is_changing = False
+            self._flight.append(FlatBucket(bucket.index, bucket.layout, bucket.drift, residual, is_last, notes=notes))
+            yield self._flight[-1]
 
     def land(self) -> None:
         """Moves the anchor by the average of what was sent, and this worker along with it. Collective.
@@ -123,26 +120,6 @@ class DriftExchange:
         self._engine.account(dense_exchanges=self.options.every_n_steps)
         self.is_changing = False
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns what is the same on every worker, in plain containers and copies."""
-        return {
-            "anchor": self.by_name(lambda bucket: bucket.anchor),
-            "layout": self.layout,
-            "outer": outer_state(self._outer, self.buckets),
-        }
-
-    def load_state_dict(self, saved: Mapping[str, Any], *, with_anchor: bool) -> None:
-        """Continues from what ``state_dict`` returned in another run.
-
-        Args:
-            saved: the other run's.
-            with_anchor: False leaves the anchor what it is.
-        """
-        self.take_in_as(saved["layout"])
-        if with_anchor:
-            self.copy_by_name(saved["anchor"], lambda bucket: bucket.anchor)
-        load_outer_state(self._outer, self.buckets, saved["outer"])
-
     @property
     def layout(self) -> list[list[str]]:
         """The names of the parameters of each bucket."""
@@ -178,21 +155,17 @@ class DriftExchange:
         return {
             name: part.view(as_real(local(shapes[name])).shape)
             for bucket in self.buckets
-            for name, part in bucket.by_name(bucket.anchor)
+            for name, part in bucket.by_name(bucket.anchor).items()
         }
 
-    def by_name(self, tensor_of: Callable[[AnchorBucket], Tensor]) -> dict[str, Tensor]:
-        """Returns copies on the CPU, each flat, in the order of the parameter's indices."""
-        return {name: part.cpu().clone() for name, part in self.views(tensor_of).items()}
-
     def views(self, tensor_of: Callable[[AnchorBucket], Tensor]) -> dict[str, Tensor]:
-        """Returns the same, not copied: what exchanges change."""
-        return {name: part for bucket in self.buckets for name, part in bucket.by_name(tensor_of(bucket))}
+        """Returns by name what exchanges change, each flat, in the order of the parameter's indices."""
+        return {name: part for bucket in self.buckets for name, part in bucket.by_name(tensor_of(bucket)).items()}
 
     def copy_by_name(self, saved: Mapping[str, Tensor], tensor_of: Callable[[AnchorBucket], Tensor]) -> None:
-        """Copies what ``by_name`` returned, as far as it still fits."""
+        """Copies saved tensors, as far as they still fit."""
         for bucket in self.buckets:
-            for name, part in bucket.by_name(tensor_of(bucket)):
+            for name, part in bucket.by_name(tensor_of(bucket)).items():
                 if name in saved and saved[name].numel() == part.numel():
                     part.copy_(saved[name])
 

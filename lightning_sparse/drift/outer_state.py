@@ -56,19 +56,6 @@ def outer_by_name(
     return tensors, numbers
 
 
-def outer_state(outer: Optimizer | None, buckets: Sequence[AnchorBucket]) -> dict[str, Any]:
-    """Returns an outer optimizer's state by parameter name, in plain containers and copies on the CPU."""
-    tensors, numbers = outer_by_name(outer, buckets)
-    copies = {key: {name: part.cpu().clone() for name, part in parts.items()} for key, parts in tensors.items()}
-    return {"kind": kind_of(outer), "tensors": copies, "numbers": numbers}
-
-
-def load_outer_state(outer: Optimizer | None, buckets: Sequence[AnchorBucket], saved: Mapping[str, Any]) -> None:
-    """Continues from what ``outer_state`` returned, if it was of such an optimizer."""
-    if is_of_kind(outer, saved["kind"]) and outer is not None:
-        load_outer(outer, buckets, saved["tensors"], saved["numbers"])
-
-
 def load_outer(
     outer: Optimizer,
     buckets: Sequence[AnchorBucket],
@@ -92,7 +79,7 @@ def load_outer(
         for key, of_names in tensors.items():
             if of_names.keys() & set(bucket.layout.names):
                 state[key] = torch.zeros_like(bucket.anchor)
-                for name, part in bucket.by_name(state[key]):
+                for name, part in bucket.by_name(state[key]).items():
                     if name in of_names and of_names[name].numel() == part.numel():
                         part.copy_(of_names[name])
         if state:

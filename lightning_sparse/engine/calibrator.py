@@ -23,13 +23,15 @@ class Calibrator:
         sparsifier: whose λ is set.
         speaks: whether to say the result.
         holds_density: whether λ is corrected from then on, so that the average volume meets the density.
+        keeps_rest: whether unsent values stay in the residual. If not, the residual says nothing of λ.
     """
 
-    def __init__(self, sparsifier: Sparsifier, *, speaks: bool, holds_density: bool) -> None:
+    def __init__(self, sparsifier: Sparsifier, *, speaks: bool, holds_density: bool, keeps_rest: bool) -> None:
         self._sparsifier = sparsifier if isinstance(sparsifier, HardThreshold) else None
         self._name = type(sparsifier).__name__
         self._speaks = speaks
         self._holds_density = holds_density
+        self._keeps_rest = keeps_rest
         self._running: ThresholdCalibration | None = None
         self._observed_steps = 0
         self._control: DensityControl | None = None
@@ -54,7 +56,7 @@ class Calibrator:
         if self._sparsifier is not None and self._sparsifier.density is not None:
             self._sparsifier.forget_calibration()
             if self._holds_density and self._sparsifier.granularity == "layer":
-                self._of_layers = LayerControl(self._sparsifier.density)
+                self._of_layers = LayerControl(self._sparsifier.density, keeps_rest=self._keeps_rest)
             elif self._holds_density:
                 self._control = DensityControl(self._sparsifier.density, pace_of(self._sparsifier.density))
             self._running = ThresholdCalibration(
@@ -146,11 +148,11 @@ class Calibrator:
         if sparsifier is None or not sparsifier.threshold or stats.non_finite:
             return
         has_moved = stats.selected or before is None or stats.squared_error != before.squared_error
-        if self._control is not None and has_moved:
-            is_all = stats.squared_error == 0
+        if self._control is not None and (has_moved or not self._keeps_rest):
+            is_all = self._keeps_rest and stats.keeps_nothing
             sparsifier.fix_threshold(self._control.corrected(sparsifier.threshold, stats.density, is_all=is_all))
         if self._of_layers is not None:
-            own = {name: one for name, one in stats.layers.items() if not sparsifier.is_given(name)}
+            own = {name: layer for name, layer in stats.layers.items() if not sparsifier.is_given(name)}
             sparsifier.fix_layers(self._of_layers.corrected(own, sparsifier.threshold_of, names))
 
     def state_dict(self) -> dict[str, Any]:

@@ -65,8 +65,8 @@ class DensityControl:
         Args:
             threshold: λ of this step.
             density: what was sent in it, in 0…1.
-            is_all: whether nothing but zeros was kept. With a smaller λ no more would have been sent, so it does not
-                fall, and what is missing cannot be made up for.
+            is_all: whether all values but zeros were sent. A smaller λ would have sent no more, so λ does not fall, and
+                the controller does not make up for this step.
         """
         seen = density / self.density
         if is_all and seen < 1:

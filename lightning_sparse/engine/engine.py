@@ -14,7 +14,7 @@ and once all are there:
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from time import perf_counter
@@ -27,6 +27,7 @@ from torch import Tensor
 from lightning_sparse.engine.calibrator import Calibrator
 from lightning_sparse.engine.flat_bucket import FlatBucket
 from lightning_sparse.engine.notices import say_other_sparsifier
+from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.engine.step_stats import StepStats, step_stats
 from lightning_sparse.exchange import Buffers, Exchange, ExchangeMode, Workers
 from lightning_sparse.exchange.pending import LostWorkerError
@@ -88,7 +89,9 @@ class Engine:
         # As text: what a sparsifier of the user's own is set with need not be something that a checkpoint can hold.
         self._settings = {name: repr(value) for name, value in sparsifier.settings().items()}
         self._exchange = Exchange(exchange, group, link_gbit_s, workers)
-        self.calibrator = Calibrator(self.sparsifier, speaks=self.workers.rank == 0, holds_density=holds_density)
+        self.calibrator = Calibrator(
+            self.sparsifier, speaks=self.workers.rank == 0, holds_density=holds_density, keeps_rest=keeps_rest
+        )
         self._calibrates: bool | None = None
         self._value_dtype: ValueDtype = value_dtype
         self._per_layer_stats = per_layer_stats or self.calibrator.needs_layers
@@ -206,6 +209,14 @@ class Engine:
             header = torch.cat([header, bucket.notes])
         self._exchange.start(shipment, header, is_last=bucket.is_last)
 
+    def add_all(self, buckets: Iterable[FlatBucket]) -> None:
+        """Add buckets as they come, or once all are there for a sparsifier that must see the whole step. Collective."""
+        if self.needs_survey:
+            buckets = list(buckets)
+            self.survey(buckets)
+        for bucket in buckets:
+            self.add(bucket)
+
     def _wire(self, residual_dtype: torch.dtype) -> Wire:
         return wire_of(self._value_dtype, residual_dtype, None if self.is_calibrating else self.sparsifier)
 
@@ -270,34 +281,54 @@ class Engine:
         self.last_step = self.epoch = None
         self.next_step = 0
 
-    def shared_state(self) -> dict[str, Any]:
-        """Returns what the engine knows, the same on every worker, in plain containers."""
-        last_step = None if self.last_step is None else asdict(replace(self.last_step, layers={}))
+    def numbers(self) -> dict[str, Any]:
+        """Return what is equal on all ranks; plain values but for ``last_step``, which is a `StepStats`."""
         return {
             "settings": self._settings,
             **self.calibrator.state_dict(),
-            "last_step": last_step,
+            "last_step": self.last_step,
             "next_step": self.next_step,
-            "exchange": self._exchange.state_dict(),
         }
 
-    def load_shared_state(self, saved: Mapping[str, Any], *, same_world_size: bool) -> None:
-        """Continues from what ``shared_state`` returned in another run.
+    def exchange_history(self) -> dict[str, Any]:
+        """Return what the exchange has seen of former steps."""
+        return self._exchange.state_dict()
 
-        λ and its calibration continue where the sparsifier has the settings of then; with others those of now hold.
+    def snapshot(
+        self, numbers: Mapping[str, Any] | None = None, exchange_history: Mapping[str, Any] | None = None
+    ) -> Snapshot:
+        """Return numbers and history, without tensors of an averager.
 
         Args:
-            saved: the other run's.
-            same_world_size: whether it had as many workers; if not, the history of its exchange says nothing.
+            numbers: what ``numbers`` returned when the state to save was in force; None for that of now.
+            exchange_history: likewise what ``exchange_history`` returned.
+
+        Raises:
+            TypeError: the sparsifier's state is no dict.
         """
-        if saved["settings"] != self._settings:
-            if self.workers.num_workers > 1 and self.workers.rank == 0:  # one worker alone holds nothing back
-                say_other_sparsifier(self._settings, saved["settings"])
-        else:
+        numbers = dict(self.numbers() if numbers is None else numbers)
+        last_step, next_step = numbers["last_step"], numbers["next_step"]
+        numbers["last_step"] = None if last_step is None else asdict(replace(last_step, layers={}))
+        sparsifier: object = self.sparsifier.state_dict(next_step)
+        if not isinstance(sparsifier, dict):
+            name = type(self.sparsifier).__name__
+            raise TypeError(f"{name}.state_dict returned {type(sparsifier).__name__}. Return a dict of plain values.")
+        history = self.exchange_history() if exchange_history is None else dict(exchange_history)
+        return Snapshot(numbers, {"exchange": history, "sparsifier": sparsifier})
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Continue from another run's numbers and history.
+
+        λ and its calibration continue only if the sparsifier has the same settings as in that run. What the history
+        lacks begins anew.
+        """
+        saved, history = snapshot.numbers, snapshot.history
+        if saved["settings"] == self._settings:
             self.calibrator.load_state_dict(saved)
-            self.sparsifier.load_state_dict(saved["sparsifier"])
+            self.sparsifier.load_state_dict(history.get("sparsifier", {}))
             self.epoch = None
+        elif self.workers.num_workers > 1 and self.workers.rank == 0:  # a single worker keeps nothing back
+            say_other_sparsifier(self._settings, saved["settings"])
         self.last_step = None if saved["last_step"] is None else StepStats(**saved["last_step"])
         self.next_step = saved["next_step"]
-        if same_world_size:
-            self._exchange.load_state_dict(saved["exchange"])
+        self._exchange.load_state_dict(history.get("exchange", {}))

@@ -1,32 +1,10 @@
-"""What of a parameter is in a flat bucket, and which share one, where that is ours to say."""
+"""What of a parameter is in a flat bucket: its local part, as real numbers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-
-BUCKET_ELEMENTS = 25 * 2**18
-"""25 MiB of float32, as DDP's buckets. A parameter is never cut, so one that is larger has a bucket of its own."""
-
-
-def grouped(
-    tensors: Mapping[str, Tensor], dtype_of: Callable[[Tensor], torch.dtype]
-) -> dict[tuple[torch.dtype, torch.device], list[list[str]]]:
-    """Returns the names of those that go together, by dtype and device, in the order given.
-
-    Args:
-        tensors: by name, in the same order on all workers.
-        dtype_of: returns what a tensor's bucket holds.
-    """
-    groups: dict[tuple[torch.dtype, torch.device], list[list[str]]] = {}
-    for name, tensor in tensors.items():
-        runs = groups.setdefault((dtype_of(tensor), tensor.device), [[]])
-        room = BUCKET_ELEMENTS - sum(as_real(tensors[one]).numel() for one in runs[-1])
-        if runs[-1] and as_real(tensor).numel() > room:
-            runs.append([])
-        runs[-1].append(name)
-    return groups
 
 
 def require_one_device(tensors: Mapping[str, Tensor]) -> None:

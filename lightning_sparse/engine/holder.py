@@ -2,15 +2,22 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields
 from operator import index
-from typing import Any
+from typing import Any, ClassVar
+
+from torch import Tensor
 
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.notices import warn_of_patterns
-from lightning_sparse.engine.saved_state import require_seal
+from lightning_sparse.engine.saved_state import require_seal, sealed
+from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.exchange import Workers
 from lightning_sparse.sparsifiers import HardThreshold, Sparsifier
+
+BROKEN_OFF = "it was saved in the middle of an exchange, which an exception has broken off"
+"""Why a checkpoint lacks tensors of workers."""
 
 
 class EngineHolder(ABC):
@@ -21,10 +28,13 @@ class EngineHolder(ABC):
         names: of all parameters that are averaged.
 
     Attributes:
-        num_parts: into how many parts a model is divided of which each worker holds one.
+        kind: of what is averaged: ``"gradients"`` or ``"drifts"``.
+        replica: the ranks among which a model is sharded; this rank alone if it is not.
     """
 
-    num_parts = 1
+    kind: ClassVar[str]
+    replica = Workers(None, 0, 1)
+    _advice_for_others = "begin without it"
 
     def __init__(self, engine: Engine, names: Collection[str]) -> None:
         self._engine = engine
@@ -37,9 +47,14 @@ class EngineHolder(ABC):
         """By name, how many real numbers this worker exchanges of each parameter; two for a complex element."""
 
     @property
+    @abstractmethod
+    def parameters(self) -> Mapping[str, Tensor]:
+        """The parameters by name; distributed tensors if they are sharded."""
+
+    @property
     def num_elements(self) -> int:
         """How many numbers are exchanged of the whole model; for shards, as if all were as large as this rank's."""
-        return self.num_parts * sum(self.parameter_sizes.values())
+        return self.replica.num_workers * sum(self.parameter_sizes.values())
 
     @property
     def workers(self) -> Workers:
@@ -109,28 +124,71 @@ class EngineHolder(ABC):
         """
         self._engine.calibrator.set_threshold(threshold)
 
-    def _sparsifier_state(self, next_step: int) -> dict[str, Any]:
-        """Returns what the sparsifier knows, for a run that resumes with the step of this number.
+    # State.
+
+    @abstractmethod
+    def snapshot(self, workers: Workers | None = None) -> Snapshot:
+        """Return what this worker needs to go on exactly.
+
+        Args:
+            workers: for a checkpoint that all workers share: the group in which they agree on what is in it.
+                Collective if given.
+        """
+
+    @abstractmethod
+    def restore(self, snapshot: Snapshot) -> None:
+        """Replace all state by a snapshot of another run, as far as it fits the model. Not collective."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Return to the state before the first step. Not collective."""
+
+    @property
+    def progress(self) -> object:
+        """What all workers have in common if they have come equally far in training."""
+        return self._engine.next_step
+
+    @property
+    @abstractmethod
+    def is_exchanging(self) -> bool:
+        """Whether an exchange has begun and has not ended, or was broken off."""
+
+    @property
+    def has_own_state(self) -> bool:
+        """Whether any worker can have unsent values, as far as all workers know alike."""
+        return True
+
+    def obstacles(self) -> list[str]:
+        """Return why no checkpoint can hold this worker's tensors at this moment."""
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that this worker needs to go on exactly, for loops without a Trainer: save one file per worker.
+
+        Plain containers and copies, which ``torch.load(weights_only=True)`` reads. Collective only for averagers of
+        drifts with ``overlap=True``.
+        """
+        return sealed(self._place() | self.snapshot().copied())
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Continue from what ``state_dict`` returned on the worker of the same rank, before the first step.
 
         Raises:
-            TypeError: it is no dict.
+            RuntimeError: the state belongs to another rank or another number of workers, or is damaged.
         """
-        state: object = self._engine.sparsifier.state_dict(next_step)
-        if not isinstance(state, dict):
-            name = type(self._engine.sparsifier).__name__
-            raise TypeError(f"{name}.state_dict returned {type(state).__name__}. Return a dict of plain values.")
-        return {"sparsifier": state}
+        names = [field.name for field in fields(Snapshot)]
+        self._require_own(saved, names)
+        self.restore(Snapshot(**{name: saved[name] for name in names}))
 
     def _place(self) -> dict[str, int]:
         return {"world_size": self.workers.num_workers, "rank": self.workers.rank}
 
-    def _require_own(self, saved: Mapping[str, Any], advice: str, *parts: str) -> None:
-        """Raises RuntimeError where a state was saved by another worker, or changed since.
+    def _require_own(self, saved: Mapping[str, Any], parts: Sequence[str]) -> None:
+        """Raise RuntimeError if a state was saved by another worker, or has changed since.
 
         Args:
-            saved: what ``_place`` returned when it was saved, among others.
-            advice: what else to do with states of other workers.
-            *parts: what else a state of this class has.
+            saved: what ``state_dict`` returned.
+            parts: what it holds beside this worker's place.
         """
         here = self._place()
         if not saved.keys() >= {*here, *parts}:
@@ -141,7 +199,7 @@ class EngineHolder(ABC):
         if {name: saved[name] for name in here} != here:
             raise RuntimeError(
                 f"This state is of rank {saved['rank']} of {saved['world_size']} workers, and this is rank "
-                f"{here['rank']} of {here['world_size']}. Load the file of the same rank, or {advice}."
+                f"{here['rank']} of {here['world_size']}. Load the file of the same rank, or {self._advice_for_others}."
             )
         require_seal(saved)
 

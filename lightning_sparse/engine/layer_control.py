@@ -36,10 +36,13 @@ class LayerControl:
 
     Args:
         density: the share of each layer to be sent on average, in (0, 1].
+        keeps_rest: whether unsent values stay in the residual. If not, λ also falls while a layer is not used: a layer
+            that sent nothing looks the same whether its gradient was zero or below λ.
     """
 
-    def __init__(self, density: float) -> None:
+    def __init__(self, density: float, *, keeps_rest: bool = True) -> None:
         self.density = density
+        self._keeps_rest = keeps_rest
         self._layers: dict[str, _Layer] = {}
 
     def corrected(
@@ -68,9 +71,10 @@ class LayerControl:
             layer = self._layers[name] = self._new(asked)
         has_moved = stats.selected or stats.squared_error != layer.squared_error
         layer.squared_error = stats.squared_error
-        if not has_moved:
+        if not has_moved and self._keeps_rest:
             return threshold
-        return layer.control.corrected(threshold, stats.density, is_all=stats.squared_error == 0)
+        is_all = self._keeps_rest and stats.keeps_nothing
+        return layer.control.corrected(threshold, stats.density, is_all=is_all)
 
     def _new(self, asked: float, squared_error: float = -1.0) -> _Layer:
         # At the pace of all: single coordinates that are to be sent in every second step would make λ jump.
@@ -79,13 +83,13 @@ class LayerControl:
     def state_dict(self) -> dict[str, dict[str, float]]:
         """Returns by layer what is known of the steps so far."""
         return {
-            name: one.control.state_dict() | {"density": one.control.density, "squared_error": one.squared_error}
-            for name, one in self._layers.items()
+            name: layer.control.state_dict() | {"density": layer.control.density, "squared_error": layer.squared_error}
+            for name, layer in self._layers.items()
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:
         """Continues from what ``state_dict`` returned."""
         self._layers.clear()
-        for name, one in state.items():
-            self._layers[name] = self._new(one["density"], one["squared_error"])
-            self._layers[name].control.load_state_dict(dict(one))
+        for name, saved in state.items():
+            self._layers[name] = self._new(saved["density"], saved["squared_error"])
+            self._layers[name].control.load_state_dict(dict(saved))

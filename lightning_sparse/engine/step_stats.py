@@ -1,19 +1,14 @@
 """The numbers of a step: what follows from the headers of all workers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import sqrt
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_sparse.selection.numbers import (
-    FIXED_FIELDS,
-    NON_FINITE,
-    SELECTED,
-    SQUARED_GRADIENT_NORM,
-    SQUARED_RESIDUAL_NORM,
-)
+from lightning_sparse.selection.numbers import FIXED_FIELDS, HEADER, LAYER_HEADER, STEP_NUMBERS, StepNumber, combined
 from lightning_sparse.sparsifiers import LayerLayout
 
 
@@ -32,6 +27,11 @@ class LayerStats:
     selected: int
     density: float
     squared_error: float
+
+    @property
+    def keeps_nothing(self) -> bool:
+        """Whether every residual of the layer is zero after the step."""
+        return self.squared_error == 0
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,11 @@ class StepStats:
         """sqrt((1/n) Σ_i ‖e_i‖²) after the step, in gradient units."""
         return sqrt(self.squared_error)
 
+    @property
+    def keeps_nothing(self) -> bool:
+        """Whether every residual is zero after the step: all values but zeros were sent, or nothing is ever kept."""
+        return self.squared_error == 0
+
 
 def step_stats(
     step: int,
@@ -103,28 +108,57 @@ def step_stats(
         is_calibration: whether everything was sent to find λ.
     """
     num_workers = headers[0].shape[0]
-    totals = torch.stack([header[:, :FIXED_FIELDS] for header in headers]).sum(dim=(0, 1)).tolist()
+    fields = torch.cat([header[:, :FIXED_FIELDS] for header in headers])
+    totals = zip(HEADER, combined(fields, HEADER, "workers", num_workers), strict=True)
+    of_headers: dict[str, Any] = {number.name: total for number, total in totals if number.workers}
     layers: dict[str, LayerStats] = {}
     for layout, header in zip(layouts, headers, strict=True):
         if header.shape[1] > FIXED_FIELDS:
-            selected, errors = header[:, FIXED_FIELDS:].sum(0).view(2, len(layout.names))
-            for name, size, count, error in zip(
-                layout.names, layout.sizes, selected.tolist(), errors.tolist(), strict=True
-            ):
-                density = count / (num_workers * size) if size else 0.0
-                layers[name] = LayerStats(size, int(count), density, error / num_workers)
+            layers |= _of_layers(layout, header[:, FIXED_FIELDS:])
     return StepStats(
         step=step,
         num_workers=num_workers,
         num_elements=sum(layout.num_elements for layout in layouts),
-        selected=int(totals[SELECTED]),
-        squared_error=totals[SQUARED_RESIDUAL_NORM] / num_workers,
-        squared_gradient_norm=totals[SQUARED_GRADIENT_NORM] / num_workers,
-        non_finite=int(totals[NON_FINITE]),
         payload_bytes=payload_bytes,
         dense_bytes=dense_bytes,
         threshold=threshold,
         dense_elements=dense_elements,
         is_calibration=is_calibration,
         layers=layers,
+        **of_headers,
     )
+
+
+def _of_layers(layout: LayerLayout, fields: Tensor) -> dict[str, LayerStats]:
+    num_workers, num_layers = len(fields), len(layout.names)
+    columns = [number for number in LAYER_HEADER for _ in layout.names]
+    totals = combined(fields, columns, "workers", num_workers)
+    return {
+        name: layer_stats(LAYER_HEADER, totals[place::num_layers], num_workers, num_elements=size)
+        for place, (name, size) in enumerate(zip(layout.names, layout.sizes, strict=True))
+    }
+
+
+def layer_stats(numbers: Sequence[StepNumber], values: Sequence[Any], num_workers: int, **others: Any) -> LayerStats:
+    """Returns the numbers of a layer, with the density that follows from them.
+
+    Args:
+        numbers: what the values are.
+        values: of the layer.
+        num_workers: n.
+        others: further numbers by name.
+    """
+    of_layer = dict(zip((number.name for number in numbers), values, strict=True)) | others
+    num_sent_at_most = num_workers * of_layer["num_elements"]
+    density = of_layer["selected"] / num_sent_at_most if num_sent_at_most else 0.0
+    return LayerStats(density=density, **of_layer)
+
+
+def of_exchanges(steps: Sequence[StepStats]) -> StepStats:
+    """Returns the numbers of several exchanges of the same workers as those of one."""
+    if len(steps) == 1:
+        return steps[0]
+    numbers = [number for number in STEP_NUMBERS if number.exchanges]
+    rows = [[getattr(step, number.name) for number in numbers] for step in steps]
+    totals = combined(torch.tensor(rows, dtype=torch.float64), numbers, "exchanges")
+    return replace(steps[-1], **dict(zip((number.name for number in numbers), totals, strict=True)))

@@ -45,10 +45,14 @@ class Meeting:
 
     Args:
         workers: all of them.
+
+    Attributes:
+        is_saving: whether this worker gathers state for a checkpoint.
     """
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
+        self.is_saving = False
         self._attempts = 0
         name = [uuid4().hex]  # a store may outlive its workers: torchrun's own does, when it starts new ones
         if workers.num_workers > 1:

@@ -87,7 +87,7 @@ def summed(numbers: Sequence[float], workers: Workers, device: torch.device) -> 
         workers: of whom.
         device: on which the group works.
     """
-    total: list[float] = _everyones(numbers, workers, device).sum(0).tolist()
+    total: list[float] = everyones(numbers, workers, device).sum(0).tolist()
     return total
 
 
@@ -99,10 +99,17 @@ def largest(number: float, workers: Workers, device: torch.device) -> float:
         workers: of whom.
         device: on which the group works.
     """
-    return float(_everyones([number], workers, device).max())
+    return float(everyones([number], workers, device).max())
 
 
-def _everyones(numbers: Sequence[float], workers: Workers, device: torch.device) -> Tensor:
+def everyones(numbers: Sequence[float], workers: Workers, device: torch.device) -> Tensor:
+    """Returns all workers' numbers: float64, shape (n, numbers), on the CPU. Collective.
+
+    Args:
+        numbers: this worker's, as many on all.
+        workers: of whom.
+        device: on which the group works.
+    """
     own = torch.tensor(numbers, dtype=torch.float64)
     if workers.num_workers == 1:
         return own.view(1, -1)

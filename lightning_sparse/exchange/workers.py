@@ -123,32 +123,6 @@ class Workers:
             made.all_reduce(torch.zeros(1, device=made.message_device(torch.device("cpu")))).wait()
         return made
 
-    def gather_to_first(self, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        """Yields every worker's tensors on the first worker, in rank order, on the CPU; nothing on others. Collective.
-
-        One rank at a time and some tensors at a time: beyond what it keeps of the results the first worker needs
-        MESSAGE_BYTES of memory, or the largest tensor's, and others as much.
-
-        Args:
-            tensors: flat, of the same sizes and dtypes on every worker.
-
-        Returns:
-            Copies, which no later change of the tensors concerns.
-        """
-        if self.rank == 0:
-            yield [tensor.detach().to("cpu", copy=True) for tensor in tensors]
-        for source in range(1, self.num_workers):
-            received: list[Tensor] = []
-            for some in _messages(tensors):
-                if self.rank == source:
-                    # Not all of them need be in one place: what a checkpoint brought comes to the device when used.
-                    self._send_to_first(torch.cat([one.to(self.message_device(one.device)) for one in some]))
-                elif self.rank == 0:
-                    sizes = [tensor.numel() for tensor in some]
-                    received += torch.split(self._receive(source, sum(sizes), some[0]), sizes)
-            if self.rank == 0:
-                yield received
-
     def gather_objects_to_first(self, one: Any) -> list[Any]:
         """Returns what every worker gave, in rank order, on the first worker; an empty list on others. Collective.
 

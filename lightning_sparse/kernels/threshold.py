@@ -14,8 +14,12 @@ def walk_block(
     run_starts: tl.tensor, first_run: tl.tensor, bits: tl.tensor, counts: tl.tensor, out: tl.tensor, numbers: tl.tensor,
     num_elements: tl.tensor, divisor: tl.tensor, scale: tl.tensor, WIRE: tl.constexpr, LIMIT: tl.constexpr,
     CLEARS: tl.constexpr, MEASURES: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
+    NON_FINITE: tl.constexpr, SQUARED_GRADIENT_NORM: tl.constexpr, SQUARED_ERROR: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Forms p of a block; marks what is selected or, where there is an ``out``, writes it there and keeps the rest."""
+    """Forms p of a block; marks what is selected or, where there is an ``out``, writes it there and keeps the rest.
+
+    ``numbers`` has a row of blocks for each number of a header, in the header's order.
+    """
     block = tl.program_id(0)
     begin = block.to(tl.int64) * BLOCK
     length = tl.minimum(num_elements - begin, BLOCK).to(tl.int32)
@@ -50,10 +54,10 @@ def walk_block(
         of_gradient += tl.sum(tl.sum((g * g).to(tl.float64), 1), 0)
     blocks = tl.num_programs(0)
     tl.store(counts + block, selected)
-    tl.store(numbers + block, non_finite.to(tl.float64))
-    tl.store(numbers + blocks + block, squares)
+    tl.store(numbers + NON_FINITE * blocks + block, non_finite.to(tl.float64))
+    tl.store(numbers + SQUARED_ERROR * blocks + block, squares)
     if MEASURES:
-        tl.store(numbers + 2 * blocks + block, of_gradient)
+        tl.store(numbers + SQUARED_GRADIENT_NORM * blocks + block, of_gradient)
 
 
 @jit
@@ -104,7 +108,8 @@ def summarise(
     counts: tl.tensor, numbers: tl.tensor, bits: tl.tensor, boundaries: tl.tensor, before: tl.tensor,
     starts: tl.tensor, ends: tl.tensor, header: tl.tensor, programs: tl.tensor, num_layers: tl.tensor,
     num_slices: tl.tensor, MEASURES: tl.constexpr, BLOCK: tl.constexpr, PER_END: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, SELECTED: tl.constexpr, LARGEST_SLICE: tl.constexpr, NON_FINITE: tl.constexpr,
+    SQUARED_GRADIENT_NORM: tl.constexpr, SQUARED_ERROR: tl.constexpr, FIXED_FIELDS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Adds up what all blocks have: where each one's coordinates begin in a payload, and the header's numbers.
 
@@ -125,10 +130,11 @@ def summarise(
             is_last = ((block + 1) % PER_END == 0) | (block + 1 == programs)
             tl.store(ends + block // PER_END, end.to(tl.int32), mask=inside & is_last)
         total += tl.sum(count, 0)
-        non_finite += tl.sum(tl.load(numbers + block, mask=inside, other=0.0), 0)
-        squares += tl.sum(tl.load(numbers + programs + block, mask=inside, other=0.0), 0)
+        non_finite += tl.sum(tl.load(numbers + NON_FINITE * programs + block, mask=inside, other=0.0), 0)
+        squares += tl.sum(tl.load(numbers + SQUARED_ERROR * programs + block, mask=inside, other=0.0), 0)
         if MEASURES:
-            of_gradient += tl.sum(tl.load(numbers + 2 * programs + block, mask=inside, other=0.0), 0)
+            row = numbers + SQUARED_GRADIENT_NORM * programs
+            of_gradient += tl.sum(tl.load(row + block, mask=inside, other=0.0), 0)
     tl.store(starts + programs, total)
     largest_slice = tl.full((), 0, tl.int64)
     if boundaries is not None:
@@ -146,17 +152,17 @@ def summarise(
         for first in range(0, num_layers, WIDTH):
             layer = first + tl.arange(0, WIDTH)
             count = _difference(before, layer, layer < num_layers)
-            tl.store(header + 5 + layer, count.to(tl.float64), mask=layer < num_layers)
+            tl.store(header + FIXED_FIELDS + layer, count.to(tl.float64), mask=layer < num_layers)
         for first in range(0, num_slices, WIDTH):
             place = first + tl.arange(0, WIDTH)
             largest_slice = tl.maximum(
                 largest_slice, tl.max(_difference(before + slices_at, place, place < num_slices), 0)
             )
-    tl.store(header, total.to(tl.float64))
-    tl.store(header + 1, largest_slice.to(tl.float64))
-    tl.store(header + 2, non_finite)
-    tl.store(header + 3, of_gradient)
-    tl.store(header + 4, squares)
+    tl.store(header + SELECTED, total.to(tl.float64))
+    tl.store(header + LARGEST_SLICE, largest_slice.to(tl.float64))
+    tl.store(header + NON_FINITE, non_finite)
+    tl.store(header + SQUARED_GRADIENT_NORM, of_gradient)
+    tl.store(header + SQUARED_ERROR, squares)
 
 
 @jit

@@ -21,7 +21,7 @@ from lightning_sparse.selection.bucket_gradient import BucketGradient
 from lightning_sparse.selection.fused_threshold import Boundaries, FusedThreshold
 from lightning_sparse.selection.marking import take_out_marked
 from lightning_sparse.selection.native_threshold import goes_native, take_out_natively
-from lightning_sparse.selection.numbers import FIXED_FIELDS, LocalNumbers, header_fields, layer_errors, squared_norm
+from lightning_sparse.selection.numbers import LocalNumbers, header_fields, layer_errors, layer_fields, squared_norm
 from lightning_sparse.selection.residual import compensate, keep_rest
 from lightning_sparse.selection.shared import take_out_shared
 from lightning_sparse.sparsifiers import (
@@ -69,12 +69,14 @@ class Extraction:
         is_threshold = type(self._sparsifier).select is HardThreshold.select
         if is_threshold and self._keeps_rest and is_available(bucket.gradient.device):
             return self._fill_fused(bucket, shipment, measures_gradient)
-        squared_gradient_norm = None
+        squared_gradient_norm: float | Tensor = 0.0
         if measures_gradient:
             squared_gradient_norm = squared_norm(bucket.gradient)
             if bucket.loss_scale is not None:
                 squared_gradient_norm /= bucket.loss_scale.double().square().view(())
-        return self._fill(bucket, shipment, is_threshold).header(squared_gradient_norm, bucket.gradient.device)
+        numbers = self._fill(bucket, shipment, is_threshold)
+        numbers.squared_gradient_norm = squared_gradient_norm
+        return numbers.header(bucket.gradient.device)
 
     def _fill(self, bucket: BucketGradient, shipment: Shipment, is_threshold: bool) -> LocalNumbers:
         if isinstance(shipment, SharedShipment):
@@ -150,8 +152,8 @@ class Extraction:
             squared_error = 0.0
         numbers = LocalNumbers(sum(counts), non_finite, squared_error)
         if self._per_layer:
-            numbers.selected_of_layers = torch.tensor(counts)
-            numbers.errors_of_layers = layer_errors(after, bucket.layout)
+            of_errors = layer_errors(after, bucket.layout)
+            numbers.of_layers = {"selected": torch.tensor(counts), "squared_error": of_errors}
         return numbers
 
     def _fill_fused(self, bucket: BucketGradient, shipment: Shipment, measures_gradient: bool) -> Tensor:
@@ -189,7 +191,7 @@ class Extraction:
             )
             shipment.rest = partial(_rest_in_residual, bucket, runs, shipment.format, shipment.payload)
         if self._per_layer:
-            header[FIXED_FIELDS + len(bucket.layout.names) :] = layer_errors(after, bucket.layout)
+            header[layer_fields("squared_error", bucket.layout)] = layer_errors(after, bucket.layout)
         return header
 
     def _fill_marked(self, bucket: BucketGradient, shipment: Shipment) -> LocalNumbers:
@@ -204,7 +206,8 @@ class Extraction:
         take_out_marked(bucket.residual, marks, values, shipment)
         if not self._keeps_rest:
             bucket.residual.after.zero_()
-        numbers = LocalNumbers(marks.count_nonzero(), non_finite, squared_norm(bucket.residual.after))
+        after = bucket.residual.after
+        numbers = LocalNumbers.after_selection(after, selected=marks.count_nonzero(), non_finite=non_finite)
         boundaries = self._boundaries(bucket, has_slices=True)
         if boundaries is not None:
             assert boundaries.places is not None
@@ -213,8 +216,8 @@ class Extraction:
             if boundaries.num_slices:
                 numbers.largest_slice = of_slices.diff().amax()
             if boundaries.num_layers:
-                numbers.selected_of_layers = of_layers.diff()
-                numbers.errors_of_layers = layer_errors(bucket.residual.after, bucket.layout)
+                of_errors = layer_errors(after, bucket.layout)
+                numbers.of_layers = {"selected": of_layers.diff(), "squared_error": of_errors}
         return numbers
 
     def _boundaries(self, bucket: BucketGradient, *, has_slices: bool) -> Boundaries | None:
@@ -230,13 +233,14 @@ class Extraction:
 
     def _numbers(self, bucket: BucketGradient, sent: Selection) -> LocalNumbers:
         non_finite = sent.values.isfinite().logical_not_().count_nonzero()
-        numbers = LocalNumbers(sent.indices.numel(), non_finite, squared_norm(bucket.residual.after))
+        after = bucket.residual.after
+        numbers = LocalNumbers.after_selection(after, selected=sent.indices.numel(), non_finite=non_finite)
         if self._num_slices:
             numbers.largest_slice = largest_slice(sent.indices, bucket.layout.num_elements, self._num_slices)
         if self._per_layer:
             boundaries = torch.tensor(bucket.layout.boundaries).to(sent.indices.device, non_blocking=True)
-            numbers.selected_of_layers = torch.searchsorted(sent.indices, boundaries).diff()
-            numbers.errors_of_layers = layer_errors(bucket.residual.after, bucket.layout)
+            of_layers = torch.searchsorted(sent.indices, boundaries).diff()
+            numbers.of_layers = {"selected": of_layers, "squared_error": layer_errors(after, bucket.layout)}
         return numbers
 
     def _runs(self, bucket: BucketGradient, *, by_layer: bool = False) -> Sequence[ThresholdRun]:

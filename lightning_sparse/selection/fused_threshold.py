@@ -27,7 +27,7 @@ from lightning_sparse.exchange.payload import PayloadParts
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels import launch, tl
 from lightning_sparse.kernels.threshold import pack_block, summarise, walk_block
-from lightning_sparse.selection.numbers import FIXED_FIELDS
+from lightning_sparse.selection.numbers import FIXED_FIELDS, SLOTS
 from lightning_sparse.selection.residual import Residual
 
 Run = tuple[float, int, int]
@@ -41,6 +41,10 @@ ALIGNED_BYTES = 16
 # fusing, a multiplication and an addition round twice, as in PyTorch.
 _WALK = {"BLOCK": BLOCK_ELEMENTS, "WORDS": 128, "num_warps": 16, "enable_fp_fusion": False}
 _SUMMARISE = {"BLOCK": BLOCK_ELEMENTS, "PER_END": PER_END, "WIDTH": 2048, "ROWS": 16, "num_warps": 8}
+# The marks, not the numbers of blocks, tell how many coordinates are selected in a bucket and its slices.
+_SLOTS = {name.upper(): slot for name, slot in SLOTS.items()}
+_WALK |= {name: slot for name, slot in _SLOTS.items() if name not in ("SELECTED", "LARGEST_SLICE")}
+_SUMMARISE |= _SLOTS | {"FIXED_FIELDS": FIXED_FIELDS}
 _PACK = {"BLOCK": BLOCK_ELEMENTS, "PER_END": PER_END, "num_warps": 4, "enable_fp_fusion": False}
 
 
@@ -60,7 +64,7 @@ class Boundaries:
 
 
 class FusedThreshold:
-    """Launches the kernels and owns their work space: 1 bit an element of the largest bucket, 36 bytes a block.
+    """Launches the kernels and owns their work space: 1 bit an element of the largest bucket, 52 bytes a block.
 
     All buckets share the space, which is safe as long as they are worked on in one stream.
     """
@@ -177,7 +181,7 @@ class FusedThreshold:
         _check_flat(size, residual=before, new_residual=after, gradient=gradient)
         tables = _threshold_tables(tuple(runs), size, after.dtype, after.device) if size else (None, None, None)
         counts = self._reserve("counts", blocks, torch.int32, after.device)
-        numbers = self._reserve("numbers", 3 * blocks, torch.float64, after.device)
+        numbers = self._reserve("numbers", FIXED_FIELDS * blocks, torch.float64, after.device)
         if size:
             inputs = (before, after, gradient, loss_scale, *tables)
             launch(walk_block, blocks, *inputs, bits, counts, out, numbers, size, divisor, scale, **constants, **_WALK)

@@ -60,6 +60,6 @@ def take_out_natively(
     if slices is not None:
         numbers.largest_slice = slices.amax()
     if per_layer:
-        numbers.selected_of_layers = torch.tensor(counts).diff()
-        numbers.errors_of_layers = torch.tensor(errors, dtype=torch.float64)
+        of_errors = torch.tensor(errors, dtype=torch.float64)
+        numbers.of_layers = {"selected": torch.tensor(counts).diff(), "squared_error": of_errors}
     return numbers

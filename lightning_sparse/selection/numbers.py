@@ -1,24 +1,106 @@
-"""One worker's numbers of one bucket, and the header in which they travel."""
+"""The numbers of a step: how each is combined and logged, and those of one worker and bucket in a header."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
+from operator import attrgetter
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lightning_sparse.exchange import LARGEST_SLICE, NUM_SELECTED
 from lightning_sparse.sparsifiers import LayerLayout
 
-SELECTED = NUM_SELECTED
-NON_FINITE, SQUARED_GRADIENT_NORM, SQUARED_RESIDUAL_NORM = range(2, 5)
-FIXED_FIELDS = 5
-"""Fields of a header before the per-layer ones: counts, and squared norms in gradient units squared."""
+Rule = Literal["sum", "mean", "max"]
 NORM_BLOCK = 1024
+
+
+@dataclass(frozen=True)
+class StepNumber:
+    """How one number of a step is combined and where it is shown.
+
+    Attributes:
+        name: its field in `StepStats`; in ``LocalNumbers`` as well if a header holds it.
+        is_count: whether it is a whole number.
+        in_header: whether every bucket's header holds it. Headers keep the order of the table.
+        per_layer: whether `LayerStats` holds it for every layer, and the header as well if it holds the number.
+        workers: the rule over the headers of all workers. ``"mean"`` is the mean of the workers' sums over buckets.
+            None for what no header holds, and for what only the exchange reads.
+        shards: the rule over the ranks of one replica; None if all of them have the same number.
+        exchanges: the rule over several exchanges that are logged together; None takes the last.
+        logged: the attribute of `StepStats` that every step logs as ``sparse/<attribute>``; None for no attribute.
+    """
+
+    name: str
+    is_count: bool = False
+    in_header: bool = False
+    per_layer: bool = False
+    workers: Rule | None = None
+    shards: Rule | None = None
+    exchanges: Rule | None = None
+    logged: str | None = None
+
+
+def _count(name: str, **columns: Any) -> StepNumber:
+    return StepNumber(name, is_count=True, **columns)
+
+
+STEP_NUMBERS = (
+    # The exchange reads the first two from the header (NUM_SELECTED and LARGEST_SLICE).
+    _count("selected", in_header=True, per_layer=True, workers="sum", shards="sum", exchanges="sum", logged="density"),
+    _count("largest_slice", in_header=True),
+    _count("non_finite", in_header=True, workers="sum", shards="sum", exchanges="sum"),
+    StepNumber("squared_gradient_norm", in_header=True, workers="mean", shards="sum"),
+    StepNumber("squared_error", in_header=True, per_layer=True, workers="mean", shards="sum", logged="error_norm"),
+    _count("num_elements", per_layer=True, shards="sum", exchanges="sum"),
+    _count("payload_bytes", shards="sum", exchanges="sum", logged="payload_bytes"),
+    _count("dense_bytes", shards="sum", exchanges="sum"),
+    _count("dense_elements", shards="sum", exchanges="sum"),
+    StepNumber("threshold", logged="threshold"),
+)
+"""Every number of a step. A new number needs a row here and a field in `StepStats`. If headers hold it, it also needs a
+field in ``LocalNumbers`` and three places that measure it: ``LocalNumbers.after_selection`` for tensors, ``native.c``
+(through ``native_threshold``) and ``kernels/threshold.py``, which takes the number's place in the header as a
+constant."""
+HEADER = tuple(number for number in STEP_NUMBERS if number.in_header)
+LAYER_HEADER = tuple(number for number in HEADER if number.per_layer)
+SLOTS = {number.name: slot for slot, number in enumerate(HEADER)}
+"""The place of each number in a header."""
+FIXED_FIELDS = len(HEADER)
+"""Fields of a header before the per-layer fields."""
+_of_header = attrgetter(*SLOTS)
 
 
 def header_fields(layout: LayerLayout, per_layer: bool) -> int:
     """Returns H, the number of header fields of a bucket."""
-    return FIXED_FIELDS + (2 * len(layout.names) if per_layer else 0)
+    return FIXED_FIELDS + (len(LAYER_HEADER) * len(layout.names) if per_layer else 0)
+
+
+def layer_fields(name: str, layout: LayerLayout) -> slice:
+    """Returns the header fields that hold a number of every layer."""
+    places = [number.name for number in LAYER_HEADER]
+    start = FIXED_FIELDS + places.index(name) * len(layout.names)
+    return slice(start, start + len(layout.names))
+
+
+def combined(
+    rows: Tensor, numbers: Sequence[StepNumber], over: Literal["workers", "shards", "exchanges"], num_workers: int = 1
+) -> list[Any]:
+    """Returns one number per column, combined by the number's rule.
+
+    Args:
+        rows: float64, shape (m, N), on the CPU.
+        numbers: what the N columns hold.
+        over: what the rows are: headers of ``num_workers`` workers, ranks of a replica, or exchanges.
+        num_workers: n, by which a mean over the workers divides.
+    """
+    rules = [getattr(number, over) for number in numbers]
+    totals = rows.sum(0).tolist()
+    largest = rows.amax(0).tolist() if "max" in rules else totals
+    return [
+        (int if number.is_count else float)(most if rule == "max" else total / num_workers if rule == "mean" else total)
+        for number, rule, total, most in zip(numbers, rules, totals, largest, strict=True)
+    ]
 
 
 @dataclass
@@ -29,38 +111,42 @@ class LocalNumbers:
         selected: k of this bucket.
         non_finite: NaN and infinite values among them.
         squared_error: ‖e'‖², in gradient units squared.
-        largest_slice: the most coordinates in any of the exchange's slices, where it asks for that.
-        selected_of_layers: k of every layer, shape (L,), where per-layer numbers are asked for.
-        errors_of_layers: ‖e'‖² of every layer, shape (L,), likewise.
+        largest_slice: the most coordinates in any of the exchange's slices, if the exchange asks for it.
+        squared_gradient_norm: ‖g‖² of the unscaled gradient, if calibration asks for it.
+        of_layers: by name each number of ``LAYER_HEADER`` for every layer, shapes (L,), if per-layer numbers are asked
+            for.
     """
 
     selected: int | Tensor
     non_finite: int | Tensor
     squared_error: float | Tensor
     largest_slice: int | Tensor = 0
-    selected_of_layers: Tensor | None = None
-    errors_of_layers: Tensor | None = None
+    squared_gradient_norm: float | Tensor = 0.0
+    of_layers: Mapping[str, Tensor] | None = None
 
-    def header(self, squared_gradient_norm: Tensor | None, device: torch.device) -> Tensor:
-        """Returns the header: float64, shape (H,), on the device, without a wait for it.
+    @classmethod
+    def after_selection(cls, residual: Tensor, *, selected: int | Tensor, non_finite: int | Tensor) -> "LocalNumbers":
+        """Returns the numbers of a bucket whose whole residual is formed.
 
         Args:
-            squared_gradient_norm: ‖g‖² of the bucket where it is needed, else None.
-            device: the bucket's.
+            residual: e' with nothing left to send, shape (m,).
+            selected: k.
+            non_finite: NaN and infinite values among the selected.
         """
-        fixed: list[int | float | Tensor] = [0.0] * FIXED_FIELDS
-        fixed[SELECTED], fixed[LARGEST_SLICE] = self.selected, self.largest_slice
-        fixed[NON_FINITE], fixed[SQUARED_RESIDUAL_NORM] = self.non_finite, self.squared_error
-        fixed[SQUARED_GRADIENT_NORM] = 0.0 if squared_gradient_norm is None else squared_gradient_norm
+        return cls(selected, non_finite, squared_norm(residual))
+
+    def header(self, device: torch.device) -> Tensor:
+        """Returns the header: float64, shape (H,), on the bucket's device, without a wait for the device."""
+        fixed = _of_header(self)
         if device.type == "cpu":
             header = torch.tensor([float(number) for number in fixed], dtype=torch.float64)
         else:
             header = torch.zeros(FIXED_FIELDS, dtype=torch.float64, device=device)
-            for place, number in enumerate(fixed):
-                header[place] = number
-        if self.selected_of_layers is None or self.errors_of_layers is None:
+            for slot, number in enumerate(fixed):
+                header[slot] = number
+        if self.of_layers is None:
             return header
-        return torch.cat([header, self.selected_of_layers.double(), self.errors_of_layers.double()])
+        return torch.cat([header, *(self.of_layers[number.name].double() for number in LAYER_HEADER)])
 
 
 SMALLEST_SQUARES = 1e-29

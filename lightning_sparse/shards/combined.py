@@ -6,8 +6,13 @@ from dataclasses import replace
 import torch
 
 from lightning_sparse.engine import LayerStats, StepStats
+from lightning_sparse.engine.step_stats import layer_stats
 from lightning_sparse.exchange import Workers
-from lightning_sparse.exchange.replicas import summed
+from lightning_sparse.exchange.replicas import everyones
+from lightning_sparse.selection.numbers import STEP_NUMBERS, combined
+
+OF_STEP = [number for number in STEP_NUMBERS if number.shards]
+OF_LAYER = [number for number in OF_STEP if number.per_layer]
 
 
 def of_all_shards(own: StepStats, names: Sequence[str], workers: Workers, device: torch.device) -> StepStats:
@@ -24,34 +29,13 @@ def of_all_shards(own: StepStats, names: Sequence[str], workers: Workers, device
     """
     if workers.num_workers == 1:
         return own
-    layers = [own.layers.get(name, LayerStats(0, 0, 0.0, 0.0)) for name in (names if own.layers else ())]
-    numbers: list[float] = [
-        own.num_elements,
-        own.selected,
-        own.squared_error,
-        own.squared_gradient_norm,
-        own.non_finite,
-        own.payload_bytes,
-        own.dense_bytes,
-        own.dense_elements,
-    ]
-    for one in layers:
-        numbers += [one.num_elements, one.selected, one.squared_error]
-    total = summed(numbers, workers, device)
-    of_layers = {}
-    for name, place in zip(names if layers else (), range(8, len(total), 3), strict=True):
-        size, selected = int(total[place]), int(total[place + 1])
-        if size:  # not frozen
-            of_layers[name] = LayerStats(size, selected, selected / (own.num_workers * size), total[place + 2])
-    return replace(
-        own,
-        num_elements=int(total[0]),
-        selected=int(total[1]),
-        squared_error=total[2],
-        squared_gradient_norm=total[3],
-        non_finite=int(total[4]),
-        payload_bytes=int(total[5]),
-        dense_bytes=int(total[6]),
-        dense_elements=int(total[7]),
-        layers=of_layers,
-    )
+    names = names if own.layers else ()
+    layers = [own.layers.get(name, LayerStats(0, 0, 0.0, 0.0)) for name in names]
+    numbers = [getattr(own, number.name) for number in OF_STEP]
+    numbers += [getattr(layer, number.name) for layer in layers for number in OF_LAYER]
+    rows = everyones(numbers, workers, device)
+    totals = iter(combined(rows, OF_STEP + OF_LAYER * len(layers), "shards"))
+    of_step = {number.name: next(totals) for number in OF_STEP}
+    of_layers = {name: layer_stats(OF_LAYER, [next(totals) for _ in OF_LAYER], own.num_workers) for name in names}
+    trained = {name: layer for name, layer in of_layers.items() if layer.num_elements}  # others are frozen
+    return replace(own, **of_step, layers=trained)

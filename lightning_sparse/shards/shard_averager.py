@@ -5,26 +5,18 @@ the ranks of a replica, by FSDP2, and its optimizer steps on their shards. Betwe
 shard exchange the drift of that shard from the anchor that all replicas have.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_sparse.drift import DriftOptions, SparseModelAverager
 from lightning_sparse.drift.averager import drift_settings
-from lightning_sparse.drift.outer_state import is_of_kind, kind_of, load_outer, outer_by_name
-from lightning_sparse.engine.grouping import local
-from lightning_sparse.exchange import current_device, require_agreement
-from lightning_sparse.exchange.agreement import differing
-from lightning_sparse.exchange.replicas import largest, replica_workers, summed
-from lightning_sparse.shards.combined import of_all_shards
-from lightning_sparse.shards.requirements import require_shards, shard_settings
+from lightning_sparse.exchange.replicas import largest
 from lightning_sparse.shards.resharded import Resharded, reshard
+from lightning_sparse.shards.sharding import Sharding
 from lightning_sparse.sparsifiers import Dense, Sparsifier
 
 
@@ -66,7 +58,7 @@ class ShardModelAverager(SparseModelAverager):
         RuntimeError: ranks disagree on the settings, or the mesh does not divide them into replicas (on every rank).
     """
 
-    _takes_shards = True
+    is_sharded = True
 
     def __init__(
         self,
@@ -83,24 +75,14 @@ class ShardModelAverager(SparseModelAverager):
         if not isinstance(sparsifier, Sparsifier):
             raise TypeError(f"Expected a sparsifier such as HardThreshold(density=0.01), got {sparsifier!r}.")
         reshard(module)
-        require_shards(module, mesh)
-        group, named = mesh.get_group(), dict(module.named_parameters())
-        with current_device(local(next(iter(named.values()))).device):
-            settings = drift_settings(module, sparsifier, options, per_layer_stats)
-            # Shards are those of other ranks' in the same place. Who disagrees there is told of to all.
-            settings["shards that differ between replicas"] = differing(shard_settings(named), group)
-            require_agreement(settings)
-            self.replica = replica_workers(group)
-        if dist.get_world_size(group) == 1:
+        sharding = Sharding(module, mesh, drift_settings(module, sparsifier, options, per_layer_stats))
+        self.replica = sharding.replica
+        if sharding.is_alone:
             sparsifier, options = Dense(), replace(options, value_dtype="float32")
-        super().__init__(Resharded(module), sparsifier, options, group=group, per_layer_stats=per_layer_stats)
-        self._engine.of_whole_model = partial(
-            of_all_shards, names=list(named), workers=self.replica, device=self.device
-        )
+        super().__init__(Resharded(module), sparsifier, options, group=sharding.group, per_layer_stats=per_layer_stats)
+        sharding.add_up(self._engine)
         self._exchange.of_whole_model = partial(largest, workers=self.replica, device=self.device)
-        self.num_parts = self.replica.num_workers
-        self._whole = module
-        self._place_in_world = {"world_size": dist.get_world_size(), "rank": dist.get_rank()}
+        self._whole, self._place_in_world = module, sharding.place
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
@@ -114,60 +96,6 @@ class ShardModelAverager(SparseModelAverager):
         """Applies what is still travelling with ``overlap=True``. Collective: all ranks."""
         reshard(self._whole)
         super().flush()
-
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """The module's parameters by name, as it has them when they are sharded."""
-        reshard(self._whole)
-        return dict(self._whole.named_parameters())
-
-    # What is saved, tensors and numbers apart: each rank's tensors are parts of distributed ones.
-
-    def own_tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Returns by name this rank's part of the parameters that a replica may have of its own, and copies of buffers.
-
-        Parameters on all ranks of a replica or on none: a frozen one is among them if any has changed. Collective.
-        """
-        own = self._own(self.workers)
-        parameters = self.parameters
-        flags = summed([float(name in own) for name in parameters], self.replica, self.device)
-        changed = [name for name, flag in zip(parameters, flags, strict=True) if flag]
-        weights = {name: own.get(name, local(parameters[name])) for name in changed}
-        return weights, {name: one.cpu().clone() for name, one in own.items() if name not in parameters}
-
-    def kept_tensors(self) -> dict[str, Tensor]:
-        """Returns by name what this rank keeps apart of its drift, flat, the memory itself; empty if in its weights."""
-        return {} if self.options.keep_drift else self._exchange.views(lambda bucket: bucket.kept)
-
-    def outer_state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, Any]]]:
-        """Returns the outer optimizer's state: see ``outer_by_name``."""
-        return outer_by_name(self._exchange.outer, self._exchange.buckets)
-
-    def load_outer_state(
-        self, tensors: Mapping[str, Mapping[str, Tensor]], numbers: Mapping[str, Mapping[str, Any]], kind: str | None
-    ) -> None:
-        """Continues from what ``outer_state`` returned, if it was of an optimizer of this kind."""
-        if is_of_kind(self._exchange.outer, kind) and self._exchange.outer is not None:
-            load_outer(self._exchange.outer, self._exchange.buckets, tensors, numbers)
-
-    def shared_numbers(self) -> dict[str, Any]:
-        """Returns what is the same on all replicas for this rank's shards but tensors, in plain containers."""
-        return self._numbers() | {"layout": self._exchange.layout, "outer_kind": kind_of(self._exchange.outer)}
-
-    def load_shared_numbers(self, saved: Mapping[str, Any]) -> None:
-        """Continues from what ``shared_numbers`` returned in another run.
-
-        Args:
-            saved: the other run's; the history of its exchange empty if it had not as many replicas of as many ranks.
-        """
-        self._engine.load_shared_state(saved, same_world_size=True)
-        self.num_steps = saved["num_steps"]
-        self._exchange.take_in_as(saved["layout"])
-
-    @torch.no_grad()
-    def load_anchor(self, anchor: Mapping[str, Tensor]) -> None:
-        """Replaces the anchor by this rank's part of another, flat, by name."""
-        self._exchange.copy_by_name(anchor, lambda bucket: bucket.anchor)
 
     def _place(self) -> dict[str, int]:
         return dict(self._place_in_world)

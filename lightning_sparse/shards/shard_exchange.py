@@ -13,28 +13,31 @@ When a gradient becomes part of training: when `ShardExchange.average_gradients`
 and an optimizer's step. Gradients that are dropped before that have never been in a residual.
 """
 
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_sparse._version import __version__
 from lightning_sparse.ddp.options import DensityControlMode, ExchangeOptions, require_density_control
-from lightning_sparse.engine import Engine, EngineHolder, rehearse_steps
+from lightning_sparse.engine import Engine, EngineHolder, FlatBucket, rehearse_steps
 from lightning_sparse.engine.grouping import as_real, local
-from lightning_sparse.engine.saved_state import sealed
-from lightning_sparse.exchange import ExchangeMode, OwnGroup, current_device, parameter_settings, require_agreement
-from lightning_sparse.exchange.agreement import differing
-from lightning_sparse.exchange.replicas import replica_workers
+from lightning_sparse.engine.holder import BROKEN_OFF
+from lightning_sparse.engine.parameter_bucket import sizes_by_name
+from lightning_sparse.engine.snapshot import Snapshot
+from lightning_sparse.exchange import (
+    ExchangeMode,
+    OwnGroup,
+    Workers,
+    current_device,
+    parameter_settings,
+)
 from lightning_sparse.exchange.wire import ValueDtype, require_wire
-from lightning_sparse.shards.combined import of_all_shards
-from lightning_sparse.shards.requirements import require_shards, shard_settings
 from lightning_sparse.shards.resharded import reshard
 from lightning_sparse.shards.shard_bucket import ShardBucket, lay_out
+from lightning_sparse.shards.sharding import Sharding
 from lightning_sparse.shards.steps_on_averages import StepsOnAverages
 from lightning_sparse.sparsifiers import Dense, Sparsifier
 
@@ -43,11 +46,13 @@ class ShardExchange(EngineHolder):
     """Averages the gradients of one rank's shards over the replicas. Made by `shard_exchange`.
 
     Attributes:
-        is_exchanging: whether an exchange has begun and has not ended, or was broken off: residuals are of no use then.
         replica: the ranks that hold this rank's replica.
         device: this rank's.
         own_group: the process group in which gradients are exchanged.
     """
+
+    kind = "gradients"
+    _advice_for_others = "begin with residuals of zero"
 
     def __init__(
         self,
@@ -63,25 +68,19 @@ class ShardExchange(EngineHolder):
         require_density_control(sparsifier, options.density_control)
         require_wire(sparsifier, options.value_dtype)
         reshard(module)
-        require_shards(module, mesh)
-        group, named = mesh.get_group(), dict(module.named_parameters())
-        self.device = local(next(iter(named.values()))).device
+        settings = parameter_settings(module) | sparsifier.settings() | vars(options)
+        versions = {"lightning_sparse": __version__, "torch": str(torch.__version__)}
+        sharding = Sharding(module, mesh, settings | {"per_layer_stats": per_layer_stats} | versions)
+        named, self.device, self.replica = sharding.named, sharding.device, sharding.replica
         with current_device(self.device):
-            settings = parameter_settings(module) | sparsifier.settings() | vars(options)
-            settings |= {"per_layer_stats": per_layer_stats}
-            settings |= {"lightning_sparse": __version__, "torch": str(torch.__version__)}
-            # Shards are those of other ranks' in the same place. Who disagrees there is told of to all.
-            settings["shards that differ between replicas"] = differing(shard_settings(named), group)
-            require_agreement(settings)
-            self.replica = replica_workers(group)
-            self.own_group = OwnGroup(group)
+            self.own_group = OwnGroup(sharding.group)
             super().__init__(
                 Engine(
-                    sparsifier if dist.get_world_size(group) > 1 else Dense(),
+                    Dense() if sharding.is_alone else sparsifier,
                     group=self.own_group.group,
                     exchange=options.exchange,
                     link_gbit_s=options.link_gbit_s,
-                    value_dtype=options.value_dtype if dist.get_world_size(group) > 1 else "float32",
+                    value_dtype="float32" if sharding.is_alone else options.value_dtype,
                     per_layer_stats=per_layer_stats,
                     holds_density=options.holds_density,
                 ),
@@ -89,13 +88,10 @@ class ShardExchange(EngineHolder):
             )
             buffers = [one for one in module.buffers() if not one.is_meta]
             self.workers.broadcast([*map(local, named.values()), *map(local, buffers)])
-            self._engine.of_whole_model = partial(
-                of_all_shards, names=list(named), workers=self.replica, device=self.device
-            )
-        self.num_parts = self.replica.num_workers
-        self.is_exchanging = self._is_closed = False
+            sharding.add_up(self._engine)
+        self._is_exchanging = self._is_closed = False
         self._ids = {id(one) for one in named.values()}
-        self._place_in_world = {"world_size": dist.get_world_size(), "rank": dist.get_rank()}
+        self._place_in_world = sharding.place
         self._parameters = named
         self._steps = StepsOnAverages(module, named.values(), self.holds_any_of)
         self._buckets: list[ShardBucket] = []
@@ -132,24 +128,23 @@ class ShardExchange(EngineHolder):
             raise RuntimeError("The exchange was closed: gradients would stay each replica's own. Make a new one.")
         chosen = None if parameters is None else {id(one) for one in parameters}
         self._steps.require_new(one for one in self._parameters.values() if chosen is None or id(one) in chosen)
-        self.is_exchanging = True
+        self._is_exchanging = True
         self._take_in_new()
         self._engine.begin()
-        flight = []
-        for bucket in self._buckets:
-            used = {
-                name
-                for name, one in zip(bucket.layout.names, bucket.parameters, strict=True)
-                if one.grad is not None and (chosen is None or id(one) in chosen)
-            }
-            one = bucket.bring(used, is_last=bucket is self._buckets[-1], notes=self._marks_of(bucket, used))
-            flight.append(one)
-            if not self._engine.needs_survey:
-                self._engine.add(one)
-        if self._engine.needs_survey:
-            self._engine.survey(flight)
-            for one in flight:
-                self._engine.add(one)
+        flight: list[FlatBucket] = []
+
+        def departing() -> Iterator[FlatBucket]:
+            for bucket in self._buckets:
+                used = {
+                    name
+                    for name, parameter in zip(bucket.layout.names, bucket.parameters, strict=True)
+                    if parameter.grad is not None and (chosen is None or id(parameter) in chosen)
+                }
+                is_last = bucket is self._buckets[-1]
+                flight.append(bucket.bring(used, is_last=is_last, notes=self._marks_of(bucket, used)))
+                yield flight[-1]
+
+        self._engine.add_all(departing())
         notes = self._engine.finish() if flight else []
         reached: list[Tensor] = []
         for bucket, one, marks in zip(self._buckets, flight, notes, strict=True):
@@ -164,7 +159,7 @@ class ShardExchange(EngineHolder):
         if flight:
             self._engine.account()
         self._steps.averaged(reached)
-        self.is_exchanging = False
+        self._is_exchanging = False
 
     def holds_any_of(self, param_groups: Iterable[Mapping[str, Any]]) -> bool:
         """Returns whether an optimizer with these groups steps on parameters of the module."""
@@ -188,7 +183,7 @@ class ShardExchange(EngineHolder):
 
     def _fill(self, buckets: Iterable[ShardBucket]) -> None:
         for bucket in buckets:
-            for name, part in bucket.by_name().items():
+            for name, part in bucket.by_name(bucket.residual).items():
                 if name in self._loaded and self._loaded[name].numel() == part.numel():
                     part.copy_(self._loaded.pop(name))
 
@@ -197,68 +192,46 @@ class ShardExchange(EngineHolder):
     @property
     def parameter_sizes(self) -> dict[str, int]:
         """By name, how many real numbers this rank exchanges of each parameter."""
-        return {
-            name: size
-            for bucket in self._buckets
-            for name, size in zip(bucket.layout.names, bucket.layout.sizes, strict=True)
-        }
+        return sizes_by_name(self._buckets)
 
     @property
-    def parameters(self) -> dict[str, nn.Parameter]:
+    def parameters(self) -> Mapping[str, Tensor]:
         """The module's parameters by name, as it has them when they are sharded."""
         return self._parameters
 
-    def residuals(self) -> dict[str, Tensor]:
-        """Returns by name what this rank has not sent of its shards: flat, the memory itself, which later steps change.
-
-        In the order of each shard's indices; only of parameters that required a gradient so far.
-        """
-        return {name: part for bucket in self._buckets for name, part in bucket.by_name().items()}
+    def snapshot(self, workers: Workers | None = None) -> Snapshot:
+        """Return this rank's state; residuals only of parameters that required a gradient so far. Not collective."""
+        snapshot = self._engine.snapshot()
+        snapshot.own["residual"] = {
+            name: part for bucket in self._buckets for name, part in bucket.by_name(bucket.residual).items()
+        }
+        return snapshot
 
     @torch.no_grad()
-    def load_residuals(self, saved: Mapping[str, Tensor]) -> None:
-        """Replaces all residuals by saved ones of the same sizes, and by zero where there are none."""
-        self._loaded = dict(saved)
-        for bucket in self._buckets:
-            bucket.residual.zero_()
+    def restore(self, snapshot: Snapshot) -> None:
+        """Replace all state by a snapshot of another run, as far as it fits the model. Not collective."""
+        self.reset()
+        self._engine.restore(snapshot)
+        self._loaded = dict(snapshot.own.get("residual", {}))
         self._fill(self._buckets)
 
+    @torch.no_grad()
     def reset(self) -> None:
-        """Returns to the state before the first step: no residuals, no history, a calibration that begins anew."""
-        self.load_residuals({})
+        """Return to the state before the first step: no residuals, no history, a new calibration."""
+        self._loaded = {}
+        for bucket in self._buckets:
+            bucket.residual.zero_()
         self._engine.reset()
-        self.is_exchanging = False
+        self._is_exchanging = False
 
-    def shared_state(self) -> dict[str, Any]:
-        """Returns what is the same on all replicas for this rank's shards, in plain containers."""
-        return self._engine.shared_state() | self._sparsifier_state(self._engine.next_step)
+    @property
+    def is_exchanging(self) -> bool:
+        """Whether an exchange has begun and has not ended, or was broken off: residuals are of no use then."""
+        return self._is_exchanging
 
-    def load_shared_state(self, saved: Mapping[str, Any]) -> None:
-        """Continues from what `shared_state` returned in another run.
-
-        Args:
-            saved: the other run's; the history of its exchange empty if it had not as many replicas of as many ranks.
-        """
-        self._engine.load_shared_state(saved, same_world_size=True)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns all that this rank needs to go on exactly, for loops without a Trainer: save one file a rank.
-
-        Plain containers and copies, which ``torch.load(weights_only=True)`` reads. Not collective.
-        """
-        residuals = {name: one.cpu().clone() for name, one in self.residuals().items()}
-        return sealed(self._place() | {"shared": self.shared_state(), "residuals": residuals})
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continues from what `state_dict` returned on the same rank, before the first step.
-
-        Raises:
-            RuntimeError: it is of another rank or of another number of ranks, or is damaged.
-        """
-        self._require_own(saved, "begin with residuals of zero", "shared", "residuals")
-        self.reset()
-        self.load_shared_state(saved["shared"])
-        self.load_residuals(saved["residuals"])
+    def obstacles(self) -> list[str]:
+        """Return why residuals cannot be saved at this moment."""
+        return [BROKEN_OFF] if self.is_exchanging else []
 
     def _place(self) -> dict[str, int]:
         return dict(self._place_in_world)

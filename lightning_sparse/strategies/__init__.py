@@ -1,23 +1,21 @@
 """Lightning's strategies, their names, and what checkpoints hold."""
 
 from lightning_sparse.strategies.ddp import SparseDDPStrategy
-from lightning_sparse.strategies.hard_threshold import DDPHardThresholdStrategy, LocalHardThresholdStrategy
-from lightning_sparse.strategies.hard_threshold_replicas import (
+from lightning_sparse.strategies.hard_threshold import (
+    DDPHardThresholdStrategy,
     HSDPHardThresholdStrategy,
+    LocalHardThresholdStrategy,
     LocalHSDPHardThresholdStrategy,
 )
-from lightning_sparse.strategies.hsdp import SparseHSDPStrategy
+from lightning_sparse.strategies.hsdp import SparseHSDPStrategy, SparseLocalHSDPStrategy
 from lightning_sparse.strategies.local import SparseLocalStrategy
-from lightning_sparse.strategies.local_hsdp import SparseLocalHSDPStrategy
 from lightning_sparse.strategies.names import register_strategies
-from lightning_sparse.strategies.simulated import SimulatedWorkersStrategy
 
 __all__ = [
     "DDPHardThresholdStrategy",
     "HSDPHardThresholdStrategy",
     "LocalHSDPHardThresholdStrategy",
     "LocalHardThresholdStrategy",
-    "SimulatedWorkersStrategy",
     "SparseDDPStrategy",
     "SparseHSDPStrategy",
     "SparseLocalHSDPStrategy",

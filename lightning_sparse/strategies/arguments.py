@@ -52,7 +52,7 @@ def check_ddp_arguments(arguments: dict[str, Any], strategy: type[DDPStrategy]) 
 
 
 def _hint(name: str, known: set[str], strategy: type[Strategy]) -> str:
-    own = set(inspect.signature(strategy.__init__).parameters) - {"self", "kwargs"}
+    own = set(inspect.signature(strategy).parameters) - {"kwargs"}
     close = difflib.get_close_matches(name, known | own, n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
 

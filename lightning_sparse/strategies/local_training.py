@@ -1,6 +1,5 @@
 """What strategies of local training have in common: everybody sees the same weights wherever they are looked at."""
 
-from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -10,32 +9,33 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sparse.drift import SparseModelAverager
-from lightning_sparse.strategies.seen_steps import SeesSteps
-from lightning_sparse.strategies.step_log import StepLog
+from lightning_sparse.checkpointing.options import DriftCheckpointOptions
+from lightning_sparse.drift import DriftOptions, SparseModelAverager
+from lightning_sparse.engine.weak_call import weakly
+from lightning_sparse.strategies.options import AveragesDrifts
 
 _OWN_WEIGHTS = ("WeightAveraging", "StochasticWeightAveraging", "ModelPruning")  # the first from Lightning 2.6 on
 
 
-class LocalTraining(SeesSteps):
-    """Shows the mean of all weights in validation and after ``fit``; while training goes on, each has its own.
+class LocalTraining(AveragesDrifts):
+    """Shows the mean of all weights in validation and after ``fit``; while training goes on, each has its own."""
 
-    Attributes:
-        averager: the `SparseModelAverager` of the running or last ``fit``, None before.
-    """
-
-    step_log: StepLog
+    averages = "drifts"
+    state: SparseModelAverager | None
+    _options: DriftOptions
+    _checkpoint_options: DriftCheckpointOptions
+    _call_each_step = "step() after"
     _has_ended = False
 
     @property
-    @abstractmethod
     def averager(self) -> SparseModelAverager | None:
-        """What exchanges drifts in the running or last ``fit``, None before."""
+        """The averager of the running or last ``fit``, None before; also called ``state``."""
+        return self.state
 
-    @property
-    @override
-    def _progress(self) -> object:
-        return None if self.averager is None else self.averager.num_steps
+    def _follow_drifts(self, averager: SparseModelAverager) -> None:
+        self._has_ended = False
+        self._follow(averager, holds_density=True)
+        averager.observed_steps.on_step = weakly(self._after_observed_step)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -52,7 +52,7 @@ class LocalTraining(SeesSteps):
     def _exchange(self) -> None:
         assert self.averager is not None
         self.averager.step()
-        self.step_log.write(self.lightning_module, self.averager)
+        self._log()
 
     @override
     def on_validation_start(self) -> None:

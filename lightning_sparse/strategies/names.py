@@ -8,9 +8,10 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 from lightning_sparse.sparsifiers import Accordion, Dense, GaussianK, RandomK, Sparsifier, TopK
 from lightning_sparse.strategies.ddp import SparseDDPStrategy
-from lightning_sparse.strategies.hard_threshold import DDPHardThresholdStrategy, LocalHardThresholdStrategy
-from lightning_sparse.strategies.hard_threshold_replicas import (
+from lightning_sparse.strategies.hard_threshold import (
+    DDPHardThresholdStrategy,
     HSDPHardThresholdStrategy,
+    LocalHardThresholdStrategy,
     LocalHSDPHardThresholdStrategy,
 )
 from lightning_sparse.strategies.local import SparseLocalStrategy

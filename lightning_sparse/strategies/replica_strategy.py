@@ -1,9 +1,14 @@
-"""What strategies have in common whose replicas are sharded: who belongs together, and which steps count."""
+"""What strategies have in common whose replicas are sharded: the mesh, counted steps, checkpoints of all ranks."""
 
+import shutil
 from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -11,44 +16,58 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sparse.exchange.replicas import replica_mesh
-from lightning_sparse.shards import ShardExchange, ShardModelAverager
+from lightning_sparse.checkpointing.collecting import collect
+from lightning_sparse.checkpointing.content import warn_of_incomplete
+from lightning_sparse.checkpointing.together import is_in_trouble, patience_of, shortened
+from lightning_sparse.checkpointing.whole_files import part_of, put_in_place
+from lightning_sparse.engine.holder import BROKEN_OFF
+from lightning_sparse.exchange import Meeting, Workers, require_agreement
+from lightning_sparse.exchange.replicas import replica_mesh, summed
 from lightning_sparse.shards.resharded import reshard
 from lightning_sparse.sparsifiers import Sparsifier
-from lightning_sparse.strategies.advice import Advice
 from lightning_sparse.strategies.arguments import model_parallel_arguments
-from lightning_sparse.strategies.epochs import tell_epoch
-from lightning_sparse.strategies.saved_together import SavedTogether, stateless_as_before
-from lightning_sparse.strategies.seen_steps import SeesSteps
-from lightning_sparse.strategies.step_log import StepLog
+from lightning_sparse.strategies.inherited_options import WithInheritedOptions
 
 
-class ReplicaStrategy(SeesSteps, SavedTogether):
+@contextmanager
+def stateless_as_before(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Within it states can be asked for. To have one torch steps on zeros, with a learning rate of 0, which counts."""
+    without = [optimizer for optimizer in optimizers if not optimizer.state]
+    try:
+        yield
+    finally:
+        for optimizer in without:
+            optimizer.state.clear()
+
+
+class ReplicaStrategy(WithInheritedOptions, ModelParallelStrategy):
     """Lightning's ``ModelParallelStrategy`` with replicas as the first dimension of its mesh.
 
-    Args:
-        sparsifier: what to send.
-        replicas: how many; ``"auto"`` is one a node.
-        tensor_parallel_size: ranks that share the tensors of a layer, inside a replica.
-        what: is exchanged, in words.
-        **kwargs: of ``ModelParallelStrategy``.
+    No rank saves alone, and a kill leaves no half of a checkpoint.
 
-    Attributes:
-        state: what exchanges in the running or last ``fit``, None before.
+    Args:
+        replicas: number of replicas; ``"auto"`` is one per node.
+        tensor_parallel_size: ranks that share the tensors of a layer, inside a replica.
+        **kwargs: of Lightning's ``ModelParallelStrategy``: ``save_distributed_checkpoint`` (True writes a folder to
+            which every rank contributes, False one file with everything, for which rank 0 needs the memory),
+            ``process_group_backend`` and ``timeout``.
 
     Raises:
         ValueError: an invalid option.
         TypeError: a misspelt argument.
     """
 
-    state: ShardExchange | ShardModelAverager | None
+    _is_sharded: ClassVar[bool] = True
+    _reads_folders = True
+    _meeting: Meeting | None = None
+    _why_not: str | None = None
 
     def __init__(
         self,
         sparsifier: Sparsifier,
-        replicas: Literal["auto"] | int,
-        tensor_parallel_size: int,
-        what: str,
+        *,
+        replicas: Literal["auto"] | int = "auto",
+        tensor_parallel_size: int = 1,
         **kwargs: Any,
     ) -> None:
         for name, value in (("replicas", replicas), ("tensor_parallel_size", tensor_parallel_size)):
@@ -56,24 +75,17 @@ class ReplicaStrategy(SeesSteps, SavedTogether):
             if not (is_count or (name == "replicas" and value == "auto")):
                 word = ' or "auto"' if name == "replicas" else ""
                 raise ValueError(f"Invalid {name}={value!r}. Must be a whole number of at least 1{word}.")
-        kwargs = model_parallel_arguments(kwargs, type(self))
-        super().__init__(tensor_parallel_size=tensor_parallel_size, **kwargs)
-        self.sparsifier = sparsifier
-        self.state = None
-        self.step_log = StepLog()
         self._replicas = replicas
-        self._per_layer_stats = False
-        self._advice = Advice(what)
+        super().__init__(sparsifier, **kwargs)
+        self._tensor_parallel_size = tensor_parallel_size
 
-    def request_layer_stats(self) -> None:
-        """Asks for per-layer numbers from the next ``fit`` on; on all ranks, in a callback's ``setup``."""
-        self._per_layer_stats = True
-
-    # What is exchanged is for those who inherit to say.
+    @override
+    def _lightning_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        return model_parallel_arguments(arguments, type(self))
 
     @abstractmethod
-    def _make_state(self) -> ShardExchange | ShardModelAverager:
-        """Returns what exchanges, for the model that has been set up. Collective: all ranks."""
+    def _make_state(self) -> None:
+        """Make and follow the averager for the model that has been set up. Collective: all ranks."""
 
     # Who belongs together.
 
@@ -117,12 +129,11 @@ class ReplicaStrategy(SeesSteps, SavedTogether):
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        self.step_log.clear()
         if self.state is not None:
             self.state.close()  # not when its fit ended: it may have been saved after that
-        self.state = self._make_state()
-        self._agree_where_to_meet()
-        self.state.subscribe(self.step_log.add)
+        require_agreement(asdict(self._checkpoint_options) | {"in one file": not self._save_distributed_checkpoint})
+        self._make_state()
+        self._meeting = Meeting(Workers(None, self.global_rank, self.world_size))
 
     # Which steps count.
 
@@ -139,21 +150,9 @@ class ReplicaStrategy(SeesSteps, SavedTogether):
             checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *others, **options)
             assert self.lightning_module is not None
             if self.state is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-                self._restore(checkpoint, Path(self.broadcast(checkpoint_path)))
+                path = Path(self.broadcast(checkpoint_path))
+                self._restore(checkpoint, path=path, module=self.model, optimizers=self.optimizers)
         return checkpoint
-
-    @abstractmethod
-    def _restore(self, checkpoint: dict[str, Any], path: Path) -> None:
-        """Makes what exchanges what a checkpoint holds. Collective: all ranks."""
-
-    # Before and after steps.
-
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
-        self.step_log.begin_batch(self.lightning_module)
-        if self.state is not None:
-            tell_epoch(self.state, self)
 
     @override
     def on_validation_end(self) -> None:
@@ -162,12 +161,77 @@ class ReplicaStrategy(SeesSteps, SavedTogether):
         reshard(self.model)  # optimizers made from now on must not be for what it has gathered
 
     @override
-    def on_train_end(self) -> None:
-        super().on_train_end()
-        self._advice.end()
-
-    @override
     def teardown(self) -> None:
         if self.state is not None:
             self.state.own_group.release()  # it may be saved after this, and steps no more
         super().teardown()
+
+    # Checkpoints, which all ranks write together.
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        # Lightning asks every rank first of all, and then calls save_checkpoint on it.
+        if self._meeting is not None and self.lightning_module is not None:
+            why_not = self._why_not_together(self._meeting, self.lightning_module.trainer.global_step)
+            if why_not is not None:
+                raise RuntimeError(
+                    f"No checkpoint was written: {why_not}. What is sharded can be saved by all its ranks only."
+                )
+        return self._module_state()
+
+    def _why_not_together(self, meeting: Meeting, step: int) -> str | None:
+        patience = patience_of(self._timeout)
+        try:
+            return meeting.hold({"step": step}, shortened(patience) if is_in_trouble() else patience).why_not
+        except dist.DistNetworkError:  # of the store, which ends with the first worker
+            return "the first worker is gone"
+
+    def _module_state(self) -> dict[str, Any]:
+        """Returns what a checkpoint holds of the module. Collective: all ranks."""
+        return super().lightning_module_state_dict()
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        path = place = Path(self.broadcast(filepath))
+        if self._save_distributed_checkpoint:
+            # Where all ranks write, a kill would leave what is in part of this save and in part of the one before.
+            place = part_of(path)
+            if self.local_rank == 0:
+                shutil.rmtree(place, ignore_errors=True)
+            self.barrier()
+        super().save_checkpoint(checkpoint, place, storage_options)
+        if self._save_distributed_checkpoint:
+            self.barrier()
+            if self.is_global_zero:
+                put_in_place(path)
+            self.barrier()
+            if self.local_rank == 0 and not self.is_global_zero:
+                put_in_place(path)  # where a node has a disk of its own
+
+    @override
+    def _content(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any] | None:
+        if self.state is None:
+            return None
+        optimizers = self._own_optimizers(checkpoint)
+        kinds = self._checkpoint_options.kinds
+        if self._why_not is None and kinds:
+            self._why_not = self._why_broken("anchor's")
+        why_not, self._why_not = self._why_not, None
+        folder = path if self._save_distributed_checkpoint else None
+        return collect(self.state, self.state.workers, kinds, why_not=why_not, folder=folder, optimizers=optimizers)
+
+    def _own_optimizers(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return the states of optimizers that differ between replicas, by their place."""
+        return {}
+
+    def _why_broken(self, weights: str) -> str | None:
+        """Return, and say, why a checkpoint lacks tensors of replicas; None if nothing is wrong. Collective."""
+        assert self.state is not None
+        of_shards = summed([float(self.state.is_exchanging)], self.state.workers, self.state.device)
+        if not summed(of_shards, self.state.replica, self.state.device)[0]:
+            return None
+        if self.is_global_zero:
+            warn_of_incomplete(self.state.kind, BROKEN_OFF, weights)
+        return BROKEN_OFF

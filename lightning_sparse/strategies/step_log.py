@@ -14,6 +14,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
 
 from lightning_sparse.engine import EngineHolder, StepStats
+from lightning_sparse.engine.step_stats import of_exchanges
+from lightning_sparse.selection.numbers import STEP_NUMBERS
 
 MOST_UNLOGGED = 256
 
@@ -142,13 +144,7 @@ def step_metrics(steps: list[StepStats]) -> dict[str, float]:
 
     Density is over all exchanges together, payload bytes are their sum, error norm and threshold those of the last.
     """
-    last = steps[-1]
-    elements = sum(step.num_workers * step.num_elements for step in steps)
-    metrics = {
-        "sparse/density": sum(step.selected for step in steps) / max(elements, 1),
-        "sparse/error_norm": last.error_norm,
-        "sparse/payload_bytes": float(sum(step.payload_bytes for step in steps)),
-    }
-    if last.threshold is not None:
-        metrics["sparse/threshold"] = last.threshold
-    return metrics
+    stats = of_exchanges(steps)
+    logged = [number.logged for number in STEP_NUMBERS if number.logged]
+    values = {f"sparse/{name}": getattr(stats, name) for name in logged}
+    return {name: float(value) for name, value in values.items() if value is not None}

@@ -290,7 +290,7 @@ def _tell():
     step(model, [0.1] * 4, [0.1] * 3, [0.9, 0.3])
     model(torch.ones(4), torch.ones(3), torch.ones(2)).backward()
     model.zero_grad()  # dropped: a run that resumes from here knows nothing of it
-    saved = state.shared_state()["next_step"]
+    saved = state.snapshot().numbers["next_step"]
     for _ in range(2):
         step(model, [0.1] * 4, [0.1] * 3, [0.9, 0.3])
     return at_first, saved, state.sparsifier._told, sparsifier._told

@@ -554,7 +554,7 @@ def is_replaced(restarts):
         if step == 4:
             assert averager.is_sent_off
             if restarts:
-                averager.restart()
+                averager.reset()
             else:
                 averager = SparseModelAverager(model, HardThreshold(threshold=THRESHOLD), options)
                 before = flat(model)

@@ -55,8 +55,10 @@ def _epochs(sparsifier, num_epochs, options, *, drops=False):
                     continue
                 optimizer.step()
                 total += gradient
-        numbers.append({"λ": state.sparsifier.current_threshold, **state.shared_state()})
-    (residual,) = state.state_dict()["residuals"].values()
+        numbers.append(
+            {"λ": state.sparsifier.current_threshold, **state.snapshot().numbers, **state.snapshot().history}
+        )
+    (residual,) = state.state_dict()["own"]["residual"].values()
     return {
         "total": total,
         "pending": residual.view(-1),

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_sparse import DriftOptions, HardThreshold, ShardModelAverager
-from lightning_sparse.shards.whole_tensors import like_parameter, whole
+from lightning_sparse.exchange.sharded_tensors import like_parameter, whole
 from tests.distributed.drift_simulation import Simulation, at_least, flat
 from tests.distributed.test_drift import CASES
 from tests.distributed.test_shards import LAYOUTS, STEPS, build_batches, build_mesh, build_model, sharded

@@ -59,9 +59,9 @@ def whole_weights(model):
 
 
 def whole_residuals(exchange):
-    from lightning_sparse.shards.whole_tensors import like_parameter, whole
+    from lightning_sparse.exchange.sharded_tensors import like_parameter, whole
 
-    named = exchange.residuals().items()
+    named = exchange.snapshot().own["residual"].items()
     return {name: whole(like_parameter(exchange.parameters[name], one)) for name, one in named}
 
 

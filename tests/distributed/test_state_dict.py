@@ -60,9 +60,9 @@ def _stop_and_go_on(sparsifier, stop=STOP, dropped=None):
 @pytest.mark.parametrize("num_workers", [2, 3])
 def test_a_loop_that_stops_and_goes_on_equals_one_that_does_not(num_workers, sparsifier):
     for straight, resumed in run_workers(_stop_and_go_on, num_workers, sparsifier):
-        assert any(one.any() for one in straight[2]["residuals"].values())
+        assert any(one.any() for one in straight[2]["own"]["residual"].values())
         for one, other in zip(straight, resumed, strict=True):
-            for plain in {"shared", "seal"} & one.keys():
+            for plain in {"numbers", "seal"} & one.keys():
                 assert one.pop(plain) == other.pop(plain)
             torch.testing.assert_close(one, other, rtol=0, atol=0)
 
@@ -83,11 +83,11 @@ def test_a_loop_that_stops_and_goes_on_equals_one_that_does_not(num_workers, spa
 @pytest.mark.parametrize(("stop", "dropped"), [(1, None), (STOP, STOP - 1), (STOP, STOP - 2)])
 def test_a_stop_after_the_first_step_or_a_dropped_one_changes_no_weight(sparsifier, stop, dropped):
     for straight, resumed in run_workers(_stop_and_go_on, 2, sparsifier, stop, dropped):
-        assert any(one.any() for one in straight[2]["residuals"].values())
+        assert any(one.any() for one in straight[2]["own"]["residual"].values())
         torch.testing.assert_close(straight[:2], resumed[:2], rtol=0, atol=0)
-        torch.testing.assert_close(straight[2]["residuals"], resumed[2]["residuals"], rtol=0, atol=0)
+        torch.testing.assert_close(straight[2]["own"]["residual"], resumed[2]["own"]["residual"], rtol=0, atol=0)
         for key in ("sums", "norms"):  # of the running epoch, and of the last, in which the stop was
-            found = [one[2]["shared"]["sparsifier"].get(key, {}) for one in (straight, resumed)]
+            found = [one[2]["history"]["sparsifier"].get(key, {}) for one in (straight, resumed)]
             torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
@@ -106,10 +106,12 @@ def _first_layout(comes_from_another_run):
     model, optimizer, state = begin(HardThreshold(threshold=0.2))
     if comes_from_another_run:
         names = [name for name, one in model.module.named_parameters() if one.requires_grad]
-        state.load_shared_state(state.shared_state() | {"layout": [[name] for name in names]}, same_world_size=True)
+        other = state.snapshot()
+        other.numbers["layout"] = [[name] for name in names]
+        state.restore(other)
         state.reset()
     run(model, optimizer, build_batches(dist.get_world_size(), torch.float32, 1))
-    return state.shared_state()["layout"]
+    return state.snapshot().numbers["layout"]
 
 
 def test_after_a_reset_buckets_are_not_laid_out_as_in_another_run():
@@ -126,8 +128,8 @@ def _told_of_an_epoch():
     rate.mul_(0.5)  # as a scheduler does
     run(model, optimizer, build_batches(dist.get_world_size(), torch.float32, 2))
     saved = state.state_dict()
-    assert saved["shared"]["sparsifier"]["learning_rates"] == [pytest.approx(0.1)]
-    assert set(saved["shared"]["sparsifier"]["sums"]) == set(dict(model.module.named_parameters()))
+    assert saved["history"]["sparsifier"]["learning_rates"] == [pytest.approx(0.1)]
+    assert set(saved["history"]["sparsifier"]["sums"]) == set(dict(model.module.named_parameters()))
     state.load_state_dict(saved)
     assert state.epoch is None
     assert state.sparsifier.state_dict(2)["epoch"] == 0
@@ -149,7 +151,7 @@ def _with_other_settings():
     model, optimizer, state = begin(Accordion(0.05, 0.2, interval=1))
     run(model, optimizer, build_batches(dist.get_world_size(), torch.float32, 2), state=state)
     saved = state.state_dict()
-    assert saved["shared"]["sparsifier"]["sums"]
+    assert saved["history"]["sparsifier"]["sums"]
     *_, other = begin(Accordion(0.05, 0.2, interval=2))
     fresh = other.sparsifier.state_dict(0)
     other.load_state_dict(saved)

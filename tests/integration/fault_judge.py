@@ -77,6 +77,11 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     )
 
 
+def numbers_of(content: dict[str, Any]) -> Any:
+    """What all workers know alike."""
+    return content["numbers"], content["histories"]
+
+
 class Judge:
     """Compares files and results of one case with the simulation; resumes each file whose content it has not seen."""
 
@@ -111,8 +116,8 @@ class Judge:
         holds, is_ahead = "ddp", False
         if self.case.is_sparse:
             holds = self._residuals(content, step, name, problems)
-            is_ahead = bool(step) and content["shared"] != self.shared[step]
-        digest = hashlib.sha256(repr((step, saved["global_step"], holds, content and content["shared"])).encode())
+            is_ahead = bool(step) and numbers_of(content) != self.shared[step]
+        digest = hashlib.sha256(repr((step, saved["global_step"], holds, content and numbers_of(content))).encode())
         if step is None:
             for one in (*state.weights.values(), *state.momentum.values()):
                 digest.update(one.numpy().tobytes())
@@ -122,7 +127,8 @@ class Judge:
         if content is None:
             problems.append(f"{name} has nothing under {KEY}")
             return "nothing"
-        residuals, why_not = content["residuals"], content["why_no_residuals"]
+        residuals = [worker["residual"] for worker in content["workers"]]
+        why_not = content["why_incomplete"]
         if why_not is not None:
             if residuals:
                 problems.append(f"{name} has residuals and says why it has none: {why_not}")
@@ -154,7 +160,7 @@ class Judge:
         of_optimizer = saved["optimizer_states"][0]["state"] if saved["optimizer_states"] else {}
         momentum = {name: of_optimizer[index]["momentum"] for index, name in enumerate(SIZES) if index in of_optimizer}
         content = saved.get(KEY)
-        residuals: Any = content["residuals"] if content is not None else []
+        residuals: Any = [worker["residual"] for worker in content["workers"]] if content is not None else []
         if len(residuals) < 2:  # the mean, or none
             residuals = (residuals or [{}]) * self.case.num_workers
         return State(saved["state_dict"], zeros() | momentum, [zeros() | one for one in residuals])
@@ -166,7 +172,7 @@ class Judge:
         with tempfile.TemporaryDirectory() as name:
             run(self.case, Path(name), save_all)
             files = [torch.load(path, weights_only=True) for path in Path(name).glob("*.ckpt")]
-            self.shared = {saved["global_step"]: saved[KEY]["shared"] for saved in files}
+            self.shared = {saved["global_step"]: numbers_of(saved[KEY]) for saved in files}
             assert sorted(self.shared) == list(range(1, STEPS + 1)), (Path(name) / "output of 0").read_text()
 
     def check_end(self, result: dict[str, Any], rank: int, expected: State, what: str) -> list[str]:
@@ -237,8 +243,8 @@ class Judge:
         for rank in range(self.case.num_workers):
             result = torch.load(folder / f"{number} of {rank}", weights_only=True)
             problems += self.check_end(result, rank, expected, f"resumed from {path.name}")
-            if rank == 0 and self.case.is_sparse and (why := saved[KEY]["why_no_residuals"]) is not None:
-                had_steps = saved[KEY]["shared"]["last_step"] is not None
+            if rank == 0 and self.case.is_sparse and (why := saved[KEY]["why_incomplete"]) is not None:
+                had_steps = saved[KEY]["numbers"]["last_step"] is not None
                 if had_steps and not any("holds no residuals" in one and why in one for one in result["warnings"]):
                     problems.append(f"resumed from {path.name}: no warning of missing residuals")
         return problems

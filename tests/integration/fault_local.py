@@ -25,6 +25,14 @@ def momentum_of(optimizer_states: list[Any]) -> Layers:
     }
 
 
+def own_of(content: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, torch.Tensor]]]:
+    """Returns every worker's tensors and its momentum."""
+    extras = content["extras"][0] if content["extras"] else []
+    return [
+        (held, momentum_of(extra["optimizer_states"])) for held, extra in zip(content["workers"], extras, strict=False)
+    ]
+
+
 class LocalJudge(Judge):
     """What is exact: the mean of the workers' weights in each file, all that each worker has, and every resume."""
 
@@ -44,7 +52,7 @@ class LocalJudge(Judge):
         if content is None:
             problems.append(f"{name} has nothing under {KEY}")
             return None
-        why_not = content["why_no_drifts"]
+        why_not = content["why_incomplete"]
         if why_not is None:
             holds = "residuals"
             step = self._check_workers(saved, name, problems)
@@ -66,7 +74,7 @@ class LocalJudge(Judge):
     def _check_workers(self, saved: dict[str, Any], name: str, problems: list[str]) -> int | None:
         """Returns the step of what workers have; None, as with plain ddp, where an optimizer was broken off."""
         content = saved[KEY]
-        workers = [(one["weights"], momentum_of(one["optimizer_states"])) for one in content["workers"]]
+        workers = [(held["weights"], momentum) for held, momentum in own_of(content)]
         known = [*enumerate(self.local_states), *((step + 1, one) for step, one in enumerate(self.stepped))]
         found: list[tuple[int, LocalState]] = []
         if self.case.residual_checkpoint == "mean":
@@ -94,11 +102,11 @@ class LocalJudge(Judge):
         content, n = saved[KEY], self.case.num_workers
         weights = [saved["state_dict"]] * n
         momentum = [momentum_of(saved["optimizer_states"])] * n
-        if content["why_no_drifts"] is not None:
+        if content["why_incomplete"] is not None:
             return LocalState(saved["state_dict"], weights, momentum)
         if content["workers"]:
-            weights = [one["weights"] for one in content["workers"]]
-            momentum = [momentum_of(one["optimizer_states"]) for one in content["workers"]]
+            weights = [held["weights"] for held, _ in own_of(content)]
+            momentum = [own for _, own in own_of(content)]
         anchor = {name: content["shared"]["anchor"][name] for name in SIZES}
         return LocalState(anchor, weights, momentum)
 
@@ -121,7 +129,7 @@ class LocalJudge(Judge):
         for rank in range(self.case.num_workers):
             result = torch.load(folder / f"{number} of {rank}", weights_only=True)
             problems += self._check_end(result, expected, f"resumed from {path.name}")
-            why = saved[KEY]["why_no_drifts"]
+            why = saved[KEY]["why_incomplete"]
             if (
                 rank == 0
                 and why is not None

@@ -18,6 +18,7 @@ import lightning.pytorch.trainer.connectors.signal_connector as signal_connector
 import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 
+from lightning_sparse.checkpointing import together, whole_files
 from lightning_sparse.ddp.settlement import Settlement
 from lightning_sparse.ddp.sparse_state import SparseState
 from lightning_sparse.drift import SparseModelAverager
@@ -31,8 +32,6 @@ from lightning_sparse.exchange.pending import Pending
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.selection import extraction
 from lightning_sparse.selection.block_filter import BlockFilter
-from lightning_sparse.strategies import ddp as strategy
-from lightning_sparse.strategies import local, saving
 
 COLLECTIVES = (
     *("irecv", "isend", "send", "recv", "reduce", "all_reduce", "all_gather", "all_gather_into_tensor"),
@@ -59,7 +58,8 @@ PARTS: list[tuple[Any, str]] = [
     (Settlement, "_step_ends"),
     (meeting.Meeting, "hold"),
     (meeting.Meeting, "workers_apart"),
-    (strategy, "collect"),
+    (together, "why_not_together"),
+    (together, "collect"),
     (Workers, "sum_on_first"),
     (DriftExchange, "depart"),
     (DriftExchange, "land"),
@@ -72,12 +72,10 @@ PARTS: list[tuple[Any, str]] = [
     (SharedWeights, "give_back"),
     (SharedWeights, "mean"),
     (SharedWeights, "shown"),
-    (SparseModelAverager, "own_state"),
-    (local, "meet"),
-    (local, "collect"),
+    (SparseModelAverager, "snapshot"),
     (Workers, "average"),
     (Workers, "gather_objects_to_first"),
-    (saving.WholeFileCheckpointIO, "save_checkpoint"),
+    (whole_files.WholeFileCheckpointIO, "save_checkpoint"),
     (torch_io, "_atomic_save"),
 ]
 WINDOWS = ("set-up", "step 0", "step 1", "save 1", "step 2", "step 3", "save 2", "step 4", "step 5", "end")

@@ -19,9 +19,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_sparse import HardThreshold, SparseDDPStrategy, SparseLocalStrategy
+from lightning_sparse.checkpointing import together
 from lightning_sparse.exchange import convoy
 from lightning_sparse.sparsifiers import LayerLayout, Selection
-from lightning_sparse.strategies import saving
 from tests.integration.fault_points import Fault, Injector, Point, Watcher
 from tests.integration.fault_training import ByHand, Endless, Exact
 from tests.integration.models import SMALL_BUCKETS_MB, WEIGHTS_ONLY, quiet_trainer
@@ -174,7 +174,7 @@ def _be_a_worker(case: Case, folder: str, function: Callable[..., None], args: A
         "GROUP_RANK": str(rank * case.hosts // case.num_workers),
     }
     tempfile.tempdir = folder  # where Lightning begins a file, which a kill leaves there
-    saving.PATIENCE, saving.PATIENCE_IN_TROUBLE = PATIENCE, PATIENCE_IN_TROUBLE
+    together.PATIENCE, together.PATIENCE_IN_TROUBLE = PATIENCE, PATIENCE_IN_TROUBLE
     function(rank, case, Path(folder), *args)
 
 

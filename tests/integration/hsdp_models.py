@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sparse.shards.whole_tensors import whole
+from lightning_sparse.exchange.sharded_tensors import whole
 from tests.integration.models import quiet_trainer
 
 STEPS = 8

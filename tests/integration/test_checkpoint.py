@@ -1,13 +1,11 @@
 """A run that stops and resumes equals one that went on; another number of workers keeps the pending update."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
@@ -20,7 +18,8 @@ from lightning_sparse import (
     SparseDDPStrategy,
     TopK,
 )
-from lightning_sparse.strategies.checkpoint import restore
+from lightning_sparse.checkpointing.options import CheckpointOptions
+from lightning_sparse.checkpointing.restoring import restore
 from tests.integration.models import (
     SMALL_BUCKETS_MB,
     WEIGHTS_ONLY,
@@ -177,7 +176,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(name: str, num_workers: int
 
 
 def residuals_in(path: Path) -> Any:
-    return torch.load(path, weights_only=True)["lightning_sparse"]["residuals"]
+    return [worker["residual"] for worker in torch.load(path, weights_only=True)["lightning_sparse"]["workers"]]
 
 
 def pending(residuals: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -254,7 +253,7 @@ def _fit_renamed(path: str) -> tuple[dict[str, Tensor], list[str]]:
     class Restore(Callback):
         def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
             with pytest.warns(UserWarning, match="the model is not the one of the checkpoint") as caught:
-                restore([trainer.strategy.state], content, "mean")
+                restore([trainer.strategy.state], content, CheckpointOptions())
             messages.extend(str(one.message) for one in caught)
             self.residuals = trainer.strategy.state.residuals.state_dict()
 
@@ -289,18 +288,3 @@ def test_the_words_are_checked_at_construction() -> None:
         DDPHardThresholdStrategy(residual_checkpoint="all")
     with pytest.raises(ValueError, match=r"Invalid on_world_size_change='keep'. Must be one of 'mean', 'reset'"):
         SparseDDPStrategy(HardThreshold(threshold=0.1), on_world_size_change="keep")
-
-
-def _gather_flat() -> list[list[float]] | None:
-    from lightning_sparse.exchange import Workers
-
-    rank = dist.get_rank()
-    workers = Workers(None, rank, dist.get_world_size())
-    tensors = [torch.full((3,), float(rank)), torch.full((2,), rank + 0.5, dtype=torch.float64), torch.empty(0)]
-    return [json.loads(json.dumps([one.tolist() for one in part])) for part in workers.gather_to_first(tensors)]
-
-
-def test_tensors_of_all_workers_reach_the_first_one_by_one() -> None:
-    first, *others = run_workers(_gather_flat, 3)
-    assert first == [[[rank] * 3, [rank + 0.5] * 2, []] for rank in (0.0, 1.0, 2.0)]
-    assert others == [[], []]

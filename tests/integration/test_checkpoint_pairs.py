@@ -25,7 +25,7 @@ from lightning_sparse import (
     SparseDDPStrategy,
     TopK,
 )
-from lightning_sparse.strategies.content import KEY, WRITERS
+from lightning_sparse.checkpointing.content import KEY, UNSENT, WRITERS
 from tests.integration.models import messages_of, quiet_trainer
 from tests.workers import run_workers
 
@@ -56,10 +56,10 @@ STRATEGIES: dict[str, Any] = {
 }
 READERS = [name for name in STRATEGIES if name != "plain ddp"]
 FAMILIES = {
-    "gradients": ("ddp", "ddp_topk", "simulated"),
-    "drifts": ("local", "local, kept apart"),
-    "gradients of shards": ("hsdp file", "hsdp folder"),
-    "drifts of shards": (
+    "gradients": ("ddp", "ddp_topk", "simulated", "hsdp file", "hsdp folder"),
+    "drifts": (
+        "local",
+        "local, kept apart",
         "local_hsdp file",
         "local_hsdp file, kept apart",
         "local_hsdp folder, kept apart",
@@ -103,10 +103,7 @@ class Unsent(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy: Any = trainer.strategy
         for state in getattr(getattr(strategy, "workers", None), "each", [strategy.state]):
-            if hasattr(state, "residuals"):
-                held = state.residuals() if callable(state.residuals) else state.residuals.state_dict()
-            else:
-                held = state.kept_state().get("kept", {})
+            held = state.snapshot().own.get(UNSENT[state.kind], {})
             self.squares.append(sum(float(tensor.double().square().sum()) for tensor in held.values()))
 
 

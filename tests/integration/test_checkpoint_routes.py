@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import HardThreshold, register_comm_hook
-from lightning_sparse.strategies.checkpoint import collect
+from lightning_sparse.checkpointing.options import CheckpointOptions
+from lightning_sparse.checkpointing.together import collect_together
 from tests.integration.models import (
     SMALL_BUCKETS_MB,
     WEIGHTS_ONLY,
@@ -58,7 +59,7 @@ def test_checkpoints_are_exchanged_with_plain_ddp(tmp_path: Path) -> None:
     run_workers(_cross, 2, str(tmp_path), process_group=False)
     assert "lightning_sparse" not in torch.load(tmp_path / "dense.ckpt", weights_only=True)
     again = torch.load(tmp_path / "again.ckpt", weights_only=True)["lightning_sparse"]
-    assert [len(one) for one in again["residuals"]] == [6, 6]
+    assert [len(worker["residual"]) for worker in again["workers"]] == [6, 6]
 
 
 def _model_checkpoint(folder: str) -> dict[str, Tensor]:
@@ -128,7 +129,7 @@ def test_a_checkpoint_written_later_holds_what_was_when_it_was_asked_for(tmp_pat
     run(2, CASES["plain"], STOP, save=(STOP, str(tmp_path / "at once.ckpt")))
     run_workers(_asynchronous, 2, str(tmp_path / "later.ckpt"), process_group=False)
     one, other = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("at once", "later"))
-    for plain in ("shared", "seal", "kind"):
+    for plain in ("numbers", "seal", "kind"):
         assert one["lightning_sparse"].pop(plain) == other["lightning_sparse"].pop(plain)
     for part in ("lightning_sparse", "global_step"):
         assert_equal(one[part], other[part])
@@ -146,17 +147,17 @@ def _collect_and_go_on() -> tuple[Any, Any]:
     for _ in range(2):  # after the first step DDP lays its buckets out anew, and residuals move to other memory
         torch.nn.functional.cross_entropy(model(inputs), labels).backward()
         state.commit()
-    content = collect(state, "full", 60.0)
-    before = copy.deepcopy(content and content["residuals"])
+    content = collect_together(state, state.meeting, CheckpointOptions(), 60.0)
+    before = copy.deepcopy(content and content["workers"])
     for _ in range(2):
         torch.nn.functional.cross_entropy(model(inputs), labels).backward()
         state.commit()
-    return before, content and content["residuals"]
+    return before, content and content["workers"]
 
 
 def test_later_steps_do_not_change_what_was_collected() -> None:
     (before, after), _ = run_workers(_collect_and_go_on, 2)
-    assert any(one.any() for one in before[0].values())
+    assert any(one.any() for one in before[0]["residual"].values())
     assert_equal(before, after)
 
 
@@ -167,11 +168,10 @@ def _peak_while_collecting(kind: str) -> tuple[int, int]:
     state.residuals.load_state_dict({f"layers.{index}": torch.ones(MILLION) for index in range(25)})
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = memory("VmHWM")
-    content = collect(state, kind, 60.0)
+    content = collect_together(state, state.meeting, CheckpointOptions(kind), 60.0)
     grown = memory("VmHWM") - before
-    residuals = [] if content is None else content["residuals"]
-    of_workers = residuals if isinstance(residuals, list) else [residuals]
-    return grown, sum(one.nbytes for of_worker in of_workers for one in of_worker.values())
+    of_workers = [] if content is None else content["workers"]
+    return grown, sum(tensor.nbytes for worker in of_workers for tensor in worker["residual"].values())
 
 
 MILLION = 1_000_000

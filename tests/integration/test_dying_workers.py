@@ -469,8 +469,8 @@ def test_fewer_workers_go_on_after_a_death_and_end_as_well(tmp_path: Path) -> No
     assert exit_code == 0, output
     assert "the number of workers is 2 instead of 3: each starts from the mean of the old residuals" in output
     expected = {
-        name: torch.stack([one[name].double() for one in saved[KEY]["residuals"]]).mean(0).float()
-        for name in saved[KEY]["residuals"][0]
+        name: torch.stack([one["residual"][name].double() for one in saved[KEY]["workers"]]).mean(0).float()
+        for name in saved[KEY]["workers"][0]["residual"]
     }
     for result in recorded(tmp_path, 2):
         assert (result["start"], result["steps"]) == (20, max_steps)
@@ -498,8 +498,8 @@ def assert_whole(path: Path, num_workers: int) -> int:
     saved = read(path)
     step = saved["global_step"]
     assert saved[KEY]["world_size"] == num_workers
-    assert len(saved[KEY]["residuals"]) == num_workers
-    for residuals in saved[KEY]["residuals"]:
+    assert len(saved[KEY]["workers"]) == num_workers
+    for residuals in (worker["residual"] for worker in saved[KEY]["workers"]):
         assert {name: one.numel() for name, one in residuals.items()} == {
             name: one.numel() for name, one in saved["state_dict"].items()
         }

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateFinder
 
 from lightning_sparse import Accordion, SparseDDPStrategy, SparseLocalStrategy
-from lightning_sparse.strategies.epochs import tell_epoch
+from lightning_sparse.strategies.sparse_strategy import tell_epoch
 from tests.integration.models import Classifier, data, forgets_a_search, quiet_trainer
 from tests.workers import run_workers
 
@@ -70,8 +70,7 @@ def test_the_rates_of_all_groups_of_all_optimizers_are_told() -> None:
         SimpleNamespace(param_groups=[{"lr": 0.1}, {"lr": torch.tensor(0.5)}]),
         SimpleNamespace(param_groups=[{"lr": 2}, {"step_size": 0.3}]),
     ]
-    module = SimpleNamespace(trainer=SimpleNamespace(current_epoch=4))
-    tell_epoch(holder, SimpleNamespace(lightning_module=module, optimizers=optimizers))  # type: ignore[arg-type]
+    tell_epoch(holder, 4, optimizers)  # type: ignore[arg-type]
     holder.epoch = 4
-    tell_epoch(holder, SimpleNamespace(lightning_module=module, optimizers=optimizers))  # type: ignore[arg-type]
+    tell_epoch(holder, 4, optimizers)  # type: ignore[arg-type]
     assert told == [(4, [0.1, 0.5, 2.0])]

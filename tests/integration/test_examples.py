@@ -81,7 +81,7 @@ def test_the_example_for_clusters_saves_between_steps_when_one_worker_has_a_sign
     steps = saved["global_step"]
     assert 100 < steps < 1_000_000
     assert steps % 10 == 0
-    first, second = saved["lightning_sparse"]["residuals"]
+    first, second = (worker["residual"] for worker in saved["lightning_sparse"]["workers"])
     assert any(not torch.equal(one, second[name]) for name, one in first.items())
     with on_two_workers(steps + 25, tmp_path) as workers:
         printed = end_of(workers, tmp_path)

@@ -13,9 +13,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_sparse import HSDPHardThresholdStrategy, LocalHSDPHardThresholdStrategy
+from lightning_sparse.checkpointing import together
+from lightning_sparse.checkpointing.whole_files import part_of, put_in_place
 from lightning_sparse.shards import ShardExchange, ShardModelAverager
-from lightning_sparse.strategies import saving
-from lightning_sparse.strategies.saving import part_of, put_in_place
 from tests.integration.hsdp_models import STEPS, Sharded, data, num_ranks, whole_weights
 from tests.integration.models import quiet_trainer
 from tests.integration.test_dying_workers import GROUP_TIMEOUT
@@ -186,7 +186,7 @@ class Raising(Callback):
 
 
 def _train_and_raise(folder: str, make: Any, is_folder: bool, ranks: list[int]) -> None:
-    saving.PATIENCE_IN_TROUBLE = 2.0
+    together.PATIENCE_IN_TROUBLE = 2.0
     strategy = make(threshold=THRESHOLD, replicas=2, save_distributed_checkpoint=is_folder)
     saves = ModelCheckpoint(folder, save_top_k=0, save_last=True, every_n_train_steps=2, save_on_exception=True)
     trainer = quiet_trainer(

@@ -90,7 +90,12 @@ def _resume_tensors(folder: str, is_folder: bool) -> Any:
         trainer.fit(model, data(), ckpt_path=resume)
         if epochs == 1:
             trainer.save_checkpoint(f"{folder}/a.ckpt")
-        results.append(({name: one.clone() for name, one in strategy.state.residuals().items()}, whole_weights(model)))
+        results.append(
+            (
+                {name: one.clone() for name, one in strategy.state.snapshot().own["residual"].items()},
+                whole_weights(model),
+            )
+        )
     return results
 
 
@@ -523,7 +528,7 @@ def resumed_from(path: str) -> tuple[str, float]:
         strategy = HSDPHardThresholdStrategy(threshold=1e9, replicas=2, save_distributed_checkpoint=os.path.isdir(path))
         trainer = quiet_trainer(strategy, num_workers=num_ranks(), max_steps=0)
         trainer.fit(Sharded(), data(), ckpt_path=path)
-    largest = max(float(one.abs().max()) for one in strategy.state.residuals().values() if one.numel())
+    largest = max(float(one.abs().max()) for one in strategy.state.snapshot().own["residual"].values() if one.numel())
     return "\n".join(str(one.message) for one in caught), largest
 
 

@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 
 from lightning_sparse import HSDPHardThresholdStrategy, LocalHSDPHardThresholdStrategy
-from lightning_sparse.shards.whole_tensors import like_parameter, whole
+from lightning_sparse.exchange.sharded_tensors import like_parameter, whole
 from tests.distributed.simulation import Plan, simulate
 from tests.integration.hsdp_models import (
     STEPS,
@@ -128,11 +128,11 @@ class AtStart(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.residuals = whole_residuals(trainer.strategy.state)
         self.threshold = trainer.strategy.state.sparsifier.threshold
-        self.history = trainer.strategy.state.shared_state()["exchange"]
+        self.history = trainer.strategy.state.snapshot().history["exchange"]
 
 
 def whole_residuals(exchange: Any) -> dict[str, Tensor]:
-    named = exchange.residuals().items()
+    named = exchange.snapshot().own["residual"].items()
     return {name: whole(like_parameter(exchange.parameters[name], one)).clone() for name, one in named}
 
 
@@ -159,7 +159,7 @@ def _train_epochs(
         "at start": witness.residuals,
         "threshold": strategy.state.sparsifier.threshold,
         "threshold at start": witness.threshold,
-        "history": strategy.state.shared_state()["exchange"],
+        "history": strategy.state.snapshot().history["exchange"],
         "history at start": witness.history,
     }
 

@@ -269,7 +269,7 @@ def test_weights_that_are_loaded_after_training_are_those_that_are_saved(tmp_pat
     best, again = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("best", "again"))
     assert all(torch.equal(one, again["state_dict"][name]) for name, one in best["state_dict"].items())
     assert again["lightning_sparse"]["workers"] == []
-    assert "were changed" in again["lightning_sparse"]["why_no_drifts"]
+    assert "were changed" in again["lightning_sparse"]["why_incomplete"]
 
 
 def _saved_in_validation(folder: str, who_writes: list[int]) -> int:
@@ -294,7 +294,7 @@ def test_a_save_in_validation_is_alike_for_all_whoever_has_written_to_the_weight
     assert run_workers(_saved_in_validation, 2, str(tmp_path), who_writes, process_group=False) == [6, 6]
     saved = torch.load(tmp_path / "in.ckpt", weights_only=True)["lightning_sparse"]
     assert len(saved["workers"]) == (0 if who_writes else 2)
-    assert ("were changed" in str(saved["why_no_drifts"])) is bool(who_writes)
+    assert ("were changed" in str(saved["why_incomplete"])) is bool(who_writes)
 
 
 def _saved_before_backward(folder: str) -> int:
@@ -310,7 +310,7 @@ def _saved_before_backward(folder: str) -> int:
 def test_a_save_before_a_backward_leaves_it_alone_while_an_exchange_travels(tmp_path: Path) -> None:
     assert run_workers(_saved_before_backward, 2, str(tmp_path), process_group=False) == [6, 6]
     why = {step: torch.load(tmp_path / f"{step}.ckpt", weights_only=True)["lightning_sparse"] for step in range(1, 6)}
-    assert {step: one["why_no_drifts"] for step, one in why.items()} == {
+    assert {step: one["why_incomplete"] for step, one in why.items()} == {
         1: None,
         2: "an exchange is still travelling",
         3: None,
@@ -344,7 +344,7 @@ def _kept(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     class Kept(Callback):
         def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
             if trainer.global_step == 6:
-                found.append(trainer.strategy.averager.kept_state()["kept"])
+                found.append(trainer.strategy.averager.snapshot().copied()["own"]["unsent"])
 
     options = {"keep_drift": False, "drift_checkpoint": "mean"}
     trainer_of(options, Kept(), SaveAt(6, f"{folder}/6.ckpt"), max_steps=7).fit(Classifier(adam), ResumableData(100))

@@ -26,11 +26,10 @@ from lightning_sparse import (
     ErrorMonitor,
     HSDPHardThresholdStrategy,
     LocalHSDPHardThresholdStrategy,
-    ShardExchange,
     SparseHSDPStrategy,
     SparseLocalHSDPStrategy,
 )
-from lightning_sparse.shards.whole_tensors import like_parameter, whole
+from lightning_sparse.exchange.sharded_tensors import like_parameter, whole
 from tests.distributed.drift_simulation import Simulation, at_least
 from tests.integration.hsdp_models import STEPS, Sharded, Stateless, build_network, data, fit, num_ranks, whole_weights
 from tests.integration.models import quiet_trainer
@@ -215,7 +214,7 @@ class AtStart(Callback):
 def snapshot(strategy: Any) -> dict[str, Any]:
     """What this rank's replica has, whole."""
     averager = strategy.averager
-    parameters = averager.parameters
+    parameters, state = averager.parameters, averager.snapshot()
 
     def wholes(tensors: Any) -> dict[str, Tensor]:
         parts = {name: like_parameter(parameters[name], one.reshape(-1)) for name, one in tensors.items()}
@@ -228,14 +227,14 @@ def snapshot(strategy: Any) -> dict[str, Any]:
         "mean": {name: whole(one.detach()).clone() for name, one in parameters.items()},
         "own": wholes({name: one for name, one in own.items() if name in parameters}),
         "anchor": wholes(averager.anchor()),
-        "kept": wholes(averager.kept_tensors()),
-        "outer": {key: wholes(one) for key, one in averager.outer_state()[0].items()},
+        "kept": wholes(state.own.get("unsent", {})),
+        "outer": {key: wholes(held) for key, held in state.shared.items() if key != "anchor"},
         "momentum": [None if one is None else whole(one).clone() for one in states],
         "buffers": {name: one.clone() for name, one in own.items() if name not in parameters},
         "threshold": averager.sparsifier.threshold,
         "thresholds of layers": dict(averager.sparsifier.of_layers),
         "steps": averager.num_steps,
-        "history": averager.shared_numbers()["exchange"],
+        "history": state.history["exchange"],
     }
 
 
@@ -595,8 +594,7 @@ class Remembers(Callback):
 
 
 def seen_by_sparsifier(state: Any) -> Any:
-    numbers = state.shared_state() if isinstance(state, ShardExchange) else state.shared_numbers()
-    return copy.deepcopy(numbers["sparsifier"])
+    return copy.deepcopy(state.snapshot().history["sparsifier"])
 
 
 def _remember(folder: str, is_folder: bool) -> Any:

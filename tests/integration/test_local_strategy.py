@@ -22,7 +22,7 @@ from lightning_sparse import (
     SparseLocalStrategy,
     TopK,
 )
-from lightning_sparse.strategies import saving
+from lightning_sparse.checkpointing import together
 from tests.integration.models import Classifier, TwoPlayers, adam, assert_equal, clones, data, nesterov, quiet_trainer
 from tests.integration.test_checkpoint import END, STOP, ResumableData, SaveAt, WithSchedule
 from tests.workers import run_workers
@@ -252,9 +252,9 @@ def test_a_smaller_checkpoint_begins_with_the_mean(words: dict[str, str], tmp_pa
     run_workers(fit, 2, {}, STOP, str(path), None, words, process_group=False)
     saved = torch.load(path, weights_only=True)
     content = saved["lightning_sparse"]
-    assert len(content["workers"]) == (0 if words == {"optimizer_checkpoint": "none"} else 2)
-    assert all(("weights" in one) == ("drift_checkpoint" not in words) for one in content["workers"])
-    assert all(("optimizer_states" in one) == ("optimizer_checkpoint" not in words) for one in content["workers"])
+    has_weights = "drift_checkpoint" not in words
+    assert [list(worker) for worker in content["workers"]] == ([["weights"]] * 2 if has_weights else [])
+    assert all(("optimizer_states" in extra) == ("optimizer_checkpoint" not in words) for extra in content["extras"][0])
     for one in run_workers(fit, 2, {}, END, None, str(path), words, process_group=False):
         assert one["step"].step > STOP
 
@@ -265,7 +265,7 @@ def test_optimizers_are_the_mean_of_all_or_the_first_workers(tmp_path: Path) -> 
         path = tmp_path / f"{word}.ckpt"
         run_workers(fit, 2, {}, STOP, str(path), None, {"optimizer_checkpoint": word}, process_group=False)
         saved = torch.load(path, weights_only=True)
-        own = [one["optimizer_states"] for one in saved["lightning_sparse"]["workers"] if word == "full"]
+        own = [extra["optimizer_states"] for extra in saved["lightning_sparse"]["extras"][0] if word == "full"]
         moments[word] = [
             torch.cat([one["exp_avg"].flatten() for one in states[0]["state"].values()])
             for states in (saved["optimizer_states"], *own)
@@ -281,7 +281,7 @@ def _kept_at_start(path: str) -> dict[str, Tensor]:
 
     class Start(Callback):
         def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            kept.update(trainer.strategy.averager.kept_state()["kept"])
+            kept.update(trainer.strategy.averager.snapshot().copied()["own"]["unsent"])
 
     num_workers = int(os.environ["WORLD_SIZE"])
     strategy = strategy_of(CASES["back to the anchor"])
@@ -293,7 +293,7 @@ def _kept_at_start(path: str) -> dict[str, Tensor]:
 def test_what_is_kept_apart_goes_on_as_its_mean_on_another_number_of_workers(tmp_path: Path) -> None:
     path = tmp_path / "stop.ckpt"
     run_workers(fit, 2, CASES["back to the anchor"], STOP, str(path), process_group=False)
-    of_workers = [one["kept"] for one in torch.load(path, weights_only=True)["lightning_sparse"]["workers"]]
+    of_workers = [worker["unsent"] for worker in torch.load(path, weights_only=True)["lightning_sparse"]["workers"]]
     assert any((one != 0).any() for one in of_workers[0].values())
     for kept in run_workers(_kept_at_start, 3, str(path), process_group=False):
         for name, one in kept.items():
@@ -360,7 +360,7 @@ class Fails(Classifier):
 
 
 def _fails_alone(folder: str) -> dict[str, Tensor] | None:
-    saving.PATIENCE_IN_TROUBLE = 2.0
+    together.PATIENCE_IN_TROUBLE = 2.0
     anchor: dict[str, Tensor] = {}
 
     class Keep(Callback):
@@ -385,7 +385,7 @@ def _fails_alone(folder: str) -> dict[str, Tensor] | None:
 def test_who_is_left_alone_saves_the_anchor_and_says_so(tmp_path: Path) -> None:
     anchor, _ = run_workers(_fails_alone, 2, str(tmp_path), process_group=False)
     saved = torch.load(tmp_path / "alone.ckpt", weights_only=True)
-    assert "did not come to save" in saved["lightning_sparse"]["why_no_drifts"]
+    assert "did not come to save" in saved["lightning_sparse"]["why_incomplete"]
     assert_equal(saved["state_dict"], anchor)
     assert saved["lightning_sparse"]["workers"] == []
 

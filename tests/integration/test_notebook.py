@@ -35,8 +35,8 @@ trainer.save_checkpoint("after.ckpt")
 saved = torch.load(kept.best_model_path, weights_only=True)
 after = torch.load("after.ckpt", weights_only=True)
 assert saved["global_step"] == 100
-assert len(saved["lightning_sparse"]["residuals"]) == 2
-assert not after["lightning_sparse"]["residuals"]
+assert len(saved["lightning_sparse"]["workers"]) == 2
+assert not after["lightning_sparse"]["workers"]
 assert not torch.equal(model.layers[0].weight, first)
 assert torch.equal(saved["state_dict"]["layers.0.weight"], model.layers[0].weight)
 assert torch.equal(after["state_dict"]["layers.0.weight"], model.layers[0].weight)
@@ -44,7 +44,7 @@ assert torch.equal(after["state_dict"]["layers.0.weight"], model.layers[0].weigh
 AFTER_SECOND = """
 last = torch.load(trainer.checkpoint_callback.best_model_path, weights_only=True)
 assert last["global_step"] == 200
-assert last["lightning_sparse"]["shared"]["last_step"]["step"] == 199
+assert last["lightning_sparse"]["numbers"]["last_step"]["step"] == 199
 """
 
 

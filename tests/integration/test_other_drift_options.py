@@ -51,7 +51,7 @@ def _kept_goes_into_the_weights() -> None:
     saved = trained(keep_drift=False)
     apart, _, _ = resumed(saved, keep_drift=False)
     within, _, _ = resumed(saved, keep_drift=True)
-    kept = saved["own"]["kept"]
+    kept = saved["own"]["unsent"]
     assert any(one.any() for one in kept.values())
     for name, one in apart.items():
         part = torch.view_as_complex(kept[name].view(*one.shape, 2)) if one.is_complex() else kept[name].view_as(one)
@@ -67,8 +67,8 @@ def _other_outer_optimizers() -> tuple[list[str], list[str], list[str]]:
     _, slow, said_of_slow = resumed(saved, outer_optimizer=SLOW)
     assert [(one["lr"], one["momentum"], one["nesterov"]) for one in slow.param_groups] == [(0.1, 0.5, False)]
     # What has gathered has been multiplied by the momentum of now, in the step after.
-    momentum = saved["shared"]["outer"]["tensors"]["momentum_buffer"]
-    before = torch.cat([momentum[name] for name in saved["shared"]["layout"][0]])
+    momentum = saved["shared"]["outer.momentum_buffer"]
+    before = torch.cat([momentum[name] for name in saved["numbers"]["layout"][0]])
     anchor = slow.param_groups[0]["params"][0]
     assert before.any()
     torch.testing.assert_close(slow.state[anchor]["momentum_buffer"], 0.5 * before)

@@ -214,7 +214,7 @@ def _ends_before_the_rename(path: str) -> None:
     # A kill or a full disk: all bytes may be written, and the file has not its name yet.
     full = OSError("No space left")
     with (
-        patch("lightning_sparse.strategies.saving.os.replace", side_effect=full),
+        patch("lightning_sparse.checkpointing.whole_files.os.replace", side_effect=full),
         pytest.raises(OSError, match="space"),
     ):
         trainer.save_checkpoint(path)

@@ -20,7 +20,7 @@ def test_a_sparsifier_has_seen_what_that_of_processes_has(tmp_path: Path) -> Non
         path = str(tmp_path / f"{kind.__name__}.ckpt")
         case = {"sparsifier": sparsifier, "trainer": {"max_steps": 8}, "saves": path}
         run_workers(kind, num_processes, case, 2, process_group=False)
-        found.append(torch.load(path, weights_only=True)["lightning_sparse"]["shared"]["sparsifier"])
+        found.append(torch.load(path, weights_only=True)["lightning_sparse"]["histories"][0]["sparsifier"])
     assert all(one.any() for one in found[0]["sums"].values())
     assert_equal(*(one.pop("sums") for one in found))
     assert found[0] == found[1]

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat, PayloadParts
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels import decode, is_available, launching, threshold
-from lightning_sparse.selection.fused_threshold import BLOCK_ELEMENTS as KERNEL_ELEMENTS
-from lightning_sparse.selection.fused_threshold import PER_END, Boundaries, FusedThreshold
-from lightning_sparse.selection.numbers import FIXED_FIELDS
+from lightning_sparse.selection import fused_threshold
+from lightning_sparse.selection.fused_threshold import Boundaries, FusedThreshold
+from lightning_sparse.selection.numbers import FIXED_FIELDS, SLOTS
 from lightning_sparse.selection.residual import Residual, compensate, keep_rest
 from lightning_sparse.sparsifiers import HardThreshold, LayerLayout, Selection
 from tests.interpreter import INTERPRETED, run_in_interpreter
@@ -122,14 +122,14 @@ def header_of(layers=0):
 
 def check_header(header, expected, gradient, scale, measures):
     check_guards(header)
-    selected, _, non_finite, of_gradient, squares, *_ = header.tolist()
-    assert [selected, non_finite] == expected.numbers[:2]
+    found = {name: header[slot].item() for name, slot in SLOTS.items()}
+    assert [found["selected"], found["non_finite"]] == expected.numbers[:2]
     if expected.compensated.dtype == DOUBLE or expected.numbers[2] < 1e30:  # beyond, float32 squares overflow
-        assert squares == pytest.approx(expected.numbers[2], rel=1e-6, abs=1e-30)
+        assert found["squared_error"] == pytest.approx(expected.numbers[2], rel=1e-6, abs=1e-30)
     wide = gradient.to(expected.compensated.dtype).double() / (1.0 if scale is None else scale)
     squares = wide.square().sum().item() if measures else 0.0
     if not squares > 1e30:
-        assert of_gradient == pytest.approx(squares, rel=1e-5, abs=1e-30, nan_ok=True)
+        assert found["squared_gradient_norm"] == pytest.approx(squares, rel=1e-5, abs=1e-30, nan_ok=True)
 
 
 def check_select(
@@ -388,7 +388,7 @@ def test_coordinates_of_every_layer_and_slice_are_counted(size, masks):
             [float(expected.selected[start:end].sum()) for start, end in pairwise(some)] for some in places
         )
         assert header[FIXED_FIELDS:].tolist() == counts
-        assert header[1] == max(of_slices, default=0.0)
+        assert header[SLOTS["largest_slice"]] == max(of_slices, default=0.0)
 
 
 @on_device
@@ -530,8 +530,11 @@ TYPES = {
     "i32": ("programs", "divisor", "num_layers", "num_slices", "num_workers"),
     "i64": ("num_elements", "capacity", "ends_row", "values_row", "offsets_row"),
 }
-WALK = {"LIMIT": 3e38, "WIRE": "bfloat16", "WORDS": 128, "BLOCK": KERNEL_ELEMENTS}
-SUMMARISE = {"BLOCK": KERNEL_ELEMENTS, "PER_END": PER_END, "WIDTH": 2048, "ROWS": 16}
+WALK, SUMMARISE, PACK = (
+    {name: value for name, value in constants.items() if name.isupper()}
+    for constants in (fused_threshold._WALK, fused_threshold._SUMMARISE, fused_threshold._PACK)
+)
+WALK |= {"LIMIT": 3e38, "WIRE": "bfloat16"}
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
@@ -544,9 +547,9 @@ SUMMARISE = {"BLOCK": KERNEL_ELEMENTS, "PER_END": PER_END, "WIDTH": 2048, "ROWS"
         (threshold.walk_block, 16, WALK | {"WIRE": "int16", "LIMIT": 32767.0, "CLEARS": True, "MEASURES": False}),
         (threshold.summarise, 8, SUMMARISE | {"MEASURES": True}),
         (threshold.summarise, 8, SUMMARISE | {"MEASURES": False, "boundaries": None, "before": None, "bits": None}),
-        (threshold.pack_block, 4, {"LIMIT": 3e38, "BLOCK": KERNEL_ELEMENTS, "PER_END": PER_END}),
-        (threshold.pack_block, 4, {"LIMIT": 448.0, "BLOCK": KERNEL_ELEMENTS, "PER_END": PER_END, "values": "*u8"}),
-        (threshold.pack_block, 4, {"LIMIT": 127.0, "BLOCK": KERNEL_ELEMENTS, "PER_END": PER_END, "values": "*i8"}),
+        (threshold.pack_block, 4, PACK | {"LIMIT": 3e38}),
+        (threshold.pack_block, 4, PACK | {"LIMIT": 448.0, "values": "*u8"}),
+        (threshold.pack_block, 4, PACK | {"LIMIT": 127.0, "values": "*i8"}),
         (decode.add_payloads, 8, {"BLOCK": BLOCK_ELEMENTS, "TILE": 1024}),
         (decode.add_payloads, 8, {"BLOCK": BLOCK_ELEMENTS, "TILE": 1024, "values": "*u8"}),
         (decode.add_payloads, 8, {"BLOCK": BLOCK_ELEMENTS, "TILE": 1024, "values": "*i16"}),

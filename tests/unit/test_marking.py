@@ -56,7 +56,7 @@ def outcome(fill, values, layout, wire, capacity, unused, sparsifier=SPARSIFIERS
     residual, shipment = torch.zeros(layout.num_elements), Shipment(layout.num_elements, wire, capacity)
     extraction = Extraction(sparsifier, num_slices=3, per_layer=True, keeps_rest=True)
     bucket = BucketGradient(layout, values.clone(), Residual(torch.zeros_like(residual), residual), unused, None)
-    header = fill(extraction, bucket, shipment).header(None, torch.device("cpu"))
+    header = fill(extraction, bucket, shipment).header(torch.device("cpu"))
     sent = shipment.out
     if capacity is not None:
         sent = torch.zeros_like(residual)
@@ -144,5 +144,5 @@ def test_what_all_select_alike_travels_by_its_values(data):
     sent = is_kept & ~of_others
     assert torch.equal(residual[sent] + told[sent], values[sent])
     assert numbers.selected == sum(counts)
-    assert numbers.selected_of_layers.tolist() == counts
+    assert numbers.of_layers["selected"].tolist() == counts
     assert numbers.non_finite == int((~is_kept).sum())

@@ -2,7 +2,7 @@
 
 from datetime import timedelta
 
-from lightning_sparse.strategies.saving import is_in_trouble, patience_of, shortened
+from lightning_sparse.checkpointing.together import is_in_trouble, patience_of, shortened
 
 
 def test_others_are_waited_for_less_long_where_they_may_not_come():

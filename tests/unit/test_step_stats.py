@@ -1,11 +1,25 @@
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given
 
 from lightning_sparse import AverageDensity, StepStats, TotalError
-from lightning_sparse.engine.step_stats import step_stats
-from lightning_sparse.selection.numbers import LocalNumbers, header_fields, layer_errors, squared_norm
+from lightning_sparse.engine.step_stats import LayerStats, step_stats
+from lightning_sparse.exchange import LARGEST_SLICE, NUM_SELECTED
+from lightning_sparse.selection.numbers import (
+    SLOTS,
+    STEP_NUMBERS,
+    LocalNumbers,
+    StepNumber,
+    combined,
+    header_fields,
+    layer_errors,
+    layer_fields,
+    squared_norm,
+)
 from lightning_sparse.sparsifiers import LayerLayout
+from lightning_sparse.strategies.step_log import step_metrics
 from tests.unit.strategies import buckets
 
 
@@ -13,11 +27,11 @@ def stats(step=0, *, workers=2, elements=100, selected=10, squared_error=1.0):
     return StepStats(step, workers, elements, selected, squared_error, 0.0, 0, 60, 4 * elements)
 
 
-def header(selected=0, non_finite=0, squared_error=0.0, squared_gradient_norm=None, layers=None):
-    numbers = LocalNumbers(selected, non_finite, squared_error)
+def header(selected=0, non_finite=0, squared_error=0.0, squared_gradient_norm=0.0, layers=None):
+    numbers = LocalNumbers(selected, non_finite, squared_error, squared_gradient_norm=squared_gradient_norm)
     if layers is not None:
-        numbers.selected_of_layers, numbers.errors_of_layers = torch.tensor(layers[0]), torch.tensor(layers[1])
-    return numbers.header(squared_gradient_norm, torch.device("cpu"))
+        numbers.of_layers = {"selected": torch.tensor(layers[0]), "squared_error": torch.tensor(layers[1])}
+    return numbers.header(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("per_layer", [False, True])
@@ -25,6 +39,49 @@ def test_a_header_has_the_announced_length(per_layer):
     layout = LayerLayout(("a", "b", "c"), (2, 0, 5))
     layers = ([1, 0, 2], [0.5, 0.0, 0.5]) if per_layer else None
     assert len(header(3, 0, 1.0, layers=layers)) == header_fields(layout, per_layer)
+
+
+def test_a_header_has_each_number_at_its_place():
+    layout, layers = LayerLayout(("a", "b"), (2, 5)), ([1.0, 2.0], [0.5, 0.25])
+    found = header(3, 1, 4.0, 9.0, layers)
+    assert {name: found[slot].item() for name, slot in SLOTS.items()} == {
+        "selected": 3,
+        "largest_slice": 0,
+        "non_finite": 1,
+        "squared_gradient_norm": 9,
+        "squared_error": 4,
+    }
+    assert [found[layer_fields(name, layout)].tolist() for name in ("selected", "squared_error")] == list(layers)
+    assert (SLOTS["selected"], SLOTS["largest_slice"]) == (NUM_SELECTED, LARGEST_SLICE)  # which the exchange reads
+
+
+def test_the_table_names_what_statistics_hold():
+    of_step, of_layer = ({field.name for field in dataclasses.fields(kind)} for kind in (StepStats, LayerStats))
+    for number in STEP_NUMBERS:
+        if number.name != "largest_slice":  # only the exchange reads it
+            assert number.name in of_step
+            assert number.workers or not number.in_header
+        assert not number.per_layer or number.name in of_layer
+        assert number.logged is None or hasattr(stats(), number.logged)
+
+
+def test_every_number_is_combined_by_its_own_rule():
+    rows = torch.tensor([[1.0, 1.0, 5.0], [3.0, 3.0, -2.0]], dtype=torch.float64)
+    numbers = [StepNumber("a", workers="sum"), StepNumber("b", workers="mean"), StepNumber("c", workers="max")]
+    assert combined(rows, numbers, "workers", num_workers=2) == [4, 2, 5]
+    assert combined(rows, [StepNumber("a", is_count=True, shards="max")] * 3, "shards") == [3, 3, 5]
+
+
+def test_exchanges_that_are_logged_together_are_added_up_but_for_error_norm_and_threshold():
+    steps = [stats(step, elements=100, selected=10 * 3**step, squared_error=4.0**step) for step in range(2)]
+    steps[1] = dataclasses.replace(steps[1], threshold=0.5, num_elements=200)
+    expected = {"sparse/density": 40 / 600, "sparse/error_norm": 2.0, "sparse/payload_bytes": 120.0}
+    assert step_metrics(steps) == expected | {"sparse/threshold": 0.5}
+    assert step_metrics(steps[:1]) == {
+        "sparse/density": 10 / 200,
+        "sparse/error_norm": 1.0,
+        "sparse/payload_bytes": 60.0,
+    }
 
 
 @given(buckets(finite=True, low=-2, high=2))

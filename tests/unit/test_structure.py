@@ -26,7 +26,9 @@ ROOMS = (
     "shards",
     "metrics",
     "theory",
+    "checkpointing",
     "strategies",
+    "simulated",
     "callbacks",
     "doctor",
 )
@@ -35,6 +37,8 @@ COLLECTIVES = {
     *("barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce", "reduce_scatter"),
     *("reduce_scatter_tensor", "scatter", "send", "recv", "isend", "irecv", "monitored_barrier"),
 }
+OF_TENSORS = {"full_tensor", "redistribute"}
+"""Collectives that are methods of distributed tensors."""
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -73,14 +77,16 @@ def test_a_module_imports_only_from_the_rooms_above_it(path):
 def test_only_the_exchange_communicates(path):
     if room_of(path) == "exchange":
         return
+    attributes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
     called = {
         node.attr
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Name)
-        and node.value.id in ("dist", "distributed")
+        for node in attributes
+        if isinstance(node.value, ast.Name) and node.value.id in ("dist", "distributed")
     }
     assert not called & COLLECTIVES
+    assert not {node.attr for node in attributes} & OF_TENSORS
+    assert not any(module.startswith("torch.distributed.checkpoint.state_dict_") for module in imported_modules(path))
+    assert "torch.distributed.checkpoint" not in imported_modules(path)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

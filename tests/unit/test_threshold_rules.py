@@ -6,6 +6,7 @@ import torch
 
 from lightning_sparse import HardThreshold, StepStats, paper_threshold
 from lightning_sparse.engine.calibrator import Calibrator
+from lightning_sparse.engine.step_stats import LayerStats
 from lightning_sparse.sparsifiers.threshold_rules import ThresholdCalibration
 
 
@@ -86,7 +87,7 @@ def test_without_it_a_calibration_takes_all_of_its_steps():
 def test_a_density_of_one_sends_everything_and_calibrates_nothing():
     sparsifier = HardThreshold(density=1)
     assert (sparsifier.threshold, sparsifier.density) == (0.0, None)
-    calibrator = Calibrator(sparsifier, speaks=True, holds_density=True)
+    calibrator = Calibrator(sparsifier, speaks=True, holds_density=True, keeps_rest=True)
     assert not calibrator.is_running
 
 
@@ -114,7 +115,9 @@ def test_calibrated_threshold_sends_about_the_density_of_a_noisy_gradient(densit
 
 @pytest.mark.parametrize("squared_norm", [0.0, float("nan"), float("inf")])
 def test_a_calibration_that_cannot_end_says_so_once(squared_norm):
-    calibrator = Calibrator(HardThreshold(density=0.01, calibration_steps=4), speaks=True, holds_density=False)
+    calibrator = Calibrator(
+        HardThreshold(density=0.01, calibration_steps=4), speaks=True, holds_density=False, keeps_rest=True
+    )
     non_finite = 0 if isfinite(squared_norm) else 3
     stats = StepStats(0, 2, 100, 200, 0.0, squared_norm, non_finite, 400, 400, 0.0)
     for _ in range(11):
@@ -128,7 +131,9 @@ def test_a_calibration_that_cannot_end_says_so_once(squared_norm):
 
 
 def test_finite_gradients_whose_squares_overflow_end_a_calibration_with_an_error():
-    calibrator = Calibrator(HardThreshold(density=0.01, calibration_steps=4), speaks=False, holds_density=True)
+    calibrator = Calibrator(
+        HardThreshold(density=0.01, calibration_steps=4), speaks=False, holds_density=True, keeps_rest=True
+    )
     stats = StepStats(0, 2, 100, 200, 0.0, float("inf"), 0, 400, 400, 0.0)
     for _ in range(11):
         calibrator.observe(stats, None)
@@ -141,3 +146,35 @@ def test_squares_of_norms_may_overflow():
     for _ in range(3):
         calibration.observe(1e200)
     assert calibration.is_complete
+
+
+@pytest.mark.parametrize("granularity", ["model", "layer"])
+@pytest.mark.parametrize(
+    ("selected", "squared_errors", "keeps_rest", "moves"),
+    [
+        (4, (1.0, 1.0), True, "down"),
+        (4, (0.0, 0.0), True, "not"),  # a sparse gradient: a smaller λ would have sent no more
+        (0, (1.0, 2.0), True, "down"),
+        (0, (1.0, 1.0), True, "not"),  # nothing has moved since
+        (0, (0.0, 0.0), True, "not"),  # gradients of zeros
+        (200, (0.0, 0.0), True, "up"),
+        (4, (0.0, 0.0), False, "down"),  # error_feedback="none": the residual is zero whatever was sent
+        (0, (0.0, 0.0), False, "down"),
+        (200, (0.0, 0.0), False, "up"),
+    ],
+)
+def test_a_held_density_lowers_the_threshold_only_where_a_smaller_one_would_send_more(
+    selected, squared_errors, keeps_rest, moves, granularity
+):
+    sparsifier = HardThreshold(density=0.1, granularity=granularity)
+    calibrator = Calibrator(sparsifier, speaks=False, holds_density=True, keeps_rest=keeps_rest)
+    calibrator.set_threshold(1.0)
+    before, found = None, []
+    for step, squared_error in enumerate(squared_errors):
+        layers = {"w": LayerStats(100, selected, selected / 200, squared_error)}
+        stats = StepStats(step, 2, 100, selected, squared_error, 0.0, 0, 400, 400, 1.0, layers=layers)
+        calibrator.observe(stats, before)
+        before = stats
+        found.append(sparsifier.threshold_of("w"))
+    # Of the first step nobody knows whether something has moved.
+    assert (found[1] > found[0]) - (found[1] < found[0]) == {"up": 1, "down": -1, "not": 0}[moves]

@@ -1,25 +1,14 @@
-"""How checkpoints are written: a file that is whole or not there, and how long a worker waits for the others."""
+"""Checkpoints that appear only when they are complete: files and folders."""
 
 import os
 import shutil
-import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from typing_extensions import override
-
-NO_WORKER = "it is saved by a process that was no worker, and their optimizers and number of steps are not in it either"
-"""Of a file that a notebook writes after a fit."""
-PATIENCE = 300.0
-"""Seconds that a worker waits for all others to come and save. Validation may keep one that long."""
-PATIENCE_IN_TROUBLE = 15.0
-"""The same while an exception or a signal is handled: likely nobody else comes, and who stops a job soon kills it."""
 
 
 class WholeFileCheckpointIO(TorchCheckpointIO):
@@ -93,33 +82,3 @@ def put_in_place(path: Path) -> None:
         path.unlink(missing_ok=True)
     whole.rename(path)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def is_no_worker(strategy: Strategy) -> bool:
-    """Whether this is the process that has workers forked or spawned, as a notebook's, and none of them.
-
-    Lightning brings it weights, metrics and the best checkpoint's path, and neither optimizers nor the number of steps.
-    """
-    return isinstance(strategy.launcher, _MultiProcessingLauncher) and not dist.is_initialized()
-
-
-def patience_of(timeout: timedelta | None) -> float:
-    """Returns the seconds to wait for others, no more than a process group's timeout."""
-    return PATIENCE if timeout is None else min(PATIENCE, timeout.total_seconds())
-
-
-def shortened(patience: float) -> float:
-    """Returns the seconds to wait for others where they may not come, out of those usual."""
-    return min(patience, PATIENCE_IN_TROUBLE)
-
-
-def is_in_trouble() -> bool:
-    """Whether an exception is being handled, or a signal by Lightning."""
-    if sys.exc_info()[0] is not None:
-        return True
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if str(frame.f_globals.get("__name__")).endswith("signal_connector"):
-            return True
-    return False

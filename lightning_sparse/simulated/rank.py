@@ -11,12 +11,12 @@ from lightning.pytorch.strategies.strategy import TBroadcast
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sparse.strategies.saving import WholeFiles
-from lightning_sparse.strategies.simulated_limits import refuse
-from lightning_sparse.strategies.simulated_turns import Turns
+from lightning_sparse.simulated.limits import refuse
+from lightning_sparse.simulated.turns import Turns
+from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 
-class InTurn(WholeFiles, SingleDeviceStrategy):
+class InTurn(SparseStrategy, SingleDeviceStrategy):
     """Has the rank of the worker whose turn it is, and 0 of 1 else.
 
     Args:

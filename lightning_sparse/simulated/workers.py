@@ -11,6 +11,7 @@ from lightning_sparse.ddp.notices import warn_of_drawn_numbers
 from lightning_sparse.engine import Engine, EngineHolder, FlatBucket, rehearse_steps
 from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.memory_format import as_parameter, in_memory_order, require_strides
+from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.exchange import Crew, ExchangeMode, Workers
 from lightning_sparse.exchange.wire import ValueDtype
 from lightning_sparse.sparsifiers import LayerLayout, Sparsifier
@@ -32,6 +33,9 @@ class SimulatedWorker(EngineHolder):
     Attributes:
         residuals: what was not sent so far.
     """
+
+    kind = "gradients"
+    is_exchanging = False  # threads have ended their exchange before anybody saves
 
     def __init__(
         self,
@@ -67,6 +71,11 @@ class SimulatedWorker(EngineHolder):
         self.residuals = ResidualMemory(self._parameters)
 
     @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """The parameters by name."""
+        return self._parameters
+
+    @property
     def parameter_sizes(self) -> dict[str, int]:
         """Elements of every parameter's residual, by name."""
         return {name: one.numel() for name, one in self._parameters.items()}
@@ -94,9 +103,7 @@ class SimulatedWorker(EngineHolder):
         if self._clip_norm is not None:
             clip_gradient([one.gradient for one in buckets], self._clip_norm)
         self._engine.begin()
-        self._engine.survey(buckets)
-        for one in buckets:
-            self._engine.add(one)
+        self._engine.add_all(buckets)
         self._engine.finish()
         for one in buckets:
             self.residuals.keep(one.index, self._parameters.keys() - gradients.keys())
@@ -122,20 +129,23 @@ class SimulatedWorker(EngineHolder):
         is_last = index == len(self._layouts) - 1
         return FlatBucket(index, layout, flat, residual, is_last, left_out=left_out)
 
+    def snapshot(self, workers: Workers | None = None) -> Snapshot:
+        """Return this worker's state. Not collective."""
+        snapshot = self._engine.snapshot()
+        snapshot.numbers |= {"layout": [], "learning_rates": {}}
+        snapshot.own["residual"] = self.residuals.layers()
+        return snapshot
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Replace all state by a snapshot, from here or of workers that are processes."""
+        self.reset()
+        self._engine.restore(snapshot)
+        self.residuals.load_state_dict(snapshot.own.get("residual", {}))
+
     def reset(self) -> None:
-        """Returns to before the first step."""
+        """Return to the state before the first step."""
         self.residuals.load_state_dict({})
         self._engine.reset()
-
-    def shared_state(self) -> dict[str, Any]:
-        """Returns what is the same on every worker, as a hook's state does; see `SparseState`."""
-        rest: dict[str, Any] = {"layout": [], "learning_rates": {}}
-        return self._engine.shared_state() | self._sparsifier_state(self._engine.next_step) | rest
-
-    def load_shared_state(self, saved: Mapping[str, Any], *, same_world_size: bool) -> None:
-        """Continues from what ``shared_state`` returned, here or of workers that are processes."""
-        # What an exchange has seen of buckets is of DDP's buckets, and here is one of each dtype.
-        self._engine.load_shared_state(saved, same_world_size=same_world_size and not saved["layout"])
 
 
 class SimulatedWorkers:

@@ -10,18 +10,15 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_sparse.checkpointing.collecting import collect_here
+from lightning_sparse.checkpointing.options import CheckpointOptions, OnWorldSizeChange
 from lightning_sparse.ddp.options import DensityControlMode, ExchangeOptions, require_density_control
-from lightning_sparse.ddp.simulation import SimulatedWorker, SimulatedWorkers
+from lightning_sparse.engine import EngineHolder
 from lightning_sparse.engine.weak_call import weakly
 from lightning_sparse.exchange import ExchangeMode
-from lightning_sparse.exchange.wire import ValueDtype, require_wire
-from lightning_sparse.sparsifiers import Sparsifier
-from lightning_sparse.strategies.advice import Advice, exchanges_of
-from lightning_sparse.strategies.checkpoint import CheckpointOptions, OnWorldSizeChange, collect_simulated, restore
-from lightning_sparse.strategies.content import KEY
-from lightning_sparse.strategies.epochs import tell_epoch
-from lightning_sparse.strategies.simulated_data import BatchesOfWorkers, LoaderOfWorkers, loader_of_workers
-from lightning_sparse.strategies.simulated_limits import (
+from lightning_sparse.exchange.wire import ValueDtype
+from lightning_sparse.simulated.data import BatchesOfWorkers, LoaderOfWorkers, loader_of_workers
+from lightning_sparse.simulated.limits import (
     advise,
     loss_of,
     refuse,
@@ -29,9 +26,10 @@ from lightning_sparse.strategies.simulated_limits import (
     require_known,
     require_simulable,
 )
-from lightning_sparse.strategies.simulated_rank import InTurn
-from lightning_sparse.strategies.simulated_turns import Turns, named_parameters
-from lightning_sparse.strategies.step_log import StepLog
+from lightning_sparse.simulated.rank import InTurn
+from lightning_sparse.simulated.turns import Turns, named_parameters
+from lightning_sparse.simulated.workers import SimulatedWorker, SimulatedWorkers
+from lightning_sparse.sparsifiers import Sparsifier
 
 
 class SimulatedWorkersStrategy(InTurn):
@@ -64,6 +62,7 @@ class SimulatedWorkersStrategy(InTurn):
 
     Attributes:
         workers: of the running or last ``fit``, None before.
+        state: the first of the workers.
 
     Raises:
         ValueError: an invalid option; in ``fit`` manual optimization, a GradScaler, complex parameters or a module with
@@ -72,6 +71,9 @@ class SimulatedWorkersStrategy(InTurn):
     """
 
     strategy_name = "simulated_workers"
+    averages = "gradients"
+    state: SimulatedWorker | None
+    _options: ExchangeOptions
 
     def __init__(
         self,
@@ -87,40 +89,28 @@ class SimulatedWorkersStrategy(InTurn):
         device: str = "auto",
         **kwargs: Any,
     ) -> None:
-        if not isinstance(sparsifier, Sparsifier):
-            raise TypeError(f"Expected a sparsifier such as HardThreshold(threshold=0.01), got {sparsifier!r}.")
         if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
             raise ValueError(f"Invalid {num_workers=}. Must be a whole number of at least 1.")
         if exchange == "hierarchical":
             raise ValueError("exchange='hierarchical' goes by nodes, and simulated workers have none. Use 'gather'.")
         # To be checked as the strategy of real workers checks them.
-        options = ExchangeOptions("gradient", local_clip_norm, value_dtype, exchange, density_control)
+        self._options = ExchangeOptions("gradient", local_clip_norm, value_dtype, exchange, density_control)
         require_density_control(sparsifier, density_control)
-        require_wire(sparsifier, value_dtype)
+        self._checkpoint_options = CheckpointOptions("full", on_world_size_change)
         if isinstance(own_attributes, str):
             raise TypeError(f"Invalid {own_attributes=}. Give names in a list: [{own_attributes!r}].")
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        super().__init__(num_workers, device=device, **kwargs)
-        self.sparsifier = sparsifier
+        super().__init__(num_workers, sparsifier=sparsifier, device=device, **kwargs)
         self.workers: SimulatedWorkers | None = None
-        self.step_log = StepLog()
-        self._advice = Advice("gradients")
-        self._options = options
-        self._checkpoint_options = CheckpointOptions("full", on_world_size_change)
-        self._per_layer_stats = False
         self._own_attributes = tuple(own_attributes)
         self._loader: LoaderOfWorkers | None = None
         self._exchanges = self._has_run = False
 
-    def request_layer_stats(self) -> None:
-        """Asks for per-layer numbers from the next ``fit`` on."""
-        self._per_layer_stats = True
-
     @property
-    def state(self) -> SimulatedWorker | None:
-        """The first worker, by the name that other sparse strategies have for what they keep."""
-        return None if self.workers is None else self.workers.each[0]
+    @override
+    def averagers(self) -> Sequence[EngineHolder]:
+        return [] if self.workers is None else self.workers.each
 
     @override
     def setup_environment(self) -> None:
@@ -131,7 +121,6 @@ class SimulatedWorkersStrategy(InTurn):
     def setup(self, trainer: Any) -> None:
         self._turns = None
         super().setup(trainer)
-        self.step_log.clear()
         if trainer.state.fn != "fit":
             return
         module = self.lightning_module
@@ -151,8 +140,7 @@ class SimulatedWorkersStrategy(InTurn):
             holds_density=self._options.holds_density,
             per_layer_stats=self._per_layer_stats,
         )
-        self.workers.each[0].subscribe(self.step_log.add)
-        self._advice.follow(self.workers.each[0], holds_density=self._options.holds_density)
+        self._follow(self.workers.each[0], holds_density=self._options.holds_density)
 
     @override
     def setup_optimizers(self, trainer: Any) -> None:
@@ -223,7 +211,7 @@ class SimulatedWorkersStrategy(InTurn):
             output = super().optimizer_step(optimizer, closure_and_exchange, model, **kwargs)
         finally:
             self._exchanges = False
-        self.step_log.write(self.lightning_module, self.state)
+        self._log()
         return output
 
     def _exchange(self) -> None:
@@ -240,38 +228,20 @@ class SimulatedWorkersStrategy(InTurn):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.step_log.begin_batch(self.lightning_module)
-        assert self.workers is not None
-        assert self.lightning_module is not None
+        super().on_train_batch_start(batch, batch_idx)
         self._has_run = False
         assert self._turns is not None
+        assert self.lightning_module is not None
         self._turns.begin_batch(begins_anew=batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0)
-        for worker in self.workers.each:
-            tell_epoch(worker, self)
 
     @override
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        self._advice.begin(self.optimizers, exchanges_of(self.lightning_module))
-
-    @override
-    def on_train_end(self) -> None:
-        super().on_train_end()
-        self._advice.end()
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
-        if "optimizer_states" in checkpoint and self.workers is not None:
-            checkpoint[KEY] = collect_simulated(self.workers.each)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+    def _content(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any] | None:
+        return None if self.workers is None else collect_here(self.workers.each)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        assert self.workers is not None
-        restore(self.workers.each, checkpoint.get(KEY), self._checkpoint_options.on_world_size_change)
+        self._restore(checkpoint)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -285,8 +255,3 @@ class SimulatedWorkersStrategy(InTurn):
         if self._loader is not None:
             self._loader.close()
         super().teardown()
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Does nothing: it takes a sparsifier."""

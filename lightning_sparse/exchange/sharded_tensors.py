@@ -1,0 +1,82 @@
+"""Parts of distributed tensors: flat shards as the tensors they are parts of, whole tensors, and folders of them.
+
+A tensor that is laid out as its parameter can be read under any other sharding.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor, Replicate
+
+
+def like_parameter(parameter: Tensor, flat: Tensor) -> Tensor:
+    """Return this rank's part of a tensor as large as a parameter, sharded like it. Not collective.
+
+    Args:
+        parameter: the parameter; without sharding the flat tensor itself is returned.
+        flat: the part, in the order of the shard's indices, shape (elements of the shard,).
+    """
+    if not isinstance(parameter, DTensor):
+        return flat
+    return DTensor.from_local(
+        flat.view(parameter.to_local().shape),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def whole(tree: Any) -> Any:
+    """Return nested containers with every sharded tensor whole. Collective for the ranks that hold a part."""
+    if isinstance(tree, Mapping):
+        return {name: whole(entry) for name, entry in tree.items()}
+    if isinstance(tree, list):
+        return [whole(entry) for entry in tree]
+    return tree.full_tensor() if isinstance(tree, DTensor) else tree
+
+
+def own_part(parameter: Tensor, full: Tensor) -> Tensor:
+    """Return this rank's part of a tensor as large as a parameter: flat, on the parameter's device. Not collective.
+
+    Args:
+        parameter: the parameter.
+        full: all of the tensor, in the order of the parameter's indices.
+    """
+    full = full.to(parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device)
+    if not isinstance(parameter, DTensor):
+        return full.flatten()
+    mesh = parameter.device_mesh
+    held = DTensor.from_local(full.view(parameter.shape), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return held.redistribute(placements=parameter.placements).to_local().detach().flatten()
+
+
+def write_folder(tree: dict[str, Any], folder: Path) -> None:
+    """Write nested dicts of tensors into a folder. Collective: all ranks, each its parts."""
+    state_dict_saver.save(tree, checkpoint_id=folder)
+
+
+def read_folder(tree: dict[str, Any], folder: Path) -> str | None:
+    """Read tensors in place from a folder that all ranks have written. Collective: all ranks.
+
+    Returns:
+        None, or on every rank the same reason why the folder cannot be read.
+    """
+    try:
+        state_dict_loader.load(tree, checkpoint_id=folder)
+    except CheckpointException as error:  # on all ranks, which tell each other
+        reason, _ = next(iter(error.failures.values()))
+        return str(reason)
+    return None
+
+
+def sizes_in_folder(folder: Path) -> dict[str, torch.Size]:
+    """Return the shape of every tensor in a folder by its path, such as ``"0.residual.weight"``. Not collective."""
+    known = filesystem.FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {path: getattr(entry, "size", torch.Size()) for path, entry in known.items()}

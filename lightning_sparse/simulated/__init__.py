@@ -1,0 +1,1 @@
+"""Training on one device as n workers would, for studies of accuracy."""

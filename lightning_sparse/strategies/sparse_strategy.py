@@ -1,0 +1,182 @@
+"""What all Lightning strategies with a sparse exchange share: log, advice, epochs, observed steps, checkpoints."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+from lightning.fabric.utilities import rank_zero_warn
+from lightning.pytorch.strategies import Strategy
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_sparse.checkpointing.content import KEY
+from lightning_sparse.checkpointing.options import AnyCheckpointOptions
+from lightning_sparse.checkpointing.restoring import restore
+from lightning_sparse.checkpointing.whole_files import WholeFiles
+from lightning_sparse.ddp.options import ExchangeOptions
+from lightning_sparse.drift.options import DriftOptions
+from lightning_sparse.engine import EngineHolder
+from lightning_sparse.engine.saved_state import sealed
+from lightning_sparse.exchange.wire import require_wire
+from lightning_sparse.sparsifiers import Sparsifier
+from lightning_sparse.strategies.advice import Advice, exchanges_of
+from lightning_sparse.strategies.step_log import StepLog
+
+MOST_BATCHES = 200
+"""Batches without an exchange before the warning; at least twice as many as gradients are accumulated over."""
+
+
+class SparseStrategy(WholeFiles, Strategy):
+    """The base of all strategies; those who inherit set ``_options`` and ``_checkpoint_options`` first.
+
+    Args:
+        sparsifier: selects coordinates.
+        **kwargs: of Lightning's strategy.
+
+    Attributes:
+        state: the averager of the running or last ``fit``, None before.
+        sparsifier: as given.
+        step_log: exchanges that are not logged yet.
+
+    Raises:
+        TypeError: no sparsifier, or a misspelt argument.
+        ValueError: an argument that a sparse exchange cannot honour.
+    """
+
+    averages: ClassVar[str]
+    """``"gradients"``, ``"gradients of shards"`` or ``"drifts"``."""
+    state: Any
+    _is_sharded: ClassVar[bool] = False
+    _options: ExchangeOptions | DriftOptions
+    _checkpoint_options: AnyCheckpointOptions
+    _by_threshold: ClassVar[str] = "HardThreshold"
+    """The class that takes a threshold alone."""
+    _call_each_step: ClassVar[str | None] = None
+    """What a loop without torch optimizers calls, in words; None if a fit without exchanges is no reason to warn."""
+
+    def __init__(self, sparsifier: Sparsifier, **kwargs: Any) -> None:
+        if not isinstance(sparsifier, Sparsifier):
+            raise TypeError(
+                f"Expected a sparsifier such as HardThreshold(threshold=0.01), got {sparsifier!r}. "
+                f"For a threshold alone use {self._by_threshold}(threshold=0.01)."
+            )
+        require_wire(sparsifier, self._options.value_dtype)
+        kwargs = self._lightning_arguments(kwargs)
+        super().__init__(**kwargs)
+        self.sparsifier = sparsifier
+        self.state = None
+        self.step_log = StepLog()
+        self._advice = Advice(self.averages)
+        self._per_layer_stats = self._is_stepping = False
+        self._batches = 0
+        self._progress_at_start: object = None
+
+    def _lightning_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments for Lightning's strategy, after a check."""
+        return arguments
+
+    def request_layer_stats(self) -> None:
+        """Ask for per-layer numbers from the next ``fit`` on; on all ranks, in a callback's ``setup``."""
+        self._per_layer_stats = True
+
+    @property
+    def averagers(self) -> Sequence[EngineHolder]:
+        """The averagers of this process, whose first is ``state``."""
+        return [] if self.state is None else [self.state]
+
+    def _follow(self, state: EngineHolder, *, holds_density: bool) -> None:
+        """Log and watch the exchanges of a new ``fit``."""
+        self.state = state
+        self.step_log.clear()
+        state.subscribe(self.step_log.add)
+        self._advice.follow(state, holds_density=holds_density)
+
+    # Steps.
+
+    @contextmanager
+    def _nothing_counts(self) -> Iterator[None]:
+        """Within it an optimizer's step is no step that bypassed Lightning: observers leave it to the strategy."""
+        before, self._is_stepping = self._is_stepping, True
+        try:
+            yield
+        finally:
+            self._is_stepping = before
+
+    def _log(self) -> None:
+        self.step_log.write(self.lightning_module, self.state)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        every_n_steps = getattr(self._options, "every_n_steps", 1)
+        self._advice.begin(self.optimizers, exchanges_of(self.lightning_module, every_n_steps))
+        self._batches, self._progress_at_start = 0, self._progress
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        assert self.lightning_module is not None
+        self.step_log.begin_batch(self.lightning_module)
+        for averager in self.averagers:
+            tell_epoch(averager, self.lightning_module.trainer.current_epoch, self.optimizers)
+        self._batches += 1
+        accumulated = getattr(self.lightning_module.trainer, "accumulate_grad_batches", 1)
+        if self._batches == max(MOST_BATCHES, 2 * accumulated) + 1:
+            self._warn_of_no_exchange(self._batches - 1)
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._advice.end()
+        if 0 < self._batches <= MOST_BATCHES:
+            self._warn_of_no_exchange(self._batches)
+
+    @property
+    def _progress(self) -> object:
+        return None if self.state is None else self.state.progress
+
+    def _warn_of_no_exchange(self, batches: int) -> None:
+        if self._call_each_step is not None and self._progress == self._progress_at_start:
+            rank_zero_warn(
+                f"lightning_sparse: in {batches} batches no torch.optim.Optimizer stepped on parameters of the model, "
+                "so nothing was exchanged and the weights differ. If you update weights by other means, call "
+                f"strategy.state.{self._call_each_step} each update. See docs/troubleshooting.md."
+            )
+
+    # Checkpoints.
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        # A checkpoint of weights only has no state to resume from.
+        if "optimizer_states" in checkpoint and (content := self._content(checkpoint, Path(filepath))) is not None:
+            checkpoint[KEY] = sealed(content)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _content(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any] | None:
+        """Return what a checkpoint should hold of the exchange, on rank 0. Collective: Lightning calls every rank.
+
+        Args:
+            checkpoint: of Lightning.
+            path: the file, or the folder in which all ranks write.
+        """
+        raise NotImplementedError
+
+    def _restore(self, checkpoint: Mapping[str, Any], **places: Any) -> dict[str, Any]:
+        """Make the averagers what a checkpoint holds; return this rank's extra content. Collective."""
+        return restore(self.averagers, checkpoint.get(KEY), self._checkpoint_options, **places)
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Do nothing: Lightning would call the inherited method, which registers the base's names again."""
+
+
+def tell_epoch(averager: EngineHolder, epoch: int, optimizers: Sequence[Optimizer]) -> None:
+    """Tell an averager's sparsifier of an epoch and its learning rates, unless it knows."""
+    if averager.epoch != epoch:
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        # Adafactor computes its own rate.
+        averager.begin_epoch(epoch, [float(group["lr"]) for group in groups if group.get("lr") is not None])

@@ -1,0 +1,83 @@
+"""Every option of a strategy, with its default and a text, in signature, docstring and on the command line."""
+
+import inspect
+from typing import Any
+
+import pytest
+from jsonargparse import ArgumentParser
+from lightning.pytorch.strategies import Strategy
+
+import lightning_sparse
+from lightning_sparse.strategies.inherited_options import _entries
+
+THRESHOLD: dict[str, Any] = {
+    "threshold": None,
+    "density": None,
+    "calibration_steps": 50,
+    "layer_thresholds": None,
+    "granularity": "model",
+}
+GRADIENTS: dict[str, Any] = {
+    "value_dtype": "float32",
+    "exchange": "auto",
+    "density_control": None,
+    "link_gbit_s": None,
+    "residual_checkpoint": "full",
+    "on_world_size_change": "mean",
+}
+OF_DDP: dict[str, Any] = {"error_feedback": "gradient", "local_clip_norm": None}
+DRIFTS: dict[str, Any] = {
+    "every_n_steps": 1,
+    "keep_drift": True,
+    "drift_decay": 1.0,
+    "outer_optimizer": None,
+    "overlap": False,
+    "value_dtype": "float32",
+    "exchange": "auto",
+    "link_gbit_s": None,
+    "drift_checkpoint": "full",
+    "optimizer_checkpoint": "full",
+}
+REPLICAS: dict[str, Any] = {"replicas": "auto", "tensor_parallel_size": 1}
+SPARSIFIER: dict[str, Any] = {"sparsifier": inspect.Parameter.empty}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "DDPHardThresholdStrategy": THRESHOLD | OF_DDP | GRADIENTS,
+    "SparseDDPStrategy": SPARSIFIER | OF_DDP | GRADIENTS,
+    "LocalHardThresholdStrategy": THRESHOLD | DRIFTS,
+    "SparseLocalStrategy": SPARSIFIER | DRIFTS,
+    "HSDPHardThresholdStrategy": THRESHOLD | REPLICAS | GRADIENTS,
+    "SparseHSDPStrategy": SPARSIFIER | REPLICAS | GRADIENTS,
+    "LocalHSDPHardThresholdStrategy": THRESHOLD | REPLICAS | DRIFTS,
+    "SparseLocalHSDPStrategy": SPARSIFIER | REPLICAS | DRIFTS,
+}
+OF_LIGHTNING = {"DDP": "bucket_cap_mb", "LocalHard": "process_group_backend", "HSDP": "save_distributed_checkpoint"}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_signature_and_docstring_have_every_option(name: str) -> None:
+    strategy = getattr(lightning_sparse, name)
+    parameters = inspect.signature(strategy).parameters
+    assert {option: parameter.default for option, parameter in parameters.items()} == OPTIONS[name] | {
+        "kwargs": inspect.Parameter.empty
+    }
+    entries = _entries(strategy.__doc__)
+    assert list(entries) == [*list(parameters)[:-1], "**kwargs"]
+    assert all(len(" ".join(lines)) > 40 for lines in entries.values())
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_command_line_has_every_option(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = ArgumentParser()
+    parser.add_subclass_arguments(Strategy, "strategy")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--strategy.help", f"lightning_sparse.{name}"])
+    told = " ".join(capsys.readouterr().out.partition("Help for")[2].split())
+    for option, default in OPTIONS[name].items():
+        _, found, text = told.partition(f"--strategy.{option} ")
+        assert found, option
+        shown = text.partition(" --strategy.")[0]
+        if option not in ("sparsifier", "outer_optimizer"):
+            assert f"default: {'null' if default is None else default})" in shown, (option, shown)
+        assert len(shown) > 60, (option, shown)
+    for prefix, argument in OF_LIGHTNING.items():
+        assert f"--strategy.{argument} " in told or not name.startswith(prefix)
