@@ -51,7 +51,7 @@ def row_of(name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", map(row_of, ROWS))
+@pytest.mark.parametrize("name", [row_of(name) for name in ROWS])
 def test_a_program_trains_as_it_should(name, outcomes):
     row = ROWS[name]
     if reason := row.missing():
