@@ -15,6 +15,7 @@ from recipes.compare.runs import Choice, Outcome, Runs, next_slope
 from recipes.compare.tables import grid_table, table
 from recipes.compare.variants import Grid, Variant, expanded, labelled, parsed_grid
 from recipes.demo import Run, read
+from tests.integration.unwatched_workers import is_running
 
 PROJECT = Path(__file__).parents[2]
 DEMO = "recipes/resnet18_cifar10/demo.yaml"
@@ -326,13 +327,6 @@ def test_who_stops_a_comparison_stops_its_training(number, tmp_path, cold_start)
                 break
             time.sleep(0.1)
         assert not is_running(process)
-
-
-def is_running(process):
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def test_two_comparisons_do_not_make_runs_in_one_folder(tmp_path):

@@ -29,8 +29,8 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from lightning_sparse import HardThreshold, SparseDDPStrategy
 from lightning_sparse.sparsifiers import LayerLayout, Selection, Sparsifier
 from tests.integration.models import SMALL_BUCKETS_MB, WEIGHTS_ONLY, Recorder, assert_equal, clones, quiet_trainer
-from tests.integration.unwatched_workers import HANG, workers
-from tests.workers import environment_of, reserved_port, run_workers
+from tests.integration.unwatched_workers import HANG, is_running, scripts, workers
+from tests.workers import run_workers
 
 PROJECT = Path(__file__).parents[2]
 GROUP_TIMEOUT = 15.0
@@ -384,20 +384,8 @@ def test_an_error_in_the_hook_ends_whole_python_processes(tmp_path: Path) -> Non
     # Processes of a fork server leave without taking the interpreter and its process group down; a script does not.
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, str(tmp_path / "train.py"), "die_in_a_script", "hook", "raise"]
-    processes = []
-    with reserved_port() as port:
-        try:
-            for rank in range(2):
-                with (tmp_path / f"output of {rank}").open("w") as output:
-                    variables = environment() | environment_of(rank, 2, port)
-                    processes.append(
-                        subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=output, stderr=subprocess.STDOUT)
-                    )
-            exit_codes = [process.wait(HANG) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
+    with scripts(command, tmp_path, environment()) as processes:
+        exit_codes = [process.wait(HANG) for process in processes]
     first, second = ((tmp_path / f"output of {rank}").read_text() for rank in range(2))
     assert exit_codes == [1, 1], first + second
     assert "Connection closed by peer" in first
@@ -519,14 +507,6 @@ def test_ctrl_c_ends_all_workers_and_leaves_the_last_checkpoint_whole(tmp_path: 
         assert [process.exitcode for process in started.processes] == [1, 1]
         assert "Detected KeyboardInterrupt" in started.output(0)
     assert assert_whole(path, 2) >= 5
-
-
-def is_running(process_id: int) -> bool:
-    try:
-        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
 
 
 @pytest.mark.full

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.network_lab import NetworkLab, Workers, clean
+from tests.integration.unwatched_workers import is_running
 
 pytestmark = pytest.mark.xdist_group("network")  # one lab at a time
 PROJECT = Path(__file__).parents[2]
@@ -88,14 +89,6 @@ def lab(available):
 def namespaces(process_id):
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     return [line.split()[0] for line in listed.splitlines() if f"-{process_id}-" in line]
-
-
-def is_alive(state):
-    """Whether a process is neither gone nor dead, by its file in /proc."""
-    try:
-        return state.read_text().split()[2] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):  # also while it is read
-        return False
 
 
 def test_a_worker_has_the_variables_of_torchrun_and_a_core_of_its_own(lab):
@@ -195,7 +188,7 @@ def test_nothing_is_left_after_a_signal(lab, number):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     with subprocess.Popen([sys.executable, "-c", COMMAND_LINE, *arguments], cwd=PROJECT, **pipes) as process:
         lines = sorted(process.stdout.readline() for _ in range(2))
-        states = [Path(f"/proc/{line.rpartition(']')[2].strip()}/stat") for line in lines]
+        process_ids = [int(line.rpartition("]")[2]) for line in lines]
         assert [line[:9] for line in lines] == ["[host 0] ", "[host 1] "]
         assert len(namespaces(process.pid)) == 3
         process.send_signal(number)
@@ -209,7 +202,7 @@ def test_nothing_is_left_after_a_signal(lab, number):
     assert namespaces(process.pid) == []
     # Killed workers of a killed lab need a moment to die, and may then still wait for their new parent.
     deadline = time.monotonic() + (20 if number == signal.SIGKILL else 0)
-    while any(is_alive(state) for state in states):
+    while any(map(is_running, process_ids)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

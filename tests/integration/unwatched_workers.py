@@ -4,8 +4,9 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,3 +75,30 @@ def _work(rank: int, num_workers: int, port: int, folder: str, function: Callabl
     os.environ |= environment_of(rank, num_workers, port)
     torch.set_num_threads(1)
     function(*args)
+
+
+@contextlib.contextmanager
+def scripts(command: list[str], folder: Path, environment: Mapping[str, str]) -> Iterator[list[Any]]:
+    """Runs a command as each of two workers, with ``output of RANK`` in the folder; leaves none behind."""
+    processes = []
+    with reserved_port() as port:
+        try:
+            for rank in range(2):
+                variables = {**environment, **environment_of(rank, 2, port)}
+                with (folder / f"output of {rank}").open("w") as output:
+                    streams = {"stdout": output, "stderr": subprocess.STDOUT}
+                    processes.append(subprocess.Popen(command, cwd=folder, env=variables, **streams))
+            yield processes
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+
+
+def is_running(process_id: int) -> bool:
+    """Whether a process is neither gone nor dead, by its file in /proc."""
+    try:
+        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):  # also while it is read
+        return False
+    return state not in "ZX"
