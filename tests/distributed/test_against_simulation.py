@@ -38,14 +38,6 @@ def through_bfloat16(values):
     return values.to(torch.bfloat16).to(values.dtype)
 
 
-def through_float8(values):
-    """Four significant bits of multiples of a step, which is the largest power of two up to an eighth of THRESHOLD."""
-    scale = 512 * 2.0**-8
-    scaled = (values / scale).float().double()  # PyTorch goes by way of float32
-    last = 2.0 ** (scaled.abs().clamp(min=2.0**-6).log2().floor() - 3)
-    return (scaled / last).round() * last * scale
-
-
 SCENARIOS = {
     "gathered": ({"exchange": "gather"}, {}),
     "dense": ({"exchange": "dense"}, {}),
@@ -56,9 +48,6 @@ SCENARIOS = {
     "bfloat16": ({"value_dtype": "bfloat16"}, {"round_values": through_bfloat16}),
 }
 OF_A_THRESHOLD = SCENARIOS | {
-    "float8": ({"value_dtype": "float8"}, {"round_values": through_float8}),
-    "float8, gathered": ({"value_dtype": "float8", "exchange": "gather"}, {"round_values": through_float8}),
-    "float8, summed": ({"value_dtype": "float8", "exchange": "reduce_scatter"}, {"round_values": through_float8}),
     "int16": (
         {"value_dtype": "int16", "exchange": "gather"},
         {"round_values": lambda values: (values * 2.0**8).round() * 2.0**-8},
