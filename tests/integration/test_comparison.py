@@ -293,6 +293,7 @@ def test_a_file_of_other_letters_is_refused(tmp_path, call):
         call(compare.main, DEMO, "--metric", "accuracy", "--variants", tmp_path / "variants.yaml")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_who_stops_a_comparison_stops_its_training(number, tmp_path, cold_start):
     (tmp_path / "x.yaml").touch()

@@ -19,13 +19,13 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 @pytest.mark.parametrize(
     ("command", "script"),
     [
-        (TORCHRUN, "plain_ddp.py"),
         (TORCHRUN, "local_training.py"),
+        (TORCHRUN, "plain_ddp.py"),
         ([*TORCHRUN[:-1], "--nproc-per-node=4"], "sharded.py"),
         ([*TORCHRUN[:-1], "--nproc-per-node=4"], "sharded_local.py"),
         ([sys.executable], "with_fabric.py"),
     ],
-    ids=["torchrun", "local", "sharded", "sharded local", "fabric"],
+    ids=["local", "torchrun", "sharded", "sharded local", "fabric"],
 )
 def test_an_example_runs_as_its_header_says_and_learns_with_few_coordinates(command, script, request):
     if script == "plain_ddp.py":

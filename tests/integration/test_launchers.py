@@ -62,7 +62,7 @@ def run_script(script: str, strategy: str, folder: Path) -> subprocess.Completed
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", ["ddp_hardthreshold", "ddp_hardthreshold_spawn", "ddp_topk_fork"])
+@pytest.mark.parametrize("strategy", ["ddp_topk_fork", "ddp_hardthreshold_spawn", "ddp_hardthreshold"])
 def test_every_worker_that_a_launcher_starts_has_the_hook(
     strategy: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
