@@ -4,10 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 INSTALL := -m pip install --quiet --disable-pip-version-check
-# Each test runs in one of as many processes as there are cores; for a debugger: make test ARGS="-n 0 --pdb -k name".
+# Each test runs in one of as many processes as there are cores; for a debugger: make test-all ARGS="-n 0 --pdb -k name".
 PYTEST := -m pytest --numprocesses auto --dist loadgroup
 
-.PHONY: setup demo test test-oldest bench gpu-check release-check lint docs clean
+.PHONY: setup demo test test-all test-oldest bench gpu-check release-check lint docs clean
 
 setup: $(STAMP)
 
@@ -19,10 +19,15 @@ $(STAMP): pyproject.toml requirements/constraints.txt
 demo: $(STAMP)
 	$(BIN)/python -m recipes.demo
 
-# ARGS goes to pytest: make test ARGS="-k checkpoint". What workers import is compiled once, also where files that Python
-# compiles are not wanted elsewhere.
-test test-oldest: export PYTHONDONTWRITEBYTECODE =
+# In minutes: all unit tests, and of each table of tests with workers the first row. ARGS goes to pytest:
+# make test ARGS="-k checkpoint". What workers import is compiled once, also where files that Python compiles are not
+# wanted elsewhere.
+test test-all test-oldest: export PYTHONDONTWRITEBYTECODE =
 test: $(STAMP)
+	$(BIN)/python $(PYTEST) -m "not full" $(ARGS)
+
+# Everything; make test-all ARGS="-m full": what make test leaves out.
+test-all: $(STAMP)
 	$(BIN)/python $(PYTEST) $(ARGS)
 
 # The same with the oldest versions that pyproject.toml allows, in an environment of their own. What they use of each

@@ -41,6 +41,23 @@ def cold_start(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
 
 
+def pytest_itemcollected(item, begun=set()):  # noqa: B006  (a memory)
+    """Marks as ``full``, for ``make test-all``, all rows but the first of each table of tests with workers."""
+    table = item.nodeid.partition("[")[0]
+    is_first = table not in begun
+    begun.add(table)
+    is_unit = "unit" in item.path.parts
+    if not (is_first or is_unit or item.get_closest_marker("representative")):
+        item.add_marker("full")
+
+
+@pytest.fixture(scope="module")
+def rows(request):
+    """Returns the parameters of all rows of a module that this session runs, for the first to start workers once."""
+    items = [item for item in request.session.items if item.path == request.node.path]
+    return [item.callspec.params for item in items if hasattr(item, "callspec")]
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
     """The long ones first: at the end nothing is left that all wait for."""

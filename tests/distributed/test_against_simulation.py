@@ -1,5 +1,4 @@
 from itertools import pairwise
-from math import sqrt
 
 import numpy
 import pytest
@@ -58,8 +57,6 @@ SCENARIOS = {
 }
 OF_A_THRESHOLD = SCENARIOS | {
     "float8": ({"value_dtype": "float8"}, {"round_values": through_float8}),
-    "float8, gathered": ({"value_dtype": "float8", "exchange": "gather"}, {"round_values": through_float8}),
-    "float8, summed": ({"value_dtype": "float8", "exchange": "reduce_scatter"}, {"round_values": through_float8}),
 }
 
 
@@ -81,8 +78,9 @@ def assert_matches_simulation(results: list[Result], optimizer_name, plan, step_
     assert 0.001 < sum(densities) / len(densities) < 0.9  # neither nothing nor everything was sent
 
 
-@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
-@pytest.mark.parametrize("scenario", OF_A_THRESHOLD)
+@pytest.mark.parametrize(
+    ("scenario", "optimizer_name"), [*((name, "nesterov") for name in OF_A_THRESHOLD), ("auto", "adam")]
+)
 def test_hard_threshold_in_float64_trains_as_the_simulation_does(scenario, optimizer_name):
     options, plan = OF_A_THRESHOLD[scenario]
     results = run_workers(_train, 3, HardThreshold(threshold=THRESHOLD), optimizer_name, options)
@@ -260,49 +258,6 @@ def test_dense_in_float64_trains_as_plain_workers_do():
         assert {(step.density, step.error_norm) for step in result.steps} == {(1.0, 0.0)}
 
 
-def test_layer_thresholds_apply_to_their_layers():
-    sparsifier = HardThreshold(threshold=THRESHOLD, layer_thresholds={"2.*": 0.2, "*.bias": 0.0})
-
-    def select(name, p):
-        return reaches({"2.weight": 0.2, "2.bias": 0.2, "0.bias": 0.0, "4.bias": 0.0}.get(name, THRESHOLD))(name, p)
-
-    results = run_workers(_train, 3, sparsifier, "adam", {})
-    assert_matches_simulation(results, "adam", Plan(select))
-
-
-def test_calibration_sends_everything_and_then_fixes_the_same_threshold_everywhere():
-    density, calibration_steps = 0.02, 5
-    results = run_workers(
-        _train,
-        3,
-        HardThreshold(density=density, calibration_steps=calibration_steps),
-        "nesterov",
-        {"density_control": "calibrate"},
-    )
-    assert len({result.threshold for result in results}) == 1
-    steps = results[0].steps
-    assert [step.density for step in steps[:calibration_steps]] == [1.0] * calibration_steps
-    assert all(step.density < 0.5 for step in steps[calibration_steps:])
-
-    # The rule, recomputed from the gradients of plain training on the same data.
-    model = build_model()
-    optimizer = OPTIMIZERS["nesterov"](model.parameters())
-    squared_norms = []
-    for batches in build_batches(3)[:calibration_steps]:
-        gradients = []
-        for inputs, targets in batches:
-            model.zero_grad()
-            torch.nn.functional.mse_loss(model(inputs), targets).backward()
-            gradients.append([p.grad.clone() for p in model.parameters()])
-        squared_norms += [sum(float((g**2).sum()) for g in gradient) for gradient in gradients]
-        for p, *parts in zip(model.parameters(), *gradients, strict=True):
-            p.grad = sum(parts) / len(parts)
-        optimizer.step()
-    elements = sum(p.numel() for p in model.parameters())
-    expected = sqrt(sum(squared_norms) / len(squared_norms) / (density * elements))
-    assert results[0].threshold == pytest.approx(expected, rel=1e-9)
-
-
 @pytest.mark.parametrize(("control", "changes"), [("calibrate", 0), ("hold", STEPS - 6)])
 def test_a_calibrated_threshold_stays_or_is_corrected_alike_on_all(control, changes):
     sparsifier = HardThreshold(density=0.1, calibration_steps=5)
@@ -310,18 +265,6 @@ def test_a_calibrated_threshold_stays_or_is_corrected_alike_on_all(control, chan
     thresholds = [step.threshold for step in first.steps[5:]]
     assert sum(one != other for one, other in pairwise(thresholds)) == changes
     assert all([step.threshold for step in other.steps[5:]] == thresholds for other in others)
-
-
-@pytest.mark.parametrize("exchange", ["gather", "dense", "auto"])
-@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
-def test_replicas_are_equal_to_the_last_bit(optimizer_name, exchange):
-    results = run_workers(
-        _train, 3, HardThreshold(threshold=THRESHOLD), optimizer_name, {"exchange": exchange}, torch.float32
-    )
-    for name, weight in results[0].weights.items():
-        for other in results[1:]:
-            assert torch.equal(weight, other.weights[name])
-    assert any(not torch.equal(results[0].residuals[name], results[1].residuals[name]) for name in results[0].weights)
 
 
 def test_multiples_of_a_step_come_to_the_same_bits_on_every_route():
@@ -334,42 +277,6 @@ def test_multiples_of_a_step_come_to_the_same_bits_on_every_route():
         ]
     for name, weight in weights[0].items():
         assert all(torch.equal(weight, other[name]) for other in weights[1:]), name
-
-
-def test_float32_differs_from_exact_arithmetic_only_where_a_coordinate_sits_at_the_threshold():
-    """Follows the run step by step: from its own weights and residuals, each step is repeated in float64."""
-    options = {"exchange": "gather", "record_history": True}
-    results = run_workers(_train, 3, HardThreshold(threshold=THRESHOLD), "nesterov", options, torch.float32)
-    model = build_model(torch.float64)
-    parameters = dict(model.named_parameters())
-    optimizer = OPTIMIZERS["nesterov"](model.parameters())
-    undecided = decided = 0
-    for step, batches in enumerate(build_batches(3)):
-        with torch.no_grad():
-            for name, p in parameters.items():
-                p.copy_(results[0].history[step][0][name])
-        average = {name: torch.zeros_like(p) for name, p in parameters.items()}
-        for result, (inputs, targets) in zip(results, batches, strict=True):
-            before, after = result.history[step][1], result.history[step + 1][1]
-            model.zero_grad()
-            torch.nn.functional.mse_loss(model(inputs.float().double()), targets.float().double()).backward()
-            for name, p in parameters.items():
-                exact = before[name].double() + p.grad.flatten()
-                rounding = 1e-5 * exact.abs() + 1e-6
-                kept = after[name].double()
-                sent = (kept == 0) & (exact.abs() >= THRESHOLD - rounding)
-                assert not sent[exact.abs() < THRESHOLD - rounding].any()
-                assert sent[exact.abs() > THRESHOLD + rounding].all()
-                assert ((kept - exact).abs() <= rounding)[~sent].all()
-                undecided += int(((exact.abs() - THRESHOLD).abs() <= rounding).sum())
-                decided += exact.numel()
-                average[name] += (exact * sent).view_as(p) / 3
-        for name, p in parameters.items():
-            p.grad = average[name]
-        optimizer.step()
-        for name, p in parameters.items():
-            torch.testing.assert_close(p.data, results[0].history[step + 1][0][name].double(), rtol=1e-5, atol=1e-5)
-    assert undecided < 1e-3 * decided
 
 
 def _train(sparsifier, optimizer_name, options, dtype=torch.float64):

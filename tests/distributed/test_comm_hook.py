@@ -51,47 +51,7 @@ def step(model, first, second, sometimes=None):
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.module.named_parameters()}
 
 
-ZERO4, ZERO3, ZERO2 = [0.0] * 4, [0.0] * 3, [0.0] * 2
-
-
-def _one_worker_contributes_nothing(exchange):
-    model, state = wrapped(HardThreshold(threshold=1.0), exchange=exchange)
-    results = []
-    for _ in range(3):
-        first = [2.0, 0.6, 0.0, -1.0] if dist.get_rank() == 0 else ZERO4
-        results.append(step(model, first, ZERO3, ZERO2)["first"].tolist())
-    return results, state.residuals.state_dict()["first"].tolist()
-
-
-@pytest.mark.parametrize("exchange", ["gather", "dense", "auto"])
-def test_a_worker_that_sends_nothing_is_an_ordinary_worker(exchange):
-    for rank, (results, residual) in enumerate(run_workers(_one_worker_contributes_nothing, 3, exchange)):
-        assert results[0] == [pytest.approx(2 / 3), 0.0, 0.0, pytest.approx(-1 / 3)]
-        assert results[1] == [pytest.approx(2 / 3), pytest.approx(1.2 / 3), 0.0, pytest.approx(-1 / 3)]
-        assert results[2] == [pytest.approx(2 / 3), 0.0, 0.0, pytest.approx(-1 / 3)]
-        assert residual == ([0.0, pytest.approx(0.6), 0.0, 0.0] if rank == 0 else ZERO4)
-
-
-def _nan_on_one_worker(sparsifier, exchange):
-    model, state = wrapped(sparsifier, exchange=exchange)
-    rank = dist.get_rank()
-    step(model, [0.1] * 4, [0.1] * 3, ZERO2)
-    bad = step(model, [float("nan") if rank == 1 else 0.1] * 4, [float("-inf") if rank == 0 else 0.1, 0.1, 0.1], ZERO2)
-    residuals = state.residuals.state_dict()
-    good = step(model, [0.1] * 4, [0.1] * 3, ZERO2)
-    return bad, good, residuals, state.last_step.non_finite
-
-
-@pytest.mark.parametrize("exchange", ["gather", "dense"])
-@pytest.mark.parametrize("sparsifier", [HardThreshold(threshold=1e6), TopK(0.001)])
-def test_nan_and_infinity_reach_every_worker_in_their_step_and_stay_nowhere(sparsifier, exchange):
-    for bad, good, residuals, non_finite in run_workers(_nan_on_one_worker, 3, sparsifier, exchange):
-        assert bad["first"].isnan().all()
-        assert bad["second"][0] == float("-inf")
-        assert bad["second"][1:].isfinite().all()
-        assert all(residual.isfinite().all() for residual in residuals.values())
-        assert all(gradient.isfinite().all() for gradient in good.values())
-        assert non_finite == 0
+ZERO3, ZERO2 = [0.0] * 3, [0.0] * 2
 
 
 def _train_with_scaler(scaled, overflow_at):
@@ -138,108 +98,17 @@ def test_a_loss_scale_changes_no_number_and_an_overflowed_step_is_undone():
             torch.testing.assert_close(after[name], residual, rtol=0, atol=0)
 
 
-def _unused_parameter():
-    model, state = wrapped(HardThreshold(threshold=1.0), find_unused_parameters=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    for sometimes in ([0.7, 0.7], None, None, [0.4, 0.2]):
-        step(model, [0.1] * 4, [0.1] * 3, sometimes)
-        optimizer.step()
-    return model.module.sometimes.tolist(), state.residuals.state_dict()["sometimes"].tolist()
-
-
-def test_a_parameter_that_is_not_used_for_a_while_loses_nothing():
-    for weight, residual in run_workers(_unused_parameter, 2):
-        assert weight == [pytest.approx(-1.1), 0.0]
-        assert residual == [0.0, pytest.approx(0.9)]
-
-
-def _broken_backward():
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, value):
-            return value.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            raise ZeroDivisionError
-
-    model, state = wrapped(HardThreshold(threshold=0.0), local_clip_norm=1e9)
-    step(model, [1.0] * 4, [1.0] * 3, ZERO2)
-    step(model, [1.0] * 4, [1.0] * 3, ZERO2)
-    loss = (Fails.apply(model.module.first) * torch.ones(4)).sum() + model.module.second.sum()
-    with pytest.raises(ZeroDivisionError):
-        loss.backward()
-    fresh, fresh_state = wrapped(HardThreshold(threshold=0.0), local_clip_norm=1e9)
-    return step(fresh, [2.0] * 4, [1.0] * 3, ZERO2)["first"].tolist(), fresh_state.last_step.step, state.last_step.step
-
-
-def test_a_backward_that_raises_leaves_the_workers_able_to_start_again():
-    for gradient, fresh_step, old_step in run_workers(_broken_backward, 2):
-        assert gradient == [2.0] * 4
-        assert (fresh_step, old_step) == (0, 1)
-
-
-def _disagreement(setting):
-    rank = dist.get_rank()
-    sparsifier = HardThreshold(threshold=0.1 + (0.1 * rank if setting == "threshold" else 0))
-    if setting == "sparsifier" and rank == 1:
-        sparsifier = TopK(0.1)
-    options = {"value_dtype": "bfloat16"} if setting == "value_dtype" and rank == 1 else {}
+def _disagreement():
     try:
-        wrapped(sparsifier, **options)
+        wrapped(TopK(0.1) if dist.get_rank() else HardThreshold(threshold=0.1))
     except RuntimeError as error:
         return str(error)
-    return None
 
 
-@pytest.mark.parametrize(
-    ("setting", "words"),
-    [
-        ("threshold", ["threshold: rank 0: 0.1, rank 1: 0.2"]),
-        ("sparsifier", ["sparsifier: rank 0: 'HardThreshold', rank 1: 'TopK'"]),
-        ("value_dtype", ["value_dtype: rank 0: 'float32', rank 1: 'bfloat16'"]),
-    ],
-)
-def test_workers_that_disagree_are_told_so_on_every_rank(setting, words):
-    messages = run_workers(_disagreement, 2, setting)
+def test_workers_that_disagree_are_told_so_on_every_rank():
+    messages = run_workers(_disagreement, 2)
     assert messages[0] == messages[1]
-    assert all(word in messages[0] for word in words)
-
-
-def test_workers_that_agree_are_not_stopped():
-    assert run_workers(_disagreement, 2, "nothing") == [None, None]
-
-
-def _world_of_one(exchange):
-    model, state = wrapped(HardThreshold(threshold=1.0), exchange=exchange)
-    results = [step(model, [0.6, 2.0, 0.0, 0.0], ZERO3, ZERO2)["first"].tolist() for _ in range(2)]
-    return results, state.last_step.num_workers
-
-
-@pytest.mark.parametrize("exchange", ["gather", "dense", "auto"])
-def test_one_worker_is_a_world_too(exchange):
-    [(results, num_workers)] = run_workers(_world_of_one, 1, exchange)
-    assert results == [[0.0, 2.0, 0.0, 0.0], [pytest.approx(1.2), 2.0, 0.0, 0.0]]
-    assert num_workers == 1
-
-
-def _mixed_dtypes():
-    model = Wide()
-    model.second.data = model.second.data.double()
-    model.sometimes.data = model.sometimes.data.bfloat16()
-    ddp, state = wrapped(HardThreshold(threshold=0.25), model, local_clip_norm=1e9)
-    gradients = (torch.full((4,), 0.5), torch.full((3,), 0.5).double(), torch.full((2,), 0.5).bfloat16())
-    for _ in range(2):
-        ddp.zero_grad()
-        ddp(*gradients).backward()
-    return [p.grad for p in model.parameters()], {n: r.dtype for n, r in state.residuals.state_dict().items()}
-
-
-def test_a_model_of_several_dtypes_is_exchanged_in_each():
-    for gradients, dtypes in run_workers(_mixed_dtypes, 2):
-        assert [g.dtype for g in gradients] == [torch.float32, torch.float64, torch.bfloat16]
-        assert all((g == 0.5).all() for g in gradients)
-        assert dtypes == {"first": torch.float32, "second": torch.float64, "sometimes": torch.float32}
+    assert "sparsifier: rank 0: 'HardThreshold', rank 1: 'TopK'" in messages[0]
 
 
 def _payload_bytes(exchange):
@@ -292,17 +161,6 @@ def test_a_calibration_goes_dense_and_what_follows_has_no_room_for_everything(ex
         if exchange != "auto":  # which is dense until it has seen a step of usual size
             assert payload_bytes[3] < 0.7 * dense_bytes  # half of it are averages, dense until their number is known
         assert all(sent < dense_bytes / 3 for sent in payload_bytes[4:])
-
-
-def _compiled_module_keeps_its_names():
-    model = torch.compile(torch.nn.Linear(4, 2), backend="eager")
-    ddp, state = wrapped(HardThreshold(threshold=0.1), model, bucket_cap_mb=25)
-    ddp(torch.ones(1, 4)).sum().backward()
-    return sorted(state.residuals.state_dict())
-
-
-def test_residuals_of_a_compiled_module_have_the_names_of_the_module():
-    assert run_workers(_compiled_module_keeps_its_names, 1) == [["bias", "weight"]]
 
 
 def _errors():
@@ -359,40 +217,6 @@ def _metrics_on_one_worker():
 def test_metrics_can_be_computed_on_one_worker_alone():
     results = run_workers(_metrics_on_one_worker, 2)
     assert results[0] == (pytest.approx(1 / 9), pytest.approx(0.25))
-
-
-def _idle_layer(sparsifier, options):
-    """A layer is used once, then left out while the learning rate falls."""
-    model = Wide()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    if options.get("error_feedback") == "learning_rate":
-        options = options | {"optimizer": optimizer}
-    ddp, state = wrapped(sparsifier, model, find_unused_parameters=True, **options)
-    step(ddp, [0.1] * 4, [0.1] * 3, [0.9, 0.3])
-    optimizer.step()
-    weight = model.sometimes.detach().clone()
-    for _ in range(4):
-        optimizer.param_groups[0]["lr"] /= 2
-        step(ddp, [0.1] * 4, [0.1] * 3)
-        optimizer.step()
-    return weight, model.sometimes.detach(), state.residuals.state_dict()["sometimes"]
-
-
-@pytest.mark.parametrize(
-    ("sparsifier", "options", "sent_at_first", "kept"),
-    [
-        (TopK(0.5), {}, [0.9, 0.0], [0.0, 0.3]),
-        (HardThreshold(threshold=1.0), {"error_feedback": "learning_rate"}, [0.0, 0.0], [0.9 * 16, 0.3 * 16]),
-        (HardThreshold(threshold=0.5), {"value_dtype": "float16"}, [0.9, 0.0], [0.0, 0.3]),
-    ],
-)
-def test_what_is_held_back_of_a_layer_that_no_worker_uses_is_not_sent_into_the_void(
-    sparsifier, options, sent_at_first, kept
-):
-    for weight, later, residual in run_workers(_idle_layer, 2, sparsifier, options):
-        assert weight.tolist() == pytest.approx([-value for value in sent_at_first], rel=1e-3)
-        assert torch.equal(weight, later)
-        assert residual.tolist() == pytest.approx(kept, rel=1e-5, abs=1e-3)
 
 
 def _hold_a_density_that_is_not_there():
@@ -477,39 +301,6 @@ def test_a_sparsifier_is_told_of_the_steps_of_the_training_and_of_no_other():
         assert at_first == of_the_callers == []
         assert saved == 2
         assert told == [(number, rank) for number in (0, 1, 2, 2, 3)]
-
-
-def _gradient_left_over(find_unused_parameters):
-    """An older gradient lies in .grad of a layer that this backward does not reach."""
-    ddp, state = wrapped(HardThreshold(threshold=1.0), find_unused_parameters=find_unused_parameters)
-    step(ddp, [0.1] * 4, [0.1] * 3, [2.0, 0.5])
-    residual = state.residuals.state_dict()["sometimes"]
-    left_over = ddp.module.sometimes.grad.clone()
-    ddp.module.first.grad = ddp.module.second.grad = None
-    ddp(torch.full((4,), 0.1), torch.full((3,), 0.1)).backward()
-    return residual, state.residuals.state_dict()["sometimes"], left_over, ddp.module.sometimes.grad
-
-
-def test_a_gradient_of_an_earlier_step_is_not_taken_for_a_new_one():
-    for before, after, left_over, gradient in run_workers(_gradient_left_over, 2, True):
-        assert torch.equal(before, after)
-        assert torch.equal(left_over, gradient)  # as under plain DDP, the user's own gradient is untouched
-        assert left_over.tolist() == [2.0, 0.0]
-
-
-def _calibrated_threshold(scaled):
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
-    model, state = wrapped(HardThreshold(density=0.5, calibration_steps=2), grad_scaler=scaler)
-    for size in (1.0, 3.0):
-        model.zero_grad()
-        scaler.scale(model(torch.full((4,), size), torch.zeros(3), torch.zeros(2))).backward()
-    return state.sparsifier.threshold
-
-
-def test_a_loss_scale_does_not_change_the_calibrated_threshold():
-    expected = pytest.approx(((4 + 36) / 2 / (0.5 * 9)) ** 0.5)
-    assert run_workers(_calibrated_threshold, 2, True) == [expected] * 2
-    assert run_workers(_calibrated_threshold, 2, False) == [expected] * 2
 
 
 def _collected_within_a_step():

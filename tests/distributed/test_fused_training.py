@@ -28,6 +28,7 @@ STEPS = 15
 """A quarter of a second each for a worker: the interpreter goes through a kernel operation by operation."""
 
 
+@pytest.mark.full
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
 @pytest.mark.long
 @pytest.mark.timeout(600)

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import HardThreshold, TopK, register_comm_hook
+from lightning_sparse import HardThreshold
 from tests.distributed.fuzz import case as of_cases
 from tests.distributed.fuzz.case import draw_case
 from tests.distributed.fuzz.checker import Difference, require_close
@@ -70,6 +69,7 @@ def test_random_trainings_are_those_of_n_workers_in_plain_tensors(num_workers):
     assert sum(outcome.seen["steps that send a part"] for outcome in outcomes) >= 5
 
 
+@pytest.mark.full
 def test_seeds_that_found_something_pass():
     assert_all_pass(KNOWN_SEEDS)
 
@@ -140,93 +140,3 @@ def test_a_package_that_does_something_else_is_told_apart_on_every_worker():
     assert difference is not None
     assert difference.startswith("step ")
     assert difference == same_difference
-
-
-class Two(torch.nn.Module):
-    """Two layers, of which the second may be left out; their gradients are the inputs."""
-
-    def __init__(self, dtype=torch.float32):
-        super().__init__()
-        self.first = torch.nn.Parameter(torch.zeros(2))
-        self.second = torch.nn.Parameter(torch.zeros(2, dtype=dtype))
-
-    def forward(self, first, second=None):
-        loss = (self.first * first).sum()
-        return loss if second is None else loss + (self.second * second).sum()
-
-
-INFINITE = torch.tensor([float("inf"), 1.0])
-
-
-def _infinity_where_all_is_sent(sparsifier):
-    ddp = DistributedDataParallel(Two())
-    state = register_comm_hook(ddp, sparsifier)
-    counts, gradients = [], []
-    for gradient in (INFINITE, torch.ones(2), torch.ones(2)):
-        ddp.zero_grad()
-        ddp(gradient, torch.ones(2)).backward()
-        state.commit()
-        counts.append(state.last_step.non_finite)
-        gradients.append(ddp.module.first.grad.tolist())
-    return counts, gradients, state.residuals.state_dict()["first"].tolist()
-
-
-@pytest.mark.parametrize("sparsifier", [HardThreshold(threshold=0.0), HardThreshold(density=1.0, calibration_steps=3)])
-def test_infinity_in_a_step_that_sends_everything_is_counted_and_leaves_no_nan(sparsifier):
-    [(counts, gradients, residual)] = run_workers(_infinity_where_all_is_sent, 1, sparsifier)
-    assert counts == [1, 0, 0]
-    assert gradients == [[float("inf"), 1.0], [1.0, 1.0], [1.0, 1.0]]
-    assert residual == [0.0, 0.0]
-
-
-def _overflow_where_all_is_sent():
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    ddp = DistributedDataParallel(Two())
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
-    state = register_comm_hook(ddp, HardThreshold(threshold=0.0), grad_scaler=scaler)
-    for gradient in (INFINITE, torch.ones(2)):
-        optimizer.zero_grad()
-        scaler.scale(ddp(gradient, torch.ones(2))).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    residuals = {name: residual.tolist() for name, residual in state.residuals.state_dict().items()}
-    return ddp.module.first.tolist(), residuals
-
-
-def test_an_overflow_in_a_step_that_sends_everything_is_undone():
-    [(weight, residuals)] = run_workers(_overflow_where_all_is_sent, 1)
-    assert weight == [-1.0, -1.0]
-    assert residuals == {"first": [0.0, 0.0], "second": [0.0, 0.0]}
-
-
-def _static_graph_of_two_dtypes():
-    ddp = DistributedDataParallel(Two(torch.float64), static_graph=True)
-    state = register_comm_hook(ddp, HardThreshold(threshold=0.5))
-    gradients = []
-    for _ in range(3):
-        ddp.zero_grad()
-        ddp(torch.ones(2), torch.ones(2, dtype=torch.float64)).backward()
-        gradients.append((ddp.module.first.grad.tolist(), ddp.module.second.grad.tolist()))
-    return gradients, state.last_step.step, state.last_step.num_elements
-
-
-def test_a_static_graph_of_several_dtypes_does_not_wait_for_ever():
-    """In its first iteration DDP gives all buckets the index 0 and calls none the last unless there is one only."""
-    expected = [([1.0, 1.0], [1.0, 1.0])] * 3, 2, 4
-    assert run_workers(_static_graph_of_two_dtypes, 1, timeout=20) == [expected]
-
-
-def _clipping_factor_of_nan(sparsifier):
-    ddp = DistributedDataParallel(Two(), find_unused_parameters=True)
-    state = register_comm_hook(ddp, sparsifier, local_clip_norm=10.0)
-    ddp(torch.ones(2), torch.tensor([3.0, 1.0])).backward()
-    state.commit()
-    ddp.zero_grad()
-    ddp(torch.tensor([float("nan"), 1.0])).backward()
-    state.commit()
-    return state.residuals.state_dict()["second"].tolist(), state.last_step.non_finite
-
-
-@pytest.mark.parametrize("sparsifier", [HardThreshold(threshold=2.0), TopK(0.5)])
-def test_a_clipping_factor_of_nan_spares_what_is_held_back_of_a_layer_that_is_left_out(sparsifier):
-    assert run_workers(_clipping_factor_of_nan, 1, sparsifier) == [([0.0, 1.0], 1)]

@@ -100,16 +100,17 @@ CASES_OF = {layout: list(CASES) if layout == (2, 2) else ["every third step", "a
 
 
 @functools.cache
-def trained(layout):
+def trained(layout, *cases):
     """What every rank has after each case, one after the other in the same processes."""
-    return run_workers(train_all, layout[0] * layout[1], layout, CASES_OF[layout], new=True)
+    return run_workers(train_all, layout[0] * layout[1], layout, cases, new=True)
 
 
 @pytest.mark.xdist_group("drifts of shards")
 @pytest.mark.parametrize(("layout", "case"), [(one, case) for one in LAYOUTS for case in CASES_OF[one]], ids=str)
-def test_replicas_train_as_so_many_workers(layout, case):
+def test_replicas_train_as_so_many_workers(layout, case, rows):
+    ranks = trained(layout, *(row["case"] for row in rows if row["layout"] == layout))
     simulation, expected, expected_looks = simulated(layout, **CASES[case][1])
-    for rank, of_cases in enumerate(trained(layout)):
+    for rank, of_cases in enumerate(ranks):
         history, looks, mean, own, last, _ = of_cases[case]
         for (weights, anchor, _), (all_weights, expected_anchor) in zip(history, expected, strict=True):
             torch.testing.assert_close(weights, all_weights[rank // layout[1]], rtol=0, atol=1e-12)
@@ -120,5 +121,5 @@ def test_replicas_train_as_so_many_workers(layout, case):
         assert last.num_elements == sum(layer.num_elements for layer in last.layers.values()) == mean.numel()
         assert simulation.sent[-1] == last.selected
         assert layout[0] == 1 or 0.02 < last.density < 0.98
-    largest = [[one[2] for one in of_cases[case][0]] for of_cases in trained(layout)]
+    largest = [[one[2] for one in of_cases[case][0]] for of_cases in ranks]
     assert all(one == largest[0] for one in largest)  # of all shards

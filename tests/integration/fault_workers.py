@@ -1,7 +1,6 @@
 """A training that can be struck: how it is set up, in worker processes of its own, and resumed."""
 
 import json
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -26,7 +25,7 @@ from lightning_sparse.sparsifiers import LayerLayout, Selection
 from tests.integration.fault_points import Fault, Injector, Point, Watcher
 from tests.integration.fault_training import ByHand, Endless, Exact
 from tests.integration.models import SMALL_BUCKETS_MB, WEIGHTS_ONLY, quiet_trainer
-from tests.workers import environment_of, reserved_port
+from tests.integration.unwatched_workers import workers
 
 KEY = "lightning_sparse"
 THRESHOLD = 1.125
@@ -162,12 +161,8 @@ def fit(
     return {"weights": weights, "residuals": residuals, "steps": trainer.global_step}
 
 
-def _be_a_worker(rank: int, case: Case, port: int, folder: str, function: Callable[..., None], args: Any) -> None:
-    output = os.open(f"{folder}/output of {rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ |= environment_of(rank, case.num_workers, port)
+def _be_a_worker(case: Case, folder: str, function: Callable[..., None], args: Any) -> None:
+    rank = int(os.environ["RANK"])
     os.environ |= {
         "SLURM_NTASKS": str(case.num_workers),
         "SLURM_NTASKS_PER_NODE": str(case.num_workers),
@@ -178,7 +173,6 @@ def _be_a_worker(rank: int, case: Case, port: int, folder: str, function: Callab
         "SLURM_JOB_NAME": "training",
         "GROUP_RANK": str(rank * case.hosts // case.num_workers),
     }
-    torch.set_num_threads(1)
     tempfile.tempdir = folder  # where Lightning begins a file, which a kill leaves there
     together.PATIENCE, together.PATIENCE_IN_TROUBLE = PATIENCE, PATIENCE_IN_TROUBLE
     function(rank, case, Path(folder), *args)
@@ -225,23 +219,11 @@ class Ended:
 
 def run(case: Case, folder: Path, function: Callable[..., None], *args: Any, limit: float = HANG) -> Ended:
     """Runs a function in every worker until all have ended, and leaves none behind."""
-    context = multiprocessing.get_context("forkserver")  # the one that tests.workers has prepared
     started = time.monotonic()
-    with reserved_port() as port:
-        processes = [
-            context.Process(target=_be_a_worker, args=(rank, case, port, str(folder), function, args))
-            for rank in range(case.num_workers)
-        ]
-        try:
-            for process in processes:
-                process.start()
-            for process in processes:
-                process.join(max(0.0, started + limit - time.monotonic()))
-            return Ended(time.monotonic() - started, [process.exitcode for process in processes])
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+    with workers(case.num_workers, folder, _be_a_worker, case, str(folder), function, args) as running:
+        for process in running.processes:
+            process.join(max(0.0, started + limit - time.monotonic()))
+        return Ended(time.monotonic() - started, [process.exitcode for process in running.processes])
 
 
 def trace(case: Case, fault: Fault | None = None) -> list[list[Point]]:

@@ -81,24 +81,6 @@ class ManualClassifier(Classifier):
         optimizer.step()
 
 
-class ClassifierWithUnusedLayer(Classifier):
-    """Has a layer that takes part in the loss in the first step only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sometimes = nn.Linear(8, 3)
-        with torch.no_grad():
-            for parameter in self.sometimes.parameters():
-                parameter.fill_(0.1)
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        self.batches.append(batch)
-        return self.first_loss(batch) if batch_idx == 0 else self.loss(batch)
-
-    def first_loss(self, batch: list[Tensor]) -> Tensor:
-        return self.loss(batch) + 0.25 * F.cross_entropy(self.sometimes(batch[0]), batch[1])
-
-
 class TwoPlayers(LightningModule):
     """Two networks with an optimizer each, trained in turn as in a GAN."""
 
@@ -155,25 +137,17 @@ class Recorder(Callback):
         self.initial: dict[str, Tensor] = {}
         self.weights: dict[str, Tensor] = {}
         self.residuals: dict[str, Tensor] = {}
-        self.largest_residuals: list[float] = []
         self.steps: list[StepStats] = []
-        self.num_buckets = 0
-        self.rebuilt_buckets = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.initial = clones(pl_module.named_parameters())
         state = getattr(trainer.strategy, "state", None)
         if state is not None:
             state.subscribe(self.steps.append)
-            state.subscribe(lambda _: self.largest_residuals.append(largest(state.residuals.latest())))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Read here: teardown unwraps the model.
-        logged = trainer.strategy.model._get_ddp_logging_data()
-        self.comm_hooks.append(logged.get("comm_hook"))
-        self.rebuilt_buckets = bool(logged.get("has_rebuilt_buckets"))
-        sizes = logged.get("rebuilt_bucket_sizes") or logged.get("bucket_sizes")
-        self.num_buckets = len(str(sizes).split(","))
+        self.comm_hooks.append(trainer.strategy.model._get_ddp_logging_data().get("comm_hook"))
         self.weights = clones(pl_module.named_parameters())
         state = getattr(trainer.strategy, "state", None)
         if state is not None:
@@ -239,10 +213,6 @@ def quiet_trainer(strategy: Any, *, num_workers: int, max_steps: int = 3, **opti
 
 def clones(named_tensors: Any) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in named_tensors}
-
-
-def largest(tensors: dict[str, Tensor]) -> float:
-    return max((tensor.abs().max().item() for tensor in tensors.values()), default=0.0)
 
 
 def gradients(model: nn.Module, loss: Callable[[], Tensor]) -> dict[str, Tensor]:

@@ -55,6 +55,7 @@ def _start(change: Any, options: dict[str, Any]) -> str:
         (double, {}, "parameter last.bias: rank 0: '[3], torch.float32', rank 1: '[3], torch.float64'"),
         (older, {}, f"lightning_sparse: rank 0: '{lightning_sparse.__version__}', rank 1: '0.0.1'"),
         (None, {"threshold": 0.2}, "threshold: rank 0: 0.1, rank 1: 0.2"),
+        (None, {"value_dtype": "bfloat16"}, "value_dtype: rank 0: 'float32', rank 1: 'bfloat16'"),
         (None, {"exchange": "dense"}, "exchange: rank 0: 'auto', rank 1: 'dense'"),
         (None, {"bucket_cap_mb": 1}, "bucket_bytes_cap: rank 0: 26214400, rank 1: 1048576"),
         (None, {"find_unused_parameters": True}, "find_unused_parameters: rank 0: False, rank 1: True"),

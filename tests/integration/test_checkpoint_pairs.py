@@ -161,6 +161,7 @@ def _of_one(messages: list[str], word: str) -> list[str]:
     return [one for one in messages if "lightning_sparse" in one and re.search(word, one)]
 
 
+@pytest.mark.full
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("num_workers", "reader"),

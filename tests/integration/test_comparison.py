@@ -15,6 +15,7 @@ from recipes.compare.runs import Choice, Outcome, Runs, next_slope
 from recipes.compare.tables import grid_table, table
 from recipes.compare.variants import Grid, Variant, expanded, labelled, parsed_grid
 from recipes.demo import Run, read
+from tests.integration.unwatched_workers import is_running
 
 PROJECT = Path(__file__).parents[2]
 DEMO = "recipes/resnet18_cifar10/demo.yaml"
@@ -43,6 +44,7 @@ def arguments_of_comparison(output):
     return [*arguments, "--trainer.max_epochs=1", "--trainer.check_val_every_n_epoch=1"]
 
 
+@pytest.mark.full
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_comparison_runs_every_variant_once_and_can_be_drawn(tmp_path, call):
@@ -76,6 +78,7 @@ def test_a_comparison_runs_every_variant_once_and_can_be_drawn(tmp_path, call):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_a_variant_that_fails_shows_what_the_run_said_and_leaves_nothing(tmp_path):
     command = [
@@ -290,6 +293,7 @@ def test_a_file_of_other_letters_is_refused(tmp_path, call):
         call(compare.main, DEMO, "--metric", "accuracy", "--variants", tmp_path / "variants.yaml")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_who_stops_a_comparison_stops_its_training(number, tmp_path, cold_start):
     (tmp_path / "x.yaml").touch()
@@ -324,13 +328,6 @@ def test_who_stops_a_comparison_stops_its_training(number, tmp_path, cold_start)
                 break
             time.sleep(0.1)
         assert not is_running(process)
-
-
-def is_running(process):
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def test_two_comparisons_do_not_make_runs_in_one_folder(tmp_path):

@@ -37,6 +37,7 @@ def test_between_workers_it_measures_the_link() -> None:
     assert text.count("lightning_sparse ") == 1  # the first worker alone speaks
 
 
+@pytest.mark.full
 @pytest.mark.xdist_group("network")
 def test_the_rate_of_a_shaped_link_is_found() -> None:
     if reason := NetworkLab.unavailable_reason():

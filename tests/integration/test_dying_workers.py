@@ -5,7 +5,6 @@ ends the others is the exchange itself; where a test is about torchrun, torchrun
 """
 
 import contextlib
-import multiprocessing
 import os
 import resource
 import signal
@@ -13,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -30,13 +29,12 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from lightning_sparse import HardThreshold, SparseDDPStrategy
 from lightning_sparse.sparsifiers import LayerLayout, Selection, Sparsifier
 from tests.integration.models import SMALL_BUCKETS_MB, WEIGHTS_ONLY, Recorder, assert_equal, clones, quiet_trainer
-from tests.workers import environment_of, reserved_port, run_workers
+from tests.integration.unwatched_workers import HANG, is_running, scripts, workers
+from tests.workers import run_workers
 
 PROJECT = Path(__file__).parents[2]
 GROUP_TIMEOUT = 15.0
 """Seconds that the strategy gives the process group, unless a test is about them."""
-HANG = 90.0
-"""Seconds after which a process counts as one that hangs; far beyond what any of them needs."""
 ENDLESS = 1_000_000
 THRESHOLD = 0.5
 """Sends about a tenth of the coordinates of a Regression a step."""
@@ -65,6 +63,9 @@ class Fate:
 
     def __deepcopy__(self, memo: Any) -> "Fate":
         return self  # a run copies its sparsifier, which is to meet the same fate
+
+    def __str__(self) -> str:
+        return f"{self.way} {self.rank} in {self.place}"
 
     def begin(self, step: int) -> None:
         self.now, self.times = step, 0
@@ -273,69 +274,7 @@ def read(path: Path) -> dict[str, Any]:
     return torch.load(path, weights_only=True)
 
 
-# ------------------------------------------------------------------------------------------------- who watches them
-
-
-class Workers:
-    """Worker processes without an agent, each with a file for what it prints."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.processes: list[Any] = []
-
-    def wait(self, ranks: Iterator[int] | list[int]) -> float:
-        """Returns the seconds until all of these have ended of themselves."""
-        started = time.monotonic()
-        for rank in ranks:
-            self.processes[rank].join(max(0.0, started + HANG - time.monotonic()))
-            assert self.processes[rank].exitcode is not None, f"rank {rank} hangs:\n{self.output(rank)}"
-        return time.monotonic() - started
-
-    def wait_for(self, rank: int, condition: Callable[[], bool], what: str) -> None:
-        """Waits until something is so that a worker is to bring about."""
-        deadline = time.monotonic() + HANG
-        was_alive = True  # when the condition was asked last
-        while not condition():
-            assert was_alive, f"rank {rank} ended without {what}:\n{self.output(rank)}"
-            assert time.monotonic() < deadline, f"no {what} within {HANG} s:\n{self.output(rank)}"
-            time.sleep(0.02)
-            was_alive = self.processes[rank].is_alive()
-
-    def output(self, rank: int) -> str:
-        path = self.folder / f"output of {rank}"
-        return path.read_text() if path.exists() else ""
-
-
-@contextlib.contextmanager
-def workers(num_workers: int, folder: Path, function: Callable[..., Any], *args: Any) -> Iterator[Workers]:
-    """Starts ``function(*args)`` in every worker, and leaves none behind."""
-    started = Workers(folder)
-    context = multiprocessing.get_context("forkserver")  # the one that tests.workers has prepared
-    with reserved_port() as port:
-        try:
-            for rank in range(num_workers):
-                process = context.Process(target=_work, args=(rank, num_workers, port, str(folder), function, args))
-                process.start()
-                started.processes.append(process)
-            yield started
-        finally:
-            for process in started.processes:
-                process.kill()
-                process.join()
-
-
-def _work(rank: int, num_workers: int, port: int, folder: str, function: Callable[..., Any], args: Any) -> None:
-    output = os.open(f"{folder}/output of {rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    # As in the foreground of a terminal: a shell that starts the tests in the background has SIGINT ignored.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ |= environment_of(rank, num_workers, port)
-    torch.set_num_threads(1)
-    function(*args)
-
-
-# A terminal's SIGINT, as above. Threads as in the workers of run_workers, for the same bits.
+# As in the foreground of a terminal, and with the threads of other workers, for the same bits.
 SCRIPT = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -421,61 +360,32 @@ def assert_the_others_end(
         assert seconds < within, "\n".join(map(started.output, range(3)))
 
 
-PLACES = [
-    ("kill", "forward"),
-    ("kill", "backward"),
-    ("kill", "hook"),
-    ("kill", "loader"),
-    ("kill", "loader process"),
-    ("raise", "forward"),
-    ("raise", "backward"),
-    ("raise", "hook"),
-    ("raise", "loader"),
-    ("raise", "loader process"),
+PLACES = ("forward", "backward", "hook", "loader", "loader process")
+DEATHS = [
+    *(("gather", Fate(place, way)) for way in ("kill", "raise") for place in PLACES),
+    *((exchange, Fate(place)) for exchange in ("dense", "reduce_scatter", "auto") for place in ("forward", "hook")),
+    ("gather", Fate("hook", rank=0)),  # the first worker keeps the store at which all meet
 ]
 
 
-@pytest.mark.parametrize(("way", "place"), PLACES)
-def test_a_worker_that_dies_ends_the_others_wherever_it_is(way: str, place: str, tmp_path: Path) -> None:
-    assert_the_others_end(
-        tmp_path, Fate(place, way), "gather", GROUP_TIMEOUT, loader_processes=int(place == "loader process")
-    )
-
-
-@pytest.mark.parametrize("exchange", ["dense", "reduce_scatter", "auto"])
-@pytest.mark.parametrize("place", ["forward", "hook"])
-def test_a_killed_worker_ends_the_others_on_every_route(place: str, exchange: str, tmp_path: Path) -> None:
-    assert_the_others_end(tmp_path, Fate(place, "kill"), exchange, GROUP_TIMEOUT)
-
-
-def test_the_first_worker_is_no_exception(tmp_path: Path) -> None:
-    # It keeps the store at which all meet.
-    assert_the_others_end(tmp_path, Fate("hook", "kill", rank=0), "gather", GROUP_TIMEOUT)
+@pytest.mark.parametrize(("exchange", "fate"), DEATHS, ids=str)
+def test_a_worker_that_dies_ends_the_others(exchange: str, fate: Fate, tmp_path: Path) -> None:
+    processes = int(fate.place == "loader process")
+    assert_the_others_end(tmp_path, fate, exchange, GROUP_TIMEOUT, loader_processes=processes)
 
 
 def die_in_a_script(place: str, way: str) -> None:
     train(ENDLESS, fate=Fate(place, way))
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_an_error_in_the_hook_ends_whole_python_processes(tmp_path: Path) -> None:
     # Processes of a fork server leave without taking the interpreter and its process group down; a script does not.
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, str(tmp_path / "train.py"), "die_in_a_script", "hook", "raise"]
-    processes = []
-    with reserved_port() as port:
-        try:
-            for rank in range(2):
-                with (tmp_path / f"output of {rank}").open("w") as output:
-                    variables = environment() | environment_of(rank, 2, port)
-                    processes.append(
-                        subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=output, stderr=subprocess.STDOUT)
-                    )
-            exit_codes = [process.wait(HANG) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
+    with scripts(command, tmp_path, environment()) as processes:
+        exit_codes = [process.wait(HANG) for process in processes]
     first, second = ((tmp_path / f"output of {rank}").read_text() for rank in range(2))
     assert exit_codes == [1, 1], first + second
     assert "Connection closed by peer" in first
@@ -506,6 +416,7 @@ def recorded(folder: Path, num_workers: int) -> list[dict[str, Any]]:
     return [torch.load(folder / f"result of {rank}", weights_only=True) for rank in range(num_workers)]
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_a_run_that_torchrun_restarts_ends_like_one_that_nobody_died_in(tmp_path: Path) -> None:
     straight = run_workers(train, 2, 12, process_group=False)
@@ -529,6 +440,7 @@ def _train_until_dead(folder: str, max_steps: int, every: int, fate: Fate) -> No
     train(max_steps, fate=fate, callbacks=(last_checkpoint(folder, every),))
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_fewer_workers_go_on_after_a_death_and_end_as_well(tmp_path: Path) -> None:
     max_steps = 40
@@ -597,14 +509,7 @@ def test_ctrl_c_ends_all_workers_and_leaves_the_last_checkpoint_whole(tmp_path: 
     assert assert_whole(path, 2) >= 5
 
 
-def is_running(process_id: int) -> bool:
-    try:
-        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
-
-
+@pytest.mark.full
 @pytest.mark.long
 def test_ctrl_c_at_torchrun_ends_it_and_all_workers(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
@@ -663,29 +568,19 @@ def _die_while_writing(folder: str, temporary: str, name: str, copies: bool) -> 
 
 
 @pytest.mark.parametrize("name", ["last", "step=3"])
-def test_a_death_while_a_checkpoint_is_written_leaves_the_one_before(name: str, tmp_path: Path) -> None:
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    with workers(2, tmp_path, _die_while_writing, str(tmp_path), str(temporary), name, False) as started:
-        started.wait(range(2))
-        assert [process.exitcode for process in started.processes] == [-signal.SIGXFSZ, 1]
-    assert [path.name for path in tmp_path.glob("*.ckpt")] == [f"{name}.ckpt"]
-    assert assert_whole(tmp_path / f"{name}.ckpt", 2) == 3
-    # It did die in the middle of the next one, which Lightning writes elsewhere first.
-    assert (tmp_path / f"{name}.ckpt").stat().st_size > 2 * WRITTEN_BYTES
-    assert [path.stat().st_size for path in temporary.iterdir()] == [WRITTEN_BYTES]
-
-
-@pytest.mark.parametrize("name", ["last", "step=3"])
-def test_a_death_while_a_checkpoint_is_copied_from_tmpdir_leaves_the_one_before(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("copies", [False, True], ids=["written", "copied from TMPDIR"])
+def test_a_death_while_a_checkpoint_is_written_leaves_the_one_before(name: str, copies: bool, tmp_path: Path) -> None:
     memory = Path("/dev/shm")
-    if not os.access(memory, os.W_OK) or memory.stat().st_dev == tmp_path.stat().st_dev:
+    if copies and (not os.access(memory, os.W_OK) or memory.stat().st_dev == tmp_path.stat().st_dev):
         pytest.skip("needs two file systems, of which /dev/shm is one")
     with (
-        tempfile.TemporaryDirectory(dir=memory) as temporary,
-        workers(2, tmp_path, _die_while_writing, str(tmp_path), temporary, name, True) as started,
+        tempfile.TemporaryDirectory(dir=memory if copies else tmp_path) as temporary,
+        workers(2, tmp_path, _die_while_writing, str(tmp_path), temporary, name, copies) as started,
     ):
         started.wait(range(2))
-        exit_codes = [process.exitcode for process in started.processes]
-    assert exit_codes == [-signal.SIGXFSZ, 1], started.output(0)
+        assert [process.exitcode for process in started.processes] == [-signal.SIGXFSZ, 1], started.output(0)
+        if not copies:  # it did die in the middle of the next file, which Lightning writes elsewhere first
+            assert [path.stat().st_size for path in Path(temporary).iterdir()] == [WRITTEN_BYTES]
+    assert copies or [path.name for path in tmp_path.glob("*.ckpt")] == [f"{name}.ckpt"]
     assert assert_whole(tmp_path / f"{name}.ckpt", 2) == 3
+    assert (tmp_path / f"{name}.ckpt").stat().st_size > 2 * WRITTEN_BYTES

@@ -1,4 +1,3 @@
-import contextlib
 import os
 import re
 import signal
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.workers import environment_of, reserved_port
+from tests.integration.unwatched_workers import scripts
 
 PROJECT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -20,13 +19,13 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 @pytest.mark.parametrize(
     ("command", "script"),
     [
-        (TORCHRUN, "plain_ddp.py"),
         (TORCHRUN, "local_training.py"),
+        (TORCHRUN, "plain_ddp.py"),
         ([*TORCHRUN[:-1], "--nproc-per-node=4"], "sharded.py"),
         ([*TORCHRUN[:-1], "--nproc-per-node=4"], "sharded_local.py"),
         ([sys.executable], "with_fabric.py"),
     ],
-    ids=["torchrun", "local", "sharded", "sharded local", "fabric"],
+    ids=["local", "torchrun", "sharded", "sharded local", "fabric"],
 )
 def test_an_example_runs_as_its_header_says_and_learns_with_few_coordinates(command, script, request):
     if script == "plain_ddp.py":
@@ -42,36 +41,25 @@ def test_an_example_runs_as_its_header_says_and_learns_with_few_coordinates(comm
     assert float(rows[-1][3]) > 0
 
 
-@contextlib.contextmanager
 def on_two_workers(max_steps, folder):
-    """The processes of docs/examples/cluster.py, whose output goes into a file each; nobody watches over them."""
+    """The processes of docs/examples/cluster.py; nobody watches over them."""
     script = PROJECT / "docs" / "examples" / "cluster.py"
     command = [sys.executable, str(script), "--devices=2", f"--max-steps={max_steps}"]
-    workers = []
-    with reserved_port() as port:
-        try:
-            for rank in range(2):
-                environment = {**os.environ, **environment_of(rank, 2, port), "OMP_NUM_THREADS": "1"}
-                with (folder / f"{rank}.log").open("w") as log:
-                    workers.append(subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, env=environment))
-            yield workers
-        finally:
-            for worker in workers:
-                worker.kill()
-                worker.wait()
+    return scripts(command, folder, {**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def end_of(workers, folder):
     statuses = [worker.wait(timeout=100) for worker in workers]
-    printed = [(folder / f"{rank}.log").read_text() for rank in range(2)]
+    printed = [(folder / f"output of {rank}").read_text() for rank in range(2)]
     assert statuses == [0, 0], "\n".join(printed)
     return printed
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_the_example_for_clusters_saves_between_steps_when_one_worker_has_a_signal_and_goes_on_from_there(tmp_path):
     with on_two_workers(1_000_000, tmp_path) as workers:
-        while "step 100:" not in (tmp_path / "0.log").read_text() and workers[0].poll() is None:
+        while "step 100:" not in (tmp_path / "output of 0").read_text() and workers[0].poll() is None:
             time.sleep(0.05)
         workers[1].send_signal(signal.SIGUSR1)
         printed = end_of(workers, tmp_path)

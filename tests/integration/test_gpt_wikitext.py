@@ -1,6 +1,5 @@
 """The GPT recipe: its YAML files, its data, its model, and what local training makes of it."""
 
-import doctest
 import os
 import sys
 from pathlib import Path
@@ -9,28 +8,16 @@ import pytest
 import torch
 import yaml
 
-import recipes.gpt_wikitext.data
-import recipes.gpt_wikitext.model
 from lightning_sparse import LocalHardThresholdStrategy
 from recipes import MissingDataError
 from recipes.gpt_wikitext.data import GPTDataModule, Windows
 from recipes.gpt_wikitext.model import GPT, GPTLanguageModel
 from recipes.weights import validate
-from tests.integration.test_recipes import fit_recipe
+from tests.integration.recipe_runs import fit_recipe
 from tests.workers import run_workers
 
 GPT_RECIPES = Path(__file__).parents[2] / "recipes" / "gpt_wikitext"
 DATA = os.environ.get("LIGHTNING_SPARSE_DATA")
-
-
-def test_compared_recipes_differ_in_the_strategy_only():
-    configs = {
-        name: yaml.safe_load((GPT_RECIPES / f"{name}.yaml").read_text())
-        for name in ("hard_threshold", "dense", "drift")
-    }
-    strategies = {name: config["trainer"].pop("strategy") for name, config in configs.items()}
-    assert configs["hard_threshold"] == configs["dense"] == configs["drift"]
-    assert len({str(strategy) for strategy in strategies.values()}) == 3
 
 
 def test_a_position_sees_only_those_before_it():
@@ -59,35 +46,15 @@ def test_windows_are_the_text_without_gaps():
         windows[15]
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: GPTDataModule(length=0), "length=0"),
-        (lambda: GPTDataModule(source="builtin"), "tokenizer=words"),
-        (lambda: GPT(width=10, num_heads=4), "multiple"),
-        (lambda: GPT(num_layers=0), "num_layers=0"),
-        (lambda: GPTLanguageModel(learning_rate=0.0), "learning_rate"),
-        (lambda: GPT(length=4)(torch.zeros(1, 5, dtype=torch.int64)), "--model.length=4"),
-    ],
-)
-def test_refuses(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
+def test_more_positions_than_the_model_has_are_refused():
+    with pytest.raises(ValueError, match=r"--model\.length=4"):
+        GPT(length=4)(torch.zeros(1, 5, dtype=torch.int64))
 
 
 def test_without_the_text_it_says_where_it_belongs(tmp_path):
     module = GPTDataModule(str(tmp_path))
     with pytest.raises(MissingDataError, match=r"wiki\.train\.tokens"):
         module.setup("fit")
-
-
-@pytest.mark.parametrize(
-    "module", [recipes.gpt_wikitext.data, recipes.gpt_wikitext.model], ids=lambda one: one.__name__
-)
-def test_the_examples_in_docstrings_are_true(module):
-    failed, attempted = doctest.testmod(module)
-    assert failed == 0
-    assert attempted
 
 
 BUILTIN = ("--data.source=builtin", "--data.tokenizer=words", "--model.vocabulary_size=200", "--data.length=16")
@@ -114,6 +81,7 @@ def fit_builtin(root, steps):
     )
 
 
+@pytest.mark.full
 def test_local_training_learns_a_text_without_a_download(tmp_path):
     one, other = run_workers(fit_builtin, 2, str(tmp_path), 150, process_group=False)
     assert one.strategy is LocalHardThresholdStrategy
@@ -136,6 +104,7 @@ def test_too_small_a_vocabulary_is_told(tmp_path, monkeypatch):
         model.setup("fit")
 
 
+@pytest.mark.full
 @pytest.mark.skipif(DATA is None, reason="LIGHTNING_SPARSE_DATA names no folder with WikiText-2")
 @pytest.mark.parametrize(("tokenizer", "size"), [("bytes", 256), ("words", 1000)])
 def test_real_text(tokenizer, size):

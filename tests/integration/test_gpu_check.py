@@ -13,6 +13,7 @@ from benchmarks import gpu_check
 PROJECT = Path(__file__).parents[2]
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_the_harness_writes_a_report_with_verdicts(tmp_path, monkeypatch):
     path = tmp_path / "report.md"

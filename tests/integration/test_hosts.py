@@ -162,6 +162,7 @@ def wait_for(condition: Callable[[], bool], training: Future[Any], timeout: floa
         time.sleep(0.01)
 
 
+@pytest.mark.full
 def test_torchrun_trains_the_recipe_on_two_hosts(tmp_path: Path) -> None:
     with NetworkLab(hosts=2) as lab:
         found_in = os.pathsep.join([str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -186,6 +187,7 @@ def test_torchrun_trains_the_recipe_on_two_hosts(tmp_path: Path) -> None:
     assert any((tmp_path / "lightning_logs").rglob("events*"))
 
 
+@pytest.mark.full
 def test_a_link_that_fails_for_seconds_costs_only_time(tmp_path: Path) -> None:
     def steps_made() -> int:
         files = [tmp_path / str(rank) for rank in range(2)]
@@ -219,6 +221,7 @@ def test_lost_frames_cost_only_time(tmp_path: Path) -> None:
             assert 0.01 * arrived["packets"] < arrived["drops"] < 0.15 * arrived["packets"]
 
 
+@pytest.mark.full
 def test_hosts_on_links_of_different_rates_come_to_the_same(tmp_path: Path) -> None:
     with NetworkLab(hosts=4) as lab:
         for host, rate in ((1, "100mbit"), (2, "20mbit"), (3, "4mbit")):

@@ -18,7 +18,8 @@ from lightning_sparse.checkpointing.whole_files import part_of, put_in_place
 from lightning_sparse.shards import ShardExchange, ShardModelAverager
 from tests.integration.hsdp_models import STEPS, Sharded, data, num_ranks, whole_weights
 from tests.integration.models import quiet_trainer
-from tests.integration.test_dying_workers import GROUP_TIMEOUT, workers
+from tests.integration.test_dying_workers import GROUP_TIMEOUT
+from tests.integration.unwatched_workers import workers
 from tests.workers import run_workers
 
 THRESHOLD = 0.03
@@ -101,6 +102,7 @@ def _resume(folder: str, make: Any, resume: str | None) -> Any:
     return _train(folder, make, resume=resume)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("make", [GRADIENTS, DRIFTS])
 def test_the_last_checkpoint_is_enough(tmp_path: Path, make: Any) -> None:
     with workers(4, tmp_path, _train, str(tmp_path / "saved"), make, "exchange", 2) as started:
@@ -140,6 +142,7 @@ def _train_and_be_killed(folder: str, make: Any, place: str) -> None:
     trainer.fit(Mortal(), data())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("place", ["between the parts", "before it is in place"])
 @pytest.mark.parametrize("make", [GRADIENTS, DRIFTS])
 def test_a_kill_in_a_save_leaves_the_checkpoint_before(tmp_path: Path, make: Any, place: str) -> None:
@@ -197,6 +200,7 @@ def _train_and_raise(folder: str, make: Any, is_folder: bool, ranks: list[int]) 
     trainer.fit(Mortal(), data())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_folder", [True, False], ids=["folder", "file"])
 @pytest.mark.parametrize("make", [GRADIENTS, DRIFTS])
 def test_who_is_alone_with_an_exception_saves_nothing_and_shows_it(tmp_path: Path, make: Any, is_folder: bool) -> None:
@@ -211,6 +215,7 @@ def test_who_is_alone_with_an_exception_saves_nothing_and_shows_it(tmp_path: Pat
     assert saved["global_step"] == 4
 
 
+@pytest.mark.full
 def test_an_exception_of_all_is_saved(tmp_path: Path) -> None:
     with workers(4, tmp_path, _train_and_raise, str(tmp_path / "saved"), DRIFTS, True, [0, 1, 2, 3]) as started:
         started.wait(range(4))

@@ -99,6 +99,7 @@ def _resume_tensors(folder: str, is_folder: bool) -> Any:
     return results
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_folder", [True, False], ids=["folder", "file"])
 def test_a_resume_with_tensor_parallelism(tmp_path: Path, is_folder: bool) -> None:
     for straight, _, resumed in run_workers(
@@ -218,6 +219,7 @@ def _train_logged(folder: str) -> Any:
     }
 
 
+@pytest.mark.full
 def test_a_density_is_met_and_everything_is_logged(tmp_path: Path) -> None:
     results = run_workers(_train_logged, 4, str(tmp_path), process_group=False, new=True)
     first = results[0]
@@ -442,6 +444,7 @@ class Sleeping(Sharded):
         return super().loss(batch)
 
 
+@pytest.mark.full
 def test_who_waits_for_longer_than_the_timeout_ends() -> None:
     seconds = run_workers(_sleep, 4, process_group=False, new=True)
     assert max(seconds[:3]) < 18
@@ -529,6 +532,7 @@ def resumed_from(path: str) -> tuple[str, float]:
     return "\n".join(str(one.message) for one in caught), largest
 
 
+@pytest.mark.full
 def test_half_an_exchange_is_not_saved(tmp_path: Path) -> None:
     results = run_workers(_save_what_is_broken, 4, str(tmp_path), process_group=False, new=True)
     assert "holds no residuals (it was saved in the middle of an exchange" in results[0][0]
@@ -540,6 +544,7 @@ def _save(folder: str) -> None:
     fit(strategy, Sharded()).save_checkpoint(f"{folder}/a.ckpt")
 
 
+@pytest.mark.full
 def test_one_file_out_of_a_folder_has_no_residuals(tmp_path: Path) -> None:
     run_workers(_save, 4, str(tmp_path), process_group=False, new=True)
     folder = tmp_path / "a.ckpt"

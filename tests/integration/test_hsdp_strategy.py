@@ -46,6 +46,7 @@ LOST_BY_TORCH = {"an optimizer of its own": "manual, torch's optimizer"}
 gathered, and an optimizer made after that steps on what has no gradient."""
 
 
+@pytest.mark.full
 @pytest.mark.xdist_group("programs of shards")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_nothing_held_back_is_torchs_own(name: str) -> None:

@@ -5,7 +5,6 @@ with ``weights_only=True``, compared with a simulation in plain tensors, resumed
 expected beyond that is in the rows. Hundreds of points more: ``python -m tests.integration.fault_table``.
 """
 
-import functools
 import inspect
 import random
 from typing import NamedTuple
@@ -210,7 +209,6 @@ ROWS |= {
 }
 
 
-@functools.cache
 def samples() -> list[tuple[Case, Fault]]:
     """Faults drawn from all points, the same in every run of the same code."""
     drawn = []
@@ -224,16 +222,22 @@ def samples() -> list[tuple[Case, Fault]]:
     return drawn
 
 
-@functools.cache
-def outcomes() -> dict[tuple[Case, Fault], Outcome]:
-    """All that the tests below ask for, struck together."""
-    rows = [(row.case, row.fault) for row in ROWS.values()]
-    rows = [(case, fault) for case, fault in rows if case.saver != "model_checkpoint" or HAS_SAVE_ON_EXCEPTION]
-    plain = [(plain_of(case), Fault(fault.way, fault.points)) for case, fault in rows if in_plain_ddp(fault)]
-    pairs = list(dict.fromkeys([*rows, *plain, *samples()]))
-    # Those that wait first.
-    pairs.sort(key=lambda pair: pair[1].is_everywhere)
+Outcomes = dict[tuple[Case, Fault], Outcome]
+
+
+def struck(pairs: list[tuple[Case, Fault]]) -> Outcomes:
+    """Returns what came of each fault; all strike together, those that wait first."""
+    pairs = sorted(dict.fromkeys(pairs), key=lambda pair: pair[1].is_everywhere)
     return dict(zip(pairs, inject(pairs, AT_A_TIME), strict=True))
+
+
+@pytest.fixture(scope="module")
+def outcomes(rows: list[dict[str, str]]) -> Outcomes:
+    """What came of all rows that this session runs, and of the same faults under plain ddp."""
+    chosen = [ROWS[row["name"]] for row in rows]
+    pairs = [(row.case, row.fault) for row in chosen if row.case.saver != "model_checkpoint" or HAS_SAVE_ON_EXCEPTION]
+    plain = [(plain_of(case), Fault(fault.way, fault.points)) for case, fault in pairs if in_plain_ddp(fault)]
+    return struck([*pairs, *plain])
 
 
 def in_plain_ddp(fault: Fault) -> bool:
@@ -243,12 +247,14 @@ def in_plain_ddp(fault: Fault) -> bool:
     return all(point is None or point.name in names for point in fault.points) and not strikes_first_again(fault)
 
 
-def check(row: Row) -> None:
+@pytest.mark.parametrize("name", ROWS)
+def test_whoever_is_struck_leaves_a_right_checkpoint(name: str, outcomes: Outcomes) -> None:
+    row = ROWS[name]
     if row.case.saver == "model_checkpoint" and not HAS_SAVE_ON_EXCEPTION:
         pytest.skip("this Lightning's ModelCheckpoint has no save_on_exception")
-    outcome = outcomes()[row.case, row.fault]
+    outcome = outcomes[row.case, row.fault]
     if in_plain_ddp(row.fault):
-        compare(outcome, outcomes()[plain_of(row.case), Fault(row.fault.way, row.fault.points)])
+        compare(outcome, outcomes[plain_of(row.case), Fault(row.fault.way, row.fault.points)])
     assert outcome.has_struck
     assert not outcome.problems, f"{outcome}: {outcome.problems}"
     assert outcome.finished == row.finishes, f"{outcome}\n{outcome.said}"
@@ -266,17 +272,12 @@ def check(row: Row) -> None:
         assert saved.step == saved.global_step
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_whoever_is_struck_leaves_a_right_checkpoint(name: str) -> None:
-    check(ROWS[name])
-
-
+@pytest.mark.full
 def test_faults_drawn_from_all_points_leave_right_checkpoints() -> None:
-    drawn = samples()
-    struck = [outcomes()[pair] for pair in drawn]
-    assert all(one.has_struck for one in struck)
-    assert not [f"{one}: {one.problems}" for one in struck if one.problems]
-    assert sum(file.has_residuals for one in struck for file in one.files) > len(drawn) / 2
+    found = struck(samples()).values()
+    assert all(one.has_struck for one in found)
+    assert not [f"{one}: {one.problems}" for one in found if one.problems]
+    assert sum(file.has_residuals for one in found for file in one.files) > len(found) / 2
 
 
 def test_the_simulation_sends_some_and_keeps_some() -> None:

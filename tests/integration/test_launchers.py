@@ -44,19 +44,13 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("strategy", ["ddp_hardthreshold", "ddp_hardthreshold_spawn", "ddp_topk_fork"])
-def test_every_worker_that_a_launcher_starts_has_the_hook(
-    strategy: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    if strategy == "ddp_hardthreshold":
-        request.getfixturevalue("cold_start")
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
+def run_script(script: str, strategy: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a script that starts its workers itself, and requires that it succeeds."""
+    (folder / "train.py").write_text(script)
     environment = {name: value for name, value in os.environ.items() if not name.endswith(("RANK", "WORLD_SIZE"))}
     finished = subprocess.run(
-        [sys.executable, str(script), strategy],
-        cwd=tmp_path,
+        [sys.executable, "train.py", strategy],
+        cwd=folder,
         env=environment,
         capture_output=True,
         text=True,
@@ -64,6 +58,17 @@ def test_every_worker_that_a_launcher_starts_has_the_hook(
         check=False,
     )
     assert finished.returncode == 0, finished.stderr
+    return finished
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["ddp_topk_fork", "ddp_hardthreshold_spawn", "ddp_hardthreshold"])
+def test_every_worker_that_a_launcher_starts_has_the_hook(
+    strategy: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if strategy == "ddp_hardthreshold":
+        request.getfixturevalue("cold_start")
+    finished = run_script(SCRIPT, strategy, tmp_path)
     markers = [line for line in finished.stdout.splitlines() if line.startswith("<rank")]
     assert sorted(markers) == [f"<rank {rank} of 2: sparse_hook, 3 steps>" for rank in range(2)]
 
@@ -87,6 +92,7 @@ SAVES = (
 )
 
 
+@pytest.mark.full
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "said"),
@@ -102,22 +108,12 @@ SAVES = (
     ],
 )
 def test_what_is_saved_after_a_fit_by_fork_says_what_it_lacks(strategy: str, said: list[str], tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
+    finished = run_script(
         SAVES.replace("enable_checkpointing=False", "enable_checkpointing=True")
         .replace('strategy.model._get_ddp_logging_data()["comm_hook"]', "None")
-        .replace("strategy.state.last_step.step + 1", "3")
+        .replace("strategy.state.last_step.step + 1", "3"),
+        strategy,
+        tmp_path,
     )
-    environment = {name: value for name, value in os.environ.items() if not name.endswith(("RANK", "WORLD_SIZE"))}
-    finished = subprocess.run(
-        [sys.executable, str(script), strategy],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
     for one in said:
         assert finished.stderr.count(one) == 1, finished.stderr

@@ -362,6 +362,7 @@ class TestData:
         with pytest.raises(ValueError, match=r"Invalid dataset='iris'\. Must be one of a9a, gisette"):
             load(tmp_path, "iris")
 
+    @pytest.mark.full
     @pytest.mark.skipif(DATA is None, reason="set LIGHTNING_SPARSE_DATA to a folder that holds libsvm/ for real data")
     @pytest.mark.parametrize(
         ("dataset", "shape"), [("madelon", (2600, 500)), ("mushrooms", (8124, 112)), ("a9a", (32561, 123))]

@@ -9,6 +9,7 @@ from tests.integration.long_run import run
 STEPS = 800
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_nothing_grows_drifts_or_parts_company() -> None:
     results = run(STEPS, num_workers=3)

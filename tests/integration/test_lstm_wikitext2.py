@@ -1,28 +1,20 @@
-import doctest
 import hashlib
 import itertools
 import math
 import os
-import sys
 import warnings
 import zipfile
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.nn.functional import cross_entropy
 from torchmetrics.text import Perplexity
 
-from lightning_sparse import DDPHardThresholdStrategy, SparseDDPStrategy
 from recipes import MissingDataError
-from recipes.__main__ import main
 from recipes.lstm_wikitext2 import corpus as corpus_module
-from recipes.lstm_wikitext2 import data as data_module
-from recipes.lstm_wikitext2 import markov_chain, topics
 from recipes.lstm_wikitext2.corpus import FILES, Corpus, CorpusError, read_wikitext2
 from recipes.lstm_wikitext2.data import (
     IGNORED,
@@ -35,125 +27,10 @@ from recipes.lstm_wikitext2.markov_chain import MarkovChain
 from recipes.lstm_wikitext2.model import CorpusPerplexity, LSTMLanguageModel, TiedLSTM
 from recipes.lstm_wikitext2.topics import article_starts
 from tests.integration.models import WEIGHTS_ONLY
+from tests.integration.recipe_runs import CONFIGS, LSTM, SMALL, fit_recipe, refuse_to_fetch
 from tests.workers import run_workers
 
-LSTM = Path(data_module.__file__).parent
-COMPARED = ("hard_threshold", "dense", "top_k")
-SMALL = (
-    "--trainer.accelerator=cpu",
-    "--trainer.devices=2",
-    "--trainer.fast_dev_run=2",
-    "--model.vocabulary_size=200",
-    "--model.hidden_size=16",
-    "--data.source=builtin",
-    "--data.columns=4",
-    "--data.bptt=5",
-)
 QUIET = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-
-
-@pytest.fixture
-def parsed(capsys, monkeypatch):
-    def parse(recipe, *overrides):
-        monkeypatch.setattr(sys, "argv", ["recipes", "fit", f"--config={recipe}", *overrides, "--print_config"])
-        with pytest.raises(SystemExit, match="0"):
-            main()
-        return yaml.safe_load(capsys.readouterr().out)
-
-    return parse
-
-
-def fit_recipe(*arguments):
-    sys.argv = ["recipes", "fit", *arguments]
-    trainer = main().trainer
-    return SimpleNamespace(
-        strategy=type(trainer.strategy),
-        world_size=trainer.world_size,
-        steps=trainer.global_step,
-        metrics={name: float(value) for name, value in trainer.callback_metrics.items()},
-        exchanged=trainer.strategy.state.last_step,
-        clip=trainer.strategy._options.local_clip_norm,
-    )
-
-
-class TestConfigurations:
-    @pytest.mark.parametrize("recipe", [*COMPARED, "laptop"])
-    def test_parses(self, recipe, parsed):
-        config = parsed(LSTM / f"{recipe}.yaml")
-        assert config["trainer"]["strategy"]["init_args"]["local_clip_norm"] == 0.4
-        callbacks = {callback["class_path"].rsplit(".", 1)[-1] for callback in config["trainer"]["callbacks"]}
-        assert callbacks >= {"DensityMonitor", "ErrorMonitor", "StepTimer", "LearningRateMonitor", "ModelCheckpoint"}
-        assert config["trainer"]["logger"]["class_path"].endswith("TensorBoardLogger")
-
-    def test_compared_recipes_differ_in_the_strategy_only(self):
-        texts = {name: (LSTM / f"{name}.yaml").read_text() for name in COMPARED}
-        configs = {name: yaml.safe_load(text) for name, text in texts.items()}
-        strategies = [config["trainer"].pop("strategy") for config in configs.values()]
-        assert configs["hard_threshold"] == configs["dense"] == configs["top_k"]
-        assert len({str(strategy) for strategy in strategies}) == 3
-        # Not only in what they say, but line by line: below the header, up to the strategy and after it.
-        parts = [text.split("\nseed_everything")[1].partition("  strategy:\n") for text in texts.values()]
-        assert len({before for before, _, _ in parts}) == 1
-        assert len({after[after.index("  logger:") :] for _, _, after in parts}) == 1
-
-    def test_paper_setting(self, parsed):
-        config = parsed(LSTM / "hard_threshold.yaml")
-        trainer, model, data = config["trainer"], config["model"]["init_args"], config["data"]["init_args"]
-        assert (trainer["devices"], trainer["max_epochs"]) == (8, 90)
-        assert trainer["strategy"]["init_args"]["density"] == 0.00025
-        assert (data["columns"], data["bptt"], data["tokenizer"], data["train_share"]) == (128, 30, "wikitext", 1)
-        assert model == {
-            "vocabulary_size": 33_278,
-            "hidden_size": 650,
-            "num_layers": 3,
-            "dropout": 0.4,
-            "learning_rate": 20.0,
-            "warmup_from": 1.25,
-            "warmup_epochs": 5.0,
-            "milestones": [60.0, 80.0],
-        }
-
-    def test_laptop_on_the_command_line(self, parsed):
-        recipe = LSTM / "laptop.yaml"
-        config = parsed(recipe, "--trainer.strategy.threshold=0.5")
-        assert config["trainer"]["strategy"]["init_args"]["threshold"] == 0.5
-        top_k = (
-            "--trainer.strategy.class_path=lightning_sparse.SparseDDPStrategy",
-            "--trainer.strategy.init_args.sparsifier.class_path=lightning_sparse.TopK",
-            "--trainer.strategy.init_args.sparsifier.init_args.density=0.01",
-            "--trainer.strategy.init_args.local_clip_norm=0.4",
-        )
-        strategy = parsed(recipe, *top_k)["trainer"]["strategy"]
-        assert strategy["class_path"] == "lightning_sparse.SparseDDPStrategy"
-        assert strategy["init_args"]["sparsifier"]["init_args"] == {"density": 0.01, "granularity": "layer"}
-        assert strategy["init_args"]["local_clip_norm"] == 0.4
-
-
-class TestFit:
-    @pytest.mark.parametrize(
-        ("recipe", "strategy"),
-        [
-            ("hard_threshold", DDPHardThresholdStrategy),
-            ("dense", DDPHardThresholdStrategy),
-            ("top_k", SparseDDPStrategy),
-            ("laptop", DDPHardThresholdStrategy),
-        ],
-    )
-    def test_two_workers(self, recipe, strategy):
-        fits = run_workers(fit_recipe, 2, f"--config={LSTM / recipe}.yaml", *SMALL, process_group=False)
-        for fit in fits:
-            assert fit.strategy is strategy
-            assert (fit.world_size, fit.steps, fit.clip) == (2, 2, 0.4)
-            assert {"step_time", "train/loss", "train/perplexity", "val/loss"} <= fit.metrics.keys()
-            assert fit.metrics["val/perplexity"] == pytest.approx(math.exp(fit.metrics["val/loss"]), rel=1e-5)
-            assert 1 < fit.metrics["val/perplexity"] < fit.metrics["val/perplexity_mean_of_windows"] * (1 + 1e-6)
-            assert fit.metrics["sparse/density"] == pytest.approx(fit.exchanged.density)
-        if recipe == "dense":
-            assert fits[0].exchanged.density == 1
-        first, second = (fit.metrics for fit in fits)
-        for name in ("train/loss", "train/perplexity", "val/perplexity", "val/perplexity_mean_of_windows"):
-            assert first[name] == pytest.approx(second[name])
-        assert first["train/local_loss"] != pytest.approx(second["train/local_loss"])
 
 
 def small_model(**arguments):
@@ -176,18 +53,6 @@ class TestModel:
         assert 0.09 < network.embedding.weight.abs().max() <= 0.1
         assert not network.decoder.bias.any()
         assert (network.lstm.dropout, network.dropout.p) == (0.4, 0.4)
-
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            ({"vocabulary_size": 0}, r"Invalid vocabulary_size=0\. Must be at least 1"),
-            ({"num_layers": 0}, r"Invalid num_layers=0\. Must be at least 1"),
-            ({"dropout": 1.0}, r"Invalid dropout=1\.0\. Must be within \[0, 1\)"),
-        ],
-    )
-    def test_refuses(self, arguments, message):
-        with pytest.raises(ValueError, match=message):
-            TiedLSTM(**arguments)
 
     def test_learning_rate_by_epoch(self, monkeypatch):
         steps_per_epoch = 4
@@ -441,10 +306,7 @@ class TestMarkovChain:
         chain.transitions = torch.full((4, 4), 0.25, dtype=torch.float64)
         assert chain.perplexity() == pytest.approx(4)
 
-    def test_refuses_more_successors_than_words(self):
-        with pytest.raises(ValueError, match="Invalid successors=5"):
-            MarkovChain(num_words=4)
-
+    @pytest.mark.full
     def test_is_learnt(self):
         ((perplexity, floor),) = run_workers(learn_markov_chain, 1, process_group=False)
         # The deviation of the mean over 20,000 words is 0.7 %.
@@ -478,10 +340,6 @@ def write_corpus(folder, **contents):
             (folder / name).write_bytes(content)
 
 
-def refuse_to_fetch(url, path, **kwargs):
-    raise MissingDataError(f"{path.name} could not be fetched: no route to host. Put the file from {url} at {path}.")
-
-
 def fit_on_every(folders):
     """What the command line ends with, folder by folder; a folder may be another one for each worker."""
     codes = []
@@ -489,10 +347,8 @@ def fit_on_every(folders):
         patches.setattr(corpus_module, "fetch", refuse_to_fetch)
         for folder in folders:
             root = folder.replace("RANK", os.environ["RANK"])
-            try:
-                fit_recipe(f"--config={LSTM}/dense.yaml", *SMALL, "--data.source=wikitext2", f"--data.root={root}")
-            except SystemExit as ended:
-                codes.append(ended.code)
+            arguments = (*SMALL[LSTM], "--data.source=wikitext2", f"--data.root={root}")
+            codes.append(fit_recipe(f"--config={CONFIGS[f'{LSTM}/dense']}", *arguments))
     return codes
 
 
@@ -518,7 +374,10 @@ class TestBadInput:
         assert "wiki.valid.tokens is empty: 0 bytes" in empty
         assert "wiki.test.tokens is empty: 4 bytes" in blank
         assert "wiki.train.tokens, line 3: the byte 0xe9 at offset 14 is not UTF-8" in encoding
-        assert "wikitext-2-v1.zip could not be fetched: no route to host. Put the file from https://wiki" in missing
+        assert (
+            "wikitext-2-v1.zip is missing and could not be fetched: no route to host. Put the file from https://wiki"
+            in missing
+        )
         assert missing.endswith("Or try the recipe with --data.source=builtin.")
         assert elsewhere.startswith("Worker 1 has no data: ")
         assert "wiki.test.tokens is empty" in elsewhere
@@ -536,30 +395,6 @@ class TestBadInput:
             CorpusError, match=r"wiki\.train\.tokens has 240 words to train on, too few for 200 columns"
         ):
             data.setup("fit")
-
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            ({"columns": 0}, r"Invalid columns=0\. Must be at least 1"),
-            ({"bptt": 0}, r"Invalid bptt=0\. Must be at least 1"),
-            ({"vocabulary_size": 1}, r"Invalid vocabulary_size=1\. Must be at least 2"),
-            ({"train_share": 0.0}, r"Invalid train_share=0\.0\. Must be within \(0, 1\]"),
-            ({"heterogeneous": True, "source": "builtin"}, r"Invalid heterogeneous=True with source='builtin'"),
-            ({"heterogeneous": True, "tokenizer": "basic_english"}, r"and tokenizer='basic_english'\. Only WikiText's"),
-        ],
-    )
-    def test_refuses(self, arguments, message):
-        with pytest.raises(ValueError, match=message):
-            WikiText2DataModule(**arguments)
-
-
-@pytest.mark.parametrize(
-    "module", [data_module, markov_chain, topics], ids=lambda module: module.__name__.split(".")[-1]
-)
-def test_the_examples_in_docstrings_are_true(module):
-    failed, attempted = doctest.testmod(module)
-    assert failed == 0
-    assert attempted > 0
 
 
 class TestData:
@@ -673,6 +508,7 @@ class TestData:
         with pytest.raises(MissingDataError, match=r"wikitext-2-v1\.zip is damaged: .*Delete it"):
             data.setup("fit")
 
+    @pytest.mark.full
     @pytest.mark.skipif(
         "LIGHTNING_SPARSE_DATA" not in os.environ,
         reason="set LIGHTNING_SPARSE_DATA to a folder that holds wikitext-2 to test with the real text",

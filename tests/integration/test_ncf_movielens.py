@@ -1,6 +1,5 @@
 import os
 import re
-import sys
 import zipfile
 from math import log2
 from pathlib import Path
@@ -9,14 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import yaml
 from lightning.pytorch import Callback, Trainer, seed_everything
-from lightning.pytorch.strategies import DDPStrategy
 from torchmetrics.retrieval import RetrievalHitRate, RetrievalNormalizedDCG
 
-from lightning_sparse import DDPHardThresholdStrategy, DensityMonitor, SparseDDPStrategy
+from lightning_sparse import DDPHardThresholdStrategy, DensityMonitor
 from recipes import MissingDataError
-from recipes.__main__ import main
 from recipes.ncf_movielens import archive
 from recipes.ncf_movielens.data import MovieLensDataModule
 from recipes.ncf_movielens.low_rank import low_rank_ratings
@@ -31,19 +27,10 @@ from recipes.ncf_movielens.ratings import (
     unrated_items,
 )
 from recipes.ncf_movielens.sampling import Shard, TrainingBatches, derived_seed, make_shard, ranking_batches
+from tests.integration.recipe_runs import CONFIGS, NCF, SMALL, fit_recipe, refuse_to_fetch
 from tests.workers import run_workers
 
-FOLDER = Path(__file__).parents[2] / "recipes" / "ncf_movielens"
-COMPARED = ("hard_threshold", "dense", "top_k")
 HEADER = "userId,movieId,rating,timestamp"
-SMALL = (
-    "--trainer.accelerator=cpu",
-    "--trainer.devices=2",
-    "--trainer.fast_dev_run=2",
-    "--model.factors=4",
-    "--model.mlp_sizes=[8,8,4]",
-    "--data.batch_size=512",
-)
 
 
 def write_ratings(path, rows, header=HEADER):
@@ -73,112 +60,7 @@ def ratings(known):
     return known.ratings
 
 
-class TestConfigurations:
-    @pytest.fixture
-    def parsed(self, capsys, monkeypatch):
-        def parse(recipe, *overrides):
-            monkeypatch.setattr(sys, "argv", ["recipes", "fit", f"--config={recipe}", *overrides, "--print_config"])
-            with pytest.raises(SystemExit, match="0"):
-                main()
-            return yaml.safe_load(capsys.readouterr().out)
-
-        return parse
-
-    def test_compared_recipes_differ_in_the_strategy_only(self):
-        texts = {name: (FOLDER / f"{name}.yaml").read_text() for name in COMPARED}
-        bodies = set()
-        for text in texts.values():
-            body = text[text.index("\nseed_everything") :]
-            bodies.add(re.sub(r"\n  strategy:.*?\n  logger:", "\n  logger:", body, flags=re.DOTALL))
-        assert len(bodies) == 1
-        assert len({str(yaml.safe_load(text)["trainer"]["strategy"]) for text in texts.values()}) == 3
-
-    @pytest.mark.parametrize("recipe", [*COMPARED, "laptop"])
-    def test_header_and_callbacks(self, recipe):
-        text = (FOLDER / f"{recipe}.yaml").read_text()
-        header = text.split("\nseed_everything")[0]
-        assert f"python -m recipes fit --config recipes/ncf_movielens/{recipe}.yaml\n" in header
-        assert all(word in header for word in ("# Data", "# Hardware", "# Expect"))
-        trainer = yaml.safe_load(text)["trainer"]
-        names = {callback["class_path"].rsplit(".", 1)[-1] for callback in trainer["callbacks"]}
-        assert names == {"DensityMonitor", "ErrorMonitor", "StepTimer", "TQDMProgressBar", "ModelCheckpoint"}
-        assert trainer["logger"]["class_path"].endswith("TensorBoardLogger")
-
-    def test_paper_setting(self, parsed):
-        config = parsed(FOLDER / "hard_threshold.yaml")
-        trainer, model, data = config["trainer"], config["model"]["init_args"], config["data"]["init_args"]
-        assert trainer["devices"] * data["batch_size"] == 2**20
-        assert trainer["max_epochs"] == 30
-        # A float and not the text "1.3e-6".
-        assert trainer["strategy"]["init_args"]["threshold"] == 0.0000013
-        assert model == {
-            "factors": 64,
-            "mlp_sizes": [256, 256, 128, 64],
-            "dropout": 0.5,
-            "learning_rate": 0.0045,
-            "betas": [0.25, 0.5],
-            "num_users": None,
-            "num_items": None,
-        }
-        assert data["negatives"] == 4
-        assert data["heterogeneous"] is False
-        top_k = parsed(FOLDER / "top_k.yaml")["trainer"]["strategy"]["init_args"]["sparsifier"]
-        assert top_k["init_args"]["density"] == 0.095
-
-    def test_overrides_on_the_command_line(self, parsed):
-        recipe = FOLDER / "laptop.yaml"
-        assert parsed(recipe, "--trainer.strategy=ddp")["trainer"]["strategy"] == "ddp"
-        config = parsed(recipe, "--trainer.strategy.threshold=0.5", "--data.heterogeneous=true", "--data.root=there")
-        assert config["trainer"]["strategy"]["init_args"]["threshold"] == 0.5
-        assert config["data"]["init_args"]["heterogeneous"] is True
-        assert config["data"]["init_args"]["root"] == "there"
-        assert config["data"]["init_args"]["dataset"] == "ml-latest-small"
-
-
-def fit_recipe(*arguments):
-    sys.argv = ["recipes", "fit", *arguments]
-    try:
-        cli = main()
-    except SystemExit as ended:
-        return ended.code
-    trainer = cli.trainer
-    return SimpleNamespace(
-        strategy=type(trainer.strategy),
-        world_size=trainer.world_size,
-        steps=trainer.global_step,
-        metrics={name: float(value) for name, value in trainer.callback_metrics.items()},
-        num_parameters=sum(parameter.numel() for parameter in trainer.lightning_module.parameters()),
-        hparams=dict(trainer.lightning_module.hparams),
-    )
-
-
 class TestFit:
-    @pytest.mark.parametrize(
-        ("recipe", "strategy"),
-        [
-            ("hard_threshold", DDPHardThresholdStrategy),
-            ("dense", DDPStrategy),
-            ("top_k", SparseDDPStrategy),
-            ("laptop", DDPHardThresholdStrategy),
-        ],
-    )
-    def test_two_workers(self, recipe, strategy):
-        arguments = (f"--config={FOLDER / recipe}.yaml", *SMALL, "--data.source=builtin")
-        fits = run_workers(fit_recipe, 2, *arguments, process_group=False)
-        for fit in fits:
-            assert fit.strategy is strategy
-            assert fit.world_size == 2
-            assert fit.steps == 2
-            assert {"train/loss", "train/local_loss", "val/hr10", "val/ndcg10", "step_time"} <= fit.metrics.keys()
-            assert ("sparse/density" in fit.metrics) == (strategy is not DDPStrategy)
-            # The data module says how large the embeddings are.
-            assert (fit.hparams["num_users"], fit.hparams["num_items"]) == (1000, 400)
-            assert fit.num_parameters == 1400 * 8 + (8 * 8 + 8) + (8 * 4 + 4) + (8 + 1)
-        first, second = (fit.metrics for fit in fits)
-        for name in ("train/loss", "val/hr10", "val/ndcg10"):
-            assert first[name] == pytest.approx(second[name])
-        assert first["train/local_loss"] != pytest.approx(second["train/local_loss"])
-
     @pytest.mark.parametrize(
         ("rows", "message"),
         [
@@ -199,11 +81,8 @@ class TestFit:
 def fit_without_network(root):
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(archive, "fetch", refuse_to_fetch)
-        return fit_recipe(f"--config={FOLDER}/dense.yaml", *SMALL, f"--data.root={root}")
-
-
-def refuse_to_fetch(url, path, **kwargs):
-    raise MissingDataError(f"{path.name} is missing and could not be fetched: no route to host")
+        arguments = (*SMALL[NCF], "--data.source=movielens", f"--data.root={root}")
+        return fit_recipe(f"--config={CONFIGS[f'{NCF}/dense']}", *arguments)
 
 
 def save_checkpoint(folder):
@@ -246,20 +125,6 @@ class TestModel:
             assert embedding.weight.std().item() == pytest.approx(0.01, rel=0.05)
         assert network.mlp[0].weight.abs().max().item() == pytest.approx((6 / (32 + 64)) ** 0.5, rel=0.02)
         assert network.output.weight.abs().max().item() <= (3 / 80) ** 0.5
-
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            ({"factors": 0}, r"Invalid factors=0\. Must be at least 1"),
-            ({"num_users": 0}, r"Invalid num_users=0"),
-            ({"mlp_sizes": (5, 4)}, r"Invalid mlp_sizes=\(5, 4\)\. Must be positive and begin with an even one"),
-            ({"mlp_sizes": ()}, r"Invalid mlp_sizes=\(\)"),
-            ({"dropout": 1.0}, r"Invalid dropout=1\.0\. Must be within \[0, 1\)"),
-        ],
-    )
-    def test_refuses(self, arguments, message):
-        with pytest.raises(ValueError, match=message):
-            NeuMF(**{"num_users": 3, "num_items": 3, **arguments})
 
     def test_says_that_it_does_not_know_its_size(self):
         model = NCFRecommender()
@@ -395,11 +260,6 @@ class TestSampling:
 
     def test_derived_seeds_differ(self):
         assert len({derived_seed(*parts) for parts in np.ndindex(5, 5, 5)}) == 125
-
-    @pytest.mark.parametrize("arguments", [{"batch_size": 0}, {"negatives": 0}])
-    def test_data_module_refuses(self, arguments):
-        with pytest.raises(ValueError, match="Must be at least 1; the paper's is"):
-            MovieLensDataModule(**arguments)
 
     @pytest.mark.cuda
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -542,10 +402,6 @@ class TestMetrics:
             assert hit_rate == pytest.approx(3 / 4)
             assert ndcg == pytest.approx((2 + 1 / log2(11)) / 4)
 
-    def test_refuses_nothing_to_look_at(self):
-        with pytest.raises(ValueError, match=r"Invalid top_k=0\. Must be at least 1"):
-            HitRate(0)
-
 
 def rank_uneven_shares():
     scores = torch.arange(20.0).repeat(4, 1)
@@ -596,6 +452,7 @@ class TestLowRank:
         hits = pessimistic_ranks(popularity[known.ratings.candidates.long()]) < 10
         assert hits.float().mean() < 0.6 * best
 
+    @pytest.mark.full
     @pytest.mark.parametrize(("world_size", "strategy", "share"), [(1, "auto", 0.88), (2, "sparse", 0.75)])
     def test_model_learns_it_and_does_not_exceed_the_best(self, world_size, strategy, share):
         learned, *others = run_workers(learn_low_rank, world_size, world_size, strategy, process_group=False)
@@ -717,6 +574,7 @@ class TestFile:
         with pytest.raises(ValueError, match=r"Interaction 2: user \{user\} has this rating only"):
             split(np.array([0, 0, 1]), np.array([0, 1, 0]), np.array([0, 1, 2]))
 
+    @pytest.mark.full
     @pytest.mark.skipif(
         not (Path(os.environ.get("LIGHTNING_SPARSE_DATA", "")) / "ml-latest-small" / "ratings.csv").exists(),
         reason="set LIGHTNING_SPARSE_DATA to a folder that holds ml-latest-small/ratings.csv to test with real ratings",

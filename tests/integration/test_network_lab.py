@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.network_lab import NetworkLab, Workers, clean
+from tests.integration.unwatched_workers import is_running
 
 pytestmark = pytest.mark.xdist_group("network")  # one lab at a time
 PROJECT = Path(__file__).parents[2]
@@ -90,14 +91,6 @@ def namespaces(process_id):
     return [line.split()[0] for line in listed.splitlines() if f"-{process_id}-" in line]
 
 
-def is_alive(state):
-    """Whether a process is neither gone nor dead, by its file in /proc."""
-    try:
-        return state.read_text().split()[2] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):  # also while it is read
-        return False
-
-
 def test_a_worker_has_the_variables_of_torchrun_and_a_core_of_its_own(lab):
     outputs = lab.run([sys.executable, "-c", SHOW_ENVIRONMENT], workers_per_host=2, env={"EXTRA": "1"})
     for rank, output in enumerate(outputs):
@@ -152,6 +145,7 @@ def test_a_link_can_be_cut_and_mended(lab):
     assert lab.run([sys.executable, "-c", KNOCK, "20"])[1].split()[0] == "refused"
 
 
+@pytest.mark.full
 def test_gloo_reduces_across_hosts(lab):
     before = lab.bytes_sent(1)
     outputs = lab.run([sys.executable, "-c", ALL_REDUCE], timeout=120)
@@ -194,7 +188,7 @@ def test_nothing_is_left_after_a_signal(lab, number):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     with subprocess.Popen([sys.executable, "-c", COMMAND_LINE, *arguments], cwd=PROJECT, **pipes) as process:
         lines = sorted(process.stdout.readline() for _ in range(2))
-        states = [Path(f"/proc/{line.rpartition(']')[2].strip()}/stat") for line in lines]
+        process_ids = [int(line.rpartition("]")[2]) for line in lines]
         assert [line[:9] for line in lines] == ["[host 0] ", "[host 1] "]
         assert len(namespaces(process.pid)) == 3
         process.send_signal(number)
@@ -208,7 +202,7 @@ def test_nothing_is_left_after_a_signal(lab, number):
     assert namespaces(process.pid) == []
     # Killed workers of a killed lab need a moment to die, and may then still wait for their new parent.
     deadline = time.monotonic() + (20 if number == signal.SIGKILL else 0)
-    while any(is_alive(state) for state in states):
+    while any(map(is_running, process_ids)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

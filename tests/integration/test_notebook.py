@@ -51,6 +51,7 @@ assert last["lightning_sparse"]["numbers"]["last_step"]["step"] == 199
 MISSING = [name for name in ("nbclient", "ipykernel") if importlib.util.find_spec(name) is None]
 
 
+@pytest.mark.full
 @pytest.mark.long
 @pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}. `pip install nbclient ipykernel`.")
 def test_the_cells_of_the_page_train_save_and_go_on_in_a_kernel(

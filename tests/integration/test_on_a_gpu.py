@@ -108,22 +108,17 @@ def _fit(name: str, device: str, save: str | None, resume: str | None) -> tuple[
     return last.weights, last.device
 
 
+ON_A_GPU = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none on this machine"),
+]
+
+
 @pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        pytest.param(
-            "cuda",
-            marks=[
-                pytest.mark.cuda,
-                pytest.mark.skipif(
-                    not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none on this machine"
-                ),
-            ],
-        ),
-    ],
+    ("name", "device"),
+    [(name, "cpu") for name in ("gathered", "drift", "simulated")]
+    + [pytest.param(name, "cuda", marks=ON_A_GPU) for name in CASES],
 )
-@pytest.mark.parametrize("name", CASES)
 def test_a_resumed_run_equals_one_that_never_stopped(name: str, device: str, tmp_path: Path) -> None:
     case, path = CASES[name], str(tmp_path / "stop.ckpt")
     num_workers = case.get("num_workers", 2)

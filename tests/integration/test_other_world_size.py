@@ -84,6 +84,7 @@ def run(num_workers: int, seed: int, *, save: str | None = None, resume: str | N
     return losses[0]
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_a_training_goes_on_with_half_its_workers_as_one_that_never_changed(tmp_path: Path) -> None:
     unchanged, changed = [], []

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.integration.programs.running import Outcome, assert_same, compare, run_rows
-from tests.integration.programs.table import ROWS
+from tests.integration.programs.table import FIRST_OF_PARTS, ROWS
 from tests.integration.programs.world import PAIRS
 
 CHUNK = 10
@@ -23,9 +23,9 @@ CHUNKS = {name: place // CHUNK for place, name in enumerate(ROWS)}
 
 
 @pytest.fixture(scope="module")
-def outcomes(request, tmp_path_factory):
+def outcomes(rows, tmp_path_factory):
     """Returns a function that gives the outcomes of a row on both workers, and runs its chunk for that."""
-    wanted = [item.callspec.params["name"] for item in request.session.items if item.path == request.node.path]
+    wanted = [row["name"] for row in rows]
     known: dict[str, list[Outcome] | Exception] = {}
 
     def look_up(name: str) -> list[Outcome]:
@@ -44,10 +44,14 @@ def outcomes(request, tmp_path_factory):
     return look_up
 
 
+def row_of(name):
+    """Returns a row of the table of tests; the first of each part of the programs represents that part."""
+    marks = [pytest.mark.xdist_group(f"programs {CHUNKS[name]}")]
+    return pytest.param(name, marks=[*marks, pytest.mark.representative] if name in FIRST_OF_PARTS else marks)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.xdist_group(f"programs {CHUNKS[name]}")) for name in ROWS]
-)
+@pytest.mark.parametrize("name", [row_of(name) for name in ROWS])
 def test_a_program_trains_as_it_should(name, outcomes):
     row = ROWS[name]
     if reason := row.missing():

@@ -1,4 +1,3 @@
-import doctest
 import hashlib
 import os
 import pickle
@@ -11,183 +10,29 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import yaml
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.modules.batchnorm import _BatchNorm
 from torchvision.datasets import CIFAR10, CIFAR100
 
-from lightning_sparse import DDPHardThresholdStrategy, SparseDDPStrategy
 from recipes import MissingDataError, demo
-from recipes.__main__ import main
-from recipes.compare.variants import expanded
 from recipes.learning_rate import relative_learning_rate
 from recipes.resnet18_cifar10 import images as images_module
 from recipes.resnet18_cifar10.architectures import PAPER_NUM_PARAMETERS, build_network
 from recipes.resnet18_cifar10.data import DEVIATIONS, MEANS, CIFARDataModule, crop_each, flip_each
 from recipes.resnet18_cifar10.images import IGNORED_LABEL, ImageBatches, digits, filled_up, slice_by_label
 from recipes.resnet18_cifar10.model import ImageClassifier, parameter_groups
+from tests.integration.recipe_runs import CONFIGS, RECIPES, RESNET, SMALL, fit_recipe
 from tests.workers import run_workers
 
-REPOSITORY = Path(__file__).parents[2]
-COMPARISONS = sorted(
-    path for name in ("comparison", "rivals") for path in (REPOSITORY / "recipes").rglob(f"{name}.yaml")
-)
-RECIPES = sorted({*(REPOSITORY / "recipes").rglob("*.yaml")} - {*COMPARISONS})
-VARIANTS = {
-    f"{path.parent.name}/{path.stem}: {variant.label}": (
-        path.with_name("laptop.yaml"),
-        variant.with_tuned(str(variant.start)),
-    )
-    for path in COMPARISONS
-    for content in [yaml.safe_load(path.read_text())]
-    for variant in expanded(content.get("variants", content), content.get("densities", []))
-}
-RESNET = REPOSITORY / "recipes" / "resnet18_cifar10"
-COMPARED = ("hard_threshold", "dense", "top_k")
-SMALL = (
-    "--trainer.accelerator=cpu",
-    "--trainer.devices=2",
-    "--trainer.fast_dev_run=2",
-    "--model.width=4",
-    "--data.source=builtin",
-    "--data.batch_size=8",
-    "--data.num_workers=0",
-    "--data.num_train_images=64",
-    "--data.num_val_images=17",
-)
-
-
-@pytest.fixture
-def parsed(capsys, monkeypatch):
-    """What the command line makes of a recipe: names are imported and arguments checked against signatures."""
-
-    def parse(recipe, *overrides):
-        monkeypatch.setattr(sys, "argv", ["recipes", "fit", f"--config={recipe}", *overrides, "--print_config"])
-        with pytest.raises(SystemExit, match="0"):
-            main()
-        return yaml.safe_load(capsys.readouterr().out)
-
-    return parse
-
-
-def fit_recipe(*arguments):
-    sys.argv = ["recipes", "fit", *arguments]
-    trainer = main().trainer
-    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    state = getattr(trainer.strategy, "state", None)
-    return SimpleNamespace(
-        strategy=type(trainer.strategy),
-        world_size=trainer.world_size,
-        steps=trainer.global_step,
-        metrics=metrics,
-        exchanged=None if state is None else state.last_step,
-    )
+HARD_THRESHOLD = CONFIGS[f"{RESNET}/hard_threshold"]
 
 
 def count(network):
     return sum(parameter.numel() for parameter in network.parameters())
 
 
-class TestConfigurations:
-    def test_there_are_recipes(self):
-        assert {recipe.stem for recipe in RECIPES} >= {*COMPARED, "demo", "laptop"}
-
-    @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: f"{recipe.parent.name}/{recipe.stem}")
-    def test_parses(self, recipe, parsed):
-        config = parsed(recipe)
-        assert config["model"]["class_path"].startswith("recipes.")
-        assert config["data"]["class_path"].startswith("recipes.")
-
-    @pytest.mark.parametrize("variant", VARIANTS)
-    def test_a_variant_of_a_comparison_parses(self, variant, parsed):
-        recipe, arguments = VARIANTS[variant]
-        strategy = parsed(recipe, *arguments)["trainer"]["strategy"]
-        options = {} if strategy == "ddp" else strategy["init_args"]
-        given = [options.get(name) for name in ("threshold", "density", "sparsifier")]
-        assert sum(one is not None for one in given) == (strategy != "ddp")  # a recipe's own density may be in the way
-
-    @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: f"{recipe.parent.name}/{recipe.stem}")
-    def test_header_names_its_own_command(self, recipe):
-        path = recipe.relative_to(REPOSITORY).as_posix()
-        header = recipe.read_text().split("\nseed_everything")[0]
-        assert f"python -m recipes fit --config {path}\n" in header
-        assert all(word in header for word in ("# Data", "# Hardware", "# Expect"))
-
-    def test_compared_recipes_differ_in_the_strategy_only(self):
-        configs = {name: yaml.safe_load((RESNET / f"{name}.yaml").read_text()) for name in COMPARED}
-        strategies = {name: config["trainer"].pop("strategy") for name, config in configs.items()}
-        assert configs["hard_threshold"] == configs["dense"] == configs["top_k"]
-        assert len({str(strategy) for strategy in strategies.values()}) == 3
-
-    def test_paper_setting(self, parsed):
-        config = parsed(RESNET / "hard_threshold.yaml")
-        trainer, model, data = config["trainer"], config["model"]["init_args"], config["data"]["init_args"]
-        assert trainer["devices"] == 8
-        assert data["batch_size"] == 256
-        assert trainer["max_epochs"] == 300
-        assert trainer["strategy"]["class_path"] == "lightning_sparse.DDPHardThresholdStrategy"
-        # A float and not the text "4.73e-3", which YAML makes of it as soon as the dot is missing.
-        assert trainer["strategy"]["init_args"]["threshold"] == 0.00473
-        assert model == {
-            "architecture": "resnet18",
-            "num_classes": 10,
-            "width": 64,
-            "learning_rate": 1.6,
-            "warmup_from": 0.1,
-            "warmup_epochs": 5.0,
-            "milestones": [150.0, 250.0],
-            "momentum": 0.9,
-            "weight_decay": 1e-4,
-            "normalisation": "batch",
-        }
-        callbacks = {callback["class_path"].rsplit(".", 1)[-1] for callback in trainer["callbacks"]}
-        assert callbacks == {"DensityMonitor", "ErrorMonitor", "StepTimer", "LearningRateMonitor", "ModelCheckpoint"}
-        assert trainer["logger"]["class_path"].endswith("TensorBoardLogger")
-
-    def test_overrides_on_the_command_line(self, parsed):
-        recipe = RESNET / "hard_threshold.yaml"
-        assert parsed(recipe, "--trainer.strategy=ddp")["trainer"]["strategy"] == "ddp"
-        assert parsed(recipe, "--trainer.strategy=ddp_topk")["trainer"]["strategy"] == "ddp_topk"
-        config = parsed(recipe, "--trainer.strategy.threshold=0.5", "--data.root=elsewhere")
-        assert config["trainer"]["strategy"]["init_args"]["threshold"] == 0.5
-        assert config["data"]["init_args"]["root"] == "elsewhere"
-
-    def test_other_networks_and_images(self, parsed):
-        for architecture in PAPER_NUM_PARAMETERS:
-            config = parsed(RESNET / "top_k.yaml", f"--model.architecture={architecture}")
-            assert config["model"]["init_args"]["architecture"] == architecture
-        config = parsed(RESNET / "dense.yaml", "--data.source=cifar100", "--model.num_classes=100")
-        assert config["data"]["init_args"]["source"] == "cifar100"
-        assert config["model"]["init_args"]["num_classes"] == 100
-
-
 class TestFit:
-    @pytest.mark.parametrize(
-        ("recipe", "strategy"),
-        [
-            ("hard_threshold", DDPHardThresholdStrategy),
-            ("dense", DDPStrategy),
-            ("top_k", SparseDDPStrategy),
-            ("demo", DDPHardThresholdStrategy),
-            ("laptop", DDPHardThresholdStrategy),
-        ],
-    )
-    def test_two_workers(self, recipe, strategy):
-        for fit in run_workers(fit_recipe, 2, f"--config={RESNET / recipe}.yaml", *SMALL, process_group=False):
-            assert fit.strategy is strategy
-            assert fit.world_size == 2
-            assert fit.steps == 2
-            assert fit.metrics["step_time"] > 0
-            assert {"train/loss", "train/accuracy", "val/loss", "val/accuracy"} <= fit.metrics.keys()
-            if strategy is DDPStrategy:
-                assert "sparse/density" not in fit.metrics
-            else:
-                assert fit.exchanged.step == 1
-                assert fit.exchanged.num_elements == count(build_network("resnet18", width=4))
-                assert 0 < fit.exchanged.selected < fit.exchanged.num_workers * fit.exchanged.num_elements
-                assert fit.metrics["sparse/density"] == pytest.approx(fit.exchanged.density)
-
+    @pytest.mark.full
     @pytest.mark.parametrize(("architecture", "width"), [("googlenet", 64), ("senet18", 4)])
     def test_other_networks(self, architecture, width):
         arguments = (
@@ -195,32 +40,13 @@ class TestFit:
             f"--model.width={width}",
             "--data.device_augmentation=true",
         )
-        recipe = f"--config={RESNET}/hard_threshold.yaml"
-        for fit in run_workers(fit_recipe, 2, recipe, *SMALL, *arguments, process_group=False):
+        recipe = f"--config={HARD_THRESHOLD}"
+        for fit in run_workers(fit_recipe, 2, recipe, *SMALL[RESNET], *arguments, process_group=False):
             assert fit.steps == 2
             assert fit.exchanged.num_elements == count(build_network(architecture, width=width))
             assert fit.exchanged.selected > 0
 
-    def test_metrics_are_those_of_all_workers(self):
-        first, second = run_workers(fit_recipe, 2, f"--config={RESNET}/dense.yaml", *SMALL, process_group=False)
-        for name in ("train/loss", "train/accuracy", "val/loss", "val/accuracy"):
-            assert first.metrics[name] == pytest.approx(second.metrics[name])
-        assert first.metrics["train/local_loss"] != pytest.approx(second.metrics["train/local_loss"])
-
-    def test_threshold_from_the_command_line_is_in_force(self):
-        recipe = f"--config={RESNET}/hard_threshold.yaml"
-        (fit,) = run_workers(
-            fit_recipe,
-            1,
-            recipe,
-            *SMALL,
-            "--trainer.devices=1",
-            "--trainer.strategy.threshold=0",
-            process_group=False,
-        )
-        assert fit.exchanged.threshold == 0
-        assert fit.exchanged.density == 1
-
+    @pytest.mark.full
     @pytest.mark.long
     @pytest.mark.parametrize(
         ("overrides", "sparse"), [((), True), (("--trainer.strategy=ddp",), False)], ids=["sparse", "dense"]
@@ -228,10 +54,10 @@ class TestFit:
     def test_as_a_user_types_it(self, overrides, sparse, request):
         if sparse:
             request.getfixturevalue("cold_start")
-        command = [sys.executable, "-m", "recipes", "fit", "--config", f"{RESNET}/hard_threshold.yaml"]
+        command = [sys.executable, "-m", "recipes", "fit", "--config", str(HARD_THRESHOLD)]
         finished = subprocess.run(
-            [*command, *SMALL, *overrides],
-            cwd=REPOSITORY,
+            [*command, *SMALL[RESNET], *overrides],
+            cwd=RECIPES.parent,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
@@ -297,20 +123,6 @@ class TestNetworks:
         network = build_network(architecture, width=64 if architecture == "googlenet" else 4)
         network(torch.randn(2, 3, 8, 8)).sum().backward()
         assert all(parameter.grad is not None for parameter in network.parameters())
-
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            ({"width": 0}, r"Invalid width=0\. Must be at least 1"),
-            ({"architecture": "googlenet", "width": 32}, r"Invalid width=32 for googlenet.* Leave it at 64"),
-            ({"architecture": "vgg"}, r"Invalid architecture='vgg'\. Must be one of resnet18, googlenet, senet18"),
-            ({"num_classes": 0}, r"Invalid num_classes=0\. Must be at least 1"),
-            ({"normalisation": "layer"}, r"Invalid normalisation='layer'\. Must be batch or group"),
-        ],
-    )
-    def test_refuses(self, arguments, message):
-        with pytest.raises(ValueError, match=message):
-            ImageClassifier(**arguments)
 
 
 def fit_hundred_classes():
@@ -386,6 +198,7 @@ class TestModel:
     def test_no_warm_up(self):
         assert relative_learning_rate(0, warmup_from=0.5, warmup_epochs=0, milestones=()) == 1
 
+    @pytest.mark.full
     def test_learns_digits(self):
         (result,) = run_workers(learn_digits, 1, process_group=False)
         assert result["accuracy"] > 0.8
@@ -422,10 +235,6 @@ def labels_by_epoch(heterogeneous):
 
 
 class TestHeterogeneousData:
-    def test_the_example_is_true(self):
-        failed, attempted = doctest.testmod(images_module)
-        assert (failed, attempted) == (0, 2)
-
     def test_each_worker_has_its_classes_in_another_order_each_epoch(self):
         _, labels = digits()[0].tensors
         workers = run_workers(labels_by_epoch, 2, True, process_group=False)
@@ -597,11 +406,6 @@ class TestData:
         with pytest.raises(ValueError, match=r"Invalid num_val_images=5\. There are 4"):
             opened(dataset, folder, num_val_images=5)
 
-    @pytest.mark.parametrize("name", ["num_train_images", "num_val_images"])
-    def test_refuses_no_images(self, name):
-        with pytest.raises(ValueError, match=rf"Invalid {name}=0\. Must be at least 1"):
-            CIFARDataModule(**{name: 0})
-
     def test_fills_up_with_ignored_images(self):
         images = ImageBatches(torch.ones(7, 3, 2, 2), torch.arange(7))
         filled = filled_up(images, 3)
@@ -609,6 +413,7 @@ class TestData:
         assert filled.tensors[0].sum(dim=(1, 2, 3)).tolist() == [12.0] * 7 + [0.0] * 2
         assert len(filled_up(images, 7)) == 7
 
+    @pytest.mark.full
     @pytest.mark.skipif(
         "LIGHTNING_SPARSE_DATA" not in os.environ,
         reason="set LIGHTNING_SPARSE_DATA to a folder that holds cifar-10-batches-py to test with the real images",
@@ -684,11 +489,8 @@ def fit_images(root, md5):
         patches.setenv("no_proxy", "127.0.0.1")
         if md5:
             expect(CIFAR10, md5, patches.setattr)
-        try:
-            images = ("--data.source=cifar10", f"--data.root={root}", "--data.device_augmentation=true")
-            return fit_recipe(f"--config={RESNET}/dense.yaml", *SMALL, *images)
-        except SystemExit as ended:
-            return ended.code
+        images = ("--data.source=cifar10", f"--data.root={root}", "--data.device_augmentation=true")
+        return fit_recipe(f"--config={CONFIGS[f'{RESNET}/dense']}", *SMALL[RESNET], *images)
 
 
 class TestBadImages:

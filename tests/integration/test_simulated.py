@@ -69,6 +69,30 @@ class Forgetting(Remembering):
         self.memory = {"mean": torch.zeros(8)}
 
 
+class Rebinding(Classifier):
+    """Carries something along in an attribute that it binds anew for every batch."""
+
+    def __init__(self, make_optimizer: Any = None) -> None:
+        super().__init__(make_optimizer)
+        self.memory = torch.zeros(8)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.memory = 0.5 * self.memory + inputs.detach().mean(dim=0)
+        return super().forward(inputs + self.memory)
+
+
+class InPlace(Classifier):
+    """Carries it along in a tensor that stays the same object."""
+
+    def __init__(self, make_optimizer: Any = None) -> None:
+        super().__init__(make_optimizer)
+        self.memory = {"mean": torch.zeros(8)}
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.memory["mean"].mul_(0.5).add_(inputs.detach().mean(dim=0))
+        return super().forward(inputs + self.memory["mean"].clone())
+
+
 class WithBuffer(Classifier):
     """What it has seen is in a buffer that its forward uses."""
 
@@ -305,6 +329,8 @@ CASES: dict[str, dict[str, Any]] = {
     "buffers, accumulated": {"module": WithBuffer, "trainer": {"accumulate_grad_batches": 2, "max_steps": 6}},
     "steps left out": {"module": Scaled, "undoes": True},
     "remembers": {"module": Remembering, "own": ["memory"]},
+    "an attribute bound anew": {"module": Rebinding, "own": ["memory"]},
+    "an attribute changed in place": {"module": InPlace, "own": ["memory"]},
     "top k": {"sparsifier": TopK(0.05)},
     "top k of the model": {"sparsifier": TopK(0.05, granularity="model")},
     "gaussian k": {"sparsifier": GaussianK(0.1)},
@@ -333,7 +359,10 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 # In a sum of three the order matters.
-OF_THREE = ("plain", "shuffled, several epochs", "accumulated", "bfloat16", "random numbers", "top k of the model")
+OF_THREE = (
+    *("plain", "shuffled, several epochs", "accumulated", "bfloat16", "random numbers", "top k of the model"),
+    *("an attribute bound anew", "an attribute changed in place", "buffers, accumulated"),
+)
 
 
 @pytest.mark.parametrize(("name", "num_workers"), [(name, 3 if name in OF_THREE else 2) for name in CASES])
@@ -541,6 +570,16 @@ class Transferring(LightningDataModule):
         return batch
 
 
+class Exhausted:
+    """Has one iterator, however often it is asked for."""
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        raise StopIteration
+
+
 REFUSED: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
     "a closure that is called several": (lambda: Classifier(torch.optim.LBFGS), data, {}, {}),
     "a closure that is called several times for a step": (Perturbing, data, {}, {}),
@@ -551,6 +590,8 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
     r"'words' is Embedding\(sparse=True\)": (Embedded, data, {}, {}),
     r"The search for a batch size .* is for one worker": (Sized, lambda: None, {"callbacks": [BatchSizeFinder()]}, {}),
     r"initialized.* Simulated workers have none\. In train_dataloader": (Unranked, lambda: None, {}, {}),
+    r"train_dataloader returned list\. Simulated workers read one": (Classifier, lambda: [data(), data()], {}, {}),
+    r"Exhausted for training is one for all .* Make one in train_dataloader": (Classifier, Exhausted, {}, {}),
     "all_gather: one has": (Gathering, data, {}, {}),
     "on_before_batch_transfer, which would": (Classifier, Transferring, {}, {}),
     "sync_batchnorm": (Classifier, data, {"sync_batchnorm": True}, {}),
@@ -622,36 +663,6 @@ def _guessed() -> None:
 
 def test_a_sparsifier_that_draws_what_threads_have_in_common_is_warned_of() -> None:
     run_workers(_guessed, 1, process_group=False)
-
-
-def _several_loaders() -> None:
-    trainer = quiet_trainer(SimulatedWorkersStrategy(HardThreshold(threshold=0.1), 2), num_workers=1)
-    with pytest.raises(ValueError, match=r"train_dataloader returned list\. Simulated workers read one loader"):
-        trainer.fit(Classifier(), [data(), data()])
-
-
-class Exhausted:
-    """Has one iterator, however often it is asked for."""
-
-    def __iter__(self) -> Any:
-        return self
-
-    def __next__(self) -> Any:
-        raise StopIteration
-
-
-def _one_iterator() -> None:
-    trainer = quiet_trainer(SimulatedWorkersStrategy(HardThreshold(threshold=0.1), 2), num_workers=1)
-    with pytest.raises(ValueError, match=r"Exhausted for training is one for all .* Make one in train_dataloader"):
-        trainer.fit(Classifier(), Exhausted())
-
-
-def test_an_iterator_of_all_is_refused() -> None:
-    run_workers(_one_iterator, 1, process_group=False)
-
-
-def test_several_loaders_are_refused() -> None:
-    run_workers(_several_loaders, 1, process_group=False)
 
 
 @pytest.mark.parametrize(

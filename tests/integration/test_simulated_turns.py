@@ -10,47 +10,8 @@ from torch import nn
 
 from lightning_sparse import Accordion, HardThreshold, SimulatedWorkersStrategy
 from tests.integration.models import Classifier, assert_equal, data, quiet_trainer
-from tests.integration.test_simulated import WithBuffer, _processes, _simulated
+from tests.integration.test_simulated import _processes, _simulated
 from tests.workers import run_workers
-
-
-class Rebinding(Classifier):
-    """Carries something along in an attribute that it binds anew for every batch."""
-
-    def __init__(self, make_optimizer: Any = None) -> None:
-        super().__init__(make_optimizer)
-        self.memory = torch.zeros(8)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.memory = 0.5 * self.memory + inputs.detach().mean(dim=0)
-        return super().forward(inputs + self.memory)
-
-
-class InPlace(Classifier):
-    """Carries it along in a tensor that stays the same object."""
-
-    def __init__(self, make_optimizer: Any = None) -> None:
-        super().__init__(make_optimizer)
-        self.memory = {"mean": torch.zeros(8)}
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.memory["mean"].mul_(0.5).add_(inputs.detach().mean(dim=0))
-        return super().forward(inputs + self.memory["mean"].clone())
-
-
-CASES: dict[str, dict[str, Any]] = {
-    "an attribute bound anew": {"module": Rebinding, "own": ["memory"]},
-    "an attribute changed in place": {"module": InPlace, "own": ["memory"]},
-    "buffers, accumulated": {"module": WithBuffer, "trainer": {"accumulate_grad_batches": 2, "max_steps": 6}},
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_three_workers_keep_what_is_their_own_apart(name: str) -> None:
-    first, *_ = run_workers(_processes, 3, CASES[name], 3, process_group=False)
-    (simulated,) = run_workers(_simulated, 1, CASES[name], 3, process_group=False)
-    assert_equal(simulated["weights"], first["weights"])
-    assert_equal(simulated["residuals"], first["residuals"])
 
 
 def test_a_sparsifier_has_seen_what_that_of_processes_has(tmp_path: Path) -> None:

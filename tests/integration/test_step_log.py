@@ -1,9 +1,12 @@
 """Rows of a logger: each exchange is in one of them at most, and who adds up bytes counts none twice."""
 
 import csv
+import io
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import partial
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 
-from lightning_sparse import DDPHardThresholdStrategy, LocalHardThresholdStrategy, StepStats
+from lightning_sparse import (
+    DDPHardThresholdStrategy,
+    DensityMonitor,
+    ErrorMonitor,
+    LocalHardThresholdStrategy,
+    StepStats,
+)
 from tests.integration.models import Classifier, ManualClassifier, TwoPlayers, quiet_trainer
 from tests.integration.test_checkpoint import ResumableData
 from tests.workers import run_workers
@@ -51,12 +60,12 @@ class Exchanges(Callback):
             self.new.clear()
 
 
-def local(every_n_steps: int) -> Any:
-    return LocalHardThresholdStrategy(threshold=0.01, every_n_steps=every_n_steps)
+def local(every_n_steps: int, **options: Any) -> Any:
+    return LocalHardThresholdStrategy(threshold=0.01, every_n_steps=every_n_steps, **options)
 
 
-def gradients() -> Any:
-    return DDPHardThresholdStrategy(threshold=0.01, find_unused_parameters=True)
+def gradients(**options: Any) -> Any:
+    return DDPHardThresholdStrategy(threshold=0.01, **(options or {"find_unused_parameters": True}))
 
 
 @dataclass(frozen=True)
@@ -78,9 +87,11 @@ PROGRAMS = {
     "gradients": Program(Classifier, gradients),
     "gradients, accumulated": Program(Classifier, gradients, accumulate=3),
     "gradients, two optimizers": Program(TwoPlayers, gradients),
+    "gradients, static graph, by hand": Program(ManualClassifier, partial(gradients, static_graph=True)),
     "gradients, a step in every third batch": Program(EveryThird, gradients, waits=True),
     "drift": Program(Classifier, lambda: local(1)),
     "drift, every third step": Program(Classifier, lambda: local(3)),
+    "drift, every second step, overlapping": Program(Classifier, lambda: local(2, overlap=True)),
     "drift, every fifth step, accumulated": Program(Classifier, lambda: local(5), accumulate=2),
     "drift, two optimizers, every fourth step": Program(TwoPlayers, lambda: local(4)),
     "drift, two optimizers, every step": Program(TwoPlayers, lambda: local(1)),
@@ -99,25 +110,59 @@ def run(name: str, log_every: int, folder: str) -> list[tuple[int, list[StepStat
         logger=CSVLogger(folder, flush_logs_every_n_steps=1),
         log_every_n_steps=log_every,
         accumulate_grad_batches=program.accumulate,
-        callbacks=[exchanges],
+        callbacks=[exchanges, DensityMonitor(), ErrorMonitor(per_layer=True)],
     )
-    trainer.fit(program.make_model(), ResumableData(program.batches_per_epoch))
+    with redirect_stdout(io.StringIO()):
+        trainer.fit(program.make_model(), ResumableData(program.batches_per_epoch))
     return exchanges.of_batches
 
 
-def expected_rows(
-    of_batches: list[tuple[int, list[StepStats]]], log_every: int, waits: bool
-) -> dict[int, tuple[float, float]]:
-    """Density and bytes by step: those of the last batch with an exchange that has not been in a row."""
-    rows, newest, waiting = {}, None, []
+@dataclass
+class LoggedRow:
+    """What a row must hold.
+
+    Attributes:
+        density: of the last batch with an exchange that has not been in a row.
+        payload_bytes: of the same batch.
+        newest: the last of the exchanges of that batch.
+        so_far: all exchanges up to that batch.
+    """
+
+    density: float
+    payload_bytes: float
+    newest: StepStats
+    so_far: list[StepStats]
+
+    def columns(self) -> dict[str, float]:
+        """Returns the value of each column, those of both monitors too."""
+        elements = sum(step.num_workers * step.num_elements for step in self.so_far)
+        of_layers = {f"sparse/layer_density/{name}": layer.density for name, layer in self.newest.layers.items()}
+        of_layers |= {
+            f"sparse/layer_error_norm/{name}": sqrt(layer.squared_error) for name, layer in self.newest.layers.items()
+        }
+        return {
+            "sparse/density": self.density,
+            "sparse/payload_bytes": self.payload_bytes,
+            "sparse/average_density": sum(step.selected for step in self.so_far) / elements,
+            "sparse/total_error": sum(step.squared_error for step in self.so_far),
+            **of_layers,
+        }
+
+
+def expected_rows(of_batches: list[tuple[int, list[StepStats]]], log_every: int, waits: bool) -> dict[int, LoggedRow]:
+    """The rows by step."""
+    rows: dict[int, LoggedRow] = {}
+    row, waiting, so_far = None, [], []
     for batch, steps in of_batches:
         waiting += steps
         if waiting and (not waits or batch % 3 == 2):
             elements = sum(step.num_workers * step.num_elements for step in waiting)
-            newest = sum(step.selected for step in waiting) / elements, sum(step.payload_bytes for step in waiting)
+            density, sent = sum(step.selected for step in waiting) / elements, sum(one.payload_bytes for one in waiting)
+            so_far += waiting
+            row = LoggedRow(density, sent, waiting[-1], so_far.copy())
             waiting = []
-        if (batch + 1) % log_every == 0 and newest is not None:
-            rows[batch], newest = newest, None
+        if (batch + 1) % log_every == 0 and row is not None:
+            rows[batch], row = row, None
     return rows
 
 
@@ -127,15 +172,18 @@ def test_each_exchange_is_in_one_row_at_most(name: str, log_every: int, tmp_path
     of_batches = run_workers(run, 2, name, log_every, str(tmp_path), process_group=False)[0]
     expected = expected_rows(of_batches, log_every, PROGRAMS[name].waits)
     with next(tmp_path.rglob("metrics.csv")).open() as file:
-        rows = [row for row in csv.DictReader(file) if row["sparse/payload_bytes"]]
-    found = {int(row["step"]): (float(row["sparse/density"]), float(row["sparse/payload_bytes"])) for row in rows}
+        rows = list(csv.DictReader(file))
     assert expected
-    assert found.keys() == expected.keys()
-    for step, numbers in expected.items():
-        assert found[step] == pytest.approx(numbers, rel=1e-6), step
+    # Averages are in all rows from the first exchange on; what is of one exchange is in one row.
+    for column in next(iter(expected.values())).columns():
+        found = {int(row["step"]): float(row[column]) for row in rows if row[column]}
+        is_average = column in ("sparse/average_density", "sparse/total_error")
+        assert found.keys() >= expected.keys() if is_average else found.keys() == expected.keys(), column
+        for step, row in expected.items():
+            assert found[step] == pytest.approx(row.columns()[column], rel=1e-5, abs=1e-7), (column, step)
     if log_every == 1:
         logged = sum(step.payload_bytes for batch, steps in of_batches for step in steps if batch <= max(expected))
-        assert sum(size for _, size in found.values()) == pytest.approx(logged)
+        assert sum(row.payload_bytes for row in expected.values()) == pytest.approx(logged)
 
 
 class SeesAll(Classifier):

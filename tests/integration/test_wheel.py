@@ -66,6 +66,7 @@ def test_the_version_is_that_of_the_changelog() -> None:
     assert changelog_faults("# Changelog", "0.1.0") != []
 
 
+@pytest.mark.full
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
 def test_it_trains_from_an_environment_of_its_own(kind: str, built: tuple[Path, Path], tmp_path: Path) -> None:

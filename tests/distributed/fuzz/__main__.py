@@ -6,6 +6,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import fields
+from operator import attrgetter
 
 from tests.distributed.fuzz.case import HUGE, Case
 from tests.distributed.fuzz.runner import CASE_SECONDS, CASES_PER_START, Outcome, run_cases
@@ -13,38 +15,17 @@ from tests.distributed.fuzz.runner import CASE_SECONDS, CASES_PER_START, Outcome
 
 def count_kinds(cases: Sequence[Case]) -> dict[str, Counter[str]]:
     """Returns how many cases have which word of which option."""
-    kinds = {
-        "workers": lambda case: case.num_workers,
-        "dtype": lambda case: case.dtype,
+    plain = {field.name for field in fields(Case)} - {"seed", "layers", "rates", "attempts"}
+    kinds = {name: attrgetter(name) for name in sorted(plain | {"dtype", "steps"})}
+    kinds |= {
+        "threshold": lambda case: {0.0: "0", HUGE: "huge"}.get(case.threshold, "other"),
         "layers": lambda case: len(case.layers),
         "largest layer": lambda case: "> 65,000" if max(one.size for one in case.layers) > 65_000 else "small",
-        "one-element layer": lambda case: any(one.size == 1 for one in case.layers),
-        "bucket cap in MB": lambda case: case.bucket_cap_mb,
-        "gradient_as_bucket_view": lambda case: case.gradient_as_bucket_view,
-        "sparsifier": lambda case: case.sparsifier,
-        "threshold": lambda case: (
-            {0.0: "0", HUGE: "huge"}.get(case.threshold, "other") if case.sparsifier == "threshold" else "none"
-        ),
-        "layer thresholds": lambda case: len(case.layer_thresholds),
-        "error feedback": lambda case: case.error_feedback,
-        "value dtype": lambda case: case.value_dtype,
-        "exchange": lambda case: (
-            case.exchange + (f" {case.num_workers}/{case.workers_per_node}" if case.exchange == "hierarchical" else "")
-        ),
-        "clipped": lambda case: case.local_clip_norm is not None,
-        "backwards a step": lambda case: case.micro_steps,
-        "unused": lambda case: case.unused,
-        "skips": lambda case: "none" if not case.skips else "late" if case.skips_late else "yes",
-        "zeroing": lambda case: case.zeroing,
-        "jumps": lambda case: len(set(case.step_scales)) > 1,
-        "silent workers": lambda case: bool(case.silent),
-        "bad": lambda case: "none" if case.bad is None else case.bad[3],
-        "loss scale": lambda case: case.loss_scale,
-        "overflow under a loss scale": lambda case: case.bad is not None and case.loss_scale is not None,
-        "edges": lambda case: case.edges,
-        "per-layer statistics": lambda case: case.per_layer_stats,
-        "steps": lambda case: case.steps,
+        "bad": lambda case: None if case.bad is None else case.bad[3],
     }
+    for name in ("layer_thresholds", "skips", "silent", "discards", "resumes", "local_clip_norm"):
+        kinds[name] = lambda case, name=name: "given" if getattr(case, name) else "none"
+    kinds["step_scales"] = lambda case: "jumps" if len(set(case.step_scales)) > 1 else "even"
     return {name: Counter(str(kind(case)) for case in cases) for name, kind in kinds.items()}
 
 
@@ -71,7 +52,7 @@ def main() -> int:
             if outcome.failure is not None:
                 print(f"FAILED {outcome.failure}\n", flush=True)
             elif not arguments.quiet:
-                print(f"{outcome.case.seed:6} {outcome.seconds:5.1f} s  {outcome.case.describe()}", flush=True)
+                print(f"{outcome.case.seed:6} {outcome.seconds:5.1f} s", flush=True)
     failed = sorted(outcome.case.seed for outcome in outcomes if outcome.failure is not None)
     for name, counts in count_kinds([outcome.case for outcome in outcomes]).items():
         print(f"{name}: " + ", ".join(f"{word} {count}" for word, count in sorted(counts.items())))

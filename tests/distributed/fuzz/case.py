@@ -133,40 +133,6 @@ class Case:
             return False
         return self.zeroing != "used" or self.is_used(step, worker, layer)
 
-    def describe(self) -> str:
-        """Returns one line with what is unusual about the case."""
-        selects = {
-            "threshold": f"λ={self.threshold:.3g}",
-            "density": f"ρ={self.density:g} after {self.calibration_steps}",
-            "top_k": f"top {self.density:g}",
-        }[self.sparsifier]
-        words = [
-            f"{self.num_workers} workers, {self.steps} steps, {len(self.layers)} layers of {self.num_elements:,}",
-            self.dtype,
-            f"buckets of {self.bucket_cap_mb:g} MB{' as views' if self.gradient_as_bucket_view else ''}",
-            selects + (f" and {len(self.layer_thresholds)} of layers" if self.layer_thresholds else ""),
-            self.exchange + (f" {self.workers_per_node} a node" if self.exchange == "hierarchical" else ""),
-            f"feedback {self.error_feedback}" if self.error_feedback != "gradient" else "",
-            f"values {self.value_dtype}" if self.value_dtype != "float32" else "",
-            f"clipped to {self.local_clip_norm:.3g}" if self.local_clip_norm is not None else "",
-            f"{self.micro_steps} backwards a step" if self.micro_steps > 1 else "",
-            f"unused {self.unused}, {len(self.skips)} skips{' late' if self.skips_late else ''}, zeroing {self.zeroing}"
-            if self.unused != "never"
-            else "",
-            "jumps" if len(set(self.step_scales)) > 1 else "",
-            "silence" if self.silent else "",
-            f"{self.bad[3]} in step {self.bad[0]}" if self.bad is not None else "",
-            f"losses times {self.loss_scale:g}" if self.loss_scale is not None else "",
-            "two optimizers" if self.has_two_optimizers else "",
-            f"{sum(not all(one) for one in self.attempts)} steps without an optimizer's, "
-            f"gradients {'kept' if self.keeps else 'dropped'}"
-            if not all(map(all, self.attempts))
-            else "",
-            f"{len(self.discards)} discarded" if self.discards else "",
-            *(f"resumed {moment} {step} with buckets of {cap:g} MB" for step, moment, cap in self.resumes),
-        ]
-        return "; ".join(word for word in words if word)
-
 
 class Draw:
     """Choices from a seed, made of ``random()`` alone: the one method that Python promises never to change."""

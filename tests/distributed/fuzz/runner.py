@@ -50,7 +50,7 @@ class Outcome:
 def failure_message(case: Case, what: str) -> str:
     fields = "\n".join(f"    {one.name}={getattr(case, one.name)!r}" for one in dataclasses.fields(case))
     again = f"python -m tests.distributed.fuzz --seed {case.seed}"
-    return f"seed {case.seed}: {what}\n  {case.describe()}\n{fields}\n  again: {again}"
+    return f"seed {case.seed}: {what}\n{fields}\n  again: {again}"
 
 
 def run_cases(seeds: Sequence[int], seconds: float = CASE_SECONDS) -> Iterator[Outcome]:

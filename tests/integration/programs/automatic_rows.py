@@ -26,7 +26,6 @@ from tests.integration.programs.trainer import (
     witness_of,
 )
 from tests.integration.programs.world import Row, Run
-from tests.integration.programs.wrapper_rows import compiled, fresh_compiler
 
 
 class AscendingOptimizer(torch.optim.Optimizer):
@@ -94,22 +93,6 @@ def skipped_a_third(runs: list[Run]) -> None:
     for run in runs:
         assert len(run.stepped_on) == 2 * (BATCHES - 3)
         assert run.kind not in ("zero", "sparse", "oracle") or run.num_exchanges == 2 * BATCHES
-
-
-class DropsBadGradients(Student):
-    """A recipe that many use: what does not look right is dropped after the backward."""
-
-    def on_after_backward(self) -> None:
-        is_bad = self.trainer.fit_loop.batch_idx % 3 == 1
-        witness_of(self).said.append("dropped" if is_bad else "kept")
-        if is_bad:
-            self.zero_grad()
-
-
-def dropped_a_third(runs: list[Run]) -> None:
-    for run in runs:
-        assert run.said.count("dropped") == 2 * 3
-        assert run.global_step == 2 * BATCHES
 
 
 class ReturnsNothing(Student):
@@ -207,51 +190,6 @@ def calibrated_again(runs: list[Run]) -> None:
         assert max(run.densities[4:]) < 0.9
 
 
-class CompiledInside(Student):
-    def __init__(self) -> None:
-        super().__init__()
-        self.graphs: list[int] = []
-        self.middle = compiled(self.middle, self.graphs)
-
-    def on_train_end(self) -> None:
-        witness_of(self).said.append(f"graphs were compiled: {bool(self.graphs)}")
-
-
-def fit_compiled(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
-    with fresh_compiler():
-        return fit_without_validation(make_trainer, model, witness)
-
-
-def compiled_inside(runs: list[Run]) -> None:
-    for run in runs:
-        assert run.said == ["graphs were compiled: True"]
-        assert run.moved("middle._orig_mod.weight")
-
-
-class WithPrivateLayer(Student):
-    """A layer of another shape on each worker, which DDP is told to leave alone."""
-
-    def configure_model(self) -> None:
-        rank = self.trainer.global_rank
-        self.private = nn.Linear(8, 3 + 2 * rank)
-        with torch.no_grad():
-            for parameter in self.private.parameters():
-                parameter.copy_(torch.linspace(-0.3, 0.3, parameter.numel()).view_as(parameter))
-        ignored = ["private.weight", "private.bias"]
-        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, ignored)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return super().forward(inputs) + self.private(inputs).square().mean(1, keepdim=True) * torch.arange(3)
-
-    def on_train_end(self) -> None:
-        witness_of(self).said.append(f"private: {tuple(self.private.weight.shape)}")
-
-
-def kept_private(runs: list[Run]) -> None:
-    assert [run.said for run in runs] == [["private: (3, 8)"], ["private: (5, 8)"]]
-    assert not any(name.startswith("private") for run in runs for name in run.residuals)
-
-
 class WithSparseEmbedding(Classifier):
     def __init__(self) -> None:
         super().__init__()
@@ -289,7 +227,6 @@ ROWS = {
     "steps skipped": Row(trains(SkipsSteps, **_fit), skipped_a_third, rolls_back=True),
     "steps skipped, gradients zeroed": Row(trains(SkipsStepsAndZeroes, **_fit), skipped_a_third, rolls_back=True),
     "steps skipped, gradients kept": Row(trains(SkipsStepsAndKeeps, **_fit), skipped_a_third, rolls_back=True),
-    "gradients dropped after backward": Row(trains(DropsBadGradients, **_fit), dropped_a_third, rolls_back=True),
     "nothing returned": Row(
         trains(ReturnsNothing, drive=fail_to_fit), partial(forbidden_by_lightning, "returning None"), None
     ),
@@ -310,8 +247,6 @@ ROWS = {
         partial(forbidden_by_lightning, "not supported with distributed strategies"),
         None,
     ),
-    "compiled layer": Row(trains(CompiledInside, drive=fit_compiled, bucket_cap_mb=25), compiled_inside),
-    "private layer under a Trainer": Row(trains(WithPrivateLayer, **_fit), kept_private),
     "embedding with sparse gradients under a Trainer": Row(
         trains(WithSparseEmbedding, drive=fail_to_fit), refused_with_advice, None, is_refused=True
     ),

@@ -135,11 +135,6 @@ class WithPrivateLayer(Classifier):
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, ["private.weight", "private.bias"])
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return super().forward(inputs) + self.private(inputs).mean()
-
-
-class WithPrivateLoss(WithPrivateLayer):
-    def forward(self, inputs: Tensor) -> Tensor:
         return super().forward(inputs) + self.private(inputs).square().mean(1, keepdim=True) * torch.arange(3)
 
 
@@ -150,30 +145,13 @@ def private_and_trained(runs: list[Run]) -> None:
 
 
 class Embedded(nn.Module):
-    def __init__(self, sparse: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.words = nn.Embedding(40, 6, sparse=sparse)
+        self.words = nn.Embedding(40, 6)
         self.last = nn.Linear(6, 3)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.last(self.words((10 * inputs).long().remainder(40)).mean(1))
-
-
-def refused(world: World) -> None:
-    try:
-        loops(usual, lambda: seeded(Embedded(True)), sgd)(world)
-    except ValueError as error:
-        world.run.said.append(str(error))
-
-
-def refused_with_advice(runs: list[Run]) -> None:
-    for run in runs:
-        if run.kind == "ddp":
-            assert not run.said
-            assert len(run.stepped_on) == BATCHES
-        else:
-            assert "'words' is Embedding(sparse=True)" in run.said[0]
-            assert "sparse=False" in run.said[0]
 
 
 @cache
@@ -200,7 +178,6 @@ ROWS = {
     "gradient penalty": Row(loops(usual, Penalized, sgd), every_batch),
     "reentrant checkpointing": Row(loops(checkpointing, partial(Checkpointed, True)), computed_twice),
     "checkpointing": Row(loops(checkpointing, partial(Checkpointed, False)), computed_twice),
-    "private layer": Row(loops(usual, WithPrivateLoss), private_and_trained),
-    "embedding": Row(own(partial(Embedded, False)), every_batch, 0.02),
-    "embedding with sparse gradients": Row(refused, refused_with_advice, None, is_refused=True),
+    "private layer": Row(loops(usual, WithPrivateLayer), private_and_trained),
+    "embedding": Row(own(Embedded), every_batch, 0.02),
 }

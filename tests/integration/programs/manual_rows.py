@@ -41,73 +41,14 @@ def stepped_with_both(runs: list[Run]) -> None:
         assert run.moved("last.weight")
 
 
-class Ascending(ManualStudent):
-    """Sharpness-aware minimization: the first gradient only says where to look for the second."""
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        steps = ascend(self)
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        descend(self, steps)
-        optimizer.step()
-        witness_of(self).seen["ascents"].append(float(torch.stack([one.norm() for one in steps]).norm()))
-
-
-@torch.no_grad()
-def ascend(module: nn.Module, radius: float = 0.05) -> list[Tensor]:
-    norm = torch.stack([one.grad.norm() for one in module.parameters()]).norm() + 1e-12
-    steps = [one.grad * (radius / norm) for one in module.parameters()]
-    for parameter, step in zip(module.parameters(), steps, strict=True):
-        parameter.add_(step)
-    return steps
-
-
-@torch.no_grad()
-def descend(module: nn.Module, steps: list[Tensor]) -> None:
-    for parameter, step in zip(module.parameters(), steps, strict=True):
-        parameter.sub_(step)
-
-
-def ascended(runs: list[Run]) -> None:
-    for run in runs:
-        assert len(run.seen["ascents"]) == run.global_step == 2 * BATCHES
-        assert all(abs(one - 0.05) < 1e-4 for one in run.seen["ascents"])
-
-
-class TwoBackwards(ManualStudent):
-    """Two synchronized backwards before each step."""
-
-    def __init__(self, clips: bool = False) -> None:
-        super().__init__()
-        self.clips = clips
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        self.manual_backward(self.loss(batch))
-        if self.clips:
-            witness_of(self).seen["norms"].append(nn.utils.clip_grad_norm_(self.parameters(), 0.2))
-        self.manual_backward(self.loss([-batch[0], batch[1]]))
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def stepped_once_a_batch(runs: list[Run]) -> None:
     for run in runs:
         assert run.global_step == 2 * BATCHES
         assert run.kind == "ddp" or run.num_exchanges == 4 * BATCHES
 
 
-def clipped_between(runs: list[Run]) -> None:
-    stepped_once_a_batch(runs)
-    for run in runs:
-        assert min(run.seen["norms"]) > 0.2
-
-
-class Sometimes(ManualStudent):
-    """Has a layer that some backwards do not reach."""
+class LeavesOutWhatWaits(ManualStudent):
+    """One worker leaves out a layer whose gradient waits for an optimizer that steps seldom."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,30 +61,6 @@ class Sometimes(ManualStudent):
         loss = self.loss(batch)
         witness_of(self).said.append("used" if is_used else "left out")
         return loss + 0.5 * F.cross_entropy(self.sometimes(batch[0]), batch[1]) if is_used else loss
-
-
-class LeavesOutInTheSecond(Sometimes):
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        self.manual_backward(self.loss_with(batch, True))
-        self.manual_backward(self.loss_with([-batch[0], batch[1]], self.global_rank == 0))
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-class LeavesOutWhatWasKept(Sometimes):
-    """After a step nothing is zeroed, and one worker leaves a layer out whose old gradient it has."""
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        if batch_idx % 2 == 0:
-            optimizer.zero_grad()
-        self.manual_backward(self.loss_with(batch, batch_idx % 2 == 0 or self.global_rank == 0))
-        optimizer.step()
-
-
-class LeavesOutWhatWaits(Sometimes):
-    """A layer whose optimizer steps seldom is left out by one worker while its gradient waits for that."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         often, seldom = self.optimizers()
@@ -189,17 +106,11 @@ class KeepsGradientsAside(ManualStudent):
 class DetachesGradients(ManualStudent):
     """Adds up two tasks' gradients, and calls ``detach_`` on what the first leaves."""
 
-    def __init__(self, commits: bool) -> None:
-        super().__init__()
-        self.commits = commits
-
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         optimizer = self.optimizers()
         optimizer.zero_grad()
         for loss in (self.loss(batch), self(batch[0]).square().mean()):
             self.manual_backward(loss)
-            if self.commits:
-                commit(self.trainer.strategy)
             for parameter in self.parameters():
                 parameter.grad.detach_()
         optimizer.step()
@@ -304,22 +215,12 @@ _plain = {"drive": fit_without_validation}
 
 ROWS = {
     "two optimizers": Row(trains(TwoOptimizers), stepped_with_both),
-    "ascent before descent": Row(trains(Ascending, **_plain), ascended, rolls_back=True),
-    "two backwards": Row(trains(TwoBackwards, **_plain), stepped_once_a_batch),
-    "two backwards, clipped between": Row(trains(partial(TwoBackwards, True), **_plain), clipped_between),
-    "second backward leaves out": Row(
-        trains(LeavesOutInTheSecond, **_plain, **_unused), left_out_by_one_worker, leaves_out=True
-    ),
-    "left out after a step": Row(
-        trains(LeavesOutWhatWasKept, **_plain, **_unused), left_out_by_one_worker, leaves_out=True
-    ),
     "left out while it waits": Row(
         trains(LeavesOutWhatWaits, **_plain, **_unused), left_out_by_one_worker, leaves_out=True
     ),
     "gradients kept aside": Row(trains(partial(KeepsGradientsAside, False), **_plain), had_conflicts, rolls_back=True),
     "gradients kept aside and committed": Row(trains(partial(KeepsGradientsAside, True), **_plain), had_conflicts),
-    "detached gradients": Row(trains(partial(DetachesGradients, False), **_plain), stepped_once_a_batch),
-    "detached gradients, committed": Row(trains(partial(DetachesGradients, True), **_plain), stepped_once_a_batch),
+    "detached gradients": Row(trains(DetachesGradients, **_plain), stepped_once_a_batch),
     "step at the end of an epoch": Row(trains(StepsAtTheEnd, **_plain), stepped_on_what_was_left),
     "torch's own optimizer": Row(trains(WithTorchsOwnOptimizer, **_plain), logged_past_lightning),
     "layer of two optimizers": Row(trains(SharesALayer, **_plain), stepped_with_each),

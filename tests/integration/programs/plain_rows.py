@@ -23,8 +23,22 @@ from tests.integration.programs.loops import (
     two_backwards,
     usual,
 )
-from tests.integration.programs.manual_rows import ascend, descend
 from tests.integration.programs.world import Row, Run, World
+
+
+@torch.no_grad()
+def ascend(module: nn.Module, radius: float = 0.05) -> list[Tensor]:
+    norm = torch.stack([one.grad.norm() for one in module.parameters()]).norm() + 1e-12
+    steps = [one.grad * (radius / norm) for one in module.parameters()]
+    for parameter, step in zip(module.parameters(), steps, strict=True):
+        parameter.add_(step)
+    return steps
+
+
+@torch.no_grad()
+def descend(module: nn.Module, steps: list[Tensor]) -> None:
+    for parameter, step in zip(module.parameters(), steps, strict=True):
+        parameter.sub_(step)
 
 
 def ascent_first(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
@@ -160,23 +174,6 @@ def two_forwards(world: World, module: nn.Module, optimizer: Any, batch: Batch, 
     optimizer.zero_grad()
     world.backward(loss_of(module, batch) + loss_of(module, [-batch[0], batch[1]]))
     optimizer.step()
-
-
-def closure(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
-    def evaluate() -> Tensor:
-        world.run.said.append(f"closure {index}")
-        optimizer.zero_grad()
-        loss = loss_of(module, batch)
-        world.backward(loss)
-        return loss
-
-    optimizer.step(evaluate)
-
-
-def several_closures_a_step(runs: list[Run]) -> None:
-    every_batch(runs)
-    for run in runs:
-        assert len(run.said) > 2 * BATCHES
 
 
 class Breaks(torch.autograd.Function):
@@ -362,11 +359,6 @@ ROWS = {
     "plain step on zeros": Row(loops(zeroes_bad_gradients), every_batch, threshold=None),
     "plain step on nothing": Row(loops(drops_bad_gradients), every_batch, rolls_back=True),
     "plain two forwards": Row(loops(two_forwards), every_batch),
-    "plain LBFGS": Row(
-        loops(closure, make_optimizer=partial(torch.optim.LBFGS, lr=0.1, max_iter=3)),
-        several_closures_a_step,
-        rolls_back=True,
-    ),
     "plain failing backward": Row(loops(goes_on_after_a_failure), failed_and_went_on),
     "plain failing local backward": Row(loops(goes_on_after_a_local_failure), failed_and_went_on, rolls_back=True),
     "plain copies of the weights": Row(updates_a_copy, every_batch),

@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.integration.models import TwoPlayers, sgd
+from tests.integration.models import TwoPlayers, TwoPlayersZeroingFirst, sgd
 from tests.integration.programs.trainer import (
     BATCHES,
     fit_without_validation,
@@ -183,6 +183,9 @@ ROWS = {
     },
     "one player clipped, the other zeroed": Row(
         trains(ClipsOneZeroesTheOther, **_plain, **_unused), clipped_one, 0.01, rolls_back=True, leaves_out=True
+    ),
+    "toggled optimizers, zeroed before": Row(
+        trains(TwoPlayersZeroingFirst, **_plain, **_unused), both_moved, 0.01, leaves_out=True
     ),
     "toggled optimizers": Row(trains(Toggling, **_unused), toggled, 0.01, leaves_out=True),
     "frozen between": Row(

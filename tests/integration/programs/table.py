@@ -26,3 +26,4 @@ _PARTS = (
 )
 ROWS: dict[str, Row] = {name: row for part in _PARTS for name, row in part.items()}
 assert len(ROWS) == sum(map(len, _PARTS)), "two rows have the same name"
+FIRST_OF_PARTS = {next(iter(part)) for part in _PARTS}

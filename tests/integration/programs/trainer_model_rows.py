@@ -15,6 +15,7 @@ from tests.integration.programs.running import assert_same
 from tests.integration.programs.trainer import (
     BATCHES,
     MakeTrainer,
+    ManualStudent,
     Student,
     Witness,
     fail_to_fit,
@@ -276,6 +277,10 @@ ROWS = {
         leaves_out=True,
     ),
     "two fits": Row(trains(drive=fit_twice), trained_again),
+    # Lightning's own DDPStrategy exchanges nothing in the second fit: it starts the exchange of a static graph once.
+    "two fits, manual, static graph": Row(
+        trains(ManualStudent, drive=fit_twice, static_graph=True), trained_again, kinds=("oracle", "sparse")
+    ),
     "hooks of the module": Row(trains(Hooked, lambda: {"accumulate_grad_batches": 2}), seen_by_hooks),
     "exception in a step": Row(
         trains(Failing, drive=fit_after_an_exception), partial(failed, "Trouble: on every worker")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -16,6 +17,7 @@ from tests.integration.programs.running import assert_same
 from tests.integration.programs.trainer import (
     BATCHES,
     MakeTrainer,
+    ManualStudent,
     Student,
     Witness,
     fit,
@@ -185,12 +187,44 @@ def bare(runs: list[Run]) -> None:
         assert run.metrics == {}
 
 
+def exchanged_every_batch(runs: list[Run]) -> None:
+    for run in runs:
+        assert run.global_step == 2 * BATCHES
+        assert run.kind == "ddp" or run.num_exchanges == 2 * BATCHES
+        assert all(run.moved(name) for name in run.initial)
+
+
+def static_graph_is_missing() -> str | None:
+    if "post_backward" in vars(DDPStrategy):
+        return None
+    return "This Lightning's own DDPStrategy does not exchange here (pull request 21251, September 2025)"
+
+
 def logged(runs: list[Run]) -> None:
     for run in runs:
         assert run.metrics.keys() >= {"val_loss", "train_loss", "train_loss_step", "train_loss_epoch"}
 
 
+_OPTIONS = (
+    {"static_graph": True},
+    {"gradient_as_bucket_view": True},
+    {"gradient_as_bucket_view": False},
+    {"find_unused_parameters": True},
+    {"static_graph": True, "gradient_as_bucket_view": True},
+)
+
 ROWS = {
+    **{
+        f"{words}, {', '.join(f'{name}={value}' for name, value in options.items())}": Row(
+            trains(make_model, drive=fit_without_validation, **options),
+            exchanged_every_batch,
+            missing=static_graph_is_missing
+            if make_model is ManualStudent and "static_graph" in options
+            else lambda: None,
+        )
+        for words, make_model in (("automatic", Student), ("manual", ManualStudent))
+        for options in _OPTIONS
+    },
     "clipping by norm": Row(
         trains(Student, lambda: {"gradient_clip_val": 0.1}, fit_without_validation), clipped_by_norm
     ),

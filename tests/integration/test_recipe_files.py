@@ -1,0 +1,340 @@
+"""What all recipes have in common: YAML files, a short training on two workers, examples in docstrings, refusals."""
+
+import doctest
+import importlib
+import math
+import re
+import sys
+from functools import reduce
+
+import pytest
+import yaml
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_sparse import DDPHardThresholdStrategy, SparseDDPStrategy
+from recipes.__main__ import main
+from recipes.compare.variants import expanded
+from recipes.gpt_wikitext.data import GPTDataModule
+from recipes.gpt_wikitext.model import GPT, GPTLanguageModel
+from recipes.lstm_wikitext2.data import WikiText2DataModule
+from recipes.lstm_wikitext2.markov_chain import MarkovChain
+from recipes.lstm_wikitext2.model import TiedLSTM
+from recipes.ncf_movielens.data import MovieLensDataModule
+from recipes.ncf_movielens.metrics import HitRate
+from recipes.ncf_movielens.model import NeuMF
+from recipes.resnet18_cifar10.architectures import PAPER_NUM_PARAMETERS
+from recipes.resnet18_cifar10.data import CIFARDataModule
+from recipes.resnet18_cifar10.model import ImageClassifier
+from tests.integration.recipe_runs import (
+    COMPARISONS,
+    CONFIGS,
+    GPT_FOLDER,
+    LSTM,
+    NCF,
+    RECIPES,
+    RESNET,
+    SMALL,
+    fit_recipe,
+)
+from tests.workers import run_workers
+
+VARIANTS = {
+    f"{path.parent.name}/{path.stem}: {variant.label}": (
+        path.with_name("laptop.yaml"),
+        variant.with_tuned(str(variant.start)),
+    )
+    for path in COMPARISONS
+    for content in [yaml.safe_load(path.read_text())]
+    for variant in expanded(content.get("variants", content), content.get("densities", []))
+}
+COMPARED = dict.fromkeys((RESNET, NCF, LSTM), ("hard_threshold", "dense", "top_k"))
+COMPARED[GPT_FOLDER] = ("hard_threshold", "dense", "drift")
+EXAMPLES = sorted(path.relative_to(RECIPES.parent) for path in RECIPES.rglob("*.py") if ">>> " in path.read_text())
+
+
+@pytest.fixture
+def parsed(capsys, monkeypatch):
+    """What the command line makes of a recipe: names are imported and arguments checked against signatures."""
+
+    def parse(recipe, *overrides):
+        monkeypatch.setattr(sys, "argv", ["recipes", "fit", f"--config={recipe}", *overrides, "--print_config"])
+        with pytest.raises(SystemExit, match="0"):
+            main()
+        return yaml.safe_load(capsys.readouterr().out)
+
+    return parse
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_recipe_parses_and_its_header_names_its_own_command(name, parsed):
+    config = parsed(CONFIGS[name])
+    assert config["model"]["class_path"].startswith("recipes.")
+    assert config["data"]["class_path"].startswith("recipes.")
+    header = CONFIGS[name].read_text().split("\nseed_everything")[0]
+    assert f"python -m recipes fit --config recipes/{name}.yaml\n" in header
+    assert all(word in header for word in ("# Data", "# Hardware", "# Expect"))
+    folder, recipe = name.split("/")
+    if folder in (RESNET, NCF, LSTM) and recipe in COMPARED[folder]:
+        callbacks = {one["class_path"].rsplit(".", 1)[-1] for one in config["trainer"]["callbacks"]}
+        assert callbacks >= {"DensityMonitor", "ErrorMonitor", "StepTimer", "ModelCheckpoint"}
+        assert ("LearningRateMonitor" in callbacks) == (folder != NCF)
+        assert config["trainer"]["logger"]["class_path"].endswith("TensorBoardLogger")
+    if folder == LSTM:
+        assert config["trainer"]["strategy"]["init_args"]["local_clip_norm"] == 0.4
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_variant_of_a_comparison_parses(variant, parsed):
+    recipe, arguments = VARIANTS[variant]
+    strategy = parsed(recipe, *arguments)["trainer"]["strategy"]
+    options = {} if strategy == "ddp" else strategy["init_args"]
+    given = [options.get(name) for name in ("threshold", "density", "sparsifier")]
+    assert sum(one is not None for one in given) == (strategy != "ddp")  # a recipe's own density may be in the way
+
+
+@pytest.mark.parametrize("folder", COMPARED)
+def test_compared_recipes_differ_in_the_strategy_only(folder):
+    texts = [CONFIGS[f"{folder}/{name}"].read_text() for name in COMPARED[folder]]
+    configs = [yaml.safe_load(text) for text in texts]
+    strategies = [config["trainer"].pop("strategy") for config in configs]
+    assert configs[0] == configs[1] == configs[2]
+    assert len({str(strategy) for strategy in strategies}) == 3
+    # Not only in what they say, but line by line: below the header, up to the strategy and after it.
+    bodies = [text.split("\nseed_everything")[1] for text in texts]
+    assert len({re.sub(r"\n  strategy:.*?\n  (?=\w)", "\n  ", body, flags=re.DOTALL) for body in bodies}) == 1
+
+
+PAPER = {
+    RESNET: {
+        "trainer.devices": 8,
+        "trainer.max_epochs": 300,
+        "trainer.strategy.class_path": "lightning_sparse.DDPHardThresholdStrategy",
+        # A float and not the text "4.73e-3", which YAML makes of it as soon as the dot is missing.
+        "trainer.strategy.init_args.threshold": 0.00473,
+        "data.init_args.batch_size": 256,
+        "model.init_args": {
+            "architecture": "resnet18",
+            "num_classes": 10,
+            "width": 64,
+            "learning_rate": 1.6,
+            "warmup_from": 0.1,
+            "warmup_epochs": 5.0,
+            "milestones": [150.0, 250.0],
+            "momentum": 0.9,
+            "weight_decay": 1e-4,
+            "normalisation": "batch",
+        },
+    },
+    NCF: {
+        "trainer.devices": 8,
+        "data.init_args.batch_size": 2**20 // 8,
+        "trainer.max_epochs": 30,
+        "trainer.strategy.init_args.threshold": 0.0000013,
+        "data.init_args.negatives": 4,
+        "data.init_args.heterogeneous": False,
+        "model.init_args": {
+            "factors": 64,
+            "mlp_sizes": [256, 256, 128, 64],
+            "dropout": 0.5,
+            "learning_rate": 0.0045,
+            "betas": [0.25, 0.5],
+            "num_users": None,
+            "num_items": None,
+        },
+    },
+    LSTM: {
+        "trainer.devices": 8,
+        "trainer.max_epochs": 90,
+        "trainer.strategy.init_args.density": 0.00025,
+        "data.init_args.columns": 128,
+        "data.init_args.bptt": 30,
+        "data.init_args.tokenizer": "wikitext",
+        "data.init_args.train_share": 1,
+        "model.init_args": {
+            "vocabulary_size": 33_278,
+            "hidden_size": 650,
+            "num_layers": 3,
+            "dropout": 0.4,
+            "learning_rate": 20.0,
+            "warmup_from": 1.25,
+            "warmup_epochs": 5.0,
+            "milestones": [60.0, 80.0],
+        },
+    },
+}
+
+
+def value_at(config, place):
+    return reduce(lambda part, name: part[name], place.split("."), config)
+
+
+@pytest.mark.parametrize("folder", PAPER)
+def test_the_papers_setting(folder, parsed):
+    config = parsed(CONFIGS[f"{folder}/hard_threshold"])
+    assert {place: value_at(config, place) for place in PAPER[folder]} == PAPER[folder]
+
+
+SPARSIFIER = "trainer.strategy.init_args.sparsifier.init_args"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arguments", "expected"),
+    [
+        (f"{RESNET}/hard_threshold", ["--trainer.strategy=ddp"], {"trainer.strategy": "ddp"}),
+        (f"{RESNET}/hard_threshold", ["--trainer.strategy=ddp_topk"], {"trainer.strategy": "ddp_topk"}),
+        (
+            f"{RESNET}/dense",
+            ["--data.source=cifar100", "--model.num_classes=100"],
+            {"model.init_args.num_classes": 100},
+        ),
+        (
+            f"{NCF}/laptop",
+            ["--trainer.strategy.threshold=0.5", "--data.heterogeneous=true", "--data.root=there"],
+            {
+                "trainer.strategy.init_args.threshold": 0.5,
+                "data.init_args.heterogeneous": True,
+                "data.init_args.root": "there",
+                "data.init_args.dataset": "ml-latest-small",
+            },
+        ),
+        (f"{NCF}/top_k", [], {f"{SPARSIFIER}.density": 0.095}),
+        (
+            f"{LSTM}/laptop",
+            [
+                "--trainer.strategy.class_path=lightning_sparse.SparseDDPStrategy",
+                "--trainer.strategy.init_args.sparsifier.class_path=lightning_sparse.TopK",
+                f"--{SPARSIFIER}.density=0.01",
+                "--trainer.strategy.init_args.local_clip_norm=0.4",
+            ],
+            {SPARSIFIER: {"density": 0.01, "granularity": "layer"}, "trainer.strategy.init_args.local_clip_norm": 0.4},
+        ),
+        *[
+            (f"{RESNET}/top_k", [f"--model.architecture={name}"], {"model.init_args.architecture": name})
+            for name in PAPER_NUM_PARAMETERS
+        ],
+    ],
+)
+def test_the_command_line_overrides_a_recipe(recipe, arguments, expected, parsed):
+    config = parsed(CONFIGS[recipe], *arguments)
+    assert {place: value_at(config, place) for place in expected} == expected
+
+
+METRICS_OF_ALL = {
+    RESNET: ("train/loss", "train/accuracy", "val/loss", "val/accuracy"),
+    NCF: ("train/loss", "val/hr10", "val/ndcg10"),
+    LSTM: ("train/loss", "train/perplexity", "val/perplexity", "val/perplexity_mean_of_windows"),
+}
+STRATEGIES = {
+    "hard_threshold": DDPHardThresholdStrategy,
+    "dense": DDPStrategy,
+    "top_k": SparseDDPStrategy,
+    "laptop": DDPHardThresholdStrategy,
+    "demo": DDPHardThresholdStrategy,
+}
+
+
+@pytest.mark.parametrize(
+    ("folder", "recipe"),
+    [(folder, recipe) for folder in SMALL for recipe in (*COMPARED[folder], "laptop")] + [(RESNET, "demo")],
+)
+def test_a_recipe_trains_on_two_workers(folder, recipe):
+    strategy = DDPHardThresholdStrategy if (folder, recipe) == (LSTM, "dense") else STRATEGIES[recipe]
+    fits = run_workers(fit_recipe, 2, f"--config={CONFIGS[f'{folder}/{recipe}']}", *SMALL[folder], process_group=False)
+    for fit in fits:
+        assert fit.strategy is strategy
+        assert (fit.world_size, fit.steps) == (2, 2)
+        assert fit.metrics["step_time"] > 0
+        if strategy is DDPStrategy:
+            assert fit.exchanged is None
+            assert "sparse/density" not in fit.metrics
+        else:
+            assert (fit.exchanged.step, fit.exchanged.num_elements) == (1, fit.num_parameters)
+            assert fit.metrics["sparse/density"] == pytest.approx(fit.exchanged.density)
+            # With a density everything is sent in these steps, for calibration.
+            is_dense = folder == LSTM and recipe in ("hard_threshold", "dense")
+            assert fit.exchanged.density == 1 if is_dense else 0 < fit.exchanged.density < 1
+        if folder == LSTM:
+            assert fit.metrics["val/perplexity"] == pytest.approx(math.exp(fit.metrics["val/loss"]), rel=1e-5)
+            assert 1 < fit.metrics["val/perplexity"] < fit.metrics["val/perplexity_mean_of_windows"] * (1 + 1e-6)
+        if folder == NCF:  # the data module says how large the embeddings are
+            assert (fit.hparams["num_users"], fit.hparams["num_items"]) == (1000, 400)
+            assert fit.num_parameters == 1400 * 8 + (8 * 8 + 8) + (8 * 4 + 4) + (8 + 1)
+    first, second = (fit.metrics for fit in fits)
+    for name in METRICS_OF_ALL[folder]:
+        assert first[name] == pytest.approx(second[name])
+    assert first["train/local_loss"] != pytest.approx(second["train/local_loss"])
+
+
+def test_a_threshold_from_the_command_line_is_in_force():
+    arguments = (*SMALL[RESNET], "--trainer.devices=1", "--trainer.strategy.threshold=0")
+    [fit] = run_workers(
+        fit_recipe, 1, f"--config={CONFIGS[f'{RESNET}/hard_threshold']}", *arguments, process_group=False
+    )
+    assert (fit.exchanged.threshold, fit.exchanged.density) == (0, 1)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=str)
+def test_the_examples_in_docstrings_are_true(path):
+    failed, attempted = doctest.testmod(importlib.import_module(".".join(path.with_suffix("").parts)))
+    assert failed == 0
+    assert attempted > 0
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "message"),
+    [
+        (NeuMF, {"num_users": 3, "num_items": 3, "factors": 0}, r"Invalid factors=0\. Must be at least 1"),
+        (NeuMF, {"num_users": 0, "num_items": 3}, r"Invalid num_users=0"),
+        (
+            NeuMF,
+            {"num_users": 3, "num_items": 3, "mlp_sizes": (5, 4)},
+            r"Invalid mlp_sizes=\(5, 4\)\. Must be positive and begin with an even one",
+        ),
+        (NeuMF, {"num_users": 3, "num_items": 3, "mlp_sizes": ()}, r"Invalid mlp_sizes=\(\)"),
+        (NeuMF, {"num_users": 3, "num_items": 3, "dropout": 1.0}, r"Invalid dropout=1\.0\. Must be within \[0, 1\)"),
+        (MovieLensDataModule, {"batch_size": 0}, "Must be at least 1; the paper's is"),
+        (MovieLensDataModule, {"negatives": 0}, "Must be at least 1; the paper's is"),
+        (HitRate, {"top_k": 0}, r"Invalid top_k=0\. Must be at least 1"),
+        (TiedLSTM, {"vocabulary_size": 0}, r"Invalid vocabulary_size=0\. Must be at least 1"),
+        (TiedLSTM, {"num_layers": 0}, r"Invalid num_layers=0\. Must be at least 1"),
+        (TiedLSTM, {"dropout": 1.0}, r"Invalid dropout=1\.0\. Must be within \[0, 1\)"),
+        (MarkovChain, {"num_words": 4}, "Invalid successors=5"),
+        (WikiText2DataModule, {"columns": 0}, r"Invalid columns=0\. Must be at least 1"),
+        (WikiText2DataModule, {"bptt": 0}, r"Invalid bptt=0\. Must be at least 1"),
+        (WikiText2DataModule, {"vocabulary_size": 1}, r"Invalid vocabulary_size=1\. Must be at least 2"),
+        (WikiText2DataModule, {"train_share": 0.0}, r"Invalid train_share=0\.0\. Must be within \(0, 1\]"),
+        (
+            WikiText2DataModule,
+            {"heterogeneous": True, "source": "builtin"},
+            r"Invalid heterogeneous=True with source='builtin'",
+        ),
+        (
+            WikiText2DataModule,
+            {"heterogeneous": True, "tokenizer": "basic_english"},
+            r"and tokenizer='basic_english'\. Only WikiText's",
+        ),
+        (ImageClassifier, {"width": 0}, r"Invalid width=0\. Must be at least 1"),
+        (
+            ImageClassifier,
+            {"architecture": "googlenet", "width": 32},
+            r"Invalid width=32 for googlenet.* Leave it at 64",
+        ),
+        (
+            ImageClassifier,
+            {"architecture": "vgg"},
+            r"Invalid architecture='vgg'\. Must be one of resnet18, googlenet, senet18",
+        ),
+        (ImageClassifier, {"num_classes": 0}, r"Invalid num_classes=0\. Must be at least 1"),
+        (ImageClassifier, {"normalisation": "layer"}, r"Invalid normalisation='layer'\. Must be batch or group"),
+        (CIFARDataModule, {"num_train_images": 0}, r"Invalid num_train_images=0\. Must be at least 1"),
+        (CIFARDataModule, {"num_val_images": 0}, r"Invalid num_val_images=0\. Must be at least 1"),
+        (GPTDataModule, {"length": 0}, "length=0"),
+        (GPTDataModule, {"source": "builtin"}, "tokenizer=words"),
+        (GPT, {"width": 10, "num_heads": 4}, "multiple"),
+        (GPT, {"num_layers": 0}, "num_layers=0"),
+        (GPTLanguageModel, {"learning_rate": 0.0}, "learning_rate"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(make, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make(**arguments)

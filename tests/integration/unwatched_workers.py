@@ -1,0 +1,104 @@
+"""Worker processes without an agent: nobody ends the others when one dies, and what each prints is kept."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.workers import environment_of, reserved_port
+
+HANG = 90.0
+"""Seconds after which a process counts as one that hangs; far beyond what any of them needs."""
+
+
+class Workers:
+    """Worker processes without an agent, each with a file for what it prints."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.processes: list[Any] = []
+
+    def wait(self, ranks: Iterator[int] | list[int]) -> float:
+        """Returns the seconds until all of these have ended of themselves."""
+        started = time.monotonic()
+        for rank in ranks:
+            self.processes[rank].join(max(0.0, started + HANG - time.monotonic()))
+            assert self.processes[rank].exitcode is not None, f"rank {rank} hangs:\n{self.output(rank)}"
+        return time.monotonic() - started
+
+    def wait_for(self, rank: int, condition: Callable[[], bool], what: str) -> None:
+        """Waits until something is so that a worker is to bring about."""
+        deadline = time.monotonic() + HANG
+        was_alive = True  # when the condition was asked last
+        while not condition():
+            assert was_alive, f"rank {rank} ended without {what}:\n{self.output(rank)}"
+            assert time.monotonic() < deadline, f"no {what} within {HANG} s:\n{self.output(rank)}"
+            time.sleep(0.02)
+            was_alive = self.processes[rank].is_alive()
+
+    def output(self, rank: int) -> str:
+        path = self.folder / f"output of {rank}"
+        return path.read_text() if path.exists() else ""
+
+
+@contextlib.contextmanager
+def workers(num_workers: int, folder: Path, function: Callable[..., Any], *args: Any) -> Iterator[Workers]:
+    """Starts ``function(*args)`` in every worker, and leaves none behind."""
+    started = Workers(folder)
+    context = multiprocessing.get_context("forkserver")  # the one that tests.workers has prepared
+    with reserved_port() as port:
+        try:
+            for rank in range(num_workers):
+                process = context.Process(target=_work, args=(rank, num_workers, port, str(folder), function, args))
+                process.start()
+                started.processes.append(process)
+            yield started
+        finally:
+            for process in started.processes:
+                process.kill()
+                process.join()
+
+
+def _work(rank: int, num_workers: int, port: int, folder: str, function: Callable[..., Any], args: Any) -> None:
+    output = os.open(f"{folder}/output of {rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    # As in the foreground of a terminal: a shell that starts the tests in the background has SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ |= environment_of(rank, num_workers, port)
+    torch.set_num_threads(1)
+    function(*args)
+
+
+@contextlib.contextmanager
+def scripts(command: list[str], folder: Path, environment: Mapping[str, str]) -> Iterator[list[Any]]:
+    """Runs a command as each of two workers, with ``output of RANK`` in the folder; leaves none behind."""
+    processes = []
+    with reserved_port() as port:
+        try:
+            for rank in range(2):
+                variables = {**environment, **environment_of(rank, 2, port)}
+                with (folder / f"output of {rank}").open("w") as output:
+                    streams = {"stdout": output, "stderr": subprocess.STDOUT}
+                    processes.append(subprocess.Popen(command, cwd=folder, env=variables, **streams))
+            yield processes
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+
+
+def is_running(process_id: int) -> bool:
+    """Whether a process is neither gone nor dead, by its file in /proc."""
+    try:
+        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):  # also while it is read
+        return False
+    return state not in "ZX"
