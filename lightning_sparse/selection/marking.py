@@ -25,9 +25,7 @@ def take_out_marked(residual: Residual, marks: Tensor, values: Tensor, shipment:
     after.sub_(sent)
     after.masked_fill_(after.isfinite().logical_not_().logical_and_(marks), 0)  # as keep_rest
     if shipment.payload is None:
-        divisor = shipment.format.wire.divisor(shipment.workers.num_workers)
-        shipment.is_divided = divisor > 1
-        torch.div(sent, divisor, out=shipment.out)
+        torch.div(sent, shipment.divisor, out=shipment.out)
         return
     capacity = shipment.format.capacity(shipment.payload.numel())
     indices = torch.empty(0, dtype=torch.int64, device=after.device)
