@@ -25,7 +25,6 @@ import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -74,8 +73,7 @@ class Shipment:
 
     def __init__(self, payload_format: PayloadFormat, out: Tensor, payload: Tensor | None) -> None:
         self.format, self.out, self.payload = payload_format, out, payload
-        self.is_cleared, self.is_divided, self.is_masked = False, False, payload is None
-        self.workers = SimpleNamespace(num_workers=2)
+        self.is_cleared, self.divisor = False, 2
         self.rest: Any = None
 
 

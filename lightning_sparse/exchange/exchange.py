@@ -246,7 +246,7 @@ class Exchange:
         key = (shipment.bucket, shipment.format.num_elements)
         largest = header.amax(0)
         seen = [(self._selected, int(largest[NUM_SELECTED]))]
-        if self.counts_slices and not shipment.is_masked:
+        if self.counts_slices and shipment.payload is not None:
             seen.append((self._slices, int(largest[LARGEST_SLICE])))
         if isinstance(shipment, ReduceScatterShipment):
             seen.append((self._unions, max(sizes)))  # also where they were too large to fit: the next step has the room

@@ -66,10 +66,6 @@ class Wire:
         """The largest magnitude in the dtype."""
         return float(torch.iinfo(self.dtype).max) if self.is_whole else torch.finfo(self.dtype).max
 
-    def divisor(self, num_workers: int) -> int:
-        """Returns by what values are best divided before they are added: by 1 where their sum would be exact."""
-        return 1 if self.is_stepped else num_workers
-
     def rounded(self, values: Tensor) -> Tensor:
         """Returns what comes out at the other end, in the values' own dtype; the rest stays in the residual.
 

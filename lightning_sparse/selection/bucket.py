@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.selection.numbers import squared_norm
-from lightning_sparse.selection.residual import Residual, compensated
+from lightning_sparse.selection.residual import Residual, compensate
 from lightning_sparse.sparsifiers import LayerLayout
 
 
@@ -39,7 +39,8 @@ class FlatBucket:
 
     def whole(self, dtype: torch.dtype) -> Tensor:
         """Returns p in memory of its own, 0 where nothing is sent: shape (layout.num_elements,)."""
-        whole = compensated(self.residual, self.gradient, self.loss_scale)
+        before = self.residual.before
+        whole = compensate(Residual(before, torch.empty_like(before)), self.gradient, self.loss_scale)
         for start, end in self.left_out:
             whole[start:end] = 0
         return whole.to(dtype)

@@ -104,7 +104,7 @@ class Extraction:
             bucket.residual.after.zero_()
         if shipment.payload is None:
             shipment.out.zero_()
-            shipment.out[sent.indices] = sent.values
+            shipment.out[sent.indices] = sent.values / shipment.divisor
         else:
             shipment.format.fill(shipment.payload, sent)
             capacity = shipment.format.capacity(shipment.payload.numel())
@@ -124,8 +124,6 @@ class Extraction:
         header = torch.empty(header_fields(bucket.layout, self._per_layer), dtype=torch.float64, device=after.device)
         boundaries = self._boundaries(bucket, has_slices=shipment.payload is not None)
         if shipment.payload is None:
-            divisor = shipment.format.wire.divisor(shipment.workers.num_workers)
-            shipment.is_divided = divisor > 1
             self._fused.mask(
                 bucket.residual,
                 bucket.gradient,
@@ -133,7 +131,7 @@ class Extraction:
                 loss_scale=bucket.loss_scale,
                 out=shipment.out,
                 wire=shipment.format.wire,
-                divisor=divisor,
+                divisor=shipment.divisor,
                 header=header,
                 boundaries=boundaries,
                 measures_gradient=measures_gradient,

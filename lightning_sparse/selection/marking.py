@@ -25,9 +25,7 @@ def take_out_marked(residual: Residual, marks: Tensor, values: Tensor, shipment:
     sent = torch.where(marks, sent, 0)  # a copy: what is sent may be p itself, which becomes e'
     torch.where(marks, kept, after, out=after)
     if shipment.payload is None:
-        divisor = shipment.format.wire.divisor(shipment.workers.num_workers)
-        shipment.is_divided = divisor > 1
-        torch.div(sent, divisor, out=shipment.out)
+        torch.div(sent, shipment.divisor, out=shipment.out)
         return
     capacity = shipment.format.capacity(shipment.payload.numel())
     indices = torch.empty(0, dtype=torch.int64, device=after.device)

@@ -32,10 +32,7 @@ def take_out_natively(
     wire = shipment.format.wire
     taken = NativeThreshold(*bucket.residual, bucket.gradient, bucket.loss_scale, wire.dtype, wire.scale)
     slices = None
-    if shipment.payload is None:
-        divisor = wire.divisor(shipment.workers.num_workers)
-        shipment.is_divided = divisor > 1
-    else:
+    if shipment.payload is not None:
         shipment.is_cleared = shipment.out is bucket.gradient
         _, ends, values, offsets = shipment.format.parts(shipment.payload)
         taken.write_to(ends, values, offsets)
@@ -44,7 +41,7 @@ def take_out_natively(
     counts, errors = [0], []
     for threshold, start, end in runs:
         if shipment.payload is None:
-            taken.take_out_masked(threshold, start, end, shipment.out, divisor)
+            taken.take_out_masked(threshold, start, end, shipment.out, shipment.divisor)
         else:
             taken.take_out(threshold, start, end, clears_gradient=shipment.is_cleared)
         counts.append(taken.selected)

@@ -30,15 +30,8 @@ def compensate(residual: Residual, gradient: Tensor, loss_scale: Tensor | None =
         gradient: g of the same bucket in any floating dtype, shape (m,). Not modified.
         loss_scale: S, one element on the same device; None is 1.
     """
-    return compensated(residual, gradient, loss_scale, out=residual.after)
-
-
-def compensated(
-    residual: Residual, gradient: Tensor, loss_scale: Tensor | None = None, *, out: Tensor | None = None
-) -> Tensor:
-    """Returns the compensated gradient as ``compensate``, in other memory: by default in its own."""
     unscaled = gradient if loss_scale is None else gradient.to(residual.before.dtype) / loss_scale
-    return torch.add(residual.before, unscaled, out=out)
+    return torch.add(residual.before, unscaled, out=residual.after)
 
 
 def sent_and_kept(compensated: Tensor, values: Tensor, wire: Wire) -> tuple[Tensor, Tensor]:

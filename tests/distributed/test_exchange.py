@@ -58,9 +58,9 @@ def exchange_once(exchange, selections, sizes, dtype, wire, between=lambda: None
     for bucket, (selection, size, out, header) in enumerate(zip(selections, sizes, outs, headers, strict=True)):
         is_last = bucket == len(sizes) - 1
         shipment = exchange.open(bucket, size, wire, header.numel(), out, is_last=is_last)
-        if shipment.is_masked:
+        if shipment.payload is None:
             out.zero_()
-            out[selection.indices] = selection.values
+            out[selection.indices] = selection.values / shipment.divisor
         else:
             shipment.format.fill(shipment.payload, selection)
             room = shipment.format.capacity(shipment.payload.numel())

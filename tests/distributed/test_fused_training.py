@@ -194,7 +194,7 @@ if INTERPRETED:
                 assert torch.equal(weight, weights[1][name])
 
     class _Shipment:
-        is_masked, out = False, None
+        out = None
 
         def __init__(self, size, wire, capacity):
             self.format = PayloadFormat(size, wire)

@@ -22,14 +22,10 @@ from lightning_sparse.sparsifiers import (
 NAN, INF = float("nan"), float("inf")
 
 
-class Workers:
-    num_workers = 4
-
-
 class Shipment:
     """Of a route that gathers payloads, or of a masked one."""
 
-    workers, is_divided = Workers(), False
+    divisor = 4
 
     def __init__(self, size, wire, capacity):
         self.format = PayloadFormat(size, wire)
@@ -60,7 +56,7 @@ def outcome(fill, values, layout, wire, capacity, unused, sparsifier=SPARSIFIERS
     memory = Residual(torch.zeros_like(residual), residual)
     bucket = FlatBucket(0, layout, values.clone(), memory, is_last=True, left_out=unused)
     header = fill(extraction, bucket, shipment).header(torch.device("cpu"))
-    sent = 4 * shipment.out if shipment.is_divided else shipment.out
+    sent = 4 * shipment.out
     if capacity is not None:
         sent = torch.zeros_like(residual)
         held = min(int(header[0]), capacity)

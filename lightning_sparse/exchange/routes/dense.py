@@ -19,8 +19,6 @@ class DenseShipment(Shipment):
     also where values were rounded to a half precision: nobody keeps what rounding a sum would lose.
     """
 
-    is_masked = True
-
     def start(self) -> None:
         """Issues the all-reduce."""
         self.is_dense = True
@@ -33,7 +31,7 @@ class DenseShipment(Shipment):
 
     def finish(self, header: Tensor) -> None:
         """Divides the sum by n."""
-        if not self.is_divided:
+        if self.divisor == 1:
             self.out.div_(self.workers.num_workers)
 
 
@@ -48,8 +46,6 @@ class DenseStepsShipment(Shipment):
     Sums of int8 travel as int16 as long as they fit, others in the dtype of ``out``. An all-reduce could not do that:
     it adds in the dtype in which it sends, and none of few bits holds a sum.
     """
-
-    is_masked = True
 
     def __init__(
         self, bucket: int, payload_format: PayloadFormat, out: Tensor, workers: Workers, buffers: Buffers
@@ -91,8 +87,6 @@ class DenseStepsShipment(Shipment):
 
 class LocalShipment(Shipment):
     """A bucket of a worker that is alone: what it selected is the average."""
-
-    is_masked = True
 
     def start(self) -> None:
         """Does nothing."""

@@ -99,7 +99,6 @@ class HierarchicalShipment(Shipment):
         nodes: the sub-groups.
     """
 
-    is_masked = True
     has_sizes = True
 
     def __init__(
@@ -177,5 +176,5 @@ class HierarchicalShipment(Shipment):
         if self._work is not None:
             self._work.wait()
         self.out.copy_(self._whole[: self.out.numel()])
-        if not self.is_divided:
+        if self.divisor == 1:
             self.out.div_(self.workers.num_workers)
