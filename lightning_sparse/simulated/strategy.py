@@ -229,15 +229,13 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
             refuse("a closure that is called several times for a step, as by LBFGS or SAM")
         self._has_run = True
         self._turns.share_what_hooks_set()
-        # The first worker last: what it leaves behind remains.
-        for rank in range(self.num_workers - 1, 0, -1):
+        output: STEP_OUTPUT = None
+        for rank in reversed(range(self.num_workers)):  # rank 0 last: its buffers and its logged numbers remain
             with self._as_worker(rank), self._turns.of(rank):
                 output = self._own_step(batches[rank], *rest, **kwargs)
-                self.backward(loss_of(output) / self._module.trainer.accumulate_grad_batches, None)
-        with self._as_worker(0):
-            output = self._own_step(batches[0], *rest, **kwargs)
-        loss_of(output)
-        self._turns.end_batch()
+                loss = loss_of(output)
+                if rank != 0:  # Lightning calls backward for the output that it gets
+                    self.backward(loss / self._module.trainer.accumulate_grad_batches, None)
         return output
 
     def _own_step(self, batch: Any, *rest: Any, **kwargs: Any) -> STEP_OUTPUT:
