@@ -18,13 +18,14 @@ from typing_extensions import override
 
 from lightning_sparse.checkpointing.collecting import collect_here
 from lightning_sparse.checkpointing.options import CheckpointOptions, OnWorldSizeChange
-from lightning_sparse.ddp.options import DensityControlMode, ExchangeOptions, require_density_control
 from lightning_sparse.engine import Averager
 from lightning_sparse.engine.weak_method import weak_method
 from lightning_sparse.exchange import ExchangeMode
 from lightning_sparse.exchange.wire import ValueDtype
-from lightning_sparse.simulated.data import BatchesOfWorkers, LoaderOfWorkers, loader_of_workers
-from lightning_sparse.simulated.limits import (
+from lightning_sparse.gradients.options import DensityControlMode, ExchangeOptions, require_density_control
+from lightning_sparse.sparsifiers import Sparsifier
+from lightning_sparse.strategies.simulated.data import BatchesOfWorkers, LoaderOfWorkers, loader_of_workers
+from lightning_sparse.strategies.simulated.limits import (
     advise,
     loss_of,
     refuse,
@@ -32,9 +33,8 @@ from lightning_sparse.simulated.limits import (
     require_known,
     require_simulable,
 )
-from lightning_sparse.simulated.turns import RandomNumbers, Turns, named_parameters
-from lightning_sparse.simulated.workers import SimulatedWorker, SimulatedWorkers
-from lightning_sparse.sparsifiers import Sparsifier
+from lightning_sparse.strategies.simulated.turns import RandomNumbers, Turns, named_parameters
+from lightning_sparse.strategies.simulated.workers import SimulatedWorker, SimulatedWorkers
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 
