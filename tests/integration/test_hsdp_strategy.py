@@ -2,6 +2,7 @@
 
 import functools
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,53 @@ def test_others_keep_what_is_pending(saved: Any, is_folder: bool, ranks: int, re
         wanted = old[rank // shards] if replicas == 2 else mean
         torch.testing.assert_close(one["at start"], wanted, rtol=0, atol=1e-15)
     assert max(float(one.abs().max()) for one in old[0].values()) > 0
+
+
+class Narrower(Sharded):
+    """Layers of other sizes but for the last."""
+
+    def make_network(self) -> Any:
+        return build_network(width=8)
+
+
+class RestoresResiduals(Callback):
+    """Restores from the checkpoint of another model when training begins."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        meta = f"{self.path}/meta.pt" if os.path.isdir(self.path) else self.path
+        content = torch.load(meta, weights_only=True)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.strategy._restore(content, path=Path(self.path))
+        self.messages = [str(warning.message) for warning in caught]
+        self.residuals = whole_residuals(trainer.strategy.state)
+
+
+def _restore_narrower(path: str) -> tuple[list[str], dict[str, Tensor]]:
+    callback = RestoresResiduals(path)
+    fit(HSDPHardThresholdStrategy(threshold=THRESHOLD, replicas=2), Narrower(), callbacks=[callback], max_steps=1)
+    return callback.messages, callback.residuals
+
+
+@pytest.mark.xdist_group("checkpoints of shards")
+@pytest.mark.parametrize("is_folder", [True, False], ids=["folder", "file"])
+def test_a_changed_model_keeps_what_fits_and_names_the_norm_of_the_rest(saved: Any, is_folder: bool) -> None:
+    path, before = saved(is_folder)
+    results = run_workers(_restore_narrower, 4, str(path), process_group=False, new=True)
+    lost = ["network.0.bias", "network.0.weight", "network.2.weight"]
+    norm = sum(float(before[0]["residuals"][name].square().sum()) for name in lost) ** 0.5
+    [message] = [told for told in results[0][0] if "the model is not the one of the checkpoint" in told]
+    told_lost, told_new = message.split("Not in the checkpoint, so their residuals start from zero: ")
+    assert f"so their residuals (norm {norm:.3g}) are lost: " in told_lost
+    assert all(name in told_lost and name in told_new for name in lost), message
+    for rank, (_, residuals) in enumerate(results):
+        kept = before[2 * (rank // 2)]["residuals"]
+        for name, residual in residuals.items():
+            expected = torch.zeros_like(residual) if name in lost else kept[name]
+            torch.testing.assert_close(residual, expected, rtol=0, atol=0)
 
 
 def _save_often(folder: str) -> Any:
