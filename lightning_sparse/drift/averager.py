@@ -119,16 +119,7 @@ class SparseModelAverager(Averager):
             self._module = module
             self.own_group = OwnGroup(group)
             super().__init__(
-                Engine(
-                    sparsifier,
-                    group=self.own_group.group,
-                    exchange=self.options.exchange,
-                    link_gbit_s=self.options.link_gbit_s,
-                    value_dtype=self.options.value_dtype,
-                    per_layer_stats=per_layer_stats,
-                    holds_density=True,
-                ),
-                weights,
+                Engine(sparsifier, self.options, group=self.own_group.group, per_layer_stats=per_layer_stats), weights
             )
             self.save_barrier = SaveBarrier(self.workers)
             ignored = ignored_names(module)

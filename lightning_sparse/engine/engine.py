@@ -28,9 +28,10 @@ from lightning_sparse.engine.control.calibrator import Calibrator
 from lightning_sparse.engine.messages import say_other_sparsifier
 from lightning_sparse.engine.state.snapshot import Snapshot
 from lightning_sparse.engine.step_stats import StepStats, step_stats
+from lightning_sparse.engine.transport_options import TransportOptions
 from lightning_sparse.exchange import Buffers, Exchange, ExchangeMode, Workers
 from lightning_sparse.exchange.pending import LostWorkerError
-from lightning_sparse.exchange.wire import ValueDtype, Wire, require_wire, wire_of
+from lightning_sparse.exchange.wire import Wire, require_wire, wire_of
 from lightning_sparse.selection.bucket import FlatBucket
 from lightning_sparse.selection.extraction import Extraction
 from lightning_sparse.selection.numbers import header_fields
@@ -42,13 +43,9 @@ class Engine:
 
     Args:
         sparsifier: chooses what is sent. Copied, so that calibration never changes the caller's own.
+        options: how values travel.
         group: the process group; None is the default group.
-        exchange: the route, see ``Exchange``.
-        link_gbit_s: see there.
-        value_dtype: what values travel in.
         per_layer_stats: whether `StepStats` holds numbers of every layer.
-        keeps_rest: False forgets what is not sent.
-        holds_density: whether a λ that was asked for by a density is corrected after its calibration.
         workers: others than the group's.
 
     Raises:
@@ -69,17 +66,13 @@ class Engine:
     def __init__(
         self,
         sparsifier: Sparsifier,
+        options: TransportOptions,
         *,
         group: dist.ProcessGroup | None = None,
-        exchange: ExchangeMode = "auto",
-        link_gbit_s: float | None = None,
-        value_dtype: ValueDtype = "float32",
         per_layer_stats: bool = False,
-        keeps_rest: bool = True,
-        holds_density: bool = False,
         workers: Workers | None = None,
     ) -> None:
-        require_wire(sparsifier, value_dtype)
+        require_wire(sparsifier, options.value_dtype)
         self.sparsifier = copy.deepcopy(sparsifier)
         self.last_step: StepStats | None = None
         self.next_step = 0
@@ -87,14 +80,16 @@ class Engine:
         self.epoch: int | None = None
         # As text: what a sparsifier of the user's own is set with need not be something that a checkpoint can hold.
         self._settings = {name: repr(value) for name, value in sparsifier.settings().items()}
-        self._exchange = Exchange(exchange, group, link_gbit_s, workers)
+        self._exchange = Exchange(options.exchange, group, options.link_gbit_s, workers)
         self.calibrator = Calibrator(
-            self.sparsifier, speaks=self.workers.rank == 0, holds_density=holds_density, keeps_rest=keeps_rest
+            self.sparsifier,
+            speaks=self.workers.rank == 0,
+            holds_density=options.holds_density,
+            keeps_rest=options.keeps_rest,
         )
         self._calibrates: bool | None = None
-        self._value_dtype: ValueDtype = value_dtype
+        self._options = options
         self._per_layer_stats = per_layer_stats or self.calibrator.needs_layers
-        self._keeps_rest = keeps_rest
         self._extraction = self._make_extraction()
         self._averages = Buffers()
         self.subscribers: list[Callable[[StepStats], None]] = []
@@ -107,7 +102,7 @@ class Engine:
             self.sparsifier,
             num_slices=self.workers.num_workers if self._exchange.counts_slices else 0,
             per_layer=self._per_layer_stats,
-            keeps_rest=self._keeps_rest,
+            keeps_rest=self._options.keeps_rest,
         )
 
     @property
@@ -212,7 +207,7 @@ class Engine:
             self.add(bucket)
 
     def _wire(self, residual_dtype: torch.dtype) -> Wire:
-        return wire_of(self._value_dtype, residual_dtype, None if self.is_calibrating else self.sparsifier)
+        return wire_of(self._options.value_dtype, residual_dtype, None if self.is_calibrating else self.sparsifier)
 
     def finish(self) -> list[Tensor]:
         """Ends the exchange, with the step's only wait for the device: all averages are there. Collective.

@@ -20,8 +20,8 @@ class TransportOptions:
 
     Args:
         value_dtype: what values travel in. ``"float32"`` sends them as the residual holds them. Any other rounds them;
-            the rounding error is kept and sent later. ``"float8"`` (e4m3, scaled to λ) and ``"int16"`` need a threshold
-            or a sparsifier that rounds, ``"int8"`` the latter (``lightning_sparse.exchange.wire``).
+            the rounding error is kept and sent later. ``"float8"`` (e4m3, scaled to λ) needs a threshold or a
+            sparsifier that rounds, ``"int8"`` the latter (``lightning_sparse.exchange.wire``).
         exchange: the route, see ``Exchange``.
         link_gbit_s: the rate of a worker's link in one direction. ``exchange="auto"`` chooses routes by it, and small
             payloads wait for each other over Gloo by it. None assumes a cautious value, see
@@ -34,6 +34,16 @@ class TransportOptions:
     value_dtype: ValueDtype = "float32"
     exchange: ExchangeMode = "auto"
     link_gbit_s: float | None = None
+
+    @property
+    def holds_density(self) -> bool:
+        """Whether a λ that was calibrated to a density is corrected afterwards."""
+        return True
+
+    @property
+    def keeps_rest(self) -> bool:
+        """Whether unsent values stay in the residual."""
+        return True
 
     def __post_init__(self) -> None:
         require_word("value_dtype", self.value_dtype, VALUE_DTYPES)

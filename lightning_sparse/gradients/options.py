@@ -60,6 +60,11 @@ class ExchangeOptions(TransportOptions):
             )
 
     @property
+    def keeps_rest(self) -> bool:
+        """Whether unsent values stay in the residual."""
+        return self.error_feedback != "none"
+
+    @property
     def holds_density(self) -> bool:
         """Whether a λ that was asked for by a density is corrected after its calibration."""
         return self.density_control != "calibrate"

@@ -14,6 +14,7 @@ and an optimizer's step. Gradients that are dropped before that have never been 
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -72,19 +73,12 @@ class ShardExchange(Averager):
         versions = {"lightning_sparse": __version__, "torch": str(torch.__version__)}
         sharding = Sharding(module, mesh, settings | {"per_layer_stats": per_layer_stats} | versions)
         named, self.device, self.replica = sharding.named, sharding.device, sharding.replica
+        if sharding.is_alone:
+            sparsifier, options = Dense(), replace(options, value_dtype="float32")
         with current_device(self.device):
             self.own_group = OwnGroup(sharding.group)
             super().__init__(
-                Engine(
-                    Dense() if sharding.is_alone else sparsifier,
-                    group=self.own_group.group,
-                    exchange=options.exchange,
-                    link_gbit_s=options.link_gbit_s,
-                    value_dtype="float32" if sharding.is_alone else options.value_dtype,
-                    per_layer_stats=per_layer_stats,
-                    holds_density=options.holds_density,
-                ),
-                named,
+                Engine(sparsifier, options, group=self.own_group.group, per_layer_stats=per_layer_stats), named
             )
             buffers = [one for one in module.buffers() if not one.is_meta]
             self.workers.broadcast([*map(local, named.values()), *map(local, buffers)])

@@ -76,22 +76,13 @@ class SparseState(Averager):
         is_static_graph: bool = False,
     ) -> None:
         super().__init__(
-            Engine(
-                sparsifier,
-                group=group,
-                exchange=options.exchange,
-                link_gbit_s=options.link_gbit_s,
-                value_dtype=options.value_dtype,
-                per_layer_stats=per_layer_stats,
-                keeps_rest=options.error_feedback != "none",
-                holds_density=options.holds_density,
-            ),
+            Engine(sparsifier, options, group=group, per_layer_stats=per_layer_stats),
             parameter_names.values(),
         )
         self.options = options
         # As of now: a layer frozen later on stays in DDP.
         self._parameters = {name: weight for weight, name in parameter_names.items() if weight.requires_grad}
-        self.residuals = ResidualMemory(self._parameters, forgets=options.error_feedback == "none")
+        self.residuals = ResidualMemory(self._parameters, forgets=not options.keeps_rest)
         self.save_barrier = SaveBarrier(self.workers)
         self._loss_scale = loss_scale
         self._optimizers = optimizers

@@ -111,7 +111,7 @@ class SparseDDPStrategy(AveragesGradients, DDPStrategy):
             optimizers=lambda: self.optimizers,
             per_layer_stats=self._per_layer_stats,
         )
-        self._follow(state, holds_density=options.holds_density)
+        self._follow(state)
         state.pending_gradients.on_step.append(self._on_any_step)
 
     def _what_is_sent(self) -> tuple[Sparsifier, ExchangeOptions]:

@@ -56,7 +56,7 @@ class SparseHSDPStrategy(ReplicaStrategy, AveragesGradients):
             self._options,
             per_layer_stats=self._per_layer_stats,
         )
-        self._follow(state, holds_density=self._options.holds_density)
+        self._follow(state)
         self._observer = StepObserver(state.holds_any_of, self._before_any_step, self._after_any_step)
 
     @override

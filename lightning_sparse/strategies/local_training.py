@@ -34,7 +34,7 @@ class LocalTraining(AveragesDrifts):
 
     def _follow_drifts(self, averager: SparseModelAverager) -> None:
         self._has_ended = False
-        self._follow(averager, holds_density=True)
+        self._follow(averager)
         averager.observed_steps.on_step = weak_method(self._after_observed_step)
 
     @override

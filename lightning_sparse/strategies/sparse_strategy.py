@@ -84,12 +84,12 @@ class SparseStrategy(WholeFiles, Strategy):
         """The averagers of this process, whose first is ``state``."""
         return [] if self.state is None else [self.state]
 
-    def _follow(self, state: Averager, *, holds_density: bool) -> None:
+    def _follow(self, state: Averager) -> None:
         """Log and watch the exchanges of a new ``fit``."""
         self.state = state
         self.step_log = StepLog()
         state.subscribe(self.step_log.add)
-        self._advice = Advice(self.averages, state, holds_density=holds_density)
+        self._advice = Advice(self.averages, state, holds_density=self._options.holds_density)
 
     # Steps.
 

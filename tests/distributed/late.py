@@ -7,6 +7,7 @@ a GPU it runs in a stream of its own after a pause, as NCCL's does where others 
 import torch
 
 from lightning_sparse.engine import Engine, FlatBucket
+from lightning_sparse.engine.transport_options import TransportOptions
 from lightning_sparse.exchange import Workers, exchange
 from lightning_sparse.selection.residual import Residual
 from lightning_sparse.sparsifiers import LayerLayout
@@ -60,7 +61,7 @@ def train(sparsifier, mode, num_workers, device, dtype, *, per_layer=False, in_s
     if in_side_stream:
         with torch.cuda.stream(torch.cuda.Stream(device)):
             return train(sparsifier, mode, num_workers, device, dtype, per_layer=per_layer)
-    engine = Engine(sparsifier, group=None, exchange=mode, per_layer_stats=per_layer)
+    engine = Engine(sparsifier, TransportOptions(exchange=mode), per_layer_stats=per_layer)
     layouts = [LayerLayout(("a", "b"), (60_000, 50_000)), LayerLayout(("c",), (70,)), LayerLayout(("d",), (9_000,))]
     kept = [torch.zeros(layout.num_elements) for layout in layouts]
     memory = [Residual(*torch.zeros(2, layout.num_elements, device=device).unbind()) for layout in layouts]

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_sparse import HardThreshold
 from lightning_sparse.engine import Engine, FlatBucket
 from lightning_sparse.engine.state import memory
+from lightning_sparse.engine.transport_options import TransportOptions
 from lightning_sparse.exchange import ExchangeMode, buffers, exchange
 from lightning_sparse.exchange.pending import Pending
 from lightning_sparse.exchange.routes import adding, fused_decode, gather
@@ -144,7 +145,7 @@ def measure(
 ) -> Counts:
     """Returns the counts of the last of some steps; in a process group of one, which is said to have more workers."""
     _pretend(num_workers, has_kernels=has_kernels)
-    engine = Engine(sparsifier, group=None, exchange=mode, per_layer_stats=per_layer)
+    engine = Engine(sparsifier, TransportOptions(exchange=mode), per_layer_stats=per_layer)
     engine.begin_epoch(0, [0.1])
     layouts = []
     for place in range(num_buckets):

@@ -149,7 +149,7 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
         self.workers = SimulatedWorkers(
             self.num_workers, self.sparsifier, trained, self._options, per_layer_stats=self._per_layer_stats
         )
-        self._follow(self.workers.each[0], holds_density=self._options.holds_density)
+        self._follow(self.workers.each[0])
 
     @override
     def setup_optimizers(self, trainer: Any) -> None:

@@ -148,14 +148,7 @@ class SimulatedWorkers:
         self._has_warned = num_workers == 1
         self.each = [
             SimulatedWorker(
-                Engine(
-                    sparsifier,
-                    workers=workers,
-                    exchange=options.exchange,
-                    value_dtype=options.value_dtype,
-                    per_layer_stats=per_layer_stats,
-                    holds_density=options.holds_density,
-                ),
+                Engine(sparsifier, options, workers=workers, per_layer_stats=per_layer_stats),
                 parameters,
                 options.local_clip_norm,
             )
