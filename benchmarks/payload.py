@@ -56,7 +56,7 @@ def exchange_once(exchange: Exchange, selection: Selection, out: Tensor, wire: W
     shipment = exchange.open(0, out.numel(), wire, header.numel(), out, is_last=True)
     if shipment.payload is None:
         out.zero_()
-        out[selection.indices] = selection.values
+        out[selection.indices] = selection.values / shipment.divisor
     else:
         shipment.format.fill(shipment.payload, selection)
         capacity = shipment.format.capacity(shipment.payload.numel())

@@ -6,7 +6,7 @@
 For n = 2 … 1,024 workers: bytes that reach one worker and the time predicted for one bucket, in every mode. A star
 marks the mode that exchange="auto" takes; hierarchical is never taken by itself.
 
-Volumes are those of `lightning_sparse.exchange.cost_model.Costs`, for workers that select at random places,
+Volumes are those of `lightning_sparse.exchange.routes.cost_model.Costs`, for workers that select at random places,
 independently of each other; where they select the same places, sums are sparser than predicted. Volumes include the
 headers and sizes that some modes gather apart. Time is latency x rounds + bytes / bandwidth, of which TCP gets 95.6 %:
 
@@ -49,8 +49,8 @@ from benchmarks import report
 from benchmarks.network_lab import UNITS, NetworkLab
 from benchmarks.payload import MARK, RESNET_18, exchange_once, interface_bytes, random_selection, read_results
 from lightning_sparse.exchange import Exchange
-from lightning_sparse.exchange.cost_model import Costs, speeds
 from lightning_sparse.exchange.payload import PayloadFormat
+from lightning_sparse.exchange.routes.cost_model import Costs, speeds
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.selection.numbers import FIXED_FIELDS
 

@@ -9,16 +9,15 @@ repetition finds the same coordinates at or above λ.
 
     take_out         p = e + g, select into a payload, keep the rest, ‖e'‖² (compiled functions; Triton's kernels)
     take_out_masked  the same into a dense tensor with zeros between, for the dense route
-    by_operations    take_out where there is no compiler: BlockFilter, PayloadFormat.fill and the norm
-    plain            compensate, HardThreshold.select, Wire.rounded, keep_rest: the same step without kept buffers
+    plain            compensate, HardThreshold.select, keep_rest: the same step without kept buffers
     topk             abs().topk(k) of p alone, with the k that the threshold selects; it neither adds nor clears
 
 and beside them what a receiver does:
 
     average          two payloads of that density added to zeros and divided
 
-Selected coordinates lie at random places, which is the hard case for the filter: in gradients they lie closer together,
-so that fewer blocks hold one. Page faults tell fresh memory: one a 4 KiB page.
+Selected coordinates lie at random places; in gradients they lie closer together. Page faults count fresh memory: one
+per page of 4 KiB.
 """
 
 import argparse
@@ -26,22 +25,20 @@ import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks import report
-from lightning_sparse.exchange import Buffers, adding
-from lightning_sparse.exchange.forecast import aligned
+from lightning_sparse.exchange import Buffers
 from lightning_sparse.exchange.payload import PayloadFormat
+from lightning_sparse.exchange.routes import adding
+from lightning_sparse.exchange.routes.forecast import aligned
 from lightning_sparse.exchange.wire import VALUE_DTYPES, ValueDtype, wire_of
 from lightning_sparse.kernels import is_available
-from lightning_sparse.selection.block_filter import BlockFilter
-from lightning_sparse.selection.bucket_gradient import BucketGradient
+from lightning_sparse.selection.bucket import FlatBucket
 from lightning_sparse.selection.extraction import Extraction
-from lightning_sparse.selection.numbers import squared_norm
 from lightning_sparse.selection.residual import Residual, compensate, keep_rest
 from lightning_sparse.sparsifiers import HardThreshold, LayerLayout
 
@@ -76,8 +73,7 @@ class Shipment:
 
     def __init__(self, payload_format: PayloadFormat, out: Tensor, payload: Tensor | None) -> None:
         self.format, self.out, self.payload = payload_format, out, payload
-        self.is_cleared, self.is_divided, self.is_masked = False, False, payload is None
-        self.workers = SimpleNamespace(num_workers=2)
+        self.is_cleared, self.divisor = False, 2
         self.rest: Any = None
 
 
@@ -86,7 +82,6 @@ def ways(start: Tensor, gradient: Tensor, selected: int, value_dtype: ValueDtype
     size = gradient.numel()
     layout = LayerLayout(("weight",), (size,))
     sparsifier = HardThreshold(threshold=THRESHOLD)
-    runs = sparsifier.runs(layout, torch.float32)
     out = torch.empty_like(gradient)
     compensated = torch.empty_like(gradient)
     wire = wire_of(value_dtype, torch.float32, sparsifier)
@@ -94,12 +89,12 @@ def ways(start: Tensor, gradient: Tensor, selected: int, value_dtype: ValueDtype
 
     new_residual = torch.empty_like(gradient)
 
-    def two(residual: Tensor) -> Residual:
-        return Residual(residual, new_residual)
+    def flat(residual: Tensor) -> FlatBucket:
+        return FlatBucket(0, layout, gradient, Residual(residual, new_residual), is_last=True)
 
     def plain(residual: Tensor) -> None:
-        indices, values = sparsifier.select(compensate(Residual(residual, residual), gradient), layout)
-        keep_rest(residual, indices, wire.rounded(values))
+        selected = sparsifier.select(compensate(Residual(residual, residual), gradient), layout)
+        keep_rest(residual, selected, wire)
 
     def topk(residual: Tensor) -> Tensor:
         return residual.abs().topk(selected, sorted=False).indices
@@ -108,12 +103,7 @@ def ways(start: Tensor, gradient: Tensor, selected: int, value_dtype: ValueDtype
     payload = torch.zeros(payload_format.payload_bytes(aligned(selected)), dtype=torch.uint8, device=gradient.device)
 
     def into(shipment: Shipment) -> Way:
-        return lambda residual: extraction.fill(BucketGradient(layout, gradient, two(residual), [], None), shipment)
-
-    def by_operations(residual: Tensor) -> Tensor:
-        sent = blocks.take_out(two(residual), gradient, runs, None, wire)
-        payload_format.fill(payload, sent)
-        return squared_norm(new_residual)
+        return lambda residual: extraction.fill(flat(residual), shipment)
 
     def average(residual: Tensor) -> None:
         adding.average(payload_format, rows, sums.zero_(), space)
@@ -121,16 +111,11 @@ def ways(start: Tensor, gradient: Tensor, selected: int, value_dtype: ValueDtype
     space, sums = Buffers(), torch.empty(size, device=gradient.device)
     found: dict[str, tuple[Way, float]] = {"take_out": (into(Shipment(payload_format, out, payload)), 12 * size)}
     masked = into(Shipment(payload_format, out, None)), 16 * size
-    extraction.fill(
-        BucketGradient(layout, gradient, two(compensated.copy_(start)), [], None),
-        Shipment(payload_format, out, payload),
-    )
+    extraction.fill(flat(compensated.copy_(start)), Shipment(payload_format, out, payload))
     rows = payload.repeat(2, 1)
     found["average"] = average, 4 * size
     if gradient.device.type == "cpu":
         found["floor"] = (lambda residual: torch.add(residual, gradient, out=compensated)), 12 * size
-        blocks = BlockFilter()
-        found["by_operations"] = by_operations, 12 * size
     else:
         found["floor"] = compensated.copy_, 8 * size
     # Beyond the vectors themselves: a coordinate is written once into a payload.

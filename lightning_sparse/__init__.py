@@ -4,16 +4,11 @@ Importing this package registers ``Trainer(strategy="ddp_hardthreshold")`` and i
 """
 
 from lightning_sparse._version import __version__ as __version__
-from lightning_sparse.callbacks import (
-    DensityMonitor,
-    ErrorMonitor,
-    ThresholdSchedule,
-)
+from lightning_sparse.callbacks import AverageDensity, DensityMonitor, ErrorMonitor, ThresholdSchedule, TotalError
 from lightning_sparse.ddp import SparseState, register_comm_hook
 from lightning_sparse.drift import DriftOptions, SparseModelAverager
 from lightning_sparse.engine import StepStats
 from lightning_sparse.exchange.estimate import Estimate, estimate
-from lightning_sparse.metrics import AverageDensity, TotalError
 from lightning_sparse.shards import ShardExchange, ShardModelAverager, shard_exchange
 from lightning_sparse.simulated.strategy import SimulatedWorkersStrategy
 from lightning_sparse.sparsifiers import (

@@ -1,10 +1,10 @@
-"""Says what this machine has and, between workers, how fast their link is: ``python -m lightning_sparse.doctor``.
+"""Describe this machine and, between workers, their link: ``python -m lightning_sparse.doctor``.
 
     python -m lightning_sparse.doctor                                           (this machine)
     torchrun --nproc-per-node 2 -m lightning_sparse.doctor                      (workers on one)
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 --rdzv-backend c10d -m lightning_sparse.doctor
 
-With several workers it measures the link between them and says what an exchange would cost a model of so many
+With several workers it measures the link between them and estimates what an exchange would cost a model of so many
 parameters (``--parameters``) at a density (``--density``).
 """
 
@@ -14,20 +14,38 @@ import platform
 import socket
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from statistics import median
+from time import perf_counter
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_sparse._version import __version__
 from lightning_sparse.exchange.estimate import estimate, gbit
-from lightning_sparse.exchange.link_test import LinkSpeed, measure_link
 from lightning_sparse.kernels import is_available, native
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "OMP_NUM_THREADS")
+LARGE_BYTES = 25 * 2**20
+"""One of DDP's buckets."""
+LARGE_ROUNDS, SMALL_ROUNDS = 5, 20
+
+
+class LinkSpeed(NamedTuple):
+    """What a dense all-reduce takes.
+
+    Attributes:
+        gbit_s: bytes that reach a worker in a large one, in Gbit/s: the rate of its link, if that is what it waits for.
+        round_seconds: of a tiny one, of which all is waiting for messages.
+    """
+
+    gbit_s: float
+    round_seconds: float
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints what there is; on the first worker alone, where there are several."""
+    """Print the description, and between workers the estimate, on rank 0."""
     parser = argparse.ArgumentParser(
         prog="python -m lightning_sparse.doctor",
         description="What this machine has and, started by torchrun, how fast the link between workers is.",
@@ -59,13 +77,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def described() -> list[str]:
-    """Returns what this machine has, line by line."""
+    """Return what this machine has, line by line."""
     versions = {name: _version_of(name) for name in ("torch", "lightning", "torchmetrics", "triton", "matplotlib")}
-    gpus = [torch.cuda.get_device_name(one) for one in range(torch.cuda.device_count())]
-    is_native = native.is_native(torch.empty(0), wire_dtype=torch.float32)
+    gpus = [torch.cuda.get_device_name(device) for device in range(torch.cuda.device_count())]
     lines = [
         f"lightning_sparse {__version__}",
-        f"  Python {platform.python_version()}, " + ", ".join(f"{name} {one}" for name, one in versions.items()),
+        f"  Python {platform.python_version()}, " + ", ".join(f"{name} {number}" for name, number in versions.items()),
         f"  {platform.system()} {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads each",
         f"  GPUs: {', '.join(gpus) or 'none'}",
         f"  host {socket.gethostname()}: {_address()}",
@@ -74,25 +91,38 @@ def described() -> list[str]:
     ]
     if gpus:
         lines.append(f"  kernels of Triton: {'yes' if is_available(torch.device('cuda')) else 'no, so slower ones'}")
-    elif is_native:
+    elif native.is_native(torch.empty(0), wire_dtype=torch.float32):
         lines.append("  compiled functions for CPUs: yes")
     else:
-        lines.append(
-            f"  compiled functions for CPUs: no; they need a C compiler, and at most {native.MOST_THREADS} threads of "
-            "torch a worker (OMP_NUM_THREADS)"
-        )
+        lines.append("  compiled functions for CPUs: no; they need a C compiler")
     return lines
 
 
+def measure_link(device: torch.device) -> LinkSpeed:
+    """Returns how fast the default process group is: medians, of the slowest worker. Collective; a few seconds.
+
+    Args:
+        device: of the tensors that travel.
+    """
+    workers = dist.get_world_size()
+    large = _all_reduce_seconds(torch.zeros(LARGE_BYTES // 4, device=device), LARGE_ROUNDS)
+    small = _all_reduce_seconds(torch.zeros(1, device=device), SMALL_ROUNDS)
+    slowest = torch.tensor([large, small], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    large, small = slowest.tolist()
+    received = 2 * (workers - 1) / workers * LARGE_BYTES
+    return LinkSpeed(8e-9 * received / max(large - small, 1e-9), small)
+
+
 def verdict(speed: LinkSpeed, num_workers: int, num_elements: int, density: float, *, on_gpu: bool) -> list[str]:
-    """Returns what was measured between workers and what follows, line by line.
+    """Return the measurement between workers and an estimate from it, line by line.
 
     Args:
         speed: of the link.
         num_workers: n.
-        num_elements: parameters of the model to speak of.
+        num_elements: parameters of a model.
         density: share of coordinates to send, in (0, 1].
-        on_gpu: whether it was measured on GPUs.
+        on_gpu: whether the link was measured on GPUs.
     """
     told = estimate(num_elements, num_workers=num_workers, gbit_per_s=speed.gbit_s, density=density, on_gpu=on_gpu)
     return [
@@ -102,6 +132,17 @@ def verdict(speed: LinkSpeed, num_workers: int, num_elements: int, density: floa
         str(told),
         "DensityMonitor's table at the end of a fit says what your own training gains.",
     ]
+
+
+def _all_reduce_seconds(tensor: Tensor, rounds: int) -> float:
+    taken = []
+    for _ in range(rounds + 1):
+        dist.barrier()
+        begin = perf_counter()
+        dist.all_reduce(tensor)
+        float(tensor[0])  # waits for the device
+        taken.append(perf_counter() - begin)
+    return median(taken[1:])  # the first builds connections
 
 
 def _version_of(name: str) -> str:
@@ -119,7 +160,7 @@ def _address() -> str:
         return f"the name cannot be resolved; {named}"
     if not address.startswith("127."):
         return address
-    given = [one for one in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if one in os.environ]
+    given = [name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name in os.environ]
     advice = f"{' and '.join(given)} says which interface to take instead" if given else named
     return f"{address}, which is this machine alone; {advice}"
 

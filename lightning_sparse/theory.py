@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 def total_error(sequence: Tensor, sent: Tensor) -> float:
-    """Returns Σ_t ‖a_t − sent part of a_t‖², what a whole training leaves unsent.
+    """Return Σ_t ‖a_t − sent part of a_t‖², what a whole training leaves unsent.
 
     Args:
         sequence: a_t, the compensated gradients, shape (T, d).
@@ -36,7 +36,7 @@ def total_error(sequence: Tensor, sent: Tensor) -> float:
 
 
 def optimal_threshold(sequence: Tensor, budget: int) -> float:
-    """Returns λ that minimises the total error of a fixed sequence among all that send as many coordinates (Lemma 3).
+    """Return λ that minimises the total error of a fixed sequence among all that send as many coordinates (Lemma 3).
 
     The budget-th largest magnitude of all steps together: what reaches it is sent. Where several have the magnitude of
     the last that is within the budget, all of them are, a few more than asked for.
@@ -64,7 +64,7 @@ def optimal_threshold(sequence: Tensor, budget: int) -> float:
 
 
 def squared_error_bound(num_elements: int, threshold: float, learning_rate: float = 1.0) -> float:
-    """Returns γ² d λ², which ‖γ e‖² never exceeds: a coordinate of magnitude λ is not kept (Remark 5).
+    """Return γ² d λ², which ‖γ e‖² never exceeds: a coordinate of magnitude λ is not kept (Remark 5).
 
     Args:
         num_elements: d.
@@ -74,16 +74,12 @@ def squared_error_bound(num_elements: int, threshold: float, learning_rate: floa
     Raises:
         ValueError: a number outside its range, as in all that follows.
     """
-    _require(
-        num_elements=(num_elements, _is_whole(num_elements)),
-        threshold=(threshold, threshold >= 0),
-        learning_rate=(learning_rate, learning_rate > 0),
-    )
+    _require(num_elements=num_elements, threshold=threshold, learning_rate=learning_rate)
     return learning_rate**2 * num_elements * threshold**2
 
 
 def top_k_squared_error_bound(density: float, squared_gradient_norm: float, learning_rate: float = 1.0) -> float:
-    """Returns 4 γ² (1 − δ) G² / δ², which E‖γ e_i‖² does not exceed with Top-k of density δ.
+    """Return 4 γ² (1 − δ) G² / δ², which E‖γ e_i‖² does not exceed with Top-k of density δ.
 
     Where the threshold's bound is what λ says, this one grows with the workers' own gradients, and so with ζ.
 
@@ -92,16 +88,12 @@ def top_k_squared_error_bound(density: float, squared_gradient_norm: float, lear
         squared_gradient_norm: G² ≥ E‖g_i‖² of a worker's own gradients.
         learning_rate: γ.
     """
-    _require(
-        density=(density, 0 < density <= 1),
-        squared_gradient_norm=(squared_gradient_norm, squared_gradient_norm >= 0),
-        learning_rate=(learning_rate, learning_rate > 0),
-    )
+    _require(density=density, squared_gradient_norm=squared_gradient_norm, learning_rate=learning_rate)
     return 4 * learning_rate**2 * (1 - density) * squared_gradient_norm / density**2
 
 
 def threshold_of_equal_bound(density: float, squared_gradient_norm: float, num_elements: int) -> float:
-    """Returns λ = 2 G √(1 − δ) / (δ √d), for which the bounds of threshold and Top-k are the same.
+    """Return λ = 2 G √(1 − δ) / (δ √d), for which the bounds of threshold and Top-k are the same.
 
     A smaller one has the better bound. It says nothing of how much is sent: that the data decide.
 
@@ -110,7 +102,7 @@ def threshold_of_equal_bound(density: float, squared_gradient_norm: float, num_e
         squared_gradient_norm: G² ≥ E‖g_i‖².
         num_elements: d.
     """
-    _require(num_elements=(num_elements, _is_whole(num_elements)))
+    _require(num_elements=num_elements)
     return sqrt(top_k_squared_error_bound(density, squared_gradient_norm) / num_elements)
 
 
@@ -133,28 +125,22 @@ class Problem:
     relative_noise: float = 0.0
 
     def __post_init__(self) -> None:
-        _require(
-            smoothness=(self.smoothness, self.smoothness > 0),
-            num_workers=(self.num_workers, _is_whole(self.num_workers)),
-            noise=(self.noise, self.noise >= 0),
-            heterogeneity=(self.heterogeneity, self.heterogeneity >= 0),
-            relative_noise=(self.relative_noise, self.relative_noise >= 0),
-        )
+        _require(**vars(self))
 
     @property
     def variance_of_mean(self) -> float:
-        """(M ζ² + σ²) / n, what is left of the noise in the mean of all workers' gradients, less its share in ∇f."""
+        """(M ζ² + σ²) / n, the noise in the mean of all workers' gradients, less its share in ∇f."""
         return (self.relative_noise * self.heterogeneity + self.noise) / self.num_workers
 
     def largest_learning_rate(self, *, is_convex: bool) -> float:
-        """Returns the largest γ for which the bound holds: 1 / (4 L (1 + M/n)) if f is convex, else twice that."""
+        """Return the largest γ for which the bound holds: 1 / (4 L (1 + M/n)) if f is convex, else twice that."""
         return (1 if is_convex else 2) / (4 * self.smoothness * (1 + self.relative_noise / self.num_workers))
 
 
 def convex_bound(
     problem: Problem, squared_distance: float, learning_rate: float, num_steps: int, squared_error: float
 ) -> float:
-    """Returns what (1/T) Σ_t E f(x_t) − f* does not exceed if f is convex (of the kind of Theorem 6).
+    """Return what (1/T) Σ_t E f(x_t) − f* does not exceed if f is convex (of the kind of Theorem 6).
 
     2 ‖x_0 − x*‖² / (γ T) + 2 γ (M ζ² + σ²) / n + 4 L B
 
@@ -169,11 +155,7 @@ def convex_bound(
         ValueError: a learning rate for which it does not hold.
     """
     _require_rate(problem, learning_rate, is_convex=True)
-    _require(
-        num_steps=(num_steps, _is_whole(num_steps)),
-        squared_distance=(squared_distance, squared_distance >= 0),
-        squared_error=(squared_error, squared_error >= 0),
-    )
+    _require(num_steps=num_steps, squared_distance=squared_distance, squared_error=squared_error)
     return (
         2 * squared_distance / (learning_rate * num_steps)
         + 2 * learning_rate * problem.variance_of_mean
@@ -184,7 +166,7 @@ def convex_bound(
 def nonconvex_bound(
     problem: Problem, suboptimality: float, learning_rate: float, num_steps: int, squared_error: float
 ) -> float:
-    """Returns what (1/T) Σ_t E‖∇f(x_t)‖² does not exceed, whether f is convex or not (of the kind of Theorem 7).
+    """Return what (1/T) Σ_t E‖∇f(x_t)‖² does not exceed, whether f is convex or not (of the kind of Theorem 7).
 
     4 (f(x_0) − f*) / (γ T) + 2 L γ (M ζ² + σ²) / n + 2 L² B
 
@@ -199,11 +181,7 @@ def nonconvex_bound(
         ValueError: a learning rate for which it does not hold.
     """
     _require_rate(problem, learning_rate, is_convex=False)
-    _require(
-        num_steps=(num_steps, _is_whole(num_steps)),
-        suboptimality=(suboptimality, suboptimality >= 0),
-        squared_error=(squared_error, squared_error >= 0),
-    )
+    _require(num_steps=num_steps, suboptimality=suboptimality, squared_error=squared_error)
     return (
         4 * suboptimality / (learning_rate * num_steps)
         + 2 * problem.smoothness * learning_rate * problem.variance_of_mean
@@ -212,7 +190,7 @@ def nonconvex_bound(
 
 
 def measured_noise(gradients: Sequence[Tensor]) -> tuple[float, float]:
-    """Returns estimates of σ² and ζ² at one x, with M = 0.
+    """Return estimates of σ² and ζ² at one x, with M = 0.
 
     σ² is the mean over the workers, which is what the bounds need. Both are without bias: of the mean of a worker's
     draws, the noise that is left in it is taken off ζ², which may come out below 0 where workers hardly differ. Take
@@ -225,25 +203,22 @@ def measured_noise(gradients: Sequence[Tensor]) -> tuple[float, float]:
         ValueError: fewer than two draws of a worker, none of any, or another shape.
     """
     gradients = list(gradients)
-    if not gradients or any(one.dim() != 2 or one.shape[1:] != gradients[0].shape[1:] for one in gradients):
-        shapes = [tuple(one.shape) for one in gradients]
+    if not gradients or any(draws.dim() != 2 or draws.shape[1:] != gradients[0].shape[1:] for draws in gradients):
+        shapes = [tuple(draws.shape) for draws in gradients]
         raise ValueError(f"Got draws of shapes {shapes}. Give (draws, d) of every worker.")
-    if any(len(one) < 2 for one in gradients):
-        raise ValueError(
-            f"Got {min(map(len, gradients))} draws of a worker. Give two or more, or there is no variance."
-        )
+    if any(len(draws) < 2 for draws in gradients):
+        raise ValueError(f"Got {min(map(len, gradients))} draws of a worker. Give two or more: one has no variance.")
     _require_real(*gradients)
-    variances = torch.stack([one.double().var(dim=0).sum() for one in gradients])
-    means = torch.stack([one.double().mean(dim=0) for one in gradients])
-    n = len(gradients)
-    draws = variances.new_tensor([len(one) for one in gradients])
-    left = float((variances / draws).mean()) * (1 - 1 / n)
+    variances = torch.stack([draws.double().var(dim=0).sum() for draws in gradients])
+    means = torch.stack([draws.double().mean(dim=0) for draws in gradients])
+    counts = variances.new_tensor([len(draws) for draws in gradients])
+    left = float((variances / counts).mean()) * (1 - 1 / len(gradients))
     spread = float(((means - means.mean(dim=0)) ** 2).sum(dim=1).mean())
     return float(variances.mean()), spread - left
 
 
 def measured_smoothness(points: Tensor, gradients: Tensor) -> float:
-    """Returns the largest ‖∇f(x) − ∇f(y)‖ / ‖x − y‖ of neighbouring points, which L is at least.
+    """Return the largest ‖∇f(x) − ∇f(y)‖ / ‖x − y‖ of neighbouring points, which L is at least.
 
     Args:
         points: x along a path, shape (points, d), at least two of them different.
@@ -269,15 +244,23 @@ def _is_whole(number: float) -> bool:
 
 
 def _require_real(*tensors: Tensor) -> None:
-    for one in tensors:
-        if one.is_complex():
-            raise ValueError(f"Got {one.dtype}. Give real numbers: torch.view_as_real has those of complex ones.")
+    for tensor in tensors:
+        if tensor.is_complex():
+            raise ValueError(f"Got {tensor.dtype}. Give real numbers: torch.view_as_real has those of complex ones.")
 
 
-def _require(**numbers: tuple[float, bool]) -> None:
-    for name, (value, is_allowed) in numbers.items():
+def _require(**numbers: float) -> None:
+    for name, value in numbers.items():
+        if name.startswith("num_"):
+            is_allowed, allowed = _is_whole(value), "a whole number of at least 1"
+        elif name == "density":
+            is_allowed, allowed = 0 < value <= 1, "within (0, 1]"
+        elif name in ("learning_rate", "smoothness"):
+            is_allowed, allowed = value > 0, "finite and above 0"
+        else:
+            is_allowed, allowed = value >= 0, "finite and at least 0"
         if not (is_allowed and isfinite(value)):
-            raise ValueError(f"Invalid {name}={value}. See the docstring for its range.")
+            raise ValueError(f"Invalid {name}={value}. Must be {allowed}.")
 
 
 def _require_rate(problem: Problem, learning_rate: float, *, is_convex: bool) -> None:

@@ -1,11 +1,14 @@
-"""What is more than a scalar: one callback a file."""
+"""Callbacks and metrics, one per file."""
 
 from lightning_sparse.callbacks.density_monitor import DensityMonitor
 from lightning_sparse.callbacks.error_monitor import ErrorMonitor
+from lightning_sparse.callbacks.metrics import AverageDensity, TotalError
 from lightning_sparse.callbacks.threshold_schedule import ThresholdSchedule
 
 __all__ = [
+    "AverageDensity",
     "DensityMonitor",
     "ErrorMonitor",
     "ThresholdSchedule",
+    "TotalError",
 ]

@@ -1,5 +1,6 @@
-"""Density, layer by layer and over the run: histogram, picture and a table at the end of fit."""
+"""Density per layer and over the run: a histogram, an image and a table at the end of fit."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,18 +9,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_sparse.callbacks.step_monitor import (
-    StepMonitor,
-    log_scalars,
-    logging_step,
-    tensorboard_loggers,
-)
+from lightning_sparse.callbacks.metrics import AverageDensity
+from lightning_sparse.callbacks.step_monitor import StepMonitor, log_scalars, logging_step, tensorboard_loggers
 from lightning_sparse.callbacks.step_times import StepTimes
-from lightning_sparse.engine import EngineHolder, StepStats
-from lightning_sparse.metrics import AverageDensity
+from lightning_sparse.engine import StepStats
 from lightning_sparse.simulated.strategy import SimulatedWorkersStrategy
-from lightning_sparse.strategies.advice import shortened
-from lightning_sparse.strategies.local_training import LocalTraining
+from lightning_sparse.strategies.advice import asked_density, shortened
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 LAYER_COLUMNS = 62
@@ -27,72 +22,67 @@ LAYER_COLUMNS = 62
 
 
 class DensityMonitor(StepMonitor):
-    """Shows how much was sent: on average, per layer and over time.
+    """Shows how much is sent: on average, per layer and over time.
 
     - ``sparse/average_density``: Σ selected / Σ elements of the run so far, logged every step, for any logger.
     - Per layer, every ``log_every_n_steps`` of the Trainer, of the newest exchange: a histogram in TensorBoard
-      (``sparse/layer_density``), a scalar a layer (``sparse/layer_density/<name>``) in any other logger.
+      (``sparse/layer_density``), a scalar per layer (``sparse/layer_density/<name>``) in any other logger.
     - One image in TensorBoard, layers × steps, of log10 density; updated at the end of every epoch. Needs matplotlib.
     - Step times: medians of dense steps (those of the calibration), of sparse steps, and of the wait for the exchange.
       ``sparse/median_dense_step_ms``, ``sparse/median_step_ms`` and ``sparse/median_wait_ms`` are logged at the end of
       ``fit``, and a sentence under the table says what the sparse exchange gains.
-    - A table of at most 80 columns on the first worker at the end of ``fit``, unless it is alone: density asked for and
-      realised, λ, bytes, times fewer than dense, and how much of all that was calibration or travelled whole.
+    - A table of at most 80 columns on rank 0 at the end of ``fit``, unless it is the only worker: the density asked for
+      and reached, λ, bytes, times fewer than dense, and the steps of calibration and those that went out densely.
 
     It works without a logger too (the table remains), costs no collective, and continues its averages when a
     checkpoint is resumed. The image begins anew.
 
     Args:
-        per_layer: whether to follow single layers. Two numbers a layer then travel with each step.
-        image_columns: the width of the image in columns, at least 2. A longer run is averaged into so many columns.
+        per_layer: whether to follow single layers; each step then sends two more numbers per layer.
+        image_columns: the width of the image in columns, at least 2; of a longer run a column is the mean of steps.
 
     Raises:
         ValueError: too few columns.
     """
 
     def __init__(self, per_layer: bool = True, image_columns: int = 200) -> None:
-        super().__init__()
+        super().__init__(per_layer)
         if image_columns < 2:
             raise ValueError(f"Invalid {image_columns=}. Must be at least 2.")
-        self.per_layer = per_layer
         self.average_density = AverageDensity()
-        self._wants_layer_stats = per_layer
         self._history = _LayerHistory(image_columns)
         self._asked: float | None = None
-        self._threshold: float | None = None
         self._since = ""
         self._averages, self._sender = "gradient", "worker"
-        self._num_workers = 0
-        self._totals: dict[str, float] = dict.fromkeys(_TOTALS, 0)
+        self._totals: defaultdict[str, float] = defaultdict(int)
         self._times = StepTimes()
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
-        density = getattr(getattr(trainer.strategy, "sparsifier", None), "density", None)
-        self._asked = float(density) if isinstance(density, (int, float)) else None
-        state = getattr(trainer.strategy, "state", None)
-        self._averages = "drift" if isinstance(trainer.strategy, LocalTraining) else "gradient"
-        is_sharded = isinstance(state, EngineHolder) and state.replica.num_workers > 1
-        self._sender = "replica" if is_sharded else "worker"
+        strategy = trainer.strategy
+        if not isinstance(strategy, SparseStrategy):
+            return
+        self._asked = asked_density(strategy.sparsifier)
+        self._averages = "drift" if strategy.averages == "drifts" else "gradient"
+        self._sender = "worker" if strategy.state.replica.num_workers == 1 else "replica"
         self._times = StepTimes()
-        if isinstance(state, EngineHolder) and not isinstance(trainer.strategy, SimulatedWorkersStrategy):
-            state.subscribe(self._times.of(state))
+        if not isinstance(strategy, SimulatedWorkersStrategy):
+            strategy.state.subscribe(self._times.of(strategy.state))
         every = getattr(trainer, "log_every_n_steps", 0)
-        if trainer.loggers and every > 1 and isinstance(trainer.strategy, SparseStrategy):
+        if trainer.loggers and every > 1:
             rank_zero_info(
                 f"DensityMonitor: loggers show one step in {every} (log_every_n_steps={every}); the table at the "
                 "end and sparse/average_density count all of them."
             )
 
     @override
-    def take_in(self, steps: list[StepStats]) -> None:
-        for step in steps:
-            self.average_density.update(step)
+    def take_in(self, step: StepStats) -> None:
+        self.average_density.update(step)
+        if self.per_layer:
             self._history.add(step)
-            self._num_workers, self._threshold = step.num_workers, step.threshold
-            for name, value in _totals_of(step).items():
-                self._totals[name] += value
+        for name, value in _totals_of(step).items():
+            self._totals[name] += value
 
     @override
     def log_totals(self, pl_module: LightningModule) -> None:
@@ -100,13 +90,10 @@ class DensityMonitor(StepMonitor):
 
     @override
     def log_layers(self, trainer: Trainer, newest: StepStats) -> None:
-        densities = {name: layer.density for name, layer in newest.layers.items()}
-        if not densities:
-            return
+        scalars = {f"sparse/layer_density/{name}": layer.density for name, layer in newest.layers.items()}
         for logger in tensorboard_loggers(trainer):
-            values = torch.tensor(list(densities.values()))
+            values = torch.tensor(list(scalars.values()))
             logger.experiment.add_histogram("sparse/layer_density", values, logging_step(trainer))
-        scalars = {f"sparse/layer_density/{name}": density for name, density in densities.items()}
         log_scalars(trainer, scalars, tensorboard=False)
 
     @override
@@ -129,12 +116,12 @@ class DensityMonitor(StepMonitor):
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._totals["steps"] and trainer.is_global_zero and self._num_workers > 1:
+        if self._newest is not None and self._newest.num_workers > 1 and trainer.is_global_zero:
             log_scalars(trainer, self._times.scalars())
             print(self.table())
 
     def table(self) -> str:
-        """Returns the table of the run so far as text."""
+        """Return the table of the run so far as text."""
         total = self._totals
         calibration, later = total["calibration_steps"], total["steps"] - total["calibration_steps"]
         rows = [("steps exchanged", f"{total['steps']:,.0f}")]
@@ -147,8 +134,8 @@ class DensityMonitor(StepMonitor):
         rows.append(("average density", f"{100 * self.average_density.compute().item():.4g} %"))
         if calibration and later:
             rows.append(("density after calibration", f"{100 * total['later_density'] / later:.4g} %"))
-        if self._threshold is not None:
-            rows.append(("threshold λ at the end", f"{self._threshold:.4g}"))
+        if self._newest is not None and self._newest.threshold is not None:
+            rows.append(("threshold λ at the end", f"{self._newest.threshold:.4g}"))
         sent, dense = total["payload_bytes"], total["dense_bytes"]
         rows += [
             (f"bytes sent per {self._sender}", _readable_bytes(sent)),
@@ -173,32 +160,21 @@ class DensityMonitor(StepMonitor):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        density = {"selected": self.average_density.selected.item(), "elements": self.average_density.elements.item()}
-        return {**self._totals, **density}
+        average = self.average_density
+        selected, elements = average.selected.item(), average.elements.item()
+        return {"selected": selected, "elements": elements, "totals": dict(self._totals)}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._totals = {name: state_dict.get(name, 0) for name in self._totals}
-        self._has_numbers = self._totals["steps"] > 0
-        self._since = ", since the resume" if self._has_numbers else ""
         self.average_density.selected.fill_(state_dict["selected"])
         self.average_density.elements.fill_(state_dict["elements"])
-
-
-_TOTALS = (
-    "steps",
-    "payload_bytes",
-    "dense_bytes",
-    "dense_steps",
-    "calibration_steps",
-    "later_density",
-    "later_payload_bytes",
-    "later_dense_bytes",
-)
-"""What the table adds up. Later is after calibration; of a step half may travel whole."""
+        self._totals.update(state_dict["totals"])
+        self._has_numbers = self._totals["steps"] > 0
+        self._since = ", since the resume" if self._has_numbers else ""
 
 
 def _totals_of(step: StepStats) -> dict[str, float]:
+    """Return the numbers that the table adds up; later is after calibration, and half a step may go out densely."""
     later = not step.is_calibration
     return {
         "steps": 1,
@@ -213,7 +189,7 @@ def _totals_of(step: StepStats) -> dict[str, float]:
 
 
 class _LayerHistory:
-    """Per-layer density over the run in a bounded number of columns: when they are full, neighbours are averaged."""
+    """Per-layer density over the run in a bounded number of columns; full columns are averaged pairwise."""
 
     def __init__(self, max_columns: int) -> None:
         self.max_columns = max_columns
@@ -223,8 +199,6 @@ class _LayerHistory:
         self._sizes: dict[str, int] = {}
 
     def add(self, stats: StepStats) -> None:
-        if not stats.layers:
-            return
         self._sizes = {name: layer.num_elements for name, layer in stats.layers.items()}
         self._pending.append({name: layer.density for name, layer in stats.layers.items()})
         if len(self._pending) < self.steps_per_column:
@@ -236,16 +210,16 @@ class _LayerHistory:
             self.steps_per_column *= 2
 
     def densest(self, count: int) -> list[tuple[str, int, float]]:
-        """The layers of highest average density: name, number of elements, density."""
+        """Return the layers of highest average density: name, number of elements, density."""
         average = _mean(self.columns) if self.columns else {}
         ranked = sorted(average.items(), key=lambda item: -item[1])
         return [(name, self._sizes[name], density) for name, density in ranked[:count]]
 
     def figure(self) -> Any:
-        """Draws layers × steps in log10 of density; white where nothing was sent."""
+        """Draw layers × steps in log10 of density; white where nothing was sent."""
         from matplotlib.figure import Figure
 
-        # DDP's buckets hold the layers in reverse: turned round, the picture reads from the model's input down.
+        # DDP's buckets hold the layers in reverse; reversed again, the image begins at the model's input.
         names = list(self.columns[-1])[::-1]
         densities = torch.tensor([[column.get(name, 0.0) for column in self.columns] for name in names])
         figure = Figure(figsize=(10, max(2.5, 0.16 * len(names) + 1)), layout="constrained")

@@ -1,4 +1,4 @@
-"""The error of a run: what error feedback holds back, in total and per layer on request."""
+"""The error of a run: what error feedback holds back, in total and per layer."""
 
 from math import sqrt
 from typing import Any
@@ -6,40 +6,37 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_sparse.callbacks.metrics import TotalError
 from lightning_sparse.callbacks.step_monitor import StepMonitor, log_scalars
 from lightning_sparse.engine.step_stats import StepStats
-from lightning_sparse.metrics import TotalError
 
 
 class ErrorMonitor(StepMonitor):
-    """Shows what was held back: the error norm after each step, their total, and per layer on request.
+    """Shows what error feedback holds back: the error norm after each step, their total, and per layer on request.
 
     - ``sparse/total_error``: Σ_t (1/n) Σ_i ‖e_{i,t}‖² of the run so far (gradient units squared), logged every step.
       ``sparse/error_norm`` itself is logged by the strategy.
     - Per layer, every ``log_every_n_steps`` of the Trainer, of the newest exchange: ``sparse/layer_error_norm/<name>``
       in every logger.
-    - A line on the first worker at the end of ``fit``: last and largest error norm, total error.
+    - A line on rank 0 at the end of ``fit``: last and largest error norm, total error.
 
     It works with any logger or none, costs no collective, and continues its total when a checkpoint is resumed.
 
     Args:
-        per_layer: whether to follow single layers. Two numbers a layer then travel with each step.
+        per_layer: whether to follow single layers; each step then sends two more numbers per layer.
     """
 
     def __init__(self, per_layer: bool = False) -> None:
-        super().__init__()
-        self.per_layer = per_layer
+        super().__init__(per_layer)
         self.total_error = TotalError()
-        self._wants_layer_stats = per_layer
         self._last_error_norm = 0.0
         self._largest_error_norm = 0.0
 
     @override
-    def take_in(self, steps: list[StepStats]) -> None:
-        for step in steps:
-            self.total_error.update(step)
-            self._last_error_norm = step.error_norm
-            self._largest_error_norm = max(self._largest_error_norm, step.error_norm)
+    def take_in(self, step: StepStats) -> None:
+        self.total_error.update(step)
+        self._last_error_norm = step.error_norm
+        self._largest_error_norm = max(self._largest_error_norm, step.error_norm)
 
     @override
     def log_totals(self, pl_module: LightningModule) -> None:
@@ -47,9 +44,8 @@ class ErrorMonitor(StepMonitor):
 
     @override
     def log_layers(self, trainer: Trainer, newest: StepStats) -> None:
-        if self.per_layer:
-            norms = {f"sparse/layer_error_norm/{name}": sqrt(one.squared_error) for name, one in newest.layers.items()}
-            log_scalars(trainer, norms)
+        norms = {f"sparse/layer_error_norm/{name}": sqrt(layer.squared_error) for name, layer in newest.layers.items()}
+        log_scalars(trainer, norms)
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -71,5 +67,5 @@ class ErrorMonitor(StepMonitor):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.total_error.squared_error.fill_(state_dict["total_error"])
         self._last_error_norm = state_dict["last_error_norm"]
-        self._has_numbers = True
         self._largest_error_norm = state_dict["largest_error_norm"]
+        self._has_numbers = True

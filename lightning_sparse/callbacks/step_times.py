@@ -1,4 +1,4 @@
-"""What a step costs with a dense and with a sparse exchange, measured in the training itself."""
+"""The time of a step with a dense and with a sparse exchange, measured in the training itself."""
 
 import weakref
 from collections import deque
@@ -6,13 +6,16 @@ from collections.abc import Callable
 from statistics import median
 from time import perf_counter
 
-from lightning_sparse.engine import EngineHolder, StepStats
+from lightning_sparse.engine import Averager, StepStats
 
 MOST_STEPS = 1000
 """The newest steps of each kind that count."""
 FEWEST_STEPS = 2
 LIKE = 1.1
 """Steps whose times differ by less than this factor count as equally long."""
+DENSE, SPARSE, WAIT = "sparse/median_dense_step_ms", "sparse/median_step_ms", "sparse/median_wait_ms"
+WORDS = {DENSE: "median dense step", SPARSE: "median sparse step", WAIT: "  waited for the exchange"}
+"""The rows of the table, by the names under which medians are logged."""
 
 
 class StepTimes:
@@ -22,25 +25,17 @@ class StepTimes:
     """
 
     def __init__(self) -> None:
-        self._dense: deque[float] = deque(maxlen=MOST_STEPS)
-        self._sparse: deque[float] = deque(maxlen=MOST_STEPS)
-        self._waits: deque[float] = deque(maxlen=MOST_STEPS)
+        self._seconds = {name: deque[float](maxlen=MOST_STEPS) for name in WORDS}
         self._last: float | None = None
         self._is_first = True
 
-    def of(self, holder: EngineHolder) -> Callable[[StepStats], None]:
-        """Returns a subscriber to a holder's exchanges that adds each of them; it does not keep the holder alive."""
-        exchanging = weakref.ref(holder)
-
-        def subscriber(step: StepStats) -> None:
-            this = exchanging()
-            if this is not None:
-                self.add(step, this.wait_seconds)
-
-        return subscriber
+    def of(self, averager: Averager) -> Callable[[StepStats], None]:
+        """Return a subscriber that adds each of an averager's exchanges; it does not keep the averager alive."""
+        exchanging = weakref.proxy(averager)
+        return lambda step: self.add(step, exchanging.wait_seconds)
 
     def add(self, step: StepStats, wait_seconds: float) -> None:
-        """Adds an exchange that ended just now.
+        """Add an exchange that ended just now.
 
         Args:
             step: its numbers.
@@ -48,48 +43,39 @@ class StepTimes:
         """
         now = perf_counter()
         if self._last is not None and not self._is_first:
-            (self._dense if step.is_calibration else self._sparse).append(now - self._last)
+            self._seconds[DENSE if step.is_calibration else SPARSE].append(now - self._last)
             if not step.is_calibration:
-                self._waits.append(wait_seconds)
+                self._seconds[WAIT].append(wait_seconds)
         self._is_first = self._is_first and self._last is None
         self._last = now
 
     def pause(self) -> None:
-        """Leaves out the time until the next exchange, in which something else runs, such as validation."""
+        """Leave out the time until the next exchange, in which something else runs, such as validation."""
         self._last = None
 
     def scalars(self) -> dict[str, float]:
-        """Returns the medians in milliseconds, by the names under which they are logged."""
-        found = {
-            "sparse/median_dense_step_ms": self._dense,
-            "sparse/median_step_ms": self._sparse,
-            "sparse/median_wait_ms": self._waits,
-        }
-        return {name: 1e3 * median(seconds) for name, seconds in found.items() if len(seconds) >= FEWEST_STEPS}
+        """Return the medians in milliseconds, by the names under which they are logged."""
+        found = self._seconds.items()
+        return {name: 1e3 * median(seconds) for name, seconds in found if len(seconds) >= FEWEST_STEPS}
 
     def rows(self) -> list[tuple[str, str]]:
-        """Returns the rows of a table."""
-        words = {
-            "sparse/median_dense_step_ms": "median dense step",
-            "sparse/median_step_ms": "median sparse step",
-            "sparse/median_wait_ms": "  waited for the exchange",
-        }
-        return [(words[name], f"{value:.4g} ms") for name, value in self.scalars().items()]
+        """Return the rows of a table."""
+        return [(WORDS[name], f"{value:.4g} ms") for name, value in self.scalars().items()]
 
     def verdict(self) -> str | None:
-        """Returns in a sentence what a sparse exchange gains here; None where steps of one kind are missing.
+        """Return in a sentence what a sparse exchange gains here; None where steps of one kind are missing.
 
         Example:
             >>> times = StepTimes()
-            >>> times._dense.extend([0.3, 0.3]), times._sparse.extend([0.1, 0.1])
+            >>> times._seconds[DENSE].extend([0.3, 0.3]), times._seconds[SPARSE].extend([0.1, 0.1])
             (None, None)
             >>> times.verdict()
             'A sparse step is 3 times as fast as a dense one.'
         """
         milliseconds = self.scalars()
-        dense, sparse = (milliseconds.get(f"sparse/median_{kind}") for kind in ("dense_step_ms", "step_ms"))
-        if dense is None or sparse is None:
+        if not milliseconds.keys() >= {DENSE, SPARSE}:
             return None
+        dense, sparse = milliseconds[DENSE], milliseconds[SPARSE]
         if dense > LIKE * sparse:
             return f"A sparse step is {dense / sparse:.2g} times as fast as a dense one."
         if sparse > LIKE * dense:

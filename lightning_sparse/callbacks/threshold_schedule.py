@@ -93,11 +93,11 @@ class ThresholdSchedule(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         strategy: Any = trainer.strategy
-        holders = strategy.averagers
-        if holders[0].workers.num_workers == 1:
+        averagers = strategy.averagers
+        if averagers[0].workers.num_workers == 1:
             return  # gradients pass through whole
         if self._base is None:
-            self._base = holders[0].sparsifier.current_threshold  # what a search has found, perhaps
+            self._base = averagers[0].sparsifier.current_threshold  # what a search has found, perhaps
         if self.factors == "learning_rate":
             optimizer = strategy.optimizers[0]
             rate, first_rate = optimizer.param_groups[0].get("lr"), optimizer.defaults.get("lr")
@@ -110,9 +110,9 @@ class ThresholdSchedule(Callback):
         else:
             factor = self.factor(trainer.global_step if self.interval == "step" else trainer.current_epoch)
         assert self._base is not None  # a hard threshold's
-        for holder in holders:
-            if holder.sparsifier.current_threshold != factor * self._base:
-                holder.set_threshold(factor * self._base)
+        for averager in averagers:
+            if averager.sparsifier.current_threshold != factor * self._base:
+                averager.set_threshold(factor * self._base)
 
     @override
     def state_dict(self) -> dict[str, Any]:

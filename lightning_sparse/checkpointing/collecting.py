@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.checkpointing.content import FOLDER, UNSENT, empty_content, warn_of_incomplete
-from lightning_sparse.engine.holder import EngineHolder
+from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.saved_state import unsent_norm
 from lightning_sparse.engine.snapshot import Snapshot, Tensors, copied
 from lightning_sparse.exchange import Workers
@@ -23,7 +23,7 @@ OPTIMIZERS = "optimizers"
 
 
 def collect(
-    averager: EngineHolder,
+    averager: Averager,
     workers: Workers,
     kinds: Sequence[str],
     *,
@@ -75,7 +75,7 @@ def collect(
     return content if workers.rank == replica.rank == 0 else None
 
 
-def collect_here(averagers: Sequence[EngineHolder]) -> dict[str, Any]:
+def collect_here(averagers: Sequence[Averager]) -> dict[str, Any]:
     """Return the content of a checkpoint of workers that are all in this process."""
     snapshots: list[Snapshot] = [averager.snapshot() for averager in averagers]
     content = empty_content(averagers[0].kind, len(averagers), 1, None)
@@ -91,7 +91,7 @@ def collect_without_workers(kind: str, world_size: int, why: str) -> dict[str, A
     return empty_content(kind, world_size, 1, why)
 
 
-def _laid_out(averager: EngineHolder, tensors: Tensors) -> Tensors:
+def _laid_out(averager: Averager, tensors: Tensors) -> Tensors:
     """Return flat parts as parts of tensors that are sharded like their parameters."""
     parameters = averager.parameters
     return {
@@ -167,7 +167,7 @@ def _unsent_norm(kind: str, of_workers: Sequence[Mapping[str, Any]]) -> float | 
     return unsent_norm([held[UNSENT[kind]] for held in of_workers if held.get(UNSENT[kind])])
 
 
-def _unsent_norm_of_all(averager: EngineHolder, workers: Workers, own: Tensors) -> float | None:
+def _unsent_norm_of_all(averager: Averager, workers: Workers, own: Tensors) -> float | None:
     """Return the same of all ranks' parts. Collective: all ranks."""
     unsent = own.get(UNSENT[averager.kind])
     device = next(iter(averager.parameters.values())).device

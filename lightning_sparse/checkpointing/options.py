@@ -1,19 +1,14 @@
 """What checkpoints hold of each worker, and what a resume makes of it; checked early."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
+
+from lightning_sparse.engine.transport_options import require_word
 
 ResidualCheckpoint = Literal["full", "mean", "none"]
 OnWorldSizeChange = Literal["mean", "reset", "error"]
 DriftCheckpoint = Literal["full", "mean"]
 OptimizerCheckpoint = Literal["full", "mean", "first"]
-
-
-def require_word(name: str, value: Any, allowed: Sequence[str | None]) -> None:
-    """Raise ValueError if an option has a value that is not allowed."""
-    if value not in allowed:
-        raise ValueError(f"Invalid {name}={value!r}. Must be one of {', '.join(map(repr, allowed))}.")
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,14 @@ from lightning_sparse.checkpointing.content import (
 )
 from lightning_sparse.checkpointing.options import AnyCheckpointOptions, OnWorldSizeChange
 from lightning_sparse.checkpointing.sources import SHARED, FileSource, FolderSource, Source
-from lightning_sparse.engine.holder import EngineHolder
+from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.saved_state import require_seal
 from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.exchange import raised_together
 
 
 def restore(
-    averagers: Sequence[EngineHolder],
+    averagers: Sequence[Averager],
     content: Any,
     options: AnyCheckpointOptions,
     *,
@@ -84,7 +84,7 @@ def restore(
     return extra
 
 
-def _parts_of_others(saved: Mapping[str, Any], averagers: Sequence[EngineHolder]) -> tuple[str, ...]:
+def _parts_of_others(saved: Mapping[str, Any], averagers: Sequence[Averager]) -> tuple[str, ...]:
     """Return the paths of tensors that only other processes load: no need to check n times the model."""
     count, own = averagers[0].workers.num_workers, {averager.workers.rank for averager in averagers}
     held = saved.get("workers")
@@ -103,7 +103,7 @@ def _require_world_size(saved: int, now: int, on_world_size_change: OnWorldSizeC
         )
 
 
-def _say_world_size(averager: EngineHolder, saved: int, on_world_size_change: OnWorldSizeChange) -> None:
+def _say_world_size(averager: Averager, saved: int, on_world_size_change: OnWorldSizeChange) -> None:
     now = averager.workers.num_workers
     if averager.kind == "drifts":
         rank_zero_info(
@@ -134,7 +134,7 @@ def _source(saved: Mapping[str, Any], path: Path | None, kind: str) -> Source | 
     return FileSource(saved)
 
 
-def _history(saved: Mapping[str, Any], averager: EngineHolder, *, is_same: bool) -> dict[str, Any]:
+def _history(saved: Mapping[str, Any], averager: Averager, *, is_same: bool) -> dict[str, Any]:
     """Return what is known of the exchange if there were as many workers, and of the sparsifier for the same shards."""
     if saved["ranks"] != averager.replica.num_workers:
         return {}
@@ -142,7 +142,7 @@ def _history(saved: Mapping[str, Any], averager: EngineHolder, *, is_same: bool)
     return history if is_same else {"sparsifier": history["sparsifier"]}
 
 
-def _extra(saved: Mapping[str, Any], averager: EngineHolder) -> dict[str, Any]:
+def _extra(saved: Mapping[str, Any], averager: Averager) -> dict[str, Any]:
     if saved["ranks"] != averager.replica.num_workers or not saved["extras"]:
         return {}
     extra: dict[str, Any] = saved["extras"][averager.replica.rank][averager.workers.rank]
@@ -150,7 +150,7 @@ def _extra(saved: Mapping[str, Any], averager: EngineHolder) -> dict[str, Any]:
 
 
 def _own(
-    source: Source, saved: Mapping[str, Any], averager: EngineHolder, *, is_same: bool, tells: bool
+    source: Source, saved: Mapping[str, Any], averager: Averager, *, is_same: bool, tells: bool
 ) -> dict[str, dict[str, Tensor]]:
     """Return a worker's own tensors, or the mean of the unsent ones over all workers of the checkpoint."""
     unsent = UNSENT[averager.kind]
@@ -167,7 +167,7 @@ def _own(
     return own
 
 
-def _parts(source: Source, place: tuple[str, str], averager: EngineHolder) -> dict[str, Tensor]:
+def _parts(source: Source, place: tuple[str, str], averager: Averager) -> dict[str, Tensor]:
     """Return this rank's parts of the saved tensors that are as large as a parameter of now."""
     sizes = source.sizes(place)
     fitting = {
@@ -180,7 +180,7 @@ def _size(parameter: Tensor) -> int:
     return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 
-def _say_changed_model(source: Source, worker: int, averager: EngineHolder) -> None:
+def _say_changed_model(source: Source, worker: int, averager: Averager) -> None:
     unsent = (str(worker), UNSENT[averager.kind])
     sizes = source.sizes(unsent)
     known = sizes or source.sizes((SHARED, "anchor"))

@@ -12,8 +12,8 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning_sparse.checkpointing.collecting import collect
 from lightning_sparse.checkpointing.content import warn_of_incomplete
 from lightning_sparse.checkpointing.options import AnyCheckpointOptions
-from lightning_sparse.engine.holder import EngineHolder
-from lightning_sparse.exchange import Meeting
+from lightning_sparse.engine.averager import Averager
+from lightning_sparse.exchange import SaveBarrier
 
 NO_WORKER = "it is saved by a process that was no worker, and their optimizers and number of steps are not in it either"
 """Of a file that a notebook writes after a fit."""
@@ -23,7 +23,7 @@ PATIENCE_IN_TROUBLE = 15.0
 """The same while an exception or a signal is handled: likely nobody else comes, and who stops a job soon kills it."""
 
 
-def why_not_together(averager: EngineHolder, barrier: Meeting, patience: float, obstacles: Sequence[str]) -> str | None:
+def why_not_together(averager: Averager, barrier: SaveBarrier, patience: float, obstacles: Sequence[str]) -> str | None:
     """Meet all workers to save, if they come; return None, or why not. The same on all that came.
 
     Args:
@@ -35,13 +35,13 @@ def why_not_together(averager: EngineHolder, barrier: Meeting, patience: float, 
     if averager.is_exchanging or is_in_trouble():
         patience = shortened(patience)
     obstacles = [*obstacles, *averager.obstacles()]
-    why_not = barrier.hold({"progress": averager.progress, "obstacles": obstacles}, patience).why_not
+    why_not = barrier.wait({"progress": averager.progress, "obstacles": obstacles}, patience).why_not
     return why_not or next(iter(obstacles), None)
 
 
 def collect_together(
-    averager: EngineHolder,
-    barrier: Meeting,
+    averager: Averager,
+    barrier: SaveBarrier,
     options: AnyCheckpointOptions,
     patience: float,
     *,
@@ -89,7 +89,7 @@ def collect_together(
 _WHILE_SAVING = "it was saved in the middle of another save"
 
 
-def is_no_worker(strategy: Strategy) -> bool:
+def is_launcher_process(strategy: Strategy) -> bool:
     """Whether this is the process that has workers forked or spawned, as a notebook's, and none of them.
 
     Lightning brings it weights, metrics and the best checkpoint's path, and neither optimizers nor the number of steps.

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from lightning_sparse._version import __version__
 from lightning_sparse.ddp.join import follow_join
-from lightning_sparse.ddp.learning_rates import LearningRates
 from lightning_sparse.ddp.options import (
     DensityControlMode,
     ErrorFeedback,
@@ -108,7 +107,14 @@ def register_comm_hook(
             optimizer.
         RuntimeError: workers disagree on the settings (on every worker), or DDP cannot hand out its buckets.
     """
-    options = ExchangeOptions(error_feedback, local_clip_norm, value_dtype, exchange, density_control, link_gbit_s)
+    options = ExchangeOptions(
+        error_feedback,
+        local_clip_norm,
+        density_control,
+        value_dtype=value_dtype,
+        exchange=exchange,
+        link_gbit_s=link_gbit_s,
+    )
     if error_feedback == "learning_rate" and optimizer is None:
         raise ValueError('error_feedback="learning_rate" needs the learning rates. Pass optimizer=… as well.')
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or [])
@@ -117,7 +123,7 @@ def register_comm_hook(
         sparsifier,
         options,
         grad_scaler=lambda: grad_scaler,
-        learning_rates=lambda: learning_rates_of(optimizers),
+        optimizers=lambda: optimizers,
         per_layer_stats=per_layer_stats,
     )
 
@@ -128,10 +134,10 @@ def attach(
     options: ExchangeOptions,
     *,
     grad_scaler: Callable[[], torch.amp.GradScaler | None],
-    learning_rates: Callable[[], LearningRates],
+    optimizers: Callable[[], Sequence[Optimizer]],
     per_layer_stats: bool,
 ) -> SparseState:
-    """Registers ``sparse_hook`` with a fresh state; `register_comm_hook` for callers that look up S late."""
+    """Registers ``sparse_hook`` with a fresh state, for optimizers and a scaler that may be made later."""
     ddp_module = _unwrapped(ddp_module)
     if not isinstance(ddp_module, DistributedDataParallel):
         raise TypeError(
@@ -147,7 +153,8 @@ def attach(
             'Set it to "ddp_optimizer" (the default) before the model is wrapped.'
         )
     refuse_sparse_gradients(ddp_module.module)
-    require_one_device({name: one for name, one in ddp_module.module.named_parameters() if one.requires_grad})
+    trained = {name: parameter for name, parameter in ddp_module.module.named_parameters() if parameter.requires_grad}
+    require_one_device(trained)
     # A compiled module adds a prefix to all names; without it residuals fit the uncompiled module too.
     names = {
         parameter: name.replace("_orig_mod.", "")
@@ -168,14 +175,15 @@ def attach(
             names,
             group=ddp_module.process_group,
             loss_scale=lambda: loss_scale_of(grad_scaler()),
-            learning_rates=learning_rates,
+            optimizers=optimizers,
             per_layer_stats=per_layer_stats,
             allows_unused_parameters=bool(ddp_module.find_unused_parameters or ddp_module.static_graph),
             is_static_graph=bool(ddp_module.static_graph),
         )
-        state.rehearse(is_scaled=is_scaled(grad_scaler()))
+        scaler = grad_scaler()  # it may not have begun yet
+        state.warm_up(is_scaled=scaler is not None and scaler.is_enabled())
     ddp_module.register_comm_hook(state, sparse_hook)
-    state.settlement.follow(ddp_module)
+    state.pending_gradients.follow(ddp_module)
     follow_join(ddp_module, state)
     return state
 
@@ -187,9 +195,8 @@ def refuse_sparse_gradients(module: torch.nn.Module) -> None:
         ValueError: names the layer and says what to do.
     """
     for name, layer in module.named_modules():
-        if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.sparse:
-            if not layer.weight.requires_grad:
-                continue
+        is_sparse = isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.sparse
+        if is_sparse and layer.weight.requires_grad:
             raise ValueError(
                 f"The layer {name!r} is {type(layer).__name__}(sparse=True), whose gradient is a sparse tensor. Make "
                 "it with sparse=False: the exchange then sends only rows whose gradients reach the threshold. Use "
@@ -206,29 +213,6 @@ def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
             break
         module = inner
     return module
-
-
-def learning_rates_of(optimizers: Sequence[Optimizer]) -> dict[Tensor, float]:
-    """Returns the learning rate in force for every parameter of the optimizers.
-
-    Raises:
-        ValueError: an optimizer has no learning rate, such as Adafactor with ``lr=None``.
-    """
-    for optimizer in optimizers:
-        if any(group.get("lr") is None for group in optimizer.param_groups):
-            raise ValueError(
-                f"{type(optimizer).__name__} has a parameter group without a learning rate (lr=None). "
-                "error_feedback='learning_rate' needs a number there: set lr=…, or use error_feedback='gradient'."
-            )
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    # Of a rate that is a tensor on a GPU the number is waited for: once a group, not for each of its parameters.
-    rates = [float(group["lr"]) for group in groups]
-    return {parameter: rate for group, rate in zip(groups, rates, strict=True) for parameter in group["params"]}
-
-
-def is_scaled(grad_scaler: torch.amp.GradScaler | None) -> bool:
-    """Whether losses will be scaled, by a scaler that may not have begun yet."""
-    return grad_scaler is not None and grad_scaler.is_enabled()
 
 
 def loss_scale_of(grad_scaler: torch.amp.GradScaler | None) -> Tensor | None:

@@ -1,59 +1,49 @@
 """Workers that have run out of batches while others go on, in torch's ``Join`` or ``DistributedDataParallel.join``.
 
 Such a worker answers each exchange of the others with zeros and steps on nothing. So it keeps its residual for its next
-backward: what it sent would look like gradients that were dropped, which are undone and sent again. Nor does it see on
-which exchanges the others step, by which λ and the number of the next step go. When all have run out, it takes those
-over from one that has seen it.
+backward: sent values would look like dropped gradients, which are rolled back and sent again. Nor does it see on which
+exchanges the others step; λ and the number of the next step depend on them. When all have run out, it receives both
+from a worker that has seen these steps.
 """
 
 import weakref
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_sparse.ddp.sparse_state import SparseState
 from lightning_sparse.exchange import current_device
 
 
-class Joinable(Protocol):
-    """What is told of it."""
-
-    def idle(self) -> AbstractContextManager[None]:
-        """Within it, buckets come of a worker that has no more batches."""
-
-    def catch_up(self, *, knows: bool) -> None:
-        """Learns what has become of the exchanges of others, from one that knows. Collective."""
-
-
 class SparseJoinHook(JoinHook):
-    """DDP's own hook of ``Join``, of which a sparse state is told.
+    """DDP's own hook of ``Join``, which also notifies a sparse state.
 
     Args:
         hook: DDP's.
-        state: is told.
+        state: of the module's communication hook.
         device: the module's.
     """
 
-    def __init__(self, hook: JoinHook, state: Joinable, device: torch.device | None) -> None:
+    def __init__(self, hook: JoinHook, state: SparseState, device: torch.device | None) -> None:
         self._hook, self._state, self._device = hook, state, device
 
     def main_hook(self) -> None:
-        """Answers a step of those who go on."""
+        """Takes part in a step of the workers that go on."""
         with self._state.idle():
             self._hook.main_hook()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Ends the context, on all workers: each has the weights of one that ran out last."""
+        """Ends the context, on all workers: each has the weights of a worker that ran out last."""
         self._hook.post_hook(is_last_joiner)
         with current_device(self._device):
             self._state.catch_up(knows=is_last_joiner)
 
 
-def follow_join(module: DistributedDataParallel, state: Joinable) -> None:
-    """Tells the state of every ``Join`` context that this module is in, from now on."""
-    this, told = weakref.ref(module), weakref.ref(state)  # who is in a circle of references is not freed at once
+def follow_join(module: DistributedDataParallel, state: SparseState) -> None:
+    """Notifies the state of every ``Join`` context that this module is in, from now on."""
+    own_module, own_state = weakref.ref(module), weakref.ref(state)  # a reference cycle would not be freed at once
 
     def join_hook(**options: Any) -> JoinHook:
         if not options.get("divide_by_initial_world_size", True):
@@ -61,8 +51,8 @@ def follow_join(module: DistributedDataParallel, state: Joinable) -> None:
                 "Invalid divide_by_initial_world_size=False. With a communication hook averages are over all workers, "
                 "also those that have run out of batches: leave it at True."
             )
-        module, state = this(), told()
-        assert module is not None, "who asks for its hook holds it"
+        module, state = own_module(), own_state()
+        assert module is not None, "the caller holds it"
         hook = type(module).join_hook(module, **options)  # type: ignore[no-untyped-call]
         return hook if state is None else SparseJoinHook(hook, state, module.device)
 

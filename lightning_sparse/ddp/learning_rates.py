@@ -1,20 +1,38 @@
 """The learning rates of the last steps, for residuals that are kept in units of the learning rate."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_sparse.engine import FlatBucket
 from lightning_sparse.selection.residual import Residual, rescale
 
-LearningRates = Mapping[Tensor, float]
+
+def learning_rates_of(optimizers: Sequence[Optimizer]) -> dict[Tensor, float]:
+    """Returns the learning rate in force for every parameter of the optimizers.
+
+    Raises:
+        ValueError: an optimizer has no learning rate, such as Adafactor with ``lr=None``.
+    """
+    rates: dict[Tensor, float] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if group.get("lr") is None:
+                raise ValueError(
+                    f"{type(optimizer).__name__} has a parameter group without a learning rate (lr=None). "
+                    "error_feedback='learning_rate' needs a number there: set lr=…, or use error_feedback='gradient'."
+                )
+            # float() synchronises with a GPU if the rate is a tensor there: once per group.
+            rates.update(dict.fromkeys(group["params"], float(group["lr"])))
+    return rates
 
 
 class LastLearningRates:
     """Remembers lr_{t-1} by parameter name, where t counts the steps that an optimizer made on that parameter.
 
     Algorithm 1 of Sahu et al. (NeurIPS 2021) keeps residuals in units of lr · gradient; in gradient units that is to
-    multiply them by lr_{t-1} / lr_t. Like a residual, a new rate is open until its backward is settled.
+    multiply them by lr_{t-1} / lr_t. Like a residual, a new rate is pending until its backward is committed.
 
     Args:
         parameter_names: the name of every parameter whose rate counts.
@@ -22,21 +40,21 @@ class LastLearningRates:
 
     def __init__(self, parameter_names: Mapping[Tensor, str]) -> None:
         self._names = parameter_names
-        self._settled: dict[str, float] = {}
-        self._open: dict[str, float] = {}
+        self._committed: dict[str, float] = {}
+        self._pending: dict[str, float] = {}
         self._ratios: dict[str, float] = {}
 
-    def begin(self, rates: LearningRates) -> None:
-        """Takes lr_{t-1} / lr_t for a backward whose step will have these rates; 1 for a first step.
+    def begin(self, optimizers: Sequence[Optimizer]) -> None:
+        """Takes lr_{t-1} / lr_t for a backward on which these optimizers will step; 1 for a first step.
 
         A rate of 0 has no ratio: such a step leaves the residual and lr_{t-1} alone.
         """
         self._ratios = {}
-        for parameter, rate in rates.items():
+        for parameter, rate in learning_rates_of(optimizers).items():
             name = self._names.get(parameter)
             if name is not None and rate != 0:
-                self._ratios[name] = self._open.get(name, self._settled.get(name, rate)) / rate
-                self._open[name] = rate
+                self._ratios[name] = self._pending.get(name, self._committed.get(name, rate)) / rate
+                self._pending[name] = rate
 
     def rescale(self, bucket: FlatBucket) -> None:
         """Brings a bucket's residual into units of this backward's rates, if they are not those of the last step."""
@@ -45,24 +63,19 @@ class LastLearningRates:
             rescaled: Tensor = rescale(after.copy_(before), bucket.layout, self._ratios)
             bucket.residual = Residual(rescaled, rescaled)
 
-    def settle(self, names: set[str]) -> None:
-        """Makes the open rates of these parameters those of their last step."""
-        for name in names & self._open.keys():
-            self._settled[name] = self._open.pop(name)
+    def commit(self, names: set[str]) -> None:
+        """Makes the pending rates of these parameters those of their last step."""
+        self._committed |= {name: self._pending.pop(name) for name in names & self._pending.keys()}
 
-    def undo(self, names: set[str]) -> None:
-        """Forgets the open rates of these parameters."""
-        for name in names & self._open.keys():
-            del self._open[name]
-
-    def undo_all(self) -> None:
-        """Forgets all open rates."""
-        self._open.clear()
+    def roll_back(self, names: set[str]) -> None:
+        """Forgets the pending rates of these parameters."""
+        for name in names & self._pending.keys():
+            del self._pending[name]
 
     def state_dict(self) -> dict[str, float]:
-        """Returns the settled rates."""
-        return dict(self._settled)
+        """Returns the committed rates."""
+        return dict(self._committed)
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Replaces all rates."""
-        self._settled, self._open = dict(state), {}
+        self._committed, self._pending = dict(state), {}

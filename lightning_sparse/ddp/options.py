@@ -2,16 +2,13 @@
 
 from dataclasses import dataclass
 from math import isfinite
-from typing import Literal
+from typing import Literal, get_args
 
-from lightning_sparse.exchange import EXCHANGE_MODES, ExchangeMode, require_link
-from lightning_sparse.exchange.wire import VALUE_DTYPES, ValueDtype
+from lightning_sparse.engine.transport_options import TransportOptions, require_word
 from lightning_sparse.sparsifiers import HardThreshold, Sparsifier
 
 ErrorFeedback = Literal["gradient", "learning_rate", "none"]
-ERROR_FEEDBACKS: tuple[ErrorFeedback, ...] = ("gradient", "learning_rate", "none")
 DensityControlMode = Literal["hold", "calibrate"]
-DENSITY_CONTROLS: tuple[DensityControlMode | None, ...] = ("hold", "calibrate", None)
 
 
 def require_density_control(sparsifier: Sparsifier, density_control: DensityControlMode | None) -> None:
@@ -31,7 +28,7 @@ def require_density_control(sparsifier: Sparsifier, density_control: DensityCont
 
 
 @dataclass(frozen=True)
-class ExchangeOptions:
+class ExchangeOptions(TransportOptions):
     """How gradients are exchanged, apart from the sparsifier; checked when made.
 
     Args:
@@ -39,17 +36,11 @@ class ExchangeOptions:
             lr_{t-1} / lr_t before each step (Algorithm 1 of Sahu et al., NeurIPS 2021); ``"none"`` keeps nothing.
         local_clip_norm: clips this worker's whole gradient to this norm before it is compensated. The norm needs all
             buckets, so nothing is sent before backward has ended: the exchange no longer overlaps with it.
-        value_dtype: what values travel in. ``"float32"`` sends them as the residual holds them; what rounding to any
-            other leaves is kept and sent later. ``"float8"`` (e4m3, scaled to λ) and ``"int16"`` need a threshold or
-            a sparsifier that rounds, ``"int8"`` the latter (``lightning_sparse.exchange.wire``).
-        exchange: see ``Exchange``.
         density_control: what becomes of a λ that was asked for by a density. ``"hold"``, which None stands for,
             corrects it slowly, so that the average volume after calibration meets the density
             (``lightning_sparse.engine.density_control``); ``"calibrate"`` leaves it constant after its calibration,
             as the theory has it.
-        link_gbit_s: the rate of a worker's link in one direction, by which ``exchange="auto"`` chooses, and by which
-            small payloads wait for each other over Gloo; None chooses with caution, see
-            ``lightning_sparse.exchange.cost_model`` and ``lightning_sparse.exchange.convoy``.
+        value_dtype: see ``TransportOptions``, also for ``exchange`` and ``link_gbit_s``.
 
     Raises:
         ValueError: a word or a number that is not allowed.
@@ -57,22 +48,12 @@ class ExchangeOptions:
 
     error_feedback: ErrorFeedback = "gradient"
     local_clip_norm: float | None = None
-    value_dtype: ValueDtype = "float32"
-    exchange: ExchangeMode = "auto"
     density_control: DensityControlMode | None = None
-    link_gbit_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name, allowed in (
-            ("error_feedback", ERROR_FEEDBACKS),
-            ("value_dtype", VALUE_DTYPES),
-            ("exchange", EXCHANGE_MODES),
-            ("density_control", DENSITY_CONTROLS),
-        ):
-            value = getattr(self, name)
-            if value not in allowed:
-                raise ValueError(f"Invalid {name}={value!r}. Must be one of {', '.join(map(repr, allowed))}.")
-        require_link(self.link_gbit_s)
+        super().__post_init__()
+        require_word("error_feedback", self.error_feedback, get_args(ErrorFeedback))
+        require_word("density_control", self.density_control, (*get_args(DensityControlMode), None))
         if self.local_clip_norm is not None and not (isfinite(self.local_clip_norm) and self.local_clip_norm > 0):
             raise ValueError(
                 f"Invalid local_clip_norm={self.local_clip_norm}. Must be a finite number above 0, or None to not clip."

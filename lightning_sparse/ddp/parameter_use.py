@@ -1,7 +1,7 @@
 """Which parameters a backward reached, for DDP modules that allow some to be left out."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from itertools import compress
 from math import inf
 
 import torch
@@ -20,29 +20,29 @@ class ParameterUse:
     enter the residual as well. It is taken out of the bucket, and what becomes of it depends on the other workers:
 
     - nobody used the parameter: it keeps the gradient that it had;
-    - some did, and added to what they had: the old gradients of those who did not belong to the average, as under DDP.
-      They follow in a dense round, once all headers have told who used and who kept what.
+    - some did, and added to what they had: old gradients of the other workers belong to the average, as under DDP.
+      They follow in a dense round, once all headers have arrived.
 
     A hook on each parameter does the noting; DDP's own knowledge of unused parameters is out of reach. Only needed with
     ``find_unused_parameters`` or ``static_graph``: otherwise DDP insists that every parameter is used.
 
     Args:
         parameters: the name of every parameter that DDP may bring.
+        allows_unused: whether a backward may leave parameters out. If not, every parameter counts as used.
     """
 
-    allows_unused = True
-
-    def __init__(self, parameters: Mapping[Tensor, str]) -> None:
+    def __init__(self, parameters: Mapping[Tensor, str], *, allows_unused: bool) -> None:
+        self.allows_unused = allows_unused
         self._parameters = {name: parameter for parameter, name in parameters.items()}
         self._used: set[str] = set()
         self._old: dict[str, Tensor] = {}
         self._hooks = [
             # Not a hook for the gradient itself: torch.autograd.grad calls that too.
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                partial(_note, self._used, name)
+                lambda _, name=name, used=self._used: used.add(name)  # holds no reference to this object
             )
             for parameter, name in parameters.items()
-            if parameter.requires_grad
+            if allows_unused and parameter.requires_grad
         ]
 
     def forget_old(self) -> None:
@@ -56,6 +56,8 @@ class ParameterUse:
             layout: of the bucket.
             gradient: of the bucket, shape (layout.num_elements,): becomes zero there.
         """
+        if not self.allows_unused:
+            return {}
         unused = {name: (start, end) for name, start, end in layout.spans() if name not in self._used}
         for name, (start, end) in unused.items():
             if self._parameters[name].grad is not None:
@@ -64,22 +66,20 @@ class ParameterUse:
             torch._foreach_zero_([gradient[start:end] for start, end in unused.values()])
         return unused
 
-    def marks(self, layout: LayerLayout, device: torch.device) -> Tensor:
-        """Returns what a header tells of a bucket's layers: float64, shape (2 L,).
+    def marks(self, layout: LayerLayout, device: torch.device) -> Tensor | None:
+        """Returns what a header holds about a bucket's layers: float64, shape (2 L,); None if all are used.
 
-        First 1 where this backward reached one, then 1 where it did not and an old gradient other than zero is there.
+        First 1 for each layer that this backward reached, then 1 for each other layer whose old gradient is not 0.
         """
+        if not self.allows_unused:
+            return None
         used = [float(name in self._used) for name in layout.names]
         marks = without_wait(torch.tensor(used + [0.0] * len(used), dtype=torch.float64), device)
-        old = [
-            (place, name)
-            for place, name in enumerate(layout.names, len(layout.names))
-            if name in self._old and self._old[name].numel()
-        ]
-        if old:
-            largest = torch._foreach_norm([self._old[name] for _, name in old], inf)
-            for (place, _), one in zip(old, largest, strict=True):
-                marks[place] = one != 0  # NaN is not 0
+        places = {name: place for place, name in enumerate(layout.names, len(used))}
+        old = [name for name in layout.names if name in self._old and self._old[name].numel()]
+        largest = torch._foreach_norm([self._old[name] for name in old], inf) if old else ()
+        for name, norm in zip(old, largest, strict=True):
+            marks[places[name]] = norm != 0  # NaN is not 0
         return marks
 
     def end(self, layouts: Sequence[LayerLayout], notes: Sequence[Tensor]) -> tuple[set[str], set[str]]:
@@ -89,25 +89,27 @@ class ParameterUse:
             layouts: of the buckets.
             notes: of each bucket all workers' ``marks``, on the CPU: shape (n, 2 L).
         """
+        if not self.allows_unused:
+            return {name for layout in layouts for name in layout.names}, set()
         self._used.clear()
         used: set[str] = set()
         kept: set[str] = set()
         for layout, marks in zip(layouts, notes, strict=True):
-            counts = marks.sum(0).view(2, len(layout.names)).tolist()
-            for names, of_names in zip((used, kept), counts, strict=True):
-                names.update(name for name, count in zip(layout.names, of_names, strict=True) if count)
+            of_used, of_kept = marks.any(0).view(2, -1).tolist()
+            used.update(compress(layout.names, of_used))
+            kept.update(compress(layout.names, of_kept))
         return used, kept & used
 
     def add_old(self, workers: Workers, names: set[str], layout: LayerLayout, average: Tensor) -> int:
         """Adds the mean of the workers' old gradients to a bucket's average; returns the bytes handed to a collective.
 
         Args:
-            workers: who takes part. Collective.
+            workers: all of them. Collective.
             names: of all layers, those that ``end`` returned last.
             layout: of the bucket.
             average: of the bucket, in units of the gradient.
         """
-        spans = [span for span in layout.spans() if span[0] in names]
+        spans = [span for span in layout.spans() if span[0] in names] if names else []
         if not spans:
             return 0
         old = torch.cat(
@@ -124,46 +126,12 @@ class ParameterUse:
 
     def put_back(self, used_by_any: set[str], layout: LayerLayout, gradient: Tensor) -> None:
         """Gives layers that no worker used the gradient that they had, where the bucket may be the gradient itself."""
-        for name, start, end in layout.spans():
-            if name in self._old and name not in used_by_any:
+        kept = self._old.keys() - used_by_any
+        for name, start, end in layout.spans() if kept else ():
+            if name in kept:
                 gradient[start:end] = self._old[name]
 
     def close(self) -> None:
         """Removes the hooks from the parameters."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-
-
-class EveryParameterUsed:
-    """In place of ``ParameterUse`` where DDP insists that every backward reaches every parameter."""
-
-    allows_unused = False
-
-    def forget_old(self) -> None:
-        """Does nothing: nothing is set aside."""
-
-    def set_aside(self, layout: LayerLayout, gradient: Tensor) -> dict[str, tuple[int, int]]:
-        """Returns nothing: every layer was reached."""
-        return {}
-
-    def marks(self, layout: LayerLayout, device: torch.device) -> None:
-        """Returns None: a header has nothing to tell."""
-
-    def end(self, layouts: Sequence[LayerLayout], notes: Sequence[Tensor]) -> tuple[set[str], set[str]]:
-        """Returns all names, and none."""
-        return {name for layout in layouts for name in layout.names}, set()
-
-    def add_old(self, workers: Workers, names: set[str], layout: LayerLayout, average: Tensor) -> int:
-        """Adds nothing, which takes 0 bytes."""
-        return 0
-
-    def put_back(self, used_by_any: set[str], layout: LayerLayout, gradient: Tensor) -> None:
-        """Does nothing."""
-
-    def close(self) -> None:
-        """Does nothing: the parameters have no hooks."""
-
-
-def _note(used: set[str], name: str, parameter: Tensor) -> None:
-    used.add(name)
+        while self._hooks:
+            self._hooks.pop().remove()

@@ -1,39 +1,43 @@
 """What a DDP module's communication hook keeps, and the way of DDP's buckets through it.
 
 DDP brings the buckets one by one, in the same order on all workers, while backward runs. Each gets its residual and
-goes to the engine; in the hook of the last one the averages, times S, replace the gradients in all of them. What this
-did is open until an optimizer steps on the gradient, and undone if none does (``lightning_sparse.ddp.settlement``).
+goes to the engine. In the hook of the last bucket the averages, times S, replace the gradients in all of them. The
+changes are pending until an optimizer steps on the gradients, and are rolled back if none does
+(``lightning_sparse.ddp.pending_gradients``).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
-from lightning_sparse.ddp.arrival import BucketLayouts
-from lightning_sparse.ddp.clipping import clip_gradient
-from lightning_sparse.ddp.learning_rates import LearningRates
-from lightning_sparse.ddp.notices import say_dropped
+from lightning_sparse.ddp.buckets import Averaged, DDPBucket, DDPBuckets
+from lightning_sparse.ddp.learning_rates import LastLearningRates
+from lightning_sparse.ddp.messages import say_dropped
 from lightning_sparse.ddp.options import ExchangeOptions
-from lightning_sparse.ddp.parameter_use import EveryParameterUsed, ParameterUse
-from lightning_sparse.ddp.regrouping import BucketLike
-from lightning_sparse.ddp.running_step import Averaged, RunningStep
-from lightning_sparse.ddp.settled_state import SettledState
-from lightning_sparse.ddp.settlement import Settlement
+from lightning_sparse.ddp.parameter_use import ParameterUse
+from lightning_sparse.ddp.pending_gradients import PendingGradients
 from lightning_sparse.engine import Engine, FlatBucket
+from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.memory_format import real_numel
-from lightning_sparse.engine.notices import warn_of_forgotten
-from lightning_sparse.engine.rehearsal import rehearse_steps
+from lightning_sparse.engine.messages import warn_of_forgotten
 from lightning_sparse.engine.saved_state import unsent_norm
 from lightning_sparse.engine.snapshot import Snapshot
-from lightning_sparse.engine.weak_call import weakly
-from lightning_sparse.exchange import Meeting, Workers
+from lightning_sparse.engine.warmup import warm_up_steps
+from lightning_sparse.engine.weak_method import weak_method
+from lightning_sparse.exchange import SaveBarrier, Workers
+from lightning_sparse.selection.bucket import clip_norm
 from lightning_sparse.sparsifiers import Sparsifier
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
 
-class SparseState(SettledState):
+
+class SparseState(Averager):
     """Everything that one worker keeps between steps; the state of the communication hook.
 
     Args:
@@ -42,19 +46,20 @@ class SparseState(SettledState):
         parameter_names: the name of every parameter that DDP may bring.
         group: DDP's process group.
         loss_scale: returns S of the running step as a tensor of one element, or None where losses are not scaled.
-        learning_rates: returns the learning rate of every optimized parameter in the running step; called only with
-            ``error_feedback="learning_rate"``.
+        optimizers: returns those that will step; called only with ``error_feedback="learning_rate"``.
         per_layer_stats: whether `StepStats` holds numbers of every layer.
         allows_unused_parameters: whether a backward may leave parameters out.
-        is_static_graph: whether DDP was told so.
+        is_static_graph: whether DDP has ``static_graph=True``.
 
     Attributes:
         residuals: what was not sent so far.
-        settlement: decides what of it is part of training.
-        meeting: where workers meet before one of them saves a checkpoint.
+        pending_gradients: decides which of its changes are part of training.
+        save_barrier: where workers wait for each other before rank 0 saves a checkpoint.
+        is_exchanging: whether a backward has begun to exchange gradients and has not ended, or was broken off.
     """
 
     kind = "gradients"
+    is_exchanging = False
     _advice_for_others = "give residuals.load_state_dict the mean of all files' residuals"
 
     def __init__(
@@ -65,7 +70,7 @@ class SparseState(SettledState):
         *,
         group: dist.ProcessGroup | None = None,
         loss_scale: Callable[[], Tensor | None] = lambda: None,
-        learning_rates: Callable[[], LearningRates] = dict,
+        optimizers: Callable[[], Sequence[Optimizer]] = list,
         per_layer_stats: bool = False,
         allows_unused_parameters: bool = False,
         is_static_graph: bool = False,
@@ -81,27 +86,32 @@ class SparseState(SettledState):
                 keeps_rest=options.error_feedback != "none",
                 holds_density=options.holds_density,
             ),
-            parameter_names,
-            sum(one.requires_grad for one in parameter_names) if is_static_graph else None,
+            parameter_names.values(),
         )
         self.options = options
-        self.settlement = Settlement(parameter_names, weakly(self._settle), weakly(self._undo))
         # As of now: a layer frozen later on stays in DDP.
-        self._parameters = {name: one for one, name in parameter_names.items() if one.requires_grad}
+        self._parameters = {name: weight for weight, name in parameter_names.items() if weight.requires_grad}
         self.residuals = ResidualMemory(self._parameters, forgets=options.error_feedback == "none")
-        self.meeting = Meeting(self.workers)
+        self.save_barrier = SaveBarrier(self.workers)
         self._loss_scale = loss_scale
-        self._learning_rates = learning_rates
-        self._has_said_undone = False
-        self._layouts = BucketLayouts(parameter_names)
-        self._use = ParameterUse(parameter_names) if allows_unused_parameters else EveryParameterUsed()
-        self._is_exchanging = self._is_moving = self._is_idle = False
-        self._step = RunningStep()
-        self.settlement.on_step.append(weakly(self._count_step))
+        self._optimizers = optimizers
+        self._has_said_dropped = False
+        self._rates = LastLearningRates(parameter_names)
+        self.pending_gradients = PendingGradients(parameter_names, [self.residuals, self._rates])
+        self._ddp_buckets = DDPBuckets(parameter_names, is_static_graph=is_static_graph)
+        self._use = ParameterUse(parameter_names, allows_unused=allows_unused_parameters)
+        self._is_moving = self._is_idle = False
+        self._scale: Tensor | None = None
+        self._buckets: list[FlatBucket] = []
+        self._unused: set[str] = set()
+        self._bucket_names: list[tuple[str, ...]] = []
+        self._note_numbers()
+        self.pending_gradients.on_step.append(weak_method(self._count_step))
+        self.pending_gradients.on_drop.append(weak_method(self._say_dropped))
 
-    def rehearse(self, *, is_scaled: bool) -> None:
-        """Builds the kernels that steps will need; see ``lightning_sparse.engine.rehearse_steps``."""
-        rehearse_steps(self._engine, self._parameters, is_scaled=is_scaled, has_unused=self._use.allows_unused)
+    def warm_up(self, *, is_scaled: bool) -> None:
+        """Builds the kernels that steps will need; see ``lightning_sparse.engine.warm_up_steps``."""
+        warm_up_steps(self._engine, self._parameters, is_scaled=is_scaled, has_unused=self._use.allows_unused)
 
     def close(self) -> None:
         """Takes off the model what this state put there, apart from the hook itself, which DDP cannot remove.
@@ -109,8 +119,8 @@ class SparseState(SettledState):
         No backward may follow.
         """
         self._engine.close()
-        self.settlement.close()
-        self.meeting.close()
+        self.pending_gradients.close()
+        self.save_barrier.close()
         self._use.close()
 
     @property
@@ -121,15 +131,15 @@ class SparseState(SettledState):
     @property
     def parameter_sizes(self) -> dict[str, int]:
         """By name, how many elements the parameter's residual has; a complex parameter's has two for each."""
-        return {name: real_numel(one) for name, one in self._parameters.items()}
+        return {name: real_numel(parameter) for name, parameter in self._parameters.items()}
 
     @property
     def is_certain(self) -> bool:
-        """Whether what is settled belongs to the weights as they are now.
+        """Whether what is committed belongs to the weights as they are now.
 
         Not in the middle of an optimizer's step. In the middle of a backward it does: that of the last whole step.
         """
-        return self.settlement.is_certain and not self._is_moving
+        return self.pending_gradients.is_certain and not self._is_moving
 
     def commit(self) -> None:
         """Makes all that backwards have exchanged so far part of training, as an optimizer's step does.
@@ -138,31 +148,28 @@ class SparseState(SettledState):
         an optimizer with copies of them): call it after each update. And for those that keep gradients aside, drop
         them and use them all the same: call it after each backward, before ``zero_grad``.
         """
-        self.settlement.settle_all()
-
-    @property
-    def is_exchanging(self) -> bool:
-        """Whether a backward has begun to exchange gradients and has not ended, or was broken off."""
-        return self._is_exchanging
+        self.pending_gradients.commit_all()
 
     @property
     def has_own_state(self) -> bool:
         """Whether any residual can differ from zero, as far as all workers know; within the first step none does."""
-        return self.settlement.progress > 0 or self.residuals.was_loaded or not self.is_certain
+        return self.pending_gradients.progress > 0 or self.residuals.was_loaded or not self.is_certain
 
     def reset(self) -> None:
         """Returns to the state before the first step: no residuals, no history, a calibration that begins anew."""
-        self.settlement.undo_all()
+        self.pending_gradients.roll_back_all()
         self.residuals.load_state_dict({})
         self._engine.reset()
         self._rates.load_state_dict({})
-        self._arrival.begin_anew()
+        self._ddp_buckets.regroup_as([])
         self._bucket_names = []
         self._note_numbers()
 
     def snapshot(self, workers: Workers | None = None) -> Snapshot:
         """Return the state as of the last optimizer step. Not collective."""
-        snapshot = self._settled_snapshot()
+        snapshot = self._engine.snapshot(self._numbers, self._exchange_history)
+        layout = [list(names) for names in self._layout]
+        snapshot.numbers |= {"layout": layout, "learning_rates": self._rates.state_dict()}
         # Of all parameters for a checkpoint: in the first step workers may have laid out different buckets already.
         residuals = self.residuals.layers() if workers is None else self.residuals.all_layers()
         snapshot.own["residual"] = dict(sorted(residuals.items()))
@@ -171,7 +178,11 @@ class SparseState(SettledState):
     def restore(self, snapshot: Snapshot) -> None:
         """Replace all state by a snapshot of another run, as far as it fits the model. Not collective."""
         self.reset()
-        self._restore_numbers(snapshot)
+        self._engine.restore(snapshot)
+        self._rates.load_state_dict(snapshot.numbers.get("learning_rates", {}))
+        if snapshot.history.get("exchange"):  # of as many workers: with others, the last bits of sums differ anyway
+            self._ddp_buckets.regroup_as(snapshot.numbers.get("layout", []))
+        self._note_numbers()
         residuals = snapshot.own.get("residual", {})
         if self.residuals.forgets:
             warn_of_forgotten(unsent_norm([residuals]))
@@ -181,74 +192,71 @@ class SparseState(SettledState):
     @property
     def progress(self) -> object:
         """Where training is, as optimizer steps have it."""
-        return self.settlement.progress
+        return self.pending_gradients.progress
 
     def obstacles(self) -> list[str]:
         """Return why residuals cannot be saved at this moment."""
         return [] if self.is_certain else ["the workers are in the middle of an optimizer's step"]
 
-    def receive(self, grad_bucket: BucketLike) -> Averaged:
+    def receive(self, grad_bucket: "GradBucket") -> Averaged:
         """Takes one of DDP's buckets through the step. Collective: every worker calls this for the same bucket."""
-        return self._arrival.receive(grad_bucket, self._receive)
-
-    def _receive(self, grad_bucket: BucketLike) -> Averaged:
-        """Takes a bucket through the step, or puts it aside where something must be known of all of them first."""
-        if grad_bucket.index() == 0:
+        ddp_bucket, future = self._ddp_buckets.read(grad_bucket)
+        if ddp_bucket.index == 0:
             self._begin_step()
-        self._is_moving = True
-        bucket = self._open(grad_bucket)
-        self._is_moving = False
-        future = self._step.put(bucket)
-        if self.options.local_clip_norm is None and not self._engine.needs_survey:
-            self._rates.rescale(bucket)
-            self._engine.add(bucket)
-        elif bucket.is_last:
-            self._send_all()
-        if bucket.is_last:
+        for ready in self._ddp_buckets.ready(ddp_bucket):
+            bucket = self._flat_bucket(ready)
+            self._buckets.append(bucket)
+            needs_all = self.options.local_clip_norm is not None or self._engine.needs_survey
+            if not needs_all:
+                self._add([bucket])
+            elif bucket.is_last:
+                self._add(self._buckets)
+        if ddp_bucket.is_last:
             self._end_step()
         return future
 
     def _begin_step(self) -> None:
-        if self._is_exchanging:  # an exception has broken off the last backward in its middle
-            self.settlement.undo_all()
+        if self.is_exchanging:  # an exception has broken off the last backward in its middle
+            self.pending_gradients.roll_back_all()
             self.residuals.abandon()
-            self._rates.undo_all()
-        self.settlement.begin_exchange()
-        # Not counted is what no optimizer has stepped on, as in a run that resumes. What is open differs by worker.
+        self.pending_gradients.begin_exchange()
+        # Exchanges without an optimizer step do not count, as in a run that resumes.
         self._engine.next_step = self._numbers["next_step"]
-        self._is_exchanging = True
+        self.is_exchanging = True
         self._use.forget_old()
         self._engine.begin()
-        self._step = RunningStep(self._loss_scale())
+        self._buckets, self._unused, self._scale = [], set(), self._loss_scale()
         if self.options.error_feedback == "learning_rate":
-            self._rates.begin(self._learning_rates())
+            self._rates.begin(self._optimizers())
 
-    def _open(self, grad_bucket: BucketLike) -> FlatBucket:
-        gradient = grad_bucket.buffer()
-        layout, is_new = self._layouts.of(grad_bucket)
-        if is_new:
+    def _flat_bucket(self, bucket: DDPBucket) -> FlatBucket:
+        """Return a bucket with its residual, and without gradients that this backward did not reach."""
+        layout, gradient = bucket.layout, bucket.gradient
+        if self._bucket_names[bucket.index : bucket.index + 1] != [layout.names]:
             self._engine.forget_sizes()
-        residual = self.residuals.bucket(grad_bucket.index(), layout, gradient)
+        self._is_moving = True
+        residual = self.residuals.bucket(bucket.index, layout, gradient)
+        self._is_moving = False
         if self._is_idle:  # the buffer holds zeros, and no gradients of before
             unused = {name: (start, end) for name, start, end in layout.spans()}
         else:
             unused = self._use.set_aside(layout, gradient)
-        self._step.unused.update(unused)
+        self._unused.update(unused)
         return FlatBucket(
-            grad_bucket.index(),
+            bucket.index,
             layout,
             gradient,
             residual,
-            grad_bucket.is_last(),
+            bucket.is_last,
             left_out=list(unused.values()),
-            loss_scale=self._step.loss_scale,
+            loss_scale=self._scale,
             notes=self._use.marks(layout, gradient.device),
         )
 
-    def _send_all(self) -> None:
-        buckets = self._step.buckets
+    def _add(self, buckets: Sequence[FlatBucket]) -> None:
+        """Hand buckets to the engine: a single one, or those of the whole step to clip or survey them."""
         if self.options.local_clip_norm is not None:
-            clip_gradient([one.gradient for one in buckets], self.options.local_clip_norm, self._step.loss_scale)
+            clip_norm(buckets, self.options.local_clip_norm)
         for bucket in buckets:
             self._rates.rescale(bucket)
         self._engine.survey(buckets)
@@ -256,26 +264,25 @@ class SparseState(SettledState):
             self._engine.add(bucket)
 
     def _end_step(self) -> None:
-        step = self._step
-        layouts = [bucket.layout for bucket in step.buckets]
+        buckets, self._buckets = self._buckets, []
+        layouts = [bucket.layout for bucket in buckets]
         used_by_any, with_old = self._use.end(layouts, self._engine.finish())
         more_bytes = 0
-        for bucket in step.buckets:
-            if step.loss_scale is not None:
-                bucket.average.mul_(step.loss_scale)
+        for bucket in buckets:
+            if self._scale is not None:
+                bucket.average.mul_(self._scale)
             more_bytes += self._use.add_old(self.workers, with_old, bucket.layout, bucket.average)
             if bucket.average is not bucket.gradient:
                 bucket.gradient.copy_(bucket.average)
             self._use.put_back(used_by_any, bucket.layout, bucket.gradient)
         self._use.forget_old()
         self._bucket_names = [layout.names for layout in layouts]
-        for bucket in step.buckets:
-            self.residuals.keep(bucket.index, step.unused)
-        self._rates.settle(step.unused - self.settlement.open_names)
-        self._is_exchanging = False
-        self.settlement.end_exchange(set().union(*self._bucket_names) - step.unused, used_by_any)
-        step.keep_promises()
-        self._step = RunningStep(step.loss_scale)  # lets go of the buckets
+        for bucket in buckets:
+            self.residuals.keep(bucket.index, self._unused)
+        self._rates.commit(self._unused - self.pending_gradients.names)
+        self.is_exchanging = False
+        self.pending_gradients.end_exchange(set().union(*self._bucket_names) - self._unused, used_by_any)
+        self._ddp_buckets.resolve_futures()
         # It counts once an optimizer steps on it, of which an idle worker will see nothing.
         self._engine.account(more_bytes=more_bytes, counts=self._is_idle)
 
@@ -288,15 +295,38 @@ class SparseState(SettledState):
         finally:
             self._is_idle = False
 
-    def _settle(self, names: set[str]) -> None:
-        self.residuals.settle(names)
-        self._rates.settle(names)
+    def _note_numbers(self) -> None:
+        """Keep what a checkpoint holds of the step that has just counted; a later backward may be rolled back."""
+        self._numbers: dict[str, Any] = self._engine.numbers()
+        self._exchange_history: dict[str, Any] = self._engine.exchange_history()
+        self._layout: list[tuple[str, ...]] = self._bucket_names
 
-    def _undo(self, names: set[str]) -> None:
-        self.residuals.undo(names)
-        self._rates.undo(names)
-        has_overflowed = self._step.loss_scale is not None and self.last_step is not None and self.last_step.non_finite
-        is_search = self.settlement.is_stepping  # LBFGS drops all gradients of a step but the last, also without us
-        if not (has_overflowed or self._has_said_undone or self._is_exchanging or is_search):
-            self._has_said_undone = True
+    def catch_up(self, *, knows: bool) -> None:
+        """Receive from a worker with batches to the end which of the last exchanges have trained. Collective.
+
+        Args:
+            knows: whether this worker had batches to the end.
+        """
+        own: Any = None
+        if knows:
+            running = self._engine.snapshot()
+            running.history["sparsifier"] = self._engine.sparsifier.state_dict(self._numbers["next_step"])
+            own = self._numbers, self._exchange_history, self._layout, running
+        received = self.workers.first_object(own)
+        if not knows:
+            last_step, epoch = self._engine.last_step, self._engine.epoch
+            self._numbers, self._exchange_history, self._layout, running = received
+            self._engine.restore(running)
+            self._engine.last_step, self._engine.epoch = last_step, epoch  # this worker took part in every exchange
+
+    def _count_step(self, names: set[str]) -> None:
+        self._engine.calibrator.confirm(names)
+        self._note_numbers()
+
+    def _say_dropped(self, names: set[str]) -> None:
+        has_overflowed = self._scale is not None and self.last_step is not None and self.last_step.non_finite
+        # LBFGS drops all gradients of a step but the last, also under plain DDP.
+        is_search = self.pending_gradients.is_stepping
+        if not (has_overflowed or self._has_said_dropped or self.is_exchanging or is_search):
+            self._has_said_dropped = True
             say_dropped(names)

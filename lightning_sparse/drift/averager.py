@@ -23,18 +23,25 @@ from torch.distributed.tensor import DTensor
 
 from lightning_sparse._version import __version__
 from lightning_sparse.drift.anchor import drifting
-from lightning_sparse.drift.bystanders import ignored_names
 from lightning_sparse.drift.drift_exchange import DriftExchange
 from lightning_sparse.drift.observed_steps import LOST_STEP, ObservedSteps
 from lightning_sparse.drift.options import DriftOptions
 from lightning_sparse.drift.outer_state import is_of_kind, kind_of, load_outer, outer_by_name
 from lightning_sparse.drift.shared_weights import SharedWeights
-from lightning_sparse.engine import Engine, EngineHolder, rehearse_steps
+from lightning_sparse.drift.untrained_tensors import ignored_names
+from lightning_sparse.engine import Averager, Engine, warm_up_steps
+from lightning_sparse.engine.averager import BROKEN_OFF
 from lightning_sparse.engine.grouping import as_real, kept_dtype, local, require_one_device
-from lightning_sparse.engine.holder import BROKEN_OFF
 from lightning_sparse.engine.parameter_bucket import sizes_by_name
 from lightning_sparse.engine.snapshot import Snapshot
-from lightning_sparse.exchange import Meeting, OwnGroup, Workers, current_device, parameter_settings, require_agreement
+from lightning_sparse.exchange import (
+    OwnGroup,
+    SaveBarrier,
+    Workers,
+    current_device,
+    parameter_settings,
+    require_agreement,
+)
 from lightning_sparse.exchange.replicas import summed
 from lightning_sparse.sparsifiers import Sparsifier
 
@@ -42,7 +49,7 @@ OUTER = "outer."
 """What the kinds of the outer optimizer's tensors begin with."""
 
 
-class SparseModelAverager(EngineHolder):
+class SparseModelAverager(Averager):
     """Local training with a sparse exchange, for a module that is *not* wrapped in DistributedDataParallel.
 
     Call `step` after every optimizer step, on all workers alike, also where a worker's own step was skipped.
@@ -123,12 +130,12 @@ class SparseModelAverager(EngineHolder):
                 ),
                 weights,
             )
-            self.meeting = Meeting(self.workers)
+            self.save_barrier = SaveBarrier(self.workers)
             ignored = ignored_names(module)
             held = [*module.named_parameters(), *module.named_buffers()]
             self.workers.broadcast([local(one) for name, one in held if name not in ignored])
         held_here = {name: local(one) for name, one in weights.items()}
-        rehearse_steps(self._engine, {name: one.new_empty(0, dtype=kept_dtype(one)) for name, one in held_here.items()})
+        warm_up_steps(self._engine, {name: one.new_empty(0, dtype=kept_dtype(one)) for name, one in held_here.items()})
         self._exchange = DriftExchange(module, self._engine, self.options, may_change=not self.is_sharded)
         self.shared = SharedWeights(module, self._exchange, self.workers)
         self.num_steps = 0
@@ -165,10 +172,10 @@ class SparseModelAverager(EngineHolder):
 
     def close(self) -> None:
         """Ends groups of the averager's own. With ``overlap=True`` call `flush` before it, on all workers."""
-        self._exchange.charge.close()
+        self._exchange.ownership.close()
         self.observed_steps.close()
         self._engine.close()
-        self.meeting.close()
+        self.save_barrier.close()
         self.own_group.close()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -180,7 +187,7 @@ class SparseModelAverager(EngineHolder):
             RuntimeError: the module has the mean of all workers' weights, and the step would be lost; or the averager
                 was closed, or another has been made for the same weights.
         """
-        self._exchange.charge.require()
+        self._exchange.ownership.require()
         if self.shared.is_shown:
             raise RuntimeError(LOST_STEP)
         self.observed_steps.averager_stepped()
@@ -229,7 +236,7 @@ class SparseModelAverager(EngineHolder):
         snapshot.numbers["outer"] = {"kind": kind_of(self._exchange.outer), "numbers": numbers}
         snapshot.shared = {"anchor": self._exchange.views(lambda bucket: bucket.anchor)}
         snapshot.shared |= {OUTER + key: parts for key, parts in tensors.items()}
-        held = self.shared.weights() | self._exchange.bystanders.changed(workers) | self.shared.own
+        held = self.shared.weights() | self._exchange.untrained.changed(workers) | self.shared.own
         parameters = self.parameters
         names = [name for name in parameters if name in held]
         if workers is not None:  # a frozen shard may have changed on another rank of the replica only

@@ -8,13 +8,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sparse.drift.anchor import AnchorBucket, drifting, lay_out
-from lightning_sparse.drift.bystanders import Bystanders, ignored_names
-from lightning_sparse.drift.charge import Charge
 from lightning_sparse.drift.options import DriftOptions
 from lightning_sparse.drift.outer_state import load_outer, outer_by_name
+from lightning_sparse.drift.untrained_tensors import UntrainedTensors, ignored_names
+from lightning_sparse.drift.weight_ownership import WeightOwnership
 from lightning_sparse.engine import Engine, FlatBucket
 from lightning_sparse.engine.grouping import as_real, local
-from lightning_sparse.engine.notices import say_new_layers
+from lightning_sparse.engine.messages import say_new_layers
 from lightning_sparse.selection.residual import Residual
 
 T = TypeVar("T")
@@ -32,8 +32,8 @@ class DriftExchange:
     Attributes:
         buckets: the anchored parameters.
         anchored: these parameters by name.
-        bystanders: what the module has beside them.
-        charge: the right to step on these parameters.
+        untrained: what the module has beside them.
+        ownership: the right to step on these parameters.
         is_changing: whether an exchange has begun to change weights and has not ended, or was broken off.
         largest_drift: the largest distance of any worker's weight from the anchor, just before the last exchange.
         of_whole_model: makes of that of these parameters the model's, where others hold other parts of it.
@@ -51,8 +51,8 @@ class DriftExchange:
         self._outer: torch.optim.Optimizer | None = None
         self._flight: list[FlatBucket] = []
         self._starts: list[Tensor] = []
-        self.bystanders = Bystanders(module)
-        self.charge = Charge()
+        self.untrained = UntrainedTensors(module)
+        self.ownership = WeightOwnership()
         self.take_in_new()
 
     @property
@@ -80,7 +80,7 @@ class DriftExchange:
             notes = _largest(bucket.drift)
             is_last = bucket is self.buckets[-1]
             if is_last:
-                notes = torch.cat([notes, self.bystanders.prints(only_buffers=True).to(notes.device)])
+                notes = torch.cat([notes, self.untrained.prints(only_buffers=True).to(notes.device)])
             self._flight.append(FlatBucket(bucket.index, bucket.layout, bucket.drift, residual, is_last, notes=notes))
             yield self._flight[-1]
 
@@ -99,13 +99,13 @@ class DriftExchange:
                 "The process group ended while drifts were on their way. Call flush() on every worker before "
                 "destroy_process_group()."
             )
-        self.charge.require()
+        self.ownership.require()
         self.is_changing = True
         flight, self._flight = self._flight, []
         starts, self._starts = self._starts, []
         notes = self._engine.finish()
         self.largest_drift = self.of_whole_model(max(float(one[:, 0].max()) for one in notes))
-        self.bystanders.average(self._engine.workers, notes[-1][:, 1:], only_buffers=True)
+        self.untrained.average(self._engine.workers, notes[-1][:, 1:], only_buffers=True)
         self._move_anchor([one.average for one in flight])
         for place, bucket in enumerate(self.buckets):
             if not starts:
@@ -196,7 +196,7 @@ class DriftExchange:
             if self.anchored:
                 say_new_layers(new.keys(), ())
             self._take_in(new)
-            self.bystanders.take_in_new()
+            self.untrained.take_in_new()
 
     def _follow_change(self, named: Mapping[str, Tensor], gone: list[str]) -> None:
         """Anchors the parameters of a module whose layers were replaced, added or removed. Collective.
@@ -228,7 +228,7 @@ class DriftExchange:
             outer.param_groups[:] = [{**options, "params": [bucket.anchor for bucket in self.buckets]}]
             load_outer(outer, self.buckets, {key: renamed(parts) for key, parts in tensors.items()}, renamed(numbers))
             self._outer = outer
-        self.bystanders.take_in_new()
+        self.untrained.take_in_new()
         self._engine.forget_sizes()
         say_new_layers(new.keys(), set(gone) - set(names_before.values()))
 
@@ -239,7 +239,7 @@ class DriftExchange:
         if self.anchored and not is_shared:
             self._engine.workers.average([local(one) for one in parameters.values()])
         self.anchored |= parameters
-        self.charge.take(parameters.values())
+        self.ownership.take(parameters.values())
         new = lay_out(parameters, len(self.buckets))
         self.buckets += new
         if self.options.outer_optimizer is not None:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.drift.shared_weights import SharedWeights
 from lightning_sparse.engine.optimizer_steps import Arguments, StepObserver, changes_weights
-from lightning_sparse.engine.weak_call import weakly
+from lightning_sparse.engine.weak_method import weak_method
 
 MOST_UNSEEN = 20
 """An optimizer's steps without a call before the warning."""
@@ -41,7 +41,9 @@ class ObservedSteps:
         self._module, self._shared, self._may_change = module, shared, may_change
         self._ledger = _StepLedger()
         self._ids = {id(parameter) for parameter in module.parameters()}
-        self._observer = StepObserver(weakly(self.holds_any_of), weakly(self._before), weakly(self._after))
+        self._observer = StepObserver(
+            weak_method(self.holds_any_of), weak_method(self._before), weak_method(self._after)
+        )
 
     def close(self) -> None:
         """Observes no more steps."""

@@ -8,15 +8,14 @@ from functools import partial
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_sparse.exchange import EXCHANGE_MODES, ExchangeMode, require_link
-from lightning_sparse.exchange.wire import VALUE_DTYPES, ValueDtype
+from lightning_sparse.engine.transport_options import TransportOptions
 from lightning_sparse.sparsifiers.protocol import is_number
 
 OuterOptimizer = Callable[[Iterable[Tensor]], Optimizer]
 
 
 @dataclass(frozen=True)
-class DriftOptions:
+class DriftOptions(TransportOptions):
     """How drifts are exchanged.
 
     Args:
@@ -42,11 +41,9 @@ class DriftOptions:
     drift_decay: float = 1.0
     outer_optimizer: OuterOptimizer | None = None
     overlap: bool = False
-    value_dtype: ValueDtype = "float32"
-    exchange: ExchangeMode = "auto"
-    link_gbit_s: float | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         every = self.every_n_steps
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"Invalid every_n_steps={every!r}. Must be a whole number of at least 1.")
@@ -65,12 +62,6 @@ class DriftOptions:
                 f"Invalid outer_optimizer={self.outer_optimizer!r}. Must be a function of parameters, such as "
                 "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)."
             )
-        require_link(self.link_gbit_s)
-        for name, allowed in (("value_dtype", VALUE_DTYPES), ("exchange", EXCHANGE_MODES)):
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"Invalid {name}={getattr(self, name)!r}. Must be one of {', '.join(map(repr, allowed))}."
-                )
 
     def settings(self) -> dict[str, object]:
         """Returns what must be the same on all workers, as plain values."""

@@ -149,15 +149,15 @@ class SharedWeights:
 
     def _averaged(self, workers: Workers) -> dict[str, Tensor]:
         """The module's tensors that are averaged where all are to have the same. Collective."""
-        # What has been unfrozen since the last exchange is a bystander until the next: looking changes nothing.
+        # What has been unfrozen since the last exchange is untrained until the next: looking changes nothing.
         self._exchange.land()
-        bystanders = self._exchange.bystanders
-        bystanders.take_in_new()
-        mine = bystanders.prints(only_buffers=False)
+        untrained = self._exchange.untrained
+        untrained.take_in_new()
+        mine = untrained.prints(only_buffers=False)
         prints = mine.new_zeros(workers.num_workers, mine.numel())
         if mine.numel():
             workers.all_gather(prints.view(-1), mine).wait()
-        return self.weights() | bystanders.differing(prints.cpu(), only_buffers=False)
+        return self.weights() | untrained.differing(prints.cpu(), only_buffers=False)
 
     def _held(self) -> dict[str, Tensor]:
         named = [*self._module.named_parameters(), *self._module.named_buffers()]

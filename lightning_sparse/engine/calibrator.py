@@ -1,4 +1,4 @@
-"""Calibration of a sparsifier's λ in a running training."""
+"""Sets a hard threshold's λ during training from the density that the user asked for."""
 
 from collections.abc import Collection, Mapping
 from math import isinf
@@ -13,17 +13,18 @@ from lightning_sparse.sparsifiers import HardThreshold, Sparsifier
 from lightning_sparse.sparsifiers.threshold_rules import ThresholdCalibration
 
 LATE = 3
-"""So many times the steps that calibration should have taken."""
+"""Calibration is late after this many times the steps it should take."""
 
 
 class Calibrator:
-    """Sets the λ of a hard threshold that was asked for by a density; for other sparsifiers does nothing.
+    """Finds λ of a ``HardThreshold`` with a density, and holds the density; does nothing for other sparsifiers.
 
     Args:
-        sparsifier: whose λ is set.
-        speaks: whether to say the result.
-        holds_density: whether λ is corrected from then on, so that the average volume meets the density.
-        keeps_rest: whether unsent values stay in the residual. If not, the residual says nothing of λ.
+        sparsifier: the sparsifier whose λ the calibrator sets.
+        speaks: whether to log the calibrated λ and to warn about a late calibration.
+        holds_density: whether to adjust λ after calibration, so that the average volume meets the density.
+        keeps_rest: whether unsent values stay in the residual. If not, the residual is always zero, and the calibrator
+            concludes nothing from it.
     """
 
     def __init__(self, sparsifier: Sparsifier, *, speaks: bool, holds_density: bool, keeps_rest: bool) -> None:
@@ -41,16 +42,16 @@ class Calibrator:
 
     @property
     def is_running(self) -> bool:
-        """Whether λ is not known yet, so that every step must measure ‖g‖²."""
+        """Whether calibration still runs, so that every step must measure ‖g‖²."""
         return self._running is not None
 
     @property
     def needs_layers(self) -> bool:
-        """Whether it must be shown the numbers of every layer."""
+        """Whether ``observe`` needs the numbers of every layer."""
         return self._of_layers is not None
 
     def begin(self) -> None:
-        """Forgets a calibrated λ and begins anew."""
+        """Discards a calibrated λ and starts a new calibration."""
         self._running = self._control = self._of_layers = self._open = None
         self._observed_steps = 0
         if self._sparsifier is not None and self._sparsifier.density is not None:
@@ -64,11 +65,11 @@ class Calibrator:
             )
 
     def set_threshold(self, threshold: float) -> None:
-        """Sets λ, in place of a calibration; where a density is held it is corrected from there.
+        """Sets λ and ends calibration; if the density is held, the calibrator adjusts λ from this value.
 
         Raises:
-            TypeError: the sparsifier is no hard threshold.
-            ValueError: a threshold that is negative, NaN or infinite.
+            TypeError: if the sparsifier is not a ``HardThreshold``.
+            ValueError: if the threshold is negative, NaN or infinite.
         """
         self._hard_threshold.fix_threshold(threshold)
         self._running = self._open = None
@@ -80,11 +81,12 @@ class Calibrator:
         return self._sparsifier
 
     def observe(self, stats: StepStats, before: StepStats | None) -> None:
-        """Adds the numbers of a step; fixes λ with the last that calibration needs, and corrects it after that.
+        """Uses the numbers of a step: for calibration until λ is fixed, after that to adjust λ.
 
         Args:
-            stats: of the step.
-            before: of the one before it. Where nothing has moved since (a learning rate of 0), λ stays.
+            stats: the numbers of the step.
+            before: the numbers of the previous step. If nothing was sent and no residual changed since (a learning rate
+                of 0), λ stays.
         """
         if self._sparsifier is None:
             return
@@ -121,9 +123,9 @@ class Calibrator:
             )
 
     def expect(self, stats: StepStats, before: StepStats | None) -> None:
-        """Takes the numbers of a step of which is not known yet whether it counts; see ``confirm``.
+        """Stores the numbers of a step that counts only once ``confirm`` is called.
 
-        The one before it, if nobody has confirmed it, does not. A calibration counts every step.
+        A previous step that was not confirmed does not count. Calibration counts every step.
         """
         self._open = None
         if self._running is not None:
@@ -132,19 +134,19 @@ class Calibrator:
             self._open = stats, before
 
     def confirm(self, names: Collection[str]) -> None:
-        """Told that the last step counts for these layers, as an optimizer has stepped on them: λ is corrected.
+        """Adjusts λ for the stored step, which counts for these layers: an optimizer has stepped on them.
 
-        Of each layer that step was told of, once.
+        A λ of its own is adjusted once per layer; a λ for all layers once per step.
         """
         if self._open is None or not names:
             return
         self._correct(*self._open, names)
         if self._of_layers is None:
-            self._open = None  # of one λ for all a step counts once
+            self._open = None  # a step counts once for the λ of all layers
 
     def _correct(self, stats: StepStats, before: StepStats | None, names: Collection[str] | None) -> None:
         sparsifier = self._sparsifier
-        # Of NaN and infinity all is sent, which says nothing of λ.
+        # NaN and infinity are sent at any λ, so such a step tells nothing about λ.
         if sparsifier is None or not sparsifier.threshold or stats.non_finite:
             return
         has_moved = stats.selected or before is None or stats.squared_error != before.squared_error
@@ -156,7 +158,7 @@ class Calibrator:
             sparsifier.fix_layers(self._of_layers.corrected(own, sparsifier.threshold_of, names))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns λ and the running calibration, each None where there is none."""
+        """Returns λ, the running calibration and the controller; None for each that does not exist."""
         return {
             "threshold": None if self._sparsifier is None else self._sparsifier.threshold,
             "calibration": None if self._running is None else self._running.state_dict(),
@@ -170,7 +172,7 @@ class Calibrator:
         return {"layers": {"thresholds": thresholds, "controls": self._of_layers.state_dict()}}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continues from the state of a calibrator whose sparsifier was set alike."""
+        """Continues from the state of a calibrator whose sparsifier has the same settings."""
         self._open = None
         if self._sparsifier is not None and saved["threshold"] is not None:
             self._sparsifier.fix_threshold(saved["threshold"])

@@ -1,13 +1,13 @@
-"""Keeping the average volume at the density that was asked for, once λ has been calibrated."""
+"""Holds the average volume at the density that the user asked for, after calibration."""
 
 from math import exp, log
 
 from torch import finfo, float32
 
 RECENT_STEPS = 10
-"""Over about so many steps the running density is averaged; at a pace of 1, as the next two."""
+"""The running density is averaged over about this many steps. This and the next two hold at a pace of 1."""
 HORIZON = 100
-"""In about so many steps what was sent too much or too little since calibration is made up for."""
+"""The controller makes up for a surplus or deficit since calibration in about this many steps."""
 GAIN = 0.04
 """λ changes by this share of the ratio, in logarithms. Density goes about with 1/λ², so gain and average make a loop of
 damping ratio 1 / sqrt(8 · GAIN · RECENT_STEPS) = 0.56."""
@@ -29,7 +29,7 @@ SMALLEST, LARGEST = finfo(float32).tiny, finfo(float32).max
 
 
 def pace_of(density: float) -> float:
-    """Returns how many times faster λ is corrected than where 1 % and less is asked for.
+    """Returns how many times faster λ changes than at densities of 1 % and less.
 
     Example:
         >>> [pace_of(density) for density in (0.001, 0.01, 0.03, 0.3)]
@@ -39,18 +39,17 @@ def pace_of(density: float) -> float:
 
 
 class DensityControl:
-    """Corrects λ slowly and alike on all workers, from densities that all of them saw.
+    """Adjusts λ slowly from densities that all workers saw, to the same value on all of them.
 
-    A proportional correction towards the density asked for, and towards making up for what was sent too much or too
-    little so far::
+    A proportional controller that aims at the density asked for, and makes up for a surplus or deficit so far::
 
         owed   = Σ (asked − seen)                          in steps at the density asked for
         aim    = asked · exp(owed · pace / HORIZON)        within a factor of four
         λ      ← λ · (recent / aim) ^ (GAIN · pace) · max(1, min(recent, seen) / (2 · asked)) ^ CATCHING_UP
 
     Args:
-        density: the share of coordinates to be sent on average, in (0, 1].
-        pace: how many times faster than at small densities; see ``pace_of``.
+        density: the share of coordinates to send on average, in (0, 1].
+        pace: how many times faster λ changes than at small densities; see ``pace_of``.
     """
 
     def __init__(self, density: float, pace: float) -> None:
@@ -64,7 +63,7 @@ class DensityControl:
 
         Args:
             threshold: λ of this step.
-            density: what was sent in it, in 0…1.
+            density: the density of this step, in 0…1.
             is_all: whether all values but zeros were sent. A smaller λ would have sent no more, so λ does not fall, and
                 the controller does not make up for this step.
         """
@@ -73,7 +72,7 @@ class DensityControl:
             self._recent += (seen - self._recent) * self._pace / RECENT_STEPS
             return threshold
         most = MOST_OWED * HORIZON / self._pace
-        self._owed = min(most, self._owed + 1 - seen)  # what could not be sent for long is not sent all at once
+        self._owed = min(most, self._owed + 1 - seen)  # bounded: a long deficit is not sent at once
         self._recent += (seen - self._recent) * self._pace / RECENT_STEPS
         aim = max(-MOST_OWED, min(MOST_OWED, self._owed * self._pace / HORIZON))
         off = log(self._recent) - aim if self._recent > 0 else -FURTHEST
@@ -83,7 +82,7 @@ class DensityControl:
         return max(SMALLEST, min(LARGEST, threshold * exp(change)))
 
     def state_dict(self) -> dict[str, float]:
-        """Returns what is known of the steps so far."""
+        """Returns the running density and the deficit, both relative to the density asked for."""
         return {"recent": self._recent, "owed": self._owed}
 
     def load_state_dict(self, state: dict[str, float]) -> None:

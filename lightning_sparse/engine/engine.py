@@ -25,14 +25,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sparse.engine.calibrator import Calibrator
-from lightning_sparse.engine.flat_bucket import FlatBucket
-from lightning_sparse.engine.notices import say_other_sparsifier
+from lightning_sparse.engine.messages import say_other_sparsifier
 from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.engine.step_stats import StepStats, step_stats
 from lightning_sparse.exchange import Buffers, Exchange, ExchangeMode, Workers
 from lightning_sparse.exchange.pending import LostWorkerError
 from lightning_sparse.exchange.wire import ValueDtype, Wire, require_wire, wire_of
-from lightning_sparse.selection.bucket_gradient import BucketGradient
+from lightning_sparse.selection.bucket import FlatBucket
 from lightning_sparse.selection.extraction import Extraction
 from lightning_sparse.selection.numbers import header_fields
 from lightning_sparse.sparsifiers import HardThreshold, Sparsifier, WholeStep
@@ -134,7 +133,7 @@ class Engine:
         """Whether λ is not known yet, so that everything is sent."""
         return self.calibrator.is_running if self._calibrates is None else self._calibrates
 
-    def understudy(self, exchange: Exchange, names: Sequence[str], *, calibrates: bool) -> "Engine":
+    def warmup_clone(self, exchange: Exchange, names: Sequence[str], *, calibrates: bool) -> "Engine":
         """Returns an engine that does the same with another exchange, and of whose steps nobody is told.
 
         Args:
@@ -142,16 +141,16 @@ class Engine:
             names: of layers that will have a λ of their own each, if any will.
             calibrates: whether λ is not known yet.
         """
-        double = copy.copy(self)
-        double._exchange, double._calibrates = exchange, calibrates
-        double._averages, double._buckets, double._headers = Buffers(), [], []
-        double.sparsifier = copy.deepcopy(self.sparsifier)
-        if isinstance(double.sparsifier, HardThreshold) and double.sparsifier.threshold is None and not calibrates:
-            double.sparsifier.fix_threshold(1.0)  # as good as the one that calibration will find
+        clone = copy.copy(self)
+        clone._exchange, clone._calibrates = exchange, calibrates
+        clone._averages, clone._buckets, clone._headers = Buffers(), [], []
+        clone.sparsifier = copy.deepcopy(self.sparsifier)
+        if isinstance(clone.sparsifier, HardThreshold) and clone.sparsifier.threshold is None and not calibrates:
+            clone.sparsifier.fix_threshold(1.0)  # as good as the one that calibration will find
             if self.calibrator.needs_layers:
-                double.sparsifier.fix_layers({name: 1.0 + place for place, name in enumerate(names)})
-        double._extraction = double._make_extraction()
-        return double
+                clone.sparsifier.fix_layers({name: 1.0 + place for place, name in enumerate(names)})
+        clone._extraction = clone._make_extraction()
+        return clone
 
     def forget_sizes(self) -> None:
         """Gives memory back that buckets of other sizes needed; also in the middle of a step."""
@@ -198,13 +197,8 @@ class Engine:
             bucket.average,
             is_last=bucket.is_last,
             is_full=self.is_calibrating,
-            shared=partial(self.sparsifier.shared_indices, layout, gradient.device),
         )
-        header = self._extraction.fill(
-            BucketGradient(layout, gradient, bucket.residual, bucket.left_out, bucket.loss_scale),
-            shipment,
-            measures_gradient=self.is_calibrating,
-        )
+        header = self._extraction.fill(bucket, shipment, measures_gradient=self.is_calibrating)
         if bucket.notes is not None:
             header = torch.cat([header, bucket.notes])
         self._exchange.start(shipment, header, is_last=bucket.is_last)

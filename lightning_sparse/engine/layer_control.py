@@ -1,4 +1,4 @@
-"""Keeping every layer's own volume at the density that was asked for, once λ has been calibrated."""
+"""Holds every layer at its density after calibration, by a λ per layer."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -7,11 +7,11 @@ from lightning_sparse.engine.density_control import DensityControl, pace_of
 from lightning_sparse.engine.step_stats import LayerStats
 
 MOST_FOR_ONE = 0.5
-"""The largest share of a layer that is asked for because a smaller one would be less than a coordinate."""
+"""The largest share that a small layer is held to because its density is less than one coordinate."""
 
 
 def share_of_layer(density: float, num_elements: int) -> float:
-    """Returns the share to which a layer of so many elements is held.
+    """Returns the share of a layer with this many elements that is sent on average.
 
     Example:
         >>> [share_of_layer(0.01, size) for size in (1, 10, 1000)]
@@ -27,17 +27,17 @@ class _Layer:
 
 
 class LayerControl:
-    """Corrects λ of every layer slowly and alike on all workers, from densities that all of them saw.
+    """Adjusts λ of every layer from densities that all workers saw, to the same values on all of them.
 
-    Each layer has a ``DensityControl`` of its own. A layer of fewer than 1 / density elements is held to one coordinate
-    a step, and to half of them at most: of one that is to be sent whole λ would fall for ever, as what was sent too
-    little could never be made up for. λ stays in a step in which a layer sent nothing and nothing in it moved: it was
+    Each layer has its own ``DensityControl``. A layer of fewer than 1 / density elements is held to one coordinate per
+    step, and to at most half of its coordinates: if it were to be sent whole, it could never make up for a step that
+    sent less, and λ would fall for ever. λ stays if a layer sent nothing and its residual did not change: the layer was
     not used.
 
     Args:
-        density: the share of each layer to be sent on average, in (0, 1].
-        keeps_rest: whether unsent values stay in the residual. If not, λ also falls while a layer is not used: a layer
-            that sent nothing looks the same whether its gradient was zero or below λ.
+        density: the share of each layer to send on average, in (0, 1].
+        keeps_rest: whether unsent values stay in the residual. If not, λ also falls while a layer is not used: the
+            numbers of a layer that sent nothing are the same whether its gradient was zero or below λ.
     """
 
     def __init__(self, density: float, *, keeps_rest: bool = True) -> None:
@@ -54,9 +54,9 @@ class LayerControl:
         """Returns λ of every layer for the next step.
 
         Args:
-            layers: the numbers of this step.
-            threshold_of: λ of a layer in this step.
-            names: of the layers for which this step counts; all others keep their λ. None is all.
+            layers: the numbers of this step by layer.
+            threshold_of: returns λ of a layer in this step.
+            names: the layers for which this step counts; all others keep their λ. None means all layers.
         """
         return {
             name: self._of(name, stats, threshold_of(name)) if names is None or name in names else threshold_of(name)
@@ -67,7 +67,7 @@ class LayerControl:
     def _of(self, name: str, stats: LayerStats, threshold: float) -> float:
         asked = share_of_layer(self.density, stats.num_elements)
         layer = self._layers.get(name)
-        if layer is None or layer.control.density != asked:  # it had another size when it was saved
+        if layer is None or layer.control.density != asked:  # the checkpoint's layer had another size
             layer = self._layers[name] = self._new(asked)
         has_moved = stats.selected or stats.squared_error != layer.squared_error
         layer.squared_error = stats.squared_error
@@ -77,11 +77,11 @@ class LayerControl:
         return layer.control.corrected(threshold, stats.density, is_all=is_all)
 
     def _new(self, asked: float, squared_error: float = -1.0) -> _Layer:
-        # At the pace of all: single coordinates that are to be sent in every second step would make λ jump.
+        # The pace follows from the common density: λ of a layer that sends one coordinate every second step would jump.
         return _Layer(DensityControl(asked, pace_of(self.density)), squared_error)
 
     def state_dict(self) -> dict[str, dict[str, float]]:
-        """Returns by layer what is known of the steps so far."""
+        """Returns the controller state of every layer."""
         return {
             name: layer.control.state_dict() | {"density": layer.control.density, "squared_error": layer.squared_error}
             for name, layer in self._layers.items()

@@ -24,12 +24,13 @@ class ResidualMemory:
                           │       │      │            views by name
         iteration 1   [ fc | conv2 ]  [ conv1 ]       copied layer by layer, once; the old tensors are freed
 
-    A backward must be undone if no optimizer ever steps on its gradient (``lightning_sparse.ddp.settlement``), so it
-    reads one tensor and writes the other, and what is *settled* stays as it was. A step turns the two round::
+    A backward must be rolled back if no optimizer ever steps on its gradient
+    (``lightning_sparse.ddp.pending_gradients``). So it reads one tensor and writes the other, and the *committed*
+    residual stays as it was. A step swaps the two::
 
-        backward      settled e ── + g, − out ──▶ open e'
-        step          open e' is what is settled now, and the next backward writes where e was
-        no step       e still is what is settled
+        backward      committed e ── + g, − out ──▶ pending e'
+        step          pending e' is what is committed now, and the next backward writes where e was
+        no step       e still is what is committed
 
     Layer by layer, since parameters of one bucket may have different optimizers; only where those disagree is anything
     copied. A further backward before the step goes on from e' in place.
@@ -53,7 +54,7 @@ class ResidualMemory:
     def bucket(self, index: int, layout: LayerLayout, gradient: Tensor) -> Residual:
         """Begins a backward of a bucket: returns its residual, each tensor of shape (layout.num_elements,).
 
-        The second is the memory itself: what is written into it becomes what is open once ``keep`` is called. A
+        The second is the memory itself: what is written into it becomes what is pending once ``keep`` is called. A
         parameter seen for the first time has a residual of zeros.
 
         Args:
@@ -62,39 +63,39 @@ class ResidualMemory:
             gradient: a tensor of the bucket's dtype and device.
         """
         held = self._buckets.get(index)
-        if held is None or held.layout != layout or held.settled.device != gradient.device:
+        if held is None or held.layout != layout or held.committed.device != gradient.device:
             held = self._buckets[index] = self._lay_out(layout, gradient)
         return held.begin()
 
     def keep(self, index: int, unused: Iterable[str] = ()) -> None:
-        """Ends a backward of a bucket: its new residuals are open, but for layers that it did not reach."""
+        """Ends a backward of a bucket: its new residuals are pending, but for layers that it did not reach."""
         self._buckets[index].keep(set(unused))
 
-    def settle(self, names: set[str]) -> None:
-        """Makes what is open for these parameters the settled residual."""
+    def commit(self, names: set[str]) -> None:
+        """Makes what is pending for these parameters the committed residual."""
         for bucket in self._held():
-            settled = bucket.open & names
-            bucket.open -= settled
-            bucket.in_other |= settled
+            committed = bucket.pending & names
+            bucket.pending -= committed
+            bucket.in_back_buffer |= committed
 
-    def undo(self, names: set[str]) -> None:
-        """Forgets what is open for these parameters."""
+    def roll_back(self, names: set[str]) -> None:
+        """Forgets what is pending for these parameters."""
         for bucket in self._held():
-            bucket.open -= names
+            bucket.pending -= names
 
     def abandon(self) -> None:
-        """Forgets everything open, also of a backward that was broken off in its middle."""
+        """Forgets everything pending, also of a backward that was broken off in its middle."""
         for bucket in self._held():
-            bucket.open.clear()
+            bucket.pending.clear()
             if self._forgets:
-                bucket.settled.zero_()
+                bucket.committed.zero_()
 
     def layers(self) -> Residuals:
-        """Returns every parameter's settled residual by name: flat, in the order of the parameter's indices.
+        """Returns every parameter's committed residual by name: flat, in the order of the parameter's indices.
 
         Where that is the order in memory too it is the memory itself, which later steps change.
         """
-        placed = {name: bucket.settled_part(name, *span) for name, (bucket, *span) in self._places.items()}
+        placed = {name: bucket.committed_part(name, *span) for name, (bucket, *span) in self._places.items()}
         return self._in_logical_order(self._loaded | placed)
 
     def all_layers(self) -> Residuals:
@@ -108,7 +109,7 @@ class ResidualMemory:
         return {name: residual.clone() for name, residual in self.layers().items()}
 
     def latest(self) -> Residuals:
-        """Returns what ``state_dict`` will return if optimizers step on all that is open now."""
+        """Returns what ``state_dict`` will return if optimizers step on all that is pending now."""
         placed = {name: bucket.latest_part(name, *span) for name, (bucket, *span) in self._places.items()}
         return {name: one.clone() for name, one in self._in_logical_order(self._loaded | placed).items()}
 
@@ -140,19 +141,19 @@ class ResidualMemory:
         self._buckets = {place: one for place, one in self._buckets.items() if one not in formers}
         for former in formers:
             former.shrink()
-        settled = torch.zeros(layout.num_elements, dtype=dtype, device=gradient.device)
-        bucket = _Bucket(layout, settled, settled if self._forgets else torch.zeros_like(settled))
+        committed = torch.zeros(layout.num_elements, dtype=dtype, device=gradient.device)
+        bucket = _Bucket(layout, committed, committed if self._forgets else torch.zeros_like(committed))
         for name, start, end in layout.spans():
             if name in self._loaded:
                 loaded = self._loaded.pop(name)
-                settled[start:end] = loaded
+                committed[start:end] = loaded
                 let_go(loaded)
             elif name in self._places:
                 former, *span = self._places[name]
-                settled[start:end] = former.settled_part(name, *span)
-                if name in former.open:
-                    bucket.other[start:end] = former.latest_part(name, *span)
-                    bucket.open.add(name)
+                committed[start:end] = former.committed_part(name, *span)
+                if name in former.pending:
+                    bucket.back_buffer[start:end] = former.latest_part(name, *span)
+                    bucket.pending.add(name)
             self._places[name] = (bucket, start, end)
         return bucket
 
@@ -165,55 +166,60 @@ class _Bucket:
 
     Args:
         layout: its layers.
-        settled: what is settled, but for layers that are ``in_other``.
-        other: what is open for the layers that are ``open``, and settled for those that are ``in_other``.
+        committed: what is committed, but for layers that are ``in_back_buffer``.
+        back_buffer: what is pending for the layers that are ``pending``, and committed for those that are
+            ``in_back_buffer``.
     """
 
-    def __init__(self, layout: LayerLayout, settled: Tensor, other: Tensor) -> None:
+    def __init__(self, layout: LayerLayout, committed: Tensor, back_buffer: Tensor) -> None:
         self.layout = layout
-        self.settled = settled
-        self.other = other
-        self.open: set[str] = set()
-        self.in_other: set[str] = set()
+        self.committed = committed
+        self.back_buffer = back_buffer
+        self.pending: set[str] = set()
+        self.in_back_buffer: set[str] = set()
 
     def shrink(self) -> None:
         """Gives back the tensor that holds nothing of worth, before another bucket takes the layers over."""
-        if self.settled is self.other or self.open or len(self.in_other) not in (0, len(self.layout.names)):
+        if (
+            self.committed is self.back_buffer
+            or self.pending
+            or len(self.in_back_buffer) not in (0, len(self.layout.names))
+        ):
             return
-        if self.in_other:
-            self.settled, self.other = self.other, self.settled
-            self.in_other.clear()
-        let_go(self.settled)
-        let_go(self.other)
-        self.other = self.other.new_empty(0)
+        if self.in_back_buffer:
+            self.committed, self.back_buffer = self.back_buffer, self.committed
+            self.in_back_buffer.clear()
+        let_go(self.committed)
+        let_go(self.back_buffer)
+        self.back_buffer = self.back_buffer.new_empty(0)
 
     def begin(self) -> Residual:
-        if self.settled is self.other:
-            return Residual(self.settled, self.settled)
-        if len(self.in_other) == len(self.layout.names):  # the usual step: nothing is copied
-            self.settled, self.other = self.other, self.settled
-            self.in_other.clear()
-        for name, start, end in self.layout.spans() if self.in_other else ():
-            if name in self.in_other:
-                self.settled[start:end] = self.other[start:end]
-        self.in_other.clear()
-        if not self.open:
-            return Residual(self.settled, self.other)
+        if self.committed is self.back_buffer:
+            return Residual(self.committed, self.committed)
+        if len(self.in_back_buffer) == len(self.layout.names):  # the usual step: nothing is copied
+            self.committed, self.back_buffer = self.back_buffer, self.committed
+            self.in_back_buffer.clear()
+        for name, start, end in self.layout.spans() if self.in_back_buffer else ():
+            if name in self.in_back_buffer:
+                self.committed[start:end] = self.back_buffer[start:end]
+        self.in_back_buffer.clear()
+        if not self.pending:
+            return Residual(self.committed, self.back_buffer)
         for name, start, end in self.layout.spans():
-            if name not in self.open:
-                self.other[start:end] = self.settled[start:end]
-        return Residual(self.other, self.other)
+            if name not in self.pending:
+                self.back_buffer[start:end] = self.committed[start:end]
+        return Residual(self.back_buffer, self.back_buffer)
 
     def keep(self, unused: set[str]) -> None:
-        if self.settled is self.other:
+        if self.committed is self.back_buffer:
             return
-        # Nothing was added to or sent of what was not reached: there is nothing to be undone, nor to wait for.
-        idle = (unused & set(self.layout.names)) - self.open
-        self.in_other = idle
-        self.open = set(self.layout.names) - idle
+        # Nothing was added to or sent of what was not reached: there is nothing to be rolled back, nor to wait for.
+        idle = (unused & set(self.layout.names)) - self.pending
+        self.in_back_buffer = idle
+        self.pending = set(self.layout.names) - idle
 
-    def settled_part(self, name: str, start: int, end: int) -> Tensor:
-        return (self.other if name in self.in_other else self.settled)[start:end]
+    def committed_part(self, name: str, start: int, end: int) -> Tensor:
+        return (self.back_buffer if name in self.in_back_buffer else self.committed)[start:end]
 
     def latest_part(self, name: str, start: int, end: int) -> Tensor:
-        return (self.other if name in self.in_other or name in self.open else self.settled)[start:end]
+        return (self.back_buffer if name in self.in_back_buffer or name in self.pending else self.committed)[start:end]

@@ -1,4 +1,4 @@
-"""The numbers of a step: what follows from the headers of all workers."""
+"""Statistics of a step, computed from the headers of all workers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -143,14 +143,14 @@ def layer_stats(numbers: Sequence[StepNumber], values: Sequence[Any], num_worker
     """Returns the numbers of a layer, with the density that follows from them.
 
     Args:
-        numbers: what the values are.
-        values: of the layer.
+        numbers: which numbers of the layer are given.
+        values: their values, in the same order.
         num_workers: n.
         others: further numbers by name.
     """
     of_layer = dict(zip((number.name for number in numbers), values, strict=True)) | others
-    num_sent_at_most = num_workers * of_layer["num_elements"]
-    density = of_layer["selected"] / num_sent_at_most if num_sent_at_most else 0.0
+    num_coordinates = num_workers * of_layer["num_elements"]
+    density = of_layer["selected"] / num_coordinates if num_coordinates else 0.0
     return LayerStats(density=density, **of_layer)
 
 

@@ -7,14 +7,13 @@ runs in whatever order the callbacks happen to run.)
 
 from lightning_sparse.exchange.agreement import current_device, parameter_settings, raised_together, require_agreement
 from lightning_sparse.exchange.buffers import Buffers, let_go, without_wait
-from lightning_sparse.exchange.cost_model import require_link
 from lightning_sparse.exchange.exchange import EXCHANGE_MODES, Exchange, ExchangeMode
-from lightning_sparse.exchange.in_process import Crew
-from lightning_sparse.exchange.meeting import Meeting
+from lightning_sparse.exchange.in_process import ThreadWorkers
 from lightning_sparse.exchange.own_group import OwnGroup
-from lightning_sparse.exchange.reduce_scatter import largest_slice, slice_bounds, slice_elements
-from lightning_sparse.exchange.shared import SharedShipment
-from lightning_sparse.exchange.shipment import LARGEST_SLICE, NUM_SELECTED, Shipment
+from lightning_sparse.exchange.routes.cost_model import require_link
+from lightning_sparse.exchange.routes.reduce_scatter import largest_slice, slice_bounds, slice_elements
+from lightning_sparse.exchange.routes.shipment import LARGEST_SLICE, NUM_SELECTED, Shipment
+from lightning_sparse.exchange.save_barrier import SaveBarrier
 from lightning_sparse.exchange.workers import Workers
 
 __all__ = [
@@ -22,13 +21,12 @@ __all__ = [
     "LARGEST_SLICE",
     "NUM_SELECTED",
     "Buffers",
-    "Crew",
     "Exchange",
     "ExchangeMode",
-    "Meeting",
     "OwnGroup",
-    "SharedShipment",
+    "SaveBarrier",
     "Shipment",
+    "ThreadWorkers",
     "Workers",
     "current_device",
     "largest_slice",

@@ -31,7 +31,7 @@ def require_agreement(settings: dict[str, Any], group: dist.ProcessGroup | None 
     gathered, differing = _compared(settings, group)
     if differing:
         lines = [
-            f"  {name}: " + ", ".join(f"rank {rank}: {one.get(name)!r}" for rank, one in enumerate(gathered))
+            f"  {name}: " + ", ".join(f"rank {rank}: {settings.get(name)!r}" for rank, settings in enumerate(gathered))
             for name in differing[:MOST_NAMED]
         ]
         if len(differing) > MOST_NAMED:
@@ -75,8 +75,8 @@ def differing(settings: dict[str, Any], group: dist.ProcessGroup | None = None) 
 def _compared(settings: dict[str, Any], group: dist.ProcessGroup | None) -> tuple[list[dict[str, Any]], list[str]]:
     gathered: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(gathered, settings, group=group)
-    names = sorted({name for one in gathered for name in one})
-    return gathered, [name for name in names if any(one.get(name) != gathered[0].get(name) for one in gathered)]
+    names = sorted({name for settings in gathered for name in settings})
+    return gathered, [name for name in names if any(other.get(name) != gathered[0].get(name) for other in gathered)]
 
 
 def parameter_settings(module: nn.Module) -> dict[str, Any]:

@@ -21,7 +21,7 @@ class Buffers:
     @property
     def nbytes(self) -> int:
         """Bytes that are held."""
-        return sum(one.nbytes for one in self._held.values())
+        return sum(held.nbytes for held in self._held.values())
 
     def forget(self) -> None:
         """Gives everything back, where sizes are no longer those of before. Who was given memory keeps it."""

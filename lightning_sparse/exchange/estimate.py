@@ -6,7 +6,7 @@ from math import ceil, inf
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from lightning_sparse.exchange.cost_model import Costs, Route, Speeds, speeds
+from lightning_sparse.exchange.routes.cost_model import Costs, Route, Speeds, speeds
 from lightning_sparse.exchange.wire import VALUE_DTYPES, ValueDtype, value_bytes
 from lightning_sparse.sparsifiers.protocol import is_number, require_density
 
@@ -113,7 +113,7 @@ def estimate(
         raise ValueError(f"Invalid {gbit_per_s=}. Must be above 0 and finite, in Gbit/s.")
     if isinstance(model, bool) or not isinstance(model, (int, nn.Module)):
         raise TypeError(f"Expected a module or the number of its parameters, got {model!r}.")
-    if isinstance(model, nn.Module) and any(isinstance(one, UninitializedParameter) for one in model.parameters()):
+    if isinstance(model, nn.Module) and any(isinstance(p, UninitializedParameter) for p in model.parameters()):
         raise ValueError("The model has layers that are not initialised. Run a batch through it first.")
     if compute_seconds is not None and (not is_number(compute_seconds) or not compute_seconds >= 0):
         raise ValueError(f"Invalid {compute_seconds=}. Must be at least 0, in seconds.")
@@ -126,7 +126,7 @@ def estimate(
     rates = speeds(gbit_per_s, on_gpu=on_gpu)
     dense, sparse = _seconds(num_elements, num_workers, density, value_bytes(value_dtype), rates, on_gpu)
     costs = Costs(num_workers, num_elements, value_bytes(value_dtype), 4)
-    route = min(sparse, key=lambda one: sparse[one])
+    route = min(sparse, key=lambda name: sparse[name])
     received = {
         "dense": costs.dense_bytes(),
         "gather": costs.gather_bytes(density * num_elements),

@@ -14,7 +14,7 @@ The headers of all buckets ride in the last bucket's payload. Only where that bu
 a small gather of their own follows.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -22,18 +22,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sparse.exchange.buffers import Buffers, HostCopy
-from lightning_sparse.exchange.convoy import Convoy, full_bytes
-from lightning_sparse.exchange.cost_model import Costs, Route, speeds
-from lightning_sparse.exchange.dense import DenseShipment, LocalShipment
-from lightning_sparse.exchange.dense_steps import DenseStepsShipment, dense_element_bytes
-from lightning_sparse.exchange.forecast import Forecast
-from lightning_sparse.exchange.gather import GatherShipment
 from lightning_sparse.exchange.gloo_threads import let_senders_finish
-from lightning_sparse.exchange.hierarchical import HierarchicalShipment, Nodes, find_nodes, is_one_node
 from lightning_sparse.exchange.payload import PayloadFormat
-from lightning_sparse.exchange.reduce_scatter import ReduceScatterShipment, slice_elements
-from lightning_sparse.exchange.shared import SharedShipment
-from lightning_sparse.exchange.shipment import LARGEST_SLICE, NUM_SELECTED, Shipment, Volume
+from lightning_sparse.exchange.routes.coalescer import PayloadCoalescer, full_bytes
+from lightning_sparse.exchange.routes.cost_model import Costs, Route, speeds
+from lightning_sparse.exchange.routes.dense import DenseShipment, DenseStepsShipment, LocalShipment, dense_element_bytes
+from lightning_sparse.exchange.routes.forecast import Forecast
+from lightning_sparse.exchange.routes.gather import GatherShipment
+from lightning_sparse.exchange.routes.hierarchical import HierarchicalShipment, Nodes, find_nodes, is_one_node
+from lightning_sparse.exchange.routes.reduce_scatter import ReduceScatterShipment, slice_elements
+from lightning_sparse.exchange.routes.shipment import LARGEST_SLICE, NUM_SELECTED, Shipment, Volume
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.exchange.workers import Workers
 
@@ -53,17 +51,17 @@ class Exchange:
             sums their slice, and the sums to all; ``"dense"`` all-reduces the selected values in a buffer of the
             bucket's size; ``"hierarchical"`` is dense inside a node and sparse between nodes; ``"auto"`` takes for each
             bucket and step the one of the first three that costs least
-            (``lightning_sparse.exchange.cost_model``), judged by what was selected the step before. A bucket
+            (``lightning_sparse.exchange.routes.cost_model``), judged by what was selected the step before. A bucket
             without a history, as in the first step, goes dense.
         group: the process group; None is the default group.
         link_gbit_s: the rate of a worker's link, by which ``"auto"`` judges, and how long payloads wait for each other
-            (``lightning_sparse.exchange.convoy``); None judges with caution.
-        workers: others than the group's, for a rehearsal.
+            (``lightning_sparse.exchange.routes.coalescer``); None judges with caution.
+        workers: others than the group's, for a warmup.
 
     Attributes:
         counts_slices: whether headers must tell the largest slice.
         has_shortcut: whether a worker that is alone takes what it selected for the average. Without, it goes through
-            the motions of the route: for rehearsals, and for benchmarks on a single GPU.
+            the motions of the route: for warmups, and for benchmarks on a single GPU.
     """
 
     has_shortcut: bool = True
@@ -85,7 +83,7 @@ class Exchange:
         if workers is None and self.workers.is_over_gloo:
             let_senders_finish()
         self._buffers = Buffers()
-        self._convoy = Convoy(self.workers, full_bytes(link_gbit_s))
+        self._coalescer = PayloadCoalescer(self.workers, full_bytes(link_gbit_s))
         self._selected: dict[tuple[int, int], Forecast] = {}
         self._slices: dict[tuple[int, int], Forecast] = {}
         self._unions: dict[tuple[int, int], Forecast] = {}
@@ -127,7 +125,7 @@ class Exchange:
             self._buffers.forget()  # what was under way still arrives in that memory
         self._shipments.clear()
         self._headers.clear()
-        self._convoy.disband()
+        self._coalescer.discard()
 
     def open(
         self,
@@ -139,7 +137,6 @@ class Exchange:
         *,
         is_last: bool,
         is_full: bool = False,
-        shared: Callable[[], Tensor | None] = lambda: None,
     ) -> Shipment:
         """Returns the bucket's shipment, for the caller to fill.
 
@@ -152,7 +149,6 @@ class Exchange:
             is_last: whether no bucket of this step comes after it.
             is_full: whether everything is sent for once, as in a calibration: densely then, as payloads of all
                 coordinates would take more memory and time, and no reason to forecast that of later steps.
-            shared: returns what all workers select alike, with ``"auto"`` exchanged by its values alone; or None.
         """
         key = (bucket, num_elements)
         fields = sum(header.numel() for header in self._headers) + header_fields if is_last else 0
@@ -170,20 +166,18 @@ class Exchange:
         is_empty = num_elements == 0  # parameters without elements: payloads of no bytes are no place for views
         if self._nodes is not None and not is_empty:
             return HierarchicalShipment(*common, nodes=self._nodes)
-        if self.mode == "auto" and not is_empty and (indices := shared()) is not None:
-            return SharedShipment(*common, indices=indices)
         if route == "dense" or is_full or is_empty:
             dense = (DenseStepsShipment if wire.is_stepped and not is_empty else DenseShipment)(*common)
             dense.is_typical = not is_full
             return dense
         if route == "gather":
-            return GatherShipment(*common, convoy=self._convoy, capacity=capacity, costs=may_go_dense)
+            return GatherShipment(*common, coalescer=self._coalescer, capacity=capacity, costs=may_go_dense)
         elements = slice_elements(num_elements, self.workers.num_workers)
         slices = self._slices.get(key) or Forecast(UNEVEN_SLICES * capacity // self.workers.num_workers)
         union = self._unions.get(key)
         return ReduceScatterShipment(
             *common,
-            convoy=self._convoy,
+            coalescer=self._coalescer,
             capacity=capacity,
             costs=may_go_dense,
             slice_capacity=slices.capacity(elements),
@@ -206,7 +200,7 @@ class Exchange:
             shipment.format.parts(shipment.payload).header.copy_(torch.cat(self._headers))
         shipment.start()
         if is_last:
-            self._convoy.depart()
+            self._coalescer.flush()
 
     def finish(self) -> tuple[list[Tensor], Volume]:
         """Completes the step: every ``out`` holds its average.
@@ -215,7 +209,7 @@ class Exchange:
             For each bucket all workers' headers in rank order: float64, shape (n, H), on the CPU; and what was sent.
         """
         shipments = self._shipments
-        local_sizes = [one for shipment in shipments if (one := shipment.prepare()) is not None]
+        local_sizes = [size for shipment in shipments if (size := shipment.prepare()) is not None]
         table, lengths = self._gather_headers(local_sizes)
         copy = HostCopy(table, self._buffers)
         for shipment in shipments:
@@ -224,7 +218,7 @@ class Exchange:
         columns: Iterator[list[int]] = iter(sizes.T.long().tolist())
         for shipment, header in zip(shipments, headers, strict=True):
             of_all = next(columns) if shipment.has_sizes else []
-            shipment.second(header, of_all)
+            shipment.send_overflow(header, of_all)
             self._remember(shipment, header, of_all)
         for shipment, header in zip(shipments, headers, strict=True):
             shipment.finish(header)
@@ -252,7 +246,7 @@ class Exchange:
         key = (shipment.bucket, shipment.format.num_elements)
         largest = header.amax(0)
         seen = [(self._selected, int(largest[NUM_SELECTED]))]
-        if self.counts_slices and not shipment.is_masked:
+        if self.counts_slices and shipment.payload is not None:
             seen.append((self._slices, int(largest[LARGEST_SLICE])))
         if isinstance(shipment, ReduceScatterShipment):
             seen.append((self._unions, max(sizes)))  # also where they were too large to fit: the next step has the room

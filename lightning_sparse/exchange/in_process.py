@@ -13,7 +13,7 @@ from lightning_sparse.exchange.pending import Pending
 from lightning_sparse.exchange.workers import Workers
 
 
-class Crew:
+class ThreadWorkers:
     """As many workers as asked for, each in a thread of its own, who meet in their collectives.
 
     Args:
@@ -34,7 +34,8 @@ class Crew:
         self._barrier.reset()
         futures = [self._threads.submit(self._call, function, worker.rank) for worker in self.workers]
         errors = [future.exception() for future in futures]
-        for error in sorted((one for one in errors if one), key=lambda one: isinstance(one, BrokenBarrierError)):
+        raised = [error for error in errors if error]
+        for error in sorted(raised, key=lambda error: isinstance(error, BrokenBarrierError)):
             raise error
         return [future.result() for future in futures]
 
@@ -63,29 +64,29 @@ class Crew:
 
 @dataclass(frozen=True)
 class _InProcess(Workers):
-    """One of a crew. Sums are in rank order, and the same bits for all."""
+    """A worker that is a thread. Sums are in rank order, and the same bits for all."""
 
-    crew: Crew = field(repr=False, compare=False)
+    threads: ThreadWorkers = field(repr=False, compare=False)
 
     def all_gather(self, out: Tensor, part: Tensor) -> Pending:
         places = out.view(self.num_workers, -1)
-        for place, one in zip(places, self.crew.swap(self.rank, part), strict=True):
-            place.copy_(one)
-        self.crew.taken()
+        for place, given in zip(places, self.threads.swap(self.rank, part), strict=True):
+            place.copy_(given)
+        self.threads.taken()
         return Pending([])
 
     def all_to_all(self, out: Tensor, parts: Tensor) -> Pending:
         places = out.view(self.num_workers, -1)
-        for place, one in zip(places, self.crew.swap(self.rank, parts), strict=True):
-            place.copy_(one.view(self.num_workers, -1)[self.rank])
-        self.crew.taken()
+        for place, given in zip(places, self.threads.swap(self.rank, parts), strict=True):
+            place.copy_(given.view(self.num_workers, -1)[self.rank])
+        self.threads.taken()
         return Pending([])
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         total = torch.zeros_like(tensor)
-        for one in self.crew.swap(self.rank, tensor):
-            total += one
-        self.crew.taken()
+        for given in self.threads.swap(self.rank, tensor):
+            total += given
+        self.threads.taken()
         tensor.copy_(total)
         return Pending([])
 

@@ -11,7 +11,6 @@ A payload has room for c coordinates, its capacity. The ends are always those of
 so the last one is k: where k < c the room after the first k is unused, where k > c only the first c are in the payload.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -142,28 +141,12 @@ class PayloadFormat:
         """
         _, ends, values, offsets = self.parts(payload)
         held = values.numel() if num_selected is None else min(num_selected, values.numel())
-        counts = _counts(ends.clamp(max=held))  # the ends are those of more than is held, perhaps
+        ends = ends.clamp(max=held)  # those of more than is held, perhaps
+        counts = ends.diff(prepend=ends.new_zeros(1))
         starts = _block_starts(self.num_blocks, payload.device).repeat_interleave(counts, output_size=held)
         return Selection(
             starts + offsets[:held].long().bitwise_and_(BLOCK_ELEMENTS - 1), self.wire.decoded(values[:held], dtype)
         )
-
-    def unpack_many(self, payloads: Sequence[Tensor], dtype: torch.dtype, nums_selected: Sequence[int]) -> Selection:
-        """Returns the coordinates of several payloads one after the other; not for a payload that could not hold all.
-
-        Args:
-            payloads: each as for ``unpack``.
-            dtype: dtype of the values returned.
-            nums_selected: k of each payload.
-        """
-        parts = [self.parts(payload) for payload in payloads]
-        counts = torch.cat([_counts(part.ends) for part in parts])
-        starts = _block_starts(self.num_blocks, counts.device).repeat(len(parts))
-        starts = starts.repeat_interleave(counts, output_size=sum(nums_selected))
-        offsets = torch.cat([part.offsets[:k] for part, k in zip(parts, nums_selected, strict=True)])
-        values = torch.cat([part.values[:k] for part, k in zip(parts, nums_selected, strict=True)])
-        indices = starts.add_(offsets.long().bitwise_and_(BLOCK_ELEMENTS - 1))
-        return Selection(indices, self.wire.decoded(values, dtype))
 
     def unpack_padded(self, payload: Tensor, dtype: torch.dtype) -> Selection:
         """Returns c coordinates without knowing k, and so without a wait for the device.
@@ -182,7 +165,3 @@ class PayloadFormat:
 @lru_cache(maxsize=256)
 def _block_starts(num_blocks: int, device: torch.device) -> Tensor:
     return torch.arange(num_blocks, device=device) * BLOCK_ELEMENTS
-
-
-def _counts(ends: Tensor) -> Tensor:
-    return ends.diff(prepend=ends.new_zeros(1))

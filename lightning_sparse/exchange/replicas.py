@@ -47,7 +47,7 @@ def _new_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) 
     dist.broadcast_object_list(seed)
     groups = []
     for dimension, name in enumerate(names):
-        line = ranks[tuple(slice(None) if one == dimension else at for one, at in enumerate(place))]
+        line = ranks[tuple(slice(None) if axis == dimension else at for axis, at in enumerate(place))]
         groups.append(new_group(None, line.tolist(), f"lightning_sparse/{seed[0]}/{name}"))
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
 

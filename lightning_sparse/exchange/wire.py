@@ -11,16 +11,12 @@ from torch import Tensor
 
 from lightning_sparse.sparsifiers import Sparsifier
 
-ValueDtype = Literal["float32", "bfloat16", "float16", "float8", "int16", "int8"]
-VALUE_DTYPES: tuple[ValueDtype, ...] = ("float32", "bfloat16", "float16", "float8", "int16", "int8")
+ValueDtype = Literal["float32", "bfloat16", "float16", "float8", "int8"]
+VALUE_DTYPES: tuple[ValueDtype, ...] = ("float32", "bfloat16", "float16", "float8", "int8")
 HALVES: dict[ValueDtype, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-STEPPED: dict[ValueDtype, torch.dtype] = {
-    "float8": torch.float8_e4m3fn,
-    "int16": torch.int16,
-    "int8": torch.int8,
-}
+STEPPED: dict[ValueDtype, torch.dtype] = {"float8": torch.float8_e4m3fn, "int8": torch.int8}
 MOST_STEPS = {torch.float8_e4m3fn: 448 * 512, torch.int16: 32_767, torch.int8: 127}
-"""The largest magnitude that travels, in steps."""
+"""The largest magnitude that travels, in steps. Only sums of int8 travel as int16 (``exchange/routes/dense.py``)."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +65,6 @@ class Wire:
     def limit(self) -> float:
         """The largest magnitude in the dtype."""
         return float(torch.iinfo(self.dtype).max) if self.is_whole else torch.finfo(self.dtype).max
-
-    def divisor(self, num_workers: int) -> int:
-        """Returns by what values are best divided before they are added: by 1 where their sum would be exact."""
-        return 1 if self.is_stepped else num_workers
 
     def rounded(self, values: Tensor) -> Tensor:
         """Returns what comes out at the other end, in the values' own dtype; the rest stays in the residual.

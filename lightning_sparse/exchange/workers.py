@@ -82,24 +82,24 @@ class Workers:
         """
         if self.num_workers == 1:
             return
-        for some in _messages([_as_real(one) for one in tensors]):
-            flat = torch.cat([one.flatten() for one in some])
+        for some in _messages([_as_real(tensor) for tensor in tensors]):
+            flat = torch.cat([tensor.flatten() for tensor in some])
             flat = flat if flat.dtype == torch.float64 else flat.float()
             with lost_worker(self._only_other):
                 dist.all_reduce(flat, group=self.group)
             flat.div_(self.num_workers)
-            for one, mean in zip(some, torch.split(flat, [one.numel() for one in some]), strict=True):
-                one.copy_(mean.view(one.shape))
+            for tensor, mean in zip(some, torch.split(flat, [tensor.numel() for tensor in some]), strict=True):
+                tensor.copy_(mean.view(tensor.shape))
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Replaces tensors by the first worker's. Collective."""
         if self.num_workers == 1:
             return
-        for some in _messages([_as_real(one) for one in tensors]):
-            flat = torch.cat([one.flatten() for one in some])
+        for some in _messages([_as_real(tensor) for tensor in tensors]):
+            flat = torch.cat([tensor.flatten() for tensor in some])
             dist.broadcast(flat, self._global_ranks[0], group=self.group)
-            for one, first in zip(some, torch.split(flat, [one.numel() for one in some]), strict=True):
-                one.copy_(first.view(one.shape))
+            for tensor, first in zip(some, torch.split(flat, [tensor.numel() for tensor in some]), strict=True):
+                tensor.copy_(first.view(tensor.shape))
 
     def broadcast_object(self, objects: list[Any]) -> None:
         """Replaces the list's content by the first worker's, on all. Collective."""
@@ -109,7 +109,7 @@ class Workers:
         """Returns the first worker's object that is not None, in rank order; the same on all. Collective."""
         gathered = [None] * self.num_workers
         dist.all_gather_object(gathered, own, group=self.group)
-        return next((one for one in gathered if one is not None), None)
+        return next((content for content in gathered if content is not None), None)
 
     def apart(self, name: str) -> "Workers":
         """Returns the same workers in a new group, with connections of its own. Collective.
@@ -279,7 +279,7 @@ def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Tensors that follow each other and go together: of one dtype, and of MESSAGE_BYTES at most if several."""
     some: list[Tensor] = []
     for tensor in tensors:
-        together = sum(one.nbytes for one in some) + tensor.nbytes
+        together = sum(held.nbytes for held in some) + tensor.nbytes
         if some and (tensor.dtype != some[0].dtype or together > MESSAGE_BYTES):
             yield some
             some = []

@@ -1,5 +1,5 @@
 """Kernels for GPUs, in Triton, and how they are launched. Whatever they do there is a plain way for as well."""
 
-from lightning_sparse.kernels.launching import is_available, launch, rehearse, tl
+from lightning_sparse.kernels.launching import is_available, launch, tl, warm_up
 
-__all__ = ["is_available", "launch", "rehearse", "tl"]
+__all__ = ["is_available", "launch", "tl", "warm_up"]

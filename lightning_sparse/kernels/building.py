@@ -102,7 +102,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def _clear_away(folder: Path) -> None:
-    for one in folder.glob(f"{PART}*"):
+    for leftover in folder.glob(f"{PART}*"):
         with suppress(OSError):
-            if one.stat().st_mtime < time.time() - FORGOTTEN:
-                shutil.rmtree(one)
+            if leftover.stat().st_mtime < time.time() - FORGOTTEN:
+                shutil.rmtree(leftover)

@@ -1,4 +1,4 @@
-"""The kernel that adds payloads up; what it is for is in ``exchange/fused_decode``."""
+"""The kernel that adds payloads up; what it is for is in ``exchange/routes/fused_decode``."""
 
 # The annotations of the kernels stay strings, so that the module can be imported without triton.
 from __future__ import annotations
@@ -11,7 +11,7 @@ __all__ = ["add_payloads"]
 
 @jit
 def add_payloads(
-    out: tl.tensor, quotients: tl.tensor, ends: tl.tensor, values: tl.tensor, offsets: tl.tensor, factor: tl.tensor,
+    out: tl.tensor, quotients: tl.tensor, ends: tl.tensor, values: tl.tensor, offsets: tl.tensor,
     num_workers: tl.tensor, capacity: tl.tensor, ends_row: tl.tensor, values_row: tl.tensor, offsets_row: tl.tensor,
     num_elements: tl.tensor, scale: tl.tensor, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -47,7 +47,7 @@ def add_payloads(
             for first in range(begin, end, TILE):
                 place = first + tl.arange(0, TILE)
                 total = tl.load(out + _offsets(row_offsets, place, end), mask=place < end, other=0.0)
-                tl.store(row_quotients + place, _quotient(total, num_workers, factor), mask=place < end)
+                tl.store(row_quotients + place, _quotient(total, num_workers), mask=place < end)
             row_ends += ends_row
             row_offsets += offsets_row
             row_quotients += capacity
@@ -78,10 +78,7 @@ def _offsets(offsets: tl.tensor, place: tl.tensor, end: tl.tensor) -> tl.tensor:
 
 
 @jit
-def _quotient(total: tl.tensor, num_workers: tl.tensor, factor: tl.tensor) -> tl.tensor:
+def _quotient(total: tl.tensor, num_workers: tl.tensor) -> tl.tensor:
     # In float64 a plain / rounds to nearest, in float32 it does not.
     divisor = tl.zeros_like(total) + num_workers.to(total.dtype)
-    quotient = total / divisor if total.dtype == tl.float64 else tl.div_rn(total, divisor)
-    if factor is not None:
-        quotient *= tl.load(factor).to(total.dtype)
-    return quotient
+    return total / divisor if total.dtype == tl.float64 else tl.div_rn(total, divisor)

@@ -17,7 +17,7 @@ try:
 except ImportError:  # PyTorch for CPUs comes without it
     triton = tl = None
 
-__all__ = ["is_available", "jit", "launch", "rehearse", "tl", "triton"]
+__all__ = ["is_available", "jit", "launch", "tl", "triton", "warm_up"]
 
 NUMBERS = {
     *("num_elements", "capacity", "programs", "num_layers", "num_slices", "num_workers", "divisor"),
@@ -55,7 +55,7 @@ def is_available(device: torch.device) -> bool:
     return triton is not None and device.type == "cuda" and device not in _given_up and _can_build(device)
 
 
-def rehearse(device: torch.device, play: Callable[[], None]) -> None:
+def warm_up(device: torch.device, run: Callable[[], None]) -> None:
     """Does once what launches all kernels that will be needed, before it counts; does nothing without kernels.
 
     Where one of them cannot be built none is used from then on, and this worker says so: the plain way gives the same
@@ -63,12 +63,12 @@ def rehearse(device: torch.device, play: Callable[[], None]) -> None:
 
     Args:
         device: where.
-        play: launches them, on memory that nobody needs.
+        run: launches them, on memory that nobody needs.
     """
     if not is_available(device):
         return
     try:
-        play()
+        run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     except Exception as error:  # whatever stops a compiler

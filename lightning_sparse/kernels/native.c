@@ -9,16 +9,22 @@
 
 #define BLOCK_SHIFT 16 /* of a payload: 65,536 elements */
 #define GROUP 64       /* elements that are looked at together */
-#define LANES 16
+#if defined(__AVX512F__)
+#define LANES 16 /* of the processor's own vectors: compilers take wider ones apart, some into single elements */
+#elif defined(__AVX2__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
 #define FOLD 4096      /* squares are summed up in float for so many */
 
 #pragma GCC diagnostic ignored "-Wpsabi" /* how they are handed over concerns only functions that are inlined */
 
-/* Vectors of LANES, which the compiler makes of whatever the processor has; loaded and stored at any place. */
+/* Vectors of LANES, as wide as those of the processor; loaded and stored at any place. */
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-enum wire { WIRE_FLOAT32, WIRE_BFLOAT16, WIRE_INT8, WIRE_INT16, WIRE_FLOAT8 };
+enum wire { WIRE_FLOAT32, WIRE_BFLOAT16, WIRE_FLOAT16, WIRE_FLOAT8, WIRE_INT8 }; /* int8: to add up alone */
 
 static uint16_t to_bfloat16(float p) {
     const float limit = 3.3895313892515355e38f; /* finite values stay finite */
@@ -37,23 +43,37 @@ static float of_bfloat16(uint16_t half) {
     return p;
 }
 
-/* The whole number of steps nearest to p, half to even, within the range; the lowest, beyond it, where p is not finite. */
-static int32_t to_whole(float p, float scale, int32_t limit) {
+/* The nearest float16, half to even; what is finite stays finite. */
+static uint16_t to_float16(float p) {
     const float magic = 12582912.0f; /* 1.5 * 2^23: what is added to it loses its fraction */
-    if (!isfinite(p)) return -limit - 1;
-    float steps = p * (1.0f / scale); /* a power of two: exact */
-    if (steps > (float)limit) return limit;
-    if (steps < -(float)limit) return -limit;
-    return (int32_t)((steps + magic) - magic);
+    float magnitude = fabsf(p);
+    uint32_t bits, code;
+    if (magnitude < 6.103515625e-5f) {
+        code = (uint32_t)((magnitude * 16777216.0f + magic) - magic);
+    } else if (isfinite(p)) {
+        if (magnitude > 65504.0f) magnitude = 65504.0f;
+        memcpy(&bits, &magnitude, sizeof bits);
+        code = ((bits + 0xFFF + ((bits >> 13) & 1)) >> 13) - (112 << 10);
+    } else {
+        code = p != p ? 0x7E00 : 0x7C00;
+    }
+    return (uint16_t)(code | (signbit(p) ? 0x8000 : 0));
 }
 
-static float of_whole(int32_t whole, float scale, int32_t limit) { return whole < -limit ? NAN : (float)whole * scale; }
+static float of_float16(uint16_t code) {
+    uint32_t magnitude = code & 0x7FFF, bits = (magnitude << 13) + (112u << 23);
+    float p;
+    memcpy(&p, &bits, sizeof p);
+    if (magnitude < 0x400) p = (float)magnitude / 16777216.0f;
+    if (magnitude >= 0x7C00) p = magnitude > 0x7C00 ? NAN : INFINITY;
+    return code & 0x8000 ? -p : p;
+}
 
 /* The nearest e4m3 of p / scale within its range, half to even; NaN where p is not finite. */
 static uint8_t to_float8(float p, float scale) {
     const float magic = 12582912.0f, limit = 448.0f;
     if (!isfinite(p)) return 0x7F;
-    float scaled = p * (1.0f / scale), magnitude = fabsf(scaled);
+    float scaled = p * (1.0f / scale), magnitude = fabsf(scaled); /* a power of two: exact */
     uint32_t bits, code;
     if (magnitude > limit) magnitude = limit;
     if (magnitude < 0.015625f) {
@@ -74,8 +94,6 @@ static float of_float8(uint8_t code, float scale) {
     return (code & 0x80 ? -p : p) * scale;
 }
 
-static int32_t limit_of(int32_t wire) { return wire == WIRE_INT8 ? INT8_MAX : INT16_MAX; }
-
 typedef struct {
     void *values;          /* capacity of them, as the wire has them */
     uint16_t *offsets;     /* likewise */
@@ -93,15 +111,42 @@ typedef struct {
 /* A value as it comes out at the other end. */
 static inline float rounded(float p, int32_t wire, float scale) {
     if (wire == WIRE_BFLOAT16) return of_bfloat16(to_bfloat16(p));
-    if (wire == WIRE_FLOAT32) return p;
+    if (wire == WIRE_FLOAT16) return of_float16(to_float16(p));
     if (wire == WIRE_FLOAT8) return of_float8(to_float8(p, scale), scale);
-    return of_whole(to_whole(p, scale, limit_of(wire)), scale, limit_of(wire));
+    return p;
 }
 
-/* What is left of a value that is sent; nothing of one that is not finite. */
-static float left_of(float p, const payload_t *out) {
-    float kept = out->wire == WIRE_FLOAT32 ? 0.0f : p - rounded(p, out->wire, out->scale);
-    return isfinite(kept) ? kept : 0.0f;
+/* All bits where abs(p) < threshold, which NaN is not. */
+static inline __attribute__((always_inline)) ints is_below(floats p, float threshold) { return (p < threshold) & (p > -threshold); }
+
+static inline __attribute__((always_inline)) int all(ints mask) {
+    int32_t found = -1;
+    for (int l = 0; l < LANES; l++) found &= mask[l];
+    return found;
+}
+
+/* The rule of a selected value: returns what comes out at the other end, and in kept what stays; nothing stays of a
+   value that is not finite. sent_and_kept in selection/residual.py (for tensors) and in kernels/threshold.py (for
+   Triton) are the same rule with the same bits. */
+static inline float sent_and_kept(float p, int32_t wire, float scale, float *kept) {
+    float sent = rounded(p, wire, scale), rest = p - sent;
+    *kept = isfinite(rest) ? rest : 0.0f;
+    return sent;
+}
+
+/* sent_and_kept of LANES values, of which those that are selected have a meaning: compilers do not make vectors of it. */
+static inline __attribute__((always_inline)) floats
+lanes_sent_and_kept(floats p, ints selected, int32_t wire, float scale, floats *kept) {
+    floats sent = p;
+    if (wire == WIRE_BFLOAT16) { /* all lanes: without a branch these are vectors */
+        for (int l = 0; l < LANES; l++) sent[l] = rounded(p[l], wire, scale);
+    } else if (wire != WIRE_FLOAT32 && !all(~selected)) {
+        for (int l = 0; l < LANES; l++)
+            if (selected[l]) sent[l] = rounded(p[l], wire, scale);
+    }
+    *kept = p - sent;
+    *kept = (floats)((ints)*kept & is_below(*kept, INFINITY));
+    return sent;
 }
 
 static int is_zero(const float *values, int64_t count) {
@@ -124,12 +169,12 @@ static void fold(floats *squares, const float *after, int64_t begin, int64_t end
         int64_t last = out->selected < out->capacity ? out->selected : out->capacity;
         sum = 0;
         for (int64_t j = begin; j < end; j++) {
-            double kept = after[j];
+            float kept = after[j];
             if (written < last && out->offsets[written] == (uint16_t)j)
                 written++;
             else if (!(fabsf(after[j]) < threshold))
-                kept = left_of(after[j], out);
-            sum += kept * kept;
+                sent_and_kept(after[j], out->wire, out->scale, &kept);
+            sum += (double)kept * kept;
         }
     }
     out->squares += sum;
@@ -141,25 +186,25 @@ static inline void put(float p, payload_t *out) {
         ((float *)out->values)[place] = p;
     else if (out->wire == WIRE_BFLOAT16)
         ((uint16_t *)out->values)[place] = to_bfloat16(p);
-    else if (out->wire == WIRE_INT8)
-        ((int8_t *)out->values)[place] = (int8_t)to_whole(p, out->scale, INT8_MAX);
-    else if (out->wire == WIRE_FLOAT8)
-        ((uint8_t *)out->values)[place] = to_float8(p, out->scale);
+    else if (out->wire == WIRE_FLOAT16)
+        ((uint16_t *)out->values)[place] = to_float16(p);
     else
-        ((int16_t *)out->values)[place] = (int16_t)to_whole(p, out->scale, INT16_MAX);
+        ((uint8_t *)out->values)[place] = to_float8(p, out->scale);
 }
 
 static inline float get(const void *values, int64_t place, int32_t wire, float scale) {
     if (wire == WIRE_FLOAT32) return ((const float *)values)[place];
     if (wire == WIRE_BFLOAT16) return of_bfloat16(((const uint16_t *)values)[place]);
-    if (wire == WIRE_INT8) return of_whole(((const int8_t *)values)[place], scale, INT8_MAX);
+    if (wire == WIRE_FLOAT16) return of_float16(((const uint16_t *)values)[place]);
     if (wire == WIRE_FLOAT8) return of_float8(((const uint8_t *)values)[place], scale);
-    return of_whole(((const int16_t *)values)[place], scale, INT16_MAX);
+    int8_t steps = ((const int8_t *)values)[place];
+    return steps == INT8_MIN ? NAN : (float)steps * scale; /* the lowest stands for what is not finite */
 }
 
 /* Sends one element as far as there is room; returns what is kept of it. */
 static inline float send(float p, int64_t place, payload_t *out, float *after) {
-    float kept = left_of(p, out);
+    float kept;
+    sent_and_kept(p, out->wire, out->scale, &kept);
     out->non_finite += !isfinite(p);
     if (out->selected < out->capacity) {
         put(p, out);
@@ -185,15 +230,6 @@ static void send_group(float *after, int64_t begin, const uint64_t *words, float
 static inline __attribute__((always_inline)) floats load(const float *place) { return *(const floats *)place; }
 
 static inline __attribute__((always_inline)) void store(float *place, floats values) { *(floats *)place = values; }
-
-/* All bits where abs(p) < threshold, which NaN is not. */
-static inline __attribute__((always_inline)) ints is_below(floats p, float threshold) { return (p < threshold) & (p > -threshold); }
-
-static inline __attribute__((always_inline)) int all(ints mask) {
-    int32_t found = -1;
-    for (int l = 0; l < LANES; l++) found &= mask[l];
-    return found;
-}
 
 static inline __attribute__((always_inline)) void
 walk(const float *before, float *after, float *gradient, float scale, int has_scale, int clears, int64_t start,
@@ -287,16 +323,10 @@ walk_masked(const float *before, float *after, const float *gradient, float scal
                 p[j] = before[begin + j] + (has_scale ? g / scale : g);
             }
         }
-        sent = p;
         ints below = is_below(p, threshold), finite = is_below(p, INFINITY);
-        if (wire == WIRE_BFLOAT16) {
-            for (int l = 0; l < LANES; l++) sent[l] = of_bfloat16(to_bfloat16(p[l]));
-        } else if (wire != WIRE_FLOAT32 && !all(below)) {
-            for (int l = 0; l < LANES; l++)
-                if (!below[l]) sent[l] = rounded(p[l], wire, out->scale);
-        }
-        kept = p - sent;
-        kept = (floats)(((ints)p & below) | ((ints)kept & ~below & is_below(kept, INFINITY)));
+        for (int64_t j = count; j < LANES; j++) below[j] = -1; /* beyond the end: 0 reaches a threshold of 0 */
+        sent = lanes_sent_and_kept(p, ~below, wire, out->scale, &kept);
+        kept = (floats)(((ints)p & below) | ((ints)kept & ~below));
         sent = (floats)((ints)sent & ~below) / divisor;
         squares += kept * kept;
         selected += ~below; /* each -1 */

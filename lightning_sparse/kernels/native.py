@@ -2,6 +2,7 @@
 
 A compiler is asked for once, when training is set up, and what it makes is tried before it is used. Where there is
 none, or ``LIGHTNING_SPARSE_NATIVE=0``, tensor operations do the same in several passes and come to the same bits.
+One thread does it: a pass takes hardly longer than adding two vectors, so that more threads gain little.
 """
 
 import ctypes
@@ -23,14 +24,12 @@ from lightning_sparse.kernels.building import build
 
 SOURCE = Path(__file__).with_name("native.c")
 _NAMES = ("take_out", "take_out_masked", "average")
-_WIRES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.int16: 3, torch.float8_e4m3fn: 4}
+_WIRES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3, torch.int8: 4}
 _VECTORS = {
     "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"],
     "AVX2": ["-mavx2", "-mfma"],
 }
 SUBNORMAL = 5e-324
-MOST_THREADS = 2
-"""With more threads than that tensor operations, which use all of them, are faster than one pass on one of them."""
 
 
 class _Payload(ctypes.Structure):
@@ -50,11 +49,10 @@ class _Payload(ctypes.Structure):
 
 
 def is_native(*tensors: Tensor, wire_dtype: torch.dtype) -> bool:
-    """Whether the functions here are there and take such tensors: float32 on a CPU, values other than float16."""
+    """Whether the functions here are there and take such tensors: float32 on a CPU."""
     return (
         wire_dtype in _WIRES
-        and all(one.device.type == "cpu" and one.dtype == torch.float32 for one in tensors)
-        and torch.get_num_threads() <= MOST_THREADS
+        and all(tensor.device.type == "cpu" and tensor.dtype == torch.float32 for tensor in tensors)
         and _library() is not None
         and _is_right()
     )
@@ -68,7 +66,7 @@ class NativeThreshold:
         after: where e' is formed, likewise; may be the same memory.
         gradient: g, likewise.
         loss_scale: S, one element; None is 1.
-        wire_dtype: float32, bfloat16, float8_e4m3fn, int8 or int16.
+        wire_dtype: float32, bfloat16, float16 or float8_e4m3fn.
         scale: by how much less than a value is what has that dtype, a power of two.
 
     Attributes:
@@ -108,7 +106,7 @@ class NativeThreshold:
     def write_to(self, ends: Tensor, values: Tensor, offsets: Tensor) -> None:
         """Makes a payload what ``take_out`` writes to: int32, the wire dtype, int16."""
         state = self._state
-        state.ends, state.values, state.offsets = (one.data_ptr() for one in (ends, values, offsets))
+        state.ends, state.values, state.offsets = (tensor.data_ptr() for tensor in (ends, values, offsets))
         state.capacity = values.numel()
         self._kept_alive += [ends, values, offsets]
 
@@ -126,14 +124,14 @@ class NativeThreshold:
         self._note_changes(self._tensors[1:] if clears_gradient else self._tensors[1:2])
 
     def take_out_masked(self, threshold: float, start: int, end: int, out: Tensor, divisor: int) -> None:
-        """Writes into out what reaches λ > 0, divided, with zeros between; out may be the gradient."""
+        """Writes into out what reaches λ, divided, with zeros between; out may be the gradient."""
         span = (ctypes.c_int64(start), ctypes.c_int64(end), ctypes.c_float(threshold), ctypes.byref(self._state))
         _functions().take_out_masked(*self._inputs, _pointer(out), ctypes.c_float(divisor), *span)
         self._note_changes((self._tensors[1], out))
 
     def _note_changes(self, tensors: tuple[Tensor, ...]) -> None:
-        for one in tensors:
-            torch.autograd.graph.increment_version(one)
+        for tensor in tensors:
+            torch.autograd.graph.increment_version(tensor)
 
 
 def average(

@@ -88,8 +88,8 @@ def _walk_words(
     # A comparison with NaN is false, so "not below" selects NaN as well.
     selected = ~(tl.abs(p) < threshold) & inside
     ones = selected.to(tl.int32)
-    sent = of_wire(_to_wire(p, scale, WIRE, LIMIT), scale, p.dtype)
-    kept = tl.where(selected, _rest(p, sent), p)
+    _, sent, kept = sent_and_kept(p, scale, WIRE, LIMIT)
+    kept = tl.where(selected, kept, p)
     if out is None:
         tl.store(residual + begin + at, p, mask=inside)  # what finds no room in the payload stays
     else:
@@ -210,10 +210,10 @@ def pack_block(
         at = word * 32 + _bit_count((marks ^ without_lowest) - 1)
         fits = marked & (place < room)
         p = tl.load(residual + begin + at, mask=fits, other=0.0)
-        sent = _to_wire(p, scale, values.dtype.element_ty, LIMIT)
-        tl.store(values + earlier + place, sent, mask=fits)
+        encoded, _, kept = sent_and_kept(p, scale, values.dtype.element_ty, LIMIT)
+        tl.store(values + earlier + place, encoded, mask=fits)
         tl.store(offsets + earlier + place, (first_offset + at).to(tl.int16), mask=fits)
-        tl.store(residual + begin + at, _rest(p, of_wire(sent, scale, p.dtype)), mask=fits)
+        tl.store(residual + begin + at, kept, mask=fits)
         marks = without_lowest
         place += 1
 
@@ -242,12 +242,7 @@ def _is_finite(values: tl.tensor) -> tl.tensor:
 def _to_wire(p: tl.tensor, scale: tl.tensor, WIRE: tl.constexpr, LIMIT: tl.constexpr) -> tl.tensor:
     # As Wire.rounded and Wire.encoded; uint8 is a float8.
     sent = p
-    if tl.int8 == WIRE or tl.int16 == WIRE:
-        steps = tl.minimum(tl.maximum(_divide(p, scale), -LIMIT), LIMIT)
-        # 1.5 times the power of two from which on a number of this dtype has no fraction: half to even.
-        magic = 12582912.0 if p.dtype == tl.float32 else 6755399441055744.0
-        sent = tl.where(_is_finite(p), (steps + magic) - magic, -LIMIT - 1).to(WIRE)
-    elif tl.uint8 == WIRE:
+    if tl.uint8 == WIRE:
         scaled = tl.minimum(tl.maximum(_divide(p, scale), -LIMIT), LIMIT)
         sent = tl.where(_is_finite(p), _to_float8(scaled.to(tl.float32)), 0x7F).to(WIRE)
     elif p.dtype != WIRE:
@@ -263,7 +258,8 @@ def _to_float8(p: tl.tensor) -> tl.tensor:
     bits = p.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    steps = (tl.abs(p) * 512.0 + 12582912.0) - 12582912.0  # half to even, as above
+    # 1.5 times the power of two from which on a number of this dtype has no fraction: half to even.
+    steps = (tl.abs(p) * 512.0 + 12582912.0) - 12582912.0
     code = tl.where(tl.abs(p) < 0.015625, steps.to(tl.int32), normal)
     return code | ((bits >> 24) & 0x80)
 
@@ -274,8 +270,6 @@ def of_wire(sent: tl.tensor, scale: tl.tensor, dtype: tl.constexpr) -> tl.tensor
     value = sent.to(dtype)
     if sent.dtype == tl.int8:
         value = tl.where(sent == -128, float("nan"), value * scale)
-    elif sent.dtype == tl.int16:
-        value = tl.where(sent == -32768, float("nan"), value * scale)
     elif sent.dtype == tl.uint8:
         code = sent.to(tl.int32)
         magnitude = code & 0x7F
@@ -287,7 +281,13 @@ def of_wire(sent: tl.tensor, scale: tl.tensor, dtype: tl.constexpr) -> tl.tensor
 
 
 @jit
-def _rest(p: tl.tensor, sent: tl.tensor) -> tl.tensor:
-    # As keep_rest: 0 where the difference is not finite.
-    rest = p - sent
-    return tl.where(_is_finite(rest), rest, 0.0)
+def sent_and_kept(p: tl.tensor, scale: tl.tensor, WIRE: tl.constexpr, LIMIT: tl.constexpr) -> tl.tensor:
+    """Returns what a selected value is in the payload and at the other end, and what is kept of it.
+
+    The rule of a selected value, for Triton. ``sent_and_kept`` in ``selection/residual.py`` and in ``native.c`` are the
+    same rule with the same bits.
+    """
+    encoded = _to_wire(p, scale, WIRE, LIMIT)
+    sent = of_wire(encoded, scale, p.dtype)
+    kept = p - sent
+    return encoded, sent, tl.where(_is_finite(kept), kept, 0.0)

@@ -1,7 +1,7 @@
 """The hard-threshold step of one bucket in three GPU kernels, without a wait for the device.
 
-The same bits as ``compensate``, ``HardThreshold.select``, ``Wire.rounded``, ``keep_rest`` and ``PayloadFormat.fill``
-one after the other, with nearly all memory traffic in one pass: 12 bytes an element where the gradient is float32, 10
+The same bits as ``compensate``, ``HardThreshold.select``, ``keep_rest`` and ``PayloadFormat.fill`` one after the other,
+with nearly all memory traffic in one pass: 12 bytes an element where the gradient is float32, 10
 where it is bfloat16, 4 or 2 more where the gradient is cleared for the average, and some 100 bytes for each coordinate
 of a sparse selection.
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_sparse.exchange import Shipment
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS
-from lightning_sparse.selection.residual import Residual
+from lightning_sparse.selection.residual import Residual, sent_and_kept
 from lightning_sparse.sparsifiers import Selection
 
 
@@ -21,11 +21,11 @@ def take_out_marked(residual: Residual, marks: Tensor, values: Tensor, shipment:
         shipment: where what is sent goes.
     """
     after = residual.after
-    sent = torch.where(marks, shipment.format.wire.rounded(values), 0)
-    after.sub_(sent)
-    after.masked_fill_(after.isfinite().logical_not_().logical_and_(marks), 0)  # as keep_rest
+    sent, kept = sent_and_kept(after, values, shipment.format.wire)
+    sent = torch.where(marks, sent, 0)  # a copy: what is sent may be p itself, which becomes e'
+    torch.where(marks, kept, after, out=after)
     if shipment.payload is None:
-        shipment.out.copy_(sent)
+        torch.div(sent, shipment.divisor, out=shipment.out)
         return
     capacity = shipment.format.capacity(shipment.payload.numel())
     indices = torch.empty(0, dtype=torch.int64, device=after.device)

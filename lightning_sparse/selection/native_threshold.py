@@ -9,21 +9,14 @@ from collections.abc import Sequence
 import torch
 
 from lightning_sparse.exchange import Shipment, slice_elements
-from lightning_sparse.kernels.native import NativeThreshold, is_native
-from lightning_sparse.selection.bucket_gradient import BucketGradient
+from lightning_sparse.kernels.native import NativeThreshold
+from lightning_sparse.selection.bucket import FlatBucket
 from lightning_sparse.selection.numbers import LocalNumbers
 from lightning_sparse.sparsifiers import ThresholdRun
 
 
-def goes_native(bucket: BucketGradient, shipment: Shipment, runs: Sequence[ThresholdRun]) -> bool:
-    """Whether ``take_out_natively`` can do it, and there is no shorter way, as where everything is sent densely."""
-    if not is_native(*bucket.residual, bucket.gradient, wire_dtype=shipment.format.wire.dtype):
-        return False
-    return shipment.payload is not None or all(run.threshold > 0 for run in runs)
-
-
 def take_out_natively(
-    bucket: BucketGradient, shipment: Shipment, runs: Sequence[ThresholdRun], num_slices: int, *, per_layer: bool
+    bucket: FlatBucket, shipment: Shipment, runs: Sequence[ThresholdRun], num_slices: int, *, per_layer: bool
 ) -> LocalNumbers:
     """Forms p, writes what is sent into the shipment and leaves e' in the residual.
 
@@ -39,10 +32,7 @@ def take_out_natively(
     wire = shipment.format.wire
     taken = NativeThreshold(*bucket.residual, bucket.gradient, bucket.loss_scale, wire.dtype, wire.scale)
     slices = None
-    if shipment.payload is None:
-        divisor = wire.divisor(shipment.workers.num_workers)
-        shipment.is_divided = divisor > 1
-    else:
+    if shipment.payload is not None:
         shipment.is_cleared = shipment.out is bucket.gradient
         _, ends, values, offsets = shipment.format.parts(shipment.payload)
         taken.write_to(ends, values, offsets)
@@ -51,7 +41,7 @@ def take_out_natively(
     counts, errors = [0], []
     for threshold, start, end in runs:
         if shipment.payload is None:
-            taken.take_out_masked(threshold, start, end, shipment.out, divisor)
+            taken.take_out_masked(threshold, start, end, shipment.out, shipment.divisor)
         else:
             taken.take_out(threshold, start, end, clears_gradient=shipment.is_cleared)
         counts.append(taken.selected)

@@ -23,7 +23,7 @@ class StepNumber:
         name: its field in `StepStats`; in ``LocalNumbers`` as well if a header holds it.
         is_count: whether it is a whole number.
         in_header: whether every bucket's header holds it. Headers keep the order of the table.
-        per_layer: whether `LayerStats` holds it for every layer, and the header as well if it holds the number.
+        per_layer: whether ``LayerStats`` holds it for every layer, and the header as well if it holds the number.
         workers: the rule over the headers of all workers. ``"mean"`` is the mean of the workers' sums over buckets.
             None for what no header holds, and for what only the exchange reads.
         shards: the rule over the ranks of one replica; None if all of them have the same number.

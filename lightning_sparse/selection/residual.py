@@ -6,7 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sparse.sparsifiers import LayerLayout
+from lightning_sparse.exchange.wire import Wire
+from lightning_sparse.sparsifiers import LayerLayout, Selection
 
 
 class Residual(NamedTuple):
@@ -29,30 +30,38 @@ def compensate(residual: Residual, gradient: Tensor, loss_scale: Tensor | None =
         gradient: g of the same bucket in any floating dtype, shape (m,). Not modified.
         loss_scale: S, one element on the same device; None is 1.
     """
-    return compensated(residual, gradient, loss_scale, out=residual.after)
-
-
-def compensated(
-    residual: Residual, gradient: Tensor, loss_scale: Tensor | None = None, *, out: Tensor | None = None
-) -> Tensor:
-    """Returns the compensated gradient as ``compensate``, in other memory: by default in its own."""
     unscaled = gradient if loss_scale is None else gradient.to(residual.before.dtype) / loss_scale
-    return torch.add(residual.before, unscaled, out=out)
+    return torch.add(residual.before, unscaled, out=residual.after)
 
 
-def keep_rest(compensated: Tensor, indices: Tensor, sent: Tensor) -> Tensor:
-    """Returns the residual e' = p − out, formed in the compensated gradient's memory.
+def sent_and_kept(compensated: Tensor, values: Tensor, wire: Wire) -> tuple[Tensor, Tensor]:
+    """Returns what selected coordinates send and what they keep: out and e' = p − out, shapes (k,).
 
-    Where a non-finite value was sent the residual restarts from 0: infinity minus infinity is no number to keep.
+    The rule of a selected value, for tensors. ``sent_and_kept`` in ``kernels/native.c`` and in ``kernels/threshold.py``
+    are the same rule with the same bits. Where a value is not finite the residual restarts from 0: infinity minus
+    infinity is no number to keep.
+
+    Args:
+        compensated: p at the selected coordinates, float32 or float64, shape (k,).
+        values: what the sparsifier sends for p, before it is rounded for the wire: p itself or a rounding of p.
+        wire: how values travel.
+    """
+    sent = wire.rounded(values)
+    kept = compensated - sent
+    return sent, torch.where(kept.isfinite(), kept, 0)
+
+
+def keep_rest(compensated: Tensor, selected: Selection, wire: Wire) -> Selection:
+    """Returns what is sent, and forms the residual e' = p − out in the compensated gradient's memory.
 
     Args:
         compensated: p, shape (m,). Becomes e'.
-        indices: int64, shape (k,), unique: the selected coordinates.
-        sent: out at those places, shape (k,), the compensated gradient's dtype.
+        selected: int64 indices, unique, and what to send for p at those places, shapes (k,).
+        wire: how values travel.
     """
-    rest = compensated.index_select(0, indices) - sent
-    compensated[indices] = torch.where(rest.isfinite(), rest, torch.zeros_like(rest))
-    return compensated
+    sent, kept = sent_and_kept(compensated.index_select(0, selected.indices), selected.values, wire)
+    compensated[selected.indices] = kept
+    return Selection(selected.indices, sent)
 
 
 def rescale(residual: Tensor, layout: LayerLayout, factors: Mapping[str, float]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The numbers of a step of all shards together."""
+"""Statistics of a step over all shards of a replica."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,16 +16,16 @@ OF_LAYER = [number for number in OF_STEP if number.per_layer]
 
 
 def of_all_shards(own: StepStats, names: Sequence[str], workers: Workers, device: torch.device) -> StepStats:
-    """Returns the numbers of the whole model from those of each rank's shards. Collective: the ranks of a replica.
+    """Returns the statistics of the whole model. Collective: every rank of the replica calls this.
 
-    Bytes are those of a replica: what all of its ranks handed to collectives between replicas. A parameter that ranks
-    hold copies of, as under tensor parallelism, counts as often.
+    Bytes count what all ranks of the replica handed to collectives between replicas. A parameter of which several ranks
+    hold copies, as under tensor parallelism, counts once per copy.
 
     Args:
-        own: of this rank's shards.
-        names: of all parameters, in the same order on all ranks.
+        own: the statistics of this rank's shards.
+        names: the names of all parameters, in the same order on all ranks.
         workers: the ranks of the replica.
-        device: theirs.
+        device: the device of their group.
     """
     if workers.num_workers == 1:
         return own

@@ -22,9 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_sparse._version import __version__
 from lightning_sparse.ddp.options import DensityControlMode, ExchangeOptions, require_density_control
-from lightning_sparse.engine import Engine, EngineHolder, FlatBucket, rehearse_steps
+from lightning_sparse.engine import Averager, Engine, FlatBucket, warm_up_steps
+from lightning_sparse.engine.averager import BROKEN_OFF
 from lightning_sparse.engine.grouping import as_real, local
-from lightning_sparse.engine.holder import BROKEN_OFF
 from lightning_sparse.engine.parameter_bucket import sizes_by_name
 from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.exchange import (
@@ -42,7 +42,7 @@ from lightning_sparse.shards.steps_on_averages import StepsOnAverages
 from lightning_sparse.sparsifiers import Dense, Sparsifier
 
 
-class ShardExchange(EngineHolder):
+class ShardExchange(Averager):
     """Averages the gradients of one rank's shards over the replicas. Made by `shard_exchange`.
 
     Attributes:
@@ -100,7 +100,7 @@ class ShardExchange(EngineHolder):
         self._loaded: dict[str, Tensor] = {}
         self._take_in_new()
         trained = {name: as_real(local(named[name])).new_empty(0) for name in self._taken}
-        rehearse_steps(self._engine, trained, has_unused=True)
+        warm_up_steps(self._engine, trained, has_unused=True)
 
     def close(self) -> None:
         """Ends groups of the exchange's own; those that others of these ranks use, too, end with the world."""

@@ -1,11 +1,11 @@
-"""The training data of workers that are simulated: a loader of each, read side by side."""
+"""The training data of simulated workers: each worker's loader, read side by side."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from lightning.fabric.utilities.data import _auto_add_worker_init_fn, has_iterable_dataset
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn, _set_sampler_epoch, has_iterable_dataset
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors.data_connector import _get_distributed_sampler, _request_dataloader
@@ -19,15 +19,15 @@ AsWorker = Callable[[int], AbstractContextManager[None]]
 
 
 class BatchesOfWorkers(list[Any]):
-    """A batch of each worker, in rank order."""
+    """One batch per worker, in rank order."""
 
 
 class LoaderOfWorkers:
-    """Yields a batch of each worker at a time, as long as all have one.
+    """Yields one batch per worker at a time, until a worker has no more.
 
     Args:
         loaders: of the workers, in rank order.
-        as_worker: within what it returns random numbers are that worker's.
+        as_worker: returns a context in which random numbers are that worker's.
     """
 
     def __init__(self, loaders: Sequence[Any], as_worker: AsWorker) -> None:
@@ -45,12 +45,12 @@ class LoaderOfWorkers:
     def _batches(self, iterators: Sequence[Iterator[Any]]) -> Iterator[BatchesOfWorkers]:
         while True:
             batches = self._of_each(lambda rank: next(iterators[rank], _NO_MORE))
-            if any(one is _NO_MORE for one in batches):
+            if any(batch is _NO_MORE for batch in batches):
                 return
             yield batches
 
     def close(self) -> None:
-        """Ends processes that loaders keep from epoch to epoch."""
+        """End the processes that loaders keep from epoch to epoch."""
         for loader in self._loaders:
             _shutdown_workers_and_reset_iterator(loader)
 
@@ -63,44 +63,39 @@ class LoaderOfWorkers:
 
     @property
     def sampler(self) -> "LoaderOfWorkers":
-        """What Lightning tells of each epoch."""
+        """The object that Lightning tells about each epoch: this one."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Tells every sampler that has an interest in it."""
+        """Tell the samplers of all workers, as Lightning does for a loader that it knows."""
         for loader in self._loaders:
-            for place in ("sampler", "batch_sampler"):
-                sampler = getattr(loader, place, None)
-                for one in (sampler, getattr(sampler, "sampler", None)):
-                    tell = getattr(one, "set_epoch", None)
-                    if callable(tell):
-                        tell(epoch)
+            _set_sampler_epoch(loader, epoch)
 
 
 class StatefulLoaderOfWorkers(LoaderOfWorkers):
-    """The same of loaders that say where they are: a checkpoint holds the first worker's place, as of processes."""
+    """Loaders that know their position; a checkpoint holds rank 0's, as it does for processes."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the first worker's."""
+        """Return the position of rank 0's loader."""
         state: dict[str, Any] = self._loaders[0].state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Gives it to all, as every process gets it."""
+        """Move all loaders to a position, as Lightning does in every process."""
         for loader in self._loaders:
             loader.load_state_dict(copy.deepcopy(state))
 
 
 def loader_of_workers(trainer: Trainer, as_worker: AsWorker, num_workers: int) -> LoaderOfWorkers:
-    """Returns the training data of all workers, each asked for as by that worker.
+    """Return the training data of all workers, after a call of ``train_dataloader`` for each.
 
     Args:
         trainer: that fits.
-        as_worker: within what it returns the trainer is of that rank, and random numbers are that worker's.
+        as_worker: returns a context in which the trainer's rank and random numbers are that worker's.
         num_workers: n.
 
     Raises:
-        ValueError: a combination of several loaders, or one iterator for all.
+        ValueError: a combination of several loaders, or the same iterator for several workers.
     """
     loaders: list[Any] = []
     for rank in range(num_workers):
@@ -111,18 +106,18 @@ def loader_of_workers(trainer: Trainer, as_worker: AsWorker, num_workers: int) -
                 f"train_dataloader returned {type(loader).__name__}. Simulated workers read one loader: have its "
                 "dataset return what belongs together."
             )
-        if isinstance(loader, Iterator) and any(loader is one for one in loaders):
+        if isinstance(loader, Iterator) and any(loader is other for other in loaders):
             raise ValueError(
                 f"The {type(loader).__name__} for training is one for all simulated workers, who would take batches "
                 "from one another. Make one in train_dataloader, which is called for each of them."
             )
         if isinstance(loader, DataLoader):
-            loader = copy.copy(loader)  # one that was handed out to all keeps the iterator that it made last
+            loader = copy.copy(loader)  # workers that share a loader would share the iterator that it keeps
             loader._iterator = None
         if _needs_sampler(trainer, loader):
             sampler = _get_distributed_sampler(
                 loader,
-                True,  # whatever its own sampler does: so Lightning trains with several workers
+                True,  # Lightning shuffles for several workers, whatever the loader's own sampler does
                 overfit_batches=trainer.overfit_batches,  # type: ignore[attr-defined]
                 mode=RunningStage.TRAINING,
                 num_replicas=num_workers,
@@ -130,7 +125,7 @@ def loader_of_workers(trainer: Trainer, as_worker: AsWorker, num_workers: int) -
             )
             loader = _update_dataloader(loader, sampler, mode=RunningStage.TRAINING)
         if isinstance(loader, DataLoader):
-            _auto_add_worker_init_fn(loader, rank)  # which Lightning does for a loader that it knows
+            _auto_add_worker_init_fn(loader, rank)  # Lightning does so for a loader that it knows
         loaders.append(loader)
     is_stateful = all(isinstance(loader, _Stateful) for loader in loaders)
     return (StatefulLoaderOfWorkers if is_stateful else LoaderOfWorkers)(loaders, as_worker)

@@ -1,4 +1,4 @@
-"""What simulated workers cannot do as real ones would, and say so."""
+"""Errors for what simulated workers would do differently from real ones."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
@@ -12,12 +12,12 @@ from lightning_sparse.ddp.comm_hook import refuse_sparse_gradients
 
 
 def refuse(what: str) -> NoReturn:
-    """Raises ValueError."""
+    """Raise ValueError for something that is not simulated."""
     raise ValueError(f"Simulated workers do not do {what}. Start real workers with SparseDDPStrategy for that.")
 
 
 def loss_of(output: Any) -> Tensor:
-    """Returns the loss that a training step has returned."""
+    """Return the loss from the output of a training step."""
     loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output
     if loss is None:
         refuse("a training_step that returns None, which DDP does not either")
@@ -25,16 +25,16 @@ def loss_of(output: Any) -> Tensor:
 
 
 def require_simulable(module: LightningModule, trainer: Any, scaler: object) -> None:
-    """Raises ValueError where a fit would be another one with real workers."""
+    """Raise ValueError where a fit would differ from one with real workers."""
     own = "on_before_batch_transfer"
     if not module.automatic_optimization:
         refuse("manual optimization (automatic_optimization=False)")
     if scaler is not None:
         refuse("precision with a GradScaler; use 'bf16-mixed' or '32-true'")
-    if any(one.is_complex() for one in module.parameters()):
+    if any(parameter.is_complex() for parameter in module.parameters()):
         refuse("complex parameters")
     refuse_sparse_gradients(module)
-    if any(isinstance(one, BatchSizeFinder) for one in trainer.callbacks):
+    if any(isinstance(callback, BatchSizeFinder) for callback in trainer.callbacks):
         raise ValueError(
             "The search for a batch size (BatchSizeFinder, Tuner.scale_batch_size) is for one worker, as with DDP. "
             "Search with Trainer(devices=1) without a strategy, and set what it finds."
@@ -44,8 +44,8 @@ def require_simulable(module: LightningModule, trainer: Any, scaler: object) -> 
         refuse(f"devices={devices} on {trainer.num_nodes} nodes: all are on one, so devices=1 it must be")
     if trainer._accelerator_connector._layer_sync is not None:
         refuse("sync_batchnorm")
-    for one, base in ((module, LightningModule), (trainer.datamodule, LightningDataModule)):
-        if one is not None and getattr(type(one), own) is not getattr(base, own):
+    for owner, base in ((module, LightningModule), (trainer.datamodule, LightningDataModule)):
+        if owner is not None and getattr(type(owner), own) is not getattr(base, own):
             refuse(f"{own}, which would be given the batches of all workers; use on_after_batch_transfer")
     if type(module).on_after_backward is not LightningModule.on_after_backward:
         rank_zero_warn(
@@ -55,12 +55,12 @@ def require_simulable(module: LightningModule, trainer: Any, scaler: object) -> 
 
 
 def require_known(parameters: Mapping[str, Tensor], reached: Collection[str], known: Collection[str]) -> None:
-    """Raises ValueError where a backward has reached a parameter that is not exchanged.
+    """Raise ValueError if a parameter has a gradient and is not exchanged.
 
     Args:
         parameters: of the module, by name.
-        reached: names of those that have a gradient.
-        known: names of those that were trained when training was set up.
+        reached: names of the parameters that have a gradient.
+        known: names of the parameters that were trained when training was set up.
     """
     for name in sorted(set(reached) - set(known)):
         if parameters[name].requires_grad:  # else it is left from an earlier fit
@@ -72,7 +72,7 @@ def require_known(parameters: Mapping[str, Tensor], reached: Collection[str], kn
 
 
 def advise(exception: BaseException) -> None:
-    """Adds what to do to torch's message that there is no process group."""
+    """Add a remedy to torch's message that there is no process group."""
     if "process group has not been initialized" in str(exception):
         exception.args = (
             f"{exception} Simulated workers have none. In train_dataloader ask the trainer instead: "
@@ -81,7 +81,7 @@ def advise(exception: BaseException) -> None:
 
 
 def require_attributes(module: LightningModule, names: Sequence[str]) -> None:
-    """Raises ValueError where one of them is not what the module keeps from batch to batch."""
+    """Raise ValueError for a name that is no attribute of the module's own."""
     held = {*dict(module.named_children()), *dict(module.named_parameters()), *dict(module.named_buffers())}
     for name in names:
         if not hasattr(module, name):

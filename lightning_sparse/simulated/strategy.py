@@ -1,20 +1,26 @@
 """A strategy that trains as n workers would, one after the other on one device."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_sparse.checkpointing.collecting import collect_here
 from lightning_sparse.checkpointing.options import CheckpointOptions, OnWorldSizeChange
 from lightning_sparse.ddp.options import DensityControlMode, ExchangeOptions, require_density_control
-from lightning_sparse.engine import EngineHolder
-from lightning_sparse.engine.weak_call import weakly
+from lightning_sparse.engine import Averager
+from lightning_sparse.engine.weak_method import weak_method
 from lightning_sparse.exchange import ExchangeMode
 from lightning_sparse.exchange.wire import ValueDtype
 from lightning_sparse.simulated.data import BatchesOfWorkers, LoaderOfWorkers, loader_of_workers
@@ -26,13 +32,13 @@ from lightning_sparse.simulated.limits import (
     require_known,
     require_simulable,
 )
-from lightning_sparse.simulated.rank import InTurn
-from lightning_sparse.simulated.turns import Turns, named_parameters
+from lightning_sparse.simulated.turns import RandomNumbers, Turns, named_parameters
 from lightning_sparse.simulated.workers import SimulatedWorker, SimulatedWorkers
 from lightning_sparse.sparsifiers import Sparsifier
+from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 
-class SimulatedWorkersStrategy(InTurn):
+class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
     """Trains on one device as n workers would with `SparseDDPStrategy`: the same numbers, n times the time.
 
     For studies: what 8 or 20 workers come to, on one GPU or a laptop. One model; each worker has its own residual (4
@@ -74,6 +80,8 @@ class SimulatedWorkersStrategy(InTurn):
     averages = "gradients"
     state: SimulatedWorker | None
     _options: ExchangeOptions
+    _turns: Turns
+    _random_numbers: RandomNumbers
 
     def __init__(
         self,
@@ -94,14 +102,17 @@ class SimulatedWorkersStrategy(InTurn):
         if exchange == "hierarchical":
             raise ValueError("exchange='hierarchical' goes by nodes, and simulated workers have none. Use 'gather'.")
         # To be checked as the strategy of real workers checks them.
-        self._options = ExchangeOptions("gradient", local_clip_norm, value_dtype, exchange, density_control)
+        self._options = ExchangeOptions(
+            "gradient", local_clip_norm, density_control, value_dtype=value_dtype, exchange=exchange
+        )
         require_density_control(sparsifier, density_control)
         self._checkpoint_options = CheckpointOptions("full", on_world_size_change)
         if isinstance(own_attributes, str):
             raise TypeError(f"Invalid {own_attributes=}. Give names in a list: [{own_attributes!r}].")
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        super().__init__(num_workers, sparsifier=sparsifier, device=device, **kwargs)
+        super().__init__(sparsifier=sparsifier, device=device, **kwargs)
+        self.num_workers = num_workers
         self.workers: SimulatedWorkers | None = None
         self._own_attributes = tuple(own_attributes)
         self._loader: LoaderOfWorkers | None = None
@@ -109,8 +120,13 @@ class SimulatedWorkersStrategy(InTurn):
 
     @property
     @override
-    def averagers(self) -> Sequence[EngineHolder]:
+    def averagers(self) -> Sequence[Averager]:
         return [] if self.workers is None else self.workers.each
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
 
     @override
     def setup_environment(self) -> None:
@@ -119,26 +135,19 @@ class SimulatedWorkersStrategy(InTurn):
 
     @override
     def setup(self, trainer: Any) -> None:
-        self._turns = None
+        has_cuda = self.root_device.type == "cuda"
+        # configure_optimizers may have loaders made, to ask how many steps there will be.
+        self._random_numbers = RandomNumbers(self.num_workers, has_cuda, keeps=False)
         super().setup(trainer)
         if trainer.state.fn != "fit":
             return
-        module = self.lightning_module
-        assert module is not None
-        require_simulable(module, trainer, getattr(self.precision_plugin, "scaler", None))
-        require_attributes(module, self._own_attributes)
-        self._turns = Turns(module, self.num_workers, self._own_attributes, self.root_device)
-        if self.workers is not None:
-            self.workers.close()
+        require_simulable(self._module, trainer, getattr(self.precision_plugin, "scaler", None))
+        require_attributes(self._module, self._own_attributes)
+        self._turns = Turns(self._module, self.num_workers, self._own_attributes)
+        self._random_numbers = RandomNumbers(self.num_workers, has_cuda, keeps=True)
+        trained = {name: tensor for name, tensor in named_parameters(self._module).items() if tensor.requires_grad}
         self.workers = SimulatedWorkers(
-            self.num_workers,
-            self.sparsifier,
-            {name: one for name, one in named_parameters(module).items() if one.requires_grad},
-            local_clip_norm=self._options.local_clip_norm,
-            exchange=self._options.exchange,
-            value_dtype=self._options.value_dtype,
-            holds_density=self._options.holds_density,
-            per_layer_stats=self._per_layer_stats,
+            self.num_workers, self.sparsifier, trained, self._options, per_layer_stats=self._per_layer_stats
         )
         self._follow(self.workers.each[0], holds_density=self._options.holds_density)
 
@@ -147,26 +156,69 @@ class SimulatedWorkersStrategy(InTurn):
         with self._as_worker(0):  # a learning rate may follow from how many there are
             super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
-            optimizer.register_step_pre_hook(weakly(self._step_begins))
+            optimizer.register_step_pre_hook(weak_method(self._step_begins))
 
     def _step_begins(self, *_: Any) -> None:
         if not self._exchanges:
             refuse("steps that go past Lightning, as those of torch's own optimizer in an own optimizer_step do")
 
+    # The worker that this process is.
+
+    @contextmanager
+    def _as_worker(self, rank: int) -> Iterator[None]:
+        """Let the trainer and random numbers be those of this worker inside the context."""
+        before = self.global_rank, self.world_size
+        self._be(rank, self.num_workers)
+        try:
+            with self._random_numbers.of(rank):
+                yield
+        finally:
+            self._be(*before)
+
+    def _be(self, rank: int, world_size: int) -> None:
+        self.global_rank = self.local_rank = rank  # all are on one node
+        self.world_size = world_size
+        setattr(rank_zero_only, "rank", rank)  # noqa: B010 (mypy knows of no such attribute)
+
+    @property
+    @override
+    def is_global_zero(self) -> bool:
+        return self.global_rank == 0
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        self._require_no_turn("all_gather")
+        return super().all_gather(tensor, group, sync_grads)
+
+    @override
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        self._require_no_turn("broadcast")
+        return super().broadcast(obj, src)
+
+    def _require_no_turn(self, collective: str) -> None:
+        if self.world_size > 1:
+            refuse(f"{collective}: one has run when another has not")
+
+    # Steps.
+
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        if not trainer.training:
+        if not self._module.trainer.training:
             return dataloader
-        self._loader = loader_of_workers(trainer, self._as_worker, self.num_workers)
+        self._loader = loader_of_workers(self._module.trainer, self._as_worker, self.num_workers)
         return self._loader
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if isinstance(batch, BatchesOfWorkers):
-            return batch  # one by one, when it is that worker's turn
+            return batch  # each goes to the device when its worker has its turn
         return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self._has_run = False
+        self._turns.begin_batch(begins_anew=batch_idx % self._module.trainer.accumulate_grad_batches == 0)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -176,15 +228,12 @@ class SimulatedWorkersStrategy(InTurn):
         if self._has_run:
             refuse("a closure that is called several times for a step, as by LBFGS or SAM")
         self._has_run = True
-        assert self._turns is not None
         self._turns.share_what_hooks_set()
         # The first worker last: what it leaves behind remains.
         for rank in range(self.num_workers - 1, 0, -1):
-            with self._as_worker(rank), self._turns.own_gradients(rank), self._turns.own_state(rank):
+            with self._as_worker(rank), self._turns.of(rank):
                 output = self._own_step(batches[rank], *rest, **kwargs)
-                assert self.lightning_module is not None
-                accumulated = self.lightning_module.trainer.accumulate_grad_batches
-                self.backward(loss_of(output) / accumulated, None)
+                self.backward(loss_of(output) / self._module.trainer.accumulate_grad_batches, None)
         with self._as_worker(0):
             output = self._own_step(batches[0], *rest, **kwargs)
         loss_of(output)
@@ -192,8 +241,7 @@ class SimulatedWorkersStrategy(InTurn):
         return output
 
     def _own_step(self, batch: Any, *rest: Any, **kwargs: Any) -> STEP_OUTPUT:
-        assert self.lightning_module is not None
-        results = self.lightning_module.trainer._results
+        results = self._module.trainer._results
         assert results is not None
         batch = super().batch_to_device(batch)
         results.batch, results.batch_size = batch, None  # by its size Lightning weights what is logged for an epoch
@@ -216,23 +264,13 @@ class SimulatedWorkersStrategy(InTurn):
 
     def _exchange(self) -> None:
         assert self.workers is not None
-        assert self._turns is not None
-        assert self.lightning_module is not None
-        parameters, gradients = named_parameters(self.lightning_module), self._turns.gradients
-        gradients[0] = {name: one.grad for name, one in parameters.items() if one.grad is not None}
+        parameters, gradients = named_parameters(self._module), self._turns.take_gradients()
         reached = set().union(*gradients)
         require_known(parameters, reached, self.workers.each[0].parameter_sizes)
         for name, average in self.workers.average(gradients).items():
             parameters[name].grad = average if name in reached else None
-        self._turns.forget_gradients()
 
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
-        self._has_run = False
-        assert self._turns is not None
-        assert self.lightning_module is not None
-        self._turns.begin_batch(begins_anew=batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0)
+    # Checkpoints, and the end.
 
     @override
     def _content(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any] | None:

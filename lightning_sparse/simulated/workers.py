@@ -1,71 +1,44 @@
 """n workers' exchange of gradients in one process: the engine of each, in a thread of its own."""
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 import torch
+from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_sparse.ddp.clipping import clip_gradient
-from lightning_sparse.ddp.notices import warn_of_drawn_numbers
-from lightning_sparse.engine import Engine, EngineHolder, FlatBucket, rehearse_steps
+from lightning_sparse.ddp.options import ExchangeOptions
+from lightning_sparse.engine import Averager, Engine, FlatBucket, warm_up_steps
 from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.memory_format import as_parameter, in_memory_order, require_strides
 from lightning_sparse.engine.snapshot import Snapshot
-from lightning_sparse.exchange import Crew, ExchangeMode, Workers
-from lightning_sparse.exchange.wire import ValueDtype
+from lightning_sparse.exchange import ThreadWorkers, Workers
+from lightning_sparse.selection.bucket import clip_norm
 from lightning_sparse.sparsifiers import LayerLayout, Sparsifier
 
 
-class SimulatedWorker(EngineHolder):
+class SimulatedWorker(Averager):
     """One of the workers: its engine and its residuals.
 
     Args:
-        workers: its place among the others.
-        sparsifier: chooses what is sent; copied.
+        engine: the worker's own, whose workers are threads of this process.
         parameters: what is trained, by name.
         local_clip_norm: see ``ExchangeOptions``.
-        per_layer_stats: whether `StepStats` holds numbers of every layer.
-        exchange: of the ``Engine``, as the two that follow.
-        value_dtype: see there.
-        holds_density: see there.
 
     Attributes:
-        residuals: what was not sent so far.
+        residuals: unsent values of earlier steps.
     """
 
     kind = "gradients"
     is_exchanging = False  # threads have ended their exchange before anybody saves
 
-    def __init__(
-        self,
-        workers: Workers,
-        sparsifier: Sparsifier,
-        parameters: Mapping[str, Tensor],
-        *,
-        local_clip_norm: float | None,
-        exchange: ExchangeMode,
-        value_dtype: ValueDtype,
-        holds_density: bool,
-        per_layer_stats: bool,
-    ) -> None:
-        super().__init__(
-            Engine(
-                sparsifier,
-                workers=workers,
-                exchange=exchange,
-                value_dtype=value_dtype,
-                holds_density=holds_density,
-                per_layer_stats=per_layer_stats,
-            ),
-            parameters,
-        )
+    def __init__(self, engine: Engine, parameters: Mapping[str, Tensor], local_clip_norm: float | None) -> None:
+        super().__init__(engine, parameters)
         self._clip_norm = local_clip_norm
         self._parameters = dict(parameters)
-        self._strides = {name: one.stride() for name, one in self._parameters.items()}
-        by_dtype: dict[torch.dtype, list[str]] = {}  # in a bucket is one, as in DDP's
-        for name, one in self._parameters.items():
-            by_dtype.setdefault(one.dtype, []).append(name)
+        self._strides = {name: parameter.stride() for name, parameter in parameters.items()}
+        by_dtype: dict[torch.dtype, list[str]] = {}  # a bucket has one dtype, as in DDP
+        for name, parameter in parameters.items():
+            by_dtype.setdefault(parameter.dtype, []).append(name)
         sizes = self.parameter_sizes
         self._layouts = [LayerLayout(tuple(names), tuple(sizes[name] for name in names)) for names in by_dtype.values()]
         self.residuals = ResidualMemory(self._parameters)
@@ -78,15 +51,15 @@ class SimulatedWorker(EngineHolder):
     @property
     def parameter_sizes(self) -> dict[str, int]:
         """Elements of every parameter's residual, by name."""
-        return {name: one.numel() for name, one in self._parameters.items()}
+        return {name: parameter.numel() for name, parameter in self._parameters.items()}
 
     def own_metrics(self) -> dict[str, float]:
         """Returns nothing: a thread's wait is for the other threads."""
         return {}
 
-    def rehearse(self) -> None:
+    def warm_up(self) -> None:
         """Has the kernels built that steps will need; those of other workers are the same."""
-        rehearse_steps(self._engine, self._parameters, has_unused=True)
+        warm_up_steps(self._engine, self._parameters, has_unused=True)
 
     def average(self, gradients: Mapping[str, Tensor], reached: Collection[str]) -> dict[str, Tensor]:
         """Returns the average of what all workers send, as ``SimulatedWorkers.average`` does. Collective.
@@ -101,29 +74,29 @@ class SimulatedWorker(EngineHolder):
         require_strides(list(self._parameters), list(self._parameters.values()), self._strides)
         buckets = [self._bucket(index, layout, gradients) for index, layout in enumerate(self._layouts)]
         if self._clip_norm is not None:
-            clip_gradient([one.gradient for one in buckets], self._clip_norm)
+            clip_norm(buckets, self._clip_norm)
         self._engine.begin()
         self._engine.add_all(buckets)
         self._engine.finish()
-        for one in buckets:
-            self.residuals.keep(one.index, self._parameters.keys() - gradients.keys())
-        self.residuals.settle(set(self._parameters))
+        for bucket in buckets:
+            self.residuals.keep(bucket.index, self._parameters.keys() - gradients.keys())
+        self.residuals.commit(set(self._parameters))
         self._engine.account(counts=False)
         self._engine.calibrator.confirm(reached)
         averages = {}
-        for one in buckets:
-            average = one.average.to(one.gradient.dtype)
-            for name, start, end in one.layout.spans():
+        for bucket in buckets:
+            average = bucket.average.to(bucket.gradient.dtype)
+            for name, start, end in bucket.layout.spans():
                 averages[name] = as_parameter(average[start:end], self._parameters[name])
         return averages
 
     def _bucket(self, index: int, layout: LayerLayout, gradients: Mapping[str, Tensor]) -> FlatBucket:
-        known = [(name, self._parameters[name]) for name in layout.names]
+        parameters = [(name, self._parameters[name]) for name in layout.names]
         parts = [
-            in_memory_order(gradients[name].flatten(), one) if name in gradients else one.new_zeros(one.numel())
-            for name, one in known
+            in_memory_order(gradients[name].flatten(), parameter) if name in gradients else torch.zeros_like(parameter)
+            for name, parameter in parameters
         ]
-        flat = torch.cat(parts)
+        flat = torch.cat([part.flatten() for part in parts])
         residual = self.residuals.bucket(index, layout, flat)
         left_out = [(start, end) for name, start, end in layout.spans() if name not in gradients]
         is_last = index == len(self._layouts) - 1
@@ -155,16 +128,40 @@ class SimulatedWorkers:
         num_workers: n.
         sparsifier: chooses what is sent; each worker has a copy.
         parameters: what is trained, by name.
-        **options: of ``SimulatedWorker``.
+        options: of the exchange.
+        per_layer_stats: whether `StepStats` holds numbers of every layer.
+
+    Attributes:
+        each: the workers, in rank order.
     """
 
     def __init__(
-        self, num_workers: int, sparsifier: Sparsifier, parameters: Mapping[str, Tensor], **options: Any
+        self,
+        num_workers: int,
+        sparsifier: Sparsifier,
+        parameters: Mapping[str, Tensor],
+        options: ExchangeOptions,
+        *,
+        per_layer_stats: bool,
     ) -> None:
-        self._crew = Crew(num_workers)
+        self._threads = ThreadWorkers(num_workers)
         self._has_warned = num_workers == 1
-        self.each = [SimulatedWorker(one, sparsifier, parameters, **options) for one in self._crew.workers]
-        self.each[0].rehearse()
+        self.each = [
+            SimulatedWorker(
+                Engine(
+                    sparsifier,
+                    workers=workers,
+                    exchange=options.exchange,
+                    value_dtype=options.value_dtype,
+                    per_layer_stats=per_layer_stats,
+                    holds_density=options.holds_density,
+                ),
+                parameters,
+                options.local_clip_norm,
+            )
+            for workers in self._threads.workers
+        ]
+        self.each[0].warm_up()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def average(self, gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -175,19 +172,18 @@ class SimulatedWorkers:
         """
         drawn_before = torch.get_rng_state()
         reached = set().union(*gradients)
-        averages: list[dict[str, Tensor]] = self._crew.run(
+        averages: list[dict[str, Tensor]] = self._threads.run(
             lambda rank: self.each[rank].average(gradients[rank], reached)
         )
         if not (self._has_warned or torch.equal(torch.get_rng_state(), drawn_before)):
             self._has_warned = True
-            warn_of_drawn_numbers()
+            rank_zero_warn(
+                "lightning_sparse: the sparsifier draws torch's random numbers, which simulated workers have in "
+                "common, in the order in which their threads come by: no two runs need be alike. Have it make a "
+                "torch.Generator in begin_step, seeded from the step's number and the rank."
+            )
         return averages[0]
-
-    def reset(self) -> None:
-        """Returns all to before the first step."""
-        for one in self.each:
-            one.reset()
 
     def close(self) -> None:
         """Ends the threads."""
-        self._crew.close()
+        self._threads.close()

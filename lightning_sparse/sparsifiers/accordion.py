@@ -119,7 +119,7 @@ class Accordion(MarkingSparsifier):
 
     def _turn(self, epoch: int, rates: tuple[float, ...]) -> None:
         if self._sums:
-            found = torch.stack([_norm(one) for one in self._sums.values()])
+            found = torch.stack([_norm(total) for total in self._sums.values()])
             norms = dict(zip(self._sums, found.tolist(), strict=True))
             self._calm = {name for name, norm in norms.items() if self._is_calm(self._norms.get(name, 0.0), norm)}
             self._norms, self._sums = norms, {}
@@ -172,7 +172,7 @@ class Accordion(MarkingSparsifier):
             self._coming = None if coming is None else (coming[0], tuple(coming[1]))
             self._rates, self._calm = tuple(state["learning_rates"]), set(state["calm"])
             self._norms = dict(state["norms"])
-            self._sums = {name: one.clone() for name, one in state["sums"].items()}
+            self._sums = {name: total.clone() for name, total in state["sums"].items()}
 
 
 def _add(sums: dict[str, Tensor], averages: Mapping[str, Tensor]) -> None:
@@ -189,9 +189,9 @@ def _sum(some: Tensor | None, more: Tensor | None) -> Tensor:
     """Returns the sum of what is there, on the CPU and in memory of its own."""
     if some is not None and more is not None and some.shape == more.shape:
         return some.to(more.device).add(more).cpu()
-    one = some if more is None else more  # of another size it is another layer
-    assert one is not None
-    return one.to("cpu", copy=True)
+    chosen = some if more is None else more  # of another size it is another layer
+    assert chosen is not None
+    return chosen.to("cpu", copy=True)
 
 
 def _norm(tensor: Tensor) -> Tensor:

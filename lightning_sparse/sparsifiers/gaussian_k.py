@@ -58,7 +58,7 @@ class GaussianK(MarkingSparsifier):
         wanted = self._k_of_layers(layout, compensated.device)
         for _ in range(CORRECTIONS):
             exceed = [magnitude[span] > threshold for span, threshold in zip(spans, thresholds.unbind(), strict=True)]
-            share = torch.stack([one.count_nonzero() for one in exceed]) / wanted
+            share = torch.stack([marked.count_nonzero() for marked in exceed]) / wanted
             factors = torch.where(share < TOO_FEW, SMALLER, torch.where(share > TOO_MANY, LARGER, 1.0))
             thresholds = thresholds * factors.to(thresholds.dtype)
         largest = torch.stack([magnitude[span].amax() for span in spans])

@@ -13,8 +13,7 @@ from lightning_sparse.sparsifiers.grid import power_of_two
 from lightning_sparse.sparsifiers.protocol import (
     Granularity,
     LayerLayout,
-    Selection,
-    Sparsifier,
+    MarkingSparsifier,
     is_number,
     require_density,
     require_granularity,
@@ -35,7 +34,7 @@ class ThresholdRun(NamedTuple):
     end: int
 
 
-class HardThreshold(Sparsifier):
+class HardThreshold(MarkingSparsifier):
     """Selects every coordinate whose magnitude reaches a constant threshold λ, and every non-finite one.
 
     With error feedback this minimises the total error over a whole training for a given number of sent coordinates
@@ -195,14 +194,13 @@ class HardThreshold(Sparsifier):
                 return value
         return self._of_layers.get(name, self.current_threshold)
 
-    def select(self, compensated: Tensor, layout: LayerLayout) -> Selection:
-        """Returns the coordinates for which not (abs(p) < λ); see `Sparsifier.select`."""
+    def mark(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
+        """Marks the coordinates for which not (abs(p) < λ); see `MarkingSparsifier.mark`."""
         below = torch.empty_like(compensated, dtype=torch.bool)
         for threshold, start, end in self.runs(layout, compensated.dtype):
             # A comparison with NaN is false, so "not below" selects NaN as well as what reaches λ.
             torch.lt(compensated[start:end].abs(), threshold, out=below[start:end])
-        indices = below.logical_not_().nonzero().squeeze(1)
-        return Selection(indices, compensated[indices])
+        return below.logical_not_()
 
     def runs(self, layout: LayerLayout, dtype: torch.dtype, *, by_layer: bool = False) -> tuple[ThresholdRun, ...]:
         """Returns which λ holds where in a bucket: neighbouring layers with the same λ are one run.

@@ -132,20 +132,6 @@ class Sparsifier(ABC):
         """Is shown all that a step has to send, where ``needs_survey``."""
         return
 
-    def shared_indices(self, layout: LayerLayout, device: torch.device) -> Tensor | None:
-        """Returns what all workers select of a bucket in this step, if that does not follow from what they have.
-
-        Then `select` need not be asked, and values alone are exchanged. Nothing may wait for the device.
-
-        Args:
-            layout: the layers of the bucket.
-            device: the bucket's.
-
-        Returns:
-            Ascending, int64, shape (k,), on the device; None where every worker selects its own.
-        """
-        return None
-
     def begin_epoch(self, epoch: int, learning_rates: Sequence[float]) -> None:
         """Is told of an epoch before its first step, perhaps more than once; does nothing unless overridden.
 
@@ -282,9 +268,9 @@ def _described(value: object) -> object:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _described(one) for key, one in value.items()}
+        return {str(key): _described(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_described(one) for one in value]
+        return [_described(item) for item in value]
     if isinstance(value, Tensor):
         digest = hashlib.sha256(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return f"tensor of shape {list(value.shape)}, {value.dtype}, content {digest.hexdigest()[:12]}"
@@ -292,5 +278,5 @@ def _described(value: object) -> object:
     if isinstance(value, Sparsifier):
         return value.settings()
     if is_dataclass(value) and not isinstance(value, type):
-        return {"class": name} | {one.name: _described(getattr(value, one.name)) for one in fields(value)}
+        return {"class": name} | {part.name: _described(getattr(value, part.name)) for part in fields(value)}
     return getattr(value, "__qualname__", name)

@@ -1,10 +1,10 @@
-"""The Random-k sparsifier: send a share of every layer that chance picks anew in each step."""
+"""The Random-k sparsifier: send a share of every layer, picked at random anew in each step."""
 
 import torch
 from torch import Tensor
 
-from lightning_sparse.sparsifiers.chance import Chance
 from lightning_sparse.sparsifiers.protocol import LayerLayout, MarkingSparsifier, require_density
+from lightning_sparse.sparsifiers.random_source import RandomSource
 
 
 class RandomK(MarkingSparsifier):
@@ -40,15 +40,11 @@ class RandomK(MarkingSparsifier):
         self.same_on_all = same_on_all
         self.seed = seed
         self._step = self._rank = 0
-        self._chance = Chance(seed)
+        self._random = RandomSource(seed)
 
     def begin_step(self, step: int, rank: int) -> None:
         """Notes what this step's choice follows from."""
         self._step, self._rank = step, rank
-
-    def shared_indices(self, layout: LayerLayout, device: torch.device) -> Tensor | None:
-        """Returns k of each layer, unless each worker picks its own; see `Sparsifier.shared_indices`."""
-        return self._indices(layout, device).sort().values if self.same_on_all else None
 
     def mark(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
         """Marks k coordinates of each layer and every non-finite one; see `MarkingSparsifier.mark`."""
@@ -56,10 +52,10 @@ class RandomK(MarkingSparsifier):
         return marks.index_fill_(0, self._indices(layout, marks.device), True)
 
     def _indices(self, layout: LayerLayout, device: torch.device) -> Tensor:
-        lots = self._chance.lots(layout, device, self._step, 0 if self.same_on_all else self._rank)
-        picked = [lots.new_empty(0)]
+        random_bits = self._random.random_bits(layout, device, self._step, 0 if self.same_on_all else self._rank)
+        picked = [random_bits.new_empty(0)]
         for _, start, end in layout.spans():
             if end > start:
                 k = max(1, int(self.density * (end - start)))
-                picked.append(lots[start:end].topk(k, sorted=False).indices.add_(start))
+                picked.append(random_bits[start:end].topk(k, sorted=False).indices.add_(start))
         return torch.cat(picked)

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from lightning_sparse.sparsifiers.chance import Chance
 from lightning_sparse.sparsifiers.grid import LARGEST_STEP, SMALLEST_STEP, power_of_two
 from lightning_sparse.sparsifiers.protocol import LayerLayout, MarkingSparsifier
+from lightning_sparse.sparsifiers.random_source import RandomSource
 
 BITS = 24
-"""Of chance: as fine as float32 is between 1/2 and 1."""
+"""Random bits per element: as fine as float32 is between 1/2 and 1."""
 
 
 class ScaledIntegerRounding(MarkingSparsifier):
@@ -16,8 +16,8 @@ class ScaledIntegerRounding(MarkingSparsifier):
 
     Scaled integer rounding as in SwitchML (Sapio et al., NSDI 2021), an absolute compressor (Sahu et al., NeurIPS 2021,
     section 5): with error feedback no coordinate of the residual exceeds ε / 2. It is the hard threshold at ε / 2 whose
-    values travel on the grid. With ``value_dtype="int8"`` or ``"int16"`` they travel as whole numbers; what is beyond
-    127 or 32,767 steps is cut off there and goes out in the steps that follow.
+    values travel on the grid. With ``value_dtype="int8"`` they travel as whole numbers. A value beyond 127 steps is
+    cut off at 127, and the rest goes out in the steps that follow.
 
     Args:
         step: ε is the largest power of two that is no larger, so that sums of multiples are exact; in gradient units.
@@ -69,8 +69,8 @@ class StochasticRounding(ScaledIntegerRounding):
     the probability x − ⌊x⌋. With error feedback every coordinate of the residual stays below ε. Being unbiased it does
     without, too: ``error_feedback="none"``.
 
-    Chance follows from the seed, the number of the step, the worker and the layer's name: a resumed run rounds as one
-    without a stop would have, on every kind of device and however DDP cuts its buckets.
+    The random bits follow from the seed, the number of the step, the worker and the layer's name: a resumed run rounds
+    as one without a stop would have, on every kind of device and however DDP cuts its buckets.
 
     Args:
         step: as of `ScaledIntegerRounding`.
@@ -88,16 +88,16 @@ class StochasticRounding(ScaledIntegerRounding):
 
     def __init__(self, step: float, *, seed: int = 0) -> None:
         super().__init__(step)
-        self._chance = Chance(seed)
+        self._random = RandomSource(seed)
         self.seed = seed
         self._step_number = self._rank = 0
 
     def begin_step(self, step: int, rank: int) -> None:
-        """Notes what this step's chance follows from."""
+        """Notes what this step's random bits follow from."""
         self._step_number, self._rank = step, rank
 
     def _whole(self, steps: Tensor, layout: LayerLayout) -> Tensor:
-        lots = self._chance.lots(layout, steps.device, self._step_number, self._rank)
-        uniform = lots.bitwise_and_((1 << BITS) - 1).to(steps.dtype).div_(1 << BITS)
+        random_bits = self._random.random_bits(layout, steps.device, self._step_number, self._rank)
+        uniform = random_bits.bitwise_and_((1 << BITS) - 1).to(steps.dtype).div_(1 << BITS)
         below = steps.floor()
         return below.add_(steps - below > uniform)

@@ -1,7 +1,7 @@
-"""One line when something is likely wrong: rank 0 says it once per process, with a remedy and a page to read."""
+"""Messages of rank 0 about likely problems: one line, once per process, with a remedy and a page to read."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import isfinite, sqrt
 from typing import Any
 
@@ -11,7 +11,7 @@ from lightning.pytorch.tuner.lr_finder import _LRCallback
 from torch.optim import Optimizer
 
 from lightning_sparse.engine import StepStats
-from lightning_sparse.engine.holder import EngineHolder
+from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.layer_control import share_of_layer
 from lightning_sparse.exchange.estimate import estimate
 from lightning_sparse.sparsifiers import Dense, HardThreshold, Sparsifier
@@ -41,68 +41,48 @@ _said: set[str] = set()
 
 
 def reset_advice() -> None:
-    """Lets this process say every message again, for tests."""
+    """Let this process say every message again, for tests."""
     _said.clear()
 
 
 class Advice:
-    """Watches the numbers of exchanges; they are the same on all workers, so it communicates nothing.
+    """Watches the exchanges of a fit; their numbers are the same on all workers, so it communicates nothing.
 
     Args:
         averages: what is exchanged: ``"gradients"``, ``"gradients of shards"`` or ``"drifts"``.
+        holder: what exchanges. A single worker is not watched.
+        holds_density: whether a λ that was asked for by a density is corrected.
     """
 
-    def __init__(self, averages: str) -> None:
-        self._averages = averages
-        self._sparsifier: Sparsifier | None = None
-        self._watched: Sparsifier | None = None
-        self._clear()
-
-    def follow(self, holder: EngineHolder, *, holds_density: bool) -> None:
-        """Watches another fit and forgets the numbers of the previous one.
-
-        Args:
-            holder: what exchanges. A single worker is not watched.
-            holds_density: whether a λ that was asked for by a density is corrected.
-        """
-        self._clear()
-        self._holds_density = holds_density
-        self._num_workers, self._num_elements = holder.workers.num_workers, holder.num_elements
+    def __init__(self, averages: str, averager: Averager, *, holds_density: bool) -> None:
+        self._averages, self._holds_density = averages, holds_density
+        self._num_workers, self._num_elements = averager.workers.num_workers, averager.num_elements
+        self._sparsifier = averager.sparsifier
+        self._is_watching = False
         if self._num_workers > 1:
-            self._watched = holder.sparsifier
-            holder.subscribe(self.add)
-
-    def _clear(self) -> None:
-        self._sparsifier = self._watched = None
-        self._holds_density = False
-        self._num_workers = self._num_elements = 0
-        self._begin_counting()
-
-    def _begin_counting(self) -> None:
-        self._silent_since = 0.0
-        self._was_silent = False
-        self._num_exchanges = float("inf")
-        self._calibrating = self._steps = self._silent = 0
-        self._selected = self._elements = self._dense_elements = 0
-        self._silent_layers: dict[str, float] = {}
+            averager.subscribe(self.add)
 
     def begin(self, optimizers: Sequence[Optimizer], num_exchanges: float | None) -> None:
-        """Says what can be known before the first step.
+        """Say what is known before the first step, and count from zero.
 
         Args:
             optimizers: of the training.
             num_exchanges: how many there will be; infinite if unknown, None for a run that is thrown away.
         """
         # A run that is thrown away may precede a training: its numbers do not count.
-        self._sparsifier = None if num_exchanges is None else self._watched
-        self._begin_counting()
+        self._is_watching = self._num_workers > 1 and num_exchanges is not None
+        self._silent_since = 0.0
+        self._was_silent = False
+        self._calibrating = self._steps = self._silent = 0
+        self._selected = self._elements = self._dense_elements = 0
+        self._silent_layers: dict[str, float] = {}
+        self._num_exchanges = float("inf") if num_exchanges is None else num_exchanges
         if self._num_workers == 1 and num_exchanges is not None:
             text = f"one worker has nobody to exchange with: {self._averages} pass through whole."
             self._say("alone", text, "troubleshooting")
-        if self._sparsifier is None or num_exchanges is None or self._sends_all:
+        if not self._is_watching or self._sends_all:
             return
-        self._num_exchanges = num_exchanges
-        density = self._asked
+        density = asked_density(self._sparsifier)
         if _is_small(self._num_elements, self._num_workers):
             self._say(
                 "small model",
@@ -110,11 +90,12 @@ class Advice:
                 "Prefer a dense one.",
                 "performance",
             )
-        elif density is not None and isfinite(num_exchanges) and num_exchanges * density < FEWEST_SENT:
+        elif density is not None and isfinite(self._num_exchanges) and self._num_exchanges * density < FEWEST_SENT:
             self._say(
                 "short run",
-                f"density={density:.3g} sends a coordinate only {num_exchanges * density:.2g} times in "
-                f"{_count(num_exchanges)} exchanges. Set density={min(1.0, FEWEST_SENT / max(num_exchanges, 1)):.1g}.",
+                f"density={density:.3g} sends a coordinate only {self._num_exchanges * density:.2g} times in "
+                f"{_count(self._num_exchanges)} exchanges. "
+                f"Set density={min(1.0, FEWEST_SENT / max(self._num_exchanges, 1)):.1g}.",
             )
         normalising = [name for optimizer in optimizers for name in _normalising(optimizer)]
         if self._averages != "drifts" and normalising:
@@ -130,14 +111,9 @@ class Advice:
     def _sends_all(self) -> bool:
         return isinstance(self._sparsifier, Dense) or getattr(self._sparsifier, "threshold", None) == 0
 
-    @property
-    def _asked(self) -> float | None:
-        density = getattr(self._sparsifier, "density", None)
-        return float(density) if isinstance(density, (int, float)) else None
-
     def add(self, stats: StepStats) -> None:
-        """Adds the numbers of an exchange."""
-        if self._sparsifier is None:
+        """Add the numbers of an exchange."""
+        if not self._is_watching:
             return
         if stats.is_calibration:
             self._calibrating += 1
@@ -166,8 +142,8 @@ class Advice:
             self._say_dense()
 
     def end(self) -> None:
-        """Says what only the end of a fit shows."""
-        if self._sparsifier is None:
+        """Say what only the end of a fit shows."""
+        if not self._is_watching:
             return
         if self._calibrating and not self._steps:
             self._warn(
@@ -203,16 +179,17 @@ class Advice:
         else:
             # A residual from which nothing is sent is a random walk.
             per_step = grown / (self._silent * stats.num_elements)
-            density, now = self._asked or 0.001, self._sparsifier.current_threshold
+            asked, now = asked_density(self._sparsifier), self._sparsifier.current_threshold
+            density = asked or 0.001
             told = f"λ={now:.3g} is too high. "
-            if self._asked is not None and self._holds_density:
+            if asked is not None and self._holds_density:
                 told += "It is being lowered."
             else:
                 told += f"Set threshold={min(sqrt(per_step / density), now / 2):.2g} or density={density:.3g}."
         self._warn("nothing", f"nothing was sent in {ENOUGH_STEPS} exchanges: {told}")
 
     def _say_far_off(self, stats: StepStats) -> None:
-        asked, seen = self._asked, self._selected / self._elements
+        asked, seen = asked_density(self._sparsifier), self._selected / self._elements
         if asked is not None and getattr(self._sparsifier, "granularity", None) == "layer" and stats.layers:
             sizes = [layer.num_elements for layer in stats.layers.values()]
             # Small layers send more.
@@ -234,34 +211,37 @@ class Advice:
                 "Set a lower density.",
             )
 
-    def _say(self, kind: str, text: str, page: str = "choosing-a-threshold") -> None:
-        if kind not in _said:
-            _said.add(kind)
-            rank_zero_info(f"lightning_sparse: {text} See docs/{page}.md.")
-
     def _warn(self, kind: str, text: str) -> None:
+        self._say(kind, text, tell=rank_zero_warn)
+
+    def _say(
+        self, kind: str, text: str, page: str = "choosing-a-threshold", tell: Callable[[str], None] = rank_zero_info
+    ) -> None:
         if kind not in _said:
             _said.add(kind)
-            rank_zero_warn(f"lightning_sparse: {text} See docs/choosing-a-threshold.md.")
+            tell(f"lightning_sparse: {text} See docs/{page}.md.")
 
 
-def exchanges_of(module: LightningModule | None, every_n_steps: int = 1) -> float | None:
-    """Returns how many exchanges a fit will make, for ``Advice.begin``."""
-    if module is not None and (getattr(module.trainer, "fast_dev_run", False) or _searches_rate(module.trainer)):
+def asked_density(sparsifier: Sparsifier) -> float | None:
+    """Return the density that a sparsifier was asked for; None if there is none."""
+    density = getattr(sparsifier, "density", None)
+    return float(density) if isinstance(density, (int, float)) else None
+
+
+def exchanges_of(module: LightningModule, every_n_steps: int) -> float | None:
+    """Return how many exchanges a fit will make, for ``Advice.begin``."""
+    trainer: Any = module.trainer
+    # The steps of Lightning's search for a learning rate are thrown away.
+    if trainer.fast_dev_run or any(isinstance(callback, _LRCallback) for callback in trainer.callbacks):
         return None
-    if module is None or not module.automatic_optimization:
+    if not module.automatic_optimization:
         return float("inf")
-    steps = float(module.trainer.estimated_stepping_batches)
+    steps = float(trainer.estimated_stepping_batches)
     return steps / every_n_steps if steps > 0 else float("inf")  # -1 of data without a length
 
 
-def _searches_rate(trainer: Any) -> bool:
-    """Whether Lightning's search for a learning rate runs, whose steps are thrown away."""
-    return any(isinstance(callback, _LRCallback) for callback in trainer.callbacks)
-
-
 def shortened(name: str, most: int) -> str:
-    """Returns a name of at most so many characters, without its middle if it is longer.
+    """Return a name of at most so many characters, without its middle if it is longer.
 
     Example:
         >>> shortened("base_model.model.layers.31.lora_A.weight", 26)
@@ -272,12 +252,12 @@ def shortened(name: str, most: int) -> str:
 
 
 def _count(number: float) -> str:
-    """Returns a number of at most eleven characters."""
+    """Return a number in at most eleven characters."""
     return f"{round(number):,.6g}"
 
 
 def _is_small(num_elements: int, num_workers: int) -> bool:
-    """Whether the bytes of a dense exchange take no time worth saving, even over a link of 1 Gbit/s.
+    """Return whether the bytes of a dense exchange take no time worth saving, even at 1 Gbit/s.
 
     The latency of messages is left out: a sparse exchange has it too.
     """
@@ -288,7 +268,7 @@ def _is_small(num_elements: int, num_workers: int) -> bool:
 
 
 def _normalising(optimizer: Optimizer) -> list[str]:
-    """Returns the class names of optimizers that normalise gradients: this one, then those that it wraps."""
+    """Return the class names of optimizers that normalise gradients: this one, then those that it wraps."""
     found = [optimizer]
     for outer in found:  # the loop extends the list
         inner = [value for value in vars(outer).values() if isinstance(value, Optimizer)]

@@ -1,7 +1,8 @@
-"""Arguments that are handed on to Lightning's: a misspelt or an impossible one is told of at once."""
+"""Checks of the arguments that a strategy passes on to Lightning's and to DDP."""
 
 import difflib
 import inspect
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -25,76 +26,58 @@ _REPLACED_ARGUMENTS = {
 }
 
 
-def check_ddp_arguments(arguments: dict[str, Any], strategy: type[DDPStrategy]) -> None:
-    """Raises for an argument that DDP does not know, or that a sparse exchange cannot honour.
+_DDP_STRATEGY = dict(inspect.signature(DDPStrategy).parameters)
+_DDP = dict(inspect.signature(DistributedDataParallel).parameters)
+_MODEL_PARALLEL = dict(inspect.signature(ModelParallelStrategy).parameters)
+
+
+def check_ddp_arguments(arguments: Mapping[str, Any], strategy: type[Strategy]) -> None:
+    """Reject arguments that DDP does not know, or that a sparse exchange cannot honour.
 
     Args:
         arguments: that were given beside the strategy's own.
         strategy: whose options may have been meant.
 
     Raises:
-        ValueError: it cannot be honoured; says what to use instead.
-        TypeError: it is not known; says which is like it.
+        ValueError: an argument that cannot be honoured; says what to use instead.
+        TypeError: an unknown argument; names a similar one.
     """
     for name, advice in _REPLACED_ARGUMENTS.items():
         if arguments.get(name):
             raise ValueError(f"Got {name}={arguments[name]!r}. {advice}.")
-    known = {
-        *inspect.signature(DDPStrategy.__init__).parameters,
-        *inspect.signature(DistributedDataParallel.__init__).parameters,
-    } - {"self", "module", "kwargs", "device_ids"}
-    for name in arguments:
-        if name not in known:
-            raise TypeError(
-                f"Unknown argument {name!r}: neither this strategy, nor Lightning's DDPStrategy, nor "
-                f"DistributedDataParallel of torch {torch.__version__} takes it.{_hint(name, known, strategy)}"
-            )
+    known = {*_DDP_STRATEGY, *_DDP} - {"module", "kwargs", "device_ids"}
+    takers = f"Lightning's DDPStrategy nor DistributedDataParallel of torch {torch.__version__}"
+    _require_known(arguments, known, strategy, takers)
 
 
-def _hint(name: str, known: set[str], strategy: type[Strategy]) -> str:
-    own = set(inspect.signature(strategy).parameters) - {"kwargs"}
-    close = difflib.get_close_matches(name, known | own, n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
+def process_group_arguments(arguments: Mapping[str, Any], strategy: type[Strategy]) -> dict[str, Any]:
+    """Return the DDP arguments that apply without a DDP module.
 
-
-def process_group_arguments(arguments: dict[str, Any], strategy: type[DDPStrategy]) -> dict[str, Any]:
-    """Returns what of DDP's arguments means something without a DDP module.
-
-    A command line hands on all arguments that there are: those with their default value are left out.
+    A command line passes on all arguments that there are: those with their default value are left out.
 
     Args:
         arguments: that were given beside the strategy's own.
         strategy: whose options may have been meant.
 
     Raises:
-        ValueError: one that concerns DDP's own exchange.
-        TypeError: it is not known; says which is like it.
+        ValueError: an argument that concerns DDP's own exchange.
+        TypeError: an unknown argument; names a similar one.
     """
-    of_strategy = inspect.signature(DDPStrategy.__init__).parameters
-    of_ddp = inspect.signature(DistributedDataParallel.__init__).parameters
-    allowed = set(of_strategy) - {"self", "kwargs"} - _REPLACED_ARGUMENTS.keys()
-    meant = {}
+    own = _DDP_STRATEGY.keys() - {"kwargs"} - _REPLACED_ARGUMENTS.keys()
+    of_a_module = {**_DDP, **_DDP_STRATEGY}
+    _require_known({name for name in arguments if name not in of_a_module}, own, strategy, "Lightning's DDPStrategy")
     for name, value in arguments.items():
-        if name in allowed:
-            meant[name] = value
-        elif name == "find_unused_parameters":
-            continue  # without a DDP module any parameter may stay unused
-        elif name in of_strategy or name in of_ddp:
-            if value is not (of_strategy[name] if name in of_strategy else of_ddp[name]).default:
-                raise ValueError(
-                    f"Got {name}={value!r}, which concerns a DDP module's exchange of gradients. Local training has "
-                    "none: leave it out."
-                )
-        else:
-            raise TypeError(
-                f"Unknown argument {name!r}: neither this strategy nor Lightning's DDPStrategy takes it."
-                f"{_hint(name, allowed, strategy)}"
+        # Without a DDP module any parameter may stay unused.
+        if name not in own and name != "find_unused_parameters" and value is not of_a_module[name].default:
+            raise ValueError(
+                f"Got {name}={value!r}, which concerns a DDP module's exchange of gradients. Local training has "
+                "none: leave it out."
             )
-    return meant
+    return {name: value for name, value in arguments.items() if name in own}
 
 
-def model_parallel_arguments(arguments: dict[str, Any], strategy: type[ModelParallelStrategy]) -> dict[str, Any]:
-    """Returns what of ``ModelParallelStrategy``'s arguments means something where replicas are told apart.
+def model_parallel_arguments(arguments: Mapping[str, Any], strategy: type[Strategy]) -> dict[str, Any]:
+    """Return the arguments of ``ModelParallelStrategy`` that apply to several replicas.
 
     Args:
         arguments: that were given beside the strategy's own.
@@ -102,19 +85,23 @@ def model_parallel_arguments(arguments: dict[str, Any], strategy: type[ModelPara
 
     Raises:
         ValueError: the size of a replica.
-        TypeError: it is not known; says which is like it.
+        TypeError: an unknown argument; names a similar one.
     """
-    known = set(inspect.signature(ModelParallelStrategy.__init__).parameters) - {"self", "tensor_parallel_size"}
     size = arguments.get("data_parallel_size", "auto")
     if size != "auto":
         raise ValueError(
             f"Got data_parallel_size={size!r}. A replica has as many ranks as remain: say how many replicas there are, "
             "replicas=…"
         )
-    for name in arguments:
-        if name not in known:
-            raise TypeError(
-                f"Unknown argument {name!r}: neither this strategy nor Lightning's ModelParallelStrategy takes it."
-                f"{_hint(name, known, strategy)}"
-            )
+    known = _MODEL_PARALLEL.keys() - {"tensor_parallel_size"}
+    _require_known(arguments, known, strategy, "Lightning's ModelParallelStrategy")
     return {name: value for name, value in arguments.items() if name != "data_parallel_size"}
+
+
+def _require_known(names: Collection[str], known: Collection[str], strategy: type[Strategy], takers: str) -> None:
+    for name in names:
+        if name not in known:
+            own = set(inspect.signature(strategy).parameters) - {"kwargs"}
+            close = difflib.get_close_matches(name, own.union(known), n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"Unknown argument {name!r}: neither this strategy nor {takers} takes it.{hint}")

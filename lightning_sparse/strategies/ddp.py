@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_sparse.checkpointing.collecting import collect_without_workers
-from lightning_sparse.checkpointing.together import NO_WORKER, collect_together, is_no_worker, patience_of
-from lightning_sparse.ddp.comm_hook import attach, learning_rates_of
+from lightning_sparse.checkpointing.together import NO_WORKER, collect_together, is_launcher_process, patience_of
+from lightning_sparse.ddp.comm_hook import attach
 from lightning_sparse.ddp.options import ErrorFeedback, ExchangeOptions
 from lightning_sparse.ddp.sparse_state import SparseState
 from lightning_sparse.exchange import parameter_settings, require_agreement
@@ -108,11 +108,11 @@ class SparseDDPStrategy(AveragesGradients, DDPStrategy):
             sparsifier,
             options,
             grad_scaler=lambda: getattr(self.precision_plugin, "scaler", None),
-            learning_rates=lambda: learning_rates_of(self.optimizers),
+            optimizers=lambda: self.optimizers,
             per_layer_stats=self._per_layer_stats,
         )
         self._follow(state, holds_density=options.holds_density)
-        state.settlement.on_step.append(self._on_any_step)
+        state.pending_gradients.on_step.append(self._on_any_step)
 
     def _what_is_sent(self) -> tuple[Sparsifier, ExchangeOptions]:
         if self.world_size > 1:
@@ -123,10 +123,10 @@ class SparseDDPStrategy(AveragesGradients, DDPStrategy):
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         # In manual optimization Lightning prepares DDP for each backward, without a forward of DDP's own.
         if self.state is not None:
-            self.state.settlement.expect_backward()
+            self.state.pending_gradients.expect_backward()
         super().pre_backward(closure_loss)
         if self.state is not None:
-            self.state.settlement.backward_is_prepared()
+            self.state.pending_gradients.backward_is_prepared()
 
     @override
     def post_backward(self, closure_loss: torch.Tensor) -> None:
@@ -134,7 +134,7 @@ class SparseDDPStrategy(AveragesGradients, DDPStrategy):
         if not _LIGHTNING_STARTS_STATIC_GRAPHS:
             self._start_static_graph()
         if self.state is not None:
-            self.state.settlement.backward_has_ended()
+            self.state.pending_gradients.backward_has_ended()
 
     def _start_static_graph(self) -> None:
         if self.lightning_module is None or self.lightning_module.automatic_optimization:
@@ -173,8 +173,8 @@ class SparseDDPStrategy(AveragesGradients, DDPStrategy):
     def _content(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any] | None:
         if self.state is not None:
             patience = patience_of(self._timeout)
-            return collect_together(self.state, self.state.meeting, self._checkpoint_options, patience)
-        return collect_without_workers("gradients", self.world_size, NO_WORKER) if is_no_worker(self) else None
+            return collect_together(self.state, self.state.save_barrier, self._checkpoint_options, patience)
+        return collect_without_workers("gradients", self.world_size, NO_WORKER) if is_launcher_process(self) else None
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

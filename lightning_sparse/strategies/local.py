@@ -18,7 +18,7 @@ from lightning_sparse.checkpointing.together import (
     NO_WORKER,
     collect_together,
     is_in_trouble,
-    is_no_worker,
+    is_launcher_process,
     patience_of,
     why_not_together,
 )
@@ -127,14 +127,14 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
         if averager.shared.is_shown:  # while validation looks at the mean
             return copy.deepcopy(super().lightning_module_state_dict())
         weights = None
-        self._why_not = why_not_together(averager, averager.meeting, patience_of(self._timeout), self._obstacles())
+        self._why_not = why_not_together(averager, averager.save_barrier, patience_of(self._timeout), self._obstacles())
         if self._why_not is None:
             try:
-                weights = averager.shared.mean(averager.meeting.workers_apart())
+                weights = averager.shared.mean(averager.save_barrier.workers_apart())
             except RuntimeError as error:  # a worker died or left
                 if averager.workers.rank != 0:
                     raise
-                averager.meeting.give_up_apart()
+                averager.save_barrier.give_up_apart()
                 self._why_not = f"averaging weights failed: {str(error).splitlines()[0]}"
         if weights is None:
             assert self._why_not is not None
@@ -157,7 +157,7 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
     @override
     def _content(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any] | None:
         if self.state is None:
-            return collect_without_workers("drifts", self.world_size, NO_WORKER) if is_no_worker(self) else None
+            return collect_without_workers("drifts", self.world_size, NO_WORKER) if is_launcher_process(self) else None
         word = self._checkpoint_options.optimizer_checkpoint
         extra = {} if word == "first" else {"optimizer_states": checkpoint["optimizer_states"]}
         if word == "full" and self._precision_key in checkpoint:
@@ -165,7 +165,7 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
         why_not, self._why_not = self._why_not, None
         content = collect_together(
             self.state,
-            self.state.meeting,
+            self.state.save_barrier,
             self._checkpoint_options,
             patience_of(self._timeout),
             obstacles=self._obstacles(),

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_sparse.checkpointing.options import DriftCheckpointOptions
 from lightning_sparse.drift import DriftOptions, SparseModelAverager
-from lightning_sparse.engine.weak_call import weakly
+from lightning_sparse.engine.weak_method import weak_method
 from lightning_sparse.strategies.options import AveragesDrifts
 
 _OWN_WEIGHTS = ("WeightAveraging", "StochasticWeightAveraging", "ModelPruning")  # the first from Lightning 2.6 on
@@ -35,7 +35,7 @@ class LocalTraining(AveragesDrifts):
     def _follow_drifts(self, averager: SparseModelAverager) -> None:
         self._has_ended = False
         self._follow(averager, holds_density=True)
-        averager.observed_steps.on_step = weakly(self._after_observed_step)
+        averager.observed_steps.on_step = weak_method(self._after_observed_step)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:

@@ -113,7 +113,14 @@ class AveragesDrifts(WithInheritedOptions):
     ) -> None:
         self._checkpoint_options = DriftCheckpointOptions(drift_checkpoint, optimizer_checkpoint, self._is_sharded)
         self._options = DriftOptions(
-            every_n_steps, keep_drift, drift_decay, outer_optimizer, overlap, value_dtype, exchange, link_gbit_s
+            every_n_steps,
+            keep_drift,
+            drift_decay,
+            outer_optimizer,
+            overlap,
+            value_dtype=value_dtype,
+            exchange=exchange,
+            link_gbit_s=link_gbit_s,
         )
         super().__init__(sparsifier, **kwargs)
 

@@ -20,8 +20,8 @@ from lightning_sparse.checkpointing.collecting import collect
 from lightning_sparse.checkpointing.content import warn_of_incomplete
 from lightning_sparse.checkpointing.together import is_in_trouble, patience_of, shortened
 from lightning_sparse.checkpointing.whole_files import part_of, put_in_place
-from lightning_sparse.engine.holder import BROKEN_OFF
-from lightning_sparse.exchange import Meeting, Workers, require_agreement
+from lightning_sparse.engine.averager import BROKEN_OFF
+from lightning_sparse.exchange import SaveBarrier, Workers, require_agreement
 from lightning_sparse.exchange.replicas import replica_mesh, summed
 from lightning_sparse.shards.resharded import reshard
 from lightning_sparse.sparsifiers import Sparsifier
@@ -59,7 +59,7 @@ class ReplicaStrategy(WithInheritedOptions, ModelParallelStrategy):
 
     _is_sharded: ClassVar[bool] = True
     _reads_folders = True
-    _meeting: Meeting | None = None
+    _save_barrier: SaveBarrier | None = None
     _why_not: str | None = None
 
     def __init__(
@@ -133,7 +133,7 @@ class ReplicaStrategy(WithInheritedOptions, ModelParallelStrategy):
             self.state.close()  # not when its fit ended: it may have been saved after that
         require_agreement(asdict(self._checkpoint_options) | {"in one file": not self._save_distributed_checkpoint})
         self._make_state()
-        self._meeting = Meeting(Workers(None, self.global_rank, self.world_size))
+        self._save_barrier = SaveBarrier(Workers(None, self.global_rank, self.world_size))
 
     # Which steps count.
 
@@ -171,18 +171,18 @@ class ReplicaStrategy(WithInheritedOptions, ModelParallelStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         # Lightning asks every rank first of all, and then calls save_checkpoint on it.
-        if self._meeting is not None and self.lightning_module is not None:
-            why_not = self._why_not_together(self._meeting, self.lightning_module.trainer.global_step)
+        if self._save_barrier is not None and self.lightning_module is not None:
+            why_not = self._why_not_together(self._save_barrier, self.lightning_module.trainer.global_step)
             if why_not is not None:
                 raise RuntimeError(
                     f"No checkpoint was written: {why_not}. What is sharded can be saved by all its ranks only."
                 )
         return self._module_state()
 
-    def _why_not_together(self, meeting: Meeting, step: int) -> str | None:
+    def _why_not_together(self, barrier: SaveBarrier, step: int) -> str | None:
         patience = patience_of(self._timeout)
         try:
-            return meeting.hold({"step": step}, shortened(patience) if is_in_trouble() else patience).why_not
+            return barrier.wait({"step": step}, shortened(patience) if is_in_trouble() else patience).why_not
         except dist.DistNetworkError:  # of the store, which ends with the first worker
             return "the first worker is gone"
 

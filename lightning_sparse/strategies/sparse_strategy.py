@@ -16,7 +16,7 @@ from lightning_sparse.checkpointing.restoring import restore
 from lightning_sparse.checkpointing.whole_files import WholeFiles
 from lightning_sparse.ddp.options import ExchangeOptions
 from lightning_sparse.drift.options import DriftOptions
-from lightning_sparse.engine import EngineHolder
+from lightning_sparse.engine import Averager
 from lightning_sparse.engine.saved_state import sealed
 from lightning_sparse.exchange.wire import require_wire
 from lightning_sparse.sparsifiers import Sparsifier
@@ -67,7 +67,6 @@ class SparseStrategy(WholeFiles, Strategy):
         self.sparsifier = sparsifier
         self.state = None
         self.step_log = StepLog()
-        self._advice = Advice(self.averages)
         self._per_layer_stats = self._is_stepping = False
         self._batches = 0
         self._progress_at_start: object = None
@@ -81,16 +80,16 @@ class SparseStrategy(WholeFiles, Strategy):
         self._per_layer_stats = True
 
     @property
-    def averagers(self) -> Sequence[EngineHolder]:
+    def averagers(self) -> Sequence[Averager]:
         """The averagers of this process, whose first is ``state``."""
         return [] if self.state is None else [self.state]
 
-    def _follow(self, state: EngineHolder, *, holds_density: bool) -> None:
+    def _follow(self, state: Averager, *, holds_density: bool) -> None:
         """Log and watch the exchanges of a new ``fit``."""
         self.state = state
-        self.step_log.clear()
+        self.step_log = StepLog()
         state.subscribe(self.step_log.add)
-        self._advice.follow(state, holds_density=holds_density)
+        self._advice = Advice(self.averages, state, holds_density=holds_density)
 
     # Steps.
 
@@ -109,6 +108,7 @@ class SparseStrategy(WholeFiles, Strategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
+        assert self.lightning_module is not None
         every_n_steps = getattr(self._options, "every_n_steps", 1)
         self._advice.begin(self.optimizers, exchanges_of(self.lightning_module, every_n_steps))
         self._batches, self._progress_at_start = 0, self._progress
@@ -174,7 +174,7 @@ class SparseStrategy(WholeFiles, Strategy):
         """Do nothing: Lightning would call the inherited method, which registers the base's names again."""
 
 
-def tell_epoch(averager: EngineHolder, epoch: int, optimizers: Sequence[Optimizer]) -> None:
+def tell_epoch(averager: Averager, epoch: int, optimizers: Sequence[Optimizer]) -> None:
     """Tell an averager's sparsifier of an epoch and its learning rates, unless it knows."""
     if averager.epoch != epoch:
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
 
-from lightning_sparse.engine import EngineHolder, StepStats
+from lightning_sparse.engine import Averager, StepStats
 from lightning_sparse.engine.step_stats import of_exchanges
 from lightning_sparse.selection.numbers import STEP_NUMBERS
 
@@ -39,16 +39,6 @@ class StepLog:
         """Adds the numbers of an exchange."""
         self._steps.append(step)
 
-    def clear(self) -> None:
-        """Forgets them."""
-        self._steps.clear()
-        self._of_batch.clear()
-        self._newest.clear()
-        self._lost.clear()
-        self._entries.clear()
-        self._shown.clear()
-        self._row = None
-
     def begin_batch(self, module: LightningModule | None) -> None:
         """Takes back what has been in a row of the loggers by now."""
         assert module is not None
@@ -67,12 +57,12 @@ class StepLog:
             self._shown.clear()
         self._row = batch if trainer._logger_connector.should_update_logs else None
 
-    def write(self, module: LightningModule | None, holder: EngineHolder | None) -> None:
+    def write(self, module: LightningModule | None, averager: Averager | None) -> None:
         """Logs the numbers of the exchanges since the last step, if there are any and Lightning lets us here.
 
         Args:
             module: through which to log.
-            holder: has metrics of its own to log with them.
+            averager: has metrics of its own to log with them.
         """
         if not (self._steps or self._lost) or module is None:
             return
@@ -90,7 +80,7 @@ class StepLog:
             steps = self._of_batch
             self._take_back(module)
         self._newest = list(steps)
-        own = {} if holder is None else holder.own_metrics()
+        own = {} if averager is None else averager.own_metrics()
         for name, value in (step_metrics(steps) | own).items():
             self._log(module, name, float(value), on_step)
         self._steps.clear()
@@ -140,9 +130,9 @@ _LOG = LightningModule.log
 
 
 def step_metrics(steps: list[StepStats]) -> dict[str, float]:
-    """Returns what is logged for one batch, in which there may have been more than one exchange.
+    """Returns the metrics of a batch, which may have several exchanges.
 
-    Density is over all exchanges together, payload bytes are their sum, error norm and threshold those of the last.
+    Density covers all exchanges together, payload bytes are summed, error norm and threshold are those of the last.
     """
     stats = of_exchanges(steps)
     logged = [number.logged for number in STEP_NUMBERS if number.logged]

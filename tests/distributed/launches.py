@@ -7,6 +7,7 @@ though some launch more (a sort, a scan), and views and allocations as none.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -14,12 +15,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sparse import HardThreshold
-from lightning_sparse.ddp import running_step, sparse_state
+from lightning_sparse.ddp import buckets as ddp_buckets
+from lightning_sparse.ddp import sparse_state
 from lightning_sparse.ddp.options import ExchangeOptions
-from lightning_sparse.ddp.regrouping import Bucket
 from lightning_sparse.engine import Engine, FlatBucket, memory
-from lightning_sparse.exchange import ExchangeMode, adding, buffers, exchange, fused_decode, gather
+from lightning_sparse.exchange import ExchangeMode, buffers, exchange
 from lightning_sparse.exchange.pending import Pending
+from lightning_sparse.exchange.routes import adding, fused_decode, gather
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.selection import extraction, fused_threshold
 from lightning_sparse.selection.residual import Residual
@@ -167,7 +169,7 @@ def measure_door(
     num_layers: int = 150,
 ) -> Counts:
     """Returns the counts of the last of some steps through DDP's door: residuals, unused layers, the way back."""
-    running_step.torch.futures.Future = lambda devices=None: SimpleNamespace(set_result=lambda value: None)
+    ddp_buckets.torch.futures.Future = lambda devices=None: SimpleNamespace(set_result=lambda value: None)
     buffers.let_go = memory.let_go = lambda tensor: None
     _pretend(8, has_kernels=True)
     names = [[f"{place}.{layer}" for layer in range(place, num_layers, num_buckets)] for place in range(num_buckets)]
@@ -205,7 +207,13 @@ def measure_door(
         counter.__enter__()
         for place, (some, gradient) in enumerate(zip(names, gradients, strict=True)):
             layers = [parameters[name] for name in some]
-            state.receive(Bucket(place, gradient, layers, place == num_buckets - 1))
+            grad_bucket = SimpleNamespace(
+                index=partial(int, place),
+                buffer=lambda gradient=gradient: gradient,
+                parameters=partial(list, layers),
+                is_last=partial(bool, place == num_buckets - 1),
+            )
+            state.receive(grad_bucket)
         counter.__exit__(None, None, None)
         state.commit()
     return counts

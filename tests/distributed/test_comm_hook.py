@@ -14,7 +14,7 @@ from torch.optim.optimizer import (
 
 import lightning_sparse
 from lightning_sparse import GaussianK, HardThreshold, LayerLayout, TopK, register_comm_hook
-from lightning_sparse.engine import rehearsal
+from lightning_sparse.engine import warmup
 from tests.workers import run_workers
 
 
@@ -284,7 +284,7 @@ def _tell():
     sparsifier = Remembering()
     model, state = wrapped(sparsifier)
     layout = LayerLayout(("first",), (4,))
-    rehearsal._play(state._engine, layout, torch.float32, torch.device("cpu"), is_scaled=False, has_unused=True)
+    warmup._run_warmup(state._engine, layout, torch.float32, torch.device("cpu"), is_scaled=False, has_unused=True)
     at_first = list(state.sparsifier._told)
     step(model, [0.1] * 4, [0.1] * 3, [0.9, 0.3])
     step(model, [0.1] * 4, [0.1] * 3, [0.9, 0.3])

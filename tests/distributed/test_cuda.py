@@ -72,19 +72,19 @@ def _gather_to_first():
     rank = dist.get_rank()
     apart = Workers(None, rank, dist.get_world_size()).apart("apart")
     tensors = [torch.full((3,), rank + 0.5, device="cuda"), torch.full((2,), rank, device="cuda")]
-    objects = apart.gather_objects_to_first({"rank": rank})
-    return list(apart.gather_to_first(tensors)), objects
+    return apart.gather_objects_to_first({"rank": rank, "tensors": tensors})
 
 
 @pytest.mark.parametrize(("backend", "num_workers"), [("gloo", 3), ("nccl", 1)])
 def test_residuals_and_objects_of_a_gpu_reach_the_first_worker(backend, num_workers):
     first, *others = run_workers(_on_backend, num_workers, backend, _gather_to_first)
-    assert all(one == ([], []) for one in others)
-    for rank, (floats, integers) in enumerate(first[0]):
+    assert others == [[]] * len(others)
+    for rank, of_worker in enumerate(first):
+        floats, integers = of_worker["tensors"]
+        assert of_worker["rank"] == rank
         assert floats.tolist() == [rank + 0.5] * 3
         assert integers.tolist() == [rank] * 2
         assert floats.device == integers.device == torch.device("cpu")
-    assert first[1] == [{"rank": rank} for rank in range(num_workers)]
 
 
 def _on_backend(backend, function, *args):

@@ -5,12 +5,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import DriftOptions, HardThreshold, SparseModelAverager, register_comm_hook
-from lightning_sparse.exchange import LARGEST_SLICE, adding, fused_decode, gather
+from lightning_sparse.exchange import LARGEST_SLICE
 from lightning_sparse.exchange.payload import PayloadFormat
+from lightning_sparse.exchange.routes import adding, fused_decode, gather
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels import launching
 from lightning_sparse.selection import extraction, fused_threshold
-from lightning_sparse.selection.bucket_gradient import BucketGradient
+from lightning_sparse.selection.bucket import FlatBucket
 from lightning_sparse.selection.extraction import Extraction
 from lightning_sparse.selection.residual import Residual
 from lightning_sparse.sparsifiers import LayerLayout
@@ -74,7 +75,7 @@ def _variants_of_drift(sparsifier, dtype, options):
     model = build_model(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     averager = SparseModelAverager(model, sparsifier, DriftOptions(**options))
-    rehearsed = launched.copy()
+    warmed_up = launched.copy()
     launched.clear()
     for batches in build_batches(torch.distributed.get_world_size(), dtype, 5):
         inputs, targets = batches[torch.distributed.get_rank()]
@@ -82,7 +83,7 @@ def _variants_of_drift(sparsifier, dtype, options):
         optimizer.step()
         optimizer.zero_grad()
         averager.step()
-    return rehearsed, launched
+    return warmed_up, launched
 
 
 def _variants(sparsifier, dtype, options):
@@ -93,7 +94,7 @@ def _variants(sparsifier, dtype, options):
     model = DistributedDataParallel(build_model(dtype), bucket_cap_mb=0.0005, **ddp)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     register_comm_hook(model, sparsifier, grad_scaler=scaler, **options)
-    rehearsed = launched.copy()
+    warmed_up = launched.copy()
     launched.clear()
     for batches in build_batches(torch.distributed.get_world_size(), dtype, 5):
         inputs, targets = batches[torch.distributed.get_rank()]
@@ -106,7 +107,7 @@ def _variants(sparsifier, dtype, options):
         (loss if scaler is None else scaler.scale(loss)).backward()
         optimizer.step() if scaler is None else (scaler.step(optimizer), scaler.update())
         optimizer.zero_grad()
-    return rehearsed, launched
+    return warmed_up, launched
 
 
 def _train_without_pack():
@@ -169,9 +170,9 @@ if INTERPRETED:
         ],
     )
     def test_no_kernel_is_first_built_in_a_backward(sparsifier, dtype, options):
-        for rehearsed, launched in run_workers(_variants, 2 + ("exchange" in options), sparsifier, dtype, options):
+        for warmed_up, launched in run_workers(_variants, 2 + ("exchange" in options), sparsifier, dtype, options):
             assert launched
-            assert launched <= rehearsed, launched - rehearsed
+            assert launched <= warmed_up, launched - warmed_up
 
     @pytest.mark.parametrize(
         ("sparsifier", "dtype", "options"),
@@ -183,9 +184,9 @@ if INTERPRETED:
         ],
     )
     def test_no_kernel_is_first_built_in_an_exchange_of_drifts(sparsifier, dtype, options):
-        for rehearsed, launched in run_workers(_variants_of_drift, 2, sparsifier, dtype, options):
+        for warmed_up, launched in run_workers(_variants_of_drift, 2, sparsifier, dtype, options):
             assert launched
-            assert launched <= rehearsed, launched - rehearsed
+            assert launched <= warmed_up, launched - warmed_up
 
     def test_where_a_kernel_cannot_be_built_training_goes_on_without():
         for weights in run_workers(_train_without_pack, 2):
@@ -193,7 +194,7 @@ if INTERPRETED:
                 assert torch.equal(weight, weights[1][name])
 
     class _Shipment:
-        is_masked, out = False, None
+        out = None
 
         def __init__(self, size, wire, capacity):
             self.format = PayloadFormat(size, wire)
@@ -214,9 +215,8 @@ if INTERPRETED:
         for uses_kernels in (True, False):
             monkeypatch.setattr(extraction, "is_available", lambda device, answer=uses_kernels: answer)
             residual, shipment = torch.zeros(size), _Shipment(size, wire, capacity)
-            bucket = BucketGradient(
-                layout, gradient.clone(), Residual(torch.zeros(size), residual), [(0, 2)] if capacity == 4 else [], None
-            )
+            memory, left_out = Residual(torch.zeros(size), residual), [(0, 2)] if capacity == 4 else []
+            bucket = FlatBucket(0, layout, gradient.clone(), memory, is_last=True, left_out=left_out)
             header = Extraction(HardThreshold(threshold=1.0), num_slices=3, per_layer=True, keeps_rest=True).fill(
                 bucket, shipment
             )

@@ -19,19 +19,18 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 
 from lightning_sparse.checkpointing import together, whole_files
-from lightning_sparse.ddp.settlement import Settlement
+from lightning_sparse.ddp.pending_gradients import PendingGradients
 from lightning_sparse.ddp.sparse_state import SparseState
 from lightning_sparse.drift import SparseModelAverager
 from lightning_sparse.drift.drift_exchange import DriftExchange
 from lightning_sparse.drift.shared_weights import SharedWeights
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.memory import ResidualMemory
-from lightning_sparse.exchange import meeting
+from lightning_sparse.exchange import save_barrier
 from lightning_sparse.exchange.exchange import Exchange
 from lightning_sparse.exchange.pending import Pending
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.selection import extraction
-from lightning_sparse.selection.block_filter import BlockFilter
 
 COLLECTIVES = (
     *("irecv", "isend", "send", "recv", "reduce", "all_reduce", "all_gather", "all_gather_into_tensor"),
@@ -40,10 +39,9 @@ COLLECTIVES = (
 PARTS: list[tuple[Any, str]] = [
     (SparseState, "receive"),
     (SparseState, "_begin_step"),
-    (SparseState, "_open"),
+    (SparseState, "_flat_bucket"),
     (SparseState, "_end_step"),
-    (BlockFilter, "take_out"),
-    (BlockFilter, "take_out_masked"),
+    (extraction, "take_out_marked"),
     (extraction, "compensate"),
     (extraction, "keep_rest"),
     (Exchange, "open"),
@@ -51,13 +49,13 @@ PARTS: list[tuple[Any, str]] = [
     (Exchange, "finish"),
     (Pending, "wait"),
     (ResidualMemory, "keep"),
-    (ResidualMemory, "settle"),
-    (Settlement, "end_exchange"),
-    (Settlement, "_mark"),
-    (Settlement, "_step_begins"),
-    (Settlement, "_step_ends"),
-    (meeting.Meeting, "hold"),
-    (meeting.Meeting, "workers_apart"),
+    (ResidualMemory, "commit"),
+    (PendingGradients, "end_exchange"),
+    (PendingGradients, "_mark"),
+    (PendingGradients, "_step_begins"),
+    (PendingGradients, "_step_ends"),
+    (save_barrier.SaveBarrier, "wait"),
+    (save_barrier.SaveBarrier, "workers_apart"),
     (together, "why_not_together"),
     (together, "collect"),
     (Workers, "sum_on_first"),
@@ -184,7 +182,7 @@ class Injector:
         """Replaces functions of the package and of torch by such that tell."""
         injector = self
 
-        class Store(meeting.PrefixStore):
+        class Store(save_barrier.PrefixStore):
             def set(self, key: str, value: str) -> None:
                 name = key.split("/")[-1]
                 injector.tell(f"before store.set {name}")
@@ -208,7 +206,7 @@ class Injector:
             for name in COLLECTIVES:
                 stack.enter_context(patch.object(dist, name, self.collective(name, getattr(dist, name))))
             stack.enter_context(patch.object(os, "replace", self.collective("os.replace", os.replace)))
-            stack.enter_context(patch.object(meeting, "PrefixStore", Store))
+            stack.enter_context(patch.object(save_barrier, "PrefixStore", Store))
             stack.enter_context(patch.object(signal_connector, "call", lambda command: 0))  # there is no scontrol
             yield
 

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.network_lab import NetworkLab
 from lightning_sparse import __version__, doctor
-from lightning_sparse.exchange.link_test import LinkSpeed
+from lightning_sparse.doctor import LinkSpeed
 from tests.workers import run_workers
 
 
@@ -66,7 +66,7 @@ def test_a_group_of_workers_is_as_fast_on_all() -> None:
 
 
 def _measure() -> LinkSpeed:
-    from lightning_sparse.exchange.link_test import measure_link
+    from lightning_sparse.doctor import measure_link
 
     return measure_link(torch.device("cpu"))
 

@@ -36,7 +36,7 @@ AFTER_BACKWARD = Point("step 2", "on_after_backward")
 IN_OPTIMIZER = Point("step 2", "optimizer changed a weight", 1)
 AFTER_STEP = Point("step 2", "on_train_batch_end")
 BEFORE_SENDING = Point("save 1", "before send")
-AT_THE_MEETING = Point("save 2", "after store.set came")
+AT_THE_BARRIER = Point("save 2", "after store.set came")
 RESIDUALS_ARE_DUE = Point(AFTERWARDS, "before send")
 WHILE_WRITTEN = Point("save 2", "while written")
 
@@ -122,12 +122,12 @@ ROWS = rows_of_routes() | {
     "exception in the optimizer of the first step": Row(
         GATHER, strike("raise", ALL, GATHER, Point("step 0", "optimizer changed a weight", 1)), IN_THE_MIDDLE
     ),
-    "exception while the first step settles": Row(
-        DENSE, strike("raise", ALL, DENSE, Point("step 0", "after ResidualMemory.settle")), IN_THE_MIDDLE
+    "exception while the first step commits": Row(
+        DENSE, strike("raise", ALL, DENSE, Point("step 0", "after ResidualMemory.commit")), IN_THE_MIDDLE
     ),
-    "SIGUSR1 while the first step settles": Row(
+    "SIGUSR1 while the first step commits": Row(
         DENSE,
-        strike("SIGUSR1", ALL, DENSE, Point("step 0", "after ResidualMemory.settle")),
+        strike("SIGUSR1", ALL, DENSE, Point("step 0", "after ResidualMemory.commit")),
         IN_THE_MIDDLE,
         finishes=True,
     ),
@@ -137,7 +137,7 @@ ROWS = rows_of_routes() | {
     "Ctrl-C in the hook": Row(GATHER, strike("SIGINT", ALL, GATHER, Point("step 2", "before isend", 1)), RESIDUALS),
     "death in backward of another": Row(GATHER, strike("SIGKILL", LAST, GATHER, IN_BACKWARD), NOBODY_CAME),
     "death in backward of the first": Row(GATHER, strike("SIGKILL", FIRST, GATHER, IN_BACKWARD), NO_FILE),
-    "death at the meeting": Row(GATHER, strike("SIGKILL", LAST, GATHER, AT_THE_MEETING), NOBODY_CAME),
+    "death at the barrier": Row(GATHER, strike("SIGKILL", LAST, GATHER, AT_THE_BARRIER), NOBODY_CAME),
     "death before sending residuals": Row(GATHER, strike("SIGKILL", LAST, GATHER, BEFORE_SENDING), NOBODY_CAME),
     "death of the first while it writes": Row(GATHER, strike("SIGKILL", FIRST, GATHER, WHILE_WRITTEN), NO_FILE),
     "exception while a file is written": Row(GATHER, strike("raise", FIRST, GATHER, WHILE_WRITTEN), NOBODY_CAME),

@@ -101,7 +101,7 @@ def assert_sent_sparsely(row, ddp, oracle, sparse):
     assert sparse.num_exchanges == oracle.num_exchanges
     sent, held = oracle.sent / oracle.offered, oracle.held / oracle.offered
     assert min(sent, held) > 0.05, f"λ sends {sent:.1%} and holds back {held:.1%}, which tells little"
-    assert (oracle.num_undone > 0) == row.undoes
+    assert (oracle.num_rolled_back > 0) == row.rolls_back
     assert new_warnings(row, sparse, ddp) <= row.warns_of
 
 

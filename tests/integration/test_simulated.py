@@ -127,11 +127,11 @@ class Augmented(Classifier):
 
 
 class AugmentedAndScheduled(Augmented):
-    """Asks how many steps there will be, for which Lightning makes loaders before training has begun."""
+    """Asks how many steps there will be, for which Lightning makes loaders, and then how many workers."""
 
     def configure_optimizers(self) -> Any:
         self.trainer.fit_loop.setup_data()  # as estimated_stepping_batches does where the number of epochs is limited
-        return super().configure_optimizers()
+        return torch.optim.SGD(self.parameters(), lr=0.05 * self.trainer.world_size)
 
 
 class AugmentedElsewhere(Augmented):

@@ -175,7 +175,7 @@ SITUATIONS = {
 }  # fmt: skip
 
 
-def listen(situation: Situation, advice: Advice) -> list[str]:
+def listen(situation: Situation) -> list[str]:
     messages: list[str] = []
 
     class Listener(logging.Handler):
@@ -195,7 +195,7 @@ def listen(situation: Situation, advice: Advice) -> list[str]:
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            advice.follow(holder, holds_density=situation.holds)
+            advice = Advice(situation.averages, holder, holds_density=situation.holds)
             advice.begin([situation.optimizer([torch.nn.Parameter(torch.ones(1))], lr=0.1)], situation.planned)
             for number, exchange in enumerate(situation.steps):
                 for receive in subscribers:
@@ -210,13 +210,13 @@ def listen(situation: Situation, advice: Advice) -> list[str]:
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_a_message_is_said_once_per_process_and_no_other_is(name):
     situation = SITUATIONS[name]
-    messages = listen(situation, Advice(situation.averages))
+    messages = listen(situation)
     assert len(messages) == len(situation.said), messages
     for pattern in situation.said:
         assert any(re.search(pattern, message) for message in messages), messages
-    assert listen(situation, Advice(situation.averages)) == []  # a resume, or another Trainer
+    assert listen(situation) == []  # a resume, or another Trainer
     reset_advice()
-    assert listen(situation, Advice(situation.averages)) == messages
+    assert listen(situation) == messages
 
 
 def require_one_line(message: str) -> None:
@@ -269,7 +269,7 @@ def test_a_message_is_one_line_of_at_most_120_characters_and_a_link():
     kinds: set[str] = set()
     for situation in EXTREMES:
         reset_advice()
-        for message in listen(situation, Advice(situation.averages)):
+        for message in listen(situation):
             require_one_line(message)
         kinds |= advice_module._said
     assert kinds == set(re.findall(r'self\._(?:say|warn)\(\s*"([a-z ]+)"', inspect.getsource(Advice)))
@@ -321,7 +321,7 @@ class Lookahead(torch.optim.Optimizer):
 
 
 def test_the_message_names_the_optimizer_that_normalises():
-    [message] = listen(Situation([], optimizer=Lookahead), Advice("gradients"))
+    [message] = listen(Situation([], optimizer=Lookahead))
     assert "AdamW normalises gradients" in message
 
 
@@ -336,7 +336,7 @@ def test_an_optimizer_inside_of_others_is_found(attribute):
 
 def test_of_a_search_before_the_training_nothing_is_said_or_counted():
     """Lightning's own, or one for a threshold: the same objects train after it."""
-    advice, subscribers = Advice("gradients"), []
+    subscribers: list[Any] = []
     holder: Any = SimpleNamespace(
         sparsifier=_calibrated(0.01),
         workers=SimpleNamespace(num_workers=2),
@@ -344,7 +344,7 @@ def test_of_a_search_before_the_training_nothing_is_said_or_counted():
         subscribe=subscribers.append,
     )
     optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)]
-    advice.follow(holder, holds_density=False)
+    advice = Advice("gradients", holder, holds_density=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for planned, sent in ((None, 500), (10_000, 10)):

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_sparse.exchange import Exchange, Workers
-from lightning_sparse.exchange.cost_model import Costs, speeds
-from lightning_sparse.exchange.forecast import SMALLEST_CAPACITY, Forecast
 from lightning_sparse.exchange.payload import CAPACITY_STEP
+from lightning_sparse.exchange.routes.cost_model import Costs, speeds
+from lightning_sparse.exchange.routes.forecast import SMALLEST_CAPACITY, Forecast
 
 
 @given(st.integers(0, 10**6), st.lists(st.integers(0, 10**6), max_size=30), st.integers(0, 10**6))

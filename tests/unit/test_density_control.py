@@ -75,12 +75,12 @@ def test_what_a_wrong_first_threshold_sent_too_much_or_too_little_is_made_up_for
 
 
 def test_it_goes_on_from_where_it_was():
-    one, other = control_of(0.05), control_of(0.05)
+    control, resumed = control_of(0.05), control_of(0.05)
     threshold = 1.0
     for density in (0.5, 0.2, 0.0, 0.01, 0.003):
-        threshold = one.corrected(threshold, density)
-    other.load_state_dict(one.state_dict())
-    assert one.corrected(threshold, 0.02) == other.corrected(threshold, 0.02)
+        threshold = control.corrected(threshold, density)
+    resumed.load_state_dict(control.state_dict())
+    assert control.corrected(threshold, 0.02) == resumed.corrected(threshold, 0.02)
 
 
 def test_it_is_slow():

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_sparse.exchange.adding import pack_nonzero
-from lightning_sparse.exchange.fused_decode import TILE, decode
 from lightning_sparse.exchange.payload import CAPACITY_STEP, PayloadFormat
+from lightning_sparse.exchange.routes.adding import pack_nonzero
+from lightning_sparse.exchange.routes.fused_decode import TILE, decode
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.sparsifiers import Selection
 from tests.interpreter import INTERPRETED, run_in_interpreter
@@ -51,7 +51,7 @@ def payloads_of(payload_format, chosen, capacity):
     return rows.to(DEVICE)
 
 
-def check(size, chosen, dtype=FLOAT, wire=AS_IT_IS, capacity=None, header_fields=0, factor=None, divides=True):
+def check(size, chosen, dtype=FLOAT, wire=AS_IT_IS, capacity=None, header_fields=0, divides=True):
     """Decodes on the device and compares with adding one by one."""
     payload_format = PayloadFormat(size, wire, header_fields)
     capacity = max(selection.indices.numel() for selection in chosen) + 1 if capacity is None else capacity
@@ -62,15 +62,12 @@ def check(size, chosen, dtype=FLOAT, wire=AS_IT_IS, capacity=None, header_fields
         expected[indices[:capacity]] += values[:capacity].to(dtype)
     if divides:
         expected /= n
-        if factor is not None:
-            expected *= factor
     out, quotients = guarded(torch.zeros(size, dtype=dtype)), guarded(n * capacity, dtype)
     decode(
         payload_format,
         payloads_of(payload_format, chosen, capacity),
         out,
         quotients=quotients if divides else None,
-        factor=None if factor is None else torch.tensor([factor], device=DEVICE),
     )
     same_bits(out, expected)
     for one in (out, quotients):
@@ -86,10 +83,9 @@ def test_payloads_are_added_in_rank_order_and_divided_once(dtype, wire, counts):
 
 @on_device
 @pytest.mark.parametrize("size", [1, 5, 65_535, 65_536, 65_537, 140_000])
-@pytest.mark.parametrize("factor", [None, 1024.0, 0.3])
-def test_every_size_and_a_factor(size, factor):
+def test_every_size(size):
     counts = [min(size, 40), min(size, 3), size // 2]
-    check(size, selections(size, counts), factor=factor)
+    check(size, selections(size, counts))
     check(size, selections(size, counts), divides=False)
 
 

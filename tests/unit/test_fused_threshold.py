@@ -24,11 +24,13 @@ from lightning_sparse.selection.numbers import FIXED_FIELDS, SLOTS
 from lightning_sparse.selection.residual import Residual, compensate, keep_rest
 from lightning_sparse.sparsifiers import HardThreshold, LayerLayout, Selection
 from tests.interpreter import INTERPRETED, run_in_interpreter
+from tests.unit.test_sent_and_kept import THRESHOLDS, by_tensors, rows
+from tests.unit.test_sent_and_kept import WIRES as VALUE_WIRES
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 FLOAT, DOUBLE, HALF, BRAIN = torch.float32, torch.float64, torch.float16, torch.bfloat16
 AS_IT_IS = Wire(FLOAT)
-WIRES = (AS_IT_IS, Wire(BRAIN), Wire(HALF), Wire(torch.float8_e4m3fn, 0.25), Wire(torch.int16, 2.0**-9))
+WIRES = (AS_IT_IS, Wire(BRAIN), Wire(HALF), Wire(torch.float8_e4m3fn, 0.25))
 SENTINEL = 77
 
 # Overflow and NaN are what the tests are about; numpy, with which the interpreter computes, warns of them.
@@ -101,10 +103,7 @@ def expect(residual, gradient, runs, wire, scale=None):
     for limit, start, end in runs:
         limits[start:end] = limit
     selected = (compensated.abs() >= limits) | compensated.isnan()
-    if wire.dtype == torch.int16:
-        steps = compensated.double().div(wire.step).round().clamp(-32_767, 32_767)
-        sent = torch.where(compensated.isfinite(), (steps * wire.step + 0.0).to(residual.dtype), nan)
-    elif wire.dtype == torch.float8_e4m3fn:
+    if wire.dtype == torch.float8_e4m3fn:
         eighths = through_float8(compensated.float() / (512 * wire.step)) * (512 * wire.step)
         sent = torch.where(compensated.isfinite(), eighths.to(residual.dtype), nan)
     else:
@@ -351,7 +350,7 @@ def test_the_payload_has_the_bits_of_the_plain_step(wire, spare):
     capacity = indices.numel() + spare
     expected = torch.zeros(payload_format.payload_bytes(capacity), dtype=torch.uint8)
     payload_format.fill(expected, Selection(indices, sent))
-    keep_rest(residual, indices[:capacity], sent[:capacity])
+    keep_rest(residual, Selection(indices[:capacity], values[:capacity]), wire)
 
     payload = torch.zeros(payload_format.payload_bytes(capacity), dtype=torch.uint8, device=DEVICE)
     parts = payload_format.parts(payload)
@@ -361,6 +360,28 @@ def test_the_payload_has_the_bits_of_the_plain_step(wire, spare):
     for actual, plain in zip(parts, payload_format.parts(expected), strict=True):
         same_bits(actual, plain)
     same_bits(kept, residual)
+
+
+@on_device
+@pytest.mark.parametrize("threshold", THRESHOLDS)
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "float8"])
+def test_triton_sends_and_keeps_what_tensors_do(name, threshold):
+    p, wire = rows(), VALUE_WIRES[name]
+    expected_sent, expected_kept = by_tensors(p, threshold, wire)
+    before, nothing, header = p.to(DEVICE), torch.full_like(p, -0.0, device=DEVICE), header_of()
+    sent, kept = torch.full_like(before, nan), torch.full_like(before, nan)
+    arguments = {"loss_scale": None, "wire": wire, "header": header}
+    FusedThreshold().mask(Residual(before, kept), nothing, one_run(threshold, p.numel()), **arguments, out=sent)
+    same_bits(sent, expected_sent)
+    same_bits(kept, expected_kept)
+
+    payload_format = PayloadFormat(p.numel(), wire)
+    payload = torch.zeros(payload_format.payload_bytes(p.numel()), dtype=torch.uint8, device=DEVICE)
+    parts, kept = payload_format.parts(payload), torch.full_like(before, nan)
+    FusedThreshold().select(Residual(before, kept), nothing, one_run(threshold, p.numel()), **arguments, payload=parts)
+    indices, values = payload_format.unpack(payload.cpu(), p.dtype, int(header[SLOTS["selected"]]))
+    same_bits(torch.zeros_like(p).index_put((indices,), values), expected_sent)
+    same_bits(kept, expected_kept)
 
 
 @on_device
@@ -520,7 +541,7 @@ def test_the_kernels_in_tritons_interpreter():
 
 
 TYPES = {
-    "*fp32": ("former", "residual", "loss_scale", "thresholds", "out", "quotients", "factor"),
+    "*fp32": ("former", "residual", "loss_scale", "thresholds", "out", "quotients"),
     "*fp64": ("numbers", "header"),
     "*bf16": ("gradient", "values"),
     "*i64": ("run_starts", "starts", "boundaries", "before"),
@@ -544,16 +565,14 @@ WALK |= {"LIMIT": 3e38, "WIRE": "bfloat16"}
         (threshold.walk_block, 16, WALK | {"out": None, "CLEARS": True, "MEASURES": False}),
         (threshold.walk_block, 16, WALK | {"bits": None, "CLEARS": False, "MEASURES": True}),
         (threshold.walk_block, 16, WALK | {"WIRE": "uint8", "LIMIT": 448.0, "CLEARS": True, "MEASURES": False}),
-        (threshold.walk_block, 16, WALK | {"WIRE": "int16", "LIMIT": 32767.0, "CLEARS": True, "MEASURES": False}),
         (threshold.summarise, 8, SUMMARISE | {"MEASURES": True}),
         (threshold.summarise, 8, SUMMARISE | {"MEASURES": False, "boundaries": None, "before": None, "bits": None}),
         (threshold.pack_block, 4, PACK | {"LIMIT": 3e38}),
         (threshold.pack_block, 4, PACK | {"LIMIT": 448.0, "values": "*u8"}),
-        (threshold.pack_block, 4, PACK | {"LIMIT": 127.0, "values": "*i8"}),
         (decode.add_payloads, 8, {"BLOCK": BLOCK_ELEMENTS, "TILE": 1024}),
         (decode.add_payloads, 8, {"BLOCK": BLOCK_ELEMENTS, "TILE": 1024, "values": "*u8"}),
         (decode.add_payloads, 8, {"BLOCK": BLOCK_ELEMENTS, "TILE": 1024, "values": "*i16"}),
-        (decode.add_payloads, 8, {"BLOCK": BLOCK_ELEMENTS, "TILE": 1024, "quotients": None, "factor": None}),
+        (decode.add_payloads, 8, {"BLOCK": BLOCK_ELEMENTS, "TILE": 1024, "quotients": None}),
     ],
     ids=lambda one: getattr(one, "__name__", None),
 )

@@ -30,13 +30,13 @@ class Walks:
             count = int(selected.sum())
             stats[name] = LayerStats(size, count, count / (2 * size), float((residual**2).sum() / 2))
         self.thresholds = self.control.corrected(stats, self.thresholds.__getitem__)
-        return {name: one.density for name, one in stats.items()}
+        return {name: layer.density for name, layer in stats.items()}
 
 
 def test_each_layer_sends_its_share_and_small_ones_about_one_coordinate_a_step():
     walks = Walks(LayerControl(DENSITY), dict.fromkeys(LAYERS, 30.0))
     densities = [walks.step() for _ in range(1000)]
-    average = {name: np.mean([one[name] for one in densities[100:]]) for name in LAYERS}
+    average = {name: np.mean([step[name] for step in densities[100:]]) for name in LAYERS}
     for name in ("large", "small", "drifting"):
         assert average[name] == pytest.approx(DENSITY, rel=0.1)
     assert average["bias"] == pytest.approx(1 / 5, rel=0.2)
@@ -62,7 +62,7 @@ def test_it_goes_on_from_its_state():
         straight.step()
     resumed = Walks(LayerControl(DENSITY), dict(straight.thresholds))
     resumed.control.load_state_dict(straight.control.state_dict())
-    resumed.residuals = {name: one.copy() for name, one in straight.residuals.items()}
+    resumed.residuals = {name: residual.copy() for name, residual in straight.residuals.items()}
     resumed.generator = np.random.default_rng(1)
     straight.generator = np.random.default_rng(1)
     for step in range(30):

@@ -31,12 +31,11 @@ def run_step(layout, residual, gradient, sparsifier, value_dtype="float32", scal
     compensated = compensate(Residual(residual, torch.full_like(residual, torch.nan)), gradient, scale)
     assert torch.equal(residual, before)
     expected = compensated.clone()
-    indices, selected = sparsifier.select(compensated, layout)
-    sent = wire_of(value_dtype, compensated.dtype, sparsifier).rounded(selected)
-    kept = keep_rest(compensated, indices, sent)
+    selected = sparsifier.select(compensated, layout)
+    indices, sent = keep_rest(compensated, selected, wire_of(value_dtype, compensated.dtype, sparsifier))
     out = torch.zeros_like(expected)
     out[indices] = sent
-    return expected, out, kept, indices, sent
+    return expected, out, compensated, indices, sent
 
 
 @given(steps(finite=True), SPARSIFIERS, st.sampled_from(["float32", "bfloat16", "float16"]))
@@ -56,27 +55,25 @@ def test_every_residual_is_below_the_threshold_after_a_step(step, threshold):
     assert all(abs(value) < threshold or value == 0 for value in kept.tolist())
 
 
-@given(steps(finite=True), st.floats(2.0**-20, 20), st.sampled_from(["float8", "int16"]))
-def test_of_what_is_sent_as_multiples_of_a_step_little_stays(step, threshold, value_dtype):
-    sparsifier, most = HardThreshold(threshold=threshold), {"float8": 229_376, "int16": 32_767}[value_dtype]
+@given(steps(finite=True), st.floats(2.0**-20, 20))
+def test_of_what_is_sent_as_multiples_of_a_step_little_stays(step, threshold):
+    sparsifier, most = HardThreshold(threshold=threshold), 229_376
     size = sparsifier.grid_step(most)
     assert threshold / 16 < size <= threshold / 8
-    expected, out, kept, indices, sent = run_step(*step, sparsifier, value_dtype)
+    expected, out, kept, indices, sent = run_step(*step, sparsifier, "float8")
     assert all(one / size == round(one / size) for one in sent.tolist())
     eps = torch.finfo(expected.dtype).eps * expected.double().abs()
     torch.testing.assert_close(out.double() + kept.double(), expected.double(), rtol=2.0**-23, atol=0)
     magnitude, left = expected.double().abs(), kept.double().abs()
     beyond = magnitude - most * size
     # A float8 has four significant bits: half of the last of them is a 16th.
-    share = magnitude / 16 if value_dtype == "float8" else torch.full_like(magnitude, size / 2)
-    assert (left[indices] <= torch.maximum(share, beyond)[indices] + eps[indices]).all()
-    within = 16 * threshold if value_dtype == "float8" else most * size
-    assert (left[magnitude <= within] <= threshold).all()
+    assert (left[indices] <= torch.maximum(magnitude / 16, beyond)[indices] + eps[indices]).all()
+    assert (left[magnitude <= 16 * threshold] <= threshold).all()
 
 
-@given(steps(finite=True), st.sampled_from([2.0**-10, 0.5, 3.0]), st.sampled_from(["float32", "int8", "int16"]))
+@given(steps(finite=True), st.sampled_from([2.0**-10, 0.5, 3.0]), st.sampled_from(["float32", "int8"]))
 def test_what_rounding_leaves_is_less_than_a_step_or_what_was_beyond_the_range(step, size, value_dtype):
-    most = {"float32": float("inf"), "int8": 127, "int16": 32_767}[value_dtype]
+    most = {"float32": float("inf"), "int8": 127}[value_dtype]
     for sparsifier, share in ((ScaledIntegerRounding(size), 0.5), (StochasticRounding(size), 1.0)):
         grid = sparsifier.grid_step()
         assert size / 2 < grid <= size
@@ -145,7 +142,7 @@ def filled(memory, index, layout, values):
 def test_residuals_move_with_their_layer_when_buckets_change():
     memory = ResidualMemory()
     filled(memory, 0, ONE, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
-    memory.settle({"a", "b", "c"})
+    memory.commit({"a", "b", "c"})
     first, second = LayerLayout(("c", "a"), (1, 2)), LayerLayout(("b",), (3,))
     assert memory.bucket(0, first, torch.zeros(3)).before.tolist() == [5.0, 0.0, 1.0]
     assert memory.bucket(1, second, torch.zeros(3)).before.tolist() == [2.0, 3.0, 4.0]
@@ -154,9 +151,9 @@ def test_residuals_move_with_their_layer_when_buckets_change():
 def test_a_bucket_that_is_asked_for_again_has_what_its_layers_have_become_elsewhere():
     memory = ResidualMemory()
     filled(memory, 0, ONE, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
-    memory.settle({"a", "b", "c"})
+    memory.commit({"a", "b", "c"})
     filled(memory, 1, LayerLayout(("b",), (3,)), [6.0, 7.0, 8.0])
-    memory.settle({"b"})
+    memory.commit({"b"})
     again = memory.bucket(0, ONE, torch.zeros(6))
     assert again.before.tolist() == [0.0, 1.0, 6.0, 7.0, 8.0, 5.0]
     assert again.after.shape == (6,)
@@ -166,7 +163,7 @@ def test_a_step_turns_the_two_tensors_round_and_copies_nothing():
     memory = ResidualMemory()
     first = memory.bucket(0, ONE, torch.zeros(6))
     memory.keep(0)
-    memory.settle({"a", "b", "c"})
+    memory.commit({"a", "b", "c"})
     second = memory.bucket(0, ONE, torch.zeros(6))
     assert (second.before.data_ptr(), second.after.data_ptr()) == (first.after.data_ptr(), first.before.data_ptr())
 
@@ -174,18 +171,18 @@ def test_a_step_turns_the_two_tensors_round_and_copies_nothing():
 names = st.sets(st.sampled_from(["a", "b", "c"]))
 EVENTS = st.one_of(
     st.tuples(st.just("backward"), names),
-    st.tuples(st.sampled_from(["settle", "undo"]), names),
+    st.tuples(st.sampled_from(["commit", "roll_back"]), names),
     st.tuples(st.sampled_from(["abandon", "breaks off", "moves"]), st.just(set())),
 )
 LAYOUTS = [{0: ONE}, {0: LayerLayout(("c", "a"), (1, 2)), 1: LayerLayout(("b",), (3,))}]
 
 
 @given(st.lists(EVENTS, max_size=12))
-def test_what_is_settled_is_what_the_steps_were_for_and_what_is_undone_leaves_no_trace(events):
+def test_what_is_committed_is_what_the_steps_were_for_and_what_is_rolled_back_leaves_no_trace(events):
     memory = ResidualMemory()
     sizes = dict(zip(ONE.names, ONE.sizes, strict=True))
-    settled = {name: torch.zeros(size) for name, size in sizes.items()}
-    open_ = {}
+    committed = {name: torch.zeros(size) for name, size in sizes.items()}
+    pending_ = {}
     buckets, gradient = LAYOUTS[0], 1.0
     has_run = False
     for event, chosen in events:
@@ -201,25 +198,25 @@ def test_what_is_settled_is_what_the_steps_were_for_and_what_is_undone_leaves_no
                 torch.add(residual.before, added, out=residual.after)
             if event == "breaks off":
                 memory.abandon()
-                open_ = {}
+                pending_ = {}
                 continue
             for index, layout in buckets.items():
                 memory.keep(index, chosen & set(layout.names))
             for name in sizes.keys() - chosen:
-                open_[name] = open_.get(name, settled[name]) + gradient
+                pending_[name] = pending_.get(name, committed[name]) + gradient
             gradient *= 2
-        elif event == "settle":
-            memory.settle(chosen)
-            settled |= {name: open_.pop(name) for name in chosen & open_.keys()}
+        elif event == "commit":
+            memory.commit(chosen)
+            committed |= {name: pending_.pop(name) for name in chosen & pending_.keys()}
         else:
             gone = set(sizes) if event == "abandon" else chosen
-            memory.abandon() if event == "abandon" else memory.undo(chosen)
-            open_ = {name: one for name, one in open_.items() if name not in gone}
+            memory.abandon() if event == "abandon" else memory.roll_back(chosen)
+            pending_ = {name: one for name, one in pending_.items() if name not in gone}
         if has_run:
             for name, one in memory.state_dict().items():
-                assert torch.equal(one, settled[name]), (event, name)
+                assert torch.equal(one, committed[name]), (event, name)
             for name, one in memory.latest().items():
-                assert torch.equal(one, open_.get(name, settled[name])), (event, name)
+                assert torch.equal(one, pending_.get(name, committed[name])), (event, name)
 
 
 def test_a_memory_that_forgets_has_one_tensor_of_zeros():
@@ -270,7 +267,7 @@ def test_residuals_are_float32_or_float64_where_the_gradient_is(gradient_dtype, 
 def test_state_survives_a_round_trip_and_is_a_copy():
     memory = ResidualMemory()
     filled(memory, 0, ONE, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
-    memory.settle({"a", "b", "c"})
+    memory.commit({"a", "b", "c"})
     state = memory.state_dict()
     frozen = copy.deepcopy(state)
     for one in memory.layers().values():

@@ -24,7 +24,6 @@ ROOMS = (
     "ddp",
     "drift",
     "shards",
-    "metrics",
     "theory",
     "checkpointing",
     "strategies",
@@ -75,7 +74,7 @@ def test_a_module_imports_only_from_the_rooms_above_it(path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_only_the_exchange_communicates(path):
-    if room_of(path) == "exchange":
+    if room_of(path) in ("exchange", "doctor"):  # the doctor measures the link before any training
         return
     attributes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
     called = {

@@ -61,7 +61,7 @@ def test_calibration_ends_when_the_mean_is_known_to_a_fifth(norms, needed):
     ended = None
     for step, norm in enumerate(norms, 1):
         calibration.observe(norm)
-        finite = torch.tensor([one for one in norms[:step] if isfinite(one)])
+        finite = torch.tensor([norm for norm in norms[:step] if isfinite(norm)])
         is_known = len(finite) >= 3 and finite.std() / len(finite) ** 0.5 <= 0.2 * finite.mean() and finite.sum() > 0
         assert calibration.is_complete == is_known
         ended = ended or (step if calibration.is_complete else None)

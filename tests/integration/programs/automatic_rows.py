@@ -217,16 +217,16 @@ _fit = {"drive": fit_without_validation}
 
 ROWS = {
     "optimizer that ascends first": Row(
-        trains(partial(CountsClosures, AscendingOptimizer), **_fit), partial(several_a_step, 2), undoes=True
+        trains(partial(CountsClosures, AscendingOptimizer), **_fit), partial(several_a_step, 2), rolls_back=True
     ),
     "LBFGS": Row(
         trains(partial(CountsClosures, partial(torch.optim.LBFGS, lr=0.1, max_iter=3)), **_fit),
         partial(several_a_step, 3),
-        undoes=True,
+        rolls_back=True,
     ),
-    "steps skipped": Row(trains(SkipsSteps, **_fit), skipped_a_third, undoes=True),
-    "steps skipped, gradients zeroed": Row(trains(SkipsStepsAndZeroes, **_fit), skipped_a_third, undoes=True),
-    "steps skipped, gradients kept": Row(trains(SkipsStepsAndKeeps, **_fit), skipped_a_third, undoes=True),
+    "steps skipped": Row(trains(SkipsSteps, **_fit), skipped_a_third, rolls_back=True),
+    "steps skipped, gradients zeroed": Row(trains(SkipsStepsAndZeroes, **_fit), skipped_a_third, rolls_back=True),
+    "steps skipped, gradients kept": Row(trains(SkipsStepsAndKeeps, **_fit), skipped_a_third, rolls_back=True),
     "nothing returned": Row(
         trains(ReturnsNothing, drive=fail_to_fit), partial(forbidden_by_lightning, "returning None"), None
     ),

@@ -218,7 +218,7 @@ ROWS = {
     "left out while it waits": Row(
         trains(LeavesOutWhatWaits, **_plain, **_unused), left_out_by_one_worker, leaves_out=True
     ),
-    "gradients kept aside": Row(trains(partial(KeepsGradientsAside, False), **_plain), had_conflicts, undoes=True),
+    "gradients kept aside": Row(trains(partial(KeepsGradientsAside, False), **_plain), had_conflicts, rolls_back=True),
     "gradients kept aside and committed": Row(trains(partial(KeepsGradientsAside, True), **_plain), had_conflicts),
     "detached gradients": Row(trains(DetachesGradients, **_plain), stepped_once_a_batch),
     "step at the end of an epoch": Row(trains(StepsAtTheEnd, **_plain), stepped_on_what_was_left),

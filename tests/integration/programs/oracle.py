@@ -7,8 +7,8 @@ A module is left as it is. Every backward of a worker runs alone, and then maske
                out = p where abs(p) >= λ            .grad = S · (Σ of all workers' out, in rank order) / n
                e' = p − out                         open
                .grad += (Σ of what lay in .grad of workers that did not use a parameter which others used) / n
-    step       settles e' of the optimizer's parameters
-    backward   undoes what is open where the gradient is gone
+    step       commits e' of the optimizer's parameters
+    backward   rolls back what is pending where the gradient is gone
 """
 
 from collections.abc import Callable, Iterator
@@ -34,11 +34,11 @@ class Oracle:
     """This worker's error feedback for one module.
 
     Attributes:
-        settled: e by parameter name, as real numbers.
+        committed: e by parameter name, as real numbers.
         sent: how many coordinates this worker has sent so far.
         held: how many it has held back, as often as it has.
         offered: of how many.
-        num_undone: how often a parameter's backward was undone.
+        num_rolled_back: how often a parameter's backward was rolled back.
     """
 
     def __init__(self, module: nn.Module, select: Select, scale: Callable[[], float] = lambda: 1.0) -> None:
@@ -47,11 +47,11 @@ class Oracle:
         self.parameters = {
             name.replace("_orig_mod.", ""): one for name, one in named if one.requires_grad and name not in ignored
         }
-        self.settled = {name: torch.zeros_like(real(one.detach())) for name, one in self.parameters.items()}
-        self.sent = self.held = self.offered = self.num_undone = self.num_exchanges = 0
+        self.committed = {name: torch.zeros_like(real(one.detach())) for name, one in self.parameters.items()}
+        self.sent = self.held = self.offered = self.num_rolled_back = self.num_exchanges = 0
         self._synchronizes = True
         self._select, self._scale = select, scale
-        self._open: dict[str, Tensor] = {}
+        self._pending: dict[str, Tensor] = {}
         self._zeroed: set[str] = set()
         self._had_gradient: set[str] = set()
         self._old: dict[str, Tensor | None] = {}
@@ -59,7 +59,7 @@ class Oracle:
     # Told by whoever runs the training.
 
     def begin_backward(self) -> None:
-        self._undo({name for name in self._open if self._is_gone(name)})
+        self._roll_back({name for name in self._pending if self._is_gone(name)})
         self._zeroed.clear()
         self._old = {name: one.grad for name, one in self.parameters.items()}
         for one in self.parameters.values():
@@ -79,11 +79,13 @@ class Oracle:
 
     def step_ends(self, optimizer: Optimizer) -> None:
         mine = {id(one): name for name, one in self.parameters.items()}
-        names = {mine.get(id(one)) for group in optimizer.param_groups for one in group["params"]} & self._open.keys()
+        names = {
+            mine.get(id(one)) for group in optimizer.param_groups for one in group["params"]
+        } & self._pending.keys()
         if any(not self._is_finite(name) for name in names) and self._scale() != 1.0:
             return  # a fused optimizer skips such a step by itself
-        self._undo({name for name in names if self._is_gone(name)})
-        self.settle(names & self._open.keys())
+        self._roll_back({name for name in names if self._is_gone(name)})
+        self.commit(names & self._pending.keys())
 
     def zero_grad(self, optimizer: Optimizer) -> None:
         """Told when an optimizer has set gradients to zero in their places, which cannot be seen in those that were."""
@@ -93,14 +95,14 @@ class Oracle:
             if any(one is other for group in optimizer.param_groups for other in group["params"])
         }
 
-    def begin_anew(self, settled: dict[str, Tensor]) -> None:
-        self.settled = settled
-        self._open.clear()
-        self.sent = self.held = self.offered = self.num_undone = self.num_exchanges = 0
+    def begin_anew(self, committed: dict[str, Tensor]) -> None:
+        self.committed = committed
+        self._pending.clear()
+        self.sent = self.held = self.offered = self.num_rolled_back = self.num_exchanges = 0
 
-    def settle(self, names: Any = None) -> None:
-        for name in set(self._open if names is None else names):
-            self.settled[name] = self._open.pop(name)
+    def commit(self, names: Any = None) -> None:
+        for name in set(self._pending if names is None else names):
+            self.committed[name] = self._pending.pop(name)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -121,7 +123,7 @@ class Oracle:
         shared = [name for name, flag in zip(self.parameters, flags[1:].tolist(), strict=True) if flag]
         old = {name: is_active and name not in used for name in shared}
         compensated = {
-            name: self._open.get(name, self.settled[name]) + self._content(name, is_active and not old[name])
+            name: self._pending.get(name, self.committed[name]) + self._content(name, is_active and not old[name])
             for name in shared
         }
         added = torch.cat([real(self._gradient(name, old[name])).flatten() for name in shared])
@@ -142,7 +144,7 @@ class Oracle:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             real(parameter.grad).copy_(theirs.view_as(real(parameter.grad)))
-            self._open[name] = mine.view_as(self.settled[name]).clone()
+            self._pending[name] = mine.view_as(self.committed[name]).clone()
             if theirs.any():
                 self._had_gradient.add(name)
             else:
@@ -170,10 +172,10 @@ class Oracle:
         gradient = self.parameters[name].grad
         return gradient.detach() if is_part and gradient is not None else torch.zeros_like(self.parameters[name])
 
-    def _undo(self, names: set[str]) -> None:
-        self.num_undone += len(names)
+    def _roll_back(self, names: set[str]) -> None:
+        self.num_rolled_back += len(names)
         for name in names:
-            del self._open[name]
+            del self._pending[name]
 
     def _is_gone(self, name: str) -> bool:
         gradient = self.parameters[name].grad
@@ -253,7 +255,7 @@ class OracleStrategy(DDPStrategy):
     # A search for a learning rate goes back to where it began.
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        self._saved = {name: one.clone() for name, one in self.oracle.settled.items()}
+        self._saved = {name: one.clone() for name, one in self.oracle.committed.items()}
         super().save_checkpoint(*args, **kwargs)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:

@@ -306,7 +306,7 @@ ROWS = {
     "plain loop, sharded optimizer": Row(loops(usual, make_optimizer=sharded), every_batch),
     "plain loop, hooks that clamp": Row(loops(usual, clamps), every_batch),
     "plain loop, a parameter without optimizer": Row(loops(usual, make_optimizer=without_the_last), left_the_last),
-    "plain ascent before descent": Row(loops(ascent_first), partial(exchanged, 2 * BATCHES, BATCHES), undoes=True),
+    "plain ascent before descent": Row(loops(ascent_first), partial(exchanged, 2 * BATCHES, BATCHES), rolls_back=True),
     **{
         f"plain two backwards, {exchange}{words}": Row(
             loops(two_backwards, **views), partial(exchanged, 2 * BATCHES, BATCHES), exchange=exchange
@@ -330,7 +330,7 @@ ROWS = {
     "plain dropped, then left out": Row(
         loops(drops_then_leaves_out, Net, **_unused),
         partial(exchanged, BATCHES * 3 // 2, BATCHES),
-        undoes=True,
+        rolls_back=True,
         leaves_out=True,
     ),
     "plain layer that nobody uses for a while": Row(loops(all_leave_out, Net, **_unused), every_batch, leaves_out=True),
@@ -348,19 +348,19 @@ ROWS = {
         loops(measure_what_is_left_out, Net, sgd, **_unused), every_batch, leaves_out=True
     ),
     "plain gradient asked for before zeroing": Row(
-        loops(measure_before_zeroing), partial(exchanged, BATCHES, BATCHES // 2), undoes=True
+        loops(measure_before_zeroing), partial(exchanged, BATCHES, BATCHES // 2), rolls_back=True
     ),
     "plain accumulation": Row(loops(accumulates), partial(exchanged, BATCHES // 2, BATCHES // 2)),
     "plain accumulation between": Row(loops(accumulates_between), partial(exchanged, 2 * BATCHES, BATCHES)),
     "plain accumulation after a drop": Row(
-        loops(drops_before_it_accumulates), partial(exchanged, 2 * BATCHES, BATCHES), undoes=True
+        loops(drops_before_it_accumulates), partial(exchanged, 2 * BATCHES, BATCHES), rolls_back=True
     ),
     # With λ > 0 a gradient that is set to zero in place, and stepped on, counts as stepped on: docs/reliability.md.
     "plain step on zeros": Row(loops(zeroes_bad_gradients), every_batch, threshold=None),
-    "plain step on nothing": Row(loops(drops_bad_gradients), every_batch, undoes=True),
+    "plain step on nothing": Row(loops(drops_bad_gradients), every_batch, rolls_back=True),
     "plain two forwards": Row(loops(two_forwards), every_batch),
     "plain failing backward": Row(loops(goes_on_after_a_failure), failed_and_went_on),
-    "plain failing local backward": Row(loops(goes_on_after_a_local_failure), failed_and_went_on, undoes=True),
+    "plain failing local backward": Row(loops(goes_on_after_a_local_failure), failed_and_went_on, rolls_back=True),
     "plain copies of the weights": Row(updates_a_copy, every_batch),
     "plain two modules": Row(two_modules, partial(stepped, 2 * BATCHES)),
     "plain uneven inputs": Row(uneven_inputs, joined, leaves_out=True),

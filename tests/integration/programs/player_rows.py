@@ -157,30 +157,38 @@ _plain = {"drive": fit_without_validation}
 ROWS = {
     **{
         f"constant players, {words}": Row(
-            trains(partial(TugOfWar, none), **_plain, **_unused), pulled_all_the_way, 1.0, undoes=True, leaves_out=True
+            trains(partial(TugOfWar, none), **_plain, **_unused),
+            pulled_all_the_way,
+            1.0,
+            rolls_back=True,
+            leaves_out=True,
         )
         for none, words in ((True, "gradients dropped"), (False, "gradients zeroed"))
     },
     **{
         f"untoggled players, {words}": Row(
-            trains(partial(UntoggledPlayers, none), **_plain, **_unused), both_moved, 0.01, undoes=True, leaves_out=True
+            trains(partial(UntoggledPlayers, none), **_plain, **_unused),
+            both_moved,
+            0.01,
+            rolls_back=True,
+            leaves_out=True,
         )
         for none, words in ((True, "gradients dropped"), (False, "gradients zeroed"))
     },
     **{
         f"players that reach each other, {words}": Row(
-            trains(partial(UntoggledPlayers, none, True), **_plain), both_moved, 0.01, undoes=True
+            trains(partial(UntoggledPlayers, none, True), **_plain), both_moved, 0.01, rolls_back=True
         )
         for none, words in ((True, "gradients dropped"), (False, "gradients zeroed"))
     },
     "one player clipped, the other zeroed": Row(
-        trains(ClipsOneZeroesTheOther, **_plain, **_unused), clipped_one, 0.01, undoes=True, leaves_out=True
+        trains(ClipsOneZeroesTheOther, **_plain, **_unused), clipped_one, 0.01, rolls_back=True, leaves_out=True
     ),
     "toggled optimizers, zeroed before": Row(
         trains(TwoPlayersZeroingFirst, **_plain, **_unused), both_moved, 0.01, leaves_out=True
     ),
     "toggled optimizers": Row(trains(Toggling, **_unused), toggled, 0.01, leaves_out=True),
     "frozen between": Row(
-        trains(FreezesBetween, **_plain, **_unused), trained_by_turns, 0.01, undoes=True, leaves_out=True
+        trains(FreezesBetween, **_plain, **_unused), trained_by_turns, 0.01, rolls_back=True, leaves_out=True
     ),
 }

@@ -97,12 +97,12 @@ def scale_fell(runs: list[Run]) -> None:
 
 
 ROWS = {
-    "scaled, overflows": Row(scaled(one), partial(skipped, True), undoes=True),
-    "scaled, one of two optimizers overflows": Row(scaled(two), partial(skipped, False), undoes=True),
-    "scaled, fused optimizer overflows": Row(scaled(fused), partial(skipped, True), undoes=True),
-    "scaled, two backwards before an overflow": Row(scaled(one, 2), partial(skipped, True), undoes=True),
-    "scaled, two backwards and two optimizers": Row(scaled(two, 2), partial(skipped, False), undoes=True),
+    "scaled, overflows": Row(scaled(one), partial(skipped, True), rolls_back=True),
+    "scaled, one of two optimizers overflows": Row(scaled(two), partial(skipped, False), rolls_back=True),
+    "scaled, fused optimizer overflows": Row(scaled(fused), partial(skipped, True), rolls_back=True),
+    "scaled, two backwards before an overflow": Row(scaled(one, 2), partial(skipped, True), rolls_back=True),
+    "scaled, two backwards and two optimizers": Row(scaled(two, 2), partial(skipped, False), rolls_back=True),
     "scaled by a Trainer, overflows": Row(
-        trains(Overflowing, scaled_precision, fit_without_validation), scale_fell, undoes=True
+        trains(Overflowing, scaled_precision, fit_without_validation), scale_fell, rolls_back=True
     ),
 }

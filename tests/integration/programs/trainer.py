@@ -73,7 +73,7 @@ def commit(strategy: Any) -> None:
     if isinstance(strategy, SparseDDPStrategy):
         strategy.state.commit()
     elif isinstance(strategy, OracleStrategy):
-        strategy.oracle.settle()
+        strategy.oracle.commit()
 
 
 def flat(module: nn.Module) -> Tensor:

@@ -66,7 +66,7 @@ class Run:
     held: int = 0
     offered: int = 0
     num_exchanges: int = 0
-    num_undone: int = 0
+    num_rolled_back: int = 0
 
     def moved(self, name: str) -> bool:
         return not torch.equal(self.state[name], self.initial[name])
@@ -173,7 +173,7 @@ class World:
 
     def commit(self) -> None:
         for _, oracle in self._oracles:
-            oracle.settle()
+            oracle.commit()
         for _, state in self._states:
             state.commit()
 
@@ -204,12 +204,12 @@ class World:
         for name, module in self._modules:
             run.state |= {name + key: one.detach().clone() for key, one in module.state_dict().items()}
         for name, oracle in self._oracles:
-            run.residuals |= {name + key: one.flatten().clone() for key, one in oracle.settled.items()}
+            run.residuals |= {name + key: one.flatten().clone() for key, one in oracle.committed.items()}
             run.sent += oracle.sent
             run.held += oracle.held
             run.offered += oracle.offered
             run.num_exchanges += oracle.num_exchanges
-            run.num_undone += oracle.num_undone
+            run.num_rolled_back += oracle.num_rolled_back
         for name, state in self._states:
             run.residuals |= {name + key: one.clone() for key, one in state.residuals.state_dict().items()}
         return run
@@ -235,7 +235,7 @@ class Row:
         check: is given the runs of both workers in one kind of world, and fails unless the row's subject took effect.
         threshold: λ of the sparse exchange and of its oracle: one that sends a good part and holds back a good part.
             None where only λ = 0 is compared, for the reason that stands beside it.
-        undoes: whether the oracle undoes backwards, as the program drops their gradients.
+        rolls_back: whether the oracle rolls exchanges back, as the program drops their gradients.
         make_sparsifier: instead of a hard threshold.
         select: the same for the oracle.
         exchange: the route of both sparse kinds. With two workers all come to the same bits.
@@ -249,7 +249,7 @@ class Row:
     program: Callable[[World], None]
     check: Callable[[list[Run]], None]
     threshold: float | None = 0.05
-    undoes: bool = False
+    rolls_back: bool = False
     make_sparsifier: Callable[[], Sparsifier] | None = None
     select: Select | None = None
     exchange: ExchangeMode = "auto"

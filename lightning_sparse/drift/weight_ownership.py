@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-_holders = WeakTensorKeyDictionary()
-"""Of each weight, a weak reference to the ``Charge`` that has it."""
+_owners = WeakTensorKeyDictionary()
+"""Of each weight, a weak reference to the ``WeightOwnership`` that has it."""
 
 
-class Charge:
+class WeightOwnership:
     """An averager's right to step, until it is closed or another one takes any of its weights."""
 
     def __init__(self) -> None:
@@ -18,14 +18,14 @@ class Charge:
 
     def take(self, weights: Iterable[Tensor]) -> None:
         """Takes weights that drift from now on; who had any of them must not step any more."""
-        for one in weights:
-            before = _holders[one]() if one in _holders else None
+        for weight in weights:
+            before = _owners[weight]() if weight in _owners else None
             if before is not None and before is not self:
                 before._why_not = (
                     "Another averager has been made for the same weights since, and the two would undo each other's "
                     "work. Make one averager for a model, and call step() of the newest."
                 )
-            _holders[one] = weakref.ref(self)
+            _owners[weight] = weakref.ref(self)
 
     def close(self) -> None:
         """Gives it up for good."""

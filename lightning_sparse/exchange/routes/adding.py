@@ -4,14 +4,11 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.exchange.buffers import Buffers
-from lightning_sparse.exchange.fused_decode import decode
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat
+from lightning_sparse.exchange.routes.fused_decode import decode
 from lightning_sparse.kernels import is_available, native
 from lightning_sparse.kernels.native import is_native
 from lightning_sparse.sparsifiers import Selection
-
-SPARSE_SHARE = 0.02
-"""Up to this many coordinates from all workers together, as a share of the bucket, each is divided by itself."""
 
 
 def average(payload_format: PayloadFormat, rows: Tensor, out: Tensor, buffers: Buffers) -> None:
@@ -35,22 +32,9 @@ def average(payload_format: PayloadFormat, rows: Tensor, out: Tensor, buffers: B
         _, ends, values, offsets = payload_format.parts(rows[0])
         native.average(rows, ends, values, offsets, out, payload_format.wire.dtype, payload_format.wire.scale)
         return
-    counts = [payload_format.num_selected(row) for row in rows]
-    capacity = payload_format.capacity(rows.shape[1])
-    if out.device.type == "cpu" and max(counts) <= capacity:
-        # One addition over all payloads, which a CPU does in their order.
-        everything = payload_format.unpack_many(rows.unbind(), out.dtype, counts)
-        out.scatter_add_(0, *everything)
-        if sum(counts) < SPARSE_SHARE * out.numel():
-            # Dividing only what is there saves a pass over the bucket. An index that several workers sent is read as
-            # often before it is written, each time with the same quotient.
-            quotients = out.index_select(0, everything.indices).div_(num_workers)
-            out.index_copy_(0, everything.indices, quotients)
-            return
-    else:
-        # A GPU adds in no order: the places of one addition must be unique, so each payload is one.
-        for row, count in zip(rows.unbind(), counts, strict=True):
-            out.scatter_add_(0, *payload_format.unpack(row, out.dtype, count))
+    # A GPU adds in no order: the places of one addition must be unique, so each payload is one.
+    for row in rows.unbind():
+        out.scatter_add_(0, *payload_format.unpack(row, out.dtype, payload_format.num_selected(row)))
     out.div_(num_workers)
 
 

@@ -2,7 +2,7 @@
 
 A checkpoint needs every worker's residuals, but not every worker may come to save one. One that raised an exception or
 was sent a signal is alone with it, while others wait in the middle of a step for its gradients. A collective would
-wait for them for ever, or worse, take the message of a step for its own. So workers meet first::
+wait for them for ever, or worse, take the message of a step for its own. So workers wait for each other first::
 
     worker k                                         first worker
     writes its status, says that it has come  ──▶    looks who has come, until all have or patience ends
@@ -10,7 +10,7 @@ wait for them for ever, or worse, take the message of a step for its own. So wor
     waits for the verdict                     ◀──    all have, with the same status: go; else: why not
     … or leaves, if nobody took it in time
 
-Keys name the set-up, the worker and how often it came, so that nothing of a meeting that failed is met again.
+Keys name the set-up, the worker and how often it came, so that nothing of an attempt that failed is read again.
 """
 
 import json
@@ -31,7 +31,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.0005, 0.05
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a meeting; the same on all workers that took part.
+    """What came of waiting; the same on all workers that took part.
 
     Attributes:
         why_not: None if all workers are here with the same status, else what is wrong.
@@ -40,8 +40,8 @@ class Verdict:
     why_not: str | None
 
 
-class Meeting:
-    """A place for the workers of an exchange to meet. Collective: every worker makes one at set-up.
+class SaveBarrier:
+    """Where the workers of an exchange wait for each other before a save. Collective: every worker makes one at set-up.
 
     Args:
         workers: all of them.
@@ -65,7 +65,7 @@ class Meeting:
     def workers_apart(self) -> Workers:
         """Returns the same workers in a group of their own, whose messages can meet no step's. Collective.
 
-        Made when it is first needed, after a meeting that all came to.
+        Made when it is first needed, after a wait that all came to.
         """
         if self._apart is None:
             self._times_apart += 1
@@ -78,8 +78,8 @@ class Meeting:
             dist.destroy_process_group(self._apart.group)
             self._apart = None
 
-    def hold(self, status: dict[str, Any], patience: float) -> Verdict:
-        """Meets the other workers, if they come. Not collective: whoever is alone is told so.
+    def wait(self, status: dict[str, Any], patience: float) -> Verdict:
+        """Waits for the other workers. Not collective: whoever is alone is told so.
 
         Args:
             status: plain values, which must be the same on all.
@@ -113,9 +113,9 @@ class Meeting:
         def all_came() -> bool:
             for rank in others:
                 if rank not in taken and self._has(f"{rank}/came"):
-                    one = f"{rank}/{self._store.get(f'{rank}/came').decode()}"
-                    if self._store.add(f"{one}/taken", 1) == 1:
-                        taken[rank] = one
+                    attempt = f"{rank}/{self._store.get(f'{rank}/came').decode()}"
+                    if self._store.add(f"{attempt}/taken", 1) == 1:
+                        taken[rank] = attempt
             return len(taken) == len(others)
 
         _until(all_came, patience)
@@ -124,13 +124,13 @@ class Meeting:
         if absent:
             why_not = f"{_ranks(absent)} did not come to save within {patience:g} s"
         else:
-            said = {rank: json.loads(self._store.get(f"{one}/status")) for rank, one in taken.items()}
-            different = [rank for rank, one in said.items() if one != status]
+            said = {rank: json.loads(self._store.get(f"{attempt}/status")) for rank, attempt in taken.items()}
+            different = [rank for rank, other in said.items() if other != status]
             if different:
                 rank = different[0]
                 why_not = f"workers are at different points: rank 0 at {status}, rank {rank} at {said[rank]}"
-        for one in taken.values():
-            self._store.set(f"{one}/verdict", json.dumps(why_not))
+        for attempt in taken.values():
+            self._store.set(f"{attempt}/verdict", json.dumps(why_not))
         return Verdict(why_not)
 
     def _has(self, key: str) -> bool:

@@ -23,7 +23,6 @@ def decode(
     out: Tensor,
     *,
     quotients: Tensor | None = None,
-    factor: Tensor | None = None,
     is_side_by_side: bool = False,
 ) -> None:
     """Adds payloads in rank order to zeros, and divides by their number. One kernel; nothing waits for the device.
@@ -35,7 +34,6 @@ def decode(
         payloads: uint8, shape (n, payload_bytes(c)), each contiguous, on a GPU.
         out: float32 or float64, shape (num_elements,) or all parts together, contiguous, all zeros: gets the average.
         quotients: work space of out's dtype, at least n · c elements; None leaves the sum undivided.
-        factor: one element on the device, by which the average is multiplied; None is 1.
         is_side_by_side: whether the payloads are of neighbouring parts of out, each of num_elements, instead.
     """
     num_payloads, stride = len(payloads), payloads.stride(0)
@@ -48,7 +46,7 @@ def decode(
     launch(
         add_payloads,
         (payload_format.num_blocks, groups),
-        *(out, quotients, ends, values, offsets, factor, num_payloads // groups, values.numel(), *rows),
+        *(out, quotients, ends, values, offsets, num_payloads // groups, values.numel(), *rows),
         payload_format.num_elements,
         payload_format.wire.scale,
         BLOCK=BLOCK_ELEMENTS,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that calls a method without keeping its object; once that is gone it returns None.
 
     A state in a circle of references would keep an ended process group until the collector of cycles finds it. That may

@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from lightning_sparse.exchange.adding import average
 from lightning_sparse.exchange.buffers import Buffers
-from lightning_sparse.exchange.convoy import Convoy, Passage
-from lightning_sparse.exchange.cost_model import Costs
-from lightning_sparse.exchange.forecast import aligned
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.pending import Pending
-from lightning_sparse.exchange.shipment import NUM_SELECTED, Shipment
+from lightning_sparse.exchange.routes.adding import average
+from lightning_sparse.exchange.routes.coalescer import CoalescedPayload, PayloadCoalescer
+from lightning_sparse.exchange.routes.cost_model import Costs
+from lightning_sparse.exchange.routes.forecast import aligned
+from lightning_sparse.exchange.routes.shipment import NUM_SELECTED, Shipment
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.kernels import is_available
 from lightning_sparse.sparsifiers import Selection
@@ -24,11 +24,11 @@ class GatherShipment(Shipment):
         first     | header | ends | c values | c offsets |   one all-gather; k may be larger than c on some workers
         second             | ends | rest                 |   only then: one all-gather, as large as the largest rest
 
-    The result is that of ``lightning_sparse.exchange.plain.plain_average``, to the last bit: all that one rank
+    The result is that of ``plain_average`` in tests/distributed/plain_exchange.py, to the last bit: all that one rank
     sent is added before anything of the next.
 
     Args:
-        convoy: with which payloads travel.
+        coalescer: sends payloads.
         capacity: c, the same on all workers.
         costs: where given, a rest that would cost more than a dense all-reduce makes the bucket start again as one.
     """
@@ -41,7 +41,7 @@ class GatherShipment(Shipment):
         workers: Workers,
         buffers: Buffers,
         *,
-        convoy: Convoy,
+        coalescer: PayloadCoalescer,
         capacity: int,
         costs: Costs | None,
     ) -> None:
@@ -50,8 +50,8 @@ class GatherShipment(Shipment):
         self.payload_bytes = payload_format.payload_bytes(capacity)
         self.payload: Tensor = self.take("payload", self.payload_bytes, torch.uint8)
         self._costs = costs
-        self._convoy = convoy
-        self._passage: Passage | None = None
+        self._coalescer = coalescer
+        self._coalesced: CoalescedPayload | None = None
         self._rows = self.payload.view(1, -1)
         self._work: Pending | None = None
         self._rest_format = PayloadFormat(payload_format.num_elements, payload_format.wire)
@@ -61,7 +61,7 @@ class GatherShipment(Shipment):
     def start(self) -> None:
         """Sends the payload on its way to all."""
         self._is_decoded = False
-        self._passage = self._convoy.join(self.payload, self.take)
+        self._coalesced = self._coalescer.add(self.payload, self.take)
         self.sent_bytes += self.payload_bytes
         if not self.is_cleared:
             self.out.zero_()  # while the payload travels
@@ -85,7 +85,7 @@ class GatherShipment(Shipment):
         self._wait()
         return self._rows[:, : 8 * self.format.header_fields].contiguous().view(torch.float64)
 
-    def second(self, header: Tensor, sizes: list[int]) -> None:
+    def send_overflow(self, header: Tensor, sizes: list[int]) -> None:
         """Sends what did not fit: nothing in the usual step."""
         counts: list[int] = header[:, NUM_SELECTED].long().tolist()
         largest_rest = max(counts) - self.capacity
@@ -132,9 +132,9 @@ class GatherShipment(Shipment):
         return self.format.unpack(self.payload, self.out.dtype, num_selected)
 
     def _wait(self) -> None:
-        if self._passage is not None:
-            self._rows = self._passage.wait()
-            self._passage = None
+        if self._coalesced is not None:
+            self._rows = self._coalesced.wait()
+            self._coalesced = None
         if self._work is not None:
             self._work.wait()
             self._work = None

@@ -1,7 +1,7 @@
 """Torchmetrics over the numbers of a step: average density and total error of a run.
 
-What they are updated with is the same on every worker, so they do not synchronise: ``compute`` issues no collective
-and may be called on one worker alone.
+Every worker updates them with the same numbers, so they do not synchronise: ``compute`` issues no collective, and you
+may call it on a single worker.
 """
 
 from typing import Any
@@ -37,12 +37,12 @@ class AverageDensity(Metric):
         self.add_state("elements", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="mean")
 
     def update(self, stats: StepStats) -> None:
-        """Adds the numbers of one step."""
+        """Add the numbers of a step."""
         self.selected += stats.selected
         self.elements += stats.num_workers * stats.num_elements
 
     def compute(self) -> Tensor:
-        """Returns the average density of the steps so far, float64; 0 before the first."""
+        """Return the average density of the steps so far, float64; 0 before the first."""
         return self.selected / self.elements.clamp(min=1)
 
 
@@ -68,9 +68,9 @@ class TotalError(Metric):
         self.add_state("squared_error", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="mean")
 
     def update(self, stats: StepStats) -> None:
-        """Adds the numbers of one step."""
+        """Add the numbers of a step."""
         self.squared_error += stats.squared_error
 
     def compute(self) -> Tensor:
-        """Returns the total error of the steps so far, float64."""
+        """Return the total error of the steps so far, float64."""
         return self.squared_error

@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from lightning_sparse.exchange.adding import average, pack_nonzero, side_by_side
 from lightning_sparse.exchange.buffers import Buffers
-from lightning_sparse.exchange.convoy import Convoy
-from lightning_sparse.exchange.cost_model import Costs
-from lightning_sparse.exchange.gather import GatherShipment
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat
-from lightning_sparse.exchange.shipment import LARGEST_SLICE, NUM_SELECTED
+from lightning_sparse.exchange.routes.adding import average, pack_nonzero, side_by_side
+from lightning_sparse.exchange.routes.coalescer import PayloadCoalescer
+from lightning_sparse.exchange.routes.cost_model import Costs
+from lightning_sparse.exchange.routes.gather import GatherShipment
+from lightning_sparse.exchange.routes.shipment import LARGEST_SLICE, NUM_SELECTED
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.sparsifiers import Selection
@@ -51,7 +51,7 @@ class ReduceScatterShipment(GatherShipment):
         union_capacity: room for the coordinates that anybody has in one slice, likewise; None sends slices densely.
 
     Attributes:
-        has_overflowed: whether something did not fit; known once ``second`` was called.
+        has_overflowed: whether something did not fit; known once ``send_overflow`` was called.
     """
 
     has_sizes = True
@@ -64,13 +64,15 @@ class ReduceScatterShipment(GatherShipment):
         workers: Workers,
         buffers: Buffers,
         *,
-        convoy: Convoy,
+        coalescer: PayloadCoalescer,
         capacity: int,
         costs: Costs | None,
         slice_capacity: int,
         union_capacity: int | None,
     ) -> None:
-        super().__init__(bucket, payload_format, out, workers, buffers, convoy=convoy, capacity=capacity, costs=costs)
+        super().__init__(
+            bucket, payload_format, out, workers, buffers, coalescer=coalescer, capacity=capacity, costs=costs
+        )
         self.has_overflowed = False
         self._slice_capacity = slice_capacity
         self._slice_elements = slice_elements(payload_format.num_elements, workers.num_workers)
@@ -121,7 +123,7 @@ class ReduceScatterShipment(GatherShipment):
         else:
             side_by_side(self._average_format, self._averages.view(self.workers.num_workers, -1), self.out)
 
-    def second(self, header: Tensor, sizes: list[int]) -> None:
+    def send_overflow(self, header: Tensor, sizes: list[int]) -> None:
         """Begins again as a gather of payloads where something did not fit."""
         room = self._slice_elements if self._union_capacity is None else self._union_capacity
         self.has_overflowed = max(sizes) > room or bool(
@@ -130,7 +132,7 @@ class ReduceScatterShipment(GatherShipment):
         if self.has_overflowed:
             self.out.zero_()
             super().start()
-            super().second(header, sizes)
+            super().send_overflow(header, sizes)
 
     def finish(self, header: Tensor) -> None:
         """Adds payloads up where the slices were not all."""

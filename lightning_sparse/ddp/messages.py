@@ -1,4 +1,4 @@
-"""What a user is told of gradients that do not train."""
+"""Messages about gradients that do not train."""
 
 from collections.abc import Collection, Sequence
 
@@ -41,13 +41,4 @@ def warn_of_unowned(names: Sequence[str], steps: int) -> None:
         f"lightning_sparse: {len(names)} parameters get gradients, and no optimizer stepped on them in {steps} steps "
         f"({listed}). Their gradients add up, count in the density and in Top-k, and make resumes inexact. Freeze "
         "them, requires_grad_(False), or give them to an optimizer."
-    )
-
-
-def warn_of_drawn_numbers() -> None:
-    """Warns that workers in threads have drawn random numbers that all have in common."""
-    rank_zero_warn(
-        "lightning_sparse: the sparsifier draws torch's random numbers, which simulated workers have in common, in the "
-        "order in which their threads come by: no two runs need be alike. Have it make a torch.Generator in "
-        "begin_step, seeded from the step's number and the rank."
     )

@@ -1,4 +1,4 @@
-"""What travels through a step of the engine."""
+"""A flat bucket of named layers on its way through a step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sparse.selection.residual import Residual, compensated
+from lightning_sparse.selection.numbers import squared_norm
+from lightning_sparse.selection.residual import Residual, compensate
 from lightning_sparse.sparsifiers import LayerLayout
 
 
@@ -38,7 +39,26 @@ class FlatBucket:
 
     def whole(self, dtype: torch.dtype) -> Tensor:
         """Returns p in memory of its own, 0 where nothing is sent: shape (layout.num_elements,)."""
-        whole = compensated(self.residual, self.gradient, self.loss_scale)
+        before = self.residual.before
+        whole = compensate(Residual(before, torch.empty_like(before)), self.gradient, self.loss_scale)
         for start, end in self.left_out:
             whole[start:end] = 0
         return whole.to(dtype)
+
+
+def clip_norm(buckets: Sequence[FlatBucket], max_norm: float) -> None:
+    """Scales the gradients of a whole step in place so that their common norm is at most max_norm.
+
+    As torch's ``clip_grad_norm_``, except that a gradient whose norm is NaN or infinite becomes 0 apart from its own
+    NaN. (torch turns all of it into NaN, which would be sent, and the whole residual with it.)
+
+    Args:
+        buckets: of one step, with the same loss scale.
+        max_norm: in units of the unscaled gradient.
+    """
+    norm = torch.stack([squared_norm(bucket.gradient) for bucket in buckets]).sum().sqrt()
+    if buckets[0].loss_scale is not None:
+        norm = norm / buckets[0].loss_scale
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).nan_to_num(0.0)
+    for bucket in buckets:
+        bucket.gradient.mul_(factor)

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sparse.exchange.buffers import Buffers
-from lightning_sparse.exchange.forecast import aligned
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.pending import Pending
-from lightning_sparse.exchange.reduce_scatter import slice_elements
-from lightning_sparse.exchange.shipment import Shipment
+from lightning_sparse.exchange.routes.forecast import aligned
+from lightning_sparse.exchange.routes.reduce_scatter import slice_elements
+from lightning_sparse.exchange.routes.shipment import Shipment
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.exchange.workers import Workers, new_group
 from lightning_sparse.sparsifiers import Selection
@@ -60,8 +60,8 @@ def find_nodes(group: dist.ProcessGroup | None = None) -> Nodes:
     everyone = [own] * dist.get_world_size(group)
     dist.all_gather_object(everyone, own, group=group)
     members: dict[tuple[str, str], list[int]] = {}
-    for rank, (one, _) in enumerate(everyone):
-        members.setdefault(one, []).append(rank)
+    for rank, (node_of_rank, _) in enumerate(everyone):
+        members.setdefault(node_of_rank, []).append(rank)
     if len({len(ranks) for ranks in members.values()}) > 1:
         listed = ", ".join(f"{name} {index}: ranks {ranks}" for (name, index), ranks in members.items())
         raise ValueError(
@@ -99,7 +99,6 @@ class HierarchicalShipment(Shipment):
         nodes: the sub-groups.
     """
 
-    is_masked = True
     has_sizes = True
 
     def __init__(
@@ -140,7 +139,7 @@ class HierarchicalShipment(Shipment):
         self._selection = Selection(indices, self._slice[indices])
         return torch.full((), indices.numel(), device=indices.device)
 
-    def second(self, header: Tensor, sizes: list[int]) -> None:
+    def send_overflow(self, header: Tensor, sizes: list[int]) -> None:
         """Sends the slice to its peers on other nodes, sparse or dense, whichever is less; spreads it in the node."""
         inside, between = self._nodes.inside, self._nodes.between
         if between.num_workers > 1:
@@ -177,5 +176,5 @@ class HierarchicalShipment(Shipment):
         if self._work is not None:
             self._work.wait()
         self.out.copy_(self._whole[: self.out.numel()])
-        if not self.is_divided:
+        if self.divisor == 1:
             self.out.div_(self.workers.num_workers)

@@ -16,7 +16,7 @@ def ignored_names(module: nn.Module) -> set[str]:
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
-class Bystanders:
+class UntrainedTensors:
     """Buffers, and parameters that require no gradient. What differs between workers is averaged, nothing else.
 
     So constants stay what they are to the last bit, and a statistic (batch norm) or a target network (a moving average

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.engine.engine import Engine
-from lightning_sparse.engine.flat_bucket import FlatBucket
 from lightning_sparse.exchange import Exchange, ExchangeMode, Workers
 from lightning_sparse.exchange.pending import Pending
-from lightning_sparse.kernels import native, rehearse
+from lightning_sparse.kernels import native, warm_up
+from lightning_sparse.selection.bucket import FlatBucket
 from lightning_sparse.selection.residual import Residual
 from lightning_sparse.sparsifiers import LayerLayout
 
 
-def rehearse_steps(
+def warm_up_steps(
     engine: Engine, weights: Mapping[str, Tensor], *, is_scaled: bool = False, has_unused: bool = False
 ) -> None:
     """Goes through the steps that training will have. Not collective; leaves the engine and the weights as they are.
@@ -39,7 +39,7 @@ def rehearse_steps(
             native.is_native(torch.empty(0), wire_dtype=torch.float32)
         for some in {tuple(names), (names[0],)}:  # of different thresholds, perhaps, and of one
             layout = LayerLayout(some, (LAYER_ELEMENTS,) * len(some))
-            rehearse(device, partial(_play, engine, layout, dtype, device, is_scaled, has_unused))
+            warm_up(device, partial(_run_warmup, engine, layout, dtype, device, is_scaled, has_unused))
 
 
 LAYER_ELEMENTS = 256
@@ -61,13 +61,13 @@ class _Alone(Workers):
         return Pending([])
 
 
-def _play(
+def _run_warmup(
     engine: Engine, layout: LayerLayout, dtype: torch.dtype, device: torch.device, is_scaled: bool, has_unused: bool
 ) -> None:
-    for mode, calibrates in _acts(engine):
+    for mode, calibrates in _warmup_modes(engine):
         exchange = Exchange(mode, workers=_Alone(None, 0, 1))
         exchange.has_shortcut = False
-        double = engine.understudy(exchange, layout.names, calibrates=calibrates)
+        clone = engine.warmup_clone(exchange, layout.names, calibrates=calibrates)
         nothing, first_layer = (), ((0, LAYER_ELEMENTS),)
         # Twice: what the second half of a reduce-scatter is like follows from the step before.
         for left_out in (nothing, nothing, first_layer) if has_unused else (nothing, nothing):
@@ -76,13 +76,13 @@ def _play(
             residual = Residual(*(torch.zeros(layout.num_elements, dtype=kept, device=device) for _ in range(2)))
             scale = torch.ones(1, device=device) if is_scaled else None
             bucket = FlatBucket(0, layout, gradient, residual, is_last=True, left_out=left_out, loss_scale=scale)
-            double.begin()
-            double.survey([bucket])
-            double.add(bucket)
-            double.finish()
+            clone.begin()
+            clone.survey([bucket])
+            clone.add(bucket)
+            clone.finish()
 
 
-def _acts(engine: Engine) -> Sequence[tuple[ExchangeMode, bool]]:
+def _warmup_modes(engine: Engine) -> Sequence[tuple[ExchangeMode, bool]]:
     """The routes that this engine's buckets may take, and whether λ is calibrated on the way."""
     mode, n = engine.exchange_mode, engine.workers.num_workers
     routes: list[ExchangeMode] = [mode]
@@ -90,5 +90,5 @@ def _acts(engine: Engine) -> Sequence[tuple[ExchangeMode, bool]]:
         routes = ["dense"]
     elif mode == "auto":
         routes = ["dense", "gather", "reduce_scatter"] if n > 2 else ["dense", "gather"]
-    acts = [(route, False) for route in routes]
-    return [*acts, ("dense", True)] if engine.is_calibrating else acts
+    modes = [(route, False) for route in routes]
+    return [*modes, ("dense", True)] if engine.is_calibrating else modes

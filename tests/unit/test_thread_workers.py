@@ -5,20 +5,20 @@ import time
 import pytest
 import torch
 
-from lightning_sparse.exchange import Crew
+from lightning_sparse.exchange import ThreadWorkers
 
 
 @pytest.fixture
-def crew():
-    made = Crew(3)
+def threads():
+    made = ThreadWorkers(3)
     yield made
     made._barrier.abort()  # if one still waits, the test fails and does not hang
     made.close()
 
 
-def test_collectives_give_what_a_process_groups_do(crew):
+def test_collectives_give_what_a_process_groups_do(threads):
     def collectives(rank):
-        worker = crew.workers[rank]
+        worker = threads.workers[rank]
         gathered, turned = torch.zeros(6), torch.zeros(6)
         total = torch.tensor([1e8, -1e8, 1.0][rank : rank + 1])  # with the last one first the sum would be 0
         worker.all_gather(gathered, torch.full((2,), float(rank))).wait()
@@ -27,7 +27,7 @@ def test_collectives_give_what_a_process_groups_do(crew):
         assert not torch.is_grad_enabled()
         return gathered.tolist(), turned.tolist(), total.tolist()
 
-    results = crew.run(collectives)
+    results = threads.run(collectives)
     assert [gathered for gathered, *_ in results] == [[0.0, 0.0, 1.0, 1.0, 2.0, 2.0]] * 3
     assert [turned for _, turned, _ in results] == [
         [0.0, 1.0, 10.0, 11.0, 20.0, 21.0],
@@ -37,39 +37,39 @@ def test_collectives_give_what_a_process_groups_do(crew):
     assert [total for *_, total in results] == [[1.0]] * 3
 
 
-def test_what_one_raises_is_raised_and_nobody_waits_for_it_ever(crew):
+def test_what_one_raises_is_raised_and_nobody_waits_for_it_ever(threads):
     def fails(rank):
         if rank == 1:
             raise KeyError("of one")
-        crew.workers[rank].all_reduce(torch.ones(1)).wait()
+        threads.workers[rank].all_reduce(torch.ones(1)).wait()
 
     for _ in range(2):
         with pytest.raises(KeyError, match="of one"):
-            crew.run(fails)
+            threads.run(fails)
 
     def adds(rank):
         total = torch.ones(1)
-        crew.workers[rank].all_reduce(total).wait()
+        threads.workers[rank].all_reduce(total).wait()
         return total.item()
 
-    assert crew.run(adds) == [3.0] * 3
+    assert threads.run(adds) == [3.0] * 3
 
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_nobody_waits_for_one_that_is_interrupted(crew, kind):
+def test_nobody_waits_for_one_that_is_interrupted(threads, kind):
     def ends(rank):
         if rank == 1:
             raise kind
-        crew.workers[rank].all_reduce(torch.ones(1)).wait()
+        threads.workers[rank].all_reduce(torch.ones(1)).wait()
 
     with pytest.raises(kind):
-        crew.run(ends)
+        threads.run(ends)
 
 
 @pytest.mark.parametrize("collective", ["all_gather", "all_to_all"])
-def test_nobody_changes_its_part_before_the_slowest_has_read_it(crew, collective, monkeypatch):
-    swap = crew.swap
+def test_nobody_changes_its_part_before_the_slowest_has_read_it(threads, collective, monkeypatch):
+    swap = threads.swap
 
     def slowly(rank, part):
         found = swap(rank, part)
@@ -78,9 +78,9 @@ def test_nobody_changes_its_part_before_the_slowest_has_read_it(crew, collective
 
     def gives(rank):
         out, part = torch.zeros(3), torch.full((1 if collective == "all_gather" else 3,), rank + 1.0)
-        getattr(crew.workers[rank], collective)(out, part).wait()
+        getattr(threads.workers[rank], collective)(out, part).wait()
         part.fill_(-1.0)
         return out.tolist()
 
-    monkeypatch.setattr(crew, "swap", slowly)
-    assert crew.run(gives) == [[1.0, 2.0, 3.0]] * 3
+    monkeypatch.setattr(threads, "swap", slowly)
+    assert threads.run(gives) == [[1.0, 2.0, 3.0]] * 3

@@ -37,7 +37,7 @@ class Shipment(ABC):
                      collective
     4. ``join``      the same, before this worker waits for what others tell: a sum that is under way
     5. ``complete``  the same, once headers are on their way to the host: the usual ending
-    6. ``second``    with the headers: whatever else is needed
+    6. ``send_overflow``  with the headers: whatever else is needed
     7. ``finish``    the average is in ``out``
 
     Args:
@@ -48,17 +48,16 @@ class Shipment(ABC):
         buffers: memory to use again in each step.
 
     Attributes:
-        is_masked: whether the caller writes a masked gradient into ``out`` instead of a payload.
+        payload: where the caller writes what it sends; None for a masked gradient, which it writes into ``out``.
+        divisor: by what the caller divides a masked gradient: n, or 1 where a sum of values is exact.
         has_sizes: whether ``prepare`` returns a number that all workers must know of each other.
         sent_bytes: bytes that this worker handed to collectives.
         is_dense: whether the whole bucket travels, or did in the end.
         is_typical: whether later steps may be expected to be like this one.
         is_cleared: whether the caller left zeros in ``out``.
-        is_divided: whether the caller divided what it wrote into ``out`` by n.
         rest: what the payload had no room for; set by the caller, asked for only where something is.
     """
 
-    is_masked: ClassVar[bool] = False
     has_sizes: ClassVar[bool] = False
 
     def __init__(
@@ -70,9 +69,10 @@ class Shipment(ABC):
         self.workers = workers
         self.buffers = buffers
         self.payload: Tensor | None = None
+        self.divisor = 1 if payload_format.wire.is_stepped else workers.num_workers
         self.rest: Callable[[], Selection] = _nothing_left
         self.is_typical = True
-        self.is_cleared = self.is_divided = self.is_dense = False
+        self.is_cleared = self.is_dense = False
         self.sent_bytes = 0
 
     @abstractmethod
@@ -91,7 +91,7 @@ class Shipment(ABC):
         """Enqueues on a GPU what is right in the usual step, so that the device need not wait for the host to look."""
         return
 
-    def second(self, header: Tensor, sizes: list[int]) -> None:
+    def send_overflow(self, header: Tensor, sizes: list[int]) -> None:
         """Issues what is needed beyond the usual.
 
         Args:

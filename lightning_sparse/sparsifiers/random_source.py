@@ -1,4 +1,4 @@
-"""Chance that every worker, device and resumed run can repeat: a number for each coordinate of each step."""
+"""Random numbers that every worker, device and resumed run can repeat: one for each coordinate of each step."""
 
 import hashlib
 
@@ -11,8 +11,8 @@ GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 """2**64 divided by the golden ratio, odd: by so much the numbers of two steps are apart."""
 
 
-class Chance:
-    """Draws lots that follow from a seed, the number of a step, a worker's rank and the layers' names.
+class RandomSource:
+    """Draws random bits that follow from a seed, the number of a step, a worker's rank and the layers' names.
 
     So a resumed run draws what one without a stop would have, on every kind of device and however DDP cuts its buckets.
 
@@ -29,8 +29,8 @@ class Chance:
         self._seed = seed
         self._starts: dict[tuple[LayerLayout, torch.device, int], tuple[Tensor, Tensor]] = {}
 
-    def lots(self, layout: LayerLayout, device: torch.device, step: int, rank: int) -> Tensor:
-        """Returns a lot for each element: int64, no two of a layer alike, the same on every kind of device."""
+    def random_bits(self, layout: LayerLayout, device: torch.device, step: int, rank: int) -> Tensor:
+        """Returns 64 random bits for each element: int64, no two of a layer alike, the same on every kind of device."""
         starts, sizes = self._numbers_of_layers(layout, device, rank)
         numbers = torch.repeat_interleave(starts, sizes, output_size=layout.num_elements)
         numbers.add_(torch.arange(layout.num_elements, device=device)).add_(step * GOLDEN % (1 << 63))
@@ -52,7 +52,7 @@ def _digest(*what: object) -> int:
 
 
 def _mixed(numbers: Tensor) -> Tensor:
-    """Maps 64-bit numbers one to one onto others that look like chance, in place.
+    """Maps 64-bit numbers one to one onto others that look random, in place.
 
     The finaliser of SplitMix64 (Steele, Lea and Flood, *Fast splittable pseudorandom number generators*, OOPSLA 2014).
     """

@@ -1,4 +1,4 @@
-"""What can be asked of whoever holds an engine, whatever it averages."""
+"""The base of all averagers: brings buckets to an engine, whatever is averaged."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from lightning_sparse.engine.engine import Engine
-from lightning_sparse.engine.notices import warn_of_patterns
+from lightning_sparse.engine.messages import warn_of_patterns
 from lightning_sparse.engine.saved_state import require_seal, sealed
 from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.engine.step_stats import StepStats
@@ -20,11 +20,11 @@ BROKEN_OFF = "it was saved in the middle of an exchange, which an exception has 
 """Why a checkpoint lacks tensors of workers."""
 
 
-class EngineHolder(ABC):
+class Averager(ABC):
     """The base of what brings buckets to an engine.
 
     Args:
-        engine: the holder's own.
+        engine: the averager's own.
         names: of all parameters that are averaged.
 
     Attributes:
@@ -63,7 +63,7 @@ class EngineHolder(ABC):
 
     @property
     def sparsifier(self) -> Sparsifier:
-        """The holder's own sparsifier; a calibrated λ is in it once calibration has ended."""
+        """The averager's own sparsifier; a calibrated λ is in it once calibration has ended."""
         return self._engine.sparsifier
 
     @property

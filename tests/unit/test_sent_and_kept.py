@@ -1,0 +1,105 @@
+"""The rule of a selected value, (p, λ, wire) → (sent, kept): tensors against C; Triton in ``test_fused_threshold``."""
+
+from math import inf, nan
+
+import pytest
+import torch
+
+from lightning_sparse import HardThreshold
+from lightning_sparse.exchange.payload import PayloadFormat
+from lightning_sparse.exchange.wire import Wire
+from lightning_sparse.kernels import native
+from lightning_sparse.selection.residual import keep_rest
+from lightning_sparse.sparsifiers import LayerLayout
+
+THRESHOLDS = (0.0, 0.5, 3.0)
+WIRES = {
+    "float32": Wire(torch.float32),
+    "bfloat16": Wire(torch.bfloat16),
+    "float16": Wire(torch.float16),
+    "float8": Wire(torch.float8_e4m3fn, 2.0**-6),
+    "int8": Wire(torch.int8, 2.0**-6),
+}
+NATIVE = ("float32", "bfloat16", "float8")
+MAGNITUDES = (
+    *(0.0, 1e-45, 1e-40, 2.0**-7, 0.01),  # subnormal numbers, half a step of the coarsest wires
+    *(0.49999997, 0.5, 0.50000006, 2.9999998, 3.0),  # around λ
+    *(0.501953125, 0.505859375, 1.0009765625, 1.5707964),  # halfway between bfloat16 numbers, to even; and not
+    *(3584.0, 3585.0, 65_504.0, 65_520.0, 7e4, 3.3895314e38, 3.4e38),  # the ends of float8, float16 and bfloat16
+    *(nan, inf),
+)
+
+
+def rows():
+    """Values of p, more than a group of 64 and no whole number of vectors."""
+    values = torch.tensor(MAGNITUDES)
+    return torch.cat([values, -values, values, -values, values])
+
+
+def by_tensors(compensated, threshold, wire):
+    """What is sent, with zeros between, and what is kept."""
+    kept = compensated.clone()
+    selected = HardThreshold(threshold=threshold).select(kept, LayerLayout(("p",), (kept.numel(),)))
+    indices, values = keep_rest(kept, selected, wire)
+    sent = torch.zeros_like(kept)
+    sent[indices] = values
+    return sent, kept
+
+
+def assert_same_bits(found, expected):
+    """Tells -0.0 from 0.0; all NaN are alike."""
+    for actual, wanted in zip(found, expected, strict=True):
+        assert torch.equal(actual.isnan(), wanted.isnan())
+        different = actual.nan_to_num(0, inf, -inf).view(torch.int32) != wanted.nan_to_num(0, inf, -inf).view(
+            torch.int32
+        )
+        assert not different.any(), (rows()[different], actual[different], wanted[different])
+
+
+@pytest.mark.parametrize("threshold", THRESHOLDS)
+@pytest.mark.parametrize("name", NATIVE)
+def test_c_sends_and_keeps_what_tensors_do(name, threshold):
+    wire, p = WIRES[name], rows()
+    if not native.is_native(p, wire_dtype=wire.dtype):
+        pytest.skip("no compiled functions here: no C compiler, or too many threads")
+    nothing = torch.full_like(p, -0.0)  # p + -0.0 is p, also where p is -0.0
+    expected = by_tensors(p, threshold, wire)
+
+    kept, sent = torch.full_like(p, nan), torch.full_like(p, nan)
+    masked = native.NativeThreshold(p, kept, nothing, None, wire.dtype, wire.scale)
+    masked.take_out_masked(threshold, 0, p.numel(), sent, 1)
+    assert_same_bits((sent, kept), expected)
+
+    kept, sent = torch.full_like(p, nan), torch.zeros_like(p)
+    payload_format = PayloadFormat(p.numel(), wire)
+    payload = torch.zeros(payload_format.payload_bytes(p.numel()), dtype=torch.uint8)
+    into_payload = native.NativeThreshold(p, kept, nothing, None, wire.dtype, wire.scale)
+    into_payload.write_to(*payload_format.parts(payload)[1:])
+    into_payload.take_out(threshold, 0, p.numel(), clears_gradient=False)
+    indices, values = payload_format.unpack(payload, p.dtype, into_payload.selected)
+    sent[indices] = values
+    assert_same_bits((sent, kept), expected)
+    assert masked.selected == into_payload.selected == int((p.abs() < threshold).logical_not().sum())
+    assert masked.non_finite == into_payload.non_finite == int(p.isfinite().logical_not().sum())
+
+
+@pytest.mark.parametrize("threshold", THRESHOLDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", WIRES)
+def test_what_tensors_send_and_keep(name, dtype, threshold):
+    p = rows().to(dtype)
+    wire = Wire(dtype) if name == "float32" else WIRES[name]
+    sent, kept = by_tensors(p, threshold, wire)
+    is_sent, is_finite = (p.abs() < threshold).logical_not(), p.isfinite()
+    assert kept.isfinite().all()
+    assert torch.equal(kept[~is_sent], p[~is_sent])
+    assert not sent[~is_sent].any()
+    assert not (sent[is_sent & is_finite].isfinite().logical_not()).any()
+    assert not sent[is_sent & ~is_finite].isfinite().any()
+    assert not kept[is_sent & ~is_finite].any()
+    finite = is_sent & is_finite
+    torch.testing.assert_close((sent + kept)[finite], p[finite], rtol=0 if name == "float32" else 2.0**-23, atol=1e-44)
+    within = finite & (p.abs() <= wire.limit * wire.scale)
+    exact = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11, "float8": 2.0**-4, "int8": 0.0}[name]
+    step = {"float16": 2.0**-24, "float8": wire.step, "int8": wire.step, "bfloat16": 2.0**-133}.get(name, 0.0)
+    assert (kept[within].abs() <= torch.maximum(exact * p[within].abs(), torch.tensor(step / 2))).all()
