@@ -26,7 +26,7 @@ from benchmarks.step_time_worker import (
     sparsifier_of,
 )
 from lightning_sparse import SparseState, StepStats
-from lightning_sparse.ddp.options import ExchangeOptions
+from lightning_sparse.gradients.options import ExchangeOptions
 
 OVERSHOOT = 0.583  # of a Gaussian random walk beyond λ, in standard deviations of a step
 

@@ -5,12 +5,12 @@ Importing this package registers ``Trainer(strategy="ddp_hardthreshold")`` and i
 
 from lightning_sparse._version import __version__ as __version__
 from lightning_sparse.callbacks import AverageDensity, DensityMonitor, ErrorMonitor, ThresholdSchedule, TotalError
-from lightning_sparse.ddp import SparseState, register_comm_hook
 from lightning_sparse.drift import DriftOptions, SparseModelAverager
+from lightning_sparse.drift.shard_averager import ShardModelAverager
 from lightning_sparse.engine import StepStats
 from lightning_sparse.exchange.estimate import Estimate, estimate
-from lightning_sparse.shards import ShardExchange, ShardModelAverager, shard_exchange
-from lightning_sparse.simulated.strategy import SimulatedWorkersStrategy
+from lightning_sparse.gradients import SparseState, register_comm_hook
+from lightning_sparse.gradients.shard_exchange import ShardExchange, shard_exchange
 from lightning_sparse.sparsifiers import (
     Accordion,
     Dense,
@@ -38,6 +38,7 @@ from lightning_sparse.strategies import (
     SparseLocalStrategy,
     register_strategies,
 )
+from lightning_sparse.strategies.simulated.strategy import SimulatedWorkersStrategy
 
 __all__ = [
     "Accordion",

@@ -13,8 +13,8 @@ from lightning_sparse.callbacks.metrics import AverageDensity
 from lightning_sparse.callbacks.step_monitor import StepMonitor, log_scalars, logging_step, tensorboard_loggers
 from lightning_sparse.callbacks.step_times import StepTimes
 from lightning_sparse.engine import StepStats
-from lightning_sparse.simulated.strategy import SimulatedWorkersStrategy
 from lightning_sparse.strategies.advice import asked_density, shortened
+from lightning_sparse.strategies.simulated.strategy import SimulatedWorkersStrategy
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 LAYER_COLUMNS = 62

@@ -76,11 +76,10 @@ def logging_step(trainer: Trainer) -> int:
 
 
 def is_logging_step(trainer: Trainer) -> bool:
-    """Return whether Lightning logs the running batch: every ``log_every_n_steps`` of the Trainer."""
-    every = getattr(trainer, "log_every_n_steps", 0)
+    """Return whether Lightning logs the running batch, which must be the last of a step."""
     if trainer.lightning_module.automatic_optimization and trainer.fit_loop._should_accumulate():
-        return False  # as Lightning has it: only the last batch of a step has a row
-    return bool(every) and (logging_step(trainer) + 1) % every == 0
+        return False
+    return trainer._logger_connector.should_update_logs
 
 
 def tensorboard_loggers(trainer: Trainer) -> list[TensorBoardLogger]:

@@ -17,18 +17,18 @@ Factors = Mapping[int, float] | Callable[[int], float] | Literal["learning_rate"
 class ThresholdSchedule(Callback):
     """Multiplies the strategy's ``threshold`` by a factor that changes over the run.
 
-    A constant λ is what the theory asks for; this is for who wants to send more at the beginning, or knows that
-    gradients or drifts change. Each λ is in ``sparse/threshold``. It is a function of the step, so that a resumed run
-    has the same. λ of ``layer_thresholds`` stays what it is. A density is held by λ itself: with one, and with a
-    sparsifier that has no λ, this is refused.
+    The theory asks for a constant λ; use a schedule to send more at the beginning, or if you know how gradients or
+    drifts change. ``sparse/threshold`` shows each λ. The factor is a function of the step, so a resumed run has the
+    same. The λ of ``layer_thresholds`` do not change. A strategy that holds a density and a sparsifier without λ are
+    refused.
 
     Args:
         factors: ``{step: factor}``, each of which holds from its step on, and 1 before the first; or a function that
-            returns the factor of a step; or ``"learning_rate"``: that of the first optimizer's first parameter group,
-            divided by the one that the optimizer was made with.
-        interval: what is counted from 0: ``"step"``, all optimizers' steps as in ``trainer.global_step``, or
-            ``"epoch"``.
-        linear: whether factors that are given by step change linearly from one to the next.
+            returns the factor of a step; or ``"learning_rate"``: the learning rate of the first optimizer's first
+            parameter group, divided by its initial value.
+        interval: the unit of a step, counted from 0: ``"step"``, all optimizers' steps as in ``trainer.global_step``,
+            or ``"epoch"``.
+        linear: whether factors given by step change linearly from each to the next.
 
     Raises:
         ValueError: a factor below 0 or not finite, a step below 0, or an unknown interval.
@@ -46,7 +46,7 @@ class ThresholdSchedule(Callback):
         if interval not in ("step", "epoch"):
             raise ValueError(f"Invalid {interval=}. Must be 'step' or 'epoch'.")
         if isinstance(factors, Mapping):
-            wrong = [one for one in factors if isinstance(one, bool) or not isinstance(one, int) or one < 0]
+            wrong = [step for step in factors if isinstance(step, bool) or not isinstance(step, int) or step < 0]
             if wrong or not factors:
                 raise ValueError(f"Invalid {factors=}. Give {{step: factor}}, with steps from 0 on.")
             for factor in factors.values():
@@ -58,16 +58,14 @@ class ThresholdSchedule(Callback):
         self.factors = factors
         self.interval = interval
         self.linear = linear
-        self._base: float | None = None
-        self._given: float | None = None
 
     def factor(self, number: int) -> float:
-        """Returns the factor of a step or an epoch; not for ``"learning_rate"``, which does not follow from it."""
+        """Return the factor of a step or an epoch; not for ``"learning_rate"``."""
         if callable(self.factors):
             return _require_factor(self.factors(number))
         assert isinstance(self.factors, Mapping)
-        before = max((one for one in self.factors if one <= number), default=None)
-        after = min((one for one in self.factors if one > number), default=None)
+        before = max((step for step in self.factors if step <= number), default=None)
+        after = min((step for step in self.factors if step > number), default=None)
         if before is None:
             return 1.0
         if after is None or not self.linear:
@@ -87,8 +85,6 @@ class ThresholdSchedule(Callback):
                 f"ThresholdSchedule was given with density={sparsifier.density:g}, which λ follows by itself. Give the "
                 "strategy threshold=… instead, or leave the schedule out."
             )
-        if self._given != sparsifier.threshold:
-            self._base, self._given = None, sparsifier.threshold
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -96,8 +92,6 @@ class ThresholdSchedule(Callback):
         averagers = strategy.averagers
         if averagers[0].workers.num_workers == 1:
             return  # gradients pass through whole
-        if self._base is None:
-            self._base = averagers[0].sparsifier.current_threshold  # what a search has found, perhaps
         if self.factors == "learning_rate":
             optimizer = strategy.optimizers[0]
             rate, first_rate = optimizer.param_groups[0].get("lr"), optimizer.defaults.get("lr")
@@ -109,18 +103,10 @@ class ThresholdSchedule(Callback):
             factor = _require_factor(float(rate) / float(first_rate))
         else:
             factor = self.factor(trainer.global_step if self.interval == "step" else trainer.current_epoch)
-        assert self._base is not None  # a hard threshold's
+        threshold = factor * strategy.sparsifier.threshold
         for averager in averagers:
-            if averager.sparsifier.current_threshold != factor * self._base:
-                averager.set_threshold(factor * self._base)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"base": self._base, "given": self._given}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._base, self._given = state_dict["base"], state_dict["given"]
+            if averager.sparsifier.current_threshold != threshold:
+                averager.set_threshold(threshold)
 
 
 def _require_factor(factor: float) -> float:

@@ -19,8 +19,8 @@ from lightning_sparse.checkpointing.content import (
 from lightning_sparse.checkpointing.options import AnyCheckpointOptions, OnWorldSizeChange
 from lightning_sparse.checkpointing.sources import SHARED, FileSource, FolderSource, Source
 from lightning_sparse.engine.averager import Averager
-from lightning_sparse.engine.saved_state import require_seal
-from lightning_sparse.engine.snapshot import Snapshot
+from lightning_sparse.engine.state.saved_state import require_seal
+from lightning_sparse.engine.state.snapshot import Snapshot
 from lightning_sparse.exchange import raised_together
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.messages import warn_of_patterns
-from lightning_sparse.engine.saved_state import require_seal, sealed
-from lightning_sparse.engine.snapshot import Snapshot
+from lightning_sparse.engine.state.saved_state import require_seal, sealed
+from lightning_sparse.engine.state.snapshot import Snapshot
 from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.exchange import Workers
 from lightning_sparse.sparsifiers import HardThreshold, Sparsifier

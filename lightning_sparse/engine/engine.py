@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sparse.engine.calibrator import Calibrator
+from lightning_sparse.engine.control.calibrator import Calibrator
 from lightning_sparse.engine.messages import say_other_sparsifier
-from lightning_sparse.engine.snapshot import Snapshot
+from lightning_sparse.engine.state.snapshot import Snapshot
 from lightning_sparse.engine.step_stats import StepStats, step_stats
 from lightning_sparse.exchange import Buffers, Exchange, ExchangeMode, Workers
 from lightning_sparse.exchange.pending import LostWorkerError

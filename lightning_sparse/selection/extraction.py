@@ -74,7 +74,7 @@ class Extraction:
             squared_gradient_norm = squared_norm(bucket.gradient)
             if bucket.loss_scale is not None:
                 squared_gradient_norm /= bucket.loss_scale.double().square().view(())
-        if may_be_fast and is_native(*bucket.residual, bucket.gradient, wire_dtype=wire.dtype):
+        if may_be_fast and is_native(*bucket.residual, wire_dtype=wire.dtype):
             numbers = self._fill_natively(bucket, shipment)
         elif self._is_marking and (shipment.payload is None or bucket.gradient.device.type != "cpu"):
             numbers = self._fill_marked(bucket, shipment)

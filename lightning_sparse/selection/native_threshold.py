@@ -30,10 +30,13 @@ def take_out_natively(
         per_layer: whether the numbers are told of every layer.
     """
     wire = shipment.format.wire
-    taken = NativeThreshold(*bucket.residual, bucket.gradient, bucket.loss_scale, wire.dtype, wire.scale)
+    gradient = bucket.gradient
+    if gradient.dtype != shipment.out.dtype:  # then the average has memory of its own
+        gradient = shipment.out.copy_(gradient)
+    taken = NativeThreshold(*bucket.residual, gradient, bucket.loss_scale, wire.dtype, wire.scale)
     slices = None
     if shipment.payload is not None:
-        shipment.is_cleared = shipment.out is bucket.gradient
+        shipment.is_cleared = shipment.out is gradient
         _, ends, values, offsets = shipment.format.parts(shipment.payload)
         taken.write_to(ends, values, offsets)
         if num_slices:

@@ -13,10 +13,10 @@ from typing_extensions import override
 
 from lightning_sparse.checkpointing.collecting import collect_without_workers
 from lightning_sparse.checkpointing.together import NO_WORKER, collect_together, is_launcher_process, patience_of
-from lightning_sparse.ddp.comm_hook import attach
-from lightning_sparse.ddp.options import ErrorFeedback, ExchangeOptions
-from lightning_sparse.ddp.sparse_state import SparseState
 from lightning_sparse.exchange import parameter_settings, require_agreement
+from lightning_sparse.gradients.comm_hook import attach
+from lightning_sparse.gradients.options import ErrorFeedback, ExchangeOptions
+from lightning_sparse.gradients.sparse_state import SparseState
 from lightning_sparse.sparsifiers import Dense, Sparsifier
 from lightning_sparse.strategies.arguments import check_ddp_arguments
 from lightning_sparse.strategies.options import AveragesGradients

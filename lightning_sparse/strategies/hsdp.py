@@ -9,9 +9,10 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sparse.ddp.options import ExchangeOptions
+from lightning_sparse.drift.shard_averager import ShardModelAverager
 from lightning_sparse.engine.optimizer_steps import Arguments, StepObserver
-from lightning_sparse.shards import ShardExchange, ShardModelAverager
+from lightning_sparse.gradients.options import ExchangeOptions
+from lightning_sparse.gradients.shard_exchange import ShardExchange
 from lightning_sparse.strategies.local_training import LocalTraining
 from lightning_sparse.strategies.options import AveragesGradients
 from lightning_sparse.strategies.replica_strategy import ReplicaStrategy, stateless_as_before

@@ -10,10 +10,10 @@ from lightning_sparse.checkpointing.options import (
     OptimizerCheckpoint,
     ResidualCheckpoint,
 )
-from lightning_sparse.ddp.options import DensityControlMode, ExchangeOptions, require_density_control
 from lightning_sparse.drift.options import DriftOptions, OuterOptimizer
 from lightning_sparse.exchange import ExchangeMode
 from lightning_sparse.exchange.wire import ValueDtype
+from lightning_sparse.gradients.options import DensityControlMode, ExchangeOptions, require_density_control
 from lightning_sparse.sparsifiers import HardThreshold, Sparsifier
 from lightning_sparse.sparsifiers.protocol import Granularity
 from lightning_sparse.strategies.inherited_options import WithInheritedOptions

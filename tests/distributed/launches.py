@@ -15,14 +15,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sparse import HardThreshold
-from lightning_sparse.ddp import buckets as ddp_buckets
-from lightning_sparse.ddp import sparse_state
-from lightning_sparse.ddp.options import ExchangeOptions
-from lightning_sparse.engine import Engine, FlatBucket, memory
+from lightning_sparse.engine import Engine, FlatBucket
+from lightning_sparse.engine.state import memory
 from lightning_sparse.exchange import ExchangeMode, buffers, exchange
 from lightning_sparse.exchange.pending import Pending
 from lightning_sparse.exchange.routes import adding, fused_decode, gather
 from lightning_sparse.exchange.workers import Workers
+from lightning_sparse.gradients import buckets as ddp_buckets
+from lightning_sparse.gradients import sparse_state
+from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.selection import extraction, fused_threshold
 from lightning_sparse.selection.residual import Residual
 from lightning_sparse.sparsifiers import LayerLayout, Sparsifier

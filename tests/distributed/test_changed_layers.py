@@ -141,7 +141,7 @@ def _adds_a_buffer(every_n_steps: int) -> tuple[Tensor, Tensor, Tensor]:
     own = net[3].mean.clone()
     with averager.averaged_weights():
         shared = net[3].mean.clone()
-    saved = averager.state_dict()["own"]["weights"]["3.mean"]
+    saved = averager.state_dict()["extra"]["buffers"]["3.mean"]
     return own, shared, saved
 
 

@@ -19,17 +19,17 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 
 from lightning_sparse.checkpointing import together, whole_files
-from lightning_sparse.ddp.pending_gradients import PendingGradients
-from lightning_sparse.ddp.sparse_state import SparseState
 from lightning_sparse.drift import SparseModelAverager
 from lightning_sparse.drift.drift_exchange import DriftExchange
 from lightning_sparse.drift.shared_weights import SharedWeights
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.memory import ResidualMemory
+from lightning_sparse.engine.state.memory import ResidualMemory
 from lightning_sparse.exchange import save_barrier
 from lightning_sparse.exchange.exchange import Exchange
 from lightning_sparse.exchange.pending import Pending
 from lightning_sparse.exchange.workers import Workers
+from lightning_sparse.gradients.pending_gradients import PendingGradients
+from lightning_sparse.gradients.sparse_state import SparseState
 from lightning_sparse.selection import extraction
 
 COLLECTIVES = (

@@ -15,7 +15,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning_sparse import HSDPHardThresholdStrategy, LocalHSDPHardThresholdStrategy
 from lightning_sparse.checkpointing import together
 from lightning_sparse.checkpointing.whole_files import part_of, put_in_place
-from lightning_sparse.shards import ShardExchange, ShardModelAverager
+from lightning_sparse.drift.shard_averager import ShardModelAverager
+from lightning_sparse.gradients.shard_exchange import ShardExchange
 from tests.integration.hsdp_models import STEPS, Sharded, data, num_ranks, whole_weights
 from tests.integration.models import quiet_trainer
 from tests.integration.test_dying_workers import GROUP_TIMEOUT

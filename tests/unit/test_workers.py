@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_sparse.ddp.comm_hook import refuse_capture, sparse_hook
-from lightning_sparse.ddp.learning_rates import learning_rates_of
 from lightning_sparse.engine.grouping import require_one_device
 from lightning_sparse.exchange import Workers, current_device
+from lightning_sparse.gradients.comm_hook import refuse_capture, sparse_hook
+from lightning_sparse.gradients.learning_rates import learning_rates_of
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 

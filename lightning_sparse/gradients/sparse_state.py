@@ -3,7 +3,7 @@
 DDP brings the buckets one by one, in the same order on all workers, while backward runs. Each gets its residual and
 goes to the engine. In the hook of the last bucket the averages, times S, replace the gradients in all of them. The
 changes are pending until an optimizer steps on the gradients, and are rolled back if none does
-(``lightning_sparse.ddp.pending_gradients``).
+(``lightning_sparse.gradients.pending_gradients``).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,22 +14,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_sparse.ddp.buckets import Averaged, DDPBucket, DDPBuckets
-from lightning_sparse.ddp.learning_rates import LastLearningRates
-from lightning_sparse.ddp.messages import say_dropped
-from lightning_sparse.ddp.options import ExchangeOptions
-from lightning_sparse.ddp.parameter_use import ParameterUse
-from lightning_sparse.ddp.pending_gradients import PendingGradients
 from lightning_sparse.engine import Engine, FlatBucket
 from lightning_sparse.engine.averager import Averager
-from lightning_sparse.engine.memory import ResidualMemory
-from lightning_sparse.engine.memory_format import real_numel
 from lightning_sparse.engine.messages import warn_of_forgotten
-from lightning_sparse.engine.saved_state import unsent_norm
-from lightning_sparse.engine.snapshot import Snapshot
+from lightning_sparse.engine.state.memory import ResidualMemory
+from lightning_sparse.engine.state.memory_format import real_numel
+from lightning_sparse.engine.state.saved_state import unsent_norm
+from lightning_sparse.engine.state.snapshot import Snapshot
 from lightning_sparse.engine.warmup import warm_up_steps
 from lightning_sparse.engine.weak_method import weak_method
 from lightning_sparse.exchange import SaveBarrier, Workers
+from lightning_sparse.gradients.buckets import Averaged, DDPBucket, DDPBuckets
+from lightning_sparse.gradients.learning_rates import LastLearningRates
+from lightning_sparse.gradients.messages import say_dropped
+from lightning_sparse.gradients.options import ExchangeOptions
+from lightning_sparse.gradients.parameter_use import ParameterUse
+from lightning_sparse.gradients.pending_gradients import PendingGradients
 from lightning_sparse.selection.bucket import clip_norm
 from lightning_sparse.sparsifiers import Sparsifier
 
@@ -288,7 +288,7 @@ class SparseState(Averager):
 
     @contextmanager
     def idle(self) -> Iterator[None]:
-        """Within it, buckets come of a worker that has no more batches; see ``lightning_sparse.ddp.join``."""
+        """Within it, buckets come of a worker that has no more batches; see ``lightning_sparse.gradients.join``."""
         self._is_idle = True
         try:
             yield

@@ -11,17 +11,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse._version import __version__
-from lightning_sparse.ddp.join import follow_join
-from lightning_sparse.ddp.options import (
+from lightning_sparse.engine.grouping import require_one_device
+from lightning_sparse.exchange import ExchangeMode, current_device, require_agreement
+from lightning_sparse.exchange.wire import ValueDtype
+from lightning_sparse.gradients.join import follow_join
+from lightning_sparse.gradients.options import (
     DensityControlMode,
     ErrorFeedback,
     ExchangeOptions,
     require_density_control,
 )
-from lightning_sparse.ddp.sparse_state import SparseState
-from lightning_sparse.engine.grouping import require_one_device
-from lightning_sparse.exchange import ExchangeMode, current_device, require_agreement
-from lightning_sparse.exchange.wire import ValueDtype
+from lightning_sparse.gradients.sparse_state import SparseState
 from lightning_sparse.sparsifiers import Sparsifier
 
 if TYPE_CHECKING:

@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_sparse._version import __version__
-from lightning_sparse.ddp.options import DensityControlMode, ExchangeOptions, require_density_control
 from lightning_sparse.engine import Averager, Engine, FlatBucket, warm_up_steps
 from lightning_sparse.engine.averager import BROKEN_OFF
 from lightning_sparse.engine.grouping import as_real, local
 from lightning_sparse.engine.parameter_bucket import sizes_by_name
-from lightning_sparse.engine.snapshot import Snapshot
+from lightning_sparse.engine.sharding.resharded import reshard
+from lightning_sparse.engine.sharding.sharding import Sharding
+from lightning_sparse.engine.state.snapshot import Snapshot
 from lightning_sparse.exchange import (
     ExchangeMode,
     OwnGroup,
@@ -35,10 +36,9 @@ from lightning_sparse.exchange import (
     parameter_settings,
 )
 from lightning_sparse.exchange.wire import ValueDtype, require_wire
-from lightning_sparse.shards.resharded import reshard
-from lightning_sparse.shards.shard_bucket import ShardBucket, lay_out
-from lightning_sparse.shards.sharding import Sharding
-from lightning_sparse.shards.steps_on_averages import StepsOnAverages
+from lightning_sparse.gradients.options import DensityControlMode, ExchangeOptions, require_density_control
+from lightning_sparse.gradients.shard_bucket import ShardBucket, lay_out
+from lightning_sparse.gradients.steps_on_averages import StepsOnAverages
 from lightning_sparse.sparsifiers import Dense, Sparsifier
 
 

@@ -8,7 +8,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import BatchSizeFinder
 from torch import Tensor
 
-from lightning_sparse.ddp.comm_hook import refuse_sparse_gradients
+from lightning_sparse.gradients.comm_hook import refuse_sparse_gradients
 
 
 def refuse(what: str) -> NoReturn:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from lightning_sparse.engine.memory_format import in_logical_order, in_memory_order, zero_residual
+from lightning_sparse.engine.state.memory_format import in_logical_order, in_memory_order, zero_residual
 from lightning_sparse.exchange import let_go
 from lightning_sparse.selection.residual import Residual
 from lightning_sparse.sparsifiers import LayerLayout
@@ -25,7 +25,7 @@ class ResidualMemory:
         iteration 1   [ fc | conv2 ]  [ conv1 ]       copied layer by layer, once; the old tensors are freed
 
     A backward must be rolled back if no optimizer ever steps on its gradient
-    (``lightning_sparse.ddp.pending_gradients``). So it reads one tensor and writes the other, and the *committed*
+    (``lightning_sparse.gradients.pending_gradients``). So it reads one tensor and writes the other, and the *committed*
     residual stays as it was. A step swaps the two::
 
         backward      committed e ── + g, − out ──▶ pending e'

@@ -9,12 +9,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.grouping import local
+from lightning_sparse.engine.sharding.combined import of_all_shards
+from lightning_sparse.engine.sharding.requirements import require_shards, shard_settings
+from lightning_sparse.engine.sharding.resharded import reshard
 from lightning_sparse.exchange import current_device, require_agreement
 from lightning_sparse.exchange.agreement import differing
 from lightning_sparse.exchange.replicas import replica_workers
-from lightning_sparse.shards.combined import of_all_shards
-from lightning_sparse.shards.requirements import require_shards, shard_settings
-from lightning_sparse.shards.resharded import reshard
 
 
 class Sharding:

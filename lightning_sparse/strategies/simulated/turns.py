@@ -85,7 +85,11 @@ class Turns:
 
     @contextmanager
     def of(self, rank: int) -> Iterator[None]:
-        """Train the module as this worker inside the context; not for rank 0, which has its turn last."""
+        """Give the module what is this worker's inside the context, and rank 0's after it; rank 0 has the last turn."""
+        if rank == 0:
+            yield
+            self._own[0].attributes = self._attributes()
+            return
         first = self._held()
         self._put(self._own[rank])
         try:
@@ -93,10 +97,6 @@ class Turns:
         finally:
             self._own[rank] = self._held()
             self._put(first)
-
-    def end_batch(self) -> None:
-        """End the turns of a batch, after that of rank 0."""
-        self._own[0].attributes = self._attributes()
 
     def take_gradients(self) -> list[dict[str, Tensor]]:
         """Return each worker's gradients by parameter name, in rank order, and keep none but the module's."""

@@ -18,13 +18,14 @@ from typing_extensions import override
 
 from lightning_sparse.checkpointing.collecting import collect_here
 from lightning_sparse.checkpointing.options import CheckpointOptions, OnWorldSizeChange
-from lightning_sparse.ddp.options import DensityControlMode, ExchangeOptions, require_density_control
 from lightning_sparse.engine import Averager
 from lightning_sparse.engine.weak_method import weak_method
 from lightning_sparse.exchange import ExchangeMode
 from lightning_sparse.exchange.wire import ValueDtype
-from lightning_sparse.simulated.data import BatchesOfWorkers, LoaderOfWorkers, loader_of_workers
-from lightning_sparse.simulated.limits import (
+from lightning_sparse.gradients.options import DensityControlMode, ExchangeOptions, require_density_control
+from lightning_sparse.sparsifiers import Sparsifier
+from lightning_sparse.strategies.simulated.data import BatchesOfWorkers, LoaderOfWorkers, loader_of_workers
+from lightning_sparse.strategies.simulated.limits import (
     advise,
     loss_of,
     refuse,
@@ -32,9 +33,8 @@ from lightning_sparse.simulated.limits import (
     require_known,
     require_simulable,
 )
-from lightning_sparse.simulated.turns import RandomNumbers, Turns, named_parameters
-from lightning_sparse.simulated.workers import SimulatedWorker, SimulatedWorkers
-from lightning_sparse.sparsifiers import Sparsifier
+from lightning_sparse.strategies.simulated.turns import RandomNumbers, Turns, named_parameters
+from lightning_sparse.strategies.simulated.workers import SimulatedWorker, SimulatedWorkers
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 
@@ -229,15 +229,13 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
             refuse("a closure that is called several times for a step, as by LBFGS or SAM")
         self._has_run = True
         self._turns.share_what_hooks_set()
-        # The first worker last: what it leaves behind remains.
-        for rank in range(self.num_workers - 1, 0, -1):
+        output: STEP_OUTPUT = None
+        for rank in reversed(range(self.num_workers)):  # rank 0 last: its buffers and its logged numbers remain
             with self._as_worker(rank), self._turns.of(rank):
                 output = self._own_step(batches[rank], *rest, **kwargs)
-                self.backward(loss_of(output) / self._module.trainer.accumulate_grad_batches, None)
-        with self._as_worker(0):
-            output = self._own_step(batches[0], *rest, **kwargs)
-        loss_of(output)
-        self._turns.end_batch()
+                loss = loss_of(output)
+                if rank != 0:  # Lightning calls backward for the output that it gets
+                    self.backward(loss / self._module.trainer.accumulate_grad_batches, None)
         return output
 
     def _own_step(self, batch: Any, *rest: Any, **kwargs: Any) -> STEP_OUTPUT:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from lightning_sparse.engine.density_control import DensityControl, pace_of
+from lightning_sparse.engine.control.density_control import DensityControl, pace_of
 from lightning_sparse.engine.step_stats import LayerStats
 
 MOST_FOR_ONE = 0.5

@@ -6,8 +6,8 @@ from typing import Any
 
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_sparse.engine.density_control import DensityControl, pace_of
-from lightning_sparse.engine.layer_control import LayerControl
+from lightning_sparse.engine.control.density_control import DensityControl, pace_of
+from lightning_sparse.engine.control.layer_control import LayerControl
 from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.sparsifiers import HardThreshold, Sparsifier
 from lightning_sparse.sparsifiers.threshold_rules import ThresholdCalibration

@@ -13,8 +13,8 @@ import torch
 from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.ddp.sparse_state import SparseState
 from lightning_sparse.exchange import current_device
+from lightning_sparse.gradients.sparse_state import SparseState
 
 
 class SparseJoinHook(JoinHook):

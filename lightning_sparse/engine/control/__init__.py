@@ -1,0 +1,1 @@
+"""Setting λ: calibration to a density, and its correction afterwards."""

@@ -1,0 +1,1 @@
+"""State of averagers: residuals, snapshots, and seals on what is saved."""

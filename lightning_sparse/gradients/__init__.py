@@ -1,0 +1,6 @@
+"""Averaging gradients: from DDP's communication hook, or shard by shard before an optimizer's step."""
+
+from lightning_sparse.gradients.comm_hook import register_comm_hook
+from lightning_sparse.gradients.sparse_state import SparseState
+
+__all__ = ["SparseState", "register_comm_hook"]
