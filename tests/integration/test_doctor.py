@@ -29,6 +29,7 @@ def test_alone_it_says_what_there_is() -> None:
     assert text.endswith("One worker. Started by torchrun on several, this measures the link between them.\n")
 
 
+@pytest.mark.full
 def test_between_workers_it_measures_the_link() -> None:
     text = run_doctor("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     [rate] = re.findall(r"^Link: (\S+) Gbit/s to each of 2 workers", text, re.MULTILINE)

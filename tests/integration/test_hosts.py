@@ -209,6 +209,7 @@ def test_a_link_that_fails_for_seconds_costs_only_time(tmp_path: Path) -> None:
         assert_only_time_differs(training.result())
 
 
+@pytest.mark.full
 def test_lost_frames_cost_only_time(tmp_path: Path) -> None:
     with NetworkLab(hosts=2) as lab:
         try:

@@ -26,7 +26,6 @@ from lightning_sparse import (
     StepStats,
     TopK,
 )
-from lightning_sparse.callbacks.step_monitor import StepMonitor, logging_step
 from lightning_sparse.engine.step_stats import LayerStats
 from tests.integration.models import (
     SMALL_BUCKETS_MB,
@@ -559,40 +558,7 @@ def _watch_narrow() -> tuple[Watched, tuple[Any, ...]]:
     monitor = DensityMonitor(image_columns=4)
     watched = watch([monitor], max_steps=8)
     history = monitor._history
-    return watched, (history.columns, history.steps_per_column, history.columns[0]["middle.weight"])
-
-
-class _Layers(StepMonitor):
-    """Which exchange was shown under which step."""
-
-    def __init__(self) -> None:
-        super().__init__(per_layer=True)
-        self.shown: list[tuple[int, int]] = []
-
-    def log_layers(self, trainer: Trainer, newest: StepStats) -> None:
-        self.shown.append((logging_step(trainer), newest.step))
-
-
-def _shown(strategy: Any, logs_every: int, accumulate: int) -> list[tuple[int, int]]:
-    monitor = _Layers()
-    trainer = quiet_trainer(
-        strategy,
-        num_workers=2,
-        max_steps=8,
-        log_every_n_steps=logs_every,
-        accumulate_grad_batches=accumulate,
-        callbacks=[monitor],
-    )
-    trainer.fit(Classifier(), data(64 * accumulate))
-    return monitor.shown
-
-
-def test_each_exchange_is_shown_once_and_in_rows_only() -> None:
-    every_fourth = LocalHardThresholdStrategy(threshold=0.001, every_n_steps=4)
-    for shown in run_workers(_shown, 2, every_fourth, 1, 1, process_group=False):
-        assert shown == [(3, 0), (7, 1)]
-    for shown in run_workers(_shown, 2, DDPHardThresholdStrategy(threshold=THRESHOLD), 2, 3, process_group=False):
-        assert shown == [(1, 1), (3, 3), (5, 5), (7, 7)]
+    return watched, (history.columns, history.steps_per_column)
 
 
 def _resume_between_exchanges(path: str) -> list[bool]:

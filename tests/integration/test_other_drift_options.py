@@ -108,6 +108,7 @@ def _of_shards(folder: str, is_folder: bool) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_folder", [True, False], ids=["folder", "file"])
 def test_replicas_of_shards_go_on_so_too(tmp_path: Any, is_folder: bool) -> None:
     for results in run_workers(_of_shards, 4, str(tmp_path), is_folder, process_group=False, new=True):

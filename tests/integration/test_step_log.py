@@ -174,8 +174,11 @@ def test_each_exchange_is_in_one_row_at_most(name: str, log_every: int, tmp_path
     with next(tmp_path.rglob("metrics.csv")).open() as file:
         rows = list(csv.DictReader(file))
     assert expected
+    columns = next(iter(expected.values())).columns()
+    if PROGRAMS[name].waits:  # monitors show an exchange when it is over, and not with the step that it waits for
+        columns = ("sparse/density", "sparse/payload_bytes")
     # Averages are in all rows from the first exchange on; what is of one exchange is in one row.
-    for column in next(iter(expected.values())).columns():
+    for column in columns:
         found = {int(row["step"]): float(row[column]) for row in rows if row[column]}
         is_average = column in ("sparse/average_density", "sparse/total_error")
         assert found.keys() >= expected.keys() if is_average else found.keys() == expected.keys(), column

@@ -149,6 +149,7 @@ def test_any_payloads(data):
     check(size, chosen, wire=wire, capacity=data.draw(st.integers(0, 220)))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
 @pytest.mark.long
 @pytest.mark.timeout(600)

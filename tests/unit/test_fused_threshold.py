@@ -533,6 +533,7 @@ def test_a_cpu_has_no_kernels():
     assert not is_available(torch.device("cpu"))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
 @pytest.mark.long
 @pytest.mark.timeout(600)
