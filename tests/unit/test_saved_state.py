@@ -1,4 +1,4 @@
-"""The seal on saved state finds every change but those of an order or a sign."""
+"""The seal on saved state finds every single change."""
 
 import copy
 import random

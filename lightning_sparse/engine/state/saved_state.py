@@ -2,13 +2,14 @@
 
 A flipped bit, a value that became NaN or an entry that is missing would otherwise train for hours before anybody sees
 it. The seal is a dict beside the state, from the path of each entry to a short description; tensors are described by
-dtype, shape and norm. It finds damage and edits, and is no protection against forgery.
+dtype, shape, norm and the sum of its bits. It finds damage and edits, and is no protection against forgery.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import isclose, isnan, sqrt
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_sparse.engine.grouping import as_real, local
@@ -16,7 +17,7 @@ from lightning_sparse.selection.numbers import squared_norm
 
 SEAL = "seal"
 NORM_TOLERANCE = 1e-4
-"""Relative. Another processor adds squares in another order; a flipped bit of an exponent at least doubles a value."""
+"""Relative. Another processor adds squares in another order."""
 
 
 class DamagedStateError(RuntimeError):
@@ -92,23 +93,24 @@ def _entries_of(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def _description(entry: Any) -> Any:
     if isinstance(entry, Tensor):
-        return [str(entry.dtype), list(entry.shape), _norm(entry)]
+        return [str(entry.dtype), list(entry.shape), _norm(entry), _sum_of_bits(entry)]
     if isinstance(entry, (Mapping, list, tuple)):
         return f"a {'dict' if isinstance(entry, Mapping) else 'list'} of {len(entry)}"
     return repr(entry)
 
 
 def _is_same(now: Any, then: Any) -> bool:
-    if not (isinstance(now, list) and isinstance(then, list) and len(then) == 3):
+    if not (isinstance(now, list) and isinstance(then, list) and len(then) == len(now)):
         return bool(now == then)
-    if now[:2] != then[:2] or not isinstance(then[2], float):
+    (*kind, norm, bits), (*kind_then, norm_then, bits_then) = now, then
+    if [*kind, bits] != [*kind_then, bits_then] or not isinstance(norm_then, float):
         return False
-    return isclose(now[2], then[2], rel_tol=NORM_TOLERANCE) or (isnan(now[2]) and isnan(then[2]))
+    return isclose(norm, norm_then, rel_tol=NORM_TOLERANCE) or (isnan(norm) and isnan(norm_then))
 
 
 def _in_words(description: Any) -> str:
-    if isinstance(description, list) and len(description) == 3:
-        dtype, shape, norm = description
+    if isinstance(description, list) and len(description) == 4:
+        dtype, shape, norm, _ = description
         return f"a tensor of {dtype}, shape {shape} and norm {norm}"
     return str(description)[:80]
 
@@ -120,3 +122,10 @@ def _norm(tensor: Tensor) -> float:
     elif held.itemsize < 4:
         held = held.float()
     return float(squared_norm(held.flatten()).sqrt())
+
+
+def _sum_of_bits(tensor: Tensor) -> int:
+    """Return the sum of a tensor's words, modulo 2⁶⁴: another number after any single change."""
+    octets = as_real(local(tensor)).contiguous().flatten().view(torch.uint8)
+    words = octets if octets.numel() % 4 else octets.view(torch.int32)
+    return int(words.sum(dtype=torch.int64))
