@@ -119,7 +119,7 @@ def _gathered(own: Mapping[str, Any], workers: Workers, replica: Workers, *, is_
         if replica.rank != 0:
             continue
         parts = [_mean_on_first(full, workers)] if is_mean else workers.gather_objects_to_first(copied(full))
-        for of_worker, entries in zip(of_workers, parts, strict=False):
+        for of_worker, entries in zip(of_workers, parts if workers.rank == 0 else [], strict=False):
             for (kind, name, _), entry in zip(chunk, entries, strict=True):
                 of_worker.setdefault(kind, {})[name] = _flat(entry)
     return of_workers if workers.rank == replica.rank == 0 else []
@@ -151,14 +151,15 @@ def _chunks(tree: Mapping[str, Mapping[str, Any]]) -> Iterator[list[tuple[str, s
 
 
 def _mean_on_first(tensors: Sequence[Tensor], workers: Workers) -> list[Tensor]:
-    """Return the workers' mean of each tensor on the CPU of the first worker; elsewhere undefined. Collective."""
+    """Return the workers' mean of each tensor on the CPU of the first worker; an empty list elsewhere. Collective."""
     # One tensor for all sums: messages hold on to theirs for a while.
     room = torch.empty(max(tensor.numel() for tensor in tensors), dtype=torch.float64, device=tensors[0].device)
     means = []
     for tensor in tensors:
         total = room[: tensor.numel()].copy_(tensor.flatten())
         workers.sum_on_first(total)
-        means.append(total.div_(workers.num_workers).to("cpu", tensor.dtype, copy=True))
+        if workers.rank == 0:
+            means.append(total.div_(workers.num_workers).to("cpu", tensor.dtype, copy=True))
     return means
 
 

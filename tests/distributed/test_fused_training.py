@@ -194,9 +194,8 @@ if INTERPRETED:
                 assert torch.equal(weight, weights[1][name])
 
     class _Shipment:
-        out = None
-
         def __init__(self, size, wire, capacity):
+            self.out = torch.zeros(size)
             self.format = PayloadFormat(size, wire)
             self.payload = torch.zeros(self.format.payload_bytes(capacity), dtype=torch.uint8)
             self.rest = None
