@@ -30,11 +30,13 @@ def variants(saved: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
         saved: a checkpoint of local training.
     """
     state, content = saved["state_dict"], saved[KEY]
-    if not content["workers"]:
+    if "weights" not in next(iter(content["workers"]), {}):
         sys.exit("The checkpoint has no single worker's weights: it needs drift_checkpoint: full.")
-    own, anchor = content["workers"][0]["weights"], content["shared"]["anchor"]
-    shaped = {name: anchor[name].view(state[name].shape).to(state[name].dtype) for name in anchor}
-    return {"mean": state, "anchor": state | shaped, "first worker": state | {name: own[name] for name in shaped}}
+    held = {"anchor": content["shared"]["anchor"], "first worker": content["workers"][0]["weights"]}
+    return {"mean": state} | {
+        whose: state | {name: flat.view(state[name].shape).to(state[name].dtype) for name, flat in weights.items()}
+        for whose, weights in held.items()
+    }
 
 
 def validate(folder: Path, arguments: list[str]) -> dict[str, dict[str, float]]:
