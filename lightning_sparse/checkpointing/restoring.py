@@ -123,10 +123,10 @@ def _source(saved: Mapping[str, Any], path: Path | None, kind: str) -> Source | 
         try:
             return FolderSource(path / FOLDER)
         except (FileNotFoundError, NotADirectoryError):
-            rank_zero_warn(
-                f"lightning_sparse: {path / FOLDER} is missing. All start from the checkpoint's weights without the "
-                f"{UNSENT_WORDS[kind]} and other state of single workers, which is lost."
-            )
+            starts = "Residuals start from zero; unsent values are lost."
+            if kind == "drifts":
+                starts = "All replicas begin with the checkpoint's weights as the anchor; their own state is lost."
+            rank_zero_warn(f"lightning_sparse: {path / FOLDER} is missing. {starts}")
             return None
     has_steps = saved["numbers"]["last_step"] is not None
     if kind == "gradients" and not saved["workers"] and has_steps:
