@@ -19,6 +19,7 @@ from lightning_sparse.checkpointing.content import (
 from lightning_sparse.checkpointing.options import AnyCheckpointOptions, OnWorldSizeChange
 from lightning_sparse.checkpointing.sources import SHARED, FileSource, FolderSource, Source
 from lightning_sparse.engine.averager import Averager
+from lightning_sparse.engine.messages import warn_of_forgotten
 from lightning_sparse.engine.state.saved_state import require_seal
 from lightning_sparse.engine.state.snapshot import Snapshot
 from lightning_sparse.exchange import raised_together
@@ -159,7 +160,9 @@ def _own(
     wanted = [rank] if is_same and count == averager.workers.num_workers else list(range(count))
     if tells and (wanted or averager.kind == "drifts"):
         _say_changed_model(source, wanted[0] if wanted else 0, averager)
-    if not wanted:
+    if averager.forgets:
+        warn_of_forgotten(saved["unsent_norm"])
+    if averager.forgets or not wanted:
         return {}
     own = {unsent: _mean([_parts(source, (str(worker), unsent), averager) for worker in wanted])}
     if is_same and averager.kind == "drifts":

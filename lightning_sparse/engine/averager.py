@@ -158,6 +158,11 @@ class Averager(ABC):
         """Whether any worker can have unsent values, as far as all workers know alike."""
         return True
 
+    @property
+    def forgets(self) -> bool:
+        """Whether unsent values are thrown away, so that saved ones are lost."""
+        return False
+
     def obstacles(self) -> list[str]:
         """Return why no checkpoint can hold this worker's tensors at this moment."""
         return []

@@ -185,6 +185,11 @@ class SparseState(Averager):
         """Where training is, as optimizer steps have it."""
         return self.pending_gradients.progress
 
+    @property
+    def forgets(self) -> bool:
+        """Whether unsent values are thrown away, so that saved ones are lost."""
+        return self.residuals.forgets
+
     def obstacles(self) -> list[str]:
         """Return why residuals cannot be saved at this moment."""
         return [] if self.is_certain else ["the workers are in the middle of an optimizer's step"]
