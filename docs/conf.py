@@ -50,7 +50,7 @@ default_role = "py:obj"
 nitpicky = True
 # Types in signatures that are other projects' or not public stay without a link.
 nitpick_ignore_regex = [
-    ("py:class", r"(torch|lightning|collections|datetime|lightning_sparse\.(?!theory)\w+)\..*|dict\[str")
+    ("py:class", r"(torch|lightning|collections|datetime|lightning_sparse\.(?!theory)\w+)\..*|dict\[str|GradBucket$")
 ]
 autodoc_default_options = {"members": True, "exclude-members": "register_strategies"}
 autodoc_inherit_docstrings = False

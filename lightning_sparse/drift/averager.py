@@ -278,7 +278,7 @@ class SparseModelAverager(Averager):
         self.num_steps = 0
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned on the worker of the same rank; gives the module its weights.
+        """Continue from what ``state_dict`` returned on the worker of the same rank; gives the module its weights.
 
         Values that are under way with ``overlap=True`` are dropped.
 

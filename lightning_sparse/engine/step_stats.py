@@ -80,7 +80,7 @@ class StepStats:
 
     @property
     def keeps_nothing(self) -> bool:
-        """Whether every residual is zero after the step: all values but zeros were sent, or nothing is ever kept."""
+        """Whether every residual is zero after the step, as all values but zeros were sent or nothing is ever kept."""
         return self.squared_error == 0
 
 

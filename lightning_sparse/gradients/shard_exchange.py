@@ -220,7 +220,7 @@ class ShardExchange(Averager):
 
     @property
     def is_exchanging(self) -> bool:
-        """Whether an exchange has begun and has not ended, or was broken off: residuals are of no use then."""
+        """Whether an exchange has begun and has not ended or was broken off, so that residuals are of no use."""
         return self._is_exchanging
 
     def obstacles(self) -> list[str]:
