@@ -17,9 +17,9 @@ from lightning_sparse.exchange.replicas import summed
 from lightning_sparse.exchange.sharded_tensors import like_parameter, whole, write_folder
 
 CHUNK_BYTES = 2**24
-"""Tensors that travel to rank 0 together: enough to keep a network busy. Rank 0 needs four times as much memory."""
+"""Size of the chunks in which rank 0 receives tensors; rank 0 needs four times as much memory."""
 OPTIMIZERS = "optimizers"
-"""The kind of a worker's own tensors that are optimizer states, nested dicts."""
+"""The kind of a worker's own tensors that holds optimizer states as nested dicts."""
 
 
 def collect(
@@ -136,7 +136,7 @@ def _entries(tree: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, 
 
 
 def _chunks(tree: Mapping[str, Mapping[str, Any]]) -> Iterator[list[tuple[str, str, Any]]]:
-    """Yield entries that travel together: the same on all workers, as their parameters are of the same sizes."""
+    """Yield chunks of entries. All workers yield the same chunks, as their parameters have the same sizes."""
     chunk: list[tuple[str, str, Any]] = []
     num_bytes = 0
     for kind, name, entry in _entries(tree):

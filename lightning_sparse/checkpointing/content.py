@@ -2,7 +2,7 @@
 
 All strategies write the same fields under one key, plain containers and tensors that ``weights_only=True`` loads::
 
-    kind            of averaging: a key of ``WRITERS``
+    kind            the kind of averaging: a key of ``WRITERS``
     version         of the format
     world_size      number of workers, or of replicas
     ranks           number of ranks in each replica; 1 if the model is not sharded
@@ -112,7 +112,7 @@ def warn_of_incomplete(kind: str, why: str, weights: str) -> None:
     Args:
         kind: of averaging.
         why: the reason.
-        weights: whose weights the file has, for drifts.
+        weights: for drifts, the owner of the weights in the file: ``"anchor's"`` or ``"mean of the workers'"``.
     """
     if kind == "gradients":
         rank_zero_warn(

@@ -1,4 +1,4 @@
-"""Making averagers what a checkpoint holds, and saying what is lost."""
+"""Restoring averagers from a checkpoint, with messages about lost state."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,15 +34,15 @@ def restore(
     module: Any = None,
     optimizers: Sequence[Any] = (),
 ) -> dict[str, Any]:
-    """Make the averagers of this process what a checkpoint holds, and nothing else. Collective: all ranks.
+    """Replace all state of this process's averagers by a checkpoint's. Collective: all ranks.
 
     Args:
         averagers: between two steps; one but for simulated workers.
-        content: what ``collect`` returned, or another strategy; None if the checkpoint has no such content.
-        options: what another number of workers makes of the content.
+        content: the result of ``collect``, from this strategy or another; None if the checkpoint has no such content.
+        options: how to treat a checkpoint of another number of workers.
         path: of the checkpoint.
         module: the module of sharded optimizers.
-        optimizers: sharded ones, whose own states are in the content.
+        optimizers: sharded optimizers, whose states the content holds for each replica.
 
     Returns:
         This rank's ``extra`` of ``collect``; empty if the checkpoint is of another number of workers or ranks.
@@ -120,15 +120,18 @@ def _say_world_size(averager: Averager, saved: int, on_world_size_change: OnWorl
 def _source(saved: Mapping[str, Any], path: Path | None, kind: str) -> Source | None:
     """Return where tensors are; None, saying so, if there are none."""
     if saved["has_folder"]:
-        assert path is not None
+        # A file that was consolidated from a folder has no folder beside it.
+        folder = None if path is None else path / FOLDER
         try:
-            return FolderSource(path / FOLDER)
+            if folder is not None:
+                return FolderSource(folder)
         except (FileNotFoundError, NotADirectoryError):
-            starts = "Residuals start from zero; unsent values are lost."
-            if kind == "drifts":
-                starts = "All replicas begin with the checkpoint's weights as the anchor; their own state is lost."
-            rank_zero_warn(f"lightning_sparse: {path / FOLDER} is missing. {starts}")
-            return None
+            pass
+        starts = "Residuals start from zero; unsent values are lost."
+        if kind == "drifts":
+            starts = "All begin with the checkpoint's weights as the anchor; each worker's own state is lost."
+        rank_zero_warn(f"lightning_sparse: the checkpoint's folder {folder or FOLDER} is missing. {starts}")
+        return None
     has_steps = saved["numbers"]["last_step"] is not None
     if kind == "gradients" and not saved["workers"] and has_steps:
         say_incomplete(kind, saved["why_incomplete"] or "residual_checkpoint='none'")
@@ -171,7 +174,7 @@ def _own(
 
 
 def _parts(source: Source, place: tuple[str, str], averager: Averager) -> dict[str, Tensor]:
-    """Return this rank's parts of the saved tensors that are as large as a parameter of now."""
+    """Return this rank's parts of the saved tensors that still have their parameter's size."""
     sizes = source.sizes(place)
     fitting = {
         name: parameter for name, parameter in averager.parameters.items() if sizes.get(name) == _size(parameter)

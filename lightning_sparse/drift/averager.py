@@ -271,7 +271,7 @@ class SparseModelAverager(Averager):
         self.shared.set_apart(weights | snapshot.extra.get("buffers", {}))
 
     def reset(self) -> None:
-        """Return to the state before the first step, with the module's weights of now as the anchor."""
+        """Return to the state before the first step, with the module's current weights as the anchor."""
         self._engine.reset()
         self.shared.forget_own()
         self._exchange.restart()

@@ -21,14 +21,14 @@ BROKEN_OFF = "it was saved in the middle of an exchange, which an exception has 
 
 
 class Averager(ABC):
-    """The base of what brings buckets to an engine.
+    """The base of all averagers, which hand buckets to an engine.
 
     Args:
         engine: the averager's own.
         names: of all parameters that are averaged.
 
     Attributes:
-        kind: of what is averaged: ``"gradients"`` or ``"drifts"``.
+        kind: the averaged tensors: ``"gradients"`` or ``"drifts"``.
         replica: the ranks among which a model is sharded; this rank alone if it is not.
     """
 
@@ -145,7 +145,7 @@ class Averager(ABC):
 
     @property
     def progress(self) -> object:
-        """What all workers have in common if they have come equally far in training."""
+        """A value that is equal on all workers at the same point of training."""
         return self._engine.next_step
 
     @property

@@ -289,8 +289,8 @@ class Engine:
         """Return numbers and history, without tensors of an averager.
 
         Args:
-            numbers: what ``numbers`` returned when the state to save was in force; None for that of now.
-            exchange_history: likewise what ``exchange_history`` returned.
+            numbers: the result of ``numbers`` when the state to save was in force; None for the current state.
+            exchange_history: the result of ``exchange_history`` at the same moment.
 
         Raises:
             TypeError: the sparsifier's state is no dict.

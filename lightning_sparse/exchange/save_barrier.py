@@ -79,7 +79,7 @@ class SaveBarrier:
             self._apart = None
 
     def wait(self, status: dict[str, Any], patience: float) -> Verdict:
-        """Waits for the other workers. Not collective: whoever is alone is told so.
+        """Waits for the other workers. Not collective: a worker that is alone learns that.
 
         Args:
             status: plain values, which must be the same on all.

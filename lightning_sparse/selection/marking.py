@@ -18,11 +18,11 @@ def take_out_marked(residual: Residual, marks: Tensor, values: Tensor, shipment:
         residual: its second tensor holds p; shape (m,).
         marks: bool, shape (m,).
         values: what is to be sent where it is marked, shape (m,): p itself, or p rounded in some way.
-        shipment: where what is sent goes.
+        shipment: receives the sent values.
     """
     after = residual.after
     sent, kept = sent_and_kept(after, values, shipment.format.wire)
-    sent = torch.where(marks, sent, 0)  # a copy: what is sent may be p itself, which becomes e'
+    sent = torch.where(marks, sent, 0)  # a copy: the values may be p itself, which becomes e'
     torch.where(marks, kept, after, out=after)
     if shipment.payload is None:
         torch.div(sent, shipment.divisor, out=shipment.out)

@@ -52,7 +52,7 @@ def sent_and_kept(compensated: Tensor, values: Tensor, wire: Wire) -> tuple[Tens
 
 
 def keep_rest(compensated: Tensor, selected: Selection, wire: Wire) -> Selection:
-    """Returns what is sent, and forms the residual e' = p − out in the compensated gradient's memory.
+    """Returns the sent selection, and forms the residual e' = p − out in the compensated gradient's memory.
 
     Args:
         compensated: p, shape (m,). Becomes e'.

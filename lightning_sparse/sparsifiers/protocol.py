@@ -245,12 +245,6 @@ def is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def require_steps(num_steps: int) -> None:
-    """Raises ValueError where this is no number of steps."""
-    if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
-        raise ValueError(f"Invalid {num_steps=}. Must be a whole number of at least 1.")
-
-
 def require_density(density: float, example: str, name: str = "density") -> None:
     """Raises ValueError where this is no share of coordinates to send."""
     if not is_number(density) or not 0 < density <= 1:

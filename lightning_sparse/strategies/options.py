@@ -77,7 +77,7 @@ class AveragesDrifts(WithInheritedOptions):
             ``keep_drift=False``.
         outer_optimizer: makes the optimizer that moves the anchor, with the average drift as its gradient; None
             subtracts the average. DiLoCo: ``partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``.
-        overlap: whether values travel while the next step is computed, and are applied one step late.
+        overlap: True overlaps the exchange with the next step and applies its result one step late.
         value_dtype: dtype in which values travel; unsent values keep rounding errors. With its index a coordinate takes
             6 bytes in ``"float32"``, 4 in ``"bfloat16"`` or ``"float16"`` and 3 in ``"float8"``, which is scaled to λ
             and needs a threshold above 0 in every layer or a sparsifier that rounds. ``"int8"`` needs a sparsifier that

@@ -1,4 +1,4 @@
-"""What strategies have in common whose replicas are sharded: the mesh, counted steps, checkpoints of all ranks."""
+"""The base of strategies with sharded replicas: mesh, counted steps, checkpoints that all ranks write."""
 
 import shutil
 from abc import abstractmethod

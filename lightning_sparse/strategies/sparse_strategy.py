@@ -1,5 +1,6 @@
-"""What all Lightning strategies with a sparse exchange share: log, advice, epochs, observed steps, checkpoints."""
+"""The base of all Lightning strategies with a sparse exchange: log, advice, epochs, steps, checkpoints."""
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,11 +29,11 @@ MOST_BATCHES = 200
 
 
 class SparseStrategy(WholeFiles, Strategy):
-    """The base of all strategies; those who inherit set ``_options`` and ``_checkpoint_options`` first.
+    """The base of all strategies. Subclasses set ``_options`` and ``_checkpoint_options`` before ``__init__``.
 
     Args:
         sparsifier: selects coordinates.
-        **kwargs: of Lightning's strategy.
+        **kwargs: arguments of Lightning's strategy.
 
     Attributes:
         state: the averager of the running or last ``fit``, None before.
@@ -155,6 +156,7 @@ class SparseStrategy(WholeFiles, Strategy):
             checkpoint[KEY] = sealed(content)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
+    @abstractmethod
     def _content(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any] | None:
         """Return what a checkpoint should hold of the exchange, on rank 0. Collective: Lightning calls every rank.
 
@@ -162,7 +164,6 @@ class SparseStrategy(WholeFiles, Strategy):
             checkpoint: of Lightning.
             path: the file, or the folder in which all ranks write.
         """
-        raise NotImplementedError
 
     def _restore(self, checkpoint: Mapping[str, Any], **places: Any) -> dict[str, Any]:
         """Make the averagers what a checkpoint holds; return this rank's extra content. Collective."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -149,6 +150,33 @@ def _resume(reader: str, num_workers: int, folder: str) -> dict[str, tuple[list[
                 told = [f"ValueError: {error}"]
         found[writer] = unsent.squares, [str(one.message) for one in warned], told
     return found
+
+
+def _consolidated(folder: str, reader: str, writer: str) -> list[str]:
+    """Resumes from one file that Lightning has made of a folder; returns the warnings."""
+    merged = _load_distributed_checkpoint(Path(folder, writer))
+    merged["optimizer_states"] = [merged.pop("optimizer_0")]
+    path = f"{folder}/consolidated for {os.environ['RANK']}"
+    torch.save(merged, path)
+    trainer = quiet_trainer(STRATEGIES[reader](2), num_workers=2, max_steps=END)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        trainer.fit(Regression(), data(), ckpt_path=path)
+    return [str(warning.message) for warning in warned]
+
+
+@pytest.mark.parametrize(
+    ("reader", "writer", "starts"),
+    [
+        ("ddp", "hsdp folder", "Residuals start from zero"),
+        ("local", "local_hsdp folder, kept apart", "All begin with the checkpoint's weights"),
+    ],
+)
+def test_a_file_that_was_consolidated_from_a_folder_says_what_is_lost(
+    folder: Path, reader: str, writer: str, starts: str
+) -> None:
+    warned, _ = run_workers(_consolidated, 2, str(folder), reader, writer, process_group=False)
+    assert any(f"the checkpoint's folder lightning_sparse is missing. {starts}" in told for told in warned)
 
 
 def _unsent_norm(path: Path) -> float | None:

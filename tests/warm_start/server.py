@@ -12,6 +12,7 @@ import gc
 import importlib
 import importlib.machinery
 import json
+import multiprocessing.process
 import os
 import runpy
 import selectors
@@ -206,6 +207,7 @@ def run(request: dict[str, Any], command: Command) -> None:
     module.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = module
     sys.orig_argv = request["argv"]
+    multiprocessing.process.ORIGINAL_DIR = os.getcwd()  # where spawned processes look for the script
     if command.unbuffered:
         sys.stdout.reconfigure(write_through=True)
     first, *others = command.arguments

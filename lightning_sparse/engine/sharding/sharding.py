@@ -28,7 +28,7 @@ class Sharding:
     Attributes:
         named: the parameters by name, as the module has them when they are sharded.
         device: this rank's.
-        group: the ranks, one of each replica, that hold the same shard as this one.
+        group: the ranks that hold the same shard as this rank, one per replica.
         is_alone: whether there is one replica, which has nothing to exchange.
         replica: the ranks that hold this rank's replica.
         place: of this rank among all, by which states saved per rank are told apart.

@@ -1,1 +1,1 @@
-"""State of averagers: residuals, snapshots, and seals on what is saved."""
+"""State of averagers: residuals, snapshots, and seals of saved state."""
