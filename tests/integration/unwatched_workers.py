@@ -2,9 +2,11 @@
 
 import contextlib
 import multiprocessing
+import multiprocessing.process
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -57,13 +59,27 @@ def workers(num_workers: int, folder: Path, function: Callable[..., Any], *args:
         try:
             for rank in range(num_workers):
                 process = context.Process(target=_work, args=(rank, num_workers, port, str(folder), function, args))
-                process.start()
+                _start(process)
                 started.processes.append(process)
             yield started
         finally:
             for process in started.processes:
                 process.kill()
                 process.join()
+
+
+def _start(process: Any) -> None:
+    """Start a process that no other thread polls.
+
+    ``Process.start()`` polls every known child. If that happens while another thread joins the same child, one of the
+    two reads its exit code, the other reads nothing and reports 255.
+    """
+    with _starting:
+        process.start()
+        multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
+
+
+_starting = threading.Lock()
 
 
 def _work(rank: int, num_workers: int, port: int, folder: str, function: Callable[..., Any], args: Any) -> None:
