@@ -18,7 +18,7 @@ import lightning_sparse  # noqa: E402
 
 # A new page is one name here.
 NAVIGATION = {
-    "Start": ["Home <self>", "migrating", "troubleshooting"],
+    "Start": ["Home <self>", "quickstart", "choose", "compare", "two-nodes", "migrating"],
     "Guides": [
         "choosing-a-threshold",
         "local-training",
@@ -31,8 +31,8 @@ NAVIGATION = {
         "gpus",
     ],
     "Concepts": ["how-it-works", "theory"],
-    "Evidence": ["performance", "results", "reliability"],
-    "Reference": ["reference"],
+    "Evidence": ["results", "results-appendix", "paper", "performance", "reliability"],
+    "Reference": ["troubleshooting", "reference"],
     "Contributing": ["contributing", "architecture", "changelog"],
 }
 
