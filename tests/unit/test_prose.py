@@ -1,0 +1,99 @@
+"""Plain English in README, docs and docstrings, as far as a machine can see it."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import lightning_sparse
+from tests.markdown import PAGES
+
+PACKAGE = Path(lightning_sparse.__file__).parent
+MOST_WORDS_OF_A_SENTENCE = 40
+MOST_NUMBERS_OF_A_SENTENCE = 4
+MOST_WORDS = {
+    "README.md": 900,
+    "quickstart.md": 600,
+    "choose.md": 1000,
+    "compare.md": 800,
+    "two-nodes.md": 800,
+    "paper.md": 800,
+    "results.md": 3000,
+    "reliability.md": 2000,
+    "performance.md": 1500,
+    "theory.md": 1500,
+    "how-it-works.md": 1500,
+}
+UNLIMITED = {"results-appendix.md", "troubleshooting.md", "changelog.md", "contributing.md"}
+MOST_WORDS_OF_A_GUIDE = 1200
+FORBIDDEN = (
+    r"\b(?:came|comes|come) to\b",
+    r"\blikewise\b",
+    r"\bas above\b",
+    r"\bthe one before\b",
+    r"\bfor one in\b",
+    r"\bwhoever\b",
+    r"\b(?:a|an) (?:step|worker|bucket|parameter|coordinate|layer|element|second)(?= (?:and|or) (?:a|an)? ?worker\b)",
+    r"\b(?:bytes|numbers|messages|collectives|launches|coordinates|ms|milliseconds|MB) an? "
+    r"(?:step|worker|bucket|parameter|coordinate|layer|element|node|host)\b",
+    r"\bonce an? (?:step|epoch|group|bucket)\b",
+    r"\bthe second door\b|\bthe same door\b|\bconvoy\b|\bunderstudy\b",
+    r"\bof (?:today|now)\b",
+)
+ALLOWED: dict[str, str] = {}
+"""Sentences that a rule would refuse, each with the reason why it stays."""
+
+
+def paragraphs(text: str) -> list[str]:
+    """Returns the paragraphs and list items of a page without code, tables, headings and comments."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    found: list[list[str]] = [[]]
+    for line in text.splitlines():
+        if not line.strip() or line.startswith(("|", "#", "    ", "![")):
+            found.append([])
+        elif re.match(r"\s*(?:[-*>]|\d+\.) ", line):
+            found.append([re.sub(r"^\s*(?:[-*>]|\d+\.) ", "", line)])
+        else:
+            found[-1].append(line.strip())
+    return [" ".join(lines) for lines in found if lines]
+
+
+def sentences(paragraph: str) -> list[str]:
+    """Returns the sentences of a paragraph; code and targets of links count as one word."""
+    plain = re.sub(r"\]\([^)]*\)", "]", paragraph)
+    plain = re.sub(r"`+[^`]+`+", "code", plain)
+    return re.split(r"(?<=[.!?:])[)*_]*\s+(?=[*_(\[]*[A-Z0-9Σλ‖c])", plain)
+
+
+def problems(sentence: str) -> list[str]:
+    """Returns what a reader would stumble over."""
+    words = [word for word in sentence.split() if re.search(r"[^\W\d_]", word)]
+    values = re.sub(
+        r" ± [\d.]+|(?<=\d) (?:\w+ 20\d\d)", "", sentence
+    )  # a value with its spread is one number, as is a date
+    numbers = re.findall(r"(?<![\w.\-@*/√])\d[\d,.]*(?!\w)", values)
+    found = [f"{len(words)} words"] if len(words) > MOST_WORDS_OF_A_SENTENCE else []
+    found += [f"{len(numbers)} numbers"] if len(numbers) > MOST_NUMBERS_OF_A_SENTENCE else []
+    found += [match[0] for rule in FORBIDDEN for match in re.finditer(rule, sentence, re.IGNORECASE)]
+    return found
+
+
+def refused(paragraph: str) -> list[tuple[str, list[str]]]:
+    """Returns the sentences of a paragraph that have problems."""
+    return [
+        (sentence, found)
+        for sentence in sentences(paragraph)
+        if sentence not in ALLOWED and (found := problems(sentence))
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_reads_easily(page: Path) -> None:
+    assert not [hit for paragraph in paragraphs(page.read_text()) for hit in refused(paragraph)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_is_no_longer_than_planned(page: Path) -> None:
+    words = [word for word in page.read_text().split() if re.search(r"[A-Za-z]", word)]
+    assert page.name in UNLIMITED or len(words) <= MOST_WORDS.get(page.name, MOST_WORDS_OF_A_GUIDE)
