@@ -1,3 +1,4 @@
+import importlib.util
 import os
 import re
 import signal
@@ -76,3 +77,23 @@ def test_the_example_for_clusters_saves_between_steps_when_one_worker_has_a_sign
         assert f"worker {rank} of 2: {steps + 25} steps" in printed[rank]
     assert "calibrated" not in printed[0]  # which was done before
     assert "step 0:" not in printed[0]
+
+
+@pytest.mark.full
+@pytest.mark.long
+@pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason='not installed: ray. `pip install "ray[train]"`; 600 MB.'
+)
+def test_the_example_for_ray_trains_and_resumes(tmp_path):
+    script = PROJECT / "docs" / "examples" / "ray_train.py"
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
+    for arguments, steps in (((), 60), (("--resume",), 90)):
+        command = [sys.executable, str(script), f"--max-steps={steps}", f"--folder={tmp_path}", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+        printed = done.stdout + done.stderr
+        assert done.returncode == 0, printed
+        assert {f"worker {rank}: {steps} steps" for rank in range(2)} <= set(
+            re.findall(r"worker \d: \d+ steps", printed)
+        )
+    assert "Restored all states" in printed
+    assert "calibrated the threshold" not in printed
