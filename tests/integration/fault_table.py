@@ -1,20 +1,22 @@
 """Faults at every point of a training, by hundreds, and a table of what became of them.
 
 python -m tests.integration.fault_table --per-point 1              # every point once, in turn in every way
-python -m tests.integration.fault_table --route gather --way raise --ranks 1 --point "step 2: backward (1)"
 """
 
 import argparse
 import itertools
 import random
 import re
+import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
-from tests.integration.fault_injector import inject
-from tests.integration.fault_judge import Outcome
+from tests.integration.fault_judge import Judge, Outcome
+from tests.integration.fault_local import LocalJudge
 from tests.integration.fault_points import AFTERWARDS, Fault, Point
 from tests.integration.fault_workers import Case, trace
 
@@ -87,8 +89,8 @@ def second_faults_of(case: Case, per_point: int, seed: int) -> list[Fault]:
     for first in ("raise", "SIGUSR1"):
         point = Point("step 2", "backward", 1)
         fault = Fault(first, (point,) * case.num_workers)
-        sets = [set(one) for one in trace(case, fault)]
-        for second in points_of(sorted_traces(sets), [AFTERWARDS]):
+        sets = [set(points) for points in trace(case, fault)]
+        for second in points_of([sorted(points) for points in sets], [AFTERWARDS]):
             kinds = [
                 (way, number)
                 for way, number in itertools.product(WAYS, range(3))
@@ -100,8 +102,20 @@ def second_faults_of(case: Case, per_point: int, seed: int) -> list[Fault]:
     return faults
 
 
-def sorted_traces(sets: list[set[Point]]) -> list[list[Point]]:
-    return [sorted(one) for one in sets]
+def inject(rows: Sequence[tuple[Case, Fault]], at_a_time: int = 4) -> list[Outcome]:
+    """Lets every fault happen in a training of its own, some of them at a time, as most of them wait."""
+    judges = {case: (LocalJudge if case.is_local else Judge)(case) for case, _ in rows}
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(at_a_time) as pool:
+        folders = [Path(name) / str(number) for number in range(len(rows))]
+        for folder in folders:
+            folder.mkdir()
+        list(pool.map(Judge.prepare, judges.values()))
+        outcomes = list(pool.map(lambda row, folder: judges[row[0]].strike(row[1], folder), rows, folders))
+        of_case: dict[Case, list[tuple[Outcome, Path]]] = {case: [] for case in judges}
+        for outcome, folder in zip(outcomes, folders, strict=True):
+            of_case[outcome.case].append((outcome, folder))
+        list(pool.map(lambda case: judges[case].resume(of_case[case]), judges))
+    return outcomes
 
 
 def plain_of(case: Case) -> Case:
@@ -185,23 +199,16 @@ def main() -> None:
     parser.add_argument("--second", action="store_true", help="also a second fault, while the first is handled")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--at-a-time", type=int, default=4)
-    parser.add_argument("--way", choices=(*WAYS, "SIGSTOP"), help="with --point: one fault alone")
-    parser.add_argument("--ranks", default="all")
-    parser.add_argument("--point", help='such as "step 2: backward (1)"; several, one a rank, separated by semicolons')
     arguments = parser.parse_args()
     outcomes: list[Outcome] = []
     num_compared = 0
     for case in (one for one in CASES if arguments.route in str(one)):
         started = time.monotonic()
-        if arguments.point:
-            faults = [_fault(arguments, case)]
-        else:
-            faults = faults_of(
-                case, arguments.windows.split(","), arguments.per_point, arguments.seed, arguments.skewed
-            )
-            if arguments.second:
-                faults += second_faults_of(case, arguments.per_point, arguments.seed)
-            faults = random.Random(arguments.seed).sample(faults, round(arguments.share * len(faults)))
+        windows = arguments.windows.split(",")
+        faults = faults_of(case, windows, arguments.per_point, arguments.seed, arguments.skewed)
+        if arguments.second:
+            faults += second_faults_of(case, arguments.per_point, arguments.seed)
+        faults = random.Random(arguments.seed).sample(faults, round(arguments.share * len(faults)))
         some = inject([(case, fault) for fault in faults], arguments.at_a_time)
         in_plain = plain_of(case)
         known = {point for one in trace(in_plain) for point in one} | {None}
@@ -213,24 +220,13 @@ def main() -> None:
             compare(one, plain[replace(one.fault, then=None)])
         num_compared += len(like)
         for one in some:
-            if one.problems or arguments.point:
+            if one.problems:
                 print(one, *dict.fromkeys(one.problems), sep="\n    ", flush=True)
         survived = sum(not one.problems for one in some)
         print(f"{case}: {survived} of {len(some)} survived, {time.monotonic() - started:.0f} s", flush=True)
         outcomes += some
     print_table(outcomes)
     print(f"{num_compared} of them compared with plain ddp")
-
-
-def _fault(arguments: argparse.Namespace, case: Case) -> Fault:
-    points = []
-    for text in arguments.point.split(";"):
-        match = re.fullmatch(r"(.*?): (.*?)(?: \((\d+)\))?", text.strip())
-        assert match is not None, text
-        points.append(Point(match[1], match[2], int(match[3] or 0)))
-    points = points if len(points) > 1 else points * case.num_workers
-    struck = range(case.num_workers) if arguments.ranks == "all" else list(map(int, arguments.ranks.split(",")))
-    return Fault(arguments.way, tuple(point if rank in struck else None for rank, point in enumerate(points)))
 
 
 if __name__ == "__main__":

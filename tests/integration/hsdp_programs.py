@@ -9,32 +9,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
-from tests.integration.hsdp_models import Sharded, build_network, make_optimizer
-
-
-class Manual(Sharded):
-    """Steps by hand, with Lightning's optimizer or torch's own."""
-
-    def __init__(self, *, native: bool = False, uses_raw: bool = False, uses_closure: bool = False) -> None:
-        super().__init__(native=native)
-        self.automatic_optimization = False
-        self.uses_raw, self.uses_closure = uses_raw, uses_closure
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.batches.append(batch)
-        optimizer: Any = self.optimizers(use_pl_optimizer=not self.uses_raw)
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = self.loss(batch)
-            self.manual_backward(loss)
-            return loss
-
-        if self.uses_closure:
-            optimizer.step(closure)
-        else:
-            closure()
-            optimizer.step()
+from tests.integration.hsdp_models import Manual, Sharded, build_network, make_optimizer
 
 
 class Discarding(Sharded):

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparse import StepStats
+from tests.workers import NUM_WORKERS
 
 SMALL_BUCKETS_MB = 0.004
 """Less than the middle layer of a Classifier (6.25 kB in float32): several buckets, rebuilt after the first step."""
@@ -200,8 +202,16 @@ def messages_of(told: list[str]) -> Iterator[None]:
             logger.removeHandler(handler)
 
 
-def quiet_trainer(strategy: Any, *, num_workers: int, max_steps: int = 3, **options: Any) -> Trainer:
-    """A Trainer that only trains."""
+def world_size() -> int:
+    """Returns the number of worker processes of the running test."""
+    return int(os.environ.get(NUM_WORKERS, 1))
+
+
+def quiet_trainer(strategy: Any, *, num_workers: int | None = None, max_steps: int = 3, **options: Any) -> Trainer:
+    """Returns a Trainer that only trains, on the workers of the test unless a number is given."""
+    if NUM_WORKERS in os.environ:
+        os.environ["WORLD_SIZE"] = os.environ[NUM_WORKERS]
+    num_workers = num_workers or world_size()
     options = {
         "logger": False,
         "enable_checkpointing": False,
@@ -225,9 +235,11 @@ def gradients(model: nn.Module, loss: Callable[[], Tensor]) -> dict[str, Tensor]
     }
 
 
-def assert_equal(one: Any, other: Any) -> None:
-    """To the last bit, in tensors and in nests of them."""
-    torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+def assert_equal(actual: Any, expected: Any, what: str = "") -> None:
+    """Compares tensors, or nests of them, to the last bit; ``what`` begins the message."""
+    torch.testing.assert_close(
+        actual, expected, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{what}: {text}" if what else text
+    )
 
 
 class ScaledPrecision(MixedPrecision):

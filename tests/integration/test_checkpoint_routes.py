@@ -41,13 +41,13 @@ from tests.integration.test_checkpoint import (
 from tests.workers import run_workers
 
 
-def _cross(folder: str) -> None:
+def _cross(name: str, folder: str) -> None:
     """Plain ddp reads our checkpoint, and we read one of plain ddp."""
-    case = CASES["plain"]
+    case = CASES[name]
     fit(case, 3, SaveAt(3, f"{folder}/sparse.ckpt"))
     for strategy, source, target in (("ddp", "sparse", "dense"), (make_strategy(case), "dense", "again")):
         saver = SaveAt(6 if target == "dense" else 9, f"{folder}/{target}.ckpt")
-        trainer = quiet_trainer(strategy, num_workers=2, max_steps=saver.step, callbacks=[saver])
+        trainer = quiet_trainer(strategy, max_steps=saver.step, callbacks=[saver])
         trainer.fit(WithSchedule(nesterov), ResumableData(1000), ckpt_path=f"{folder}/{source}.ckpt", **WEIGHTS_ONLY)
         assert trainer.global_step == saver.step
     loaded = WithSchedule.load_from_checkpoint(f"{folder}/sparse.ckpt", make_optimizer=nesterov, **WEIGHTS_ONLY)
@@ -55,11 +55,12 @@ def _cross(folder: str) -> None:
     assert_equal(clones(loaded.named_parameters()), saved)
 
 
-def test_checkpoints_are_exchanged_with_plain_ddp(tmp_path: Path) -> None:
-    run_workers(_cross, 2, str(tmp_path), process_group=False)
+@pytest.mark.parametrize(("name", "kind"), [("plain", "residual"), ("local, adam", "weights")])
+def test_checkpoints_are_exchanged_with_plain_ddp(name: str, kind: str, tmp_path: Path) -> None:
+    run_workers(_cross, 2, name, str(tmp_path), process_group=False)
     assert "lightning_sparse" not in torch.load(tmp_path / "dense.ckpt", weights_only=True)
     again = torch.load(tmp_path / "again.ckpt", weights_only=True)["lightning_sparse"]
-    assert [len(worker["residual"]) for worker in again["workers"]] == [6, 6]
+    assert [len(worker[kind]) for worker in again["workers"]] == [6, 6]
 
 
 def _model_checkpoint(folder: str) -> dict[str, Tensor]:
@@ -84,7 +85,7 @@ def _model_checkpoint(folder: str) -> dict[str, Tensor]:
 def test_model_checkpoint_and_last(tmp_path: Path) -> None:
     straight = run(2, CASES["plain"], 16)
     for one, other in zip(straight, run_workers(_model_checkpoint, 2, str(tmp_path), process_group=False), strict=True):
-        assert_equal(one["residuals"] | one["weights"], other)
+        assert_equal(one["tensors"]["residual"] | one["weights"], other)
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["last.ckpt", "step=12.ckpt", "step=16.ckpt"]
 
 
@@ -239,4 +240,4 @@ def test_a_run_from_the_command_line_resumes(tmp_path: Path) -> None:
         _command_line, 2, folder, f"--trainer.max_steps={END}", "--ckpt_path=last", process_group=False
     )
     for one, other in zip(straight, resumed, strict=True):
-        assert_equal(one["residuals"] | one["weights"], other)
+        assert_equal(one["tensors"]["residual"] | one["weights"], other)

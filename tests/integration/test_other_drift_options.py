@@ -1,6 +1,5 @@
 """Local training that goes on with other options than it was saved with: nothing held back is lost without a word."""
 
-import os
 import warnings
 from functools import partial
 from typing import Any
@@ -11,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sparse import DriftOptions, HardThreshold, SparseModelAverager
-from tests.integration.test_local_hsdp_strategy import NESTEROV, _train
+from tests.integration.hsdp_models import run_ranks
+from tests.integration.test_hsdp_checkpoints import NESTEROV, train
 from tests.workers import run_workers
 
 ADAM = partial(torch.optim.Adam, lr=0.01)
@@ -86,39 +86,37 @@ def test_an_outer_optimizer_has_the_options_of_now_and_another_begins_anew() -> 
 
 
 def _of_shards(folder: str, is_folder: bool) -> dict[str, Any]:
-    environment, results = dict(os.environ), {}
-
-    def train(name: str, resume: str | None, **others: Any) -> None:
-        os.environ.update(environment)
+    results = {}
+    for name, epochs, others in (
+        ("saved", 1, {}),
+        ("same", 2, {}),
+        ("in the weights", 2, {"keep_drift": True}),
+        ("slower", 2, {"outer_optimizer": SLOW}),
+        ("Adam", 2, {"outer_optimizer": ADAM}),
+        ("none", 2, {"outer_optimizer": None}),
+    ):
+        resume = None if name == "saved" else f"{folder}/saved.end"
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "lightning_sparse: the checkpoint's outer optimizer is SGD")
-            results[name] = _train(
-                "SparseLoCo", 2, 1 if resume is None else 2, f"{folder}/{name}", resume, is_folder, **others
-            )
-
-    train("saved", None)
-    for name, others in (
-        ("same", {}),
-        ("in the weights", {"keep_drift": True}),
-        ("slower", {"outer_optimizer": SLOW}),
-        ("Adam", {"outer_optimizer": ADAM}),
-        ("none", {"outer_optimizer": None}),
-    ):
-        train(name, f"{folder}/saved.end", **others)
+            results[name] = train("SparseLoCo", 2, epochs, f"{folder}/{name}", resume, is_folder, **others)
     return results
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("is_folder", [True, False], ids=["folder", "file"])
 def test_replicas_of_shards_go_on_so_too(tmp_path: Any, is_folder: bool) -> None:
-    for results in run_workers(_of_shards, 4, str(tmp_path), is_folder, process_group=False, new=True):
-        start = {name: one["at start"] for name, one in results.items() if name != "saved"}
-        same, within = start["same"], start["in the weights"]
-        assert any(one.any() for one in same["kept"].values())
-        for name, one in same["own"].items():
-            torch.testing.assert_close(within["own"][name], one - same["kept"][name].view_as(one), rtol=0, atol=0)
-        torch.testing.assert_close(start["slower"]["outer"], same["outer"], rtol=0, atol=0)
-        assert same["outer"]
-        assert start["Adam"]["outer"] == start["none"]["outer"] == {}
-        for one in results.values():
-            assert all(whole.isfinite().all() for whole in one["mean"].values())
+    for results in run_ranks(_of_shards, 4, str(tmp_path), is_folder):
+        start = {name: result["at start"] for name, result in results.items() if name != "saved"}
+        own, kept = start["same"]["own"]["weights"], start["same"]["own"]["unsent"]
+        assert any(tensor.any() for tensor in kept.values())
+        for name, weight in own.items():
+            within = start["in the weights"]["own"]["weights"][name]
+            torch.testing.assert_close(within, weight - kept[name].view_as(weight), rtol=0, atol=0)
+        outer = {
+            name: {key: held for key, held in one["shared"].items() if key != "anchor"} for name, one in start.items()
+        }
+        torch.testing.assert_close(outer["slower"], outer["same"], rtol=0, atol=0)
+        assert outer["same"]
+        assert outer["Adam"] == outer["none"] == {}
+        for result in results.values():
+            assert all(weight.isfinite().all() for weight in result["model"].values())

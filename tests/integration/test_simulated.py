@@ -663,31 +663,3 @@ def _guessed() -> None:
 
 def test_a_sparsifier_that_draws_what_threads_have_in_common_is_warned_of() -> None:
     run_workers(_guessed, 1, process_group=False)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((HardThreshold(threshold=0.1), 0), "Invalid num_workers=0. Must be a whole number of at least 1"),
-        ((HardThreshold(threshold=0.1), 2.0), "Invalid num_workers=2.0"),
-        ((0.1,), "Expected a sparsifier such as HardThreshold"),
-    ],
-)
-def test_bad_arguments_are_refused(arguments: Any, message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        SimulatedWorkersStrategy(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"exchange": "hierarchical"}, "exchange='hierarchical' goes by nodes"),
-        ({"exchange": "ring"}, "Invalid exchange='ring'"),
-        ({"density_control": "hold"}, "density_control='hold' with a constant threshold"),
-        ({"local_clip_norm": -1.0}, "local_clip_norm"),
-        ({"own_attributes": "hidden"}, r"Invalid own_attributes='hidden'. Give names in a list"),
-    ],
-)
-def test_bad_options_are_refused(options: Any, message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        SimulatedWorkersStrategy(HardThreshold(threshold=0.1), 2, **options)
