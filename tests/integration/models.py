@@ -30,8 +30,23 @@ WEIGHTS_ONLY: dict[str, Any] = (
 """For what loads a checkpoint, in a Lightning that can be asked to load no more than tensors (2.6 and later)."""
 
 
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def nesterov(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)
+
+
 class Classifier(LightningModule):
     """Three layers and plain SGD with learning rate 1, so that a weight moves by exactly what was exchanged."""
+
+    default_optimizer = staticmethod(sgd)
+    is_manual = False
 
     def __init__(self, make_optimizer: Callable[..., torch.optim.Optimizer] | None = None) -> None:
         super().__init__()
@@ -42,7 +57,8 @@ class Classifier(LightningModule):
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
-        self.make_optimizer = make_optimizer or sgd
+        self.make_optimizer = make_optimizer or self.default_optimizer
+        self.automatic_optimization = not self.is_manual
         self.batches: list[list[Tensor]] = []
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -69,11 +85,7 @@ class Classifier(LightningModule):
 
 
 class ManualClassifier(Classifier):
-    """The same under manual optimization."""
-
-    def __init__(self, make_optimizer: Callable[..., torch.optim.Optimizer] | None = None) -> None:
-        super().__init__(make_optimizer)
-        self.automatic_optimization = False
+    is_manual = True
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.batches.append(batch)
@@ -154,18 +166,6 @@ class Recorder(Callback):
         state = getattr(trainer.strategy, "state", None)
         if state is not None:
             self.residuals = state.residuals.state_dict()
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=1.0)
-
-
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=0.01)
-
-
-def nesterov(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)
 
 
 def data(num_samples: int = 64, batch_size: int = 4) -> DataLoader:

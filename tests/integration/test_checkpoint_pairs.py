@@ -113,10 +113,8 @@ def _processes(name: str, num_workers: int) -> int:
 
 
 def _write(names: list[str], folder: str) -> None:
-    environment = dict(os.environ)
     for name in names:
-        os.environ.update(environment)
-        trainer = quiet_trainer(STRATEGIES[name](2), num_workers=_processes(name, 2), max_steps=STOP)
+        trainer = quiet_trainer(STRATEGIES[name](2), max_steps=STOP)
         trainer.fit(Regression(), data())
         trainer.save_checkpoint(f"{folder}/{name}")
 
@@ -132,16 +130,10 @@ def folder(tmp_path_factory: Any) -> Path:
 
 def _resume(reader: str, num_workers: int, folder: str) -> dict[str, tuple[list[float], list[str], list[str]]]:
     """Returns for every checkpoint what is unsent when training goes on, the warnings and the other messages."""
-    environment, found = dict(os.environ), {}
+    found = {}
     for writer in STRATEGIES:
-        os.environ.update(environment)
         unsent, told = Unsent(), list[str]()
-        trainer = quiet_trainer(
-            STRATEGIES[reader](num_workers),
-            num_workers=_processes(reader, num_workers),
-            max_steps=END,
-            callbacks=[unsent],
-        )
+        trainer = quiet_trainer(STRATEGIES[reader](num_workers), max_steps=END, callbacks=[unsent])
         with messages_of(told), warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             try:
@@ -158,7 +150,7 @@ def _consolidated(folder: str, reader: str, writer: str) -> list[str]:
     merged["optimizer_states"] = [merged.pop("optimizer_0")]
     path = f"{folder}/consolidated for {os.environ['RANK']}"
     torch.save(merged, path)
-    trainer = quiet_trainer(STRATEGIES[reader](2), num_workers=2, max_steps=END)
+    trainer = quiet_trainer(STRATEGIES[reader](2), max_steps=END)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         trainer.fit(Regression(), data(), ckpt_path=path)
@@ -169,6 +161,7 @@ def _consolidated(folder: str, reader: str, writer: str) -> list[str]:
     ("reader", "writer", "starts"),
     [
         ("ddp", "hsdp folder", "Residuals start from zero"),
+        ("hsdp file", "hsdp folder", "Residuals start from zero"),
         ("local", "local_hsdp folder, kept apart", "All begin with the checkpoint's weights"),
     ],
 )

@@ -40,7 +40,7 @@ THRESHOLD = 0.5
 """Sends about a tenth of the coordinates of a Regression a step."""
 KEY = "lightning_sparse"
 
-# ----------------------------------------------------------------------------------------- what is trained, and dies
+# What is trained, and dies.
 
 
 @dataclass
@@ -152,15 +152,15 @@ def samples(seed: int, number: int) -> list[Tensor]:
 class Batches(Dataset):
     """As many batches as one likes, each worker's its own."""
 
-    def __init__(self, fate: Fate, seed: int = 0) -> None:
-        self.fate, self.seed = fate, seed
+    def __init__(self, fate: Fate) -> None:
+        self.fate = fate
 
     def __len__(self) -> int:
         return ENDLESS
 
     def __getitem__(self, index: int) -> list[Tensor]:
         self.fate.meet("loader" if get_worker_info() is None else "loader process", index)
-        return samples(1_000_000 * self.seed + 10 * index + int(os.environ["RANK"]) + 1, 8)
+        return samples(10 * index + int(os.environ["RANK"]) + 1, 8)
 
 
 class ResumableBatches:
@@ -196,8 +196,6 @@ def train(
     loader_processes: int | None = None,
     callbacks: tuple[Callback, ...] = (),
     resume: str | None = None,
-    seed: int = 0,
-    num_workers: int | None = None,
 ) -> dict[str, Any]:
     """Trains, and returns what there is in the end.
 
@@ -209,8 +207,6 @@ def train(
         loader_processes: those of a DataLoader; None for batches that can be resumed in the middle of an epoch.
         callbacks: beside those that record.
         resume: a checkpoint, ``"last"`` or None.
-        seed: of the order of the data.
-        num_workers: n; by default what torchrun says.
     """
     fate = fate or Fate()
     recorder, start = Recorder(), _Start(fate)
@@ -222,13 +218,13 @@ def train(
             bucket_cap_mb=SMALL_BUCKETS_MB,
             process_group_backend="gloo",
         ),
-        num_workers=num_workers or int(os.environ["WORLD_SIZE"]),
+        num_workers=int(os.environ["WORLD_SIZE"]),
         max_steps=max_steps,
         callbacks=[recorder, start, *callbacks],
         enable_checkpointing=any(isinstance(one, ModelCheckpoint) for one in callbacks),
         use_distributed_sampler=False,
     )
-    batches = Batches(fate, seed)
+    batches = Batches(fate)
     loader: Any = ResumableBatches(batches, batches_per_epoch=5)
     if loader_processes is not None:
         # Linux's own way to start them; in a process of a fork server it would be another fork server.
@@ -236,17 +232,12 @@ def train(
         loader = DataLoader(batches, batch_size=None, num_workers=loader_processes, multiprocessing_context=context)
     model = Regression(fate)
     trainer.fit(model, loader, ckpt_path=resume, **WEIGHTS_ONLY)
-    inputs, outputs = samples(3, 4096)
-    with torch.no_grad():
-        loss = F.mse_loss(model(inputs), outputs).item()
     return {
-        "loss": loss,
         "start": start.step,
         "start_residuals": start.residuals,
         "steps": trainer.global_step,
         "weights": recorder.weights,
         "residuals": recorder.residuals,
-        "density": recorder.steps[-1].density,
     }
 
 
@@ -329,7 +320,7 @@ def end_of(process: Any, folder: Path) -> tuple[int, str]:
     return process.returncode, (folder / "output of torchrun").read_text()
 
 
-# ---------------------------------------------------------------------------------------- 1. a death ends the others
+# A death ends the others.
 
 
 def _train_without_end(fate: Fate, exchange: str, timeout: float, loader_processes: int) -> None:
@@ -400,7 +391,7 @@ def test_a_worker_that_stops_ends_the_others_after_the_timeout_of_the_strategy(e
     assert_the_others_end(tmp_path, Fate("hook", "stop"), exchange, 2 * timeout + 10, timeout=timeout)
 
 
-# ------------------------------------------------------------------------------------- 2. and 3. after a death, resume
+# After a death, resume.
 
 
 def train_and_record(folder: str, max_steps: str, every: str, death: str) -> None:
@@ -426,14 +417,8 @@ def test_a_run_that_torchrun_restarts_ends_like_one_that_nobody_died_in(tmp_path
     assert output.count("<rank 1 meets its fate: kill in forward>") == 1
     for one, other in zip(straight, recorded(tmp_path, 2), strict=True):
         assert (one["start"], other["start"]) == (0, 6)
-        assert one["loss"] == other["loss"]
         assert_equal(one["weights"], other["weights"])
         assert_equal(one["residuals"], other["residuals"])
-
-
-def _losses(seeds: range, max_steps: int) -> list[float]:
-    num_workers = int(os.environ["WORLD_SIZE"])  # which a Trainer deletes when it is done
-    return [train(max_steps, seed=seed, num_workers=num_workers)["loss"] for seed in seeds]
 
 
 def _train_until_dead(folder: str, max_steps: int, every: int, fate: Fate) -> None:
@@ -442,31 +427,26 @@ def _train_until_dead(folder: str, max_steps: int, every: int, fate: Fate) -> No
 
 @pytest.mark.full
 @pytest.mark.long
-def test_fewer_workers_go_on_after_a_death_and_end_as_well(tmp_path: Path) -> None:
-    max_steps = 40
-    # Uninterrupted runs on other data. Noise in the gradient, and so the loss in the end, is larger with fewer workers:
-    # a run that began with three and ended with two belongs between those of three and those of two.
+def test_fewer_workers_go_on_after_a_death_with_the_mean_of_the_residuals(tmp_path: Path) -> None:
     fate = Fate("forward", step=24)  # and not when an epoch has ended: Lightning 2.5 saves last.ckpt then too
-    three, two = (torch.tensor(run_workers(_losses, n, range(4), max_steps, process_group=False)[0]) for n in (3, 2))
-    with workers(3, tmp_path, _train_until_dead, str(tmp_path), max_steps, 10, fate) as started:
+    with workers(3, tmp_path, _train_until_dead, str(tmp_path), 40, 10, fate) as started:
         started.wait(range(3))
     saved = read(tmp_path / "last.ckpt")
     assert (saved["global_step"], saved[KEY]["world_size"]) == (20, 3)
-    with torchrun(2, tmp_path, "train_and_record", str(tmp_path), str(max_steps), "10", "-1") as process:
+    with torchrun(2, tmp_path, "train_and_record", str(tmp_path), "30", "10", "-1") as process:
         exit_code, output = end_of(process, tmp_path)
     assert exit_code == 0, output
     assert "the number of workers is 2 instead of 3: each starts from the mean of the old residuals" in output
     expected = {
-        name: torch.stack([one["residual"][name].double() for one in saved[KEY]["workers"]]).mean(0).float()
+        name: torch.stack([worker["residual"][name].double() for worker in saved[KEY]["workers"]]).mean(0).float()
         for name in saved[KEY]["workers"][0]["residual"]
     }
     for result in recorded(tmp_path, 2):
-        assert (result["start"], result["steps"]) == (20, max_steps)
+        assert (result["start"], result["steps"]) == (20, 30)
         torch.testing.assert_close(result["start_residuals"], expected, rtol=1e-6, atol=1e-7)
-        assert three.mean() - 4 * three.std() < result["loss"] < two.mean() + 4 * two.std()
 
 
-# ------------------------------------------------------------------------------------------------------- 4. Ctrl-C
+# Ctrl-C.
 
 
 def _save_every_step(folder: str) -> None:
@@ -528,7 +508,7 @@ def test_ctrl_c_at_torchrun_ends_it_and_all_workers(tmp_path: Path) -> None:
     assert assert_whole(path, 2) >= 5
 
 
-# --------------------------------------------------------------------------------- 5. a death while a file is written
+# A death while a file is written.
 
 WRITTEN_BYTES = 20_000
 """Of a checkpoint that is several times as large."""

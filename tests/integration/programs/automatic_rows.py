@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.tuner import Tuner
 from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor, nn
@@ -95,11 +95,6 @@ def skipped_a_third(runs: list[Run]) -> None:
         assert run.kind not in ("zero", "sparse", "oracle") or run.num_exchanges == 2 * BATCHES
 
 
-class ReturnsNothing(Student):
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
-        return None if batch_idx == 2 else super().training_step(batch, batch_idx)
-
-
 class ReturnsNothingManually(ManualStudent):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         if batch_idx % 3 == 2:
@@ -112,11 +107,6 @@ class ReturnsNothingManually(ManualStudent):
 def skipped_batches(runs: list[Run]) -> None:
     for run in runs:
         assert run.global_step == 2 * (BATCHES - 2)
-
-
-def forbidden_by_lightning(message: str, runs: list[Run]) -> None:
-    for run in runs:
-        assert [message in one for one in run.said] == [True]
 
 
 class WithLearningRate(Student):
@@ -227,9 +217,6 @@ ROWS = {
     "steps skipped": Row(trains(SkipsSteps, **_fit), skipped_a_third, rolls_back=True),
     "steps skipped, gradients zeroed": Row(trains(SkipsStepsAndZeroes, **_fit), skipped_a_third, rolls_back=True),
     "steps skipped, gradients kept": Row(trains(SkipsStepsAndKeeps, **_fit), skipped_a_third, rolls_back=True),
-    "nothing returned": Row(
-        trains(ReturnsNothing, drive=fail_to_fit), partial(forbidden_by_lightning, "returning None"), None
-    ),
     "nothing done": Row(trains(ReturnsNothingManually, **_fit), skipped_batches),
     "learning rate found before": Row(trains(WithLearningRate, root_dir, find_then_fit), searched_first),
     "learning rate found inside": Row(
@@ -241,11 +228,6 @@ ROWS = {
         make_sparsifier=partial(HardThreshold, density=0.3, calibration_steps=4),
         kinds=("sparse",),
         missing=forgets_a_search,
-    ),
-    "batch size finder": Row(
-        trains(WithLearningRate, lambda: {"callbacks": [BatchSizeFinder()]} | root_dir(), fail_to_fit),
-        partial(forbidden_by_lightning, "not supported with distributed strategies"),
-        None,
     ),
     "embedding with sparse gradients under a Trainer": Row(
         trains(WithSparseEmbedding, drive=fail_to_fit), refused_with_advice, None, is_refused=True

@@ -94,6 +94,8 @@ def scale_fell(runs: list[Run]) -> None:
     for run in runs:
         assert run.seen["scales"][-1] == SCALE / 16
         assert len(run.stepped_on) == 2 * (TRAINER_BATCHES - 2)
+        if run.kind in ("zero", "sparse"):
+            assert run.non_finite == [index in OVERFLOWS for index in range(TRAINER_BATCHES)] * 2
 
 
 ROWS = {
@@ -102,7 +104,13 @@ ROWS = {
     "scaled, fused optimizer overflows": Row(scaled(fused), partial(skipped, True), rolls_back=True),
     "scaled, two backwards before an overflow": Row(scaled(one, 2), partial(skipped, True), rolls_back=True),
     "scaled, two backwards and two optimizers": Row(scaled(two, 2), partial(skipped, False), rolls_back=True),
-    "scaled by a Trainer, overflows": Row(
-        trains(Overflowing, scaled_precision, fit_without_validation), scale_fell, rolls_back=True
-    ),
+    **{
+        f"scaled by a Trainer, overflows, {exchange}": Row(
+            trains(Overflowing, scaled_precision, fit_without_validation),
+            scale_fell,
+            rolls_back=True,
+            exchange=exchange,
+        )
+        for exchange in ("gather", "dense", "reduce_scatter")
+    },
 }

@@ -89,13 +89,11 @@ def gradient(module: nn.Module) -> Tensor:
 class Student(Classifier):
     """Trained with an optimizer that has a memory, so that a wrong gradient has consequences."""
 
-    def __init__(self, make_optimizer: Callable[..., torch.optim.Optimizer] = nesterov) -> None:
-        super().__init__(make_optimizer)
+    default_optimizer = staticmethod(nesterov)
 
 
 class ManualStudent(ManualClassifier):
-    def __init__(self, make_optimizer: Callable[..., torch.optim.Optimizer] = nesterov) -> None:
-        super().__init__(make_optimizer)
+    default_optimizer = staticmethod(nesterov)
 
 
 MakeTrainer = Callable[[], Trainer]

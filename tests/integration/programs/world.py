@@ -51,6 +51,7 @@ class Run:
     kind: Kind
     comm_hooks: list[str | None] = field(default_factory=list)
     densities: list[float] = field(default_factory=list)
+    non_finite: list[bool] = field(default_factory=list)
     initial: dict[str, Tensor] = field(default_factory=dict)
     state: dict[str, Tensor] = field(default_factory=dict)
     residuals: dict[str, Tensor] = field(default_factory=dict)
@@ -221,6 +222,7 @@ class World:
 
     def _note_exchange(self, step: StepStats) -> None:
         self.run.densities.append(step.density)
+        self.run.non_finite.append(step.non_finite > 0)
         self.run.num_exchanges += 1
         self.run.sent += step.selected
         self.run.offered += step.num_workers * step.num_elements
