@@ -372,7 +372,7 @@ def _fit_renamed(path: str) -> tuple[dict[str, Tensor], list[str]]:
             self.residuals = trainer.strategy.state.residuals.state_dict()
 
     callback = Restore()
-    trainer = quiet_trainer(make_strategy(CASES["plain"]), num_workers=1, max_steps=2, callbacks=[callback])
+    trainer = quiet_trainer(make_strategy(CASES["plain"]), max_steps=2, callbacks=[callback])
     trainer.fit(Renamed(), data())
     return callback.residuals, messages
 

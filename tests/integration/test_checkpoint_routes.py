@@ -74,7 +74,6 @@ def _model_checkpoint(folder: str) -> dict[str, Tensor]:
         )
         return quiet_trainer(
             make_strategy(CASES["plain"]),
-            num_workers=2,
             max_steps=max_steps,
             callbacks=[recorder, saver],
             enable_checkpointing=True,
@@ -109,7 +108,6 @@ def _asynchronous(path: str) -> None:
     trainers: list[Trainer] = []
     trainer = quiet_trainer(
         make_strategy(CASES["plain"]),
-        num_workers=2,
         max_steps=END,
         plugins=[AsyncCheckpointIO(SlowCheckpointIO(trainers))],
         callbacks=[SaveAt(STOP, path)],

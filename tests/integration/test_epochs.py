@@ -47,7 +47,7 @@ def _fit(door: str, searches: bool) -> Any:
     # So large a change never happens: after the second comparison layers are calm until the learning rate falls.
     strategy = STRATEGIES[door](Accordion(LOW, HIGH, interval=1, relative_change=1e9))
     searching = [LearningRateFinder(num_training_steps=6)] if searches else []
-    trainer = quiet_trainer(strategy, num_workers=2, max_steps=-1, max_epochs=6, callbacks=[*searching, epochs])
+    trainer = quiet_trainer(strategy, max_steps=-1, max_epochs=6, callbacks=[*searching, epochs])
     trainer.fit(Module(), data(32))
     return epochs.densities[-6:]
 

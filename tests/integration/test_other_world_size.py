@@ -66,7 +66,6 @@ def fit(seed: int, save: str | None, resume: str | None, options: dict[str, Any]
     """Returns the loss over all digits at the end; runs in every worker."""
     trainer = quiet_trainer(
         DDPHardThresholdStrategy(threshold=THRESHOLD, **options),
-        num_workers=int(os.environ["WORLD_SIZE"]),
         max_steps=END,
         callbacks=[SaveAt(CHANGE, save)] if save else [],
         use_distributed_sampler=False,

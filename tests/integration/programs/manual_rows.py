@@ -1,10 +1,12 @@
 """Manual optimization: who steps when and on what, and what is dropped before anybody does."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -13,6 +15,7 @@ from tests.integration.programs.trainer import (
     BATCHES,
     ManualStudent,
     commit,
+    fail_to_fit,
     fit_without_validation,
     trains,
     witness_of,
@@ -210,6 +213,88 @@ def left_frozen(runs: list[Run]) -> None:
         assert run.moved("first.weight")
 
 
+class Constant(LightningModule):
+    """Two parameters with constant gradients, trained by a function of the module and the number of the batch."""
+
+    def __init__(self, train: Callable[["Constant", Any, int], None]) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.a, self.b = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
+        self.train_batch = train
+
+    def backward_of(self, a: float, b: float) -> None:
+        self.manual_backward(a * self.a.sum() + b * self.b.sum())
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.train_batch(self, self.optimizers(), batch_idx)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.125)
+
+
+def every_second(module: Constant, optimizer: Any, index: int) -> None:
+    module.backward_of(0.5, 0.25)
+    if index % 2:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def copies_between(module: Constant, optimizer: Any, index: int) -> None:
+    if index % 2:
+        for parameter in module.parameters():
+            parameter.grad = parameter.grad.clone()
+    every_second(module, optimizer, index)
+
+
+def hides_from_one_step(module: Constant, optimizer: Any, index: int) -> None:
+    module.backward_of(0.5, 0.25)
+    hidden, module.b.grad = module.b.grad, None
+    optimizer.step()
+    module.b.grad, module.a.grad = hidden, None
+    module.backward_of(0.5, 0.25)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def drops_zeros_in_place(module: Constant, optimizer: Any, index: int) -> None:
+    module.backward_of(2.0, -2.0)
+    optimizer.zero_grad(set_to_none=False)
+    module.backward_of(0.5, 0.25)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+
+
+def both_parameters_moved(steps: int, runs: list[Run]) -> None:
+    for run in runs:
+        assert run.global_step == steps
+        assert run.moved("a")
+        assert run.moved("b")
+
+
+class Convolution(LightningModule):
+    """Goes to ``channels_last`` when DDP has wrapped it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(2, 2, 2)
+
+    def on_train_start(self) -> None:
+        self.to(memory_format=torch.channels_last)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.layer(batch[0].view(-1, 2, 2, 2)).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return sgd(self.parameters())
+
+
+def refused_with_strides(runs: list[Run]) -> None:
+    for run in runs:
+        if run.kind != "ddp":
+            assert "'layer.weight' has strides (8, 1, 4, 2), and had (8, 4, 2, 1)" in run.said[0]
+            assert "configure_model" in run.said[0]
+
+
 _unused = {"find_unused_parameters": True}
 _plain = {"drive": fit_without_validation}
 
@@ -224,5 +309,23 @@ ROWS = {
     "step at the end of an epoch": Row(trains(StepsAtTheEnd, **_plain), stepped_on_what_was_left),
     "torch's own optimizer": Row(trains(WithTorchsOwnOptimizer, **_plain), logged_past_lightning),
     "layer of two optimizers": Row(trains(SharesALayer, **_plain), stepped_with_each),
+    **{
+        name: Row(trains(partial(Constant, train), **_plain, **options), partial(both_parameters_moved, steps), 0.4)
+        for name, train, steps, options in (
+            ("a step every second backward", every_second, BATCHES, {}),
+            ("a step every second backward, static graph", every_second, BATCHES, {"static_graph": True}),
+            ("copies of gradients between two backwards", copies_between, BATCHES, {}),
+            ("a gradient hidden from one step", hides_from_one_step, 4 * BATCHES, {}),
+        )
+    },
+    "zeros dropped in place": Row(
+        trains(partial(Constant, drops_zeros_in_place), **_plain),
+        partial(both_parameters_moved, 2 * BATCHES),
+        2.5,
+        rolls_back=True,
+    ),
+    "memory format changed after wrapping": Row(
+        trains(Convolution, drive=fail_to_fit), refused_with_strides, None, is_refused=True
+    ),
     "frozen at fit start": Row(trains(FrozenAtFitStart, **_plain, **_unused), left_frozen, leaves_out=True),
 }

@@ -84,8 +84,7 @@ class Oracle:
         } & self._pending.keys()
         if any(not self._is_finite(name) for name in names) and self._scale() != 1.0:
             return  # a fused optimizer skips such a step by itself
-        self._roll_back({name for name in names if self._is_gone(name)})
-        self.commit(names & self._pending.keys())
+        self.commit({name for name in names if not self._is_gone(name)})
 
     def zero_grad(self, optimizer: Optimizer) -> None:
         """Told when an optimizer has set gradients to zero in their places, which cannot be seen in those that were."""

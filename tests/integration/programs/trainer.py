@@ -144,7 +144,7 @@ def trains(
             defaults = {"max_steps": -1, "max_epochs": 2, "num_sanity_val_steps": 0}
             settings = defaults | options()
             callbacks = [witness, *settings.pop("callbacks", [])]
-            return quiet_trainer(world.strategy(**ddp_options), num_workers=2, callbacks=callbacks, **settings)
+            return quiet_trainer(world.strategy(**ddp_options), callbacks=callbacks, **settings)
 
         trainer = drive(make_trainer, model, witness)
         run = world.run
