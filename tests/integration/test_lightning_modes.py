@@ -1,24 +1,36 @@
 """Precisions, options of the strategy and what it logs; ``tests/integration/programs`` has the modes of a Trainer."""
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
-from lightning_sparse import DDPHardThresholdStrategy, LocalHardThresholdStrategy, SparseDDPStrategy, TopK
+from lightning_sparse import (
+    Accordion,
+    DDPHardThresholdStrategy,
+    LocalHardThresholdStrategy,
+    SparseDDPStrategy,
+    SparseLocalStrategy,
+    TopK,
+)
+from lightning_sparse.strategies.sparse_strategy import tell_epoch
 from tests.integration.models import (
     NOTHING_IS_SENT,
     SMALL_BUCKETS_MB,
     Classifier,
     Recorder,
+    ScaledPrecision,
     adam,
     assert_equal,
     clones,
     data,
+    forgets_a_search,
     gradients,
     messages_of,
     nesterov,
@@ -140,6 +152,24 @@ def test_threshold_zero_trains_as_stock_ddp_does_in_every_precision(precision: s
         assert_close(run["weights"], other["weights"], 0.03 if precision == "bf16-true" else 1e-6)
 
 
+def _train_scaled(scale: float | None) -> tuple[dict[str, Any], float | None]:
+    scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
+    plugins = [] if scaler is None else [ScaledPrecision("16-mixed", "cpu", scaler=scaler)]
+    run = train(Classifier(nesterov), {"threshold": 0.05}, max_steps=6, plugins=plugins)
+    return {key: run[key] for key in ("weights", "residuals", "steps")}, scaler and scaler.get_scale()
+
+
+@pytest.mark.parametrize("scale", [2.0**4, 2.0**20])
+def test_numbers_do_not_depend_on_the_loss_scale(scale: float) -> None:
+    """A power of two rounds nothing, and it changes while training goes on."""
+    scaled, plain = (run_workers(_train_scaled, 2, each, process_group=False) for each in (scale, None))
+    for (found, last), (expected, _) in zip(scaled, plain, strict=True):
+        assert last == scale * 2**3
+        assert found.pop("steps") == expected["steps"]
+        for key, tensors in found.items():
+            assert_equal(tensors, expected[key], key)
+
+
 @pytest.mark.parametrize(
     ("make", "options"),
     [
@@ -252,3 +282,68 @@ def test_top_k_sends_k_coordinates_of_every_layer() -> None:
         logged = {f"sparse/{name}" for name in ("density", "error_norm", "payload_bytes", "exchange_wait_ms")}
         assert {name for name in run["metrics"] if name.startswith("sparse/")} == logged  # there is no threshold
         assert_equal(run["weights"], runs[0]["weights"])
+
+
+# What a sparsifier is told of epochs and learning rates.
+
+OF_EPOCHS = {"ddp": SparseDDPStrategy, "local": SparseLocalStrategy}
+DENSITIES = (0.05, 0.3)
+
+
+class Epochs(Callback):
+    """The density of every step, epoch by epoch."""
+
+    def __init__(self) -> None:
+        self.densities: list[list[float]] = []
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.densities.append([])
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.densities[-1].append(trainer.strategy.state.last_step.density)
+
+
+class SlowingDown(Classifier):
+    """Two groups of parameters, one of which slows down in epoch 3."""
+
+    lr = 0.1
+
+    def configure_optimizers(self) -> Any:
+        first, *others = self.parameters()
+        optimizer = torch.optim.SGD([{"params": [first], "lr": 0.01}, {"params": others, "lr": 0.05}])
+        falls = [lambda epoch: 1.0, lambda epoch: 0.5 if epoch >= 3 else 1.0]
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, falls)]
+
+
+def _fit_epochs(kind: str, searches: bool) -> Any:
+    epochs = Epochs()
+    # So large a change never happens: after the second comparison layers are calm until the learning rate falls.
+    strategy = OF_EPOCHS[kind](Accordion(*DENSITIES, interval=1, relative_change=1e9))
+    searching = [LearningRateFinder(num_training_steps=6)] if searches else []
+    trainer = quiet_trainer(strategy, max_steps=-1, max_epochs=6, callbacks=[*searching, epochs])
+    trainer.fit(SlowingDown(), data(32))
+    return epochs.densities[-6:]
+
+
+@pytest.mark.parametrize("searches", [False, True])
+@pytest.mark.parametrize("kind", OF_EPOCHS)
+def test_a_layer_is_sent_densely_at_first_and_where_the_learning_rate_has_fallen(kind: str, searches: bool) -> None:
+    if searches and (reason := forgets_a_search()):
+        pytest.skip(reason)
+    for densities in run_workers(_fit_epochs, 2, kind, searches, process_group=False):
+        assert [len(one) for one in densities] == [4] * 6
+        is_high = [[density > sum(DENSITIES) / 2 for density in one] for one in densities]
+        assert is_high == [[expected] * 4 for expected in (True, True, False, True, False, False)]
+
+
+def test_the_rates_of_all_groups_of_all_optimizers_are_told() -> None:
+    told: list[Any] = []
+    holder = SimpleNamespace(epoch=None, begin_epoch=lambda *what: told.append(what))
+    optimizers = [
+        SimpleNamespace(param_groups=[{"lr": 0.1}, {"lr": torch.tensor(0.5)}]),
+        SimpleNamespace(param_groups=[{"lr": 2}, {"step_size": 0.3}]),
+    ]
+    tell_epoch(holder, 4, optimizers)  # type: ignore[arg-type]
+    holder.epoch = 4
+    tell_epoch(holder, 4, optimizers)  # type: ignore[arg-type]
+    assert told == [(4, [0.1, 0.5, 2.0])]

@@ -1,7 +1,8 @@
 """Programs for a Trainer: a LightningModule, options and what is done with them."""
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,24 +101,21 @@ MakeTrainer = Callable[[], Trainer]
 Drive = Callable[[MakeTrainer, Any, Witness], Trainer]
 
 
-def fit(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
-    trainer = make_trainer()
-    trainer.fit(model, data(), data(16))
-    return trainer
+def fitting(*make_loaders: Callable[[], Any], may_fail: bool = False) -> Drive:
+    """Returns a drive that fits on these loaders; an exception that it may meet is noted by ``on_exception``."""
+
+    def drive(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
+        trainer = make_trainer()
+        with suppress(Exception) if may_fail else nullcontext():
+            trainer.fit(model, *(make_loader() for make_loader in make_loaders))
+        return trainer
+
+    return drive
 
 
-def fit_without_validation(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
-    trainer = make_trainer()
-    trainer.fit(model, data())
-    return trainer
-
-
-def fail_to_fit(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
-    """The exception is noted by ``on_exception``."""
-    trainer = make_trainer()
-    with suppress(Exception):
-        trainer.fit(model, data())
-    return trainer
+fit = fitting(data, partial(data, 16))
+fit_without_validation = fitting(data)
+fail_to_fit = fitting(data, may_fail=True)
 
 
 def trains(

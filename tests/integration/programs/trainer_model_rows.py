@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, EarlyStopping
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from torch import Tensor, nn
@@ -241,22 +241,11 @@ def failed(message: str, runs: list[Run]) -> None:
         assert all(weight.isfinite().all() for weight in run.state.values())
 
 
-class StopAtNan(Callback):
-    """What Lightning's terminate_on_nan did: ends the run when weights are no numbers."""
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        trainer.should_stop = not all(parameter.isfinite().all() for parameter in pl_module.parameters())
-
-
 class LogsLoss(FailingOnOne):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         self.log("loss", loss)
         return loss
-
-
-def stops_at_nan() -> dict[str, Any]:
-    return {"callbacks": [StopAtNan()]}
 
 
 def stops_early() -> dict[str, Any]:
@@ -310,6 +299,5 @@ ROWS = {
         )
         for exchange in ("auto", "gather", "dense", "reduce_scatter")
     },
-    "not a number, seen by a callback": Row(trains(FailingOnOne, stops_at_nan), partial(not_a_number, 6)),
     "not a number, seen by early stopping": Row(trains(LogsLoss, stops_early), partial(not_a_number, BATCHES)),
 }

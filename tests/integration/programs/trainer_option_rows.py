@@ -22,6 +22,7 @@ from tests.integration.programs.trainer import (
     Witness,
     fit,
     fit_without_validation,
+    fitting,
     trains,
 )
 from tests.integration.programs.world import Row, Run
@@ -58,22 +59,8 @@ class LogsTraining(Student):
         return loss
 
 
-def fit_shuffled(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
-    trainer = make_trainer()
-    trainer.fit(model, DataLoader(data().dataset, 4, shuffle=True), data())
-    return trainer
-
-
-def fit_uneven(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
-    trainer = make_trainer()
-    trainer.fit(model, data(27), data(9))
-    return trainer
-
-
-def fit_own_batches(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
-    trainer = make_trainer()
-    trainer.fit(model)
-    return trainer
+def shuffled() -> DataLoader:
+    return DataLoader(data().dataset, 4, shuffle=True)
 
 
 def evaluate_before_and_after_fit(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
@@ -226,7 +213,9 @@ ROWS = {
         ),
         averaged_weights,
     ),
-    "overfit_batches": Row(trains(Student, lambda: {"overfit_batches": 2}, fit_shuffled), saw_the_same_two_batches),
+    "overfit_batches": Row(
+        trains(Student, lambda: {"overfit_batches": 2}, fitting(shuffled, data)), saw_the_same_two_batches
+    ),
     "limits": Row(
         trains(
             Student,
@@ -241,12 +230,10 @@ ROWS = {
         partial(saw, {"validation samples": [4] * 2, "test samples": [4] * 2, "predicted samples": [4]}, 2 * 3),
     ),
     "uneven last batch": Row(
-        trains(drive=fit_uneven),
+        trains(drive=fitting(partial(data, 27), partial(data, 9))),
         partial(saw, {"samples": [4, 4, 4, 2] * 2, "validation samples": [4, 1] * 2}, 2 * 4),
     ),
-    "batches of unequal size": Row(
-        trains(OwnBatches, lambda: {"use_distributed_sampler": False}, fit_own_batches), unequal
-    ),
+    "batches of unequal size": Row(trains(OwnBatches, lambda: {"use_distributed_sampler": False}, fitting()), unequal),
     "evaluation before and after": Row(trains(drive=evaluate_before_and_after_fit), evaluated),
     "schedule by steps": Row(
         trains(
