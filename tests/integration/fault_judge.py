@@ -57,7 +57,7 @@ class Outcome:
     """The end of what each worker wrote, of a training that did not finish."""
 
     def file(self, start: str) -> File | None:
-        return next((one for one in self.files if one.name.startswith(start)), None)
+        return next((file for file in self.files if file.name.startswith(start)), None)
 
     @property
     def saved(self) -> File | None:
@@ -65,7 +65,7 @@ class Outcome:
         return self.file("on_exception") or self.file("hpc") or self.file("model")
 
     def __str__(self) -> str:
-        files = "; ".join(f"{one.name} at {one.step}{'+' * one.is_ahead}: {one.holds}" for one in self.files)
+        files = "; ".join(f"{file.name} at {file.step}{'+' * file.is_ahead}: {file.holds}" for file in self.files)
         return f"{self.case} | {self.fault} | {self.seconds:.1f} s {self.exit_codes} | {files}"
 
 
@@ -119,8 +119,8 @@ class Judge:
             is_ahead = bool(step) and numbers_of(content) != self.shared[step]
         digest = hashlib.sha256(repr((step, saved["global_step"], holds, content and numbers_of(content))).encode())
         if step is None:
-            for one in (*state.weights.values(), *state.momentum.values()):
-                digest.update(one.numpy().tobytes())
+            for weight in (*state.weights.values(), *state.momentum.values()):
+                digest.update(weight.numpy().tobytes())
         return File(name, step, saved["global_step"], holds, digest.hexdigest(), is_ahead)
 
     def _residuals(self, content: Any, step: int | None, name: str, problems: list[str]) -> str:
@@ -140,7 +140,7 @@ class Judge:
             problems.append(f"{name}: no residuals, and no word on why")
             return "nothing"
         if self.case.residual_checkpoint == "mean":
-            pairs = [(one, mean(self.states[step].residuals)) for one in residuals]
+            pairs = [(residual, mean(self.states[step].residuals)) for residual in residuals]
         else:
             if residuals and len(residuals) != self.case.num_workers:
                 problems.append(f"{name}: residuals of {len(residuals)} workers")
@@ -163,7 +163,7 @@ class Judge:
         residuals: Any = [worker["residual"] for worker in content["workers"]] if content is not None else []
         if len(residuals) < 2:  # the mean, or none
             residuals = (residuals or [{}]) * self.case.num_workers
-        return State(saved["state_dict"], zeros() | momentum, [zeros() | one for one in residuals])
+        return State(saved["state_dict"], zeros() | momentum, [zeros() | residual for residual in residuals])
 
     def prepare(self) -> None:
         """Trains without a fault, for what is the same on all workers after every step."""
@@ -190,7 +190,7 @@ class Judge:
         """Lets a fault happen and looks at what is left."""
         ended = run(self.case, folder, train, fault)
         outcome = Outcome(self.case, fault, ended.seconds, ended.exit_codes)
-        times = [float(one.read_text()) for one in folder.glob("struck *")]
+        times = [float(path.read_text()) for path in folder.glob("struck *")]
         outcome.has_struck = bool(times)
         if None in ended.exit_codes:
             outcome.problems.append(f"hangs after {HANG} s")
@@ -251,4 +251,4 @@ class Judge:
 
 
 def mean(residuals: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {name: (sum(one[name].double() for one in residuals) / len(residuals)).float() for name in SIZES}
+    return {name: (sum(residual[name].double() for residual in residuals) / len(residuals)).float() for name in SIZES}

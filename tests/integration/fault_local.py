@@ -67,8 +67,8 @@ class LocalJudge(Judge):
             if content["workers"]:
                 problems.append(f"{name} has drifts and says why it has none: {why_not}")
         digest = hashlib.sha256(repr((step, saved["global_step"], holds)).encode())
-        for one in (*weights.values(), *momentum_of(saved["optimizer_states"]).values()):
-            digest.update(one.numpy().tobytes())
+        for weight in (*weights.values(), *momentum_of(saved["optimizer_states"]).values()):
+            digest.update(weight.numpy().tobytes())
         return File(name, step, saved["global_step"], holds, digest.hexdigest())
 
     def _check_workers(self, saved: dict[str, Any], name: str, problems: list[str]) -> int | None:

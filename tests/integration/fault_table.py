@@ -56,7 +56,7 @@ def who(number: int, case: Case) -> list[bool]:
 def faults_of(case: Case, windows: Sequence[str], per_point: int, seed: int, skewed: int) -> list[Fault]:
     """Returns faults at every point, each way and each choice of workers in turn, and at unlike points of workers."""
     traces = trace(case)
-    sets = [set(one) for one in traces]
+    sets = [set(points) for points in traces]
     generator = random.Random(seed)
     kinds = list(itertools.product(WAYS, range(3)))
     turn: Iterator[tuple[str, int]] = itertools.chain.from_iterable(
@@ -70,12 +70,12 @@ def faults_of(case: Case, windows: Sequence[str], per_point: int, seed: int, ske
                 break
             struck = who(number, case)
             if all(point in sets[rank] for rank in range(case.num_workers) if struck[rank]):
-                fault = Fault(way, tuple(point if one else None for one in struck))
+                fault = Fault(way, tuple(point if is_struck else None for is_struck in struck))
                 found += fault not in faults
                 faults[fault] = None
     for _ in range(skewed):
         window = generator.choice([one for one in windows if one != "set-up"])
-        chosen = tuple(generator.choice(points_of([one], [window])) for one in traces)
+        chosen = tuple(generator.choice(points_of([points], [window])) for points in traces)
         faults[Fault(generator.choice(WAYS[:3]), chosen)] = None
     return list(faults)
 
@@ -162,18 +162,22 @@ def main() -> None:
         faults = random.Random(arguments.seed).sample(faults, round(arguments.share * len(faults)))
         some = inject([(case, fault) for fault in faults], arguments.at_a_time)
         in_plain = plain_of(case)
-        known = {point for one in trace(in_plain) for point in one} | {None}
-        like = [one for one in some if known.issuperset(one.fault.points) and not strikes_first_again(one.fault)]
-        alone = list(dict.fromkeys(replace(one.fault, then=None) for one in like))
+        known = {point for points in trace(in_plain) for point in points} | {None}
+        like = [
+            outcome
+            for outcome in some
+            if known.issuperset(outcome.fault.points) and not strikes_first_again(outcome.fault)
+        ]
+        alone = list(dict.fromkeys(replace(outcome.fault, then=None) for outcome in like))
         struck = inject([(in_plain, fault) for fault in alone], arguments.at_a_time)
         plain = dict(zip(alone, struck, strict=True))
-        for one in like:
-            compare(one, plain[replace(one.fault, then=None)])
+        for outcome in like:
+            compare(outcome, plain[replace(outcome.fault, then=None)])
         num_compared += len(like)
-        for one in some:
-            if one.problems:
-                print(one, *dict.fromkeys(one.problems), sep="\n    ", flush=True)
-        survived = sum(not one.problems for one in some)
+        for outcome in some:
+            if outcome.problems:
+                print(outcome, *dict.fromkeys(outcome.problems), sep="\n    ", flush=True)
+        survived = sum(not outcome.problems for outcome in some)
         print(f"{case}: {survived} of {len(some)} survived, {time.monotonic() - started:.0f} s", flush=True)
         num_faults, num_survived = num_faults + len(some), num_survived + survived
     print(f"{num_survived} of {num_faults} survived; {num_compared} were compared with plain ddp")

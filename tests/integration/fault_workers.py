@@ -154,10 +154,10 @@ def fit(
     state: Any = getattr(strategy, "state", None)
     residuals = {}
     if case.is_local:
-        residuals = {name: one.clone() for name, one in state.anchor().items()}
+        residuals = {name: tensor.clone() for name, tensor in state.anchor().items()}
     elif state is not None:
         residuals = state.residuals.state_dict()
-    weights = {name: one.detach().clone() for name, one in model.named_parameters()}
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     return {"weights": weights, "residuals": residuals, "steps": trainer.global_step}
 
 
@@ -203,7 +203,7 @@ def resume(rank: int, case: Case, folder: Path, paths: list[str]) -> None:
             warnings.simplefilter("always")
             injector = Injector([], folder / "none")
             result = fit(case, Path(path).parent, injector, RESUMED_STEPS, ckpt_path, [Callback()])
-        torch.save(result | {"warnings": [str(one.message) for one in caught]}, folder / f"{number} of {rank}")
+        torch.save(result | {"warnings": [str(warning.message) for warning in caught]}, folder / f"{number} of {rank}")
 
 
 # --------------------------------------------------------------------------------------------------- who watches them

@@ -50,7 +50,7 @@ class TwoOptimizers(Sharded):
 
     def configure_optimizers(self) -> Any:
         first, *others = [one for one in self.network if isinstance(one, nn.Linear)]
-        rest = [one for layer in others for one in layer.parameters()]
+        rest = [parameter for layer in others for parameter in layer.parameters()]
         return [make_optimizer(first.parameters()), make_optimizer(rest)]
 
 

@@ -238,7 +238,7 @@ def residuals_in(path: Path) -> Any:
 
 def pending(residuals: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """(1/n) Σ e_i."""
-    return {name: sum(one[name].double() for one in residuals) / len(residuals) for name in residuals[0]}
+    return {name: sum(residual[name].double() for residual in residuals) / len(residuals) for name in residuals[0]}
 
 
 class Start(Callback):
@@ -368,7 +368,7 @@ def _fit_renamed(path: str) -> tuple[dict[str, Tensor], list[str]]:
         def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
             with pytest.warns(UserWarning, match="the model is not the one of the checkpoint") as caught:
                 restore([trainer.strategy.state], content, CheckpointOptions())
-            messages.extend(str(one.message) for one in caught)
+            messages.extend(str(warning.message) for warning in caught)
             self.residuals = trainer.strategy.state.residuals.state_dict()
 
     callback = Restore()
@@ -391,7 +391,7 @@ def test_a_changed_model_keeps_what_still_fits_and_says_what_does_not(tmp_path: 
 def test_a_threshold_that_the_user_changed_is_the_users(tmp_path: Path) -> None:
     path = tmp_path / "stop.ckpt"
     run(2, CASES["plain"], STOP, save=(STOP, str(path)))
-    for one in run(2, {"strategy": {"threshold": 0.5}}, STOP + 4, resume=path):
-        assert one["threshold"] == 0.5
-    for one in run(2, {"strategy": {"density": 0.1, "calibration_steps": 2}}, STOP + 4, resume=path):
-        assert one["threshold"] not in (0.0, 0.02)
+    for worker in run(2, {"strategy": {"threshold": 0.5}}, STOP + 4, resume=path):
+        assert worker["threshold"] == 0.5
+    for worker in run(2, {"strategy": {"density": 0.1, "calibration_steps": 2}}, STOP + 4, resume=path):
+        assert worker["threshold"] not in (0.0, 0.02)

@@ -140,7 +140,7 @@ def _resume(reader: str, num_workers: int, folder: str) -> dict[str, tuple[list[
                 trainer.fit(Regression(), data(), ckpt_path=f"{folder}/{writer}")
             except ValueError as error:
                 told = [f"ValueError: {error}"]
-        found[writer] = unsent.squares, [str(one.message) for one in warned], told
+        found[writer] = unsent.squares, [str(warning.message) for warning in warned], told
     return found
 
 
@@ -179,7 +179,7 @@ def _unsent_norm(path: Path) -> float | None:
 
 
 def _of_one(messages: list[str], word: str) -> list[str]:
-    return [one for one in messages if "lightning_sparse" in one and re.search(word, one)]
+    return [message for message in messages if "lightning_sparse" in message and re.search(word, message)]
 
 
 @pytest.mark.full

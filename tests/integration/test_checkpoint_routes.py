@@ -160,7 +160,7 @@ def _collect_and_go_on() -> tuple[Any, Any]:
 
 def test_later_steps_do_not_change_what_was_collected() -> None:
     (before, after), _ = run_workers(_collect_and_go_on, 2)
-    assert any(one.any() for one in before[0]["residual"].values())
+    assert any(residual.any() for residual in before[0]["residual"].values())
     assert_equal(before, after)
 
 

@@ -221,7 +221,7 @@ def train(
         num_workers=int(os.environ["WORLD_SIZE"]),
         max_steps=max_steps,
         callbacks=[recorder, start, *callbacks],
-        enable_checkpointing=any(isinstance(one, ModelCheckpoint) for one in callbacks),
+        enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
         use_distributed_sampler=False,
     )
     batches = Batches(fate)
@@ -468,10 +468,10 @@ def assert_whole(path: Path, num_workers: int) -> int:
     assert saved[KEY]["world_size"] == num_workers
     assert len(saved[KEY]["workers"]) == num_workers
     for residuals in (worker["residual"] for worker in saved[KEY]["workers"]):
-        assert {name: one.numel() for name, one in residuals.items()} == {
-            name: one.numel() for name, one in saved["state_dict"].items()
+        assert {name: residual.numel() for name, residual in residuals.items()} == {
+            name: tensor.numel() for name, tensor in saved["state_dict"].items()
         }
-        assert any(one.any() for one in residuals.values())
+        assert any(residual.any() for residual in residuals.values())
     for result in run_workers(_resume, num_workers, str(path), step + 2, process_group=False):
         assert (result["start"], result["steps"]) == (step, step + 2)
     return step

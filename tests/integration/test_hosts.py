@@ -183,7 +183,7 @@ def test_torchrun_trains_the_recipe_on_two_hosts(tmp_path: Path) -> None:
         assert one["last step"] == first["last step"]
         assert_equal(one["weights"], first["weights"])
     assert min(sent) > 4 * first["last step"].num_elements
-    assert any(not torch.equal(one, second["residuals"][name]) for name, one in first["residuals"].items())
+    assert any(not torch.equal(residual, second["residuals"][name]) for name, residual in first["residuals"].items())
     assert any((tmp_path / "lightning_logs").rglob("events*"))
 
 

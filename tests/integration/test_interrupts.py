@@ -212,11 +212,13 @@ def test_faults_drawn_from_all_points_leave_right_checkpoints() -> None:
 def test_the_simulation_sends_some_and_keeps_some() -> None:
     first, *others = simulate(first_state(2), range(3), THRESHOLD)
     for state in others:
-        assert all(any(one.any() for one in residuals.values()) for residuals in state.residuals)
+        assert all(any(residual.any() for residual in residuals.values()) for residuals in state.residuals)
         assert all((state.weights[name] != first.weights[name]).any() for name in first.weights)
     kept = share_of_kept(others[-1].residuals[0])
     assert 0.5 < kept < 1.0
 
 
 def share_of_kept(layers: Layers) -> float:
-    return sum(int(one.count_nonzero()) for one in layers.values()) / sum(one.numel() for one in layers.values())
+    return sum(int(layer.count_nonzero()) for layer in layers.values()) / sum(
+        layer.numel() for layer in layers.values()
+    )

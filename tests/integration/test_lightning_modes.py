@@ -61,7 +61,8 @@ def train_workers(make_model: Any, strategy: Any, **options: Any) -> list[dict[s
 
 
 def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
-    actual, expected = ({name: one.flatten().double() for name, one in some.items()} for some in (actual, expected))
+    actual = {name: tensor.flatten().double() for name, tensor in actual.items()}
+    expected = {name: tensor.flatten().double() for name, tensor in expected.items()}
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
@@ -331,8 +332,8 @@ def test_a_layer_is_sent_densely_at_first_and_where_the_learning_rate_has_fallen
     if searches and (reason := forgets_a_search()):
         pytest.skip(reason)
     for densities in run_workers(_fit_epochs, 2, kind, searches, process_group=False):
-        assert [len(one) for one in densities] == [4] * 6
-        is_high = [[density > sum(DENSITIES) / 2 for density in one] for one in densities]
+        assert [len(of_epoch) for of_epoch in densities] == [4] * 6
+        is_high = [[density > sum(DENSITIES) / 2 for density in of_epoch] for of_epoch in densities]
         assert is_high == [[expected] * 4 for expected in (True, True, False, True, False, False)]
 
 

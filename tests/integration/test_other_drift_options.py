@@ -29,8 +29,8 @@ def trained(**options: Any) -> dict[str, Any]:
     averager = averager_of(model, **options)
     with torch.no_grad():
         for _ in range(2):
-            for one in model.parameters():
-                one.add_(torch.randn_like(one), alpha=0.5)
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.5)
             averager.step()
     return averager.state_dict()
 
@@ -42,9 +42,13 @@ def resumed(saved: dict[str, Any], **options: Any) -> tuple[dict[str, Tensor], A
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         averager.load_state_dict(saved)
-    own = {name: one.detach().clone() for name, one in model.named_parameters()}
+    own = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     averager.step()  # goes on
-    return own, averager._exchange.outer, [str(one.message) for one in caught if "outer" in str(one.message)]
+    return (
+        own,
+        averager._exchange.outer,
+        [str(warning.message) for warning in caught if "outer" in str(warning.message)],
+    )
 
 
 def _kept_goes_into_the_weights() -> None:
@@ -52,10 +56,14 @@ def _kept_goes_into_the_weights() -> None:
     apart, _, _ = resumed(saved, keep_drift=False)
     within, _, _ = resumed(saved, keep_drift=True)
     kept = saved["own"]["unsent"]
-    assert any(one.any() for one in kept.values())
-    for name, one in apart.items():
-        part = torch.view_as_complex(kept[name].view(*one.shape, 2)) if one.is_complex() else kept[name].view_as(one)
-        torch.testing.assert_close(within[name], one - part, rtol=0, atol=0)
+    assert any(tensor.any() for tensor in kept.values())
+    for name, tensor in apart.items():
+        part = (
+            torch.view_as_complex(kept[name].view(*tensor.shape, 2))
+            if tensor.is_complex()
+            else kept[name].view_as(tensor)
+        )
+        torch.testing.assert_close(within[name], tensor - part, rtol=0, atol=0)
 
 
 def test_what_was_kept_apart_goes_into_weights_that_keep_their_drift() -> None:
@@ -73,7 +81,7 @@ def _other_outer_optimizers() -> tuple[list[str], list[str], list[str]]:
     assert before.any()
     torch.testing.assert_close(slow.state[anchor]["momentum_buffer"], 0.5 * before)
     _, adam, said_of_adam = resumed(saved, outer_optimizer=ADAM)
-    assert [float(one["step"]) for one in adam.state.values()] == [1.0] * len(adam.state)
+    assert [float(tensor["step"]) for tensor in adam.state.values()] == [1.0] * len(adam.state)
     return said_of_slow, said_of_adam, resumed(saved)[2]
 
 

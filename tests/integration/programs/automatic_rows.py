@@ -42,8 +42,8 @@ class AscendingOptimizer(torch.optim.Optimizer):
         evaluate = torch.enable_grad()(closure)
         loss = evaluate()
         parameters = [one for group in self.param_groups for one in group["params"]]
-        norm = torch.stack([one.grad.norm() for one in parameters]).norm()
-        ascents = [one.grad * (self.radius / norm) for one in parameters]
+        norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
+        ascents = [parameter.grad * (self.radius / norm) for parameter in parameters]
         torch._foreach_add_(parameters, ascents)
         evaluate()
         torch._foreach_sub_(parameters, ascents)
@@ -123,7 +123,7 @@ def find_then_fit(make_trainer: MakeTrainer, model: LightningModule, witness: Wi
     before = clones(model.state_dict().items())
     found = Tuner(trainer).lr_find(model, min_lr=1e-3, max_lr=0.5, num_training=6, update_attr=False)
     witness.seen["losses of the search"] += found.results["loss"]
-    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     model.lr = 0.07
     return fit_and_tell(lambda: trainer, model, witness)
 
@@ -141,7 +141,7 @@ class Beginning(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         state = getattr(trainer.strategy, "state", None)
         if state is not None:
-            kept = max((float(one.abs().max()) for one in state.residuals.state_dict().values()), default=0.0)
+            kept = max((float(residual.abs().max()) for residual in state.residuals.state_dict().values()), default=0.0)
             notes = {"last step": state.last_step, "kept": kept, "threshold": state.sparsifier.current_threshold}
             witness_of(pl_module).world.run.notes.append(notes)
 

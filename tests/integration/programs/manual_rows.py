@@ -134,7 +134,7 @@ class StepsAtTheEnd(ManualStudent):
             self._step()
 
     def on_train_epoch_end(self) -> None:
-        witness_of(self).said.append(f"left over: {any(one.grad is not None for one in self.parameters())}")
+        witness_of(self).said.append(f"left over: {any(parameter.grad is not None for parameter in self.parameters())}")
         self._step()
 
     def _step(self) -> None:

@@ -195,18 +195,18 @@ def updates_a_copy(world: World) -> None:
     """The optimizer has copies of the weights, as in one kind of mixed precision."""
     model = Classifier()
     module = world.wrap(model)
-    copies = [one.detach().clone() for one in model.parameters()]
+    copies = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer = nesterov(copies)
     world.watch(optimizer)
     for batch in batches():
         model.zero_grad()
         world.backward(loss_of(module, batch))
-        for copy, one in zip(copies, model.parameters(), strict=True):
-            copy.grad = one.grad.clone()
+        for copy, parameter in zip(copies, model.parameters(), strict=True):
+            copy.grad = parameter.grad.clone()
         optimizer.step()
         with torch.no_grad():
-            for copy, one in zip(copies, model.parameters(), strict=True):
-                one.copy_(copy)
+            for copy, parameter in zip(copies, model.parameters(), strict=True):
+                parameter.copy_(copy)
         world.commit()
 
 

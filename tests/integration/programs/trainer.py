@@ -66,7 +66,7 @@ class Witness(Callback):
 
 
 def witness_of(module: LightningModule) -> Witness:
-    return next(one for one in module.trainer.callbacks if isinstance(one, Witness))
+    return next(callback for callback in module.trainer.callbacks if isinstance(callback, Witness))
 
 
 def commit(strategy: Any) -> None:
@@ -83,7 +83,10 @@ def flat(module: nn.Module) -> Tensor:
 
 def gradient(module: nn.Module) -> Tensor:
     """The whole gradient, with zeros where there is none."""
-    parts = [torch.zeros_like(one) if one.grad is None else one.grad.detach().to_dense() for one in module.parameters()]
+    parts = [
+        torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().to_dense()
+        for parameter in module.parameters()
+    ]
     return torch.cat([one.flatten() for one in parts])
 
 

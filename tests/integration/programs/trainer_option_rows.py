@@ -84,8 +84,8 @@ def fit_test_and_predict(make_trainer: MakeTrainer, model: LightningModule, witn
 
 def clipped_by_norm(runs: list[Run]) -> None:
     for run in runs:
-        norms = [float(one.norm()) for one in run.seen["gradients"]]
-        applied = [float(one.norm()) for one in run.seen["applied gradients"]]
+        norms = [float(gradient.norm()) for gradient in run.seen["gradients"]]
+        applied = [float(gradient.norm()) for gradient in run.seen["applied gradients"]]
         assert len(applied) == len(norms) - 1 == 2 * BATCHES - 1  # the last stays
         assert min(norms) > 0.1
         assert applied == pytest.approx([0.1] * len(applied), rel=1e-4)
