@@ -85,9 +85,12 @@ def numbers_of(content: dict[str, Any]) -> Any:
 class Judge:
     """Compares files and results of one case with the simulation; resumes each file whose content it has not seen."""
 
+    lacking = "residuals"
+    """What a warning says that a file does not hold."""
+
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.states = simulate(first_state(case.num_workers), range(STEPS), case.threshold)
+        self.states = self.simulate(None, range(STEPS))
         self.shared: dict[int, Any] = {}
         self.resumed: dict[str, list[str]] = {"": []}
 
@@ -183,8 +186,10 @@ class Judge:
             problems.append(f"{what}: residuals of rank {rank} at the end are not the simulation's")
         return problems
 
-    def check_last(self, result: dict[str, Any], rank: int) -> list[str]:
-        return self.check_end(result, rank, self.states[-1], "the struck run itself")
+    def simulate(self, saved: dict[str, Any] | None, steps: range) -> list[Any]:
+        """Returns what a run goes through that begins anew, or from a file."""
+        start = first_state(self.case.num_workers) if saved is None else self.start(saved)
+        return simulate(start, steps, self.case.threshold)
 
     def strike(self, fault: Fault, folder: Path) -> Outcome:
         """Lets a fault happen and looks at what is left."""
@@ -207,7 +212,7 @@ class Judge:
             outcome.finished = True
             for rank in range(self.case.num_workers):
                 result = torch.load(folder / f"result of {rank}", weights_only=True)
-                outcome.problems += self.check_last(result, rank)
+                outcome.problems += self.check_end(result, rank, self.states[-1], "the struck run itself")
         else:
             outputs = sorted(folder.glob("output of *"))
             outcome.said = "\n".join(f"{one.name}:\n{one.read_text()[-3000:]}" for one in outputs)
@@ -238,15 +243,16 @@ class Judge:
 
     def _check_resumed(self, path: Path, folder: Path, number: int) -> list[str]:
         saved = torch.load(path, weights_only=True)
-        expected = simulate(self.start(saved), range(saved["global_step"], RESUMED_STEPS), self.case.threshold)[-1]
+        expected = self.simulate(saved, range(saved["global_step"], RESUMED_STEPS))[-1]
         problems = []
         for rank in range(self.case.num_workers):
             result = torch.load(folder / f"{number} of {rank}", weights_only=True)
             problems += self.check_end(result, rank, expected, f"resumed from {path.name}")
             if rank == 0 and self.case.is_sparse and (why := saved[KEY]["why_incomplete"]) is not None:
-                had_steps = saved[KEY]["numbers"]["last_step"] is not None
-                if had_steps and not any("holds no residuals" in one and why in one for one in result["warnings"]):
-                    problems.append(f"resumed from {path.name}: no warning of missing residuals")
+                had_steps = self.case.is_local or saved[KEY]["numbers"]["last_step"] is not None
+                is_said = any(f"holds no {self.lacking}" in told and why in told for told in result["warnings"])
+                if had_steps and not is_said:
+                    problems.append(f"resumed from {path.name}: no warning of missing {self.lacking}")
         return problems
 
 

@@ -107,7 +107,7 @@ def inject(rows: Sequence[tuple[Case, Fault]], at_a_time: int = 4) -> list[Outco
         folders = [Path(name) / str(number) for number in range(len(rows))]
         for folder in folders:
             folder.mkdir()
-        list(pool.map(Judge.prepare, judges.values()))
+        list(pool.map(lambda judge: judge.prepare(), judges.values()))
         outcomes = list(pool.map(lambda row, folder: judges[row[0]].strike(row[1], folder), rows, folders))
         of_case: dict[Case, list[tuple[Outcome, Path]]] = {case: [] for case in judges}
         for outcome, folder in zip(outcomes, folders, strict=True):

@@ -144,17 +144,18 @@ def _resume(reader: str, num_workers: int, folder: str) -> dict[str, tuple[list[
     return found
 
 
-def _consolidated(folder: str, reader: str, writer: str) -> list[str]:
-    """Resumes from one file that Lightning has made of a folder; returns the warnings."""
+def _consolidated(folder: str, reader: str, writer: str) -> tuple[list[str], list[float]]:
+    """Resumes from one file that Lightning has made of a folder; returns the warnings and what is unsent."""
     merged = _load_distributed_checkpoint(Path(folder, writer))
     merged["optimizer_states"] = [merged.pop("optimizer_0")]
     path = f"{folder}/consolidated for {os.environ['RANK']}"
     torch.save(merged, path)
-    trainer = quiet_trainer(STRATEGIES[reader](2), max_steps=END)
+    unsent = Unsent()
+    trainer = quiet_trainer(STRATEGIES[reader](2), max_steps=END, callbacks=[unsent])
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         trainer.fit(Regression(), data(), ckpt_path=path)
-    return [str(warning.message) for warning in warned]
+    return [str(warning.message) for warning in warned], unsent.squares
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,8 @@ def _consolidated(folder: str, reader: str, writer: str) -> list[str]:
 def test_a_file_that_was_consolidated_from_a_folder_says_what_is_lost(
     folder: Path, reader: str, writer: str, starts: str
 ) -> None:
-    warned, _ = run_workers(_consolidated, 2, str(folder), reader, writer, process_group=False)
+    (warned, unsent), _ = run_workers(_consolidated, 2, str(folder), reader, writer, process_group=False)
+    assert unsent == [0]
     assert any(f"the checkpoint's folder lightning_sparse is missing. {starts}" in told for told in warned)
 
 

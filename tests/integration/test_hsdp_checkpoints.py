@@ -179,6 +179,7 @@ def test_a_resume_equals_a_run_without_a_stop(
             for result in resumed:
                 for key in straight.keys() - {"at start"}:
                     assert_equal(result[key], straight[key], f"{name}: {key}")
+            assert straight["threshold"] == results[0][name][0]["threshold"]
             for key in ("threshold", "history"):  # of each rank's own shards
                 assert_equal(resumed[-1]["at start"][key], stopped[key], f"{name}: {key}")
         assert any(one.any() for one in of_rank[names[0]][0]["own"]["residual"].values())

@@ -234,7 +234,6 @@ class Witness(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         trainer.strategy.state.subscribe(self.seen["steps"].append)
-        self.seen["began with"] = trainer.strategy.state.residuals.state_dict()
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         self.seen["logged"].append(float(trainer.logged_metrics.get("loss_step", 0.0)))
@@ -424,17 +423,6 @@ def test_loaders_go_on_where_those_of_processes_would(tmp_path: Path) -> None:
     for other in (simulated(case), processes(case, ckpt_path=path)):
         assert_equal(resumed["weights"], other["weights"])
         assert_equal(resumed["residuals"], other["residuals"])
-
-
-def test_another_number_of_workers_starts_from_the_mean(tmp_path: Path) -> None:
-    path = str(tmp_path / "one.ckpt")
-    first = simulated({"trainer": {"max_steps": 4}, "saves": path})
-    saved = torch.load(path, weights_only=True)["lightning_sparse"]
-    own, other = (worker["residual"] for worker in saved["workers"])
-    mean = {name: (tensor + other[name]) / 2 for name, tensor in own.items()}
-    assert_equal(own, first["residuals"])
-    assert any(tensor.any() for tensor in mean.values())
-    assert_equal(simulated({"trainer": {"max_steps": 5}}, 5, path)["began with"], mean)
 
 
 def test_a_sparsifier_has_seen_what_that_of_processes_has(tmp_path: Path) -> None:

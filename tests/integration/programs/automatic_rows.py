@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateFinder
-from lightning.pytorch.tuner import Tuner
 from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_sparse import HardThreshold
-from tests.integration.models import Classifier, clones, data, forgets_a_search
+from tests.integration.models import Classifier, data, forgets_a_search
 from tests.integration.programs.manual_rows import ManualStudent
 from tests.integration.programs.trainer import (
     BATCHES,
@@ -112,20 +111,10 @@ def skipped_batches(runs: list[Run]) -> None:
 class WithLearningRate(Student):
     def __init__(self) -> None:
         super().__init__(make_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=self.lr, momentum=0.5))
-        self.lr, self.batch_size = 0.05, 4
+        self.lr = 0.05
 
     def train_dataloader(self) -> DataLoader:
-        return data(batch_size=self.batch_size)
-
-
-def find_then_fit(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
-    trainer = make_trainer()
-    before = clones(model.state_dict().items())
-    found = Tuner(trainer).lr_find(model, min_lr=1e-3, max_lr=0.5, num_training=6, update_attr=False)
-    witness.seen["losses of the search"] += found.results["loss"]
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    model.lr = 0.07
-    return fit_and_tell(lambda: trainer, model, witness)
+        return data()
 
 
 def fit_and_tell(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
@@ -149,14 +138,6 @@ class Beginning(Callback):
 def with_finder() -> dict[str, Any]:
     finder = LearningRateFinder(min_lr=1e-3, max_lr=0.5, num_training_steps=16)
     return {"callbacks": [finder, Beginning()], "default_root_dir": tempfile.mkdtemp()}
-
-
-def searched_first(runs: list[Run]) -> None:
-    for run in runs:
-        assert len(run.seen["losses of the search"]) == 6
-        assert len(set(run.seen["losses of the search"])) == 6
-        assert run.said == ["learning rate 0.07"]
-        assert run.global_step == 2 * BATCHES
 
 
 BATCHES_AFTER_SEARCH = (2 if RequirementCache("lightning>=2.5.3") else 1) * BATCHES
@@ -199,10 +180,6 @@ def refused_with_advice(runs: list[Run]) -> None:
             assert "sparse=False" in run.said[0]
 
 
-def root_dir() -> dict[str, Any]:
-    return {"default_root_dir": tempfile.mkdtemp()}
-
-
 _fit = {"drive": fit_without_validation}
 
 ROWS = {
@@ -218,7 +195,6 @@ ROWS = {
     "steps skipped, gradients zeroed": Row(trains(SkipsStepsAndZeroes, **_fit), skipped_a_third, rolls_back=True),
     "steps skipped, gradients kept": Row(trains(SkipsStepsAndKeeps, **_fit), skipped_a_third, rolls_back=True),
     "nothing done": Row(trains(ReturnsNothingManually, **_fit), skipped_batches),
-    "learning rate found before": Row(trains(WithLearningRate, root_dir, find_then_fit), searched_first),
     "learning rate found inside": Row(
         trains(WithLearningRate, with_finder, fit_and_tell), partial(began_anew, 0.05), 0.05
     ),

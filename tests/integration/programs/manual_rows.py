@@ -8,9 +8,9 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from tests.integration.models import nesterov, sgd
+from tests.integration.programs.loops import Net, loss_of
 from tests.integration.programs.trainer import (
     BATCHES,
     ManualStudent,
@@ -50,24 +50,14 @@ def stepped_once_a_batch(runs: list[Run]) -> None:
         assert run.kind == "ddp" or run.num_exchanges == 4 * BATCHES
 
 
-class LeavesOutWhatWaits(ManualStudent):
+class LeavesOutWhatWaits(Net, ManualStudent):
     """One worker leaves out a layer whose gradient waits for an optimizer that steps seldom."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.sometimes = nn.Linear(8, 3)
-        with torch.no_grad():
-            for parameter in self.sometimes.parameters():
-                parameter.copy_(torch.linspace(-0.4, 0.4, parameter.numel()).view_as(parameter))
-
-    def loss_with(self, batch: list[Tensor], is_used: bool) -> Tensor:
-        loss = self.loss(batch)
-        witness_of(self).said.append("used" if is_used else "left out")
-        return loss + 0.5 * F.cross_entropy(self.sometimes(batch[0]), batch[1]) if is_used else loss
-
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        is_used = batch_idx % 2 == 0 or self.global_rank == 0
+        witness_of(self).said.append("used" if is_used else "left out")
         often, seldom = self.optimizers()
-        self.manual_backward(self.loss_with(batch, batch_idx % 2 == 0 or self.global_rank == 0))
+        self.manual_backward(loss_of(partial(self, is_used=is_used), batch))
         for optimizer in (often, seldom)[: 1 + batch_idx % 2]:
             optimizer.step()
             optimizer.zero_grad()
