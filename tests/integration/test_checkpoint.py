@@ -53,10 +53,12 @@ class ResumableData:
     def __iter__(self) -> Any:
         while self.position < self.batches_per_epoch:
             self.position += 1
-            rank = int(os.environ["RANK"])
-            generator = torch.Generator().manual_seed(1000 * self.position + rank)
-            yield [torch.randn(4, 8, generator=generator), torch.randint(0, 3, (4,), generator=generator)]
+            yield self.batch(self.position)
         self.position = 0
+
+    def batch(self, number: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(1000 * number + int(os.environ["RANK"]))
+        return [torch.randn(4, 8, generator=generator), torch.randint(0, 3, (4,), generator=generator)]
 
     def state_dict(self) -> dict[str, int]:
         return {"position": self.position}

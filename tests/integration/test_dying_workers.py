@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from lightning_sparse import HardThreshold, SparseDDPStrategy
 from lightning_sparse.sparsifiers import LayerLayout, Selection, Sparsifier
 from tests.integration.models import SMALL_BUCKETS_MB, WEIGHTS_ONLY, Recorder, assert_equal, clones, quiet_trainer
+from tests.integration.test_checkpoint import ResumableData
 from tests.integration.unwatched_workers import HANG, is_running, scripts, workers
 from tests.workers import run_workers
 
@@ -163,28 +164,15 @@ class Batches(Dataset):
         return samples(10 * index + int(os.environ["RANK"]) + 1, 8)
 
 
-class ResumableBatches:
-    """The same in epochs of a few batches, each epoch beginning where the last ended; continues where it stopped."""
+class ResumableBatches(ResumableData):
+    """The first of them in every epoch; continues where it stopped."""
 
     def __init__(self, batches: Batches, batches_per_epoch: int) -> None:
-        self.batches, self.batches_per_epoch = batches, batches_per_epoch
-        self.position = 0
+        super().__init__(batches_per_epoch)
+        self.batches = batches
 
-    def __len__(self) -> int:
-        return self.batches_per_epoch
-
-    def __iter__(self) -> Iterator[list[Tensor]]:
-        while True:
-            self.position += 1
-            yield self.batches[self.position - 1]
-            if self.position % self.batches_per_epoch == 0:
-                return
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
+    def batch(self, number: int) -> list[Tensor]:
+        return self.batches[number]
 
 
 def train(
