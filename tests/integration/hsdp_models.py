@@ -40,7 +40,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 class Sharded(LightningModule):
-    """Shards its network over the ranks of a replica, or over all in torch's own way."""
+    """Shards its network over the ranks of a replica, or over all in torch's own way; not at all without a mesh."""
 
     policy = MixedPrecisionPolicy()
 
@@ -54,7 +54,8 @@ class Sharded(LightningModule):
         if self.network is not None:
             return
         self.network = self.make_network()
-        assert self.device_mesh is not None
+        if self.device_mesh is None:
+            return
         mesh = self.device_mesh["data_parallel"]
         if self.native:
             mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
@@ -119,6 +120,19 @@ class Stateless(Manual):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class Unfreezing(Sharded):
+    """Trains its first layer from the fourth step on, also in a process that has just begun."""
+
+    first_step = 3
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.network[0].requires_grad_(False)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.network[0].requires_grad_(self.trainer.global_step >= self.first_step)
 
 
 class Tensors(Sharded):

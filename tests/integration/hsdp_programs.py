@@ -9,15 +9,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
-from tests.integration.hsdp_models import Manual, Sharded, build_network, make_optimizer
+from tests.integration.hsdp_models import Manual, Sharded, Unfreezing, build_network, make_optimizer
 
 
-class Discarding(Sharded):
+class Discarding(Manual):
     """Drops every other gradient before an optimizer sees it."""
-
-    def __init__(self, *, native: bool = False) -> None:
-        super().__init__(native=native)
-        self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         self.batches.append(batch)
@@ -29,12 +25,11 @@ class Discarding(Sharded):
         optimizer.zero_grad()
 
 
-class TwoOptimizers(Sharded):
+class TwoOptimizers(Manual):
     """Steps on the first layer and on the others in turn; each backward reaches both."""
 
     def __init__(self, *, native: bool = False, toggles: bool = False) -> None:
         super().__init__(native=native)
-        self.automatic_optimization = False
         self.toggles = toggles
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -52,18 +47,6 @@ class TwoOptimizers(Sharded):
         first, *others = [one for one in self.network if isinstance(one, nn.Linear)]
         rest = [parameter for layer in others for parameter in layer.parameters()]
         return [make_optimizer(first.parameters()), make_optimizer(rest)]
-
-
-class Unfreezing(Sharded):
-    """Trains its first layer from the fourth batch on."""
-
-    def configure_model(self) -> None:
-        super().configure_model()
-        self.network[0].requires_grad_(False)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 3:
-            self.network[0].requires_grad_(True)
 
 
 class WithNorm(Sharded):
@@ -126,12 +109,8 @@ class InHalf(HalfPrecision):
         return F.mse_loss(self.network(batch[0].bfloat16()).float(), batch[1].float())
 
 
-class KeepingGradients(Sharded):
+class KeepingGradients(Manual):
     """Never drops a gradient: each step's comes on top of all before."""
-
-    def __init__(self, *, native: bool = False) -> None:
-        super().__init__(native=native)
-        self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         self.batches.append(batch)
@@ -139,12 +118,8 @@ class KeepingGradients(Sharded):
         self.optimizers().step()  # type: ignore[union-attr]
 
 
-class Late(Sharded):
+class Late(Manual):
     """Makes its optimizer when training has begun, after a first validation, and tells nobody."""
-
-    def __init__(self, *, native: bool = False) -> None:
-        super().__init__(native=native)
-        self.automatic_optimization = False
 
     def configure_optimizers(self) -> None:
         return None

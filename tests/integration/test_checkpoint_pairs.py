@@ -11,10 +11,6 @@ import pytest
 import torch
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
 from lightning_sparse import (
     DDPHardThresholdStrategy,
@@ -27,6 +23,7 @@ from lightning_sparse import (
     TopK,
 )
 from lightning_sparse.checkpointing.content import KEY, UNSENT, WRITERS
+from tests.integration.hsdp_models import Sharded, data
 from tests.integration.models import messages_of, quiet_trainer
 from tests.workers import run_workers
 
@@ -70,31 +67,6 @@ NOTHING_UNSENT = {"local", "local_hsdp file"}
 """What these do not send stays in each worker's weights, whose mean the file holds."""
 
 
-class Regression(LightningModule):
-    """The same network for all strategies, sharded where there is a mesh."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.network: Any = None
-
-    def configure_model(self) -> None:
-        if self.network is None:
-            torch.manual_seed(3)
-            self.network = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 1))
-            if self.device_mesh is not None:
-                fully_shard(self.network, mesh=self.device_mesh["data_parallel"])
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return F.mse_loss(self.network(batch), batch.sum(1, keepdim=True))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
-
-
-def data() -> DataLoader[Tensor]:
-    return DataLoader(torch.randn(96, 6, generator=torch.Generator().manual_seed(5)), batch_size=4)
-
-
 class Unsent(Callback):
     """Squared norm of the values that each worker of this process has not sent when training starts."""
 
@@ -115,7 +87,7 @@ def _processes(name: str, num_workers: int) -> int:
 def _write(names: list[str], folder: str) -> None:
     for name in names:
         trainer = quiet_trainer(STRATEGIES[name](2), max_steps=STOP)
-        trainer.fit(Regression(), data())
+        trainer.fit(Sharded(), data())
         trainer.save_checkpoint(f"{folder}/{name}")
 
 
@@ -137,7 +109,7 @@ def _resume(reader: str, num_workers: int, folder: str) -> dict[str, tuple[list[
         with messages_of(told), warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             try:
-                trainer.fit(Regression(), data(), ckpt_path=f"{folder}/{writer}")
+                trainer.fit(Sharded(), data(), ckpt_path=f"{folder}/{writer}")
             except ValueError as error:
                 told = [f"ValueError: {error}"]
         found[writer] = unsent.squares, [str(warning.message) for warning in warned], told
@@ -154,7 +126,7 @@ def _consolidated(folder: str, reader: str, writer: str) -> tuple[list[str], lis
     trainer = quiet_trainer(STRATEGIES[reader](2), max_steps=END, callbacks=[unsent])
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        trainer.fit(Regression(), data(), ckpt_path=path)
+        trainer.fit(Sharded(), data(), ckpt_path=path)
     return [str(warning.message) for warning in warned], unsent.squares
 
 

@@ -25,6 +25,7 @@ from tests.integration.hsdp_models import (
     Sharded,
     Stateless,
     Tensors,
+    Unfreezing,
     WithAdam,
     build_network,
     data,
@@ -62,15 +63,12 @@ class WithBuffers(WithAdam):
                 self.target.bias.to_local()[0] += 0.1
 
 
-class Unfrozen(Stateless):
-    """Trains its first layer from the fourth step on, also in a process that has just begun."""
+class StatelessUnfreezing(Unfreezing, Stateless):
+    pass
 
-    def configure_model(self) -> None:
-        super().configure_model()
-        self.network[0].requires_grad_(False)
 
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.network[0].requires_grad_(self.trainer.global_step >= 3)
+class UnfreezingWithAdam(Unfreezing, WithAdam):
+    first_step = 5
 
 
 SPARSE_LOCO = {"threshold": 0.02, "keep_drift": False, "every_n_steps": 2, "outer_optimizer": NESTEROV}
@@ -85,7 +83,11 @@ SETTINGS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "SparseLoCo": (DRIFTS, WithAdam, SPARSE_LOCO),
     "late": (DRIFTS, WithAdam, {"threshold": 0.02, "overlap": True}),
     "no state": (DRIFTS, Stateless, {"threshold": 0.02}),
-    "unfrozen": (DRIFTS, Unfrozen, {"threshold": 0.02, "outer_optimizer": partial(torch.optim.Adam, lr=0.01)}),
+    "unfrozen": (
+        DRIFTS,
+        StatelessUnfreezing,
+        {"threshold": 0.02, "outer_optimizer": partial(torch.optim.Adam, lr=0.01)},
+    ),
 }
 OF_EIGHT = {"tensor parallelism": (GRADIENTS, Tensors, {"threshold": 0.03, "tensor_parallel_size": 2})}
 
@@ -285,17 +287,6 @@ def test_a_changed_model_keeps_what_fits_and_names_the_norm_of_the_rest(saved: A
             assert_equal(residual, torch.zeros_like(residual) if name in lost else old[rank][name])
 
 
-class UnfrozenInTheSixth(WithAdam):
-    """Trains its first layer from the sixth batch on."""
-
-    def configure_model(self) -> None:
-        super().configure_model()
-        self.network[0].requires_grad_(False)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.network[0].requires_grad_(batch_idx >= 5)
-
-
 class SavesInTheMiddle(WithBuffers):
     """Saves, where it is asked to, between forward and backward."""
 
@@ -310,7 +301,7 @@ def _save_often(folder: str) -> Any:
     results = []
     for kind, make, options in (
         (GRADIENTS, Stateless, {"density": 0.2}),  # torch steps it on gradients of zero, to have a state to save
-        (DRIFTS, UnfrozenInTheSixth, {"threshold": 0.02, "every_n_steps": 4}),
+        (DRIFTS, UnfreezingWithAdam, {"threshold": 0.02, "every_n_steps": 4}),
         (DRIFTS, SavesInTheMiddle, {"threshold": 0.02, "every_n_steps": 4}),
     ):
         pair = []
