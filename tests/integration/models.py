@@ -96,10 +96,21 @@ class ManualClassifier(Classifier):
 
 
 class TwoPlayers(LightningModule):
-    """Two networks with an optimizer each, trained in turn as in a GAN."""
+    """Two networks with an optimizer each, trained in turn as in a GAN.
 
-    def __init__(self) -> None:
+    Args:
+        toggles: whether only the player that is trained requires gradients.
+        zeroes_first: whether a player's last gradient stays around while the other is trained.
+        set_to_none: how gradients are zeroed.
+        reaches_both: whether the judge's loss has gradients for the generator.
+    """
+
+    def __init__(
+        self, *, toggles: bool = True, zeroes_first: bool = False, set_to_none: bool = True, reaches_both: bool = False
+    ) -> None:
         super().__init__()
+        self.toggles, self.zeroes_first, self.set_to_none = toggles, zeroes_first, set_to_none
+        self.reaches_both = reaches_both
         generator = torch.Generator().manual_seed(7)
         self.generator = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 8))
         self.judge = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 1))
@@ -107,40 +118,30 @@ class TwoPlayers(LightningModule):
             for parameter in self.parameters():
                 parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
         self.automatic_optimization = False
-        self.batches: list[list[Tensor]] = []
 
     def generator_loss(self, inputs: Tensor) -> Tensor:
         return F.softplus(-self.judge(self.generator(inputs))).mean()
 
     def judge_loss(self, inputs: Tensor) -> Tensor:
-        fake = self.generator(inputs).detach()
+        fake = self.generator(inputs)
+        fake = fake if self.reaches_both else fake.detach()
         return (F.softplus(-self.judge(inputs)) + F.softplus(self.judge(fake))).mean()
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.batches.append(batch)
-        losses = (self.generator_loss, self.judge_loss)
-        for optimizer, loss in zip(self.optimizers(), losses, strict=True):
-            self.toggle_optimizer(optimizer)
+        for optimizer, loss in zip(self.optimizers(), (self.generator_loss, self.judge_loss), strict=True):
+            if self.toggles:
+                self.toggle_optimizer(optimizer)
+            if self.zeroes_first:
+                optimizer.zero_grad(set_to_none=self.set_to_none)
             self.manual_backward(loss(batch[0]))
             optimizer.step()
-            optimizer.zero_grad()
-            self.untoggle_optimizer(optimizer)
+            if not self.zeroes_first:
+                optimizer.zero_grad(set_to_none=self.set_to_none)
+            if self.toggles:
+                self.untoggle_optimizer(optimizer)
 
     def configure_optimizers(self) -> Any:
         return sgd(self.generator.parameters()), sgd(self.judge.parameters())
-
-
-class TwoPlayersZeroingFirst(TwoPlayers):
-    """The same, but each player's last gradient stays around while the other is trained."""
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        losses = (self.generator_loss, self.judge_loss)
-        for optimizer, loss in zip(self.optimizers(), losses, strict=True):
-            self.toggle_optimizer(optimizer)
-            optimizer.zero_grad()
-            self.manual_backward(loss(batch[0]))
-            optimizer.step()
-            self.untoggle_optimizer(optimizer)
 
 
 class Recorder(Callback):

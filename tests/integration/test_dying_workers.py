@@ -185,17 +185,7 @@ def train(
     callbacks: tuple[Callback, ...] = (),
     resume: str | None = None,
 ) -> dict[str, Any]:
-    """Trains, and returns what there is in the end.
-
-    Args:
-        max_steps: optimizer steps of the whole run.
-        fate: of one of the workers.
-        exchange: the strategy's.
-        timeout: the process group's, in seconds.
-        loader_processes: those of a DataLoader; None for batches that can be resumed in the middle of an epoch.
-        callbacks: beside those that record.
-        resume: a checkpoint, ``"last"`` or None.
-    """
+    """Trains, and returns what there is in the end; without ``loader_processes`` on batches that can be resumed."""
     fate = fate or Fate()
     recorder, start = Recorder(), _Start(fate)
     trainer = quiet_trainer(
