@@ -242,6 +242,43 @@ def test_others_resume(saved: Any, is_folder: bool, num_ranks: int, replicas: in
                     torch.testing.assert_close(start["shared"]["anchor"], mean["weights"], rtol=0, atol=1e-15)
 
 
+def _of_shards(folder: str, is_folder: bool) -> dict[str, Any]:
+    results = {}
+    for name, epochs, others in (
+        ("saved", 1, {}),
+        ("same", 2, {}),
+        ("in the weights", 2, {"keep_drift": True}),
+        ("slower", 2, {"outer_optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.5)}),
+        ("Adam", 2, {"outer_optimizer": partial(torch.optim.Adam, lr=0.01)}),
+        ("none", 2, {"outer_optimizer": None}),
+    ):
+        resume = None if name == "saved" else f"{folder}/saved.end"
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "lightning_sparse: the checkpoint's outer optimizer is SGD")
+            results[name] = train("SparseLoCo", 2, epochs, f"{folder}/{name}", resume, is_folder, **others)
+    return results
+
+
+@pytest.mark.full
+@in_both_forms
+def test_drifts_go_on_with_other_options_and_lose_nothing(tmp_path: Any, is_folder: bool) -> None:
+    for results in run_ranks(_of_shards, 4, str(tmp_path), is_folder):
+        start = {name: result["at start"] for name, result in results.items() if name != "saved"}
+        own, kept = start["same"]["own"]["weights"], start["same"]["own"]["unsent"]
+        assert any(tensor.any() for tensor in kept.values())
+        for name, weight in own.items():
+            within = start["in the weights"]["own"]["weights"][name]
+            torch.testing.assert_close(within, weight - kept[name].view_as(weight), rtol=0, atol=0)
+        outer = {
+            name: {key: held for key, held in one["shared"].items() if key != "anchor"} for name, one in start.items()
+        }
+        torch.testing.assert_close(outer["slower"], outer["same"], rtol=0, atol=0)
+        assert outer["same"]
+        assert outer["Adam"] == outer["none"] == {}
+        for result in results.values():
+            assert all(weight.isfinite().all() for weight in result["model"].values())
+
+
 class Narrower(Sharded):
     """Layers of other sizes but for the last."""
 

@@ -1,6 +1,7 @@
 """``Trainer(strategy="local_hardthreshold")``: what a Trainer and its users can do with local training."""
 
 import os
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from torch import Tensor, nn
@@ -448,6 +450,80 @@ def test_blocks_of_averaged_weights_may_be_nested() -> None:
     assert torch.equal(inside, after)
     assert torch.equal(inside, other_inside)
     assert not torch.equal(own, other)
+
+
+# A resume with other options.
+
+NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+SLOW = partial(torch.optim.SGD, lr=0.1, momentum=0.5)
+
+
+def _drifting(**options: Any) -> tuple[nn.Module, SparseModelAverager]:
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4, dtype=torch.complex64))
+    return model, SparseModelAverager(model, HardThreshold(threshold=0.5), DriftOptions(**options))
+
+
+def _saved(**options: Any) -> dict[str, Any]:
+    """What a worker saves after it has drifted, by more and by less than the threshold."""
+    torch.manual_seed(dist.get_rank())
+    model, averager = _drifting(**options)
+    with torch.no_grad():
+        for _ in range(2):
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.5)
+            averager.step()
+    return averager.state_dict()
+
+
+def _loaded(saved: dict[str, Any], **options: Any) -> tuple[dict[str, Tensor], Any, list[str]]:
+    """The weights that a worker begins with, its outer optimizer, and what it was warned of."""
+    model, averager = _drifting(**options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        averager.load_state_dict(saved)
+    own = clones(model.named_parameters())
+    averager.step()  # goes on
+    told = [str(warning.message) for warning in caught]
+    return own, averager._exchange.outer, [message for message in told if "outer" in message]
+
+
+def _kept_goes_into_the_weights() -> None:
+    saved = _saved(keep_drift=False)
+    apart, _, _ = _loaded(saved, keep_drift=False)
+    within, _, _ = _loaded(saved, keep_drift=True)
+    kept = saved["own"]["unsent"]
+    assert any(unsent.any() for unsent in kept.values())
+    for name, weight in apart.items():
+        real = torch.view_as_real(weight) if weight.is_complex() else weight
+        part = kept[name].view_as(real)
+        assert_equal(within[name], weight - (torch.view_as_complex(part) if weight.is_complex() else part))
+
+
+def test_what_was_kept_apart_goes_into_weights_that_keep_their_drift() -> None:
+    run_workers(_kept_goes_into_the_weights, 2)
+
+
+def _other_outer_optimizers() -> tuple[list[str], list[str], list[str]]:
+    saved = _saved(outer_optimizer=NESTEROV)
+    _, slow, told_slow = _loaded(saved, outer_optimizer=SLOW)
+    [group] = slow.param_groups
+    assert (group["lr"], group["momentum"], group["nesterov"]) == (0.1, 0.5, False)
+    # What has gathered has been multiplied by the momentum of now, in the step after.
+    momentum = saved["shared"]["outer.momentum_buffer"]
+    before = torch.cat([momentum[name] for name in saved["numbers"]["layout"][0]])
+    assert before.any()
+    torch.testing.assert_close(slow.state[group["params"][0]]["momentum_buffer"], 0.5 * before)
+    _, other, told_other = _loaded(saved, outer_optimizer=partial(torch.optim.Adam, lr=0.01))
+    assert [float(state["step"]) for state in other.state.values()] == [1.0] * len(other.state)
+    return told_slow, told_other, _loaded(saved)[2]
+
+
+def test_an_outer_optimizer_has_the_options_of_now_and_another_begins_anew() -> None:
+    for of_slow, of_other, of_none in run_workers(_other_outer_optimizers, 2):
+        assert of_slow == []
+        for told, now in ((of_other, "Adam, which begins anew"), (of_none, "none")):
+            [message] = told
+            assert f"optimizer is SGD, that of now {now}: what" in message
 
 
 # What is refused.
