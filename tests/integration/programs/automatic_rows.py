@@ -64,7 +64,16 @@ def several_a_step(at_least: int, runs: list[Run]) -> None:
 
 
 class SkipsSteps(Student):
-    """Evaluates the closure in every batch, and steps in two of three."""
+    """Evaluates the closure in every batch, and steps in two of three.
+
+    Args:
+        then: what becomes of the gradients of a batch that is skipped: ``"dropped"``, ``"zeroed"``, or ``"kept"``, so
+            that the next batch adds to them, unless an epoch ends between.
+    """
+
+    def __init__(self, then: str) -> None:
+        super().__init__()
+        self.then = then
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         if batch_idx % 3 == 1:
@@ -72,20 +81,10 @@ class SkipsSteps(Student):
         else:
             optimizer.step(closure=optimizer_closure)
 
-
-class SkipsStepsAndZeroes(SkipsSteps):
-    """In batches that are skipped gradients are not dropped but set to zero."""
-
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        optimizer.zero_grad(set_to_none=batch_idx % 3 != 2)
-
-
-class SkipsStepsAndKeeps(SkipsSteps):
-    """What a batch that is skipped leaves is added to by the next one, unless an epoch ends between."""
-
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        if batch_idx % 3 != 2:
-            optimizer.zero_grad()
+        is_after = batch_idx % 3 == 2
+        if not (is_after and self.then == "kept"):
+            optimizer.zero_grad(set_to_none=not (is_after and self.then == "zeroed"))
 
 
 def skipped_a_third(runs: list[Run]) -> None:
@@ -191,9 +190,12 @@ ROWS = {
         partial(several_a_step, 3),
         rolls_back=True,
     ),
-    "steps skipped": Row(trains(SkipsSteps, **_fit), skipped_a_third, rolls_back=True),
-    "steps skipped, gradients zeroed": Row(trains(SkipsStepsAndZeroes, **_fit), skipped_a_third, rolls_back=True),
-    "steps skipped, gradients kept": Row(trains(SkipsStepsAndKeeps, **_fit), skipped_a_third, rolls_back=True),
+    **{
+        f"steps skipped, gradients {then}": Row(
+            trains(partial(SkipsSteps, then), **_fit), skipped_a_third, rolls_back=True
+        )
+        for then in ("dropped", "zeroed", "kept")
+    },
     "nothing done": Row(trains(ReturnsNothingManually, **_fit), skipped_batches),
     "learning rate found inside": Row(
         trains(WithLearningRate, with_finder, fit_and_tell), partial(began_anew, 0.05), 0.05
