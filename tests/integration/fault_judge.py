@@ -69,11 +69,12 @@ class Outcome:
         return f"{self.case} | {self.fault} | {self.seconds:.1f} s {self.exit_codes} | {files}"
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+def same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
     """Whether tensors are equal to the last bit; what is missing is zero."""
     empty = zeros()
     return all(
-        torch.equal(one.get(name, empty[name]).flatten(), other.get(name, empty[name]).flatten()) for name in SIZES
+        torch.equal(actual.get(name, empty[name]).flatten(), expected.get(name, empty[name]).flatten())
+        for name in SIZES
     )
 
 
@@ -108,8 +109,8 @@ class Judge:
         state = self.start(saved)
         steps = [
             step
-            for step, one in enumerate(self.states)
-            if same(state.weights, one.weights) and same(state.momentum, one.momentum)
+            for step, known in enumerate(self.states)
+            if same(state.weights, known.weights) and same(state.momentum, known.momentum)
         ]
         step = steps[0] if steps else None
         if not saved["optimizer_states"]:
@@ -148,12 +149,12 @@ class Judge:
             if residuals and len(residuals) != self.case.num_workers:
                 problems.append(f"{name}: residuals of {len(residuals)} workers")
             pairs = list(zip(residuals, self.states[step].residuals, strict=False))
-        for rank, (one, expected) in enumerate(pairs):
-            if not same(one, expected):
+        for rank, (residual, expected) in enumerate(pairs):
+            if not same(residual, expected):
                 of = [
                     other
                     for other, state in enumerate(self.states)
-                    if same(one, state.residuals[rank if len(pairs) > 1 else 0])
+                    if same(residual, state.residuals[rank if len(pairs) > 1 else 0])
                 ]
                 problems.append(f"{name}: residuals of rank {rank} are not those of step {step} (of {of})")
         return "residuals" if step else "nothing yet"

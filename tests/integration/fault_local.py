@@ -10,9 +10,9 @@ from tests.integration.fault_training import SIZES, Layers, LocalState, first_lo
 from tests.integration.fault_workers import KEY
 
 
-def same(one: Layers, other: Layers) -> bool:
+def same(actual: Layers, expected: Layers) -> bool:
     """Whether tensors are equal to the last bit."""
-    return all(name in one and torch.equal(one[name], other[name]) for name in SIZES)
+    return all(name in actual and torch.equal(actual[name], expected[name]) for name in SIZES)
 
 
 def momentum_of(optimizer_states: list[Any]) -> Layers:
@@ -59,9 +59,9 @@ class LocalJudge(Judge):
         else:
             holds = str(why_not)
             # The mean, if all had met and one died or left while the rest was gathered.
-            known = [(step, one.anchor) for step, one in enumerate(self.states)]
-            known += [(step, one.mean) for step, one in enumerate(self.states)]
-            step = next((step for step, one in known if same(weights, one)), None)
+            known = [(step, state.anchor) for step, state in enumerate(self.states)]
+            known += [(step, state.mean) for step, state in enumerate(self.states)]
+            step = next((step for step, layers in known if same(weights, layers)), None)
             if step is None and "changed" not in why_not and "failed" not in why_not:
                 problems.append(f"{name}: the weights are no step's anchor")
             if content["workers"]:
@@ -75,25 +75,25 @@ class LocalJudge(Judge):
         """Returns the step of what workers have; None, as with plain ddp, where an optimizer was broken off."""
         content = saved[KEY]
         workers = [(held["weights"], momentum) for held, momentum in own_of(content)]
-        known = [*enumerate(self.states), *((step + 1, one) for step, one in enumerate(self.stepped))]
+        known = [*enumerate(self.states), *((step + 1, state) for step, state in enumerate(self.stepped))]
         found: list[tuple[int, LocalState]] = []
         if self.case.residual_checkpoint == "mean":
             if workers:
                 problems.append(f"{name} has what was not asked for")
             # An exchange leaves the mean what it is.
-            found = [one for one in known if same(saved["state_dict"], one[1].mean)]
+            found = [entry for entry in known if same(saved["state_dict"], entry[1].mean)]
         elif len(workers) != self.case.num_workers:
             problems.append(f"{name}: what {len(workers)} workers have")
         else:
             mean = LocalState({}, [weights for weights, _ in workers], []).mean
             if not same(saved["state_dict"], mean):
                 problems.append(f"{name}: the weights are not the mean of the workers'")
-            for one in known:
-                pairs = zip(workers, one[1].weights, one[1].momentum, strict=True)
+            for entry in known:
+                pairs = zip(workers, entry[1].weights, entry[1].momentum, strict=True)
                 if all(same(own[0], weights) and same(own[1], momentum) for own, weights, momentum in pairs):
-                    found = [one]
-        anchors = [one.anchor for _, one in found] or [one.anchor for one in self.states]
-        if not any(same(content["shared"]["anchor"], one) for one in anchors):
+                    found = [entry]
+        anchors = [state.anchor for _, state in found] or [state.anchor for state in self.states]
+        if not any(same(content["shared"]["anchor"], anchor) for anchor in anchors):
             problems.append(f"{name}: not the anchor of the weights' step")
         return found[0][0] if found else None
 

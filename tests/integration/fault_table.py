@@ -44,7 +44,9 @@ WINDOWS = ("set-up", "step 0", "step 1", "save 1", "step 2", "save 2", "end")
 
 def points_of(traces: Sequence[Sequence[Point]], windows: Sequence[str]) -> list[Point]:
     """Returns every point that some worker comes by, once; of looks into the store, as many as it takes, one."""
-    points = dict.fromkeys(point for one in traces for point in one if point.window in windows)
+    points = dict.fromkeys(
+        point for points_of_worker in traces for point in points_of_worker if point.window in windows
+    )
     return [point for point in points if not ("store." in point.name and point.k)]
 
 
@@ -74,7 +76,7 @@ def faults_of(case: Case, windows: Sequence[str], per_point: int, seed: int, ske
                 found += fault not in faults
                 faults[fault] = None
     for _ in range(skewed):
-        window = generator.choice([one for one in windows if one != "set-up"])
+        window = generator.choice([known for known in windows if known != "set-up"])
         chosen = tuple(generator.choice(points_of([points], [window])) for points in traces)
         faults[Fault(generator.choice(WAYS[:3]), chosen)] = None
     return list(faults)
@@ -92,10 +94,10 @@ def second_faults_of(case: Case, per_point: int, seed: int) -> list[Fault]:
             kinds = [
                 (way, number)
                 for way, number in itertools.product(WAYS, range(3))
-                if all(second in sets[rank] for rank, one in enumerate(who(number, case)) if one)
+                if all(second in sets[rank] for rank, is_struck in enumerate(who(number, case)) if is_struck)
             ]
             for way, number in generator.sample(kinds, min(per_point, len(kinds))):
-                then = Fault(way, tuple(second if one else None for one in who(number, case)))
+                then = Fault(way, tuple(second if is_struck else None for is_struck in who(number, case)))
                 faults.append(replace(fault, then=then))
     return faults
 
@@ -153,7 +155,7 @@ def main() -> None:
     parser.add_argument("--at-a-time", type=int, default=4)
     arguments = parser.parse_args()
     num_faults = num_survived = num_compared = 0
-    for case in (one for one in CASES if arguments.route in str(one)):
+    for case in (known for known in CASES if arguments.route in str(known)):
         started = time.monotonic()
         windows = arguments.windows.split(",")
         faults = faults_of(case, windows, arguments.per_point, arguments.seed, arguments.skewed)

@@ -187,7 +187,7 @@ def train(rank: int, case: Case, folder: Path, fault: Fault) -> None:
             # A process of a fork server leaves without it.
             injector.tell("before the process ends")
         finally:
-            (folder / f"trace of {rank}").write_text(json.dumps([vars(one) for one in injector.trace]))
+            (folder / f"trace of {rank}").write_text(json.dumps([vars(point) for point in injector.trace]))
 
 
 def save_all(rank: int, case: Case, folder: Path) -> None:
@@ -233,6 +233,6 @@ def trace(case: Case, fault: Fault | None = None) -> list[list[Point]]:
         ended = run(case, folder, train, fault or Fault("none", (None,) * case.num_workers))
         assert fault or ended.exit_codes == [0] * case.num_workers, (folder / "output of 0").read_text()
         return [
-            [Point(**one) for one in json.loads((folder / f"trace of {rank}").read_text())]
+            [Point(**point) for point in json.loads((folder / f"trace of {rank}").read_text())]
             for rank in range(case.num_workers)
         ]

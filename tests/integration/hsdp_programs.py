@@ -44,7 +44,7 @@ class TwoOptimizers(Manual):
                 self.untoggle_optimizer(optimizer)
 
     def configure_optimizers(self) -> Any:
-        first, *others = [one for one in self.network if isinstance(one, nn.Linear)]
+        first, *others = [layer for layer in self.network if isinstance(layer, nn.Linear)]
         rest = [parameter for layer in others for parameter in layer.parameters()]
         return [make_optimizer(first.parameters()), make_optimizer(rest)]
 
@@ -59,8 +59,8 @@ class WithNorm(Sharded):
             self.unused = nn.Linear(2, 2, dtype=torch.float64)
             nn.init.ones_(self.unused.weight)
             nn.init.ones_(self.unused.bias)
-            for one in (self.norm, self.unused):
-                fully_shard(one, mesh=self.network[0].weight.device_mesh)
+            for module in (self.norm, self.unused):
+                fully_shard(module, mesh=self.network[0].weight.device_mesh)
 
     def loss(self, batch: Any) -> Tensor:
         return F.mse_loss(self.network(self.norm(batch[0])), batch[1])

@@ -219,11 +219,11 @@ def test_a_resumed_run_equals_one_that_never_stopped(name: str, num_workers: int
     straight = run(num_workers, case, END, save=(STOP, str(path)))
     resumed = run(num_workers, case, END, resume=path)
     options, is_local = case.get("strategy", {}), case.get("is_local", False)
-    for one, other in zip(straight, resumed, strict=True):
-        assert one["steps"][STOP // options.get("every_n_steps", 1) :] == other["steps"]
+    for expected, found in zip(straight, resumed, strict=True):
+        assert expected["steps"][STOP // options.get("every_n_steps", 1) :] == found["steps"]
         for key in ("threshold", "tensors", "weights", "optimizer", "scale"):
-            assert_equal(other[key], one[key], key)
-        assert all(weight.isfinite().all() for weight in one["weights"].values())
+            assert_equal(found[key], expected[key], key)
+        assert all(weight.isfinite().all() for weight in expected["weights"].values())
     last = straight[0]["steps"][-1]
     assert last["selected"] > 0
     if is_local or "sparsifier" not in case:
@@ -231,7 +231,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(name: str, num_workers: int
     assert (straight[0]["scale"] != straight[1]["scale"]) == case.get("overflows", False)
     assert_equal(straight[0]["tensors"].get("anchor"), straight[1]["tensors"].get("anchor"))
     pairs = zip(straight[0]["weights"].values(), straight[1]["weights"].values(), strict=True)
-    assert any((one != other).any() for one, other in pairs) == (is_local and options.get("keep_drift", True))
+    assert any((mine != theirs).any() for mine, theirs in pairs) == (is_local and options.get("keep_drift", True))
 
 
 def residuals_in(path: Path) -> Any:

@@ -87,8 +87,10 @@ def _model_checkpoint(folder: str) -> dict[str, Tensor]:
 
 def test_model_checkpoint_and_last(tmp_path: Path) -> None:
     straight = run(2, CASES["plain"], 16)
-    for one, other in zip(straight, run_workers(_model_checkpoint, 2, str(tmp_path), process_group=False), strict=True):
-        assert_equal(one["tensors"]["residual"] | one["weights"], other)
+    for expected, found in zip(
+        straight, run_workers(_model_checkpoint, 2, str(tmp_path), process_group=False), strict=True
+    ):
+        assert_equal(expected["tensors"]["residual"] | expected["weights"], found)
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["last.ckpt", "step=12.ckpt", "step=16.ckpt"]
 
 
@@ -131,15 +133,15 @@ def asynchronous_writing_copies(tmp_path: Path) -> bool:
 def test_a_checkpoint_written_later_holds_what_was_when_it_was_asked_for(tmp_path: Path) -> None:
     run(2, CASES["plain"], STOP, save=(STOP, str(tmp_path / "at once.ckpt")))
     run_workers(_asynchronous, 2, str(tmp_path / "later.ckpt"), process_group=False)
-    one, other = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("at once", "later"))
+    at_once, later = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("at once", "later"))
     for plain in ("numbers", "seal", "kind"):
-        assert one["lightning_sparse"].pop(plain) == other["lightning_sparse"].pop(plain)
+        assert at_once["lightning_sparse"].pop(plain) == later["lightning_sparse"].pop(plain)
     for part in ("lightning_sparse", "global_step"):
-        assert_equal(one[part], other[part])
+        assert_equal(at_once[part], later[part])
     if not asynchronous_writing_copies(tmp_path):
         pytest.skip("This Lightning's AsyncCheckpointIO copies no weights (pull request 21079, August 2025)")
     for part in ("state_dict", "optimizer_states"):
-        assert_equal(one[part], other[part])
+        assert_equal(at_once[part], later[part])
 
 
 def _collect_and_go_on() -> tuple[Any, Any]:
@@ -241,5 +243,5 @@ def test_a_run_from_the_command_line_resumes(tmp_path: Path) -> None:
     resumed = run_workers(
         _command_line, 2, folder, f"--trainer.max_steps={END}", "--ckpt_path=last", process_group=False
     )
-    for one, other in zip(straight, resumed, strict=True):
-        assert_equal(one["tensors"]["residual"] | one["weights"], other)
+    for expected, found in zip(straight, resumed, strict=True):
+        assert_equal(expected["tensors"]["residual"] | expected["weights"], found)

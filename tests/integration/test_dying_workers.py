@@ -393,10 +393,10 @@ def test_a_run_that_torchrun_restarts_ends_like_one_that_nobody_died_in(tmp_path
         exit_code, output = end_of(process, tmp_path)
     assert exit_code == 0, output
     assert output.count("<rank 1 meets its fate: kill in forward>") == 1
-    for one, other in zip(straight, recorded(tmp_path, 2), strict=True):
-        assert (one["start"], other["start"]) == (0, 6)
-        assert_equal(one["weights"], other["weights"])
-        assert_equal(one["residuals"], other["residuals"])
+    for expected, found in zip(straight, recorded(tmp_path, 2), strict=True):
+        assert (expected["start"], found["start"]) == (0, 6)
+        assert_equal(expected["weights"], found["weights"])
+        assert_equal(expected["residuals"], found["residuals"])
 
 
 def _train_until_dead(folder: str, max_steps: int, every: int, fate: Fate) -> None:

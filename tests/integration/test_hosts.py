@@ -140,16 +140,16 @@ def undisturbed(num_workers: int) -> list[dict[str, Any]]:
 def assert_only_time_differs(results: list[dict[str, Any]]) -> None:
     expected = undisturbed(len(results))
     assert not torch.equal(expected[0]["residuals"]["layers.2.weight"], expected[1]["residuals"]["layers.2.weight"])
-    for one, other in zip(results, expected, strict=True):
-        assert len(one["steps"]) == STEPS
+    for found, wanted in zip(results, expected, strict=True):
+        assert len(found["steps"]) == STEPS
         # Both routes are taken: dense without a history, and sparse.
-        assert 0 < one["steps"][-1].density < 0.3
-        assert one["steps"][0].payload_bytes >= one["steps"][0].dense_bytes > one["steps"][-1].payload_bytes
+        assert 0 < found["steps"][-1].density < 0.3
+        assert found["steps"][0].payload_bytes >= found["steps"][0].dense_bytes > found["steps"][-1].payload_bytes
         # Density, error norm, payload and the rest of the numbers, step by step.
-        assert one["steps"] == other["steps"]
-        assert_equal(one["residuals"], other["residuals"])
-        assert_equal(one["weights"], other["weights"])
-        assert_equal(one["weights"], results[0]["weights"])
+        assert found["steps"] == wanted["steps"]
+        assert_equal(found["residuals"], wanted["residuals"])
+        assert_equal(found["weights"], wanted["weights"])
+        assert_equal(found["weights"], results[0]["weights"])
 
 
 def wait_for(condition: Callable[[], bool], training: Future[Any], timeout: float = 60.0) -> None:
@@ -174,14 +174,14 @@ def test_torchrun_trains_the_recipe_on_two_hosts(tmp_path: Path) -> None:
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2))
     assert first["node, global, local rank"] == (0, 0, 0)
     assert second["node, global, local rank"] == (1, 1, 0)
-    for one in (first, second):
-        assert one["started by torchrun"]
-        assert one["comm_hook"] == "sparse_hook"
+    for seen in (first, second):
+        assert seen["started by torchrun"]
+        assert seen["comm_hook"] == "sparse_hook"
         # 64 images, 8 of them a step on each of 2 hosts, twice.
-        assert one["steps"] == one["last step"].step + 1 == 8
-        assert 0 < one["last step"].density < 1
-        assert one["last step"] == first["last step"]
-        assert_equal(one["weights"], first["weights"])
+        assert seen["steps"] == seen["last step"].step + 1 == 8
+        assert 0 < seen["last step"].density < 1
+        assert seen["last step"] == first["last step"]
+        assert_equal(seen["weights"], first["weights"])
     assert min(sent) > 4 * first["last step"].num_elements
     assert any(not torch.equal(residual, second["residuals"][name]) for name, residual in first["residuals"].items())
     assert any((tmp_path / "lightning_logs").rglob("events*"))
@@ -244,5 +244,5 @@ def queue(lab: NetworkLab, host: int, kind: str) -> dict[str, Any]:
     """What `tc` has counted on a host."""
     command = ["tc", "-n", lab.namespace(host), "-j", "-s", "qdisc", "show", "dev", INTERFACE]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
-    [found] = [one for one in json.loads(shown) if one["kind"] == kind]
+    [found] = [shown_queue for shown_queue in json.loads(shown) if shown_queue["kind"] == kind]
     return found

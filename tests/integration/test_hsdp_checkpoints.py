@@ -120,7 +120,7 @@ def held(strategy: Any) -> dict[str, Any]:
         "model": {name: whole(parameter.detach()).clone() for name, parameter in parameters.items()},
         "own": {kind: wholes(tensors) for kind, tensors in own.items()},
         "shared": {kind: wholes(tensors) for kind, tensors in snapshot.shared.items()},
-        "momentum": [None if one is None else whole(one).clone() for one in momentum],
+        "momentum": [None if tensor is None else whole(tensor).clone() for tensor in momentum],
         "buffers": buffers,
         "threshold": state.sparsifier.threshold,
         "thresholds of layers": dict(state.sparsifier.of_layers),
@@ -184,7 +184,7 @@ def test_a_resume_equals_a_run_without_a_stop(
             assert straight["threshold"] == results[0][name][0]["threshold"]
             for key in ("threshold", "history"):  # of each rank's own shards
                 assert_equal(resumed[-1]["at start"][key], stopped[key], f"{name}: {key}")
-        assert any(one.any() for one in of_rank[names[0]][0]["own"]["residual"].values())
+        assert any(residual.any() for residual in of_rank[names[0]][0]["own"]["residual"].values())
     for kind, name in (("residual", names[0]), ("weights", "drifts"))[: len(names)]:
         own = [of_rank[name][0]["own"][kind]["network.0.weight"] for of_rank in results]
         assert torch.equal(own[0], own[1])
@@ -227,7 +227,7 @@ def test_others_resume(saved: Any, is_folder: bool, num_ranks: int, replicas: in
             kind: {key: (tensor + old[1]["own"][kind][key]) / 2 for key, tensor in tensors.items()}
             for kind, tensors in old[0]["own"].items()
         }
-        assert all(any(one.any() for one in tensors.values()) for tensors in mean.values())
+        assert all(any(tensor.any() for tensor in tensors.values()) for tensors in mean.values())
         for rank, result in enumerate(results):
             start = result[name]["at start"]
             if replicas == 2:
@@ -270,7 +270,7 @@ def test_drifts_go_on_with_other_options_and_lose_nothing(tmp_path: Any, is_fold
             within = start["in the weights"]["own"]["weights"][name]
             torch.testing.assert_close(within, weight - kept[name].view_as(weight), rtol=0, atol=0)
         outer = {
-            name: {key: held for key, held in one["shared"].items() if key != "anchor"} for name, one in start.items()
+            name: {key: held for key, held in seen["shared"].items() if key != "anchor"} for name, seen in start.items()
         }
         torch.testing.assert_close(outer["slower"], outer["same"], rtol=0, atol=0)
         assert outer["same"]
@@ -459,5 +459,5 @@ def test_a_sparsifier_remembers_what_it_saw_of_each_ranks_shards(tmp_path: Path,
     for of_rank in results:
         for saved, resumed in of_rank:
             assert_equal(resumed, saved)
-    for one, other in zip(results[0], results[1], strict=True):
-        assert str(one[0]) != str(other[0])  # of other shards
+    for mine, theirs in zip(results[0], results[1], strict=True):
+        assert str(mine[0]) != str(theirs[0])  # of theirs shards

@@ -59,8 +59,8 @@ def test_nothing_held_back_is_torchs_own(name: str) -> None:
             torch.testing.assert_close(drifting, native, rtol=0, atol=atol)
 
 
-def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
+def distance(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    return max(float((actual[name].double() - expected[name].double()).abs().max()) for name in actual)
 
 
 @functools.cache
@@ -99,7 +99,7 @@ def test_a_threshold_on_gradients_is_that_of_plain_workers(num_ranks: int, tenso
     results = run_ranks(_train_gradients, num_ranks, make, {"tensor_parallel_size": tensor_parallel_size})
     of_ranks = [batches for _, batches, _, _ in results]
     for rank, batches in enumerate(of_ranks):  # ranks of tensor parallelism have the same data, all others their own
-        is_same = [torch.equal(one[0], other[0]) for one, other in zip(of_ranks[0], batches, strict=True)]
+        is_same = [torch.equal(mine[0], theirs[0]) for mine, theirs in zip(of_ranks[0], batches, strict=True)]
         assert is_same == [rank < tensor_parallel_size] * STEPS
     model = build_network(width)
     steps = replica_batches(of_ranks[::tensor_parallel_size], num_ranks // tensor_parallel_size // 2)

@@ -204,9 +204,9 @@ def test_whoever_is_struck_leaves_a_right_checkpoint(name: str, outcomes: Outcom
 @pytest.mark.full
 def test_faults_drawn_from_all_points_leave_right_checkpoints() -> None:
     found = struck(samples()).values()
-    assert all(one.has_struck for one in found)
-    assert not [f"{one}: {one.problems}" for one in found if one.problems]
-    assert sum(file.has_residuals for one in found for file in one.files) > len(found) / 2
+    assert all(outcome.has_struck for outcome in found)
+    assert not [f"{outcome}: {outcome.problems}" for outcome in found if outcome.problems]
+    assert sum(file.has_residuals for outcome in found for file in outcome.files) > len(found) / 2
 
 
 def test_the_simulation_sends_some_and_keeps_some() -> None:

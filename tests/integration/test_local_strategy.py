@@ -173,7 +173,7 @@ def test_all_look_at_the_same_weights_and_train_their_own(tmp_path: Path) -> Non
         assert len(mine[name]) > 1
         assert_equal(mine[name], theirs[name])
     # In between each has its own, which validation has not changed.
-    assert all((one != other).any() for one, other in zip(mine["own"], theirs["own"], strict=True))
+    assert all((own != other).any() for own, other in zip(mine["own"], theirs["own"], strict=True))
     mean = (mine["own"][3] + theirs["own"][3]) / 2
     floating = slice(None, -1)  # the last is a counter
     torch.testing.assert_close(mine["seen"][4][floating], mean[floating], rtol=1e-6, atol=1e-7)

@@ -235,7 +235,7 @@ def test_of_other_settings_at_a_resume_only_what_differs_is_told(caplog: Any, mo
         TopK(0.1),
         HardThreshold(density=0.1, granularity="layer"),
     )
-    settings = [{name: repr(value) for name, value in one.settings().items()} for one in sparsifiers]
+    settings = [{name: repr(value) for name, value in sparsifier.settings().items()} for sparsifier in sparsifiers]
     told = []
     for now, before in ((0, 1), (2, 0), (0, 3)):
         with caplog.at_level("INFO"):
@@ -265,9 +265,8 @@ OF_LIGHTNING = [name for name, entry in StrategyRegistry.items() if entry["strat
 def test_a_family_has_every_name_that_lightning_has_for_ddp(family: str, name: str) -> None:
     """What Lightning's own ``test_ddp_kwargs_from_registry`` asks of its names."""
     form = name.removeprefix("ddp")
-    own, lightnings, local = (
-        StrategyRegistry.get(one) for one in (f"ddp_{family}{form}", name, f"local_{family}{form}")
-    )
+    names = f"ddp_{family}{form}", name, f"local_{family}{form}"
+    own, lightnings, local = map(StrategyRegistry.get, names)
     strategy, sparsifier = FAMILIES[family]
     assert (type(own), type(own.sparsifier)) == (strategy, sparsifier)
     if sparsifier is TopK:

@@ -40,7 +40,7 @@ class AscendingOptimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         evaluate = torch.enable_grad()(closure)
         loss = evaluate()
-        parameters = [one for group in self.param_groups for one in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
         ascents = [parameter.grad * (self.radius / norm) for parameter in parameters]
         torch._foreach_add_(parameters, ascents)

@@ -88,11 +88,11 @@ class KeepsGradientsAside(ManualStudent):
             self.manual_backward(loss)
             if self.commits:
                 commit(self.trainer.strategy)
-            gradients.append([one.grad for one in self.parameters()])
-        for parameter, one, other in zip(self.parameters(), *gradients, strict=True):
-            overlap = (one * other).sum().clamp(max=0)
+            gradients.append([parameter.grad for parameter in self.parameters()])
+        for parameter, gradient, other in zip(self.parameters(), *gradients, strict=True):
+            overlap = (gradient * other).sum().clamp(max=0)
             witness_of(self).seen["conflicts"].append(float(overlap))
-            parameter.grad = one - overlap / (other.square().sum() + 1e-12) * other + other
+            parameter.grad = gradient - overlap / (other.square().sum() + 1e-12) * other + other
         optimizer.step()
 
 
@@ -167,12 +167,12 @@ class SharesALayer(ManualStudent):
     """Two optimizers have the first layer both, and step one after the other on one gradient."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        one, other = self.optimizers()
+        first, second = self.optimizers()
         self.manual_backward(self.loss(batch))
-        one.step()
-        other.step()
-        one.zero_grad()
-        other.zero_grad()
+        first.step()
+        second.step()
+        first.zero_grad()
+        second.zero_grad()
 
     def configure_optimizers(self) -> Any:
         shared = list(self.first.parameters())

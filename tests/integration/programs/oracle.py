@@ -45,7 +45,9 @@ class Oracle:
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         named = module.named_parameters()
         self.parameters = {
-            name.replace("_orig_mod.", ""): one for name, one in named if one.requires_grad and name not in ignored
+            name.replace("_orig_mod.", ""): parameter
+            for name, parameter in named
+            if parameter.requires_grad and name not in ignored
         }
         self.committed = {
             name: torch.zeros_like(real(parameter.detach())) for name, parameter in self.parameters.items()
@@ -82,7 +84,7 @@ class Oracle:
     def step_ends(self, optimizer: Optimizer) -> None:
         mine = {id(parameter): name for name, parameter in self.parameters.items()}
         names = {
-            mine.get(id(one)) for group in optimizer.param_groups for one in group["params"]
+            mine.get(id(parameter)) for group in optimizer.param_groups for parameter in group["params"]
         } & self._pending.keys()
         if any(not self._is_finite(name) for name in names) and self._scale() != 1.0:
             return  # a fused optimizer skips such a step by itself
@@ -135,8 +137,8 @@ class Oracle:
         outs = [torch.empty_like(out) for _ in range(dist.get_world_size())]
         dist.all_gather(outs, out)
         total = torch.zeros_like(out)
-        for one in outs:
-            total += one
+        for sent in outs:
+            total += sent
         average = total / len(outs) * self._scale() + added / len(outs)
         rest = torch.where(is_sent, 0, flat)
         sizes = [tensor.numel() for tensor in compensated.values()]
@@ -236,13 +238,13 @@ class OracleStrategy(DDPStrategy):
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         DDPStrategy.optimizers.fset(self, optimizers)
-        for one in optimizers:
-            for optimizer in {one, getattr(one, "base_optimizer", one)} - self._followed:
+        for given in optimizers:
+            for optimizer in {given, getattr(given, "base_optimizer", given)} - self._followed:
                 follow_steps(optimizer, self.oracle)
                 follow_zeroing(optimizer, self.oracle)
                 self._followed.add(optimizer)
-        for one in self._lightning_optimizers:  # what a user gets, with methods of its own
-            follow_zeroing(one, self.oracle)
+        for wrapped in self._lightning_optimizers:  # what a user gets, with methods of its own
+            follow_zeroing(wrapped, self.oracle)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)

@@ -89,7 +89,7 @@ def measure_before_zeroing(world: World, module: nn.Module, optimizer: Any, batc
     """A gradient that is asked for by itself comes while another, which will be dropped, still lies there."""
     loss = loss_of(module, batch)
     parts = torch.autograd.grad(loss, list(module.parameters()), retain_graph=True)
-    world.run.seen["norms"].append(torch.stack([one.norm() for one in parts]).norm())
+    world.run.seen["norms"].append(torch.stack([part.norm() for part in parts]).norm())
     optimizer.zero_grad()
     world.backward(loss)
     if index % 2:

@@ -44,7 +44,7 @@ def pulled_all_the_way(runs: list[Run]) -> None:
     pull = 2 * BATCHES * torch.linspace(0.2, 1.2, 8)
     for run in runs:
         for name in ("generator", "judge"):
-            kept = torch.stack([one.residuals.get(name, torch.zeros(8)) for one in runs]).mean(0)
+            kept = torch.stack([worker.residuals.get(name, torch.zeros(8)) for worker in runs]).mean(0)
             torch.testing.assert_close(kept - run.state[name], pull)
 
 

@@ -87,7 +87,7 @@ def gradient(module: nn.Module) -> Tensor:
         torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().to_dense()
         for parameter in module.parameters()
     ]
-    return torch.cat([one.flatten() for one in parts])
+    return torch.cat([part.flatten() for part in parts])
 
 
 class Student(Classifier):

@@ -225,8 +225,8 @@ def seen_by_hooks(runs: list[Run]) -> None:
         # Every second backward is exchanged; the others leave what this worker alone has.
         assert_same("gradients", after_backward[1::2], run.seen["before the step"])
         assert_same("gradients", after_backward[1::2], runs[0].seen["after backward"][1::2])
-    for one, other in zip(*[run.seen["after backward"][::2] for run in runs], strict=True):
-        assert not torch.equal(one, other)
+    for mine, theirs in zip(*[run.seen["after backward"][::2] for run in runs], strict=True):
+        assert not torch.equal(mine, theirs)
 
 
 def failed(message: str, runs: list[Run]) -> None:

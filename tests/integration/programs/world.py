@@ -194,7 +194,7 @@ class World:
         self._watched.add(id(optimizer))
 
         def note(optimizer: Optimizer, *_: Any) -> None:
-            gradients = [one.grad for group in optimizer.param_groups for one in group["params"]]
+            gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
             self.run.stepped_on.append(
                 [None if gradient is None else gradient.detach().clone() for gradient in gradients]
             )
