@@ -8,7 +8,6 @@ import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 from tests.distributed.drift_simulation import Simulation, at_least
@@ -215,52 +214,3 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
 
 def spoken(model: nn.Module) -> Tensor:
     return model(torch.ones(1, 6, dtype=torch.float64)).detach()
-
-
-class Branching(Sharded):
-    """Each replica uses a last layer of its own; a further one nobody uses."""
-
-    def configure_model(self) -> None:
-        if self.network is not None:
-            return
-        super().configure_model()
-        assert self.device_mesh is not None
-        self.mine = self.device_mesh.get_local_rank("replicate")
-        self.branches = branches(3)
-        for branch in self.branches:
-            fully_shard(branch, mesh=self.device_mesh["data_parallel"])
-
-    def loss(self, batch: Any) -> Tensor:
-        return F.mse_loss(self.branches[self.mine](self.network[:4](batch[0])), batch[1])
-
-
-def branches(number: int) -> nn.ModuleList:
-    made = nn.ModuleList(nn.Linear(7, 1, dtype=torch.float64) for _ in range(number))
-    for parameter in made.parameters():
-        nn.init.constant_(parameter, 0.1)
-    return made
-
-
-def _train_branches() -> Any:
-    model = Branching()
-    fit(GRADIENTS(threshold=0.0, replicas=2), model, gradient_clip_val=5.0)
-    return whole_weights(model), model.batches
-
-
-def test_what_some_replicas_use_is_averaged_for_all() -> None:
-    results = run_ranks(_train_branches, 4)
-    model = nn.ModuleDict({"network": build_network(), "branches": branches(2)})
-    optimizer = make_optimizer(model.parameters())
-    for step in replica_batches([batches for _, batches in results], 2):
-        optimizer.zero_grad()
-        losses = [
-            F.mse_loss(branch(model["network"][:4](x)), y)
-            for branch, (x, y) in zip(model["branches"], step, strict=True)
-        ]
-        (sum(losses) / 2).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 5.0)
-        optimizer.step()
-    for weights, _ in results:
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(weights[name], parameter, rtol=0, atol=1e-12)
-        assert float((weights["branches.2.weight"] - 0.1).abs().max()) == 0

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -198,27 +197,6 @@ def test_callbacks_that_keep_a_state_of_own_weights_are_warned_of(name: str) -> 
     said = run_workers(_with_callback, 2, name, process_group=False)[0]
     warned = [f"{name} keeps a state that follows from each worker's own weights" in message for message in said]
     assert warned == ([] if name == "Timer" else [True])
-
-
-def _ends_before_the_rename(path: str) -> None:
-    trainer = quiet_trainer(STRATEGIES["simulated"]())
-    model = Classifier()
-    trainer.fit(model, data())
-    trainer.save_checkpoint(path)
-    with torch.no_grad():
-        model.first.weight.fill_(0.0)
-    # A kill or a full disk: all bytes may be written, and the file has not its name yet.
-    full = OSError("No space left")
-    with (
-        patch("lightning_sparse.checkpointing.whole_files.os.replace", side_effect=full),
-        pytest.raises(OSError, match="space"),
-    ):
-        trainer.save_checkpoint(path)
-
-
-def test_simulated_workers_that_fail_to_save_leave_the_checkpoint_before(tmp_path: Path) -> None:
-    run_workers(_ends_before_the_rename, 1, str(tmp_path / "last.ckpt"), process_group=False)
-    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]["first.weight"].any()
 
 
 class Residuals(callbacks.Callback):
