@@ -90,7 +90,7 @@ class OwnSelect(HardThreshold):
         return Selection(indices, compensated[indices])
 
 
-# --------------------------------------------------------------------------------------------------------- in a worker
+# In a worker.
 
 
 class SaveAll(Callback):
@@ -206,7 +206,7 @@ def resume(rank: int, case: Case, folder: Path, paths: list[str]) -> None:
         torch.save(result | {"warnings": [str(warning.message) for warning in caught]}, folder / f"{number} of {rank}")
 
 
-# --------------------------------------------------------------------------------------------------- who watches them
+# Who watches them.
 
 
 @dataclass

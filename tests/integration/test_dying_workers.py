@@ -83,20 +83,6 @@ class Fate:
         os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[self.way])
 
 
-class _Dies(torch.autograd.Function):
-    """The identity, in whose backward a worker meets its fate."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, fate: Fate) -> Tensor:
-        ctx.fate = fate
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.fate.meet("backward")
-        return gradient, None
-
-
 class DyingSparsifier(Sparsifier):
     """A sparsifier of a user's own: a hard threshold that may fail."""
 
@@ -111,7 +97,7 @@ class DyingSparsifier(Sparsifier):
 
 
 class Regression(LightningModule):
-    """Least squares in two layers side by side: convex, in two buckets, and reached by few hundred steps of SGD."""
+    """Least squares in two layers side by side, in two buckets."""
 
     def __init__(self, fate: Fate | None = None) -> None:
         super().__init__()
@@ -123,7 +109,9 @@ class Regression(LightningModule):
                 parameter.zero_()
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.of_inputs(inputs) + _Dies.apply(self.of_squares(inputs.square() - 1), self.fate)
+        of_squares = self.of_squares(inputs.square() - 1)
+        of_squares.register_hook(lambda _: self.fate.meet("backward"))
+        return self.of_inputs(inputs) + of_squares
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         self.fate.begin(self.global_step)
@@ -131,23 +119,10 @@ class Regression(LightningModule):
         return F.mse_loss(self(batch[0]), batch[1], reduction="sum") / (2 * len(batch[0]))
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.5)
-        last = self.trainer.max_steps
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / (last + 1))
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.5)
 
 
-INPUTS, OUTPUTS, NOISE = 16, 80, 0.5
-
-
-def samples(seed: int, number: int) -> list[Tensor]:
-    """Returns inputs and noisy outputs of the one true function."""
-    truth = torch.Generator().manual_seed(7)
-    linear, squares = (torch.randn(INPUTS, OUTPUTS, generator=truth) / INPUTS**0.5 for _ in range(2))
-    generator = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(number, INPUTS, generator=generator)
-    noise = torch.randn(number, OUTPUTS, generator=generator)
-    return [inputs, inputs @ linear + (inputs.square() - 1) @ squares + NOISE * noise]
+INPUTS, OUTPUTS = 16, 80
 
 
 class Batches(Dataset):
@@ -161,7 +136,8 @@ class Batches(Dataset):
 
     def __getitem__(self, index: int) -> list[Tensor]:
         self.fate.meet("loader" if get_worker_info() is None else "loader process", index)
-        return samples(10 * index + int(os.environ["RANK"]) + 1, 8)
+        generator = torch.Generator().manual_seed(10 * index + int(os.environ["RANK"]) + 1)
+        return [torch.randn(8, INPUTS, generator=generator), torch.randn(8, OUTPUTS, generator=generator)]
 
 
 class ResumableBatches(ResumableData):
