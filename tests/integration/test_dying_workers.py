@@ -403,10 +403,6 @@ def test_fewer_workers_go_on_after_a_death_with_the_mean_of_the_residuals(tmp_pa
 # Ctrl-C.
 
 
-def _save_every_step(folder: str) -> None:
-    train(ENDLESS, callbacks=(last_checkpoint(folder, 1),))
-
-
 def _resume(path: str, max_steps: int) -> dict[str, Any]:
     return train(max_steps, resume=path)
 
@@ -429,18 +425,6 @@ def assert_whole(path: Path, num_workers: int) -> int:
     for result in run_workers(_resume, num_workers, str(path), step + 2, process_group=False):
         assert (result["start"], result["steps"]) == (step, step + 2)
     return step
-
-
-def test_ctrl_c_ends_all_workers_and_leaves_the_last_checkpoint_whole(tmp_path: Path) -> None:
-    path = tmp_path / "last.ckpt"
-    with workers(2, tmp_path, _save_every_step, str(tmp_path)) as started:
-        started.wait_for(0, lambda: saved_step(path) >= 5, "checkpoint")
-        for process in started.processes:
-            os.kill(process.pid, signal.SIGINT)
-        started.wait(range(2))
-        assert [process.exitcode for process in started.processes] == [1, 1]
-        assert "Detected KeyboardInterrupt" in started.output(0)
-    assert assert_whole(path, 2) >= 5
 
 
 @pytest.mark.full

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks.network_lab import INTERFACE, NetworkLab
-from lightning_sparse import DDPHardThresholdStrategy, StepStats
-from tests.integration.models import assert_equal, clones, nesterov, quiet_trainer
+from lightning_sparse import DDPHardThresholdStrategy
+from tests.integration.models import Recorder, assert_equal, clones, nesterov, quiet_trainer
 from tests.workers import run_workers
 
 pytestmark = pytest.mark.xdist_group("network")  # one lab at a time
@@ -70,7 +70,6 @@ class Model(LightningModule):
     def __init__(self, folder: str | None) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 8))
-        self.steps: list[StepStats] = []
         self.folder = folder
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -78,9 +77,6 @@ class Model(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return nesterov(self.parameters())
-
-    def on_train_start(self) -> None:
-        self.trainer.strategy.state.subscribe(self.steps.append)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.folder is not None:
@@ -98,7 +94,7 @@ def train(namespaces: Sequence[str] | None, address: str, folder: str | None) ->
         os.environ |= {"MASTER_ADDR": address, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
     num_nodes = 1 if namespaces is None else num_workers
     torch.manual_seed(3)
-    model = Model(folder)
+    recorder = Recorder()
     batches = torch.randn(STEPS, num_workers, 16, 32)[:, rank]
     strategy = DDPHardThresholdStrategy(threshold=0.025, bucket_cap_mb=0.02)
     trainer = quiet_trainer(
@@ -106,14 +102,11 @@ def train(namespaces: Sequence[str] | None, address: str, folder: str | None) ->
         num_workers=num_workers // num_nodes,
         num_nodes=num_nodes,
         max_steps=STEPS,
+        callbacks=[recorder],
         use_distributed_sampler=False,
     )
-    trainer.fit(model, DataLoader(batches, batch_size=None))
-    return {
-        "weights": clones(model.named_parameters()),
-        "residuals": strategy.state.residuals.state_dict(),
-        "steps": model.steps,
-    }
+    trainer.fit(Model(folder), DataLoader(batches, batch_size=None))
+    return {"weights": recorder.weights, "residuals": recorder.residuals, "steps": recorder.steps}
 
 
 def enter(namespace: str) -> None:

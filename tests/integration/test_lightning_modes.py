@@ -17,7 +17,6 @@ from lightning_sparse import (
     LocalHardThresholdStrategy,
     SparseDDPStrategy,
     SparseLocalStrategy,
-    TopK,
 )
 from lightning_sparse.strategies.sparse_strategy import tell_epoch
 from tests.integration.models import (
@@ -271,18 +270,6 @@ def test_early_stopping_watches_the_density() -> None:
         # Density is 1 throughout the two calibration steps, and below the stopping threshold from the third on.
         assert run["global_step"] == 3
         assert run["metrics"]["sparse/density"] < 0.9
-
-
-def test_top_k_sends_k_coordinates_of_every_layer() -> None:
-    runs = train_workers(Classifier, SparseDDPStrategy(TopK(0.1), bucket_cap_mb=SMALL_BUCKETS_MB))
-    # max(1, ⌊0.1 · size⌋) of 8·40, 40, 40·40, 40, 40·3 and 3.
-    expected = 32 + 4 + 160 + 4 + 12 + 1
-    for run in runs:
-        assert run["comm_hooks"] == ["sparse_hook"]
-        assert [step.selected for step in run["steps"]] == [2 * expected] * 3
-        logged = {f"sparse/{name}" for name in ("density", "error_norm", "payload_bytes", "exchange_wait_ms")}
-        assert {name for name in run["metrics"] if name.startswith("sparse/")} == logged  # there is no threshold
-        assert_equal(run["weights"], runs[0]["weights"])
 
 
 # What a sparsifier is told of epochs and learning rates.
