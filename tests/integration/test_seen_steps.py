@@ -131,7 +131,6 @@ def compiled_step(parameters: Any) -> torch.optim.Optimizer:
 
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "ddp": lambda: DDPHardThresholdStrategy(density=0.1),
-    "ddp, constant": lambda: DDPHardThresholdStrategy(threshold=0.02),
     "accordion": lambda: SparseDDPStrategy(Accordion(0.1, 0.5, 1)),
     "local": lambda: LocalHardThresholdStrategy(density=0.1),
     "simulated": lambda: SimulatedWorkersStrategy(HardThreshold(density=0.1), 2),
@@ -147,11 +146,12 @@ def _trains_all(make_optimizer: Any, names: list[str]) -> None:
         assert all(not torch.equal(before[key], weight) for key, weight in model.named_parameters()), name
 
 
-@pytest.mark.parametrize("make_optimizer", [WithoutRate, compiled_step])
-def test_every_strategy_trains_with(make_optimizer: Any) -> None:
-    *processes, simulated = STRATEGIES
-    run_workers(_trains_all, 2, make_optimizer, processes, process_group=False)
-    run_workers(_trains_all, 1, make_optimizer, [simulated], process_group=False)
+@pytest.mark.parametrize(
+    ("make_optimizer", "names"), [(WithoutRate, ["ddp", "accordion", "local"]), (compiled_step, ["ddp", "local"])]
+)
+def test_every_strategy_trains_with(make_optimizer: Any, names: list[str]) -> None:
+    run_workers(_trains_all, 2, make_optimizer, names, process_group=False)
+    run_workers(_trains_all, 1, make_optimizer, ["simulated"], process_group=False)
 
 
 def _needs_a_rate() -> list[str]:

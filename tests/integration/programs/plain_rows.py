@@ -96,16 +96,6 @@ def measure_before_zeroing(world: World, module: nn.Module, optimizer: Any, batc
         optimizer.step()
 
 
-def accumulates(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
-    if index % 2 == 0:
-        with world.no_sync(module):
-            world.backward(loss_of(module, batch))
-        return
-    world.backward(loss_of(module, batch))
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def accumulates_between(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
     """Synchronized, local, synchronized, and one step on all three."""
     world.backward(loss_of(module, batch))
@@ -314,7 +304,6 @@ ROWS = {
     "plain gradient asked for before zeroing": Row(
         loops(measure_before_zeroing), partial(exchanged, BATCHES, BATCHES // 2), rolls_back=True
     ),
-    "plain accumulation": Row(loops(accumulates), partial(exchanged, BATCHES // 2, BATCHES // 2)),
     "plain accumulation between": Row(loops(accumulates_between), partial(exchanged, 2 * BATCHES, BATCHES)),
     "plain accumulation after a drop": Row(
         loops(drops_before_it_accumulates), partial(exchanged, 2 * BATCHES, BATCHES), rolls_back=True
