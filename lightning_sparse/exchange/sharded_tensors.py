@@ -1,6 +1,6 @@
-"""Parts of distributed tensors: flat shards as the tensors they are parts of, whole tensors, and folders of them.
+"""Distributed tensors for checkpoints: from flat shards, to whole tensors, and in folders.
 
-A tensor that is laid out as its parameter can be read under any other sharding.
+A tensor with its parameter's layout can be read under any other sharding.
 """
 
 from collections.abc import Mapping

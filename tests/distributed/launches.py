@@ -20,7 +20,7 @@ from lightning_sparse.engine.state import memory
 from lightning_sparse.engine.transport_options import TransportOptions
 from lightning_sparse.exchange import ExchangeMode, buffers, exchange
 from lightning_sparse.exchange.pending import Pending
-from lightning_sparse.exchange.routes import adding, fused_decode, gather
+from lightning_sparse.exchange.routes import adding, gather
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.gradients import buckets as ddp_buckets
 from lightning_sparse.gradients import sparse_state
@@ -226,7 +226,7 @@ def _pretend(num_workers: int, *, has_kernels: bool) -> None:
     torch.Tensor.pin_memory = lambda self: self  # there is no driver that could
     for module in (adding, gather, extraction):
         module.is_available = lambda device: has_kernels
-    for module in (fused_threshold, fused_decode):
+    for module in (fused_threshold, adding):
         module.launch = lambda kernel, *arguments, **constants: _now.counts.launch(kernel.fn.__name__)
     exchange.Workers = lambda group, rank, size: _Workers(group, rank, num_workers)
     exchange.HostCopy = _HostCopy

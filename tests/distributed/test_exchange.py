@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import HardThreshold, register_comm_hook
 from lightning_sparse.exchange import Exchange, Workers
+from lightning_sparse.exchange.groups import apart
 from lightning_sparse.exchange.payload import PayloadFormat
-from lightning_sparse.exchange.routes import coalescer
+from lightning_sparse.exchange.routes import gather
 from lightning_sparse.exchange.routes.hierarchical import find_nodes, is_one_node
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.selection.numbers import FIXED_FIELDS
@@ -86,7 +87,7 @@ def _run(modes, cases):
     """Runs cases of (sizes, densities, dtype, wire, seed) on every route; returns checksums of all averages."""
     checksums = []
     for sizes, densities, dtype, wire, seed in cases:
-        coalescer.FULL_BYTES = (0, 3000, 2**16)[seed % 3]
+        gather.FULL_BYTES = (0, 3000, 2**16)[seed % 3]
         steps = []
         for step, density in enumerate(densities):
             selections = [
@@ -210,8 +211,8 @@ def test_uneven_nodes_are_refused_on_every_worker():
     assert len(run_workers(_uneven_nodes, 3)) == 3
 
 
-def _count_collectives(mode, densities, full_bytes=coalescer.FULL_BYTES, link_gbit_s=None):
-    coalescer.FULL_BYTES = full_bytes
+def _count_collectives(mode, densities, full_bytes=gather.FULL_BYTES, link_gbit_s=None):
+    gather.FULL_BYTES = full_bytes
     calls = []
     for name in COLLECTIVES:
         original = getattr(dist, name)
@@ -234,7 +235,7 @@ def _count_collectives(mode, densities, full_bytes=coalescer.FULL_BYTES, link_gb
     return per_step
 
 
-@pytest.mark.parametrize(("full_bytes", "messages"), [(0, 3), (5000, 2), (coalescer.FULL_BYTES, 1)])
+@pytest.mark.parametrize(("full_bytes", "messages"), [(0, 3), (5000, 2), (gather.FULL_BYTES, 1)])
 def test_a_usual_step_has_one_message_for_buckets_that_send_little(full_bytes, messages):
     # About 4.6, 1.4 and 4.6 kB.
     for steps in run_workers(_count_collectives, 2, "auto", [0.01, 0.01, 0.01, 0.01], full_bytes):
@@ -246,7 +247,7 @@ def test_a_usual_step_has_one_message_for_buckets_that_send_little(full_bytes, m
 
 @pytest.mark.parametrize(("link_gbit_s", "messages"), [(0.025, 2), (0.001, 3), (10.0, 1)])
 def test_on_a_slow_link_payloads_do_not_wait_for_each_other(link_gbit_s, messages):
-    for steps in run_workers(_count_collectives, 2, "gather", [0.01, 0.01, 0.01], coalescer.FULL_BYTES, link_gbit_s):
+    for steps in run_workers(_count_collectives, 2, "gather", [0.01, 0.01, 0.01], gather.FULL_BYTES, link_gbit_s):
         assert [len(calls) for calls, _ in steps[1:]] == [messages] * 2
 
 
@@ -341,9 +342,9 @@ def _gather_in_batches():
     """The way of NCCL, over Gloo, which takes batches too."""
     Workers.is_over_gloo = False
     Workers.message_device = lambda self, device: device
-    apart = Workers(None, dist.get_rank(), dist.get_world_size()).apart("apart")
+    workers = apart(Workers(None, dist.get_rank(), dist.get_world_size()), "apart")
     tensors = [torch.full((3,), dist.get_rank() + 0.5), torch.full((2,), dist.get_rank())]
-    gathered = apart.gather_objects_to_first({"rank": dist.get_rank(), "tensors": tensors})
+    gathered = workers.gather_objects_to_first({"rank": dist.get_rank(), "tensors": tensors})
     return [{**of_worker, "tensors": [tensor.tolist() for tensor in of_worker["tensors"]]} for of_worker in gathered]
 
 

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sparse.exchange.payload import CAPACITY_STEP, PayloadFormat
-from lightning_sparse.exchange.routes.adding import pack_nonzero
-from lightning_sparse.exchange.routes.fused_decode import TILE, decode
+from lightning_sparse.exchange.routes.adding import TILE, decode, pack_nonzero
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.sparsifiers import Selection
 from tests.interpreter import INTERPRETED, run_in_interpreter
