@@ -220,7 +220,7 @@ class Engine:
         """
         begin = perf_counter()
         try:
-            headers, self._volume = self._exchange.finish()
+            headers, self._sent_bytes, self._dense_elements = self._exchange.finish()
             self.wait_seconds = perf_counter() - begin
         except LostWorkerError as error:
             raise RuntimeError(f"Exchange {self.next_step} failed: {error}") from error
@@ -250,9 +250,9 @@ class Engine:
             0 if before is None else before.step + 1,
             [bucket.layout for bucket in buckets],
             self._headers,
-            payload_bytes=self._volume.sent_bytes + more_bytes,
+            payload_bytes=self._sent_bytes + more_bytes,
             dense_bytes=dense_exchanges * sum(bucket.gradient.nbytes for bucket in buckets),
-            dense_elements=self._volume.dense_elements,
+            dense_elements=self._dense_elements,
             threshold=self.sparsifier.current_threshold,
             is_calibration=self.is_calibrating,
         )

@@ -1,5 +1,7 @@
 """Memory that the exchange uses again in every step, and copies between host and device."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -69,25 +71,20 @@ def without_wait(table: Tensor, device: torch.device) -> Tensor:
     return table.to(device)
 
 
-class HostCopy:
-    """A copy of a tensor on the host, begun at once; on a GPU by way of pinned memory, while other work is enqueued.
+def copy_to_host(tensor: Tensor, buffers: Buffers) -> Callable[[], Tensor]:
+    """Begin to copy a tensor to the host, from a GPU by way of pinned memory, while the caller enqueues other work.
 
-    Args:
-        tensor: the tensor to copy.
-        buffers: holds the pinned memory.
+    Returns:
+        A function that waits for the device and returns the copy.
     """
+    if tensor.device.type != "cuda":
+        return tensor.cpu
+    pinned = buffers.take("on the host", tensor.numel(), tensor.dtype, torch.device("cpu"), pinned=True)
+    pinned.copy_(tensor.flatten(), non_blocking=True)
+    event: torch.cuda.Event = torch.cuda.current_stream(tensor.device).record_event()
 
-    def __init__(self, tensor: Tensor, buffers: Buffers) -> None:
-        self._copy, self._event = tensor, None
-        if tensor.device.type == "cuda":
-            pinned = buffers.take("on the host", tensor.numel(), tensor.dtype, torch.device("cpu"), pinned=True)
-            self._copy = pinned.view(tensor.shape).copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(tensor.device))
+    def wait() -> Tensor:
+        event.synchronize()
+        return pinned.view(tensor.shape).clone()
 
-    def wait(self) -> Tensor:
-        """Return the copy: the step's wait for the device."""
-        if self._event is None:
-            return self._copy.cpu()
-        self._event.synchronize()
-        return self._copy.clone()
+    return wait

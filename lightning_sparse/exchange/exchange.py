@@ -21,14 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sparse.exchange.buffers import Buffers, HostCopy
+from lightning_sparse.exchange.buffers import Buffers, copy_to_host
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.routes.cost_model import Costs, Forecast, Route, speeds
 from lightning_sparse.exchange.routes.dense import DenseShipment, DenseStepsShipment, dense_element_bytes
 from lightning_sparse.exchange.routes.gather import GatherShipment, PayloadCoalescer
 from lightning_sparse.exchange.routes.hierarchical import HierarchicalShipment, Nodes, find_nodes, is_one_node
 from lightning_sparse.exchange.routes.reduce_scatter import ReduceScatterShipment, slice_elements
-from lightning_sparse.exchange.routes.shipment import LARGEST_SLICE, NUM_SELECTED, Shipment, Volume
+from lightning_sparse.exchange.routes.shipment import LARGEST_SLICE, NUM_SELECTED, Shipment
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.exchange.workers import Workers, let_senders_finish
 
@@ -87,9 +87,9 @@ class Exchange:
 
     def close(self) -> None:
         """End the sub-groups of nodes, if there are any."""
-        if self._nodes is not None:
-            self._nodes.close()
-            self._nodes = None
+        for workers in self._nodes or ():
+            dist.destroy_process_group(workers.group)
+        self._nodes = None
 
     def state_dict(self) -> dict[str, list[list[float]]]:
         """Return the history from which routes and capacities follow; the same on all workers."""
@@ -191,21 +191,22 @@ class Exchange:
         if is_last:
             self._coalescer.flush()
 
-    def finish(self) -> tuple[list[Tensor], Volume]:
+    def finish(self) -> tuple[list[Tensor], int, int]:
         """Complete the step: every ``out`` holds its average.
 
         Returns:
-            For each bucket all workers' headers in rank order: float64, shape (n, H), on the CPU; and what was sent.
+            For each bucket all workers' headers in rank order: float64, shape (n, H), on the CPU; the bytes that this
+            worker handed to collectives; and the elements of buckets that were sent densely.
         """
         shipments, lengths = self._shipments, [header.numel() for header in self._headers]
         local_sizes = [size for shipment in shipments if (size := shipment.prepare()) is not None]
         told = [size.double().view(1) for size in local_sizes]
         if not shipments[-1].carries_headers:
             told = self._headers + told
-        copy = HostCopy(self._gather(told), self._buffers)
+        wait_for_copy = copy_to_host(self._gather(told), self._buffers)
         for shipment in shipments:
             shipment.complete()
-        *headers, sizes = torch.split(copy.wait(), [*lengths, len(local_sizes)], dim=1)
+        *headers, sizes = torch.split(wait_for_copy(), [*lengths, len(local_sizes)], dim=1)
         columns: Iterator[list[int]] = iter(sizes.T.long().tolist())
         for shipment, header in zip(shipments, headers, strict=True):
             of_all = next(columns) if shipment.has_sizes else []
@@ -214,10 +215,10 @@ class Exchange:
         for shipment, header in zip(shipments, headers, strict=True):
             shipment.finish(header)
         sent_bytes = sum(shipment.sent_bytes for shipment in shipments) + 8 * sum(part.numel() for part in told)
-        volume = Volume(sent_bytes, sum(shipment.out.numel() for shipment in shipments if shipment.is_dense))
+        dense_elements = sum(shipment.out.numel() for shipment in shipments if shipment.is_dense)
         self._shipments, self._headers = [], []
         self._buffers.end_step()
-        return headers, volume
+        return headers, sent_bytes, dense_elements
 
     def _route(self, key: tuple[int, int], costs: Costs, *, on_gpu: bool) -> Route:
         if self.mode in ("gather", "reduce_scatter", "dense"):
@@ -239,10 +240,7 @@ class Exchange:
         if isinstance(shipment, ReduceScatterShipment):
             seen["unions"] = max(sizes)  # even one that did not fit: the next step has the capacity
         for name, count in seen.items():
-            if key in self._forecasts[name]:
-                self._forecasts[name][key].observe(count)
-            else:
-                self._forecasts[name][key] = Forecast(count)
+            self._forecasts[name].setdefault(key, Forecast(0)).observe(count)
 
     def _gather(self, told: list[Tensor]) -> Tensor:
         """Return all workers' headers and sizes on the device: float64, shape (n, sum of lengths + sizes).

@@ -118,8 +118,9 @@ class SaveBarrier:
             if rank is not None:
                 why_not = f"workers are at different points: rank 0 at {status}, rank {rank} at {said[rank]}"
         else:
-            absent = [rank for rank in others if rank not in taken]
-            why_not = f"{_ranks(absent)} did not come to save within {patience:g} s"
+            absent = [str(rank) for rank in others if rank not in taken]
+            named = ", ".join(absent[:8]) + ", …" * (len(absent) > 8)
+            why_not = f"rank{'s' * (len(absent) > 1)} {named} did not come to save within {patience:g} s"
         for attempt in taken.values():
             self._store.set(f"{attempt}/verdict", json.dumps(why_not))
         return why_not
@@ -137,9 +138,3 @@ def _until(is_true: Callable[[], bool], patience: float) -> bool:
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE)
     return True
-
-
-def _ranks(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:8]))}" + ", …" * (len(ranks) > 8)

@@ -139,13 +139,13 @@ class Workers:
                 torch.save(own, file)
                 content = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
                 for part in (torch.tensor([content.numel()]), *torch.split(content, MESSAGE_BYTES)):
-                    self._send_to_first(part)
+                    self._transfer(part, source)
             elif self.rank == 0:
                 size = torch.zeros(1, dtype=torch.int64)
-                self._receive(size, source)
+                self._transfer(size, source)
                 content = torch.empty(int(size), dtype=torch.uint8)
                 for part in torch.split(content, MESSAGE_BYTES):
-                    self._receive(part, source)
+                    self._transfer(part, source)
                 held.append(torch.load(io.BytesIO(content.numpy().tobytes()), map_location="cpu", weights_only=True))
         return held
 
@@ -203,26 +203,19 @@ class Workers:
         places[self.rank].copy_(parts[self.rank])
         return Pending(works, [peer for *_, peer in messages])
 
-    def _send_to_first(self, tensor: Tensor) -> None:
-        tensor = tensor.to(self.message_device(tensor.device))
+    def _transfer(self, tensor: Tensor, source: int) -> None:
+        """Send a tensor of the CPU from that worker to the first one, which receives it in place."""
+        device, sends = self.message_device(tensor.device), self.rank == source
+        part = tensor.to(device) if sends else torch.empty_like(tensor, device=device)
+        peer = self.global_ranks[0 if sends else source]
         if self.is_over_gloo:
-            dist.send(tensor, self.global_ranks[0], group=self.group, tag=TAG)
+            (dist.send if sends else dist.recv)(part, peer, group=self.group, tag=TAG)
         else:
-            self._in_a_batch(dist.isend, tensor, 0)
-
-    def _receive(self, tensor: Tensor, source: int) -> None:
-        """Receive into a tensor of the CPU what that rank sends to the first worker."""
-        place = torch.empty_like(tensor, device=self.message_device(tensor.device))
-        if self.is_over_gloo:
-            dist.recv(place, self.global_ranks[source], group=self.group, tag=TAG)
-        else:
-            self._in_a_batch(dist.irecv, place, source)
-        tensor.copy_(place)
-
-    def _in_a_batch(self, direction: Callable[..., Any], tensor: Tensor, other: int) -> None:
-        # A message of its own would have NCCL make a communicator for these two ranks; a batch takes the group's.
-        operation = dist.P2POp(direction, tensor, self.global_ranks[other], group=self.group)
-        Pending(dist.batch_isend_irecv([operation])).wait()
+            # A message of its own would have NCCL make a communicator for these two ranks; a batch takes the group's.
+            operation = dist.P2POp(dist.isend if sends else dist.irecv, part, peer, group=self.group)
+            Pending(dist.batch_isend_irecv([operation])).wait()
+        if not sends:
+            tensor.copy_(part)
 
 
 def let_senders_finish() -> None:

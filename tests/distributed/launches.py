@@ -116,17 +116,16 @@ class _Now:
 _now = _Now()
 
 
-class _HostCopy:
-    """In place of the copy to the host: from here on numbers are real."""
+def _copy_to_host(table, buffers):
+    """In place of the copy to the host: after its wait numbers are real."""
+    _now.counts.launch("copy to the host")
 
-    def __init__(self, table, buffers):
-        _now.counts.launch("copy to the host")
-        self._shape = table.shape
-
-    def wait(self):
+    def wait():
         _now.counts.waits.append("headers")
         _now.leave_fake()
-        return _now.headers[: self._shape[1]].expand(self._shape)
+        return _now.headers[: table.shape[1]].expand(table.shape)
+
+    return wait
 
 
 def measure(
@@ -229,7 +228,7 @@ def _pretend(num_workers: int, *, has_kernels: bool) -> None:
     for module in (fused_threshold, adding):
         module.launch = lambda kernel, *arguments, **constants: _now.counts.launch(kernel.fn.__name__)
     exchange.Workers = lambda group, rank, size: _Workers(group, rank, num_workers)
-    exchange.HostCopy = _HostCopy
+    exchange.copy_to_host = _copy_to_host
 
 
 def _step(engine: Engine, layouts: list[LayerLayout], dtype: torch.dtype, scaled: bool, has_notes: bool) -> None:

@@ -68,7 +68,7 @@ def exchange_once(exchange, selections, sizes, dtype, wire, between=lambda: None
             shipment.rest = lambda s=selection, c=room: Selection(s.indices[c:], s.values[c:])
         exchange.start(shipment, header, is_last=is_last)
     between()
-    gathered, (sent_bytes, _) = exchange.finish()
+    gathered, sent_bytes, _ = exchange.finish()
     for header, all_headers in zip(headers, gathered, strict=True):
         assert torch.equal(all_headers[dist.get_rank()], header)
     return outs, gathered, sent_bytes

@@ -4,6 +4,7 @@ Every worker must come to the same result, and a repeated run too. So nothing is
 the numbers of former steps' headers, and from the link that the user names.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -187,17 +188,10 @@ class Costs:
         return taken
 
     def break_even_density(self, speeds: Speeds) -> float:
-        """Return the density above which the dense route is the cheapest, in 0…1; 0 where it always is.
+        """Return the density above which the dense route is the cheapest, in 0…1; 0 where it always is."""
 
-        Args:
-            speeds: see ``speeds``.
-        """
-        sparse, dense = 0.0, 1.0
-        for _ in range(30):
-            density = (sparse + dense) / 2
-            selected = density * self.num_elements
-            if self.cheapest(selected, selected / self.num_workers, speeds) == "dense":
-                dense = density
-            else:
-                sparse = density
-        return sparse
+        def is_dense(place: int) -> bool:
+            selected = place / 2**30 * self.num_elements
+            return self.cheapest(selected, selected / self.num_workers, speeds) == "dense"
+
+        return bisect_left(range(1, 2**30), True, key=is_dense) / 2**30

@@ -3,6 +3,7 @@
 import os
 import socket
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from uuid import uuid4
 
 import torch
@@ -20,17 +21,11 @@ from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.sparsifiers import Selection
 
 
-@dataclass(frozen=True)
-class Nodes:
+class Nodes(NamedTuple):
     """The two kinds of sub-groups: the workers of this node, and the workers of this local rank on every node."""
 
     inside: Workers
     between: Workers
-
-    def close(self) -> None:
-        """End both sub-groups."""
-        for workers in (self.inside, self.between):
-            dist.destroy_process_group(workers.group)
 
 
 def is_one_node(workers: Workers) -> bool:

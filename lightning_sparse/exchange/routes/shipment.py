@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,18 +15,6 @@ from lightning_sparse.sparsifiers import Selection
 
 NUM_SELECTED, LARGEST_SLICE = range(2)
 """The header fields that the exchange reads: k, and the most coordinates in any of n equal slices."""
-
-
-class Volume(NamedTuple):
-    """What a worker sent in a step.
-
-    Attributes:
-        sent_bytes: bytes that it handed to collectives.
-        dense_elements: elements of buckets that it sent densely.
-    """
-
-    sent_bytes: int
-    dense_elements: int
 
 
 @dataclass(eq=False, repr=False)
