@@ -186,7 +186,6 @@ class Engine:
             bucket.average = self._averages.take(bucket.index, gradient.numel(), dtype, gradient.device)
         shipment = self._exchange.open(
             bucket.index,
-            layout.num_elements,
             self._wire(dtype),
             header_fields(layout, self._per_layer_stats) + (0 if bucket.notes is None else bucket.notes.numel()),
             bucket.average,
@@ -196,7 +195,7 @@ class Engine:
         header = self._extraction.fill(bucket, shipment, measures_gradient=self.is_calibrating)
         if bucket.notes is not None:
             header = torch.cat([header, bucket.notes])
-        self._exchange.start(shipment, header, is_last=bucket.is_last)
+        self._exchange.start(shipment, header)
 
     def add_all(self, buckets: Iterable[FlatBucket]) -> None:
         """Add buckets as they come, or once all are there for a sparsifier that must see the whole step. Collective."""

@@ -121,7 +121,6 @@ class Exchange:
     def open(
         self,
         bucket: int,
-        num_elements: int,
         wire: Wire,
         header_fields: int,
         out: Tensor,
@@ -133,15 +132,15 @@ class Exchange:
 
         Args:
             bucket: the bucket's place in DDP's order.
-            num_elements: its elements.
             wire: how values travel.
             header_fields: H of this bucket.
-            out: float32 or float64, shape (num_elements,): receives the average, the same bits on all workers.
+            out: float32 or float64, shape (d,): receives the average, the same bits on all workers.
             is_last: whether no bucket of this step comes after it.
             is_full: whether all coordinates are sent for once, as in a calibration. The bucket then goes dense, as
                 payloads of all coordinates would take more memory and time, and forecasts ignore it.
         """
-        n, key = self.workers.num_workers, (bucket, num_elements)
+        n, num_elements = self.workers.num_workers, out.numel()
+        key = (bucket, num_elements)
         fields = sum(header.numel() for header in self._headers) + header_fields if is_last else 0
         common = (bucket, PayloadFormat(num_elements, wire, fields), out, self.workers, self._buffers)
         if n == 1 and self.has_shortcut:
@@ -151,7 +150,7 @@ class Exchange:
             return HierarchicalShipment(*common, nodes=self._nodes)
         fixed_bytes = PayloadFormat(num_elements, wire).fixed_bytes
         element = dense_element_bytes(wire, out.dtype, n)
-        costs = Costs(n, num_elements, wire.itemsize, out.itemsize, fixed_bytes, element)
+        costs = Costs(n, num_elements, wire.dtype.itemsize, out.itemsize, fixed_bytes, element)
         route = self._route(key, costs, on_gpu=out.device.type != "cpu")
         if route == "dense" or is_full or is_empty:
             dense = (DenseStepsShipment if wire.is_stepped and not is_empty else DenseShipment)(*common)
@@ -173,17 +172,17 @@ class Exchange:
             union_capacity=None if union is None else union.capacity(elements),
         )
 
-    def start(self, shipment: Shipment, header: Tensor, *, is_last: bool) -> None:
+    def start(self, shipment: Shipment, header: Tensor) -> None:
         """Issue the first collective of a shipment that the caller has filled.
 
         Args:
             shipment: from ``open``.
             header: float64, shape (H,): this worker's numbers of the bucket; its first two fields are NUM_SELECTED and
                 LARGEST_SLICE.
-            is_last: whether no bucket of this step comes after it.
         """
         self._shipments.append(shipment)
         self._headers.append(header)
+        is_last = shipment.format.header_fields > 0
         if is_last and shipment.carries_headers:
             assert shipment.payload is not None
             shipment.format.parts(shipment.payload).header.copy_(torch.cat(self._headers))

@@ -1,11 +1,11 @@
 """Process groups that the package makes for itself."""
 
-import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,10 @@ from lightning_sparse.exchange.agreement import gather_objects
 from lightning_sparse.exchange.workers import Workers
 
 _T = TypeVar("_T")
-_users: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
+_users: "WeakKeyDictionary[dist.ProcessGroup, int]" = WeakKeyDictionary()
 """How many open exchanges use each group."""
-_made: dict[tuple[Any, ...], tuple[Any, Any]] = {}
-"""Meshes and groups with the world of each: a group, with its threads, lasts as long as its world."""
+_made: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], Any]]" = WeakKeyDictionary()
+"""Meshes and groups by world: a group, with its threads, lasts as long as its world."""
 
 
 def new_group(parent: dist.ProcessGroup | None, global_ranks: list[int], name: str) -> dist.ProcessGroup:
@@ -83,7 +83,7 @@ class OwnGroup:
         assert given is not None
         self.group = group
         self._given, self._is_released = given, False
-        self._world = weakref.ref(dist.group.WORLD)
+        self._world = ref(dist.group.WORLD)
         self._is_new = _users.get(given, 0) > 0 and dist.get_world_size(group) > 1
         _users[given] = _users.get(given, 0) + 1
         if self._is_new:
@@ -156,8 +156,8 @@ def _new_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) 
 
 def _once(kind: tuple[Any, ...], make: Callable[[], _T]) -> _T:
     """Return the same object for the same kind in the same world: a later training needs no groups of its own."""
-    world = dist.group.WORLD
-    if kind not in _made or _made[kind][0]() is not world:
-        made = make()
-        _made[kind] = weakref.ref(world), made
-    return _made[kind][1]  # type: ignore[no-any-return]
+    assert dist.group.WORLD is not None
+    made = _made.setdefault(dist.group.WORLD, {})
+    if kind not in made:
+        made[kind] = make()
+    return made[kind]  # type: ignore[no-any-return]

@@ -64,7 +64,7 @@ class PayloadFormat:
     @property
     def coordinate_bytes(self) -> int:
         """Bytes of one coordinate: its value and its offset."""
-        return self.wire.itemsize + 2
+        return self.wire.dtype.itemsize + 2
 
     @property
     def fixed_bytes(self) -> int:
@@ -73,7 +73,7 @@ class PayloadFormat:
 
     def payload_bytes(self, capacity: int) -> int:
         """Return the bytes of a payload of this capacity."""
-        padding = capacity * self.wire.itemsize % 2
+        padding = capacity * self.wire.dtype.itemsize % 2
         return self.fixed_bytes + capacity * self.coordinate_bytes + padding
 
     def capacity(self, payload_bytes: int) -> int:
@@ -89,7 +89,7 @@ class PayloadFormat:
         capacity = self.capacity(payload.shape[-1])
         ends_start = 8 * self.header_fields
         values_start = self.fixed_bytes
-        values_end = values_start + capacity * self.wire.itemsize
+        values_end = values_start + capacity * self.wire.dtype.itemsize
         offsets_start = values_end + values_end % 2
         return PayloadParts(
             payload[..., :ends_start].view(torch.float64),

@@ -57,11 +57,6 @@ class Wire:
         return torch.uint8 if self.dtype == torch.float8_e4m3fn else self.dtype
 
     @property
-    def itemsize(self) -> int:
-        """Bytes of a value."""
-        return self.dtype.itemsize
-
-    @property
     def scale(self) -> float:
         """The quotient of a value and its number in the dtype."""
         return self.step * 512 if self.dtype == torch.float8_e4m3fn else self.step

@@ -58,7 +58,7 @@ def exchange_once(exchange, selections, sizes, dtype, wire, between=lambda: None
     exchange.begin()
     for bucket, (selection, size, out, header) in enumerate(zip(selections, sizes, outs, headers, strict=True)):
         is_last = bucket == len(sizes) - 1
-        shipment = exchange.open(bucket, size, wire, header.numel(), out, is_last=is_last)
+        shipment = exchange.open(bucket, wire, header.numel(), out, is_last=is_last)
         if shipment.payload is None:
             out.zero_()
             out[selection.indices] = selection.values / shipment.divisor
@@ -66,7 +66,7 @@ def exchange_once(exchange, selections, sizes, dtype, wire, between=lambda: None
             shipment.format.fill(shipment.payload, selection)
             room = shipment.format.capacity(shipment.payload.numel())
             shipment.rest = lambda s=selection, c=room: Selection(s.indices[c:], s.values[c:])
-        exchange.start(shipment, header, is_last=is_last)
+        exchange.start(shipment, header)
     between()
     gathered, sent_bytes, _ = exchange.finish()
     for header, all_headers in zip(headers, gathered, strict=True):
@@ -285,9 +285,9 @@ def _break_off():
     ]
     if dist.get_rank() == 0:  # the other worker's backward failed before this bucket was ready
         exchange.begin()
-        shipment = exchange.open(0, sizes[0], Wire(torch.float32), FIXED_FIELDS, torch.zeros(sizes[0]), is_last=False)
+        shipment = exchange.open(0, Wire(torch.float32), FIXED_FIELDS, torch.zeros(sizes[0]), is_last=False)
         shipment.format.fill(shipment.payload, selections[0])
-        exchange.start(shipment, header_of(selections[0], sizes[0], 2), is_last=False)
+        exchange.start(shipment, header_of(selections[0], sizes[0], 2))
     outs, _, _ = exchange_once(exchange, selections, sizes, torch.float32, Wire(torch.float32))
     return [torch.equal(out[one.indices], one.values) for out, one in zip(outs, selections, strict=True)]
 

@@ -66,7 +66,8 @@ def check(size, chosen, dtype=FLOAT, wire=AS_IT_IS, capacity=None, header_fields
         payload_format,
         payloads_of(payload_format, chosen, capacity),
         out,
-        quotients=quotients if divides else None,
+        quotients if divides else None,
+        1,
     )
     same_bits(out, expected)
     for one in (out, quotients):
@@ -112,7 +113,7 @@ def test_neighbouring_parts_are_put_side_by_side(size, whole):
     counts = [int(pack_nonzero(payload_format, row, payload)) for row, payload in zip(dense, payloads, strict=True)]
     assert counts == dense.count_nonzero(1).tolist()
     out = guarded(torch.zeros(whole))
-    decode(payload_format, payloads.to(DEVICE), out, is_side_by_side=True)
+    decode(payload_format, payloads.to(DEVICE), out, None, len(payloads))
     same_bits(out, dense.flatten()[:whole])
     check_guards(out)
 

@@ -34,7 +34,7 @@ def average(payload_format: PayloadFormat, rows: Tensor, out: Tensor, buffers: B
     num_workers = len(rows)
     if is_available(out.device):
         places = num_workers * payload_format.capacity(rows.shape[1])
-        decode(payload_format, rows, out, quotients=buffers.take("quotients", places, out.dtype, out.device))
+        decode(payload_format, rows, out, buffers.take("quotients", places, out.dtype, out.device), 1)
         return
     if is_native(out, wire_dtype=payload_format.wire.dtype):
         _, ends, values, offsets = payload_format.parts(rows[0])
@@ -60,41 +60,32 @@ def side_by_side(payload_format: PayloadFormat, rows: Tensor, out: Tensor) -> No
         out: shape (d,), all zeros: neighbouring slices, of which the last ones may be shorter or empty.
     """
     if is_available(out.device):
-        decode(payload_format, rows, out, is_side_by_side=True)
+        decode(payload_format, rows, out, None, len(rows))
         return
     for rank, row in enumerate(rows.unbind()):
         indices, values = payload_format.unpack(row, out.dtype, payload_format.num_selected(row))
         out[indices + rank * payload_format.num_elements] = values
 
 
-def decode(
-    payload_format: PayloadFormat,
-    payloads: Tensor,
-    out: Tensor,
-    *,
-    quotients: Tensor | None = None,
-    is_side_by_side: bool = False,
-) -> None:
-    """Launch the kernel for ``average`` or ``side_by_side``; nothing waits for the device.
+def decode(payload_format: PayloadFormat, rows: Tensor, out: Tensor, quotients: Tensor | None, num_slices: int) -> None:
+    """Launch the kernel that adds each slice's payloads to zeros and divides by their number.
 
     Args:
         payload_format: of each payload.
-        payloads: uint8, shape (n, payload_bytes(c)), each contiguous, on a GPU.
+        rows: uint8, shape (n, payload_bytes(c)), each contiguous, on a GPU.
         out: float32 or float64, shape (num_elements,) or that of all slices together, contiguous, all zeros.
-        quotients: work space of out's dtype, at least n · c elements; None leaves the sum undivided.
-        is_side_by_side: whether the payloads are those of neighbouring slices.
+        quotients: work space of out's dtype, at least n · c elements; None leaves the sums undivided.
+        num_slices: neighbouring slices of ``out``, with n / num_slices payloads each.
     """
-    num_payloads, stride = len(payloads), payloads.stride(0)
-    groups = num_payloads if is_side_by_side else 1
-    _, ends, values, offsets = payload_format.parts(payloads[0])
+    _, ends, values, offsets = payload_format.parts(rows[0])
     if not payload_format.num_blocks or not values.numel():
         return
     # How far it is from each part of a payload to that of the next payload.
-    rows = (stride // part.itemsize for part in (ends, values, offsets))
+    strides = (rows.stride(0) // part.itemsize for part in (ends, values, offsets))
     launch(
         add_payloads,
-        (payload_format.num_blocks, groups),
-        *(out, quotients, ends, values, offsets, num_payloads // groups, values.numel(), *rows),
+        (payload_format.num_blocks, num_slices),
+        *(out, quotients, ends, values, offsets, len(rows) // num_slices, values.numel(), *strides),
         payload_format.num_elements,
         payload_format.wire.scale,
         BLOCK=BLOCK_ELEMENTS,

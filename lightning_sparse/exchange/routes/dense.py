@@ -79,7 +79,8 @@ class DenseStepsShipment(Shipment):
 
 def dense_element_bytes(wire: Wire, dtype: torch.dtype, num_workers: int) -> int:
     """Return the bytes of an element on the dense route, there and back."""
-    return wire.itemsize + sums_of(wire, dtype, num_workers).itemsize if wire.is_stepped else 2 * dtype.itemsize
+    sums = sums_of(wire, dtype, num_workers)
+    return wire.dtype.itemsize + sums.dtype.itemsize if wire.is_stepped else 2 * dtype.itemsize
 
 
 def sums_of(wire: Wire, dtype: torch.dtype, num_workers: int) -> Wire:

@@ -98,7 +98,7 @@ class GatherShipment(Shipment):
         self.payload: Tensor = self.take("payload", self.format.payload_bytes(self.capacity), torch.uint8)
         self._rest_format = PayloadFormat(self.format.num_elements, self.format.wire)
         self._rests: Tensor | None = None
-        self._is_decoded = False
+        self._is_averaged = False
 
     def start(self) -> None:
         """Hand the payload to the coalescer."""
@@ -115,9 +115,9 @@ class GatherShipment(Shipment):
 
     def complete(self) -> None:
         """Average the payloads on a GPU: the result is final if no capacity was exceeded."""
-        if not self._is_decoded and is_available(self.out.device):
+        if not self._is_averaged and is_available(self.out.device):
             average(self.format, self._arrived(), self.out, self.buffers)
-            self._is_decoded = True
+            self._is_averaged = True
 
     def headers(self) -> Tensor:
         """Wait for the gather and return all workers' headers: float64, shape (n, H), on the device."""
@@ -130,8 +130,8 @@ class GatherShipment(Shipment):
         if largest_rest <= 0:
             return
         self._arrived()
-        if self._is_decoded:
-            self._is_decoded = False
+        if self._is_averaged:
+            self._is_averaged = False
             self.out.zero_()
         count = counts[self.workers.rank]
         nothing = Selection(self.out.new_empty(0, dtype=torch.int64), self.out.new_empty(0))
@@ -150,9 +150,9 @@ class GatherShipment(Shipment):
 
     def finish(self, header: Tensor) -> None:
         """Add all payloads in rank order and divide by n."""
-        rows = self._arrived()
-        if self._is_decoded:
+        if self._is_averaged:
             return
+        rows = self._arrived()
         if not self.is_dense and self._rests is None:
             average(self.format, rows, self.out, self.buffers)
             return

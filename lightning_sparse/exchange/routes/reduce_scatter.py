@@ -66,7 +66,6 @@ class ReduceScatterShipment(GatherShipment):
         self._room = self._slice_elements if self.union_capacity is None else self.union_capacity
         sparse_bytes = self._average_format.payload_bytes(self._room)
         self._is_sparse = sparse_bytes < self._slice_elements * self.out.itemsize
-        self._has_overflowed = False
 
     def start(self) -> None:
         """Issue the all-to-all of the slices' coordinates."""
@@ -102,22 +101,16 @@ class ReduceScatterShipment(GatherShipment):
             side_by_side(self._average_format, self._averages.view(self.workers.num_workers, -1), self.out)
         else:
             self.out.copy_(self._averages[: self.out.numel()])
+        self._is_averaged = True
 
     def send_overflow(self, header: Tensor, sizes: list[int]) -> None:
         """Restart as a gather of payloads if a capacity was exceeded."""
-        room = self._room if self._is_sparse else self._slice_elements
-        self._has_overflowed = max(sizes) > room or bool(
-            ((header[:, LARGEST_SLICE] > self.slice_capacity) | (header[:, NUM_SELECTED] > self.capacity)).any()
-        )
-        if self._has_overflowed:
+        is_exceeded = (header[:, LARGEST_SLICE] > self.slice_capacity) | (header[:, NUM_SELECTED] > self.capacity)
+        if is_exceeded.any() or (self._is_sparse and max(sizes) > self._room):
+            self._is_averaged = False
             self.out.zero_()
             super().start()
             super().send_overflow(header, sizes)
-
-    def finish(self, header: Tensor) -> None:
-        """Add the payloads up if the slices were not complete."""
-        if self._has_overflowed:
-            super().finish(header)
 
     def _pack(self, parcels: Tensor) -> None:
         """Copy the payload's coordinates into one parcel per slice, without their number on the host."""

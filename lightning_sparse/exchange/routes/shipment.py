@@ -40,7 +40,7 @@ class Shipment:
     Attributes:
         payload: where the caller writes what it sends; None for a masked gradient, which it writes into ``out``.
         rest: returns the selected coordinates that exceed the payload's capacity; the caller sets it.
-        work: the last collective that was started.
+        work: the last collective that was started; after ``prepare`` the exchange waits for it.
         sent_bytes: bytes that this worker handed to collectives.
         is_dense: whether the whole bucket is sent.
         is_typical: whether later steps are expected to be like this one.
