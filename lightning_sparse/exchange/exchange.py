@@ -2,13 +2,10 @@
 
 DDP calls the communication hook once per bucket, in the same order on all workers. From the hook's body, in that order:
 
-1. ``open``    the bucket's route follows from the headers of the last step, the same on all workers
-2. ``start``   its first collective is issued; early buckets travel while backward continues
-
-and in the hook of the last bucket, after its own ``start``:
-
-3. ``finish``  all headers are read, the only wait of the step for the device; the rounds that some bucket needs beyond
-               its first are issued, in order; all averages are written
+1. ``open``    chooses the bucket's route by the headers of the last step, the same on all workers
+2. ``start``   issues its first collective; early buckets travel while backward continues
+3. ``finish``  in the hook of the last bucket: reads all headers, the only wait of the step for the device; issues the
+               further rounds that a bucket needs, in order; writes all averages
 
 The payload of the last bucket carries the headers of all buckets. If that bucket has no payload, a small gather of the
 headers follows.
@@ -22,11 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sparse.exchange.buffers import Buffers, copy_to_host
+from lightning_sparse.exchange.groups import Nodes, find_nodes, is_one_node
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.routes.cost_model import Costs, Forecast, Route, speeds
 from lightning_sparse.exchange.routes.dense import DenseShipment, DenseStepsShipment, dense_element_bytes
 from lightning_sparse.exchange.routes.gather import GatherShipment, PayloadCoalescer
-from lightning_sparse.exchange.routes.hierarchical import HierarchicalShipment, Nodes, find_nodes, is_one_node
+from lightning_sparse.exchange.routes.hierarchical import HierarchicalShipment
 from lightning_sparse.exchange.routes.reduce_scatter import ReduceScatterShipment, slice_elements
 from lightning_sparse.exchange.routes.shipment import LARGEST_SLICE, NUM_SELECTED, Shipment
 from lightning_sparse.exchange.wire import Wire
@@ -119,14 +117,7 @@ class Exchange:
         self._coalescer.discard()
 
     def open(
-        self,
-        bucket: int,
-        wire: Wire,
-        header_fields: int,
-        out: Tensor,
-        *,
-        is_last: bool,
-        is_full: bool = False,
+        self, bucket: int, wire: Wire, header_fields: int, out: Tensor, *, is_last: bool, is_full: bool = False
     ) -> Shipment:
         """Return the bucket's shipment, for the caller to fill.
 

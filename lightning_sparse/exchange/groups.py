@@ -1,9 +1,11 @@
 """Process groups that the package makes for itself."""
 
+import os
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
 from weakref import WeakKeyDictionary, ref
 
@@ -104,6 +106,43 @@ class OwnGroup:
         self._is_new = False
 
 
+class Nodes(NamedTuple):
+    """The two kinds of sub-groups: the workers of this node, and the workers of this local rank on every node."""
+
+    inside: Workers
+    between: Workers
+
+
+def is_one_node(workers: Workers) -> bool:
+    """Return whether all workers share a node. Collective."""
+    return workers.num_workers == 1 or len(set(gather_objects(_this_node(), workers.group))) == 1
+
+
+def find_nodes(group: dist.ProcessGroup | None = None) -> Nodes:
+    """Group the workers by node. Collective: every worker of the group calls this at set-up.
+
+    The workers of a node have the same host name and, where the launcher tells it (torchrun's GROUP_RANK, Lightning's
+    NODE_RANK), the same node rank.
+
+    Raises:
+        ValueError: the nodes do not all have the same number of workers (on every worker).
+    """
+    everyone = gather_objects((_this_node(), f"lightning_sparse/{uuid4().hex}"), group)
+    members: dict[tuple[str, str], list[int]] = {}
+    for rank, (node, _) in enumerate(everyone):
+        members.setdefault(node, []).append(rank)
+    if len({len(ranks) for ranks in members.values()}) > 1:
+        listed = ", ".join(f"{name} {index}: ranks {ranks}" for (name, index), ranks in members.items())
+        raise ValueError(
+            f'exchange="hierarchical" needs the same number of workers on every node, got {listed}. '
+            'Start as many everywhere, or use exchange="auto".'
+        )
+    rank, (_, name) = dist.get_rank(group), everyone[0]
+    inside = members[everyone[rank][0]]
+    between = [ranks[inside.index(rank)] for ranks in members.values()]
+    return Nodes(_sub_group(group, inside, f"{name}/inside"), _sub_group(group, between, f"{name}/between"))
+
+
 def replica_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """Return a mesh of all ranks, as ``init_device_mesh`` does; the same one for the same arguments. Collective: world.
 
@@ -141,6 +180,17 @@ def replica_workers(between: dist.ProcessGroup) -> Workers:
     name = f"lightning_sparse/replica {everyone[0][1]}"
     group = _once(("replica", tuple(groups)), partial(new_group, between, ranks, name))
     return Workers(group, ranks.index(dist.get_rank()), len(ranks))
+
+
+def _this_node() -> tuple[str, str]:
+    return socket.gethostname(), os.environ.get("GROUP_RANK", os.environ.get("NODE_RANK", ""))
+
+
+def _sub_group(group: dist.ProcessGroup | None, ranks: list[int], name: str) -> Workers:
+    # Only its members make a sub-group: every worker makes its own two.
+    global_ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    made = new_group(group, [global_ranks[rank] for rank in ranks], name)
+    return Workers(made, dist.get_rank(made), len(ranks))
 
 
 def _new_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:

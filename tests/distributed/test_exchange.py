@@ -15,10 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import HardThreshold, register_comm_hook
 from lightning_sparse.exchange import Exchange, Workers
-from lightning_sparse.exchange.groups import apart
+from lightning_sparse.exchange.groups import apart, find_nodes, is_one_node
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.routes import gather
-from lightning_sparse.exchange.routes.hierarchical import find_nodes, is_one_node
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.selection.numbers import FIXED_FIELDS
 from lightning_sparse.sparsifiers import Selection
@@ -56,7 +55,7 @@ def exchange_once(exchange, selections, sizes, dtype, wire, between=lambda: None
     outs = [torch.full((size,), 3.0, dtype=dtype) for size in sizes]
     headers = [header_of(one, size, exchange.workers.num_workers) for one, size in zip(selections, sizes, strict=True)]
     exchange.begin()
-    for bucket, (selection, size, out, header) in enumerate(zip(selections, sizes, outs, headers, strict=True)):
+    for bucket, (selection, out, header) in enumerate(zip(selections, outs, headers, strict=True)):
         is_last = bucket == len(sizes) - 1
         shipment = exchange.open(bucket, wire, header.numel(), out, is_last=is_last)
         if shipment.payload is None:

@@ -1,7 +1,4 @@
-"""The usual route: an all-gather of payloads, of which small ones share a message.
-
-Over Gloo a message costs more than the bytes in it, so payloads of neighbouring buckets wait for each other.
-"""
+"""The usual route: an all-gather of payloads, of which small ones share a message."""
 
 from dataclasses import dataclass, field
 
@@ -24,9 +21,10 @@ FULL_BYTES = 2**16
 
 
 class PayloadCoalescer:
-    """Gathers the payloads of neighbouring buckets together. Collective: all workers' payloads are equally long.
+    """Gathers the payloads of neighbouring buckets together, as a Gloo message costs more than the bytes in it.
 
-    On a GPU each payload is sent at once: the computation of backward hides its latency.
+    On a GPU it sends each payload at once: the computation of backward hides its latency. Collective: all workers'
+    payloads are equally long.
 
     Args:
         workers: the workers that exchange payloads.

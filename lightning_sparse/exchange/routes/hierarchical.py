@@ -1,72 +1,17 @@
 """The route for nodes of several workers: dense inside a node, sparse between nodes."""
 
-import os
-import socket
 from dataclasses import dataclass, field
-from typing import NamedTuple
-from uuid import uuid4
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sparse.exchange.agreement import gather_objects
-from lightning_sparse.exchange.groups import new_group
+from lightning_sparse.exchange.groups import Nodes
 from lightning_sparse.exchange.payload import PayloadFormat, aligned
 from lightning_sparse.exchange.routes.adding import add
 from lightning_sparse.exchange.routes.reduce_scatter import slice_elements
 from lightning_sparse.exchange.routes.shipment import Shipment
 from lightning_sparse.exchange.wire import Wire
-from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.sparsifiers import Selection
-
-
-class Nodes(NamedTuple):
-    """The two kinds of sub-groups: the workers of this node, and the workers of this local rank on every node."""
-
-    inside: Workers
-    between: Workers
-
-
-def is_one_node(workers: Workers) -> bool:
-    """Return whether all workers share a node. Collective."""
-    return workers.num_workers == 1 or len(set(gather_objects(_this_node(), workers.group))) == 1
-
-
-def find_nodes(group: dist.ProcessGroup | None = None) -> Nodes:
-    """Group the workers by node. Collective: every worker of the group calls this at set-up.
-
-    The workers of a node have the same host name and, where the launcher tells it (torchrun's GROUP_RANK, Lightning's
-    NODE_RANK), the same node rank.
-
-    Raises:
-        ValueError: the nodes do not all have the same number of workers (on every worker).
-    """
-    everyone = gather_objects((_this_node(), f"lightning_sparse/{uuid4().hex}"), group)
-    members: dict[tuple[str, str], list[int]] = {}
-    for rank, (node, _) in enumerate(everyone):
-        members.setdefault(node, []).append(rank)
-    if len({len(ranks) for ranks in members.values()}) > 1:
-        listed = ", ".join(f"{name} {index}: ranks {ranks}" for (name, index), ranks in members.items())
-        raise ValueError(
-            f'exchange="hierarchical" needs the same number of workers on every node, got {listed}. '
-            'Start as many everywhere, or use exchange="auto".'
-        )
-    rank, (_, name) = dist.get_rank(group), everyone[0]
-    inside = members[everyone[rank][0]]
-    between = [ranks[inside.index(rank)] for ranks in members.values()]
-    return Nodes(_sub_group(group, inside, f"{name}/inside"), _sub_group(group, between, f"{name}/between"))
-
-
-def _this_node() -> tuple[str, str]:
-    return socket.gethostname(), os.environ.get("GROUP_RANK", os.environ.get("NODE_RANK", ""))
-
-
-def _sub_group(group: dist.ProcessGroup | None, ranks: list[int], name: str) -> Workers:
-    # Only its members make a sub-group: every worker makes its own two.
-    global_ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    made = new_group(group, [global_ranks[rank] for rank in ranks], name)
-    return Workers(made, dist.get_rank(made), len(ranks))
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
