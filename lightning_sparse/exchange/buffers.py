@@ -72,10 +72,9 @@ def without_wait(table: Tensor, device: torch.device) -> Tensor:
 
 
 def copy_to_host(tensor: Tensor, buffers: Buffers) -> Callable[[], Tensor]:
-    """Begin to copy a tensor to the host, from a GPU by way of pinned memory, while the caller enqueues other work.
+    """Begin to copy a tensor to the host, and return a function that waits for the copy and returns it.
 
-    Returns:
-        A function that waits for the device and returns the copy.
+    From a GPU the copy goes by way of pinned memory, while the caller enqueues other work.
     """
     if tensor.device.type != "cuda":
         return tensor.cpu

@@ -21,6 +21,7 @@ from torch import Tensor
 from lightning_sparse.exchange.buffers import Buffers, copy_to_host
 from lightning_sparse.exchange.groups import Nodes, find_nodes, is_one_node
 from lightning_sparse.exchange.payload import PayloadFormat
+from lightning_sparse.exchange.pending import Pending
 from lightning_sparse.exchange.routes.cost_model import Costs, Forecast, Route, speeds
 from lightning_sparse.exchange.routes.dense import DenseShipment, DenseStepsShipment, dense_element_bytes
 from lightning_sparse.exchange.routes.gather import GatherShipment, PayloadCoalescer
@@ -92,7 +93,7 @@ class Exchange:
     def state_dict(self) -> dict[str, list[list[float]]]:
         """Return the history from which routes and capacities follow; the same on all workers."""
         return {
-            name: [[*key, *forecast.state()] for key, forecast in forecasts.items()]
+            name: [[*key, *forecast] for key, forecast in forecasts.items()]
             for name, forecasts in self._forecasts.items()
         }
 
@@ -100,9 +101,8 @@ class Exchange:
         """Replace the history by that of another exchange of as many workers."""
         for name, forecasts in self._forecasts.items():
             forecasts.clear()
-            for bucket, num_elements, *numbers in state.get(name, []):
-                forecast = forecasts[int(bucket), int(num_elements)] = Forecast(0)
-                forecast.load_state(numbers)
+            for bucket, num_elements, last, mean, deviation in state.get(name, []):
+                forecasts[int(bucket), int(num_elements)] = Forecast(int(last), mean, deviation)
 
     def forget_sizes(self) -> None:
         """Free memory that buckets of other sizes needed."""
@@ -114,7 +114,7 @@ class Exchange:
             self._buffers.forget()  # messages under way still arrive in that memory
         self._shipments.clear()
         self._headers.clear()
-        self._coalescer.discard()
+        self._coalescer.waiting.clear()
 
     def open(
         self, bucket: int, wire: Wire, header_fields: int, out: Tensor, *, is_last: bool, is_full: bool = False
@@ -142,17 +142,17 @@ class Exchange:
         fixed_bytes = PayloadFormat(num_elements, wire).fixed_bytes
         element = dense_element_bytes(wire, out.dtype, n)
         costs = Costs(n, num_elements, wire.dtype.itemsize, out.itemsize, fixed_bytes, element)
-        route = self._route(key, costs, on_gpu=out.device.type != "cpu")
-        if route == "dense" or is_full or is_empty:
+        route = "dense" if is_full or is_empty else self._route(key, costs, on_gpu=out.device.type != "cpu")
+        if route == "dense":
             dense = (DenseStepsShipment if wire.is_stepped and not is_empty else DenseShipment)(*common)
             dense.is_typical = not is_full
             return dense
-        capacity = self._forecasts["selected"].get(key, Forecast(FIRST_CAPACITY)).capacity(num_elements)
+        capacity = self._forecasts["selected"].get(key, Forecast.first(FIRST_CAPACITY)).capacity(num_elements)
         may_go_dense = costs if self.mode == "auto" else None
         if route == "gather":
             return GatherShipment(*common, coalescer=self._coalescer, capacity=capacity, costs=may_go_dense)
         elements = slice_elements(num_elements, n)
-        slices = self._forecasts["slices"].get(key, Forecast(UNEVEN_SLICES * capacity // n))
+        slices = self._forecasts["slices"].get(key, Forecast.first(UNEVEN_SLICES * capacity // n))
         union = self._forecasts["unions"].get(key)
         return ReduceScatterShipment(
             *common,
@@ -166,16 +166,13 @@ class Exchange:
     def start(self, shipment: Shipment, header: Tensor) -> None:
         """Issue the first collective of a shipment that the caller has filled.
 
-        Args:
-            shipment: from ``open``.
-            header: float64, shape (H,): this worker's numbers of the bucket; its first two fields are NUM_SELECTED and
-                LARGEST_SLICE.
+        The header holds this worker's numbers of the bucket: float64, shape (H,); its first two fields are NUM_SELECTED
+        and LARGEST_SLICE.
         """
         self._shipments.append(shipment)
         self._headers.append(header)
         is_last = shipment.format.header_fields > 0
-        if is_last and shipment.carries_headers:
-            assert shipment.payload is not None
+        if is_last and isinstance(shipment, GatherShipment) and shipment.carries_headers:
             shipment.format.parts(shipment.payload).header.copy_(torch.cat(self._headers))
         shipment.start()
         if is_last:
@@ -230,27 +227,25 @@ class Exchange:
         if isinstance(shipment, ReduceScatterShipment):
             seen["unions"] = max(sizes)  # even one that did not fit: the next step has the capacity
         for name, count in seen.items():
-            self._forecasts[name].setdefault(key, Forecast(0)).observe(count)
+            self._forecasts[name][key] = self._forecasts[name].get(key, Forecast.first(0)).after(count)
 
     def _gather(self, told: list[Tensor]) -> Tensor:
         """Return all workers' headers and sizes on the device: float64, shape (n, sum of lengths + sizes).
 
-        Args:
-            told: this worker's headers and sizes, without those that the last bucket's payload carries.
+        ``told`` are this worker's, without the headers that the last bucket's payload carries.
         """
-        n, local = self.workers.num_workers, torch.cat(told) if told else None
-        everyone, pending = local, None
-        if local is not None and n > 1:
-            everyone = local.new_empty(n * local.numel())
-            pending = self.workers.all_gather(everyone, local)
+        n, pending, gathered = self.workers.num_workers, Pending([]), []
+        if told:
+            everyone = local = torch.cat(told)
+            if n > 1:
+                everyone = local.new_empty(n * local.numel())
+                pending = self.workers.all_gather(everyone, local)
+            gathered.append(everyone.view(n, -1))
         # A sum may have failed because of one worker, and then another worker sends no headers. So sums are first.
         for shipment in self._shipments:
             shipment.work.wait()
-        last, gathered = self._shipments[-1], []
+        last = self._shipments[-1]
         if isinstance(last, GatherShipment) and last.carries_headers:
-            gathered.append(last.headers())
-        if pending is not None:
-            pending.wait()
-        if everyone is not None:
-            gathered.append(everyone.view(n, -1))
+            gathered.insert(0, last.headers())
+        pending.wait()
         return torch.cat(gathered, 1) if len(gathered) > 1 else gathered[0]

@@ -25,12 +25,9 @@ _made: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], Any]]" = Weak
 
 
 def new_group(parent: dist.ProcessGroup | None, global_ranks: list[int], name: str) -> dist.ProcessGroup:
-    """Return a new group of these ranks with the timeout of another group. Collective for these ranks alone.
+    """Return a new group of these ranks with the parent's timeout. Collective for these ranks alone.
 
-    Args:
-        parent: the other group.
-        global_ranks: the ranks.
-        name: the same on all of them, and one that no group had before: the group's keys in the store begin with it.
+    The name is the same on all of them, and one that no group had before: the group's keys in the store begin with it.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -53,12 +50,7 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def apart(workers: Workers, name: str) -> Workers:
-    """Return the same workers in a new group, with connections of its own. Collective.
-
-    Args:
-        workers: the workers.
-        name: see ``new_group``.
-    """
+    """Return the same workers in a new group, with connections of its own; see ``new_group``. Collective."""
     made = Workers(new_group(workers.group, workers.global_ranks, name), workers.rank, workers.num_workers)
     if not made.is_over_gloo:
         # NCCL connects a group in its first operation, which all must take part in: messages are for two at a time.

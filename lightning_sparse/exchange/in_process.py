@@ -15,11 +15,7 @@ from lightning_sparse.exchange.workers import Workers
 
 
 class ThreadWorkers:
-    """Runs workers in threads that wait for each other in their collectives.
-
-    Args:
-        num_workers: n, at least 1.
-    """
+    """Runs workers in threads that wait for each other in their collectives."""
 
     def __init__(self, num_workers: int) -> None:
         self._barrier = Barrier(num_workers)

@@ -27,19 +27,12 @@ CAPACITY_STEP = 8
 
 
 class PayloadParts(NamedTuple):
-    """The parts of a payload, as views of its bytes.
+    """The parts of a payload, as views of its bytes."""
 
-    Attributes:
-        header: float64, shape (H,).
-        ends: int32, shape (B,): selected coordinates up to the end of each block of 65,536 elements.
-        values: as they travel, shape (c,).
-        offsets: int16, shape (c,): 16 unsigned bits each.
-    """
-
-    header: Tensor
-    ends: Tensor
-    values: Tensor
-    offsets: Tensor
+    header: Tensor  # float64, shape (H,)
+    ends: Tensor  # int32, shape (B,): selected coordinates up to the end of each block of 65,536 elements
+    values: Tensor  # encoded, shape (c,)
+    offsets: Tensor  # int16, shape (c,): 16 unsigned bits each
 
 
 @dataclass(frozen=True)
@@ -81,11 +74,7 @@ class PayloadFormat:
         return (payload_bytes - self.fixed_bytes) // self.coordinate_bytes
 
     def parts(self, payload: Tensor) -> PayloadParts:
-        """Return views of a payload's parts, or of each of several payloads'.
-
-        Args:
-            payload: uint8, shape (…, payload_bytes(c)), beginning at a multiple of 8 bytes.
-        """
+        """Return views of the parts of payloads: uint8, shape (…, payload_bytes(c)), at a multiple of 8 bytes."""
         capacity = self.capacity(payload.shape[-1])
         ends_start = 8 * self.header_fields
         values_start = self.fixed_bytes

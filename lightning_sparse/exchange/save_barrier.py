@@ -69,7 +69,7 @@ class SaveBarrier:
             self._apart = None
 
     def give_up_apart(self) -> None:
-        """Forget the group of ``workers_apart``, in which something failed; the next one is new."""
+        """Forget the group of ``workers_apart`` after a failure in it; the next one is new."""
         self._apart = None
 
     def wait(self, status: dict[str, Any], patience: float) -> str | None:

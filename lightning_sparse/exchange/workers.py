@@ -48,12 +48,7 @@ class Workers:
     num_workers: int
 
     def all_gather(self, out: Tensor, part: Tensor) -> Pending:
-        """Start gathering equal parts into out, in rank order. Collective.
-
-        Args:
-            out: shape (n · m,).
-            part: shape (m,), the same dtype and device.
-        """
+        """Start gathering parts of shape (m,) into out, of shape (n · m,), in rank order. Collective."""
         places = out.view(self.num_workers, -1).unbind()
         if self.sends_messages(out):
             return self._exchange_messages(places, [part] * self.num_workers)
@@ -64,9 +59,7 @@ class Workers:
     def all_to_all(self, out: Tensor, parts: Tensor) -> Pending:
         """Start sending the j-th of n equal parts to worker j; the part from worker i becomes out's i-th. Collective.
 
-        Args:
-            out: shape (n · m,).
-            parts: shape (n · m,), the same dtype and device.
+        Both tensors have the shape (n · m,).
         """
         if self.sends_messages(out):
             places, given = (tensor.view(self.num_workers, -1).unbind() for tensor in (out, parts))
@@ -78,11 +71,7 @@ class Workers:
         return self._pending(dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def average(self, tensors: Sequence[Tensor]) -> None:
-        """Replace tensors by their mean over the workers, the same bits on all. Collective.
-
-        Args:
-            tensors: floating-point or complex, of the same shapes and dtypes on every worker.
-        """
+        """Replace floating-point or complex tensors by their mean, the same bits on all workers. Collective."""
 
         def mean(flat: Tensor) -> Tensor:
             flat = flat if flat.dtype == torch.float64 else flat.float()
@@ -109,9 +98,7 @@ class Workers:
     def gather_numbers(self, numbers: Sequence[float], device: torch.device) -> Tensor:
         """Return all workers' numbers in rank order: float64, shape (n, numbers), on the CPU. Collective.
 
-        Args:
-            numbers: this worker's, as many on all.
-            device: on which the group works.
+        The numbers travel from ``device``, on which the group works.
         """
         own = torch.tensor(numbers, dtype=torch.float64)
         if self.num_workers == 1:
@@ -124,13 +111,8 @@ class Workers:
     def gather_objects_to_first(self, own: Any) -> list[Any]:
         """Return the objects of all workers, in rank order, on the first worker; an empty list on others. Collective.
 
-        One rank sends at a time, so the first worker needs the memory of all results and of one more.
-
-        Args:
-            own: plain containers and tensors, which ``torch.load(weights_only=True)`` reads.
-
-        Returns:
-            The objects, with all tensors on the CPU.
+        One rank sends at a time, so the first worker needs the memory of all results and of one more. Objects are plain
+        containers and tensors, which ``torch.load(weights_only=True)`` reads; all tensors of the result are on the CPU.
         """
         held = [move_data_to_device(own, torch.device("cpu"))] if self.rank == 0 else []
         for source in range(1, self.num_workers):
@@ -150,10 +132,7 @@ class Workers:
         return held
 
     def sum_on_first(self, tensor: Tensor) -> None:
-        """Sum a tensor over the workers, in place on the first one; undefined on the others. Collective.
-
-        The tensor may be on a different device on each worker.
-        """
+        """Sum a tensor of any device over the workers, in place on the first; undefined on the others. Collective."""
         if self.num_workers > 1:
             total = tensor.to(self.message_device(tensor.device))
             dist.reduce(total, self.global_ranks[0], group=self.group)
@@ -221,12 +200,10 @@ class Workers:
 def let_senders_finish() -> None:
     """Have the threads in which Gloo handles arrivals wait for those that send. On Linux, without privileges.
 
-    Such a thread needs the lock of a pair of workers, which a thread that sends to that worker holds meanwhile; without
-    the lock it looks again at once, and again (``Pair::handleEvents``, gloo/transport/tcp/pair.cc). The kernel gives a
-    thread that wakes the core of one that computes. So on a single core arrivals stop the sender until the kernel's
-    time slice is over: 2 to 3 ms per message of any size. A thread of the class ``SCHED_BATCH`` (sched(7)) has the same
-    share of the cores and preempts no other thread when it wakes.
-
+    Such a thread polls for the lock that a sender to the same worker holds (``Pair::handleEvents``,
+    gloo/transport/tcp/pair.cc), and the kernel gives a thread that wakes the core of one that computes. So on a single
+    core arrivals stop the sender until the kernel's time slice is over: 2 to 3 ms per message of any size. A thread of
+    the class ``SCHED_BATCH`` (sched(7)) has the same share of the cores and preempts no other thread when it wakes.
     Threads that were given a scheduling class already keep it.
     """
     if not hasattr(os, "SCHED_BATCH"):

@@ -1,5 +1,8 @@
 """What receivers do with payloads: add them up in rank order, put slices side by side, pack what is not zero.
 
+Payloads of the same format and capacity c are ``rows``: uint8, shape (n, payload_bytes(c)), each contiguous. Of a
+payload with k > c only the c coordinates in it count.
+
 On a GPU one kernel decodes all payloads of a bucket, without their sizes on the host and with the same bits as adding
 payload by payload. A program has one block of 65,536 elements and goes through the workers in rank order; a bucket of
 25 MB has 100 programs. Each program is a chain of reads from the second-level cache, three for each worker and tile and
@@ -27,7 +30,7 @@ def average(payload_format: PayloadFormat, rows: Tensor, out: Tensor, buffers: B
 
     Args:
         payload_format: of each payload.
-        rows: uint8, shape (n, payload_bytes(c)). Of a payload with k > c only the c coordinates in it are added.
+        rows: the payloads.
         out: shape (num_elements,), all zeros: receives the average.
         buffers: gives work space, which all buckets share, as they are decoded one after the other.
     """
@@ -54,10 +57,8 @@ def add(payload_format: PayloadFormat, rows: Tensor, out: Tensor) -> None:
 def side_by_side(payload_format: PayloadFormat, rows: Tensor, out: Tensor) -> None:
     """Put the content of the j-th payload into the j-th slice. Waits for a GPU only without kernels for it.
 
-    Args:
-        payload_format: of each payload, with as many elements as a slice has.
-        rows: uint8, shape (n, payload_bytes(c)).
-        out: shape (d,), all zeros: neighbouring slices, of which the last ones may be shorter or empty.
+    A slice has ``payload_format.num_elements``. ``out``, shape (d,), all zeros, holds neighbouring slices, of which the
+    last ones may be shorter or empty.
     """
     if is_available(out.device):
         decode(payload_format, rows, out, None, len(rows))
@@ -72,7 +73,7 @@ def decode(payload_format: PayloadFormat, rows: Tensor, out: Tensor, quotients: 
 
     Args:
         payload_format: of each payload.
-        rows: uint8, shape (n, payload_bytes(c)), each contiguous, on a GPU.
+        rows: the payloads, on a GPU.
         out: float32 or float64, shape (num_elements,) or that of all slices together, contiguous, all zeros.
         quotients: work space of out's dtype, at least n · c elements; None leaves the sums undivided.
         num_slices: neighbouring slices of ``out``, with n / num_slices payloads each.
@@ -101,7 +102,7 @@ def pack_nonzero(payload_format: PayloadFormat, values: Tensor, payload: Tensor)
     Args:
         payload_format: of the payload, without a header.
         values: in the wire dtype, shape (num_elements,).
-        payload: uint8, shape (payload_bytes(c),); gets the first c of them.
+        payload: uint8, shape (payload_bytes(c),): receives the first c of them.
     """
     capacity = payload_format.capacity(payload.numel())
     if values.numel():  # of no elements it fails on a GPU: pytorch#162473

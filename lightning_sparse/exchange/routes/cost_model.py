@@ -24,42 +24,34 @@ GATHER_LAUNCHES, REDUCE_SCATTER_LAUNCHES = 2, 46
 """Kernels of a bucket beyond those of the dense route (tests/distributed/test_launches.py)."""
 
 
-class Forecast:
+class Forecast(NamedTuple):
     """Forecasts a count that all workers saw in every step so far.
 
     The capacity is the running mean and twice the running mean deviation from it, so a steady count needs next to no
     padding. A count that varies overflows now and then, which costs another round and not correctness: rarer overflows
     would cost more bytes than they save (docs/performance.md). A count that halves or doubles begins anew.
-
-    Attributes:
-        last: the count of the last step.
     """
 
-    def __init__(self, count: int) -> None:
-        self.load_state([count, float(count), count / 16])
+    last: int  # the count of the last step
+    mean: float  # the running mean of the counts
+    deviation: float  # the running mean of their absolute deviations from it
 
-    def observe(self, count: int) -> None:
-        """Add the count of a step."""
-        if not self._mean / 2 <= count <= 2 * self._mean:
-            self.load_state([count, float(count), count / 16])
-            return
-        self.last = count
-        deviation = abs(count - self._mean)
-        self._mean += MEAN_WEIGHT * (count - self._mean)
-        self._deviation += DEVIATION_WEIGHT * (deviation - self._deviation)
+    @classmethod
+    def first(cls, count: int) -> "Forecast":
+        """Return the forecast after the count of a first step."""
+        return cls(count, float(count), count / 16)
 
-    def state(self) -> list[float]:
-        """Return all that the next forecast follows from."""
-        return [self.last, self._mean, self._deviation]
-
-    def load_state(self, state: list[float]) -> None:
-        """Continue from a state."""
-        last, self._mean, self._deviation = state
-        self.last = int(last)
+    def after(self, count: int) -> "Forecast":
+        """Return the forecast after the count of a further step."""
+        if not self.mean / 2 <= count <= 2 * self.mean:
+            return Forecast.first(count)
+        mean = self.mean + MEAN_WEIGHT * (count - self.mean)
+        deviation = self.deviation + DEVIATION_WEIGHT * (abs(count - self.mean) - self.deviation)
+        return Forecast(count, mean, deviation)
 
     def capacity(self, limit: int) -> int:
         """Return the capacity for the next step, a multiple of CAPACITY_STEP; at most ``limit`` rounded up."""
-        room = max(self._mean, self.last) + SLACK_DEVIATIONS * self._deviation
+        room = max(self.mean, self.last) + SLACK_DEVIATIONS * self.deviation
         return aligned(min(max(SMALLEST_CAPACITY, round(room)), limit))
 
 
@@ -73,23 +65,14 @@ def require_link(link_gbit_s: float | None) -> None:
 
 
 class Speeds(NamedTuple):
-    """Seconds that parts of an exchange take, the same on every worker.
+    """Seconds that parts of an exchange take, the same on every worker."""
 
-    Attributes:
-        byte: for a byte to arrive.
-        select: to select and pack a coordinate.
-        add: to add a received coordinate.
-        round: for a round of messages, however small they are.
-        payload: to begin with each payload that is added, one after the other.
-        launch: to launch a kernel.
-    """
-
-    byte: float
-    select: float
-    add: float
-    round: float
-    payload: float
-    launch: float
+    byte: float  # for a byte to arrive
+    select: float  # to select and pack a coordinate
+    add: float  # to add a received coordinate
+    round: float  # for a round of messages, however small they are
+    payload: float  # to begin with each payload that is added, one after the other
+    launch: float  # to launch a kernel
 
 
 def speeds(link_gbit_s: float | None, *, on_gpu: bool, is_one_node: bool = False) -> Speeds:
@@ -114,23 +97,14 @@ def speeds(link_gbit_s: float | None, *, on_gpu: bool, is_one_node: bool = False
 
 @dataclass(frozen=True)
 class Costs:
-    """Bytes that reach one worker on each route for one bucket, and the time by which routes are compared.
+    """Bytes that reach one worker on each route for one bucket, and the time by which routes are compared."""
 
-    Args:
-        num_workers: n.
-        num_elements: d of the bucket.
-        value_bytes: bytes of a value on the wire.
-        sum_bytes: bytes of an element of the averaged gradient, which dense routes send.
-        fixed_bytes: bytes of a payload without coordinates.
-        dense_element_bytes: bytes of an element on the dense route, there and back; 0 for twice those of a sum.
-    """
-
-    num_workers: int
-    num_elements: int
-    value_bytes: int
-    sum_bytes: int
-    fixed_bytes: int = 0
-    dense_element_bytes: int = 0
+    num_workers: int  # n
+    num_elements: int  # d of the bucket
+    value_bytes: int  # of a value on the wire
+    sum_bytes: int  # of an element of the averaged gradient, which dense routes send
+    fixed_bytes: int = 0  # of a payload without coordinates
+    dense_element_bytes: int = 0  # of an element on the dense route, there and back; 0 for twice those of a sum
 
     def received_bytes(self, selected: float, largest_slice: float) -> dict[Route, float]:
         """Return the bytes that reach a worker on each route; see ``seconds`` for the arguments."""
@@ -146,8 +120,6 @@ class Costs:
 
     def independent_union(self, selected: float) -> float:
         """Return the expected number of coordinates that any worker selects, if workers select independently."""
-        if self.num_elements == 0:
-            return 0.0
         return self.num_elements * (1 - (1 - min(selected / self.num_elements, 1.0)) ** self.num_workers)
 
     def cheapest(self, selected: float, largest_slice: float, speeds: Speeds) -> Route:

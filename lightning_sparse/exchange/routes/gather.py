@@ -30,23 +30,26 @@ class PayloadCoalescer:
         workers: the workers that exchange payloads.
         link_gbit_s: the rate of a worker's link; None if it is not known. As many waiting bytes as the link carries
             in the time of one message are sent at once.
+
+    Attributes:
+        waiting: the shipments whose payloads wait.
     """
 
     def __init__(self, workers: Workers, link_gbit_s: float | None) -> None:
         self._workers = workers
         self._full_bytes = FULL_BYTES if link_gbit_s is None else round(MESSAGE_SECONDS * link_gbit_s * 1e9 / 8)
-        self._waiting: list[GatherShipment] = []
+        self.waiting: list[GatherShipment] = []
 
     def add(self, shipment: "GatherShipment") -> None:
         """Add a payload, which must not change any more, to those that wait; send them once they are enough."""
-        self._waiting.append(shipment)
-        waiting_bytes = sum(waiting.payload.nbytes for waiting in self._waiting)
+        self.waiting.append(shipment)
+        waiting_bytes = sum(waiting.payload.nbytes for waiting in self.waiting)
         if not self._workers.sends_messages(shipment.payload) or waiting_bytes >= self._full_bytes:
             self.flush()
 
     def flush(self) -> None:
         """Start to gather the waiting payloads: the step's last payload has come, or a shipment needs its own."""
-        waiting, self._waiting = self._waiting, []
+        waiting, self.waiting = self.waiting, []
         if not waiting:
             return
         payloads, take = [shipment.payload for shipment in waiting], waiting[0].take
@@ -58,10 +61,6 @@ class PayloadCoalescer:
         work = self._workers.all_gather(gathered, together)
         for shipment, rows in zip(waiting, torch.split(gathered.view(n, -1), sizes, dim=1), strict=True):
             shipment.work, shipment.rows = work, rows
-
-    def discard(self) -> None:
-        """Forget the waiting payloads of a step that was broken off."""
-        self._waiting.clear()
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
