@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_sparse import HardThreshold, SparseDDPStrategy, SparseLocalStrategy
 from lightning_sparse.checkpointing import together
-from lightning_sparse.exchange.routes import coalescer
+from lightning_sparse.exchange.routes import gather
 from lightning_sparse.sparsifiers import LayerLayout, Selection
 from tests.integration.fault_points import Fault, Injector, Point, Watcher
 from tests.integration.fault_training import ByHand, Endless, Exact
@@ -113,7 +113,7 @@ def fit(
 ) -> dict[str, Any]:
     """Trains with torchrun's and SLURM's environment variables set; returns what there is in the end."""
     if not case.together:
-        coalescer.FULL_BYTES = 0
+        gather.FULL_BYTES = 0
     common = {"timeout": timedelta(seconds=GROUP_TIMEOUT), "bucket_cap_mb": SMALL_BUCKETS_MB}
     strategy: DDPStrategy = DDPStrategy(process_group_backend="gloo", **common)
     if case.is_local:
