@@ -1,10 +1,11 @@
-"""The callbacks, against numbers worked out again from each worker's gradients, and what they promise to cost."""
+"""The monitors, against numbers computed from each worker's gradients, and the collectives that they cost."""
 
 import io
+import pickle
 import re
 import warnings
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from math import sqrt
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor
 
@@ -30,18 +31,19 @@ from lightning_sparse.engine.step_stats import LayerStats
 from tests.integration.models import (
     SMALL_BUCKETS_MB,
     Classifier,
-    Recorder,
     TwoPlayers,
     data,
     gradients,
     messages_of,
     quiet_trainer,
 )
-from tests.integration.test_checkpoint import ResumableData
+from tests.integration.test_checkpoint import ResumableData, SaveAt
 from tests.workers import run_workers
 
 THRESHOLD = 0.15
-SENDS_NONE = 1000.0  # so that no step has more than was forecast, and needs a second round
+SENDS_NONE = 1000.0  # so that no payload exceeds its capacity and needs a second round
+NUM_ELEMENTS = sum(parameter.numel() for parameter in Classifier().parameters())
+SIZES = {name: parameter.numel() for name, parameter in Classifier().named_parameters()}
 
 
 @dataclass
@@ -52,38 +54,48 @@ class Watched:
     own_gradients: list[dict[str, Tensor]]
     callback_metrics: dict[str, float]
     printed: str
-    messages: list[str] = field(default_factory=list)
+    messages: list[str]
 
 
-def watch(
-    callbacks: list[Callback],
-    logger: Any = False,
-    strategy: Any = None,
-    make_model: Any = None,
-    max_steps: int = 6,
-    **options: Any,
+def watch(callbacks: list[Callback], *, num_workers: int = 2, **options: Any) -> list[Watched]:
+    """Returns what each worker saw; by default of six steps with the hard threshold and weights that do not move."""
+    # Bytes: a pipe would let all workers share the tensors of a monitor.
+    given = pickle.dumps((callbacks, {"num_workers": num_workers, **options}))
+    return run_workers(_watch_pickled, num_workers, given, process_group=False)
+
+
+def _watch_pickled(given: bytes) -> Watched:
+    callbacks, options = pickle.loads(given)
+    return _watch(callbacks, **options)
+
+
+def _watch(
+    callbacks: list[Callback], *, strategy: Any = None, model: Any = None, ckpt_path: str | None = None, **options: Any
 ) -> Watched:
     # Weights that stand still make every gradient known from the start.
-    model = make_model() if make_model else Classifier(partial(torch.optim.SGD, lr=0.0))
-    recorder, told, printed = Recorder(), [], io.StringIO()
-    if strategy is None:
-        strategy = DDPHardThresholdStrategy(threshold=THRESHOLD, bucket_cap_mb=SMALL_BUCKETS_MB)
-    trainer = quiet_trainer(
-        strategy,
-        num_workers=2,
-        max_steps=max_steps,
-        logger=logger,
-        callbacks=[recorder, *callbacks],
-        **{"log_every_n_steps": 1, **options},
-    )
-    with redirect_stdout(printed), messages_of(told):
-        trainer.fit(model, data())
+    model = model or Classifier(partial(torch.optim.SGD, lr=0.0))
+    strategy = strategy or DDPHardThresholdStrategy(threshold=THRESHOLD, bucket_cap_mb=SMALL_BUCKETS_MB)
+    options = {"max_steps": 6, "log_every_n_steps": 1, **options}
+    steps, messages, printed = [], [], io.StringIO()
+    trainer = quiet_trainer(strategy, callbacks=[_Steps(steps), *callbacks], **options)
+    with redirect_stdout(printed), messages_of(messages):
+        trainer.fit(model, data(), ckpt_path=ckpt_path)
     untrained = Classifier()
-    own_gradients: list[dict[str, Tensor]] = []
-    if isinstance(model, Classifier):
-        own_gradients = [gradients(untrained, partial(untrained.loss, batch)) for batch in model.batches]
+    batches = model.batches if isinstance(model, Classifier) else []
+    own_gradients = [gradients(untrained, partial(untrained.loss, batch)) for batch in batches]
     metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
-    return Watched(recorder.steps, own_gradients, metrics, printed.getvalue(), told)
+    return Watched(steps, own_gradients, metrics, printed.getvalue(), messages)
+
+
+class _Steps(Callback):
+    """Collects the numbers of each exchange."""
+
+    def __init__(self, steps: list[StepStats]) -> None:
+        self.steps = steps
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if isinstance(trainer.strategy, SparseDDPStrategy | LocalHardThresholdStrategy):
+            trainer.strategy.state.subscribe(self.steps.append)
 
 
 @dataclass
@@ -112,47 +124,22 @@ def recompute(workers: list[Watched]) -> list[Expected]:
     return expected
 
 
-def average_densities(expected: list[Expected], num_elements: int) -> list[float]:
+def average_densities(expected: list[Expected]) -> list[float]:
     averages, selected = [], 0
-    for step, one in enumerate(expected, start=1):
-        selected += sum(one.selected.values())
-        averages.append(selected / (2 * num_elements * step))
+    for number, step in enumerate(expected, start=1):
+        selected += sum(step.selected.values())
+        averages.append(selected / (2 * NUM_ELEMENTS * number))
     return averages
-
-
-NUM_ELEMENTS = sum(parameter.numel() for parameter in Classifier().parameters())
-SIZES = {name: parameter.numel() for name, parameter in Classifier().named_parameters()}
-
-
-def test_step_stats_are_those_of_an_independent_recomputation() -> None:
-    workers = run_workers(_watch_layers, 2, process_group=False)
-    expected = recompute(workers)
-    assert 0 < sum(expected[-1].selected.values()) < 2 * NUM_ELEMENTS
-    for worker in workers:
-        for step, one in zip(worker.steps, expected, strict=True):
-            assert step.num_elements == NUM_ELEMENTS
-            assert {name: layer.selected for name, layer in step.layers.items()} == one.selected
-            assert step.error_norm == pytest.approx(sqrt(sum(one.squared_error.values())), rel=1e-5)
-            for name, layer in step.layers.items():
-                assert layer.density == pytest.approx(one.selected[name] / (2 * SIZES[name]))
-                assert layer.squared_error == pytest.approx(one.squared_error[name], rel=1e-5)
-
-
-def _watch_layers() -> Watched:
-    return watch([DensityMonitor()])
 
 
 @pytest.fixture(scope="module")
 def tensorboard_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Watched], dict[str, Any]]:
     folder = tmp_path_factory.mktemp("tensorboard")
-    workers = run_workers(_watch_with_tensorboard, 2, str(folder), process_group=False)
+    monitors = [DensityMonitor(), ErrorMonitor(per_layer=True)]
+    workers = watch(monitors, logger=TensorBoardLogger(str(folder)))
     # In a process of its own: reading event files warns about protobuf.
     [events] = run_workers(_read_events, 1, str(folder), process_group=False)
     return workers, events
-
-
-def _watch_with_tensorboard(folder: str) -> Watched:
-    return watch([DensityMonitor(), ErrorMonitor(per_layer=True)], TensorBoardLogger(folder))
 
 
 def _read_events(folder: str) -> dict[str, Any]:
@@ -164,25 +151,38 @@ def _read_events(folder: str) -> dict[str, Any]:
     accumulator.Reload()
     tags = accumulator.Tags()
     return {
-        "scalars": {tag: [(one.step, one.value) for one in accumulator.Scalars(tag)] for tag in tags["scalars"]},
+        "scalars": {tag: [(point.step, point.value) for point in accumulator.Scalars(tag)] for tag in tags["scalars"]},
         "histograms": {
-            tag: [(one.step, one.histogram_value.num, one.histogram_value.sum) for one in accumulator.Histograms(tag)]
+            tag: [(point.step, point.histogram_value.num, point.histogram_value.sum) for point in points]
             for tag in tags["histograms"]
+            for points in [accumulator.Histograms(tag)]
         },
-        "images": {
-            tag: [(one.step, one.width, one.height) for one in accumulator.Images(tag)] for tag in tags["images"]
-        },
+        "images": {tag: [(image.width, image.height) for image in accumulator.Images(tag)] for tag in tags["images"]},
     }
+
+
+def test_step_stats_are_those_of_an_independent_recomputation(tensorboard_run: Any) -> None:
+    workers, _ = tensorboard_run
+    expected = recompute(workers)
+    assert 0 < sum(expected[-1].selected.values()) < 2 * NUM_ELEMENTS
+    for worker in workers:
+        for step, recomputed in zip(worker.steps, expected, strict=True):
+            assert step.num_elements == NUM_ELEMENTS
+            assert {name: layer.selected for name, layer in step.layers.items()} == recomputed.selected
+            assert step.error_norm == pytest.approx(sqrt(sum(recomputed.squared_error.values())), rel=1e-5)
+            for name, layer in step.layers.items():
+                assert layer.density == pytest.approx(recomputed.selected[name] / (2 * SIZES[name]))
+                assert layer.squared_error == pytest.approx(recomputed.squared_error[name], rel=1e-5)
 
 
 def test_tensorboard_shows_the_running_average_and_the_total(tensorboard_run: Any) -> None:
     workers, events = tensorboard_run
     expected = recompute(workers)
-    averages = average_densities(expected, NUM_ELEMENTS)
-    errors = [sum(one.squared_error.values()) for one in expected]
+    averages = average_densities(expected)
+    errors = [sum(step.squared_error.values()) for step in expected]
     totals = [sum(errors[: step + 1]) for step in range(len(errors))]
     for tag, values in (
-        ("sparse/density", [sum(one.selected.values()) / (2 * NUM_ELEMENTS) for one in expected]),
+        ("sparse/density", [sum(step.selected.values()) / (2 * NUM_ELEMENTS) for step in expected]),
         ("sparse/average_density", averages),
         ("sparse/error_norm", [sqrt(error) for error in errors]),
         ("sparse/total_error", totals),
@@ -194,34 +194,25 @@ def test_tensorboard_shows_the_running_average_and_the_total(tensorboard_run: An
         assert worker.callback_metrics["sparse/total_error"] == pytest.approx(totals[-1], rel=1e-5)
 
 
-def test_tensorboard_shows_a_histogram_of_the_layers_densities(tensorboard_run: Any) -> None:
-    workers, events = tensorboard_run
-    found = events["histograms"]["sparse/layer_density"]
-    for (_, count, total), one in zip(found, recompute(workers), strict=True):
-        assert count == len(SIZES)
-        assert total == pytest.approx(sum(one.selected[name] / (2 * size) for name, size in SIZES.items()), rel=1e-5)
-    assert [step for step, *_ in found] == [step for step, _ in events["scalars"]["sparse/density"]]
-    # A scalar a layer is for other loggers; in TensorBoard it would bury everything else.
-    assert not any(tag.startswith("sparse/layer_density") for tag in events["scalars"])
-
-
-def test_tensorboard_shows_one_picture_of_layers_against_steps(tensorboard_run: Any) -> None:
-    _, events = tensorboard_run
-    assert events["images"].keys() == {"sparse/log10_layer_density"}
-    [(_, width, height)] = events["images"]["sparse/log10_layer_density"]
-    assert width > 500
-    assert height > 100
-
-
-def test_error_norms_of_the_layers_are_shown_on_request(tensorboard_run: Any) -> None:
+def test_tensorboard_shows_layers_in_a_histogram_and_a_picture_and_error_norms_on_request(tensorboard_run: Any) -> None:
     workers, events = tensorboard_run
     expected = recompute(workers)
+    histograms = events["histograms"]["sparse/layer_density"]
+    for number, ((step, count, total), recomputed) in enumerate(zip(histograms, expected, strict=True)):
+        assert (step, count) == (number, len(SIZES))
+        densities = [recomputed.selected[name] / (2 * size) for name, size in SIZES.items()]
+        assert total == pytest.approx(sum(densities), rel=1e-5)
+    # A scalar per layer is for other loggers; in TensorBoard it would bury everything else.
+    assert not any(tag.startswith("sparse/layer_density") for tag in events["scalars"])
+    assert events["images"].keys() == {"sparse/log10_layer_density"}
+    [(width, height)] = events["images"]["sparse/log10_layer_density"]
+    assert width > 500
+    assert height > 100
     for name in SIZES:
+        norms = [sqrt(step.squared_error[name]) for step in expected]
         found = events["scalars"][f"sparse/layer_error_norm/{name}"]
         assert [step for step, _ in found] == list(range(6))
-        assert [value for _, value in found] == pytest.approx(
-            [sqrt(one.squared_error[name]) for one in expected], rel=1e-5, abs=1e-7
-        )
+        assert [value for _, value in found] == pytest.approx(norms, rel=1e-5, abs=1e-7)
 
 
 def test_barebones_the_monitors_count_and_log_nothing() -> None:
@@ -247,14 +238,13 @@ def _watch_barebones() -> str:
 
 @pytest.mark.parametrize("per_layer", [True, False])
 def test_without_a_logger_the_table_remains_and_only_the_first_worker_prints_it(per_layer: bool) -> None:
-    workers = run_workers(_watch_without_logger, 2, per_layer, process_group=False)
-    expected = recompute(workers)
-    first, second = workers
+    first, second = watch([DensityMonitor(per_layer)])
+    expected = recompute([first, second])
     assert second.printed == ""
     assert all(bool(step.layers) == per_layer for step in first.steps)
     rows = dict(re.findall(r"^  (.+?)  +(.+)$", first.printed, re.MULTILINE))
     assert rows["steps exchanged"] == "6"
-    assert rows["average density"] == f"{100 * average_densities(expected, NUM_ELEMENTS)[-1]:.4g} %"
+    assert rows["average density"] == f"{100 * average_densities(expected)[-1]:.4g} %"
     sent = sum(step.payload_bytes for step in first.steps)
     dense = 6 * 4 * NUM_ELEMENTS
     assert rows["bytes sent per worker"] == f"{sent / 1000:.4g} kB"
@@ -263,13 +253,9 @@ def test_without_a_logger_the_table_remains_and_only_the_first_worker_prints_it(
     assert first.printed.startswith("Sparse gradient exchange\n")
     assert ("densest layers (elements)\n" in first.printed) == per_layer
     layers = {name.strip(): value for name, value in rows.items() if name.endswith(")")}
-    averages = {name: sum(one.selected[name] for one in expected) / (12 * size) for name, size in SIZES.items()}
+    averages = {name: sum(step.selected[name] for step in expected) / (12 * size) for name, size in SIZES.items()}
     densest = sorted(averages, key=averages.get, reverse=True)[:3] if per_layer else []
     assert layers == {f"{name} ({SIZES[name]:,})": f"{100 * averages[name]:.4g} %" for name in densest}
-
-
-def _watch_without_logger(per_layer: bool) -> Watched:
-    return watch([DensityMonitor(per_layer)])
 
 
 class _WithLongNames(Classifier):
@@ -293,23 +279,15 @@ class _WithLongNames(Classifier):
         return super().loss(batch) + 100 * sum(weight.sum() for weight in weights)
 
 
-def _watch_drifts(model: Any) -> str:
-    monitor = DensityMonitor()
-    trainer = quiet_trainer(LocalHardThresholdStrategy(threshold=1.0), num_workers=2, max_steps=3, callbacks=[monitor])
-    with redirect_stdout(io.StringIO()):
-        trainer.fit(model, data())
-    return monitor.table()
-
-
 def test_the_table_names_drifts_and_keeps_within_80_columns() -> None:
-    table = run_workers(_watch_drifts, 2, _WithLongNames(), process_group=False)[0]
+    strategy = LocalHardThresholdStrategy(threshold=1.0)
+    table = watch([DensityMonitor()], strategy=strategy, model=_WithLongNames(), max_steps=3)[0].printed
     lines = table.splitlines()
     assert lines[0] == "Sparse drift exchange"
     assert max(map(len, lines)) <= 80, table
     for layer in (0, 31):
-        assert re.search(
-            rf"^    base_mod….*{layer}\.self_attn.q_proj.lora_A.default.weight \(32,768\)  ", table, re.M
-        ), table
+        row = rf"^    base_mod….*{layer}\.self_attn.q_proj.lora_A.default.weight \(32,768\)  "
+        assert re.search(row, table, re.M), table
 
 
 def test_the_table_of_a_resumed_run_says_since_when_it_knows_of_layers() -> None:
@@ -324,7 +302,8 @@ def test_the_table_of_a_resumed_run_says_since_when_it_knows_of_layers() -> None
 
 
 def test_the_table_tells_calibration_and_what_travelled_whole_from_the_rest() -> None:
-    first, second = run_workers(_watch_calibration, 2, process_group=False)
+    strategy = DDPHardThresholdStrategy(density=0.05, calibration_steps=10, bucket_cap_mb=SMALL_BUCKETS_MB)
+    first, second = watch([DensityMonitor(per_layer=False)], strategy=strategy, max_steps=12)
     assert second.printed == ""
     rows = dict(re.findall(r"^ +(\S.+?)  +(.+)$", first.printed, re.MULTILINE))
     number = sum(step.is_calibration for step in first.steps)
@@ -332,9 +311,8 @@ def test_the_table_tells_calibration_and_what_travelled_whole_from_the_rest() ->
     assert 3 <= number < 10  # it ends when the mean of ‖g‖² is known, not with calibration_steps
     assert all(step.is_calibration and step.dense_elements == NUM_ELEMENTS for step in calibrating)
     assert all(step.density == 1 for step in calibrating)
-    assert all(
-        step.dense_elements == 0 and step.density < 1 for step in later[1:]
-    )  # auto knows nothing before the first
+    # exchange="auto" knows nothing before the first of them.
+    assert all(step.dense_elements == 0 and step.density < 1 for step in later[1:])
     assert rows["steps exchanged"] == "12"
     assert rows["for calibration"] == f"{number}"
     assert rows["travelled whole"] == f"{sum(step.dense_elements for step in first.steps) / NUM_ELEMENTS:.4g}"
@@ -345,40 +323,21 @@ def test_the_table_tells_calibration_and_what_travelled_whole_from_the_rest() ->
     assert rows["times fewer after calibration"] == f"{fewer:.1f}"
 
 
-def _watch_calibration() -> Watched:
-    strategy = DDPHardThresholdStrategy(density=0.05, calibration_steps=10, bucket_cap_mb=SMALL_BUCKETS_MB)
-    return watch([DensityMonitor(per_layer=False)], strategy=strategy, max_steps=12)
-
-
 @pytest.mark.parametrize("every", [1, 3])
 def test_what_loggers_leave_out_is_told(tmp_path: Path, every: int) -> None:
-    first, _ = run_workers(_watch_in_csv, 2, str(tmp_path), every, process_group=False)
+    first, _ = watch([DensityMonitor()], logger=CSVLogger(str(tmp_path)), log_every_n_steps=every)
     told = [text for text in first.messages if text.startswith("DensityMonitor: loggers show one step in 3")]
     assert len(told) == (every == 3)
 
 
-def _watch_in_csv(folder: str, every: int) -> Watched:
-    return watch([DensityMonitor()], CSVLogger(folder), log_every_n_steps=every)
-
-
 def test_a_worker_that_is_alone_has_no_table() -> None:
-    [printed] = run_workers(_watch_alone, 1, process_group=False)
-    assert printed == ""
-
-
-def _watch_alone() -> str:
-    printed = io.StringIO()
-    trainer = quiet_trainer(
-        DDPHardThresholdStrategy(threshold=0.1), num_workers=1, max_steps=3, callbacks=[DensityMonitor()]
-    )
-    with redirect_stdout(printed):
-        trainer.fit(Classifier(), data())
-    return printed.getvalue()
+    [alone] = watch([DensityMonitor()], num_workers=1)
+    assert alone.printed == ""
 
 
 def test_the_error_monitors_last_line_is_printed_by_the_first_worker() -> None:
-    workers = run_workers(_watch_errors, 2, process_group=False)
-    errors = [sum(one.squared_error.values()) for one in recompute(workers)]
+    workers = watch([ErrorMonitor()])
+    errors = [sum(step.squared_error.values()) for step in recompute(workers)]
     assert workers[1].printed == ""
     [line] = workers[0].printed.splitlines()
     numbers = [float(number) for number in re.findall(r"\d+\.?\d*(?:e[-+]\d+)?", line)]
@@ -386,12 +345,8 @@ def test_the_error_monitors_last_line_is_printed_by_the_first_worker() -> None:
     assert not any(step.layers for step in workers[0].steps)
 
 
-def _watch_errors() -> Watched:
-    return watch([ErrorMonitor()])
-
-
 def test_under_plain_ddp_the_monitors_are_idle_and_say_so() -> None:
-    workers = run_workers(_watch_plain_ddp, 2, process_group=False)
+    workers = watch([DensityMonitor(), ErrorMonitor(per_layer=True)], strategy="ddp")
     for worker in workers:
         assert worker.printed == ""
         assert not any(name.startswith("sparse/") for name in worker.callback_metrics)
@@ -401,22 +356,15 @@ def test_under_plain_ddp_the_monitors_are_idle_and_say_so() -> None:
     assert not any("is idle" in message for message in workers[1].messages)
 
 
-def _watch_plain_ddp() -> Watched:
-    return watch([DensityMonitor(), ErrorMonitor(per_layer=True)], strategy="ddp")
-
-
 def test_with_top_k_the_monitors_show_its_fixed_density() -> None:
-    worker = run_workers(_watch_top_k, 2, process_group=False)[0]
+    worker = watch([DensityMonitor()], strategy=SparseDDPStrategy(TopK(0.1)))[0]
     expected = sum(max(1, int(0.1 * size)) for size in SIZES.values()) / NUM_ELEMENTS
     assert worker.callback_metrics["sparse/average_density"] == pytest.approx(expected)
 
 
-def _watch_top_k() -> Watched:
-    return watch([DensityMonitor(), ErrorMonitor()], strategy=SparseDDPStrategy(TopK(0.1)))
-
-
 def test_two_exchanges_in_a_batch_both_count() -> None:
-    worker = run_workers(_watch_two_players, 2, process_group=False)[0]
+    strategy = DDPHardThresholdStrategy(threshold=0.01, find_unused_parameters=True)
+    worker = watch([DensityMonitor(), ErrorMonitor()], strategy=strategy, model=TwoPlayers())[0]
     assert len(worker.steps) == 6
     selected = sum(step.selected for step in worker.steps)
     elements = sum(step.num_workers * step.num_elements for step in worker.steps)
@@ -424,11 +372,6 @@ def test_two_exchanges_in_a_batch_both_count() -> None:
     total = sum(step.squared_error for step in worker.steps)
     assert worker.callback_metrics["sparse/total_error"] == pytest.approx(total, rel=1e-5)
     assert re.search(r"steps exchanged +6$", worker.printed, re.MULTILINE)
-
-
-def _watch_two_players() -> Watched:
-    strategy = DDPHardThresholdStrategy(threshold=0.01, find_unused_parameters=True)
-    return watch([DensityMonitor(), ErrorMonitor()], strategy=strategy, make_model=TwoPlayers)
 
 
 @pytest.mark.parametrize("exchange", ["gather", "dense"])
@@ -452,29 +395,17 @@ def _count_collectives(exchange: str) -> tuple[list[str], list[str], list[str]]:
     for callbacks in ([], [DensityMonitor(per_layer=True), ErrorMonitor(per_layer=True)]):
         calls.clear()
         strategy = DDPHardThresholdStrategy(threshold=SENDS_NONE, exchange=exchange, bucket_cap_mb=SMALL_BUCKETS_MB)
-        watch([*callbacks, _StepsOnly(calls)], strategy=strategy)
+        _watch([*callbacks, _StepsOnly(calls)], strategy=strategy, num_workers=2)
         runs.append(calls.copy())
     start, end = runs[0].index("train start"), runs[0].index("train end")
     return runs[0], runs[1], runs[0][start + 1 : end]
 
 
-COLLECTIVES = (
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "all_to_all",
-    "barrier",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "gather_object",
-    "isend",
-    "monitored_barrier",
-    "reduce",
-    "reduce_scatter",
+COLLECTIVES = [
+    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "barrier", "broadcast"),
+    *("broadcast_object_list", "gather", "gather_object", "isend", "monitored_barrier", "reduce", "reduce_scatter"),
     "scatter",
-)
+]
 
 
 def _call(collective: Any, name: str, calls: list[str], *args: Any, **kwargs: Any) -> Any:
@@ -498,43 +429,23 @@ class _StepsOnly(Callback):
 
 
 def test_averages_and_totals_continue_when_a_checkpoint_is_resumed(tmp_path: Path) -> None:
-    for first, second, untouched in run_workers(_resume, 2, str(tmp_path / "half.ckpt"), process_group=False):
+    path = str(tmp_path / "half.ckpt")
+    before = watch([DensityMonitor(), ErrorMonitor(), SaveAt(3, path)], max_steps=3)
+    # Another threshold, so that the two halves differ.
+    strategy = DDPHardThresholdStrategy(threshold=THRESHOLD / 3, bucket_cap_mb=SMALL_BUCKETS_MB)
+    after = watch([DensityMonitor(), ErrorMonitor()], strategy=strategy, ckpt_path=path)
+    for first, second in zip(before, after, strict=True):
         steps = [*first.steps, *second.steps]
         assert [len(first.steps), len(second.steps)] == [3, 3]
         average = sum(step.selected for step in steps) / (2 * NUM_ELEMENTS * 6)
         total = sum(step.squared_error for step in steps)
         assert second.callback_metrics["sparse/average_density"] == pytest.approx(average, rel=1e-5)
         assert second.callback_metrics["sparse/total_error"] == pytest.approx(total, rel=1e-5)
-        # The same steps without the checkpoint's callback state would say something else.
-        assert untouched != pytest.approx(average, rel=1e-3)
-        if second.printed:
-            assert re.search(r"steps exchanged +6$", second.printed, re.MULTILINE)
-            sent = sum(step.payload_bytes for step in steps)
-            assert f"{sent / 1000:.4g} kB" in second.printed
-    assert (tmp_path / "half.ckpt").exists()
-
-
-def _resume(path: str) -> tuple[Watched, Watched, float]:
-    first = watch([DensityMonitor(), ErrorMonitor(), _Saver(path)], max_steps=3)
-    model, recorder, printed = Classifier(partial(torch.optim.SGD, lr=0.0)), Recorder(), io.StringIO()
-    # Another threshold, so that the two halves differ.
-    strategy = DDPHardThresholdStrategy(threshold=THRESHOLD / 3, bucket_cap_mb=SMALL_BUCKETS_MB)
-    callbacks = [recorder, DensityMonitor(), ErrorMonitor()]
-    trainer = quiet_trainer(strategy, num_workers=2, max_steps=6, callbacks=callbacks)
-    with redirect_stdout(printed):
-        trainer.fit(model, data(), ckpt_path=path)
-    metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
-    second = Watched(recorder.steps, [], metrics, printed.getvalue())
-    untouched = sum(step.selected for step in second.steps) / (2 * NUM_ELEMENTS * 3)
-    return first, second, untouched
-
-
-class _Saver(Callback):
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        trainer.save_checkpoint(self.path)
+        # Without the checkpoint's callback state the same steps have another average.
+        assert sum(step.selected for step in second.steps) / (2 * NUM_ELEMENTS * 3) != pytest.approx(average, rel=1e-3)
+    assert re.search(r"steps exchanged +6$", after[0].printed, re.MULTILINE)
+    sent = sum(step.payload_bytes for half in (before, after) for step in half[0].steps)
+    assert f"{sent / 1000:.4g} kB" in after[0].printed
 
 
 @pytest.mark.parametrize("columns", [0, 1, -3])
@@ -543,22 +454,26 @@ def test_a_picture_of_too_few_columns_is_refused(columns: int) -> None:
         DensityMonitor(image_columns=columns)
 
 
+class _PrintsPicture(Callback):
+    """Prints the columns of a monitor's picture."""
+
+    def __init__(self, monitor: DensityMonitor) -> None:
+        self.monitor = monitor
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        history = self.monitor._history
+        print(len(history.columns), history.steps_per_column, history.columns[0]["middle.weight"])
+
+
 def test_a_run_longer_than_the_picture_is_wide_is_averaged_into_it() -> None:
-    results = run_workers(_watch_narrow, 2, process_group=False)
-    columns, steps_per_column = results[0][1]
-    assert len(columns) < 4
-    assert steps_per_column == 4
-    expected = recompute([watched for watched, _ in results])
-    first_column = sum(one.selected["middle.weight"] for one in expected[:4]) / (4 * 2 * SIZES["middle.weight"])
-    assert first_column > 0
-    assert columns[0]["middle.weight"] == pytest.approx(first_column)
-
-
-def _watch_narrow() -> tuple[Watched, tuple[Any, ...]]:
     monitor = DensityMonitor(image_columns=4)
-    watched = watch([monitor], max_steps=8)
-    history = monitor._history
-    return watched, (history.columns, history.steps_per_column)
+    workers = watch([monitor, _PrintsPicture(monitor)], max_steps=8)
+    columns, steps_per_column, density = workers[1].printed.split()
+    assert int(columns) < 4
+    assert steps_per_column == "4"
+    first = sum(step.selected["middle.weight"] for step in recompute(workers)[:4]) / (4 * 2 * SIZES["middle.weight"])
+    assert first > 0
+    assert float(density) == pytest.approx(first)
 
 
 def _resume_between_exchanges(path: str) -> list[bool]:
