@@ -1,13 +1,19 @@
 """Runs of recipes by their command line."""
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from lightning_sparse import StepStats
 from recipes import MissingDataError
 from recipes.__main__ import main
+from recipes.lstm_wikitext2 import corpus
+from recipes.ncf_movielens import archive
+from recipes.resnet18_cifar10 import images
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 RESNET, NCF, LSTM, GPT_FOLDER = "resnet18_cifar10", "ncf_movielens", "lstm_wikitext2", "gpt_wikitext"
@@ -71,3 +77,14 @@ def refuse_to_fetch(url: str, path: Path, **_: Any) -> None:
     """Fails as a download does without a network."""
     reason = "is missing and could not be fetched: no route to host"
     raise MissingDataError(f"{path.name} {reason}. Put the file from {url} at {path}.")
+
+
+def fit_without_network(folder: str, root: str) -> Fit | str | int:
+    """Returns how training ends with the data that lie below a root, which may hold RANK, and nothing to fetch."""
+    root = root.replace("RANK", os.environ["RANK"])
+    source = {RESNET: "cifar10", NCF: "movielens", LSTM: "wikitext2"}[folder]
+    with pytest.MonkeyPatch.context() as patches:
+        for module in (images, archive, corpus):
+            patches.setattr(module, "fetch", refuse_to_fetch)
+        arguments = (*SMALL[folder], f"--data.source={source}", f"--data.root={root}")
+        return fit_recipe(f"--config={CONFIGS[f'{folder}/dense']}", *arguments)

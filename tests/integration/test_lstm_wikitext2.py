@@ -1,14 +1,16 @@
+"""The LSTM recipe: its model and hidden states, its columns, its text."""
+
 import hashlib
 import itertools
 import math
 import os
+import re
 import warnings
 import zipfile
 from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.nn.functional import cross_entropy
 from torchmetrics.text import Perplexity
@@ -26,11 +28,9 @@ from recipes.lstm_wikitext2.data import (
 from recipes.lstm_wikitext2.markov_chain import MarkovChain
 from recipes.lstm_wikitext2.model import CorpusPerplexity, LSTMLanguageModel, TiedLSTM
 from recipes.lstm_wikitext2.topics import article_starts
-from tests.integration.models import WEIGHTS_ONLY
-from tests.integration.recipe_runs import CONFIGS, LSTM, SMALL, fit_recipe, refuse_to_fetch
+from tests.integration.models import WEIGHTS_ONLY, quiet_trainer
+from tests.integration.recipe_runs import refuse_to_fetch
 from tests.workers import run_workers
-
-QUIET = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False, "logger": False}
 
 
 def small_model(**arguments):
@@ -39,38 +39,12 @@ def small_model(**arguments):
 
 
 class TestModel:
-    def test_number_of_parameters(self):
-        with torch.device("meta"):
-            network = TiedLSTM()  # which asserts it too
-            papers = TiedLSTM(vocabulary_size=28_783)
-        assert sum(parameter.numel() for parameter in network.parameters()) == 31_819_578
-        # With the words of torchtext's basic_english the paper's "about 28.9 M" comes out.
-        assert sum(parameter.numel() for parameter in papers.parameters()) == 28_893_333
-
     def test_embedding_and_decoder_are_one(self):
         network = TiedLSTM(50, 8, 2)
         assert network.decoder.weight is network.embedding.weight
         assert 0.09 < network.embedding.weight.abs().max() <= 0.1
         assert not network.decoder.bias.any()
         assert (network.lstm.dropout, network.dropout.p) == (0.4, 0.4)
-
-    def test_learning_rate_by_epoch(self, monkeypatch):
-        steps_per_epoch = 4
-        monkeypatch.setattr(LSTMLanguageModel, "_steps_per_epoch", lambda self: steps_per_epoch)
-        configured = LSTMLanguageModel(vocabulary_size=5, hidden_size=2, num_layers=1).configure_optimizers()
-        optimizer, schedule = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
-        assert configured["lr_scheduler"]["interval"] == "step"
-        assert isinstance(optimizer, torch.optim.SGD)
-        (group,) = optimizer.param_groups
-        assert (group["momentum"], group["weight_decay"]) == (0, 0)
-        rates = []
-        for _ in range(90 * steps_per_epoch):
-            rates.append(group["lr"])
-            optimizer.step()
-            schedule.step()
-        expected = {0: 1.25, 2.5: 10.625, 5: 20, 59.75: 20, 60: 2, 79.75: 2, 80: 0.2, 89.75: 0.2}
-        for epoch, rate in expected.items():
-            assert rates[int(epoch * steps_per_epoch)] == pytest.approx(rate), epoch
 
     def test_says_which_vocabulary_size_to_give(self):
         model = small_model()
@@ -136,16 +110,9 @@ class HiddenStates(ModelCheckpoint):
 
 
 def six_steps_an_epoch(callbacks, devices):
-    trainer = Trainer(
-        devices=devices,
-        strategy="ddp" if devices > 1 else "auto",
-        max_epochs=2,
-        limit_train_batches=6,
-        limit_val_batches=0,
-        callbacks=callbacks,
-        enable_checkpointing=bool(callbacks),
-        **QUIET,
-    )
+    options = {"max_steps": -1, "max_epochs": 2, "limit_train_batches": 6, "limit_val_batches": 0}
+    strategy = "ddp" if devices > 1 else "auto"
+    trainer = quiet_trainer(strategy, num_workers=devices, callbacks=callbacks, enable_checkpointing=True, **options)
     data = WikiText2DataModule(source="builtin", columns=3, bptt=5)
     return trainer, small_model(warmup_from=1.0, learning_rate=1.0, milestones=(1.5,)), data
 
@@ -237,7 +204,7 @@ class UnevenText(WikiText2DataModule):
 
 
 def validate_uneven_text():
-    trainer = Trainer(devices=2, strategy="ddp", **QUIET)
+    trainer = quiet_trainer("ddp", num_workers=2)
     model, data = small_model(), UnevenText(columns=3, eval_columns=3, bptt=30)
     with torch.no_grad():  # words whose probabilities differ widely, so that what is counted where matters
         model.network.decoder.bias.normal_(std=3)
@@ -318,15 +285,8 @@ def learn_markov_chain():
     torch.manual_seed(0)
     model = LSTMLanguageModel(200, 64, 1, dropout=0, learning_rate=10, warmup_epochs=0.2, milestones=(1.5,))
     data = WikiText2DataModule(source="builtin", columns=20, bptt=20)
-    trainer = Trainer(
-        devices=1,
-        max_epochs=2,
-        limit_train_batches=200,
-        num_sanity_val_steps=0,
-        gradient_clip_val=0.4,
-        enable_checkpointing=False,
-        **QUIET,
-    )
+    options = {"limit_train_batches": 200, "num_sanity_val_steps": 0, "gradient_clip_val": 0.4}
+    trainer = quiet_trainer("auto", num_workers=1, max_steps=-1, max_epochs=2, **options)
     trainer.fit(model, data)
     return trainer.callback_metrics["val/perplexity"].item(), data.best_perplexity
 
@@ -340,47 +300,22 @@ def write_corpus(folder, **contents):
             (folder / name).write_bytes(content)
 
 
-def fit_on_every(folders):
-    """What the command line ends with, folder by folder; a folder may be another one for each worker."""
-    codes = []
-    with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(corpus_module, "fetch", refuse_to_fetch)
-        for folder in folders:
-            root = folder.replace("RANK", os.environ["RANK"])
-            arguments = (*SMALL[LSTM], "--data.source=wikitext2", f"--data.root={root}")
-            codes.append(fit_recipe(f"--config={CONFIGS[f'{LSTM}/dense']}", *arguments))
-    return codes
-
-
 class TestBadInput:
-    def test_ends_every_worker_with_one_line(self, tmp_path):
-        broken = {
-            "empty": {"val": b""},
-            "blank": {"test": b" \n \n"},
-            "encoding": {"train": b"a b \n c d \n e \xe9 f \n"},
-            "missing": {"train": None},
-        }
-        for name, contents in broken.items():
-            write_corpus(tmp_path / name / "wikitext-2", **contents)
-        write_corpus(tmp_path / "0" / "wikitext-2")
-        write_corpus(tmp_path / "1" / "wikitext-2", test=b"")
-        folders = [str(tmp_path / name) for name in (*broken, "RANK")]
-        first, second = run_workers(fit_on_every, 2, folders, process_group=False)
-        assert second == [1] * 5
-        assert [message.count("\n") for message in first] == [0] * 5
-        for message, name in zip(first, broken, strict=False):
-            assert str(tmp_path / name / "wikitext-2") in message  # the file itself, or the archive beside it
-        empty, blank, encoding, missing, elsewhere = first
-        assert "wiki.valid.tokens is empty: 0 bytes" in empty
-        assert "wiki.test.tokens is empty: 4 bytes" in blank
-        assert "wiki.train.tokens, line 3: the byte 0xe9 at offset 14 is not UTF-8" in encoding
-        assert (
-            "wikitext-2-v1.zip is missing and could not be fetched: no route to host. Put the file from https://wiki"
-            in missing
-        )
-        assert missing.endswith("Or try the recipe with --data.source=builtin.")
-        assert elsewhere.startswith("Worker 1 has no data: ")
-        assert "wiki.test.tokens is empty" in elsewhere
+    @pytest.mark.parametrize(
+        ("contents", "message"),
+        [
+            ({"val": b""}, "wiki.valid.tokens is empty: 0 bytes"),
+            ({"test": b" \n \n"}, "wiki.test.tokens is empty: 4 bytes"),
+            (
+                {"train": b"a b \n c d \n e \xe9 f \n"},
+                "wiki.train.tokens, line 3: the byte 0xe9 at offset 14 is not UTF-8",
+            ),
+        ],
+    )
+    def test_a_file_that_cannot_be_read_is_named(self, contents, message, tmp_path):
+        write_corpus(tmp_path / "wikitext-2", **contents)
+        with pytest.raises(CorpusError, match=re.escape(f"{tmp_path}/wikitext-2/{message}")):
+            read_wikitext2(tmp_path / "wikitext-2")
 
     def test_names_the_file_where_nothing_was_tried(self, tmp_path):
         write_corpus(tmp_path / "wikitext-2", val=None)
@@ -391,9 +326,7 @@ class TestBadInput:
     def test_too_short_for_the_columns(self, tmp_path):
         write_corpus(tmp_path / "wikitext-2")
         data = WikiText2DataModule(root=str(tmp_path), columns=200)
-        with pytest.raises(
-            CorpusError, match=r"wiki\.train\.tokens has 240 words to train on, too few for 200 columns"
-        ):
+        with pytest.raises(CorpusError, match=r"wiki\.train\.tokens has 240 words to train on, too few for 200 col"):
             data.setup("fit")
 
 

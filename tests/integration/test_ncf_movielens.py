@@ -1,3 +1,5 @@
+"""The NeuMF recipe: its model, its samples, its metrics, its files."""
+
 import os
 import re
 import zipfile
@@ -8,7 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import LambdaCallback
 from torchmetrics.retrieval import RetrievalHitRate, RetrievalNormalizedDCG
 
 from lightning_sparse import DDPHardThresholdStrategy, DensityMonitor
@@ -27,7 +30,8 @@ from recipes.ncf_movielens.ratings import (
     unrated_items,
 )
 from recipes.ncf_movielens.sampling import Shard, TrainingBatches, derived_seed, make_shard, ranking_batches
-from tests.integration.recipe_runs import CONFIGS, NCF, SMALL, fit_recipe, refuse_to_fetch
+from tests.integration.models import quiet_trainer
+from tests.integration.recipe_runs import refuse_to_fetch
 from tests.workers import run_workers
 
 HEADER = "userId,movieId,rating,timestamp"
@@ -60,52 +64,15 @@ def ratings(known):
     return known.ratings
 
 
-class TestFit:
-    @pytest.mark.parametrize(
-        ("rows", "message"),
-        [
-            (["1,2,3.0,4", "1,3,4.0,5", "1,two,4.0,6"], r"ratings\.csv, row 4: movieId 'two' is not a whole number"),
-            (None, r"ml-20m\.zip is missing and could not be fetched"),
-        ],
-        ids=["invalid", "missing"],
-    )
-    def test_all_workers_end_with_one_line_before_training(self, rows, message, tmp_path):
-        if rows:
-            write_ratings(tmp_path / "ml-20m" / "ratings.csv", rows)
-        first, second = run_workers(fit_without_network, 2, str(tmp_path), process_group=False)
-        assert re.search(message, first)
-        assert "\n" not in first
-        assert second == 1
-
-
-def fit_without_network(root):
-    with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(archive, "fetch", refuse_to_fetch)
-        arguments = (*SMALL[NCF], "--data.source=movielens", f"--data.root={root}")
-        return fit_recipe(f"--config={CONFIGS[f'{NCF}/dense']}", *arguments)
-
-
 def save_checkpoint(folder):
     model = NCFRecommender(factors=2, mlp_sizes=(4, 4))
-    trainer = Trainer(
-        accelerator="cpu",
-        max_steps=1,
-        limit_val_batches=0,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
+    options = {"enable_checkpointing": True, "default_root_dir": folder, "limit_val_batches": 0}
+    trainer = quiet_trainer("auto", num_workers=1, max_steps=1, **options)
     trainer.fit(model, MovieLensDataModule(source="builtin", batch_size=1000))
     return trainer.checkpoint_callback.best_model_path, model.network.user_factors.weight.detach()
 
 
 class TestModel:
-    def test_number_of_parameters_is_the_papers(self):
-        with torch.device("meta"):
-            network = NeuMF(num_users=138_493, num_items=26_744)
-        assert sum(parameter.numel() for parameter in network.parameters()) == 31_832_577
-
     def test_is_a_product_beside_a_perceptron(self):
         torch.manual_seed(0)
         network = NeuMF(5, 7, factors=3, mlp_sizes=(4, 6, 2), dropout=0.5).eval()
@@ -170,9 +137,9 @@ class TestSampling:
                 seen += list(zip(users[label == 1].tolist(), items[label == 1].tolist(), strict=True))
                 labels.append(label)
         assert sorted(seen) == sorted(zip(ratings.users.tolist(), ratings.items.tolist(), strict=True))
-        assert len({len(one) for one in sizes}) == 1
+        assert len({len(own) for own in sizes}) == 1
         assert max(map(max, sizes)) <= 100
-        assert all(max(one) - min(one) <= 1 for one in sizes)
+        assert all(max(own) - min(own) <= 1 for own in sizes)
         # Four negatives a positive, whoever has them.
         assert torch.cat(labels).mean().item() == pytest.approx(0.2)
         assert len(torch.cat(labels)) == 5 * len(ratings.users)
@@ -228,10 +195,7 @@ class TestSampling:
         batches = epoch_batches(ratings, shards(ratings, 1)[0])
         # 20 of 100 samples, with a deviation of 4.
         assert all(5 <= labels.sum() <= 40 for _, _, labels in batches)
-
-    def test_types(self, ratings):
-        users, items, labels = epoch_batches(ratings, shards(ratings, 2)[1])[0]
-        assert (users.dtype, items.dtype, labels.dtype) == (torch.int32, torch.int32, torch.float32)
+        assert {tuple(part.dtype for part in batch) for batch in batches} == {(torch.int32, torch.int32, torch.float32)}
 
     def test_refuses_more_workers_than_samples_for_their_batches(self, ratings):
         few = SimpleNamespace(users=ratings.users[:2], items=ratings.items[:2])
@@ -272,50 +236,33 @@ class TestSampling:
         assert seen == sorted(zip(ratings.users.tolist(), ratings.items.tolist(), strict=True))
 
 
-class SeenSamples(Callback):
-    def __init__(self):
-        self.epochs = []
-
-    def on_train_epoch_start(self, trainer, pl_module):
-        self.epochs.append([])
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.epochs[-1].append(torch.stack([batch[0], batch[1], batch[2].int()]).clone())
-
-
 def see_samples(max_epochs=2):
     seed_everything(5)
-    seen = SeenSamples()
-    data = MovieLensDataModule(source="builtin", batch_size=30_000)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy="ddp",
-        max_epochs=max_epochs,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[seen],
+    epochs = []
+    listener = LambdaCallback(
+        on_train_epoch_start=lambda *_: epochs.append([]),
+        on_train_batch_start=lambda trainer, module, batch, index: epochs[-1].append(
+            torch.stack([batch[0], batch[1], batch[2].int()])
+        ),
     )
+    data = MovieLensDataModule(source="builtin", batch_size=30_000)
+    trainer = quiet_trainer("ddp", num_workers=2, max_steps=-1, max_epochs=max_epochs, callbacks=[listener])
     trainer.fit(NCFRecommender(factors=2, mlp_sizes=(4, 4)), data)
-    return [torch.cat(epoch, dim=1) for epoch in seen.epochs], {
-        name: value.item() for name, value in trainer.callback_metrics.items()
-    }
+    metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    return [torch.cat(epoch, dim=1) for epoch in epochs], metrics
 
 
-class TestTrainer:
-    def test_epochs_of_two_workers(self):
-        (first, metrics), (second, others) = run_workers(see_samples, 2, process_group=False)
-        ratings = low_rank_ratings().ratings
-        positives = sorted(zip(ratings.users.tolist(), ratings.items.tolist(), strict=True))
-        for ours, theirs in zip(first, second, strict=True):
-            together = torch.cat([ours, theirs], dim=1)
-            assert sorted(map(tuple, together[:2, together[2] == 1].T.tolist())) == positives
-            assert together.shape[1] == 5 * len(positives)
-        negatives = [sorted(map(tuple, epoch[:2, epoch[2] == 0].T.tolist())) for epoch in first]
-        assert negatives[0] != negatives[1]
-        assert metrics["val/hr10"] == pytest.approx(others["val/hr10"])
+def test_epochs_of_two_workers():
+    (first, metrics), (second, others) = run_workers(see_samples, 2, process_group=False)
+    ratings = low_rank_ratings().ratings
+    positives = sorted(zip(ratings.users.tolist(), ratings.items.tolist(), strict=True))
+    for ours, theirs in zip(first, second, strict=True):
+        together = torch.cat([ours, theirs], dim=1)
+        assert sorted(map(tuple, together[:2, together[2] == 1].T.tolist())) == positives
+        assert together.shape[1] == 5 * len(positives)
+    negatives = [sorted(map(tuple, epoch[:2, epoch[2] == 0].T.tolist())) for epoch in first]
+    assert negatives[0] != negatives[1]
+    assert metrics["val/hr10"] == pytest.approx(others["val/hr10"])
 
 
 class TestSplit:
@@ -418,25 +365,18 @@ def learn_low_rank(world_size, strategy):
     seed_everything(1)
     data = MovieLensDataModule(source="builtin", batch_size=4096 // world_size)
     model = NCFRecommender(factors=8, mlp_sizes=(16, 16, 8), dropout=0.0, learning_rate=0.02, betas=(0.9, 0.999))
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=world_size,
-        strategy=DDPHardThresholdStrategy(threshold=1e-4) if strategy == "sparse" else strategy,
-        max_epochs=5,
-        limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[density := DensityMonitor()],
-    )
+    density = DensityMonitor()
+    if strategy == "sparse":
+        strategy = DDPHardThresholdStrategy(threshold=1e-4)
+    options = {"max_steps": -1, "max_epochs": 5, "limit_val_batches": 0, "callbacks": [density]}
+    trainer = quiet_trainer(strategy, num_workers=world_size, **options)
     trainer.fit(model, data)
     trainer.test(model, data, verbose=False)
     return SimpleNamespace(
         hit_rate=trainer.callback_metrics["test/hr10"].item(),
         best=data.best_hit_rate,
         num_users=data.num_users,
-        density=density.average_density.compute().item() if strategy == "sparse" else 1.0,
+        density=density.average_density.compute().item(),
     )
 
 
@@ -520,7 +460,7 @@ class TestFile:
         columns = [row.split(",") for row in rows]
         other = write_ratings(
             tmp_path / "other.csv",
-            [line for one in columns for line in (f"{one[3]},x,{one[1]},{one[0]},{one[2]}\r", "")],
+            [line for row in columns for line in (f"{row[3]},x,{row[1]},{row[0]},{row[2]}\r", "")],
             header="timestamp,comment,movieId,userId,rating\r",
         )
         again = parse_ratings(other)
@@ -531,7 +471,7 @@ class TestFile:
     def test_is_read_once(self, tmp_path, monkeypatch):
         path = write_ratings(tmp_path / "ratings.csv", some_rows())
         first = load_ratings(path)
-        assert {one.name for one in tmp_path.iterdir()} == {"ratings.csv", "ratings.csv.cache.pt"}
+        assert {file.name for file in tmp_path.iterdir()} == {"ratings.csv", "ratings.csv.cache.pt"}
         monkeypatch.setattr("recipes.ncf_movielens.ratings.parse_ratings", None)
         again = load_ratings(path)
         for name in ("users", "items", "candidates"):
@@ -617,22 +557,13 @@ class TestArchive:
         assert path.read_text() == "rows"
         url = "https://files.grouplens.org/datasets/movielens/ml-20m.zip"
         assert server == [(f"{url}.md5", "ml-20m.zip.md5", None), (url, "ml-20m.zip", "0f" * 16)]
-        assert [one.name for one in path.parent.iterdir()] == ["ratings.csv"]
+        assert [file.name for file in path.parent.iterdir()] == ["ratings.csv"]
         archive.fetch_ratings(tmp_path / "data", "ml-20m")
         assert len(server) == 2
 
     def test_other_data_set(self, server, tmp_path):
         assert archive.fetch_ratings(tmp_path, "ml-latest-small").read_text() == "few rows"
         assert [name for _, name, _ in server] == ["ml-latest-small.zip"]
-
-    def test_says_what_to_put_where_without_a_network(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(archive, "fetch", refuse_to_fetch)
-        with pytest.raises(
-            MissingDataError, match=r"ml-20m\.zip is missing .* Put the file from https://\S+ at"
-        ) as caught:
-            archive.fetch_ratings(tmp_path, "ml-20m")
-        assert str(tmp_path / "ml-20m.zip") in str(caught.value)
-        assert "\n" not in str(caught.value)
 
     def test_takes_an_archive_that_was_put_there_by_hand(self, tmp_path, monkeypatch, server):
         serve = archive.fetch

@@ -1,13 +1,14 @@
-"""What all recipes have in common: YAML files, a short training on two workers, examples in docstrings, refusals."""
+"""What the recipes have in common: YAML files, schedules, sizes, a short training on two workers, bad input."""
 
 import doctest
 import importlib
 import math
 import re
 import sys
-from functools import reduce
+from functools import partial, reduce
 
 import pytest
+import torch
 import yaml
 from lightning.pytorch.strategies import DDPStrategy
 
@@ -18,11 +19,11 @@ from recipes.gpt_wikitext.data import GPTDataModule
 from recipes.gpt_wikitext.model import GPT, GPTLanguageModel
 from recipes.lstm_wikitext2.data import WikiText2DataModule
 from recipes.lstm_wikitext2.markov_chain import MarkovChain
-from recipes.lstm_wikitext2.model import TiedLSTM
+from recipes.lstm_wikitext2.model import LSTMLanguageModel, TiedLSTM
 from recipes.ncf_movielens.data import MovieLensDataModule
 from recipes.ncf_movielens.metrics import HitRate
 from recipes.ncf_movielens.model import NeuMF
-from recipes.resnet18_cifar10.architectures import PAPER_NUM_PARAMETERS
+from recipes.resnet18_cifar10.architectures import PAPER_NUM_PARAMETERS, build_network
 from recipes.resnet18_cifar10.data import CIFARDataModule
 from recipes.resnet18_cifar10.model import ImageClassifier
 from tests.integration.recipe_runs import (
@@ -35,6 +36,7 @@ from tests.integration.recipe_runs import (
     RESNET,
     SMALL,
     fit_recipe,
+    fit_without_network,
 )
 from tests.workers import run_workers
 
@@ -75,7 +77,7 @@ def test_a_recipe_parses_and_its_header_names_its_own_command(name, parsed):
     assert all(word in header for word in ("# Data", "# Hardware", "# Expect"))
     folder, recipe = name.split("/")
     if folder in (RESNET, NCF, LSTM) and recipe in COMPARED[folder]:
-        callbacks = {one["class_path"].rsplit(".", 1)[-1] for one in config["trainer"]["callbacks"]}
+        callbacks = {entry["class_path"].rsplit(".", 1)[-1] for entry in config["trainer"]["callbacks"]}
         assert callbacks >= {"DensityMonitor", "ErrorMonitor", "StepTimer", "ModelCheckpoint"}
         assert ("LearningRateMonitor" in callbacks) == (folder != NCF)
         assert config["trainer"]["logger"]["class_path"].endswith("TensorBoardLogger")
@@ -89,7 +91,7 @@ def test_a_variant_of_a_comparison_parses(variant, parsed):
     strategy = parsed(recipe, *arguments)["trainer"]["strategy"]
     options = {} if strategy == "ddp" else strategy["init_args"]
     given = [options.get(name) for name in ("threshold", "density", "sparsifier")]
-    assert sum(one is not None for one in given) == (strategy != "ddp")  # a recipe's own density may be in the way
+    assert sum(value is not None for value in given) == (strategy != "ddp")  # a recipe's own density may be in the way
 
 
 @pytest.mark.parametrize("folder", COMPARED)
@@ -271,6 +273,90 @@ def test_a_threshold_from_the_command_line_is_in_force():
         fit_recipe, 1, f"--config={CONFIGS[f'{RESNET}/hard_threshold']}", *arguments, process_group=False
     )
     assert (fit.exchanged.threshold, fit.exchanged.density) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "number"),
+    [
+        (partial(build_network, "resnet18"), 11_173_962),
+        (partial(build_network, "googlenet"), 6_166_250),
+        (partial(build_network, "senet18"), 11_260_354),
+        (partial(NeuMF, num_users=138_493, num_items=26_744), 31_832_577),
+        (TiedLSTM, 31_819_578),
+        # With the words of torchtext's basic_english: the paper's "about 28.9 M".
+        (partial(TiedLSTM, vocabulary_size=28_783), 28_893_333),
+        (GPT, 279_168),
+    ],
+)
+def test_number_of_parameters(make, number):
+    with torch.device("meta"):
+        network = make()
+    assert sum(parameter.numel() for parameter in network.parameters()) == number
+
+
+@pytest.mark.parametrize(
+    ("make", "expected", "momentum"),
+    [
+        (
+            partial(ImageClassifier, width=1),
+            {0: 0.1, 2.5: 0.85, 5: 1.6, 149.75: 1.6, 150: 0.16, 249.75: 0.16, 250: 0.016},
+            {"momentum": 0.9, "nesterov": True},
+        ),
+        (
+            partial(LSTMLanguageModel, vocabulary_size=5, hidden_size=2, num_layers=1),
+            {0: 1.25, 2.5: 10.625, 5: 20, 59.75: 20, 60: 2, 79.75: 2, 80: 0.2, 89.75: 0.2},
+            {"momentum": 0, "weight_decay": 0},
+        ),
+    ],
+    ids=[RESNET, LSTM],
+)
+def test_learning_rate_by_epoch(make, expected, momentum, monkeypatch):
+    model, steps_per_epoch = make(), 4
+    monkeypatch.setattr(type(model), "_steps_per_epoch", lambda self: steps_per_epoch)
+    configured = model.configure_optimizers()
+    optimizer, schedule = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
+    assert configured["lr_scheduler"]["interval"] == "step"
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert all(group.items() >= momentum.items() for group in optimizer.param_groups)
+    rates = []
+    for _ in range(int(max(expected) + 1) * steps_per_epoch):
+        rates.append({group["lr"] for group in optimizer.param_groups})
+        optimizer.step()
+        schedule.step()
+    for epoch, rate in expected.items():
+        assert list(rates[int(epoch * steps_per_epoch)]) == [pytest.approx(rate)], epoch
+
+
+WORDS = {f"wikitext-2/wiki.{split}.tokens": "a b \n" * 200 for split in ("train", "valid", "test")}
+RATINGS = "userId,movieId,rating,timestamp\n1,2,3.0,4\n1,3,4.0,5\n1,two,4.0,6\n"
+MISSING = "is missing and could not be fetched"
+
+
+@pytest.mark.parametrize(
+    ("folder", "files", "message"),
+    [
+        (RESNET, {}, rf"^cifar-10-python\.tar\.gz {MISSING}.* Put the file from http\S+ at ROOT/cifar-10-p\S+\.gz\.$"),
+        (NCF, {}, rf"^ml-20m\.zip {MISSING}.* Put the file from https\S+ at ROOT/ml-20m\.zip\.$"),
+        (NCF, {"ml-20m/ratings.csv": RATINGS}, r"ratings\.csv, row 4: movieId 'two' is not a whole number"),
+        (LSTM, {}, rf"^wikitext-2-v1\.zip {MISSING}.* Put the file from https\S+ at ROOT/.*data\.source=builtin\.$"),
+        (LSTM, WORDS | {"wikitext-2/wiki.valid.tokens": ""}, r"ROOT/wikitext-2/wiki\.valid\.tokens is empty"),
+        # Only the second worker's data are wrong.
+        (
+            LSTM,
+            {f"0/{name}": text for name, text in WORDS.items()} | {"1/wikitext-2/wiki.train.tokens": ""},
+            "^Worker 1 has no data: .*is empty",
+        ),
+    ],
+)  # fmt: skip
+def test_data_that_cannot_be_used_end_all_workers_before_training_with_one_line(folder, files, message, tmp_path):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    root = tmp_path / "RANK" if "Worker 1" in message else tmp_path
+    first, second = run_workers(fit_without_network, 2, folder, str(root), process_group=False)
+    assert re.search(message.replace("ROOT", re.escape(str(tmp_path))), first), first
+    assert "\n" not in first
+    assert second == 1
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=str)
