@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from recipes import MissingDataError
 from recipes.lstm_wikitext2.corpus import FILES, FOLDER, CorpusError, builtin_corpus, fetch_wikitext2, read_wikitext2
-from recipes.missing_data import fail_together
+from recipes.missing_data import failing_together
 
 NUM_BYTES = 256
 
@@ -98,12 +98,12 @@ class GPTDataModule(LightningDataModule):
         """
         if self._texts:
             return
-        try:
-            self._texts = self._read()
-        except MissingDataError as error:
-            fail_together(self._failure or error)
-            raise (self._failure or error) from None
-        fail_together(None)
+        with failing_together():
+            try:
+                texts = self._read()
+            except MissingDataError as error:
+                raise (self._failure or error) from None
+        self._texts = texts
 
     def _read(self) -> dict[str, Tensor]:
         if self.tokenizer == "bytes":

@@ -22,9 +22,8 @@ from recipes.lstm_wikitext2.corpus import (
     fetch_wikitext2,
     read_wikitext2,
 )
-from recipes.lstm_wikitext2.markov_chain import MarkovChain
 from recipes.lstm_wikitext2.topics import by_topic
-from recipes.missing_data import fail_together
+from recipes.missing_data import failing_together
 
 IGNORED = -100
 """The target of a position that is not in the text; torch's cross-entropy leaves it out."""
@@ -107,11 +106,6 @@ class WikiText2DataModule(LightningDataModule):
         assert self.corpus is not None
         return self.corpus.vocabulary_size
 
-    @property
-    def best_perplexity(self) -> float | None:
-        """The floor of the perplexity where it is known: of the builtin text."""
-        return MarkovChain().perplexity() if self.source == "builtin" else None
-
     @override
     def prepare_data(self) -> None:
         """Fetches WikiText-2 unless its files are there; Lightning calls this on one process per node."""
@@ -135,12 +129,8 @@ class WikiText2DataModule(LightningDataModule):
         """
         if self.corpus is not None:
             return
-        try:
+        with failing_together():
             corpus = self._read()
-        except MissingDataError as error:
-            fail_together(error)
-            raise
-        fail_together(None)
         self.corpus = corpus
 
     def _read(self) -> Corpus:

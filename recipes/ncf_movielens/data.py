@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from recipes import MissingDataError
-from recipes.missing_data import fail_together
+from recipes.missing_data import failing_together
 from recipes.ncf_movielens.archive import SERVER, fetch_ratings, ratings_file
 from recipes.ncf_movielens.low_rank import low_rank_ratings
 from recipes.ncf_movielens.ratings import Ratings, load_ratings
@@ -106,12 +106,8 @@ class MovieLensDataModule(LightningDataModule):
             self.ratings, self.best_hit_rate = known.ratings, known.best_hit_rate()
             rank_zero_info(f"The best HR@10 that a model can be expected to reach is {self.best_hit_rate:.3f}.")
             return
-        try:
+        with failing_together():
             ratings = self._read()
-        except MissingDataError as error:
-            fail_together(error)
-            raise
-        fail_together(None)
         self.ratings = ratings
 
     def _read(self) -> Ratings:

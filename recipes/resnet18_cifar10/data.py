@@ -21,7 +21,7 @@ from torchvision.transforms import v2
 from typing_extensions import override
 
 from recipes import MissingDataError
-from recipes.missing_data import fail_together
+from recipes.missing_data import failing_together
 from recipes.resnet18_cifar10.images import ImageBatches, digits, filled_up, first, read, slice_by_label, unpack
 
 Source = Literal["cifar10", "cifar100", "builtin"]
@@ -122,12 +122,8 @@ class CIFARDataModule(LightningDataModule):
                 the message names it.
             ValueError: more images asked for than there are.
         """
-        try:
+        with failing_together():
             train, val = self._read()
-        except MissingDataError as error:
-            fail_together(error)
-            raise
-        fail_together(None)
         self.train_images = first(train, self.num_train_images, "num_train_images")
         self.val_images = first(val, self.num_val_images, "num_val_images")
 

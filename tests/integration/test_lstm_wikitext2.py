@@ -11,25 +11,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback
 from torch.nn.functional import cross_entropy
 from torchmetrics.text import Perplexity
 
 from recipes import MissingDataError
 from recipes.lstm_wikitext2 import corpus as corpus_module
 from recipes.lstm_wikitext2.corpus import FILES, Corpus, CorpusError, read_wikitext2
-from recipes.lstm_wikitext2.data import (
-    IGNORED,
-    WikiText2DataModule,
-    Windows,
-    evaluation_columns,
-    training_columns,
-)
+from recipes.lstm_wikitext2.data import IGNORED, WikiText2DataModule, Windows, evaluation_columns, training_columns
 from recipes.lstm_wikitext2.markov_chain import MarkovChain
 from recipes.lstm_wikitext2.model import CorpusPerplexity, LSTMLanguageModel, TiedLSTM
 from recipes.lstm_wikitext2.topics import article_starts
-from tests.integration.models import WEIGHTS_ONLY, quiet_trainer
+from tests.integration.models import WEIGHTS_ONLY, assert_equal, quiet_trainer
 from tests.integration.recipe_runs import refuse_to_fetch
+from tests.integration.test_checkpoint import SaveAt
 from tests.workers import run_workers
 
 
@@ -84,67 +79,43 @@ class TestHiddenState:
             model._summed_loss(window, 1, "train")
 
     def test_goes_through_a_checkpoint_in_the_middle_of_an_epoch(self, tmp_path):
-        workers = run_workers(fit_and_resume, 2, str(tmp_path), process_group=False)
-        for worker in workers:
-            assert torch.equal(worker["taken"], worker["at_checkpoint"])
-            assert worker["resumed_steps"] == worker["steps"] == 12
-            for name, value in worker["parameters"].items():
-                assert torch.equal(worker["resumed_parameters"][name], value), name
-            assert torch.equal(worker["resumed_end"], worker["end"])
-        assert not torch.equal(workers[0]["at_checkpoint"], workers[1]["at_checkpoint"])
-        ((messages, hidden),) = run_workers(resume_alone, 1, str(tmp_path), process_group=False)
-        assert any("LSTM states of 2 workers and there are 1" in message for message in messages)
-        assert hidden is None
+        path = str(tmp_path / "step 4.ckpt")
+        whole = run_workers(twelve_steps, 2, path, None, process_group=False)
+        resumed = run_workers(twelve_steps, 2, None, path, process_group=False)
+        for first, second in zip(whole, resumed, strict=True):
+            assert torch.equal(second["hidden"][0], first["hidden"][4])
+            assert second["steps"] == first["steps"] == 12
+            assert_equal(second["parameters"], first["parameters"])
+            assert torch.equal(second["end"], first["end"])
+        assert not torch.equal(whole[0]["hidden"][4], whole[1]["hidden"][4])
+        (alone,) = run_workers(twelve_steps, 1, None, path, process_group=False)
+        assert any("LSTM states of 2 workers and there are 1" in message for message in alone["messages"])
+        assert alone["hidden"][0] is None
 
 
-class HiddenStates(ModelCheckpoint):
-    """Writes a checkpoint after step 4 of 6 in the first epoch, and keeps what it ought to hold."""
+def twelve_steps(save, resume):
+    """Train two epochs that save after step 4 or resume; return the states before each step and the results."""
+    states, devices = [], int(os.environ["WORLD_SIZE"])
 
-    def __init__(self, folder):
-        super().__init__(folder, "{step}", every_n_train_steps=4, save_top_k=-1, save_on_train_epoch_end=False)
-        self.seen = []
+    def look(trainer, module, *_):
+        state = module.hidden["train"]
+        states.append(None if state is None else torch.stack(state).clone())
 
-    def on_train_batch_start(self, trainer, pl_module, *_):
-        hidden = pl_module.hidden["train"]
-        self.seen.append(None if hidden is None else torch.stack(hidden).clone())
-
-
-def six_steps_an_epoch(callbacks, devices):
+    callbacks = [LambdaCallback(on_train_batch_start=look), *([SaveAt(4, save)] if save else [])]
     options = {"max_steps": -1, "max_epochs": 2, "limit_train_batches": 6, "limit_val_batches": 0}
-    strategy = "ddp" if devices > 1 else "auto"
-    trainer = quiet_trainer(strategy, num_workers=devices, callbacks=callbacks, enable_checkpointing=True, **options)
-    data = WikiText2DataModule(source="builtin", columns=3, bptt=5)
-    return trainer, small_model(warmup_from=1.0, learning_rate=1.0, milestones=(1.5,)), data
-
-
-def fit_and_resume(folder):
-    written = HiddenStates(folder)
-    trainer, model, data = six_steps_an_epoch([written], 2)
-    trainer.fit(model, data)
-    checkpoints = sorted(os.listdir(folder))
-    assert "step=4.ckpt" in checkpoints, checkpoints
-    read = HiddenStates(f"{folder}/again")
-    trainer_again, model_again, data_again = six_steps_an_epoch([read], 2)
-    trainer_again.fit(model_again, data_again, ckpt_path=f"{folder}/step=4.ckpt", **WEIGHTS_ONLY)
-    return {
-        "at_checkpoint": written.seen[4],
-        "taken": read.seen[0],
-        "end": torch.stack(model.hidden["train"]),
-        "resumed_end": torch.stack(model_again.hidden["train"]),
-        "steps": trainer.global_step,
-        "resumed_steps": trainer_again.global_step,
-        "parameters": model.state_dict(),
-        "resumed_parameters": model_again.state_dict(),
-    }
-
-
-def resume_alone(folder):
-    read = HiddenStates(f"{folder}/alone")
-    trainer, model, data = six_steps_an_epoch([read], 1)
+    trainer = quiet_trainer("ddp" if devices > 1 else "auto", num_workers=devices, callbacks=callbacks, **options)
+    model = small_model(warmup_from=1.0, learning_rate=1.0, milestones=(1.5,))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(model, data, ckpt_path=f"{folder}/step=4.ckpt", **WEIGHTS_ONLY)
-    return [str(warning.message) for warning in caught], read.seen[0]
+        data = WikiText2DataModule(source="builtin", columns=3, bptt=5)
+        trainer.fit(model, data, ckpt_path=resume, **WEIGHTS_ONLY)
+    return {
+        "hidden": states,
+        "steps": trainer.global_step,
+        "parameters": model.state_dict(),
+        "end": torch.stack(model.hidden["train"]),
+        "messages": [str(warning.message) for warning in caught],
+    }
 
 
 class TestColumns:
@@ -171,17 +142,14 @@ class TestColumns:
                 assert words.min() >= 0
         assert sorted(targets) == text.tolist()
 
-    def test_windows_go_on_where_the_last_one_ended(self):
+    def test_windows_go_on_where_the_last_one_ended_and_can_be_resumed(self):
         columns = torch.randint(200, (4, 32))
         windows = Windows(columns, 10)
-        assert [len(words) for words, _ in windows] == [10, 10, 10, 1]
-        assert len(windows) == 4
-        assert torch.equal(torch.cat([words for words, _ in windows]), columns[:, :-1].T)
-        assert torch.equal(torch.cat([targets for _, targets in windows]), columns[:, 1:].T)
-
-    def test_windows_can_be_resumed(self):
-        windows = Windows(torch.randint(200, (4, 32)), 10)
         every = list(windows)
+        assert [len(words) for words, _ in every] == [10, 10, 10, 1]
+        assert len(windows) == 4
+        assert torch.equal(torch.cat([words for words, _ in every]), columns[:, :-1].T)
+        assert torch.equal(torch.cat([targets for _, targets in every]), columns[:, 1:].T)
         assert windows.state_dict() == {"position": 0}
         assert len(list(itertools.islice(windows, 3))) == 3
         state = windows.state_dict()
@@ -196,7 +164,7 @@ UNEVEN = 1003
 
 
 class UnevenText(WikiText2DataModule):
-    """1,003 words to validate on: 6 columns of 168, the last of them 5 words short."""
+    """1,003 words to validate on: 6 columns of 168 words, of which the last lacks 5."""
 
     def _read(self):
         text = torch.randint(200, (UNEVEN,), generator=torch.Generator().manual_seed(5))
@@ -268,11 +236,6 @@ class TestMarkovChain:
         assert (frequency - chain.stationary()).abs().max() < 0.005
         assert torch.equal(text, MarkovChain().sample(50_000, seed=3))
 
-    def test_of_equal_chances_it_is_their_number(self):
-        chain = MarkovChain(num_words=4, successors=4)
-        chain.transitions = torch.full((4, 4), 0.25, dtype=torch.float64)
-        assert chain.perplexity() == pytest.approx(4)
-
     @pytest.mark.full
     def test_is_learnt(self):
         ((perplexity, floor),) = run_workers(learn_markov_chain, 1, process_group=False)
@@ -288,11 +251,11 @@ def learn_markov_chain():
     options = {"limit_train_batches": 200, "num_sanity_val_steps": 0, "gradient_clip_val": 0.4}
     trainer = quiet_trainer("auto", num_workers=1, max_steps=-1, max_epochs=2, **options)
     trainer.fit(model, data)
-    return trainer.callback_metrics["val/perplexity"].item(), data.best_perplexity
+    return trainer.callback_metrics["val/perplexity"].item(), MarkovChain().perplexity()
 
 
 def write_corpus(folder, **contents):
-    """Three small files, of which some are replaced; None leaves one out."""
+    """Write three small files; ``contents`` replaces some of them, None leaves a file out."""
     folder.mkdir(parents=True)
     for split, name in FILES.items():
         content = contents.get(split, b" = Title = \n \n a b c a <unk> b \n" * 20)
@@ -354,19 +317,16 @@ class TestData:
         data = WikiText2DataModule(root=str(tmp_path), columns=1, heterogeneous=True)
         data.setup("fit")
         plain = read_wikitext2(tmp_path / "wikitext-2")
-        starts = article_starts(plain.train, plain.end_of_line, plain.heading).tolist()
-        assert len(starts) == 8
-        pieces = [plain.train[a:b].tolist() for a, b in itertools.pairwise([*starts, len(plain.train)])]
-        found, at = [], starts[0]
-        assert torch.equal(data.corpus.train[:at], plain.train[:at])
-        while at < len(data.corpus.train):
-            which = next(
-                i for i, piece in enumerate(pieces) if data.corpus.train[at : at + len(piece)].tolist() == piece
-            )
-            found.append(which)
-            at += len(pieces[which])
-        assert sorted(found) == list(range(8))
-        topics_in_order = [which % 2 for which in found]
+
+        def articles(text):
+            starts = article_starts(text, plain.end_of_line, plain.heading).tolist()
+            return text[: starts[0]], [text[a:b].tolist() for a, b in itertools.pairwise([*starts, len(text)])]
+
+        (start, before), (new_start, after) = articles(plain.train), articles(data.corpus.train)
+        assert torch.equal(start, new_start)
+        assert len(before) == 8
+        assert sorted(before) == sorted(after)
+        topics_in_order = [before.index(article) % 2 for article in after]
         assert topics_in_order in ([0] * 4 + [1] * 4, [1] * 4 + [0] * 4)
 
     def test_articles_that_are_all_alike_stay_as_they_are(self, tmp_path):
@@ -386,17 +346,16 @@ class TestData:
         data = WikiText2DataModule(root=str(tmp_path), columns=2, train_share=0.5)
         data.setup("fit")
         assert (len(data.corpus.train), len(data.corpus.val)) == (120, 240)
-        assert data.best_perplexity is None
 
     @pytest.fixture
     def archive(self, tmp_path, monkeypatch):
-        """A server's answer, with the files' md5 as those that are expected; and what was asked of it."""
+        """The contents of the files that a server sends, whose md5 are expected, and the requests to it."""
         contents = {name: f"the text of {name} \n".encode() for name in FILES.values()}
         digests = {name: hashlib.md5(content, usedforsecurity=False).hexdigest() for name, content in contents.items()}
         monkeypatch.setattr(corpus_module, "MD5", digests)
         asked = []
 
-        def fetch(url, path, *, md5=None, user_agent=None):
+        def fetch(url, path, *, md5=None):
             asked.append((url, path))
             path.parent.mkdir(parents=True, exist_ok=True)
             with zipfile.ZipFile(path, "w") as archive:
@@ -425,21 +384,19 @@ class TestData:
             WikiText2DataModule(root=str(tmp_path)).prepare_data()
         assert not archive[1]
 
-    def test_a_damaged_archive_is_named_and_leaves_nothing(self, tmp_path, archive, monkeypatch):
-        monkeypatch.setitem(corpus_module.MD5, "wiki.train.tokens", "0" * 32)
+    @pytest.mark.parametrize("damage", ["of a file", "of all"])
+    def test_a_damaged_archive_is_named_and_leaves_nothing(self, damage, tmp_path, archive, monkeypatch):
+        if damage == "of a file":
+            monkeypatch.setitem(corpus_module.MD5, "wiki.train.tokens", "0" * 32)
+        else:
+            (tmp_path / "wikitext-2-v1.zip").write_bytes(b"<html>gone</html>")
+            monkeypatch.setattr(corpus_module, "fetch", lambda url, path: path)
         data = WikiText2DataModule(root=str(tmp_path))
         data.prepare_data()
-        with pytest.raises(MissingDataError, match=r"wikitext-2-v1\.zip is damaged: its wiki\.train\.tokens has md5"):
+        reason = r"its wiki\.train\.tokens has md5 .*" if damage == "of a file" else ""
+        with pytest.raises(MissingDataError, match=rf"wikitext-2-v1\.zip is damaged: {reason}.*Delete it"):
             data.setup("fit")
         assert not list((tmp_path / "wikitext-2").iterdir())
-
-    def test_no_archive_at_all_is_named(self, tmp_path, monkeypatch):
-        (tmp_path / "wikitext-2-v1.zip").write_bytes(b"<html>gone</html>")
-        monkeypatch.setattr(corpus_module, "fetch", lambda url, path, **_: path)
-        data = WikiText2DataModule(root=str(tmp_path))
-        data.prepare_data()
-        with pytest.raises(MissingDataError, match=r"wikitext-2-v1\.zip is damaged: .*Delete it"):
-            data.setup("fit")
 
     @pytest.mark.full
     @pytest.mark.skipif(

@@ -3,6 +3,7 @@
 import os
 import re
 import zipfile
+from itertools import product
 from math import log2
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,20 +22,14 @@ from recipes.ncf_movielens.data import MovieLensDataModule
 from recipes.ncf_movielens.low_rank import low_rank_ratings
 from recipes.ncf_movielens.metrics import NDCG, HitRate, pessimistic_ranks
 from recipes.ncf_movielens.model import NCFRecommender, NeuMF
-from recipes.ncf_movielens.ratings import (
-    InvalidRatingsError,
-    last_interactions,
-    load_ratings,
-    parse_ratings,
-    split,
-    unrated_items,
-)
+from recipes.ncf_movielens.ratings import InvalidRatingsError, load_ratings, parse_ratings, split, unrated_items
 from recipes.ncf_movielens.sampling import Shard, TrainingBatches, derived_seed, make_shard, ranking_batches
 from tests.integration.models import quiet_trainer
 from tests.integration.recipe_runs import refuse_to_fetch
 from tests.workers import run_workers
 
 HEADER = "userId,movieId,rating,timestamp"
+ON_A_GPU = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 def write_ratings(path, rows, header=HEADER):
@@ -44,7 +39,7 @@ def write_ratings(path, rows, header=HEADER):
 
 
 def some_rows():
-    """Thirteen users, of ids 5, 10, 20, …, rate ten movies each, of ids 7, 14, … up to 910, in no order of time."""
+    """Ratings of 13 users (ids 5, 10, 20, …), each of ten movies (ids 7, 14, … 910), in no order of time."""
     generator = np.random.default_rng(0)
     rated = np.arange(1, 131).reshape(13, 10)
     return [
@@ -118,22 +113,25 @@ def shards(ratings, world_size, **options):
     return [make_shard(ratings, rank=rank, world_size=world_size, **options) for rank in range(world_size)]
 
 
-def epoch_batches(ratings, shard, rank=0, epoch=0, seed=1):
-    batches = TrainingBatches(shard, ratings.num_items, lambda: epoch, (seed, rank), torch.device("cpu"))
+def epoch_batches(ratings, shard, rank=0, epoch=0, seed=1, device="cpu"):
+    batches = TrainingBatches(shard, ratings.num_items, lambda: epoch, (seed, rank), torch.device(device))
     listed = list(batches)
     assert len(listed) == len(batches)
     return listed
 
 
 class TestSampling:
-    @pytest.mark.parametrize("heterogeneous", [False, True])
-    @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-    def test_every_positive_once_an_epoch_over_all_workers(self, ratings, world_size, heterogeneous):
+    @pytest.mark.parametrize(
+        ("world_size", "heterogeneous", "device"),
+        [*product((1, 2, 3, 8), (False, True), ("cpu",)), pytest.param(1, False, "cuda", marks=ON_A_GPU)],
+    )
+    def test_every_positive_once_an_epoch_over_all_workers(self, ratings, world_size, heterogeneous, device):
         seen, sizes, labels = [], [], []
         for rank, shard in enumerate(shards(ratings, world_size, heterogeneous=heterogeneous)):
-            batches = epoch_batches(ratings, shard, rank)
+            batches = epoch_batches(ratings, shard, rank, device=device)
             sizes.append([len(users) for users, _, _ in batches])
             for users, items, label in batches:
+                assert users.device.type == items.device.type == label.device.type == device
                 seen += list(zip(users[label == 1].tolist(), items[label == 1].tolist(), strict=True))
                 labels.append(label)
         assert sorted(seen) == sorted(zip(ratings.users.tolist(), ratings.items.tolist(), strict=True))
@@ -156,7 +154,7 @@ class TestSampling:
 
     def test_heterogeneous_shards_are_slices_by_label(self, ratings):
         eight = shards(ratings, 8, heterogeneous=True)
-        positives, total = len(ratings.users), 5 * len(ratings.users)
+        total = 5 * len(ratings.users)
         shares = [len(shard.positive_items) / len(shard.users) for shard in eight]
         assert shares[0] == 1
         assert shares[1] == pytest.approx(0.6, abs=0.01)
@@ -165,7 +163,6 @@ class TestSampling:
         together = torch.cat([shard.users for shard in eight])
         assert torch.equal(together, ratings.users.repeat(5))
         assert torch.equal(torch.cat([shard.positive_items for shard in eight]), ratings.items)
-        assert positives == sum(len(shard.positive_items) for shard in eight)
 
     def test_negatives_are_drawn_anew_each_epoch_from_the_seed(self, ratings):
         shard = shards(ratings, 1)[0]
@@ -202,38 +199,23 @@ class TestSampling:
         with pytest.raises(ValueError, match="Cannot give each of 3 workers 1 batches of at most 100 samples: there"):
             shards(few, 3)
 
-    @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
-    def test_every_user_is_ranked_on_one_worker(self, ratings, world_size):
-        parts = [
-            list(ranking_batches(ratings.candidates, batch_size=1010, rank=rank, world_size=world_size))
-            for rank in range(world_size)
-        ]
-        assert len({len(part) for part in parts}) == 1
+    @pytest.mark.parametrize(
+        ("num_users", "batch_size", "world_size"), [(60, 10, 1), (60, 10, 2), (60, 10, 3), (60, 10, 7), (2, 1, 3)]
+    )
+    def test_every_user_is_ranked_on_one_worker(self, ratings, num_users, batch_size, world_size):
+        candidates = ratings.candidates[:num_users]
+        options = {"batch_size": 101 * batch_size, "world_size": world_size}
+        parts = [list(ranking_batches(candidates, rank=rank, **options)) for rank in range(world_size)]
+        assert len({len(part) for part in parts}) == 1  # where users are fewer than workers, empty batches
         ranked = [user for part in parts for users, _ in part for user in users.tolist()]
-        assert sorted(ranked) == list(range(ratings.num_users))
+        assert sorted(ranked) == list(range(num_users))
         for part in parts:
-            for users, candidates in part:
-                assert len(users) <= 10
-                assert torch.equal(candidates, ratings.candidates[users])
-
-    def test_fewer_users_than_workers_leave_empty_batches(self, ratings):
-        parts = [
-            list(ranking_batches(ratings.candidates[:2], batch_size=1, rank=rank, world_size=3)) for rank in range(3)
-        ]
-        assert [[len(users) for users, _ in part] for part in parts] == [[1], [1], [0]]
+            for users, own in part:
+                assert len(users) <= batch_size
+                assert torch.equal(own, candidates[users])
 
     def test_derived_seeds_differ(self):
         assert len({derived_seed(*parts) for parts in np.ndindex(5, 5, 5)}) == 125
-
-    @pytest.mark.cuda
-    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-    def test_draws_on_the_device(self, ratings):
-        batches = TrainingBatches(shards(ratings, 1)[0], ratings.num_items, lambda: 0, (1, 0), torch.device("cuda"))
-        batch = [torch.cat(parts) for parts in zip(*batches, strict=True)]
-        assert all(part.is_cuda for part in batch)
-        users, items, labels = (part.cpu() for part in batch)
-        seen = sorted(zip(users[labels == 1].tolist(), items[labels == 1].tolist(), strict=True))
-        assert seen == sorted(zip(ratings.users.tolist(), ratings.items.tolist(), strict=True))
 
 
 def see_samples(max_epochs=2):
@@ -266,12 +248,6 @@ def test_epochs_of_two_workers():
 
 
 class TestSplit:
-    def test_last_of_each_user_is_held_out(self):
-        users = np.array([0, 1, 0, 2, 1, 2, 0])
-        timestamps = np.array([5, 1, 9, 4, 0, 4, -3])
-        # The third user's two ratings are equally late: the later in the file is the last.
-        assert last_interactions(users, timestamps, 3).tolist() == [2, 1, 5]
-
     def test_held_out_and_training(self, tmp_path):
         rows = some_rows()
         ratings = parse_ratings(write_ratings(tmp_path / "ratings.csv", rows))
@@ -287,14 +263,9 @@ class TestSplit:
             assert sorted([*trained, held_out]) == sorted(own[:, 1])
             # In the order of the file.
             assert trained == [item for item in own[:, 1] if item != held_out]
-
-    def test_candidates_are_distinct_and_unrated(self, ratings):
-        assert ratings.candidates.shape == (60, 101)
-        for user, (held_out, *negatives) in enumerate(ratings.candidates.tolist()):
-            rated = {held_out, *ratings.items[ratings.users == user].tolist()}
-            assert len(rated) == 8
-            assert len(set(negatives)) == 100
-            assert rated.isdisjoint(negatives)
+            negatives = {*item_ids[ratings.candidates[user, 1:]].tolist()}
+            assert len(negatives) == 100
+            assert negatives.isdisjoint(own[:, 1])
 
     @pytest.mark.parametrize("num_items", [1000, 120, 104])
     def test_candidates_are_uniform(self, num_items):
@@ -396,7 +367,6 @@ class TestLowRank:
     @pytest.mark.parametrize(("world_size", "strategy", "share"), [(1, "auto", 0.88), (2, "sparse", 0.75)])
     def test_model_learns_it_and_does_not_exceed_the_best(self, world_size, strategy, share):
         learned, *others = run_workers(learn_low_rank, world_size, world_size, strategy, process_group=False)
-        print(learned)
         assert learned.hit_rate > share * learned.best
         assert learned.hit_rate < learned.best + 3 * (learned.best * (1 - learned.best) / learned.num_users) ** 0.5
         assert all(other.hit_rate == learned.hit_rate for other in others)
@@ -415,11 +385,9 @@ class TestFile:
             ("userId,movieId,rating\n1,2,3\n", "row 1: no column timestamp. The header is userId,movieId,rating,"),
             ("1,2,3.0,4\n1,3,4.0,5\n", "row 1: no column userId, movieId, rating, timestamp"),
             (["1,x,3.0,5"], "row 4: movieId 'x' is not a whole number"),
-            (["1,2.5,3.0,5"], "row 4: movieId '2.5' is not a whole number"),
             (["1,9,three,5"], "row 4: rating 'three' is not a number"),
             (["1,9,nan,5"], "row 4: rating 'nan' is not a number"),
             (["1,9,1e999,5"], "row 4: rating is not a finite number"),
-            (["1,9,,5"], "row 4: rating '' is not a number"),
             (["", "1,9,,5"], "row 5: rating '' is not a number"),
             (["1,9,4.0"], "row 4: timestamp '' is not a whole number"),
             (["1,9,4,0,5"], "row 4: 5 fields, expected 4"),
@@ -429,10 +397,6 @@ class TestFile:
             (["2147483648,9,4.0,5"], "row 4: userId 2147483648 is not within 0…2147483647"),
             (["1,2147483648,4.0,5"], "row 4: movieId 2147483648 is not within 0…2147483647"),
             (["1,-9,4.0,5"], "row 4: movieId -9 is not within"),
-            (
-                ["1,99999999999999999999,4.0,5"],
-                "row 4: movieId '99999999999999999999' is not a whole number of 64 bits",
-            ),
             (["1,9,4.0,9223372036854775808"], "row 4: timestamp '9223372036854775808' is not a whole number of 64"),
             (["1,3,4.0,9"], "row 4: user 1 has rated movie 3 in an earlier row already"),
             (["8,3,4.0,9", "9,3,4.0,9"], "row 4: user 8 has this rating only"),
@@ -478,19 +442,16 @@ class TestFile:
             assert torch.equal(getattr(first, name), getattr(again, name))
         assert (first.num_users, first.num_items) == (again.num_users, again.num_items)
 
-    @pytest.mark.parametrize("change", ["size", "time"])
-    def test_is_read_again_when_it_has_changed(self, tmp_path, change):
+    def test_is_read_again_when_its_size_or_its_time_has_changed(self, tmp_path):
         path = write_ratings(tmp_path / "ratings.csv", rows := some_rows())
         positives = len(load_ratings(path).users)
-        if change == "size":
-            write_ratings(path, rows[1:])
-            assert len(load_ratings(path).users) == positives - 1
-        else:
-            modified = path.stat().st_mtime_ns
-            path.write_text(path.read_text().replace("\n10,", "\n11,").replace("\n20,", "\n11,"))
-            os.utime(path, ns=(modified, modified + 1))
-            with pytest.raises(InvalidRatingsError, match="has rated movie"):
-                load_ratings(write_ratings(path, [*rows, rows[0]]))
+        write_ratings(path, rows[1:])
+        assert len(load_ratings(path).users) == positives - 1
+        modified = path.stat().st_mtime_ns
+        path.write_text(path.read_text().replace("3.5", "x.5", 1))
+        os.utime(path, ns=(modified, modified + 1))
+        with pytest.raises(InvalidRatingsError, match=r"rating 'x\.5' is not a number"):
+            load_ratings(path)
 
     @pytest.mark.parametrize("content", [b"", b"no cache", b"PK\x03\x04 half of one"])
     def test_broken_cache_is_replaced(self, tmp_path, content):
@@ -533,10 +494,10 @@ class TestFile:
 class TestArchive:
     @pytest.fixture
     def server(self, tmp_path, monkeypatch):
-        """Stands in for the network: what is asked for, and a good archive."""
+        """The requests to a server that sends a good archive."""
         asked = []
 
-        def serve(url, path, *, md5=None, user_agent=None):
+        def serve(url, path, *, md5=None):
             asked.append((url, path.name, md5))
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -585,9 +546,8 @@ class TestArchive:
             "flipped": content.replace(b"rows", b"rots", 1),
         }
         path.write_bytes(damaged[damage])
-        with pytest.raises(
-            MissingDataError, match=rf"{re.escape(str(path))} is broken: .*Delete it to have it fetched"
-        ):
+        message = rf"{re.escape(str(path))} is broken: .*Delete it to have it fetched"
+        with pytest.raises(MissingDataError, match=message):
             archive.fetch_ratings(tmp_path, "ml-20m")
         assert not list((tmp_path / "ml-20m").iterdir())
 
