@@ -68,9 +68,7 @@ def kernels(options: argparse.Namespace) -> Section:
     """Walk, pack and decode against the bytes that they move."""
     rows, verdict = [], True
     for elements in options.elements:
-        arguments = argparse.Namespace(
-            device=options.device, elements=elements, wire_dtype="float32", warm_up=3, repetitions=15
-        )
+        arguments = argparse.Namespace(device=options.device, elements=elements, warm_up=3, repetitions=15)
         found = selection.measure(DENSITY, arguments)
         ways = {name: way["seconds"]["median"] for name, way in found["ways"].items()}
         rate = found["floor_bytes_per_second"]
@@ -216,10 +214,7 @@ def main() -> int:
     options.elements = [100_000_000, 6_500_000, 260_000] if on_gpu else [1_000_000, 260_000]
     options.width, options.depth, options.steps = (1024, 24, 30) if on_gpu else (64, 4, 8)
     options.long_steps = 1000 if on_gpu else 30
-    options.recipe, options.recipe_changes = (
-        "laptop",
-        ["--trainer.accelerator=gpu"] if on_gpu else ["--trainer.fast_dev_run=3"],
-    )
+    options.recipe_changes = ["--trainer.accelerator=gpu"] if on_gpu else ["--trainer.fast_dev_run=3"]
     started, sections = time.perf_counter(), list[Section]()
     try:
         write(options, sections, 0.0)  # before anything is measured that could not be kept

@@ -28,8 +28,8 @@ from benchmarks.network_lab import NetworkLab
 from recipes.compare.variants import Variant, expanded
 from recipes.demo import Run, read
 
-BLOCK = 30
-"""Steps of one time, so that exchanges of every thirtieth step count: one in each."""
+BLOCK, BLOCKS = 30, 2
+"""Steps of one time, so that exchanges of every thirtieth step count, one in each; and times in a turn."""
 FLOOR = Variant(
     "no exchange",
     "no exchange",
@@ -47,14 +47,14 @@ def turn(lab: NetworkLab, variant: Variant, options: argparse.Namespace, common:
         command = [sys.executable, "-m", "recipes", "fit", f"--config={options.config}"]
         command += [f"--trainer.logger.save_dir={folder}", *common, *variant.arguments]
         command += ["--trainer.devices=1", f"--trainer.num_nodes={lab.hosts}", "--trainer.limit_val_batches=0"]
-        command += [f"--trainer.max_steps={BLOCK * (options.blocks + 1) + 5}"]
+        command += [f"--trainer.max_steps={BLOCK * (BLOCKS + 1) + 5}"]
         lab.run(command, timeout=600)
         return read(Path(folder))
 
 
-def timed(run: Run, blocks: int) -> tuple[list[float], list[float]]:
+def timed(run: Run) -> tuple[list[float], list[float]]:
     """Returns seconds a step, a mean for each block, and the density of those steps, if one was logged."""
-    end = BLOCK * (blocks + 1)
+    end = BLOCK * (BLOCKS + 1)
     seconds = run.values["step_time"][BLOCK:end]
     means = [fmean(seconds[first : first + BLOCK]) for first in range(0, len(seconds) - BLOCK + 1, BLOCK)]
     if "sparse/density" not in run.values:
@@ -76,7 +76,7 @@ def main() -> None:
         lab.shape(options.rate)
         for number in range(options.rounds):
             for variant in variants:
-                means, of_steps = timed(turn(lab, variant, options, common), options.blocks)
+                means, of_steps = timed(turn(lab, variant, options, common))
                 seconds[variant.label] += means
                 densities[variant.label] += of_steps
                 print(f"{number + 1} of {options.rounds}  {variant.label}: {1e3 * fmean(means):.1f} ms", flush=True)
@@ -106,7 +106,6 @@ def parse(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="LABEL", help="of the variants")
     parser.add_argument("--rate", default="200mbit", help="of each direction of a link")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--blocks", type=int, default=2, help=f"of {BLOCK} steps that are timed in a turn")
     parser.add_argument("--output", type=Path, help="by default in benchmarks/results")
     options = parser.parse_args(given)
     if reason := NetworkLab.unavailable_reason():
