@@ -39,7 +39,7 @@ SMALL = {
 
 @dataclass
 class Fit:
-    """How a recipe's training ended on one worker.
+    """The end of a recipe's training on one worker.
 
     Attributes:
         exchanged: the last step of the sparse exchange, None under plain DDP.
@@ -55,7 +55,7 @@ class Fit:
 
 
 def fit_recipe(*arguments: str) -> Fit | str | int:
-    """Returns how a recipe's training ended, or the exit code or message of a run that ended before."""
+    """Train a recipe; return how it ended, or the exit code or message if it ended before training."""
     sys.argv = ["recipes", "fit", *arguments]
     try:
         trainer = main().trainer
@@ -74,13 +74,13 @@ def fit_recipe(*arguments: str) -> Fit | str | int:
 
 
 def refuse_to_fetch(url: str, path: Path, **_: Any) -> None:
-    """Fails as a download does without a network."""
+    """Raise the error of a download without a network."""
     reason = "is missing and could not be fetched: no route to host"
     raise MissingDataError(f"{path.name} {reason}. Put the file from {url} at {path}.")
 
 
 def fit_without_network(folder: str, root: str) -> Fit | str | int:
-    """Returns how training ends with the data that lie below a root, which may hold RANK, and nothing to fetch."""
+    """Train a dense recipe with the files below a root, in which RANK stands for the rank, and without a network."""
     root = root.replace("RANK", os.environ["RANK"])
     source = {RESNET: "cifar10", NCF: "movielens", LSTM: "wikitext2"}[folder]
     with pytest.MonkeyPatch.context() as patches:

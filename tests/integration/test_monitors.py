@@ -1,5 +1,6 @@
-"""The monitors, against numbers computed from each worker's gradients, and the collectives that they cost."""
+"""The monitors: their numbers, tables and pictures, and that they issue no collective."""
 
+import inspect
 import io
 import pickle
 import re
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor
 
@@ -25,7 +27,6 @@ from lightning_sparse import (
     LocalHardThresholdStrategy,
     SparseDDPStrategy,
     StepStats,
-    TopK,
 )
 from lightning_sparse.engine.step_stats import LayerStats
 from tests.integration.models import (
@@ -38,6 +39,7 @@ from tests.integration.models import (
     quiet_trainer,
 )
 from tests.integration.test_checkpoint import ResumableData, SaveAt
+from tests.integration.test_step_log import columns, density_of
 from tests.workers import run_workers
 
 THRESHOLD = 0.15
@@ -48,7 +50,7 @@ SIZES = {name: parameter.numel() for name, parameter in Classifier().named_param
 
 @dataclass
 class Watched:
-    """What one worker saw of a training with monitors."""
+    """The record of a training with monitors on one worker."""
 
     steps: list[StepStats]
     own_gradients: list[dict[str, Tensor]]
@@ -58,7 +60,7 @@ class Watched:
 
 
 def watch(callbacks: list[Callback], *, num_workers: int = 2, **options: Any) -> list[Watched]:
-    """Returns what each worker saw; by default of six steps with the hard threshold and weights that do not move."""
+    """Train and return each worker's record; by default six steps with a hard threshold and fixed weights."""
     # Bytes: a pipe would let all workers share the tensors of a monitor.
     given = pickle.dumps((callbacks, {"num_workers": num_workers, **options}))
     return run_workers(_watch_pickled, num_workers, given, process_group=False)
@@ -78,7 +80,8 @@ def _watch(
     options = {"max_steps": 6, "log_every_n_steps": 1, **options}
     steps, messages, printed = [], [], io.StringIO()
     trainer = quiet_trainer(strategy, callbacks=[_Steps(steps), *callbacks], **options)
-    with redirect_stdout(printed), messages_of(messages):
+    with redirect_stdout(printed), messages_of(messages), warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*barebones.*configured")
         trainer.fit(model, data(), ckpt_path=ckpt_path)
     untrained = Classifier()
     batches = model.batches if isinstance(model, Classifier) else []
@@ -96,40 +99,6 @@ class _Steps(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if isinstance(trainer.strategy, SparseDDPStrategy | LocalHardThresholdStrategy):
             trainer.strategy.state.subscribe(self.steps.append)
-
-
-@dataclass
-class Expected:
-    """Counts and squared errors of one step by layer: selected by all workers, and (1/n) Σ_i ‖e_i‖²."""
-
-    selected: dict[str, int]
-    squared_error: dict[str, float]
-
-
-def recompute(workers: list[Watched]) -> list[Expected]:
-    """The hard threshold with error feedback in a few lines of its own."""
-    names = list(workers[0].own_gradients[0])
-    residuals = [dict.fromkeys(names, 0.0) for _ in workers]
-    expected = []
-    for step in range(len(workers[0].own_gradients)):
-        selected, squared_error = dict.fromkeys(names, 0), dict.fromkeys(names, 0.0)
-        for worker, residual in zip(workers, residuals, strict=True):
-            for name in names:
-                compensated = residual[name] + worker.own_gradients[step][name]
-                sent = compensated.abs() >= THRESHOLD
-                residual[name] = compensated.masked_fill(sent, 0.0)
-                selected[name] += int(sent.sum())
-                squared_error[name] += float(residual[name].double().square().sum()) / len(workers)
-        expected.append(Expected(selected, squared_error))
-    return expected
-
-
-def average_densities(expected: list[Expected]) -> list[float]:
-    averages, selected = [], 0
-    for number, step in enumerate(expected, start=1):
-        selected += sum(step.selected.values())
-        averages.append(selected / (2 * NUM_ELEMENTS * number))
-    return averages
 
 
 @pytest.fixture(scope="module")
@@ -163,88 +132,67 @@ def _read_events(folder: str) -> dict[str, Any]:
 
 def test_step_stats_are_those_of_an_independent_recomputation(tensorboard_run: Any) -> None:
     workers, _ = tensorboard_run
-    expected = recompute(workers)
-    assert 0 < sum(expected[-1].selected.values()) < 2 * NUM_ELEMENTS
-    for worker in workers:
-        for step, recomputed in zip(worker.steps, expected, strict=True):
+    residuals = [dict.fromkeys(SIZES, 0.0) for _ in workers]
+    for number, steps in enumerate(zip(*(worker.steps for worker in workers), strict=True)):
+        selected, squared_error = dict.fromkeys(SIZES, 0), dict.fromkeys(SIZES, 0.0)
+        for worker, residual in zip(workers, residuals, strict=True):
+            for name in SIZES:
+                compensated = residual[name] + worker.own_gradients[number][name]
+                sent = compensated.abs() >= THRESHOLD
+                residual[name] = compensated.masked_fill(sent, 0.0)
+                selected[name] += int(sent.sum())
+                squared_error[name] += float(residual[name].double().square().sum()) / 2
+        assert 0 < sum(selected.values()) < 2 * NUM_ELEMENTS
+        for step in steps:
             assert step.num_elements == NUM_ELEMENTS
-            assert {name: layer.selected for name, layer in step.layers.items()} == recomputed.selected
-            assert step.error_norm == pytest.approx(sqrt(sum(recomputed.squared_error.values())), rel=1e-5)
+            assert {name: layer.selected for name, layer in step.layers.items()} == selected
+            assert step.error_norm == pytest.approx(sqrt(sum(squared_error.values())), rel=1e-5)
             for name, layer in step.layers.items():
-                assert layer.density == pytest.approx(recomputed.selected[name] / (2 * SIZES[name]))
-                assert layer.squared_error == pytest.approx(recomputed.squared_error[name], rel=1e-5)
+                assert layer.density == pytest.approx(selected[name] / (2 * SIZES[name]))
+                assert layer.squared_error == pytest.approx(squared_error[name], rel=1e-5)
 
 
-def test_tensorboard_shows_the_running_average_and_the_total(tensorboard_run: Any) -> None:
+def test_tensorboard_shows_averages_totals_and_error_norms_of_layers(tensorboard_run: Any) -> None:
     workers, events = tensorboard_run
-    expected = recompute(workers)
-    averages = average_densities(expected)
-    errors = [sum(step.squared_error.values()) for step in expected]
-    totals = [sum(errors[: step + 1]) for step in range(len(errors))]
-    for tag, values in (
-        ("sparse/density", [sum(step.selected.values()) / (2 * NUM_ELEMENTS) for step in expected]),
-        ("sparse/average_density", averages),
-        ("sparse/error_norm", [sqrt(error) for error in errors]),
-        ("sparse/total_error", totals),
-    ):
-        assert [step for step, _ in events["scalars"][tag]] == list(range(6))
-        assert [value for _, value in events["scalars"][tag]] == pytest.approx(values, rel=1e-5)
-    for worker in workers:
-        assert worker.callback_metrics["sparse/average_density"] == pytest.approx(averages[-1], rel=1e-5)
-        assert worker.callback_metrics["sparse/total_error"] == pytest.approx(totals[-1], rel=1e-5)
-
-
-def test_tensorboard_shows_layers_in_a_histogram_and_a_picture_and_error_norms_on_request(tensorboard_run: Any) -> None:
-    workers, events = tensorboard_run
-    expected = recompute(workers)
-    histograms = events["histograms"]["sparse/layer_density"]
-    for number, ((step, count, total), recomputed) in enumerate(zip(histograms, expected, strict=True)):
-        assert (step, count) == (number, len(SIZES))
-        densities = [recomputed.selected[name] / (2 * size) for name, size in SIZES.items()]
-        assert total == pytest.approx(sum(densities), rel=1e-5)
+    steps = workers[0].steps
+    rows = [columns([step], steps[: number + 1]) for number, step in enumerate(steps)]
     # A scalar per layer is for other loggers; in TensorBoard it would bury everything else.
     assert not any(tag.startswith("sparse/layer_density") for tag in events["scalars"])
+    for tag in [tag for tag in rows[0] if not tag.startswith("sparse/layer_density")]:
+        assert [step for step, _ in events["scalars"][tag]] == list(range(6)), tag
+        values = [value for _, value in events["scalars"][tag]]
+        assert values == pytest.approx([row[tag] for row in rows], rel=1e-5, abs=1e-7), tag
+    for worker in workers:
+        for tag in ("sparse/average_density", "sparse/total_error"):
+            assert worker.callback_metrics[tag] == pytest.approx(rows[-1][tag], rel=1e-5)
+
+
+def test_tensorboard_shows_densities_of_layers_in_a_histogram_and_a_picture(tensorboard_run: Any) -> None:
+    workers, events = tensorboard_run
+    histograms = events["histograms"]["sparse/layer_density"]
+    for (number, count, total), step in zip(histograms, workers[0].steps, strict=True):
+        assert (number, count) == (step.step, len(SIZES))
+        assert total == pytest.approx(sum(layer.density for layer in step.layers.values()), rel=1e-5)
     assert events["images"].keys() == {"sparse/log10_layer_density"}
     [(width, height)] = events["images"]["sparse/log10_layer_density"]
     assert width > 500
     assert height > 100
-    for name in SIZES:
-        norms = [sqrt(step.squared_error[name]) for step in expected]
-        found = events["scalars"][f"sparse/layer_error_norm/{name}"]
-        assert [step for step, _ in found] == list(range(6))
-        assert [value for _, value in found] == pytest.approx(norms, rel=1e-5, abs=1e-7)
 
 
 def test_barebones_the_monitors_count_and_log_nothing() -> None:
-    for printed in run_workers(_watch_barebones, 2, process_group=False)[:1]:
-        assert re.search(r"steps exchanged +4", printed)
-
-
-def _watch_barebones() -> str:
     monitors = [DensityMonitor(), ErrorMonitor(per_layer=True)]
-    trainer = Trainer(
-        strategy=DDPHardThresholdStrategy(threshold=THRESHOLD),
-        accelerator="cpu",
-        devices=2,
-        max_steps=4,
-        callbacks=monitors,
-        barebones=True,
-    )
-    with warnings.catch_warnings(), redirect_stdout(io.StringIO()) as printed:
-        warnings.filterwarnings("error", message=".*barebones.*configured")
-        trainer.fit(Classifier(), data())
-    return printed.getvalue()
+    first, _ = watch(monitors, barebones=True, log_every_n_steps=0, max_steps=4)
+    assert re.search(r"steps exchanged +4", first.printed)
 
 
 @pytest.mark.parametrize("per_layer", [True, False])
 def test_without_a_logger_the_table_remains_and_only_the_first_worker_prints_it(per_layer: bool) -> None:
     first, second = watch([DensityMonitor(per_layer)])
-    expected = recompute([first, second])
     assert second.printed == ""
     assert all(bool(step.layers) == per_layer for step in first.steps)
     rows = dict(re.findall(r"^  (.+?)  +(.+)$", first.printed, re.MULTILINE))
     assert rows["steps exchanged"] == "6"
-    assert rows["average density"] == f"{100 * average_densities(expected)[-1]:.4g} %"
+    assert rows["average density"] == f"{100 * density_of(first.steps):.4g} %"
     sent = sum(step.payload_bytes for step in first.steps)
     dense = 6 * 4 * NUM_ELEMENTS
     assert rows["bytes sent per worker"] == f"{sent / 1000:.4g} kB"
@@ -253,38 +201,24 @@ def test_without_a_logger_the_table_remains_and_only_the_first_worker_prints_it(
     assert first.printed.startswith("Sparse gradient exchange\n")
     assert ("densest layers (elements)\n" in first.printed) == per_layer
     layers = {name.strip(): value for name, value in rows.items() if name.endswith(")")}
-    averages = {name: sum(step.selected[name] for step in expected) / (12 * size) for name, size in SIZES.items()}
-    densest = sorted(averages, key=averages.get, reverse=True)[:3] if per_layer else []
+    averages = {name: sum(step.layers[name].density for step in first.steps) / 6 for name in first.steps[0].layers}
+    densest = sorted(averages, key=averages.get, reverse=True)[:3]
     assert layers == {f"{name} ({SIZES[name]:,})": f"{100 * averages[name]:.4g} %" for name in densest}
 
 
-class _WithLongNames(Classifier):
-    """Has parameters of names such as those that PEFT gives to a GPT's adapters."""
-
-    PREFIXES = tuple(f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_A.default" for layer in (0, 31))
-
-    def __init__(self) -> None:
-        super().__init__()
-        for prefix in self.PREFIXES:
-            *path, last = prefix.split(".")
-            module: torch.nn.Module = self
-            for name in path:
-                if not hasattr(module, name):
-                    module.add_module(name, torch.nn.Module())
-                module = getattr(module, name)
-            module.add_module(last, torch.nn.Linear(4096, 8, bias=False))
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        weights = [self.get_parameter(f"{prefix}.weight") for prefix in self.PREFIXES]
-        return super().loss(batch) + 100 * sum(weight.sum() for weight in weights)
+def test_the_table_names_drifts() -> None:
+    table = watch([DensityMonitor()], strategy=LocalHardThresholdStrategy(threshold=1.0), max_steps=3)[0].printed
+    assert table.startswith("Sparse drift exchange\n")
 
 
-def test_the_table_names_drifts_and_keeps_within_80_columns() -> None:
-    strategy = LocalHardThresholdStrategy(threshold=1.0)
-    table = watch([DensityMonitor()], strategy=strategy, model=_WithLongNames(), max_steps=3)[0].printed
-    lines = table.splitlines()
-    assert lines[0] == "Sparse drift exchange"
-    assert max(map(len, lines)) <= 80, table
+def test_the_table_keeps_within_80_columns_and_shortens_names_of_layers_in_the_middle() -> None:
+    """The names are those that PEFT gives to adapters of a GPT."""
+    name = "base_model.model.model.layers.{}.self_attn.q_proj.lora_A.default.weight"
+    layers = {name.format(layer): LayerStats(32_768, 2, 0.5, 1.0) for layer in (0, 31)}
+    monitor = DensityMonitor()
+    monitor.take_in(StepStats(0, 2, 2 * 32_768, 4, 1.0, 1.0, 0, 60, 400, 0.1, layers=layers))
+    table = monitor.table()
+    assert max(map(len, table.splitlines())) <= 80, table
     for layer in (0, 31):
         row = rf"^    base_mod….*{layer}\.self_attn.q_proj.lora_A.default.weight \(32,768\)  "
         assert re.search(row, table, re.M), table
@@ -337,7 +271,7 @@ def test_a_worker_that_is_alone_has_no_table() -> None:
 
 def test_the_error_monitors_last_line_is_printed_by_the_first_worker() -> None:
     workers = watch([ErrorMonitor()])
-    errors = [sum(step.squared_error.values()) for step in recompute(workers)]
+    errors = [step.squared_error for step in workers[0].steps]
     assert workers[1].printed == ""
     [line] = workers[0].printed.splitlines()
     numbers = [float(number) for number in re.findall(r"\d+\.?\d*(?:e[-+]\d+)?", line)]
@@ -356,19 +290,12 @@ def test_under_plain_ddp_the_monitors_are_idle_and_say_so() -> None:
     assert not any("is idle" in message for message in workers[1].messages)
 
 
-def test_with_top_k_the_monitors_show_its_fixed_density() -> None:
-    worker = watch([DensityMonitor()], strategy=SparseDDPStrategy(TopK(0.1)))[0]
-    expected = sum(max(1, int(0.1 * size)) for size in SIZES.values()) / NUM_ELEMENTS
-    assert worker.callback_metrics["sparse/average_density"] == pytest.approx(expected)
-
-
 def test_two_exchanges_in_a_batch_both_count() -> None:
     strategy = DDPHardThresholdStrategy(threshold=0.01, find_unused_parameters=True)
     worker = watch([DensityMonitor(), ErrorMonitor()], strategy=strategy, model=TwoPlayers())[0]
     assert len(worker.steps) == 6
-    selected = sum(step.selected for step in worker.steps)
-    elements = sum(step.num_workers * step.num_elements for step in worker.steps)
-    assert worker.callback_metrics["sparse/average_density"] == pytest.approx(selected / elements, rel=1e-5)
+    average = pytest.approx(density_of(worker.steps), rel=1e-5)
+    assert worker.callback_metrics["sparse/average_density"] == average
     total = sum(step.squared_error for step in worker.steps)
     assert worker.callback_metrics["sparse/total_error"] == pytest.approx(total, rel=1e-5)
     assert re.search(r"steps exchanged +6$", worker.printed, re.MULTILINE)
@@ -392,40 +319,29 @@ def _count_collectives(exchange: str) -> tuple[list[str], list[str], list[str]]:
         for name in COLLECTIVES:
             setattr(module, name, partial(_call, getattr(dist, name), name, calls))
     runs = []
+    marks = LambdaCallback(
+        on_train_start=lambda *_: calls.append("train start"), on_train_end=lambda *_: calls.append("train end")
+    )
     for callbacks in ([], [DensityMonitor(per_layer=True), ErrorMonitor(per_layer=True)]):
         calls.clear()
         strategy = DDPHardThresholdStrategy(threshold=SENDS_NONE, exchange=exchange, bucket_cap_mb=SMALL_BUCKETS_MB)
-        _watch([*callbacks, _StepsOnly(calls)], strategy=strategy, num_workers=2)
+        _watch([*callbacks, marks], strategy=strategy, num_workers=2)
         runs.append(calls.copy())
     start, end = runs[0].index("train start"), runs[0].index("train end")
     return runs[0], runs[1], runs[0][start + 1 : end]
 
 
 COLLECTIVES = [
-    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "barrier", "broadcast"),
-    *("broadcast_object_list", "gather", "gather_object", "isend", "monitored_barrier", "reduce", "reduce_scatter"),
-    "scatter",
+    name
+    for name in dist.distributed_c10d.__all__
+    if inspect.isfunction(getattr(dist, name, None))
+    and re.search("gather|reduce|all_to_all|barrier|broadcast|scatter|isend", name)
 ]
 
 
 def _call(collective: Any, name: str, calls: list[str], *args: Any, **kwargs: Any) -> Any:
     calls.append(name)
     return collective(*args, **kwargs)
-
-
-class _StepsOnly(Callback):
-    """Marks where the steps begin and end among the calls."""
-
-    def __init__(self, calls: list[str]) -> None:
-        self.calls = calls
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 0:
-            self.calls.append("train start")
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 5:
-            self.calls.append("train end")
 
 
 def test_averages_and_totals_continue_when_a_checkpoint_is_resumed(tmp_path: Path) -> None:
@@ -437,12 +353,11 @@ def test_averages_and_totals_continue_when_a_checkpoint_is_resumed(tmp_path: Pat
     for first, second in zip(before, after, strict=True):
         steps = [*first.steps, *second.steps]
         assert [len(first.steps), len(second.steps)] == [3, 3]
-        average = sum(step.selected for step in steps) / (2 * NUM_ELEMENTS * 6)
-        total = sum(step.squared_error for step in steps)
+        average, total = density_of(steps), sum(step.squared_error for step in steps)
         assert second.callback_metrics["sparse/average_density"] == pytest.approx(average, rel=1e-5)
         assert second.callback_metrics["sparse/total_error"] == pytest.approx(total, rel=1e-5)
         # Without the checkpoint's callback state the same steps have another average.
-        assert sum(step.selected for step in second.steps) / (2 * NUM_ELEMENTS * 3) != pytest.approx(average, rel=1e-3)
+        assert density_of(second.steps) != pytest.approx(average, rel=1e-3)
     assert re.search(r"steps exchanged +6$", after[0].printed, re.MULTILINE)
     sent = sum(step.payload_bytes for half in (before, after) for step in half[0].steps)
     assert f"{sent / 1000:.4g} kB" in after[0].printed
@@ -471,7 +386,7 @@ def test_a_run_longer_than_the_picture_is_wide_is_averaged_into_it() -> None:
     columns, steps_per_column, density = workers[1].printed.split()
     assert int(columns) < 4
     assert steps_per_column == "4"
-    first = sum(step.selected["middle.weight"] for step in recompute(workers)[:4]) / (4 * 2 * SIZES["middle.weight"])
+    first = sum(step.layers["middle.weight"].density for step in workers[1].steps[:4]) / 4
     assert first > 0
     assert float(density) == pytest.approx(first)
 
