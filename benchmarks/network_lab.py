@@ -128,6 +128,19 @@ class Workers:
         finally:
             self.end()
 
+    def outputs(self, timeout: float | None = None) -> list[str]:
+        """Waits as `wait` does, and returns what each worker wrote, by rank.
+
+        Raises:
+            RuntimeError: If a worker fails; the others are ended.
+            TimeoutError: After `timeout` seconds; all workers are ended.
+        """
+        status = self.wait(timeout)
+        outputs = ["".join(lines) for lines in self.lines]
+        if self.failed_rank is not None:
+            raise RuntimeError(f"Rank {self.failed_rank} ended with {status=}:\n{outputs[self.failed_rank]}")
+        return outputs
+
     def end(self) -> None:
         """Ends the workers that still run: asks them, and kills those that are there five seconds later."""
         for number in (signal.SIGTERM, signal.SIGKILL):
@@ -307,18 +320,23 @@ class NetworkLab:
         return workers
 
     def run(self, command: Sequence[str], timeout: float | None = None, **options: Any) -> list[str]:
-        """Runs a command on every host as `start` does, and returns what each worker wrote, by rank.
+        """Runs a command on every host as `start` does, and returns `Workers.outputs`."""
+        return self.start(command, **options).outputs(timeout)
 
-        Raises:
-            RuntimeError: If a worker fails; the others are ended.
-            TimeoutError: After `timeout` seconds; all workers are ended.
-        """
-        workers = self.start(command, **options)
-        status = workers.wait(timeout)
-        outputs = ["".join(lines) for lines in workers.lines]
-        if workers.failed_rank is not None:
-            raise RuntimeError(f"Rank {workers.failed_rank} ended with {status=}:\n{outputs[workers.failed_rank]}")
-        return outputs
+
+def on_loopback(
+    command: Sequence[str],
+    hosts: int,
+    workers_per_host: int = 1,
+    env: Mapping[str, str] | None = None,
+    pin: bool = True,
+    echo: bool = False,
+) -> Workers:
+    """Starts a command as the workers of so many hosts, all on this machine; the arguments are those of `Workers`."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", **(env or {})}
+    return Workers([command] * hosts, workers_per_host, variables, pin, echo)
 
 
 def clean() -> list[str]:
@@ -399,10 +417,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if reason := NetworkLab.unavailable_reason():
             print(f"{reason} Running on loopback, unshaped.", file=sys.stderr)
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                port = str(free.getsockname()[1])
-            variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-            return Workers([options.command] * options.hosts, variables=variables, **start).wait()
+            return on_loopback(options.command, options.hosts, **start).wait()
         with NetworkLab(options.hosts) as lab:
             lab.shape(options.rate)
             return lab.start(options.command, **start).wait()

@@ -42,13 +42,12 @@ what is selected, handed to the hooks directly; only the first of the models.
 import argparse
 import json
 import re
-import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.network_lab import NetworkLab, Workers
+from benchmarks.network_lab import NetworkLab, on_loopback
 from benchmarks.payload import read_results
 
 UNSHAPED = "unshaped"
@@ -94,16 +93,9 @@ class Hosts:
         if self.lab is not None:
             self.lab.shape(None if rate == UNSHAPED else rate)
             return read_results(self.lab.run(command, timeout, env=self.variables)[:1])[0]
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = str(free.getsockname()[1])
-        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"} | self.variables
         hosts, each = (1, self.count) if self.on_gpus else (self.count, 1)
-        workers = Workers([command] * hosts, each, variables, pin=not self.on_gpus, echo=False)
-        status = workers.wait(timeout)
-        outputs = ["".join(lines) for lines in workers.lines]
-        if workers.failed_rank is not None:
-            raise RuntimeError(f"Rank {workers.failed_rank} ended with {status=}:\n{outputs[workers.failed_rank]}")
-        return read_results(outputs[:1])[0]
+        workers = on_loopback(command, hosts, each, self.variables, pin=not self.on_gpus)
+        return read_results(workers.outputs(timeout)[:1])[0]
 
 
 def measure(hosts: Hosts, model: str, rate: str, options: argparse.Namespace) -> dict[str, Any]:
