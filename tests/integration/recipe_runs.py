@@ -37,6 +37,15 @@ SMALL = {
 """Arguments for a run of two steps on two workers, without a download."""
 
 
+DATA = Path(os.environ.get("LIGHTNING_SPARSE_DATA", ""))
+
+
+def needs_data(name: str) -> pytest.MarkDecorator:
+    """Return the mark of a test that reads a file or folder of real data."""
+    reason = f"set LIGHTNING_SPARSE_DATA to a folder that holds {name} to test with real data"
+    return pytest.mark.skipif(not (DATA / name).exists(), reason=reason)
+
+
 @dataclass
 class Fit:
     """The end of a recipe's training on one worker.

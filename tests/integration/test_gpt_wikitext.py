@@ -14,10 +14,8 @@ from recipes import MissingDataError
 from recipes.gpt_wikitext.data import GPTDataModule, Windows
 from recipes.gpt_wikitext.model import GPT, GPTLanguageModel
 from recipes.weights import validate
-from tests.integration.recipe_runs import GPT_FOLDER, RECIPES, fit_recipe
+from tests.integration.recipe_runs import DATA, GPT_FOLDER, RECIPES, fit_recipe, needs_data
 from tests.workers import run_workers
-
-DATA = os.environ.get("LIGHTNING_SPARSE_DATA")
 
 
 def test_a_position_sees_only_those_before_it():
@@ -104,10 +102,10 @@ def test_too_small_a_vocabulary_is_told():
 
 
 @pytest.mark.full
-@pytest.mark.skipif(DATA is None, reason="LIGHTNING_SPARSE_DATA names no folder with WikiText-2")
+@needs_data("wikitext-2")
 @pytest.mark.parametrize(("tokenizer", "size"), [("bytes", 256), ("words", 1000)])
 def test_real_text(tokenizer, size):
-    module = GPTDataModule(DATA, tokenizer=tokenizer, vocabulary_size=None if tokenizer == "bytes" else size)
+    module = GPTDataModule(str(DATA), tokenizer=tokenizer, vocabulary_size=None if tokenizer == "bytes" else size)
     module.prepare_data()
     module.setup("fit")
     assert module.vocabulary_size == size

@@ -1,9 +1,7 @@
 """The experiments with logistic regression: the objective, the training, curves, bounds, the command."""
 
-import os
 import sys
 from math import ceil, log2
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -24,8 +22,8 @@ from recipes.logistic_regression.curves import Setting, curves, threshold_of_den
 from recipes.logistic_regression.data import URLS, load
 from recipes.logistic_regression.objective import Objective, error_of_minimum, minimiser
 from recipes.logistic_regression.training import draws, shards, training, tuned_threshold, without_remainder
+from tests.integration.recipe_runs import DATA, needs_data
 
-DATA = os.environ.get("LIGHTNING_SPARSE_DATA")
 KEYS = ["dataset", "sharding", "method", "seed", "iteration"]
 
 
@@ -349,14 +347,16 @@ class TestData:
         assert "\n" not in str(raised.value)
 
     @pytest.mark.full
-    @pytest.mark.skipif(DATA is None, reason="set LIGHTNING_SPARSE_DATA to a folder that holds libsvm/ for real data")
     @pytest.mark.parametrize(
-        ("dataset", "shape"), [("madelon", (2600, 500)), ("mushrooms", (8124, 112)), ("a9a", (32561, 123))]
+        ("dataset", "shape"),
+        [
+            pytest.param("madelon", (2600, 500), marks=needs_data("libsvm/madelon.mat")),
+            pytest.param("mushrooms", (8124, 112), marks=needs_data("libsvm/mushrooms")),
+            pytest.param("a9a", (32561, 123), marks=needs_data("libsvm/a9a")),
+        ],
     )
     def test_real_data(self, dataset, shape):
-        if not (Path(DATA) / "libsvm" / URLS[dataset].rsplit("/", 1)[1]).exists():
-            pytest.skip(f"{DATA} holds no libsvm/{dataset}")
-        examples = load(Path(DATA), dataset)
+        examples = load(DATA, dataset)
         assert examples.features.shape == shape
         objective = Objective(*examples)
         assert error_of_minimum(objective, minimiser(objective)) < 1e-12

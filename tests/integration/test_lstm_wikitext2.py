@@ -23,7 +23,7 @@ from recipes.lstm_wikitext2.markov_chain import MarkovChain
 from recipes.lstm_wikitext2.model import CorpusPerplexity, LSTMLanguageModel, TiedLSTM
 from recipes.lstm_wikitext2.topics import article_starts
 from tests.integration.models import WEIGHTS_ONLY, assert_equal, quiet_trainer
-from tests.integration.recipe_runs import refuse_to_fetch
+from tests.integration.recipe_runs import DATA, needs_data, refuse_to_fetch
 from tests.integration.test_checkpoint import SaveAt
 from tests.workers import run_workers
 
@@ -399,16 +399,10 @@ class TestData:
         assert not list((tmp_path / "wikitext-2").iterdir())
 
     @pytest.mark.full
-    @pytest.mark.skipif(
-        "LIGHTNING_SPARSE_DATA" not in os.environ,
-        reason="set LIGHTNING_SPARSE_DATA to a folder that holds wikitext-2 to test with the real text",
-    )
+    @needs_data("wikitext-2")
     def test_real_text(self, monkeypatch):
-        root = os.environ["LIGHTNING_SPARSE_DATA"]
-        if not os.path.isdir(f"{root}/wikitext-2"):
-            pytest.skip(f"{root} holds no wikitext-2")
         monkeypatch.setattr(corpus_module, "fetch", refuse_to_fetch)
-        data = WikiText2DataModule(root=root)
+        data = WikiText2DataModule(root=str(DATA))
         data.prepare_data()  # with a warning if a file were not the right one
         data.setup("fit")
         assert len(data.corpus.train) == 2_088_628

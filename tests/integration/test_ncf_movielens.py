@@ -5,7 +5,6 @@ import re
 import zipfile
 from itertools import product
 from math import log2
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,7 +24,7 @@ from recipes.ncf_movielens.model import NCFRecommender, NeuMF
 from recipes.ncf_movielens.ratings import InvalidRatingsError, load_ratings, parse_ratings, split, unrated_items
 from recipes.ncf_movielens.sampling import Shard, TrainingBatches, derived_seed, make_shard, ranking_batches
 from tests.integration.models import quiet_trainer
-from tests.integration.recipe_runs import refuse_to_fetch
+from tests.integration.recipe_runs import DATA, needs_data, refuse_to_fetch
 from tests.workers import run_workers
 
 HEADER = "userId,movieId,rating,timestamp"
@@ -476,12 +475,9 @@ class TestFile:
             split(np.array([0, 0, 1]), np.array([0, 1, 0]), np.array([0, 1, 2]))
 
     @pytest.mark.full
-    @pytest.mark.skipif(
-        not (Path(os.environ.get("LIGHTNING_SPARSE_DATA", "")) / "ml-latest-small" / "ratings.csv").exists(),
-        reason="set LIGHTNING_SPARSE_DATA to a folder that holds ml-latest-small/ratings.csv to test with real ratings",
-    )
+    @needs_data("ml-latest-small/ratings.csv")
     def test_real_ratings(self):
-        ratings = parse_ratings(Path(os.environ["LIGHTNING_SPARSE_DATA"]) / "ml-latest-small" / "ratings.csv")
+        ratings = parse_ratings(DATA / "ml-latest-small" / "ratings.csv")
         assert (ratings.num_users, ratings.num_items) == (610, 9_724)
         assert len(ratings.users) == len(ratings.items) == 100_836 - 610
         assert ratings.candidates.shape == (610, 101)

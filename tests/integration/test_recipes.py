@@ -24,7 +24,7 @@ from recipes.resnet18_cifar10.data import DEVIATIONS, MEANS, CIFARDataModule, cr
 from recipes.resnet18_cifar10.images import IGNORED_LABEL, ImageBatches, digits, filled_up, slice_by_label
 from recipes.resnet18_cifar10.model import ImageClassifier, parameter_groups
 from tests.integration.models import quiet_trainer
-from tests.integration.recipe_runs import CONFIGS, RECIPES, RESNET, SMALL, fit_recipe
+from tests.integration.recipe_runs import CONFIGS, DATA, RECIPES, RESNET, SMALL, fit_recipe, needs_data
 from tests.workers import run_workers
 
 HARD_THRESHOLD = CONFIGS[f"{RESNET}/hard_threshold"]
@@ -324,13 +324,10 @@ class TestData:
         assert len(filled_up(images, 7)) == 7
 
     @pytest.mark.full
-    @pytest.mark.skipif(
-        "LIGHTNING_SPARSE_DATA" not in os.environ,
-        reason="set LIGHTNING_SPARSE_DATA to a folder that holds cifar-10-batches-py to test with the real images",
-    )
+    @needs_data("cifar-10-batches-py")
     def test_real_images(self, monkeypatch):
         monkeypatch.setattr(images_module, "fetch", None)
-        data = CIFARDataModule(root=os.environ["LIGHTNING_SPARSE_DATA"], batch_size=1000, num_workers=0)
+        data = CIFARDataModule(root=str(DATA), batch_size=1000, num_workers=0)
         data.prepare_data()
         data.setup("fit")
         images, labels = data.train_images.tensors
