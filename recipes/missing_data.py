@@ -1,11 +1,26 @@
 """Missing data: the error, and how all workers learn of it."""
 
-from collections.abc import Iterator
+import tarfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
 class MissingDataError(FileNotFoundError):
     """A recipe's data set is not there or cannot be used; the message says what to put where, or what is wrong."""
+
+
+def fetch_error(title: str, fetch: Callable[[], object]) -> MissingDataError | None:
+    """Return why fetching a data set failed; None if it did not.
+
+    For ``prepare_data``, which must not raise: the other workers would wait. ``setup`` raises the error on all workers.
+    """
+    try:
+        fetch()
+    except MissingDataError as error:
+        return error
+    except (OSError, tarfile.TarError) as error:
+        return MissingDataError(f"{title} could not be unpacked: {error}.")
+    return None
 
 
 @contextmanager
