@@ -75,7 +75,8 @@ def kernels(options: argparse.Namespace) -> Section:
         needed, took = 12 * elements / rate, ways["take_out"] + ways["average"]
         holds = took <= 1.3 * needed + MOST_SECONDS
         verdict &= holds
-        cells = [f"{1e6 * one:,.0f}" for one in (ways["take_out"], ways["take_out_masked"], ways["average"], needed)]
+        times = (ways["take_out"], ways["take_out_masked"], ways["average"], needed)
+        cells = [f"{1e6 * seconds:,.0f}" for seconds in times]
         rows.append([f"{elements:,}", f"{rate / 1e9:,.0f}", *cells, "yes" if holds else "no"])
     head = ["elements", "GB/s", "take out, µs", "masked, µs", "add up 2, µs", "12 bytes an element, µs", "in bounds"]
     bound = "Bound: take out + add up ≤ 1.3 x (12 bytes an element at the rate of a copy) + 50 µs, at 0.1 %."

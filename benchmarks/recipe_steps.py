@@ -69,7 +69,9 @@ def main() -> None:
     end = given.index("--")
     options, common = parse(given[:end]), given[end + 1 : -1]
     listed = yaml.safe_load(options.variants.read_text(encoding="utf-8"))
-    variants = [FLOOR, *(one for one in expanded(listed, []) if options.only is None or one.label in options.only)]
+    variants = [FLOOR, *expanded(listed, [])]
+    if options.only is not None:
+        variants = [FLOOR, *(variant for variant in variants[1:] if variant.label in options.only)]
     seconds: dict[str, list[float]] = {variant.label: [] for variant in variants}
     densities: dict[str, list[float]] = {variant.label: [] for variant in variants}
     with NetworkLab(hosts=2) as lab:
@@ -87,11 +89,11 @@ def main() -> None:
         for label, some in seconds.items()
     }
     rows = []
-    for label, one in found.items():
-        low, high = one["seconds"]["quartiles"]
-        share = f"{one['density']:.3%}" if "density" in one else ""
-        cells = [label, f"{1e3 * one['seconds']['median']:.1f}", f"{1e3 * low:.1f} - {1e3 * high:.1f}"]
-        rows.append([*cells, f"{one['ratio']:.2f}", share])
+    for label, result in found.items():
+        low, high = result["seconds"]["quartiles"]
+        share = f"{result['density']:.3%}" if "density" in result else ""
+        cells = [label, f"{1e3 * result['seconds']['median']:.1f}", f"{1e3 * low:.1f} - {1e3 * high:.1f}"]
+        rows.append([*cells, f"{result['ratio']:.2f}", share])
     print(f"\n{options.config}, 2 hosts, {options.rate}")
     print(report.table(["", "ms", "quartiles", "x no exchange", "density"], rows))
     options.config, options.variants = str(options.config), str(options.variants)

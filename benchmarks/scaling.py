@@ -143,19 +143,19 @@ def simulate(density: float, network: Network, options: argparse.Namespace) -> l
     for n in WORKERS:
         costs = costs_of(n, options.elements)
         traffic = traffic_of(costs, selected, options.node if options.shards == 1 else n)
-        seconds = {mode: network.seconds(one) for mode, one in traffic.items()}
+        seconds = {mode: network.seconds(needed) for mode, needed in traffic.items()}
         taken = costs.cheapest(selected, largest_of_slices(selected, n), speeds(options.bandwidth, on_gpu=False))
         fastest = min((mode for mode in traffic if mode != "hierarchical"), key=lambda mode: seconds[mode])
         cells = [str(n)]
         for mode in MODES:
-            one = traffic.get(mode)
-            outer = f" ({one.outer_bytes / 1e6:,.2f})" if one and mode == "hierarchical" else ""
-            megabytes = options.shards * (one.outer_bytes + one.inner_bytes) / 1e6 if one else 0.0
-            cells.append(f"{megabytes:,.2f}{outer}" if one else "")
-            cells.append(f"{1e3 * seconds[mode]:,.1f}{'*' if mode == taken else ' '}" if one else "")
+            needed = traffic.get(mode)
+            outer = f" ({needed.outer_bytes / 1e6:,.2f})" if needed and mode == "hierarchical" else ""
+            megabytes = options.shards * (needed.outer_bytes + needed.inner_bytes) / 1e6 if needed else 0.0
+            cells.append(f"{megabytes:,.2f}{outer}" if needed else "")
+            cells.append(f"{1e3 * seconds[mode]:,.1f}{'*' if mode == taken else ' '}" if needed else "")
         gain = seconds[taken] / seconds[fastest]
         lines.append([*cells, f"{fastest} takes 1/{gain:.2f}" if gain > 1.005 else ""])
-        modes = {mode: {**one._asdict(), "seconds": seconds[mode]} for mode, one in traffic.items()}
+        modes = {mode: {**needed._asdict(), "seconds": seconds[mode]} for mode, needed in traffic.items()}
         found.append({"workers": n, "density": density, "taken": taken, "fastest_of_auto": fastest, "modes": modes})
     head = [cell for mode in (*MODES[:3], f"hierarchical, L = {options.node}") for cell in (mode, "ms ")]
     print(report.table(["workers" if options.shards == 1 else "nodes", *head, ""], lines))

@@ -158,9 +158,9 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
     """Returns the optimizer's groups: ``decayed``, and ``normalisation`` (scale and shift) without."""
     normalisation = {
         parameter
-        for one in module.modules()
-        if isinstance(one, (_BatchNorm, nn.GroupNorm))
-        for parameter in one.parameters(recurse=False)
+        for layer in module.modules()
+        if isinstance(layer, (_BatchNorm, nn.GroupNorm))
+        for parameter in layer.parameters(recurse=False)
     }
     decayed = [parameter for parameter in module.parameters() if parameter not in normalisation]
     # In the model's order and not in the set's, which differs between workers.
