@@ -233,6 +233,7 @@ OTHER_NETWORKS = [
     ("folder", "recipe", "arguments"),
     [(folder, recipe, ()) for folder in SMALL for recipe in (*COMPARED[folder], "laptop")]
     + [(RESNET, "demo", ()), *((RESNET, "hard_threshold", arguments) for arguments in OTHER_NETWORKS)],
+    ids=lambda given: given if isinstance(given, str) else "".join(given[:1]),
 )
 def test_a_recipe_trains_on_two_workers(folder, recipe, arguments):
     strategy = DDPHardThresholdStrategy if (folder, recipe) == (LSTM, "dense") else STRATEGIES[recipe]
@@ -334,6 +335,7 @@ MISSING = "is missing and could not be fetched"
         (LSTM, WORDS | {"wikitext-2/wiki.valid.tokens": ""}, r"ROOT/wikitext-2/wiki\.valid\.tokens is empty"),
         pytest.param(LSTM, ELSEWHERE, "^Worker 1 has no data: .*is empty", marks=pytest.mark.representative),
     ],
+    ids=["no images", "no ratings", "wrong ratings", "no text", "empty text", "empty text on worker 1"],
 )
 def test_data_that_cannot_be_used_end_all_workers_before_training_with_one_line(folder, files, message, tmp_path):
     for name, text in files.items():
