@@ -82,7 +82,7 @@ def _compare(runs: Runs, variants: list[Variant], options: argparse.Namespace) -
         for seed in options.seeds:
             for variant, choice in choices.items():
                 outcomes[variant].append(progress.outcome(variant, choice, seed))
-    print(table({variant.label: some for variant, some in outcomes.items()}, runs.metric, options.against))
+    print(table({variant.label: some for variant, some in outcomes.items()}, runs.metric))
     if grid is not None:
         print(f"\n{grid_table(grid, tried, runs.metric, grid_seeds)}")
     folder = runs.output / runs.config.parent.name

@@ -93,9 +93,6 @@ def _only(variants: list[Variant], options: argparse.Namespace) -> list[Variant]
         variants = [variant for variant in variants if {variant.label, variant.name} & set(options.only)]
     if not variants:
         raise ValueError("There is nothing to compare: give a --variant or a file of --variants.")
-    if options.against is not None and options.against not in {variant.label for variant in variants}:
-        known = ", ".join(variant.label for variant in variants)
-        raise ValueError(f"Unknown --against {options.against!r}. There are {known}.")
     return variants
 
 
@@ -156,7 +153,6 @@ def _parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--grid", metavar="NAME=VALUE,VALUE", help="every variant takes what is best for it")
     parser.add_argument("--grid-seeds", type=int, default=1, help="the grid is tried with so many of the seeds")
     parser.add_argument("--mode", choices=["min", "max"], help="what is best of the metric: max if not said")
-    parser.add_argument("--against", metavar="LABEL", help="tell differences from this one")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--output", type=Path, default=REPOSITORY / "comparison")
     parser.epilog = "Arguments of all runs follow after --"

@@ -1,35 +1,28 @@
 """Markdown tables of what runs came to, and a CSV with one row a run."""
 
 import csv
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
-
-from scipy.stats import ttest_ind
 
 from recipes.compare.runs import Outcome
 from recipes.compare.variants import Grid
 
 
-def table(outcomes: Mapping[str, Sequence[Outcome]], metric: str, against: str | None = None) -> str:
-    """Returns a Markdown table: mean and standard deviation over the seeds.
+def table(outcomes: Mapping[str, Sequence[Outcome]], metric: str) -> str:
+    """Return a Markdown table: mean and standard deviation over the seeds.
 
     Args:
         outcomes: of each variant, seed by seed.
         metric: its name.
-        against: a variant from which the differences of all others are told, with the p of Welch's t-test.
     """
-    several = against is not None and all(len(runs) > 1 for runs in outcomes.values())
-    head = [metric, *([f"less {against} (p)"] if several else [])]
-    head += ["average density", "MB sent per worker", "times fewer", "median step"]
+    head = [metric, "average density", "MB sent per worker", "times fewer", "median step"]
     lines = [f"| | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
     for label, runs in outcomes.items():
         sent = fmean([run.payload_bytes for run in runs])
-        cells = [_cell(label), spread([run.metric for run in runs], 4)]
-        if several and against is not None:
-            cells.append("–" if label == against else difference(runs, outcomes[against]))
-        cells += [
+        cells = [
+            _cell(label),
+            spread([run.metric for run in runs], 4),
             f"{spread([100 * run.density for run in runs], 2)} %",
             f"{sent / 1e6:,.1f}",
             f"{fmean([run.dense_bytes for run in runs]) / sent:.1f}",
@@ -45,13 +38,6 @@ def spread(values: Sequence[float], digits: int) -> str:
         digits = 1
     deviation = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{fmean(values):.{digits}f}{deviation}"
-
-
-def difference(runs: Sequence[Outcome], others: Sequence[Outcome]) -> str:
-    """Returns the difference of the means of the metric, and how likely one as large is where there is none."""
-    first, second = ([run.metric for run in some] for some in (runs, others))
-    p = float(ttest_ind(first, second, equal_var=False).pvalue)
-    return f"{fmean(first) - fmean(second):+.4g} ({'–' if math.isnan(p) else f'{p:.2g}'})"
 
 
 def grid_table(grid: Grid, tried: dict[str, dict[str, float]], metric: str, seeds: list[int]) -> str:

@@ -360,17 +360,6 @@ def test_a_slope_is_that_of_the_last_two_within_reason():
     assert next_slope([(0.0, 3.0), (1.0, 3.0)]) == -0.25
 
 
-def test_differences_come_with_a_test():
-    runs = {label: [Outcome(loss, 1.0, 1e6, 1e6, 0.03) for loss in some] for label, some in VALUES.items()}
-    lines = table(runs, "loss", "dense").splitlines()
-    assert lines[0].startswith("| | loss | less dense (p) | average density |")
-    assert "| dense | 1.0000 ± 0.1000 | – | 100.0 ± 0.0 % |" in lines[2]
-    # t = 0.5 / sqrt(2 * 0.01 / 3) with 4 degrees of freedom
-    assert "| other | 1.5000 ± 0.1000 | +0.5 (0.0036) |" in lines[3]
-    assert "| same | 1.0000 ± 0.1000 | +0 (1) |" in lines[4]
-    assert "less" not in table({label: some[:1] for label, some in runs.items()}, "loss", "dense")
-
-
 def test_pictures_have_a_line_for_each_and_say_what_they_show():
     outcomes = {
         Variant(f"{name}, {density:g}", name, (), density): [
