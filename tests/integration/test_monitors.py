@@ -1,6 +1,5 @@
 """The monitors: their numbers, tables and pictures, and that they issue no collective."""
 
-import inspect
 import io
 import pickle
 import re
@@ -334,8 +333,9 @@ def _count_collectives(exchange: str) -> tuple[list[str], list[str], list[str]]:
 COLLECTIVES = [
     name
     for name in dist.distributed_c10d.__all__
-    if inspect.isfunction(getattr(dist, name, None))
-    and re.search("gather|reduce|all_to_all|barrier|broadcast|scatter|isend", name)
+    if re.search("gather|reduce|all_to_all|barrier|broadcast|scatter|isend", name)
+    and name.islower()
+    and name != "reduce_op"
 ]
 
 
