@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sparse.engine.grouping import as_real, kept_dtype, local
-from lightning_sparse.engine.parameter_bucket import ParameterBucket, bucketed
+from lightning_sparse.engine.grouping import ParameterBucket, as_real, bucketed, kept_dtype, local
 
 
 @dataclass

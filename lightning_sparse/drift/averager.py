@@ -31,9 +31,8 @@ from lightning_sparse.drift.shared_weights import SharedWeights
 from lightning_sparse.drift.untrained_tensors import ignored_names
 from lightning_sparse.engine import Averager, Engine, warm_up_steps
 from lightning_sparse.engine.averager import BROKEN_OFF
-from lightning_sparse.engine.grouping import as_real, kept_dtype, local, require_one_device
-from lightning_sparse.engine.parameter_bucket import sizes_by_name
-from lightning_sparse.engine.state.snapshot import Snapshot
+from lightning_sparse.engine.grouping import as_real, kept_dtype, local, require_one_device, sizes_by_name
+from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.exchange import (
     OwnGroup,
     SaveBarrier,

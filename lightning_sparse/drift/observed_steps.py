@@ -9,8 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_sparse.drift.shared_weights import SharedWeights
-from lightning_sparse.engine.optimizer_steps import Arguments, StepObserver, changes_weights
-from lightning_sparse.engine.weak_method import weak_method
+from lightning_sparse.engine.optimizer_steps import Arguments, StepObserver, changes_weights, weak_method
 
 MOST_UNSEEN = 20
 """An optimizer's steps without a call before the warning."""

@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_sparse.drift import DriftOptions, SparseModelAverager
 from lightning_sparse.drift.averager import drift_settings
-from lightning_sparse.engine.sharding.resharded import Resharded, reshard
-from lightning_sparse.engine.sharding.sharding import Sharding
+from lightning_sparse.engine.sharding import Resharded, Sharding, reshard
 from lightning_sparse.exchange.replicas import largest
 from lightning_sparse.sparsifiers import Dense, Sparsifier
 

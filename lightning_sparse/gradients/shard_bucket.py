@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.engine import FlatBucket
-from lightning_sparse.engine.grouping import as_real, kept_dtype, local
-from lightning_sparse.engine.parameter_bucket import ParameterBucket, bucketed
+from lightning_sparse.engine.grouping import ParameterBucket, as_real, bucketed, kept_dtype, local
 from lightning_sparse.selection.residual import Residual
 
 

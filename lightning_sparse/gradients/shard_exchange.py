@@ -23,12 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_sparse._version import __version__
 from lightning_sparse.engine import Averager, Engine, FlatBucket, warm_up_steps
-from lightning_sparse.engine.averager import BROKEN_OFF
-from lightning_sparse.engine.grouping import as_real, local
-from lightning_sparse.engine.parameter_bucket import sizes_by_name
-from lightning_sparse.engine.sharding.resharded import reshard
-from lightning_sparse.engine.sharding.sharding import Sharding
-from lightning_sparse.engine.state.snapshot import Snapshot
+from lightning_sparse.engine.grouping import as_real, local, sizes_by_name
+from lightning_sparse.engine.sharding import Sharding, reshard
+from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.exchange import (
     ExchangeMode,
     OwnGroup,
@@ -85,7 +82,7 @@ class ShardExchange(Averager):
             sharding.add_up(self._engine)
         self._is_exchanging = self._is_closed = False
         self._ids = {id(one) for one in named.values()}
-        self._place_in_world = sharding.place
+        self.place = sharding.place
         self._parameters = named
         self._steps = StepsOnAverages(module, named.values(), self.holds_any_of)
         self._buckets: list[ShardBucket] = []
@@ -222,13 +219,6 @@ class ShardExchange(Averager):
     def is_exchanging(self) -> bool:
         """Whether an exchange has begun and has not ended or was broken off, so that residuals are of no use."""
         return self._is_exchanging
-
-    def obstacles(self) -> list[str]:
-        """Return why residuals cannot be saved at this moment."""
-        return [BROKEN_OFF] if self.is_exchanging else []
-
-    def _place(self) -> dict[str, int]:
-        return dict(self._place_in_world)
 
 
 def shard_exchange(

@@ -8,8 +8,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sparse.engine.grouping import local
-from lightning_sparse.engine.optimizer_steps import Arguments, StepObserver, UnexchangedParameters, changes_weights
-from lightning_sparse.engine.weak_method import weak_method
+from lightning_sparse.engine.optimizer_steps import (
+    Arguments,
+    StepObserver,
+    UnexchangedParameters,
+    changes_weights,
+    weak_method,
+)
 
 MOST_EMPTY_CALLS = 20
 """Consecutive calls without a gradient before the warning."""

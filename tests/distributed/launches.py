@@ -15,8 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sparse import HardThreshold
-from lightning_sparse.engine import Engine, FlatBucket
-from lightning_sparse.engine.state import memory
+from lightning_sparse.engine import Engine, FlatBucket, memory
 from lightning_sparse.engine.transport_options import TransportOptions
 from lightning_sparse.exchange import ExchangeMode, buffers, exchange
 from lightning_sparse.exchange.pending import Pending
@@ -266,7 +265,7 @@ def _step(engine: Engine, layouts: list[LayerLayout], dtype: torch.dtype, scaled
 
 def _let_go(engine: Engine) -> None:
     """Lets go of what belongs to the last step's fake device, so that what is made once is counted in each step."""
-    engine._exchange._buffers._held.clear()
+    engine.exchange._buffers._held.clear()
     engine._averages._held.clear()
     engine._extraction._fused._space.clear()
     fused_threshold._threshold_tables.cache_clear()

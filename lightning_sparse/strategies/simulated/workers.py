@@ -7,9 +7,9 @@ from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_sparse.engine import Averager, Engine, FlatBucket, warm_up_steps
-from lightning_sparse.engine.state.memory import ResidualMemory
-from lightning_sparse.engine.state.memory_format import as_parameter, in_memory_order, require_strides
-from lightning_sparse.engine.state.snapshot import Snapshot
+from lightning_sparse.engine.grouping import as_parameter, in_memory_order, require_strides
+from lightning_sparse.engine.memory import ResidualMemory
+from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.exchange import ThreadWorkers, Workers
 from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.selection.bucket import clip_norm

@@ -1,11 +1,12 @@
-"""A seal on saved state: what every entry was when it was saved, so that a changed one is found before it is loaded.
+"""Snapshots: an averager's state as named tensors and plain numbers, and the seal that detects damage to it.
 
-A flipped bit, a value that became NaN or an entry that is missing would otherwise train for hours before anybody sees
-it. The seal is a dict beside the state, from the path of each entry to a short description; tensors are described by
-dtype, shape, norm and the sum of its bits. It finds damage and edits, and is no protection against forgery.
+A flipped bit, a value that became NaN or a missing entry would otherwise corrupt hours of training before anybody
+notices. The seal maps the path of each saved entry to a short description; a tensor's has its dtype, shape, norm and
+the sum of its bits. It finds damage and edits, but does not protect against forgery.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import isclose, isnan, sqrt
 from typing import Any
 
@@ -15,13 +16,59 @@ from torch import Tensor
 from lightning_sparse.engine.grouping import as_real, local
 from lightning_sparse.selection.numbers import squared_norm
 
+Tensors = dict[str, dict[str, Tensor]]
+"""By kind, then by parameter name: flat, in the order of the parameter's indices, two numbers per complex element."""
 SEAL = "seal"
 NORM_TOLERANCE = 1e-4
 """Relative. Another processor adds squares in another order."""
 
 
+@dataclass
+class Snapshot:
+    """The state of one averager between two optimizer steps.
+
+    Tensors may be the averager's own memory, which later steps change.
+
+    Attributes:
+        numbers: plain values that are equal on all ranks: settings, λ and its controller, counters, layouts.
+        history: earlier steps of this rank's buckets as seen by the exchange and the sparsifier, under ``"exchange"``
+            and ``"sparsifier"``. Equal on all workers.
+        shared: tensors that are equal on all workers: ``"anchor"``, and the outer optimizer's state as ``"outer.KEY"``.
+        own: tensors of this worker alone: ``"residual"``, or ``"weights"`` and ``"unsent"``.
+        extra: further state of this rank alone, such as ``"buffers"``; plain containers and tensors.
+    """
+
+    numbers: dict[str, Any]
+    history: dict[str, Any] = field(default_factory=dict)
+    shared: Tensors = field(default_factory=dict)
+    own: Tensors = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def copied(self) -> dict[str, Any]:
+        """Return the fields by name, with copies of all tensors on the CPU."""
+        fields: dict[str, Any] = copied(vars(self))
+        return fields
+
+
+def copied(tree: Any) -> Any:
+    """Return nested containers with every tensor copied to the CPU."""
+    if isinstance(tree, Tensor):
+        return tree.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    if isinstance(tree, Mapping):
+        return {name: copied(entry) for name, entry in tree.items()}
+    return [copied(entry) for entry in tree] if isinstance(tree, list) else tree
+
+
+def unsent_norm(of_workers: Sequence[Mapping[str, Tensor]]) -> float | None:
+    """Return sqrt((1/n) Σ_i ‖e_i‖²) of the workers' unsent values by name; None of no workers."""
+    if not of_workers:
+        return None
+    squares = [float(squared_norm(tensor.flatten())) for worker in of_workers for tensor in worker.values()]
+    return sqrt(sum(squares) / len(of_workers))
+
+
 class DamagedStateError(RuntimeError):
-    """Saved state that is not as it was when it was saved.
+    """Saved state that has changed since it was saved.
 
     Args:
         path: of the first entry that differs, such as ``shared/next_step``.
@@ -36,7 +83,7 @@ class DamagedStateError(RuntimeError):
 
 
 def sealed(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns the state with its seal.
+    """Return state with its seal.
 
     Args:
         state: nested dicts and lists of tensors and plain values.
@@ -45,11 +92,11 @@ def sealed(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def require_seal(state: Any, *, but: tuple[str, ...] = ()) -> None:
-    """Raises ``DamagedStateError`` where an entry is not as it was when ``sealed`` returned the state.
+    """Raise ``DamagedStateError`` if an entry has changed since ``sealed`` returned the state.
 
     Args:
-        state: what ``sealed`` returned, here or in another run.
-        but: paths of parts that need not be looked at, such as ``workers/3``.
+        state: the result of ``sealed``, here or in another run.
+        but: paths of parts to leave unchecked, such as ``workers/3``.
     """
     seal = state.get(SEAL) if isinstance(state, Mapping) else None
     if not isinstance(seal, Mapping):
@@ -69,16 +116,8 @@ def require_seal(state: Any, *, but: tuple[str, ...] = ()) -> None:
             raise DamagedStateError(path, f"is {_in_words(now)} and was {_in_words(then)}")
 
 
-def unsent_norm(of_workers: Sequence[Mapping[str, Tensor]]) -> float | None:
-    """Returns sqrt((1/n) Σ_i ‖e_i‖²) of the workers' unsent values by name; None of no workers."""
-    if not of_workers:
-        return None
-    squares = [float(squared_norm(tensor.flatten())) for worker in of_workers for tensor in worker.values()]
-    return sqrt(sum(squares) / len(of_workers))
-
-
 def _entries_of(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields path and value of every entry, containers before what they contain."""
+    """Yield path and value of every entry, containers before their content."""
     if path:
         yield path, tree
     if isinstance(tree, Mapping):
@@ -93,7 +132,11 @@ def _entries_of(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def _description(entry: Any) -> Any:
     if isinstance(entry, Tensor):
-        return [str(entry.dtype), list(entry.shape), _norm(entry), _sum_of_bits(entry)]
+        held = as_real(local(entry))
+        octets = held.contiguous().flatten().view(torch.uint8)
+        words = octets if octets.numel() % 4 else octets.view(torch.int32)
+        bits = int(words.sum(dtype=torch.int64))  # modulo 2⁶⁴: another number after any single change
+        return [str(entry.dtype), list(entry.shape), _norm(held), bits]
     if isinstance(entry, (Mapping, list, tuple)):
         return f"a {'dict' if isinstance(entry, Mapping) else 'list'} of {len(entry)}"
     return repr(entry)
@@ -115,17 +158,9 @@ def _in_words(description: Any) -> str:
     return str(description)[:80]
 
 
-def _norm(tensor: Tensor) -> float:
-    held = as_real(local(tensor))
+def _norm(held: Tensor) -> float:
     if not held.is_floating_point():
         held = held.double()
     elif held.itemsize < 4:
         held = held.float()
     return float(squared_norm(held.flatten()).sqrt())
-
-
-def _sum_of_bits(tensor: Tensor) -> int:
-    """Return the sum of a tensor's words, modulo 2⁶⁴: another number after any single change."""
-    octets = as_real(local(tensor)).contiguous().flatten().view(torch.uint8)
-    words = octets if octets.numel() % 4 else octets.view(torch.int32)
-    return int(words.sum(dtype=torch.int64))
