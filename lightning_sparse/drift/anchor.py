@@ -1,23 +1,25 @@
-"""The anchor: the weights that all workers share, beside which each worker's own have drifted."""
+"""The anchor: the weights that all workers share and from which each worker's own drift."""
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_sparse.engine.grouping import ParameterBucket, as_real, bucketed, kept_dtype, local
 
 
 @dataclass
 class AnchorBucket(ParameterBucket):
-    """Parameters, and the flat tensors that belong to them; all of shape (layout.num_elements,).
+    """Parameters and their flat tensors, all of shape (layout.num_elements,).
 
     Attributes:
         anchor: x, the same bits on all workers: float32, or float64 where parameters are.
-        drift: where x − θ is formed, and after it the average.
+        drift: holds x − θ, and after the exchange the average.
         kept: unsent values.
-        zeros: as many, or more.
+        zeros: as many zeros, or more.
     """
 
     anchor: Tensor
@@ -37,17 +39,17 @@ class AnchorBucket(ParameterBucket):
 
     @torch.no_grad()
     def form_drift(self) -> None:
-        """Make ``drift`` x − θ."""
-        if self.anchor.device.type == "cpu":  # what counts is how often memory is passed
+        """Set ``drift`` to x − θ."""
+        if self.anchor.device.type == "cpu":  # fewer passes over memory
             parts = (self.shaped_parts(self.anchor), self._thetas(), self.shaped_parts(self.drift))
             for x, theta, drift in zip(*parts, strict=True):
                 torch.sub(x, theta, out=drift)
-        else:  # the number of launches
+        else:  # fewer launches
             torch.sub(self.anchor, self.read(self.drift), out=self.drift)
 
     @torch.no_grad()
     def write_less(self, kept: Tensor) -> None:
-        """Make the parameters x less a flat tensor of the same layout."""
+        """Set the parameters to x minus a flat tensor of the same layout."""
         if self.anchor.device.type == "cpu":
             parts = (self.shaped_parts(self.anchor), self._thetas(), self.shaped_parts(kept))
             for x, theta, part in zip(*parts, strict=True):
@@ -60,7 +62,7 @@ class AnchorBucket(ParameterBucket):
 
 
 def lay_out(parameters: Mapping[str, Tensor], first_index: int = 0) -> list[AnchorBucket]:
-    """Return buckets for parameters, with anchors that are what they are now.
+    """Return buckets for parameters, with their current values as anchors.
 
     Args:
         parameters: by name, in the same order on all workers.
@@ -82,5 +84,36 @@ def lay_out(parameters: Mapping[str, Tensor], first_index: int = 0) -> list[Anch
 
 
 def drifting(named: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the parameters that training moves, each once."""
+    """Return the parameters that training changes, each once."""
     return {name: parameter for name, parameter in named if parameter.requires_grad and parameter.numel()}
+
+
+_owners = WeakTensorKeyDictionary()
+"""By weight, a weak reference to its ``WeightOwnership``."""
+
+
+class WeightOwnership:
+    """An averager's right to step, until it is closed or another averager takes any of its weights."""
+
+    def __init__(self) -> None:
+        self._why_not: str | None = None
+
+    def take(self, weights: Iterable[Tensor]) -> None:
+        """Take weights; their previous owners must not step any more."""
+        for weight in weights:
+            before = _owners[weight]() if weight in _owners else None
+            if before is not None and before is not self:
+                before._why_not = (
+                    "Another averager has been made for the same weights since, and the two would undo each other's "
+                    "work. Make one averager for a model, and call step() of the newest."
+                )
+            _owners[weight] = weakref.ref(self)
+
+    def close(self) -> None:
+        """Give the right up for good."""
+        self._why_not = "The averager was closed: what has drifted since would stay each worker's own. Make a new one."
+
+    def require(self) -> None:
+        """Raise RuntimeError if the averager must not step."""
+        if self._why_not is not None:
+            raise RuntimeError(self._why_not)
