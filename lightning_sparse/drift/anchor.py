@@ -1,7 +1,7 @@
 """The anchor: the weights that all workers share and from which each worker's own drift."""
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,13 +19,11 @@ class AnchorBucket(ParameterBucket):
         anchor: x, the same bits on all workers: float32, or float64 where parameters are.
         drift: holds x − θ, and after the exchange the average.
         kept: unsent values.
-        zeros: as many zeros, or more.
     """
 
     anchor: Tensor
     drift: Tensor
     kept: Tensor
-    zeros: Tensor
 
     def read(self, out: Tensor) -> Tensor:
         """Copy the parameters into a flat tensor, each in the order of its indices."""
@@ -62,30 +60,24 @@ class AnchorBucket(ParameterBucket):
 
 
 def lay_out(parameters: Mapping[str, Tensor], first_index: int = 0) -> list[AnchorBucket]:
-    """Return buckets for parameters, with their current values as anchors.
-
-    Args:
-        parameters: by name, in the same order on all workers.
-        first_index: of the first bucket.
-    """
-    buckets: list[AnchorBucket] = []
-    zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+    """Return buckets for parameters, with their current values as anchors."""
+    buckets = []
     for bucket in bucketed(parameters, first_index, kept_dtype):
         first = local(bucket.parameters[0])
-        size, dtype, device = bucket.layout.num_elements, kept_dtype(first), first.device
-        if zeros.get((dtype, device), torch.empty(0)).numel() < size:
-            zeros[dtype, device] = torch.zeros(size, dtype=dtype, device=device)
-        anchor, drift, kept = (torch.zeros(size, dtype=dtype, device=device) for _ in range(3))
-        buckets.append(AnchorBucket(**vars(bucket), anchor=anchor, drift=drift, kept=kept, zeros=anchor))
+        size, dtype = bucket.layout.num_elements, kept_dtype(first)
+        anchor, drift, kept = (torch.zeros(size, dtype=dtype, device=first.device) for _ in range(3))
+        buckets.append(AnchorBucket(**vars(bucket), anchor=anchor, drift=drift, kept=kept))
         buckets[-1].read(anchor)
-    for bucket in buckets:
-        bucket.zeros = zeros[bucket.anchor.dtype, bucket.anchor.device]
     return buckets
 
 
-def drifting(named: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the parameters that training changes, each once."""
-    return {name: parameter for name, parameter in named if parameter.requires_grad and parameter.numel()}
+def drifting(named: Mapping[str, Tensor], *, but: Collection[str] = ()) -> dict[str, Tensor]:
+    """Return the parameters that training changes, apart from those with the given names."""
+    return {
+        name: parameter
+        for name, parameter in named.items()
+        if parameter.requires_grad and parameter.numel() and name not in but
+    }
 
 
 _owners = WeakTensorKeyDictionary()

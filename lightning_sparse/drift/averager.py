@@ -25,9 +25,8 @@ from lightning_sparse.drift.anchor import drifting
 from lightning_sparse.drift.drift_exchange import DriftExchange
 from lightning_sparse.drift.observed_steps import LOST_STEP, ObservedSteps
 from lightning_sparse.drift.options import DriftOptions
-from lightning_sparse.drift.outer_state import load_outer, outer_state
 from lightning_sparse.drift.shared_weights import SharedWeights
-from lightning_sparse.drift.untrained_tensors import ignored_names
+from lightning_sparse.drift.untrained_tensors import ignored_names, named_tensors
 from lightning_sparse.engine import Averager, Engine, warm_up_steps
 from lightning_sparse.engine.grouping import as_real, kept_dtype, local, require_one_device, sizes_by_name
 from lightning_sparse.engine.snapshot import Snapshot
@@ -94,14 +93,14 @@ class SparseModelAverager(Averager):
         self.options = checked(options)
         if any(isinstance(part, nn.parallel.DistributedDataParallel) for part in module.modules()):
             raise ValueError("The module is wrapped in DistributedDataParallel, which averages gradients. Unwrap it.")
-        if any(nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
+        if any(nn.parameter.is_lazy(tensor) for tensor in named_tensors(module).values()):
             raise ValueError("The module has parameters that are not initialised. Run a forward pass of it first.")
         if not self.is_sharded and any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             raise ValueError(
                 "The module is sharded (fully_shard, or tensor parallelism). For replicas of shards use "
                 "ShardModelAverager(module, mesh['replicate'], …), or LocalHSDPHardThresholdStrategy."
             )
-        weights = drifting(list(module.named_parameters()))
+        weights = drifting(dict(module.named_parameters()))
         if not weights:
             raise ValueError("The module has no parameter that requires a gradient: there is nothing to average.")
         require_one_device(weights)
@@ -115,8 +114,8 @@ class SparseModelAverager(Averager):
             )
             self.save_barrier = SaveBarrier(self.workers)
             ignored = ignored_names(module)
-            held = [*module.named_parameters(), *module.named_buffers()]
-            self.workers.broadcast([local(tensor) for name, tensor in held if name not in ignored])
+            held = named_tensors(module)
+            self.workers.broadcast([local(tensor) for name, tensor in held.items() if name not in ignored])
         empty = {name: local(weight).new_empty(0, dtype=kept_dtype(weight)) for name, weight in weights.items()}
         warm_up_steps(self._engine, empty)
         self._exchange = DriftExchange(module, self._engine, self.options, may_change=not self.is_sharded)
@@ -214,10 +213,9 @@ class SparseModelAverager(Averager):
         """
         self.flush()
         snapshot = self._engine.snapshot()
-        outer_tensors, outer = outer_state(self._exchange.outer, self._exchange.buckets)
-        layout = [list(bucket.layout.names) for bucket in self._exchange.buckets]
-        snapshot.numbers |= {"num_steps": self.num_steps, "layout": layout, "outer": outer}
-        snapshot.shared = {"anchor": self._exchange.views("anchor")} | outer_tensors
+        snapshot.shared, numbers = self._exchange.state()
+        unsent = snapshot.shared.pop("kept")
+        snapshot.numbers |= {"num_steps": self.num_steps} | numbers
         held = self.shared.weights() | self._exchange.untrained.changed(workers) | self.shared.own
         parameters = self.parameters
         names = [name for name in parameters if name in held]
@@ -226,7 +224,7 @@ class SparseModelAverager(Averager):
             names = [name for name, flag in zip(parameters, flags, strict=True) if flag]
         snapshot.own["weights"] = {name: as_real(held.get(name, local(parameters[name]))).reshape(-1) for name in names}
         if not self.options.keep_drift:
-            snapshot.own["unsent"] = self._exchange.views("kept")
+            snapshot.own["unsent"] = unsent
         snapshot.extra["buffers"] = {name: held[name] for name in held.keys() - parameters.keys()}
         return snapshot
 
@@ -241,9 +239,9 @@ class SparseModelAverager(Averager):
         self._engine.restore(snapshot)
         self.num_steps = snapshot.numbers["num_steps"]
         self._exchange.take_in_as(snapshot.numbers["layout"])
-        self._exchange.load_views("anchor", snapshot.shared.get("anchor", {}))
-        load_outer(self._exchange.outer, self._exchange.buckets, snapshot.shared, snapshot.numbers["outer"])
         unsent = snapshot.own.get("unsent", {})
+        kept = {} if self.options.keep_drift else {"kept": unsent}
+        self._exchange.load(snapshot.shared | kept, snapshot.numbers["outer"])
         parameters = {name: local(parameter) for name, parameter in self.parameters.items()}
         weights = {
             name: _shaped(flat, parameters[name])
@@ -255,8 +253,6 @@ class SparseModelAverager(Averager):
                 if name in unsent and unsent[name].numel() == as_real(held).numel():
                     weights[name] = weights.get(name, held).to(held.device, copy=True)
                     as_real(weights[name]).sub_(unsent[name].to(held.device).view(as_real(held).shape))
-        else:
-            self._exchange.load_views("kept", unsent)
         self.shared.set_apart(weights | snapshot.extra.get("buffers", {}))
 
     def reset(self) -> None:

@@ -1,7 +1,7 @@
 """One exchange of drifts: its start, and the move of anchor and weights once the average has arrived."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from lightning_sparse.drift.untrained_tensors import UntrainedTensors, ignored_n
 from lightning_sparse.engine import Engine, FlatBucket
 from lightning_sparse.engine.grouping import local
 from lightning_sparse.engine.messages import say_new_layers
+from lightning_sparse.engine.snapshot import Tensors
 from lightning_sparse.selection.residual import Residual
 
 T = TypeVar("T")
@@ -52,6 +53,7 @@ class DriftExchange:
         self._module, self._engine, self._may_change = module, engine, may_change
         self._flight: list[FlatBucket] = []
         self._starts: list[Tensor] = []
+        self._zeros: dict[torch.dtype, Tensor] = {}
         self.take_in_new()
 
     @property
@@ -73,7 +75,7 @@ class DriftExchange:
                 self._starts.append(bucket.read(torch.empty_like(bucket.drift)))
             bucket.form_drift()
             if self.options.keep_drift:
-                residual = Residual(bucket.zeros[: bucket.kept.numel()], bucket.kept)
+                residual = Residual(self._zeros_like(bucket.kept), bucket.kept)
             else:
                 residual = Residual(bucket.kept.mul_(self.options.drift_decay), bucket.kept)
             notes = _largest(bucket.drift)
@@ -82,6 +84,12 @@ class DriftExchange:
                 notes = torch.cat([notes, self.untrained.prints(only_buffers=True).to(notes.device)])
             self._flight.append(FlatBucket(bucket.index, bucket.layout, bucket.drift, residual, is_last, notes=notes))
             yield self._flight[-1]
+
+    def _zeros_like(self, kept: Tensor) -> Tensor:
+        """Return zeros, which all buckets share."""
+        if kept.dtype not in self._zeros or self._zeros[kept.dtype].numel() < kept.numel():
+            self._zeros[kept.dtype] = torch.zeros_like(kept)
+        return self._zeros[kept.dtype][: kept.numel()]
 
     def land(self) -> None:
         """Move the anchor by the average, and this worker's weights with it. Collective.
@@ -146,11 +154,22 @@ class DriftExchange:
         """Return the parts of all buckets' tensors by name: flat views, in the order of the parameter's indices."""
         return {name: part for bucket in self.buckets for name, part in bucket.by_name(getattr(bucket, kind)).items()}
 
-    def load_views(self, kind: Literal["anchor", "kept"], saved: Mapping[str, Tensor]) -> None:
-        """Copy saved tensors into ``views``, as far as they still fit."""
-        for name, part in self.views(kind).items():
-            if name in saved and saved[name].numel() == part.numel():
-                part.copy_(saved[name])
+    def state(self) -> tuple[Tensors, dict[str, Any]]:
+        """Return tensors by kind and name: anchor, unsent values and the outer optimizer's; and layout and numbers."""
+        tensors, outer = outer_state(self.outer, self.buckets)
+        layout = [list(bucket.layout.names) for bucket in self.buckets]
+        return {"anchor": self.views("anchor"), "kept": self.views("kept"), **tensors}, {
+            "layout": layout,
+            "outer": outer,
+        }
+
+    def load(self, tensors: Tensors, outer: Mapping[str, Any]) -> None:
+        """Load the results of ``state``, as far as they fit the buckets."""
+        for kind, parts in (("anchor", self.views("anchor")), ("kept", self.views("kept"))):
+            for name, saved in tensors.get(kind, {}).items():
+                if name in parts and saved.numel() == parts[name].numel():
+                    parts[name].copy_(saved)
+        load_outer(self.outer, self.buckets, tensors, outer)
 
     # Parameters that are unfrozen, and layers that change.
 
@@ -168,14 +187,13 @@ class DriftExchange:
             RuntimeError: layers were replaced that must not be.
         """
         ignored = ignored_names(self._module)
-        named: dict[str, Tensor] = {
-            name: parameter for name, parameter in self._module.named_parameters() if name not in ignored
-        }
+        held = self._module.named_parameters()
+        named: dict[str, Tensor] = {name: parameter for name, parameter in held if name not in ignored}
         gone = [name for name, parameter in self.anchored.items() if named.get(name) is not parameter]
         if gone:
             self._follow_change(named, gone)
         else:
-            new = drifting([pair for pair in named.items() if pair[0] not in self.anchored])
+            new = drifting(named, but=self.anchored)
             if self.anchored:
                 say_new_layers(new.keys(), ())
             self._take_in(new)
@@ -193,10 +211,9 @@ class DriftExchange:
             )
         known = {id(parameter): name for name, parameter in self.anchored.items()}
         names_before = {name: known[id(parameter)] for name, parameter in named.items() if id(parameter) in known}
-        new = drifting([pair for pair in named.items() if pair[0] not in names_before])
+        new = drifting(named, but=names_before)
         self._engine.workers.average([local(parameter) for parameter in new.values()])
-        anchors, kept = self.views("anchor"), self.views("kept")
-        tensors, saved = outer_state(self.outer, self.buckets)
+        tensors, numbers = self.state()
 
         def renamed(by_name: Mapping[str, T]) -> dict[str, T]:
             return {name: by_name[before] for name, before in names_before.items() if before in by_name}
@@ -205,14 +222,12 @@ class DriftExchange:
         outer, self.outer = self.outer, None
         old = {name: parameter for name, parameter in named.items() if name in names_before}
         self._take_in(old | new, is_shared=True)
-        self.load_views("anchor", renamed(anchors))
-        self.load_views("kept", renamed(kept))
         if outer is not None:
             options = {key: value for key, value in outer.param_groups[0].items() if key != "params"}
             outer.param_groups[:] = [{**options, "params": [bucket.anchor for bucket in self.buckets]}]
-            tensors = {kind: renamed(parts) for kind, parts in tensors.items()}
-            load_outer(outer, self.buckets, tensors, saved | {"numbers": renamed(saved["numbers"])})
             self.outer = outer
+        of_outer = numbers["outer"] | {"numbers": renamed(numbers["outer"]["numbers"])}
+        self.load({kind: renamed(parts) for kind, parts in tensors.items()}, of_outer)
         self.untrained.take_in_new()
         self._engine.forget_sizes()
         say_new_layers(new.keys(), set(gone) - set(names_before.values()))

@@ -76,7 +76,7 @@ class ShardModelAverager(SparseModelAverager):
         if sharding.is_alone:
             sparsifier, options = Dense(), replace(options, value_dtype="float32")
         super().__init__(Resharded(module), sparsifier, options, group=sharding.group, per_layer_stats=per_layer_stats)
-        sharding.add_up(self._engine)
+        self._engine.of_whole_model = sharding.of_all_shards
         self._exchange.of_whole_model = partial(largest, workers=self.replica, device=self.device)
         self._whole, self.place = module, sharding.place
 

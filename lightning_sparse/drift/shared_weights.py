@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_sparse.drift.drift_exchange import DriftExchange
+from lightning_sparse.drift.untrained_tensors import named_tensors
 from lightning_sparse.engine.grouping import as_real, local
 from lightning_sparse.exchange import Workers
 
@@ -126,7 +127,7 @@ class SharedWeights:
         Args:
             tensors: by name, as large as the module's own.
         """
-        held = {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
+        held = named_tensors(self._module)
         shards = {name: local(held[name]).clone() for name in tensors if isinstance(held[name], DTensor)}
         own = {name: held[name].data for name in tensors.keys() - shards.keys()}
         try:
@@ -160,8 +161,7 @@ class SharedWeights:
         return self.weights() | untrained.differing(prints.cpu(), only_buffers=False)
 
     def _held(self) -> dict[str, Tensor]:
-        named = [*self._module.named_parameters(), *self._module.named_buffers()]
-        return {name: local(tensor) for name, tensor in named}
+        return {name: local(tensor) for name, tensor in named_tensors(self._module).items()}
 
     def _marks(self) -> list[tuple[int, int]]:
         return [(weight.data_ptr(), weight._version) for weight in self.weights().values()]

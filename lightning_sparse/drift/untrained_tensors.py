@@ -12,6 +12,11 @@ from lightning_sparse.engine.grouping import local
 from lightning_sparse.exchange import Workers
 
 
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's parameters and buffers by name."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
 def ignored_names(module: nn.Module) -> set[str]:
     """Return the parameters and buffers that DDP is told to ignore, such as a worker's own experts."""
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -109,5 +114,5 @@ class UntrainedTensors:
 
     def _tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return tensors by name, and an empty tensor for those that are gone."""
-        held = dict(self._module.named_parameters()) | dict(self._module.named_buffers())
+        held = named_tensors(self._module)
         return {name: local(held[name]) if name in held else torch.zeros(0) for name in names}

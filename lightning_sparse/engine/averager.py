@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.messages import warn_of_patterns
-from lightning_sparse.engine.snapshot import Snapshot, require_seal, sealed
+from lightning_sparse.engine.snapshot import Snapshot, copied, require_seal, sealed
 from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.exchange import Workers
 from lightning_sparse.sparsifiers import HardThreshold
@@ -28,6 +28,7 @@ class Averager(ABC):
 
     Attributes:
         kind: the averaged tensors: ``"gradients"`` or ``"drifts"``.
+        forgets: whether unsent values are thrown away, so that saved ones are lost.
         workers: the workers that take part.
         sparsifier: the averager's own; holds the calibrated λ once calibration has ended.
         replica: the ranks among which a model is sharded; this rank alone if it is not.
@@ -35,6 +36,7 @@ class Averager(ABC):
     """
 
     kind: ClassVar[str]
+    forgets = False
     replica = Workers(None, 0, 1)
     _advice_for_others = "begin without it"
 
@@ -153,11 +155,6 @@ class Averager(ABC):
         """Whether any worker can have unsent values; the same on all workers."""
         return True
 
-    @property
-    def forgets(self) -> bool:
-        """Whether unsent values are thrown away, so that saved ones are lost."""
-        return False
-
     def obstacles(self) -> list[str]:
         """Return why no checkpoint can hold this worker's tensors at this moment."""
         return [BROKEN_OFF] if self.is_exchanging else []
@@ -168,7 +165,7 @@ class Averager(ABC):
         Plain containers and copies, which ``torch.load(weights_only=True)`` reads. Collective only for averagers of
         drifts with ``overlap=True``.
         """
-        return sealed(self.place | self.snapshot().copied())
+        return sealed(self.place | copied(vars(self.snapshot())))
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue from the result of ``state_dict`` on the worker of the same rank, before the first step.

@@ -63,12 +63,7 @@ class Calibrator:
         return self._of_layers is not None
 
     def set_threshold(self, threshold: float) -> None:
-        """Set λ and end calibration; if the density is held, the calibrator adjusts λ from this value.
-
-        Raises:
-            TypeError: if the sparsifier is not a ``HardThreshold``.
-            ValueError: if the threshold is negative, NaN or infinite.
-        """
+        """Set λ and end calibration; if the density is held, λ is adjusted from this value."""
         if self._sparsifier is None:
             raise TypeError(f"{self._name} has no λ to set. Use HardThreshold.")
         self._sparsifier.fix_threshold(threshold)
@@ -77,10 +72,7 @@ class Calibrator:
     def observe(self, stats: StepStats, before: StepStats | None) -> None:
         """Use the numbers of a step: for calibration until λ is fixed, after that to adjust λ.
 
-        Args:
-            stats: the numbers of the step.
-            before: the numbers of the previous step. If nothing was sent and no residual changed since (a learning rate
-                of 0), λ stays.
+        λ stays if nothing was sent and no residual has changed since the previous step (a learning rate of 0).
         """
         if self._sparsifier is None:
             return

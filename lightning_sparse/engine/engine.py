@@ -162,11 +162,8 @@ class Engine:
     def finish(self) -> list[Tensor]:
         """End the exchange, with the step's only wait for the device: all averages are there. Collective.
 
-        Returns:
-            All workers' notes by bucket: float64, shape (n, numbers), on the CPU.
-
-        Raises:
-            RuntimeError: a worker ended or stopped; names its rank if torch does.
+        Returns all workers' notes by bucket: float64, shape (n, numbers), on the CPU. Raises RuntimeError if a worker
+        ended or stopped; names its rank if torch does.
         """
         begin = perf_counter()
         try:
@@ -174,16 +171,12 @@ class Engine:
             self.wait_seconds = perf_counter() - begin
         except LostWorkerError as error:
             raise RuntimeError(f"Exchange {self.next_step} failed: {error}") from error
-        lengths = [0 if bucket.notes is None else bucket.notes.numel() for bucket in self._buckets]
-        split = [
-            torch.split(header, [header.shape[1] - length, length], dim=1)
-            for header, length in zip(headers, lengths, strict=True)
-        ]
-        self._headers = [own for own, _ in split]
         if self.sparsifier.needs_averages:
             for bucket in self._buckets:
                 self.sparsifier.observe(bucket.layout, bucket.average)
-        return [notes for _, notes in split]
+        lengths = [header_fields(bucket.layout, self.per_layer_stats) for bucket in self._buckets]
+        self._headers = [header[:, :length] for header, length in zip(headers, lengths, strict=True)]
+        return [header[:, length:] for header, length in zip(headers, lengths, strict=True)]
 
     def account(self, *, more_bytes: int = 0, dense_exchanges: int = 1, counts: bool = True) -> None:
         """End the step: calibration and subscribers learn its numbers.
@@ -191,8 +184,7 @@ class Engine:
         Args:
             more_bytes: bytes that this worker handed to the caller's own collectives in this step.
             dense_exchanges: the number of dense exchanges of gradients that this step replaces.
-            counts: whether the step is part of training for sure. If not, a density that is held ignores it until
-                ``calibrator.confirm``.
+            counts: whether the step surely counts; if not, a held density ignores it until ``calibrator.confirm``.
         """
         buckets, self._buckets = self._buckets, []
         before = self.last_step
@@ -230,14 +222,7 @@ class Engine:
         }
 
     def snapshot(self, mark: Mapping[str, Any] | None = None) -> Snapshot:
-        """Return numbers and history, without tensors of an averager.
-
-        Args:
-            mark: the result of ``mark`` at the moment to save; None for now.
-
-        Raises:
-            TypeError: the sparsifier's state is no dict.
-        """
+        """Return numbers and history as of a ``mark``, or of now; without tensors of an averager."""
         numbers = dict(self.mark() if mark is None else mark)
         if numbers["last_step"] is not None:
             numbers["last_step"] = asdict(replace(numbers["last_step"], layers={}))

@@ -14,11 +14,7 @@ BUCKET_ELEMENTS = 25 * 2**18
 
 
 def require_one_device(tensors: Mapping[str, Tensor]) -> None:
-    """Raise if a process has parameters on several devices; all buckets share one header.
-
-    Raises:
-        ValueError: names the devices, and a parameter on each.
-    """
+    """Raise ValueError if a process has parameters on several devices: its buckets share one header."""
     first: dict[torch.device, str] = {}
     for name, tensor in tensors.items():
         first.setdefault(tensor.device, name)
@@ -55,11 +51,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def require_strides(names: Sequence[str], parameters: Sequence[Tensor], strides: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise if a parameter's memory format has changed since the buckets were made.
-
-    Raises:
-        RuntimeError: names the first such parameter and says what to do.
-    """
+    """Raise RuntimeError if a parameter's memory format has changed since the buckets were made."""
     for name, parameter in zip(names, parameters, strict=True):
         if parameter.stride() != strides.get(name, parameter.stride()):
             raise RuntimeError(
@@ -70,12 +62,7 @@ def require_strides(names: Sequence[str], parameters: Sequence[Tensor], strides:
 
 
 def in_logical_order(residual: Tensor, parameter: Tensor) -> Tensor:
-    """Return a residual in the order of its parameter's indices, whatever the memory format.
-
-    Args:
-        residual: flat, in the parameter's memory order; two numbers per complex element.
-        parameter: the residual's parameter.
-    """
+    """Return a flat residual in the order of its parameter's indices, whatever the memory format."""
     if not _has_memory_order(parameter):
         return residual
     return _as_laid_out(residual, parameter).flatten(0, parameter.dim() - 1).flatten()
@@ -145,13 +132,7 @@ class ParameterBucket:
 def bucketed(
     parameters: Mapping[str, Tensor], first_index: int, dtype_of: Callable[[Tensor], torch.dtype]
 ) -> list[ParameterBucket]:
-    """Group parameters into buckets of one dtype and device, in the order given.
-
-    Args:
-        parameters: by name, in the same order on all workers.
-        first_index: of the first bucket.
-        dtype_of: returns the dtype of a parameter's bucket.
-    """
+    """Group parameters into buckets of one dtype and device, in the order given: the same on all workers."""
     groups: dict[tuple[torch.dtype, torch.device], list[list[str]]] = {}
     sizes = {name: real_numel(local(parameter)) for name, parameter in parameters.items()}
     for name, parameter in parameters.items():

@@ -22,7 +22,6 @@ class Follower(Protocol):
     """An object that is notified of steps."""
 
     def _step_begins(self, optimizer: Optimizer, arguments: Arguments) -> Arguments | None: ...
-
     def _step_ends(self, optimizer: Optimizer) -> None: ...
 
 
@@ -131,11 +130,8 @@ class StepObserver:
 class UnexchangedParameters:
     """Finds parameters of a module on which an optimizer steps although they are not exchanged.
 
-    They were frozen or absent when the module was set up, or their layer was replaced since.
-
-    Args:
-        module: the model; not kept alive.
-        exchanged: parameters that are exchanged, or are known to be each worker's own.
+    They were frozen or absent when the module was set up, or their layer was replaced since. ``exchanged`` holds also
+    parameters that are known to be each worker's own. The module is not kept alive.
     """
 
     def __init__(self, module: nn.Module, exchanged: Iterable[Tensor]) -> None:
@@ -145,8 +141,7 @@ class UnexchangedParameters:
 
     def first_with_gradient(self) -> str | None:
         """Return the name of the first such parameter that has a gradient, or None."""
-        module = self._module()
-        for name, parameter in () if module is None else module.named_parameters():
+        for name, parameter in self._named():
             if id(parameter) not in self._exchanged and parameter.grad is not None:
                 return name
         return None
@@ -157,12 +152,15 @@ class UnexchangedParameters:
             for parameter in group["params"]:
                 if id(parameter) in self._exchanged or parameter in self._of_others or parameter.grad is None:
                     continue
-                module = self._module()
-                for name, held in () if module is None else module.named_parameters():
+                for name, held in self._named():
                     if held is parameter:
                         return name
                 self._of_others[parameter] = True
         return None
+
+    def _named(self) -> Iterable[tuple[str, Tensor]]:
+        module = self._module()
+        return () if module is None else module.named_parameters()
 
 
 def changes_weights(optimizer: Optimizer) -> bool:

@@ -1,21 +1,18 @@
 """Models that FSDP2 shards: their requirements, the ranks of a replica, and the statistics of all shards."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.grouping import local
 from lightning_sparse.engine.step_stats import LayerStats, StepStats, layer_stats
-from lightning_sparse.exchange import Workers, current_device, require_agreement
+from lightning_sparse.exchange import current_device, require_agreement
 from lightning_sparse.exchange.agreement import differing
 from lightning_sparse.exchange.replicas import everyones, replica_workers
 from lightning_sparse.selection.numbers import STEP_NUMBERS, combined
@@ -61,9 +58,27 @@ class Sharding:
             self.replica = replica_workers(self.group)
         self.place = {"world_size": dist.get_world_size(), "rank": dist.get_rank()}
 
-    def add_up(self, engine: Engine) -> None:
-        """Have an engine report the numbers of the whole model. Not collective."""
-        engine.of_whole_model = partial(of_all_shards, names=list(self.named), workers=self.replica, device=self.device)
+    def of_all_shards(self, own: StepStats) -> StepStats:
+        """Return the statistics of the whole model. Collective: every rank of the replica calls this.
+
+        Bytes count what all ranks of the replica handed to collectives between replicas. A parameter of which several
+        ranks hold copies, as under tensor parallelism, counts once per copy.
+
+        Args:
+            own: the statistics of this rank's shards.
+        """
+        if self.replica.num_workers == 1:
+            return own
+        names = list(self.named) if own.layers else []
+        layers = [own.layers.get(name, LayerStats(0, 0, 0.0, 0.0)) for name in names]
+        numbers = [getattr(own, number.name) for number in OF_STEP]
+        numbers += [getattr(layer, number.name) for layer in layers for number in OF_LAYER]
+        rows = everyones(numbers, self.replica, self.device)
+        totals = iter(combined(rows, OF_STEP + OF_LAYER * len(layers), "shards"))
+        of_step = {number.name: next(totals) for number in OF_STEP}
+        of_layers = {name: layer_stats(OF_LAYER, [next(totals) for _ in OF_LAYER], own.num_workers) for name in names}
+        trained = {name: layer for name, layer in of_layers.items() if layer.num_elements}  # others are frozen
+        return replace(own, **of_step, layers=trained)
 
 
 def _require_shards(module: nn.Module, mesh: DeviceMesh) -> None:
@@ -108,32 +123,6 @@ def _require_shards(module: nn.Module, mesh: DeviceMesh) -> None:
             )
 
 
-def of_all_shards(own: StepStats, names: Sequence[str], workers: Workers, device: torch.device) -> StepStats:
-    """Return the statistics of the whole model. Collective: every rank of the replica calls this.
-
-    Bytes count what all ranks of the replica handed to collectives between replicas. A parameter of which several ranks
-    hold copies, as under tensor parallelism, counts once per copy.
-
-    Args:
-        own: the statistics of this rank's shards.
-        names: the names of all parameters, in the same order on all ranks.
-        workers: the ranks of the replica.
-        device: the device of their group.
-    """
-    if workers.num_workers == 1:
-        return own
-    names = names if own.layers else ()
-    layers = [own.layers.get(name, LayerStats(0, 0, 0.0, 0.0)) for name in names]
-    numbers = [getattr(own, number.name) for number in OF_STEP]
-    numbers += [getattr(layer, number.name) for layer in layers for number in OF_LAYER]
-    rows = everyones(numbers, workers, device)
-    totals = iter(combined(rows, OF_STEP + OF_LAYER * len(layers), "shards"))
-    of_step = {number.name: next(totals) for number in OF_STEP}
-    of_layers = {name: layer_stats(OF_LAYER, [next(totals) for _ in OF_LAYER], own.num_workers) for name in names}
-    trained = {name: layer for name, layer in of_layers.items() if layer.num_elements}  # others are frozen
-    return replace(own, **of_step, layers=trained)
-
-
 def reshard(module: nn.Module) -> None:
     """Free the parameters that FSDP2 has gathered, so that the module shows its shards.
 
@@ -146,11 +135,7 @@ def reshard(module: nn.Module) -> None:
 
 
 class Resharded(nn.Module):
-    """A view of a sharded model whose tensors are its shards at any time between steps.
-
-    Args:
-        module: the model.
-    """
+    """A view of a sharded model whose tensors are its shards at any time between steps."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -44,11 +44,6 @@ class Snapshot:
     own: Tensors = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
 
-    def copied(self) -> dict[str, Any]:
-        """Return the fields by name, with copies of all tensors on the CPU."""
-        fields: dict[str, Any] = copied(vars(self))
-        return fields
-
 
 def copied(tree: Any) -> Any:
     """Return nested containers with every tensor copied to the CPU."""
@@ -68,12 +63,7 @@ def unsent_norm(of_workers: Sequence[Mapping[str, Tensor]]) -> float | None:
 
 
 class DamagedStateError(RuntimeError):
-    """Saved state that has changed since it was saved.
-
-    Args:
-        path: of the first entry that differs, such as ``shared/next_step``.
-        problem: how it differs.
-    """
+    """Saved state that has changed since it was saved: the first such entry, and how it differs."""
 
     def __init__(self, path: str, problem: str) -> None:
         super().__init__(
@@ -83,11 +73,7 @@ class DamagedStateError(RuntimeError):
 
 
 def sealed(state: dict[str, Any]) -> dict[str, Any]:
-    """Return state with its seal.
-
-    Args:
-        state: nested dicts and lists of tensors and plain values.
-    """
+    """Return state, nested dicts and lists of tensors and plain values, with its seal."""
     return {**state, SEAL: {path: _description(entry) for path, entry in _entries_of(state)}}
 
 

@@ -75,12 +75,7 @@ class StepStats:
 
 
 def numbers_of_headers(layouts: Sequence[LayerLayout], headers: Sequence[Tensor]) -> dict[str, Any]:
-    """Return the fields of `StepStats` that the headers of a step's buckets hold.
-
-    Args:
-        layouts: the layout of each bucket.
-        headers: for each bucket all workers' headers, on the CPU: float64, shape (n, H).
-    """
+    """Return the fields of `StepStats` that headers hold: of each bucket, float64 on the CPU, shape (n, H)."""
     num_workers = headers[0].shape[0]
     fields = torch.cat([header[:, :FIXED_FIELDS] for header in headers])
     totals = zip(HEADER, combined(fields, HEADER, "workers", num_workers), strict=True)
@@ -106,14 +101,7 @@ def _of_layers(layout: LayerLayout, fields: Tensor) -> dict[str, LayerStats]:
 
 
 def layer_stats(numbers: Sequence[StepNumber], values: Sequence[Any], num_workers: int, **others: Any) -> LayerStats:
-    """Return the numbers of a layer, with the density that follows from them.
-
-    Args:
-        numbers: the numbers that are given as values.
-        values: in the same order.
-        num_workers: n.
-        others: further numbers by name.
-    """
+    """Return the numbers of a layer, given as values and by name, with the density that follows from them."""
     of_layer = dict(zip((number.name for number in numbers), values, strict=True)) | others
     num_coordinates = num_workers * of_layer["num_elements"]
     density = of_layer["selected"] / num_coordinates if num_coordinates else 0.0

@@ -27,13 +27,13 @@ LAYER_ELEMENTS = 256
 def warm_up_steps(
     engine: Engine, weights: Mapping[str, Tensor], *, is_scaled: bool = False, has_unused: bool = False
 ) -> None:
-    """Run every kind of step that training will have. Not collective; leaves the engine and the weights unchanged.
+    """Run every kind of step that training will have. Not collective; leaves engine and weights unchanged.
 
     Args:
         engine: the engine of the training to come, before its first step.
         weights: the averaged tensors by name, with the dtypes and devices of the gradients.
         is_scaled: whether losses are scaled.
-        has_unused: whether a step may leave some of them out.
+        has_unused: whether a step may leave some weights out.
     """
     of_kind: dict[tuple[torch.device, torch.dtype], list[str]] = {}
     for name, weight in weights.items():

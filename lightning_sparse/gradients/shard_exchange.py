@@ -79,7 +79,7 @@ class ShardExchange(Averager):
             )
             buffers = [one for one in module.buffers() if not one.is_meta]
             self.workers.broadcast([*map(local, named.values()), *map(local, buffers)])
-            sharding.add_up(self._engine)
+            self._engine.of_whole_model = sharding.of_all_shards
         self._is_exchanging = self._is_closed = False
         self._ids = {id(one) for one in named.values()}
         self.place = sharding.place

@@ -81,7 +81,8 @@ class SparseState(Averager):
         self.options = options
         # As of now: a layer frozen later on stays in DDP.
         self._parameters = {name: weight for weight, name in parameter_names.items() if weight.requires_grad}
-        self.residuals = ResidualMemory(self._parameters, forgets=not options.keeps_rest)
+        self.forgets = not options.keeps_rest
+        self.residuals = ResidualMemory(self._parameters, forgets=self.forgets)
         self.save_barrier = SaveBarrier(self.workers)
         self._loss_scale = loss_scale
         self._optimizers = optimizers
@@ -174,7 +175,7 @@ class SparseState(Averager):
             self._ddp_buckets.regroup_as(snapshot.numbers.get("layout", []))
         self._note_numbers()
         residuals = snapshot.own.get("residual", {})
-        if self.residuals.forgets:
+        if self.forgets:
             warn_of_forgotten(unsent_norm([residuals]))
         else:
             self.residuals.load_state_dict(residuals)
@@ -183,11 +184,6 @@ class SparseState(Averager):
     def progress(self) -> object:
         """Where training is, as optimizer steps have it."""
         return self.pending_gradients.progress
-
-    @property
-    def forgets(self) -> bool:
-        """Whether unsent values are thrown away, so that saved ones are lost."""
-        return self.residuals.forgets
 
     def obstacles(self) -> list[str]:
         """Return why residuals cannot be saved at this moment."""

@@ -344,7 +344,7 @@ def _kept(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     class Kept(Callback):
         def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
             if trainer.global_step == 6:
-                found.append(trainer.strategy.averager.snapshot().copied()["own"]["unsent"])
+                found.append(trainer.strategy.averager.state_dict()["own"]["unsent"])
 
     options = {"keep_drift": False, "drift_checkpoint": "mean"}
     trainer_of(options, Kept(), SaveAt(6, f"{folder}/6.ckpt"), max_steps=7).fit(Classifier(adam), ResumableData(100))

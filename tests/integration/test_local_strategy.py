@@ -281,7 +281,7 @@ def _kept_at_start(path: str) -> dict[str, Tensor]:
 
     class Start(Callback):
         def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            kept.update(trainer.strategy.averager.snapshot().copied()["own"]["unsent"])
+            kept.update(trainer.strategy.averager.state_dict()["own"]["unsent"])
 
     num_workers = int(os.environ["WORLD_SIZE"])
     strategy = strategy_of(CASES["back to the anchor"])
