@@ -207,9 +207,7 @@ class SparseModelAverager(Averager):
     def snapshot(self, workers: Workers | None = None) -> Snapshot:
         """Return this worker's state; weights and buffers only if they differ from those at set-up.
 
-        Args:
-            workers: for a checkpoint that all workers share: the group in which they agree on the changed tensors.
-                Collective if given, and with ``overlap=True``.
+        Collective with ``overlap=True``, and if ``workers`` are given, who agree on the changed tensors.
         """
         self.flush()
         snapshot = self._engine.snapshot()
@@ -265,10 +263,7 @@ class SparseModelAverager(Averager):
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue from the result of ``state_dict`` on the worker of the same rank; gives the module its weights.
 
-        Drops values that travel with ``overlap=True``.
-
-        Raises:
-            RuntimeError: the state belongs to another rank or another number of workers, or is damaged.
+        Drops values that travel with ``overlap=True``. Raises as `SparseState.load_state_dict` does.
         """
         super().load_state_dict(saved)
         self.shared.give_back()

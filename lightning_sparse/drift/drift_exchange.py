@@ -1,19 +1,18 @@
 """One exchange of drifts: its start, and the move of anchor and weights once the average has arrived."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_sparse.drift.anchor import AnchorBucket, WeightOwnership, drifting, lay_out
+from lightning_sparse.drift.anchor import AnchorBucket, WeightOwnership, drifting, lay_out, load_outer, outer_state
 from lightning_sparse.drift.options import DriftOptions
-from lightning_sparse.drift.outer_state import load_outer, outer_state
-from lightning_sparse.drift.untrained_tensors import UntrainedTensors, ignored_names
+from lightning_sparse.drift.untrained_tensors import UntrainedTensors, fingerprints, ignored_names
 from lightning_sparse.engine import Engine, FlatBucket
 from lightning_sparse.engine.grouping import local
-from lightning_sparse.engine.messages import say_new_layers
 from lightning_sparse.engine.snapshot import Tensors
 from lightning_sparse.selection.residual import Residual
 
@@ -53,6 +52,7 @@ class DriftExchange:
         self._module, self._engine, self._may_change = module, engine, may_change
         self._flight: list[FlatBucket] = []
         self._starts: list[Tensor] = []
+        self._told: dict[str, Tensor] = {}
         self._zeros: dict[torch.dtype, Tensor] = {}
         self.take_in_new()
 
@@ -81,7 +81,8 @@ class DriftExchange:
             notes = _largest(bucket.drift)
             is_last = bucket is self.buckets[-1]
             if is_last:
-                notes = torch.cat([notes, self.untrained.prints(only_buffers=True).to(notes.device)])
+                self._told = self.untrained.floating(only_buffers=True)
+                notes = torch.cat([notes, fingerprints([*self._told.values()]).to(notes.device)])
             self._flight.append(FlatBucket(bucket.index, bucket.layout, bucket.drift, residual, is_last, notes=notes))
             yield self._flight[-1]
 
@@ -112,18 +113,18 @@ class DriftExchange:
         starts, self._starts = self._starts, []
         notes = self._engine.finish()
         self.largest_drift = self.of_whole_model(max(float(note[:, 0].max()) for note in notes))
-        self._engine.workers.average([*self.untrained.differing(notes[-1][:, 1:], only_buffers=True).values()])
+        self._engine.workers.average([*self.untrained.differing(self._told, notes[-1][:, 1:]).values()])
         self._move_anchor([bucket.average for bucket in flight])
         for place, bucket in enumerate(self.buckets):
-            if not starts:
-                bucket.write(bucket.anchor) if not self.options.keep_drift else bucket.write_less(bucket.kept)
-                continue
-            # The weights have changed since the exchange started.
-            target = bucket.anchor
-            if self.options.keep_drift:
-                target = torch.sub(bucket.anchor, bucket.kept, out=bucket.drift)
-            unused = bucket.kept if self.options.keep_drift else bucket.drift
-            bucket.write(bucket.read(unused).sub_(starts[place]).add_(target))
+            if starts:  # the weights have changed since the exchange started
+                target, unused = bucket.anchor, bucket.drift
+                if self.options.keep_drift:
+                    target, unused = torch.sub(bucket.anchor, bucket.kept, out=bucket.drift), bucket.kept
+                bucket.write(bucket.read(unused).sub_(starts[place]).add_(target))
+            elif self.options.keep_drift:
+                bucket.write_anchor_less_kept()
+            else:
+                bucket.write(bucket.anchor)
         self._engine.account(dense_exchanges=self.options.every_n_steps)
         self.is_changing = False
 
@@ -256,3 +257,20 @@ def _largest(values: Tensor) -> Tensor:
         return values.new_zeros(1, dtype=torch.float64)
     lowest, highest = torch.aminmax(values)
     return torch.maximum(highest, -lowest).double().view(1)
+
+
+def say_new_layers(new: Collection[str], gone: Collection[str]) -> None:
+    """Say which parameters of a model were added, replaced or removed during training."""
+    kinds = {
+        "replaced": sorted(name for name in new if name in gone),
+        "added or unfrozen": sorted(name for name in new if name not in gone),
+        "removed": sorted(name for name in gone if name not in new),
+    }
+    changes = [
+        f"{len(names)} parameters were {kind} ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
+        for kind, names in kinds.items()
+        if names
+    ]
+    if changes:
+        begin = " All workers begin with the mean of the new ones." if new else ""
+        rank_zero_info(f"lightning_sparse: {', '.join(changes)}.{begin}")

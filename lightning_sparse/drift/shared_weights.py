@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_sparse.drift.drift_exchange import DriftExchange
-from lightning_sparse.drift.untrained_tensors import named_tensors
+from lightning_sparse.drift.untrained_tensors import fingerprints, named_tensors
 from lightning_sparse.engine.grouping import as_real, local
 from lightning_sparse.exchange import Workers
 
@@ -42,10 +42,7 @@ class SharedWeights:
 
     @torch.no_grad()
     def take_mean(self) -> None:
-        """Give the module the mean of all workers' weights and buffers, and keep its own apart. Collective.
-
-        Does nothing if the module has shared weights already.
-        """
+        """Give the module the mean of all workers' weights and buffers, unless it has shared ones. Collective."""
         if self.is_shown:
             return
         tensors = self._averaged(self._workers)
@@ -59,10 +56,7 @@ class SharedWeights:
 
     @torch.no_grad()
     def take_anchor(self) -> None:
-        """Give the module the anchor's weights, and keep its own apart. Not collective.
-
-        Does nothing if the module has shared weights already.
-        """
+        """Give the module the anchor's weights, unless it has shared ones. Not collective."""
         if not self.is_shown:
             self.own = {name: weight.clone() for name, weight in self.weights().items()}
             for bucket in self._exchange.buckets:
@@ -96,11 +90,7 @@ class SharedWeights:
 
     @torch.no_grad()
     def mean(self, workers: Workers) -> dict[str, Tensor]:
-        """Return the mean of all workers' weights and of other tensors that differ, by name. Collective.
-
-        Args:
-            workers: the same workers, perhaps in another group.
-        """
+        """Return the mean of all workers' weights and of other tensors that differ, by name. Collective."""
         tensors = {name: tensor.clone() for name, tensor in self._averaged(workers).items()}
         workers.average(list(tensors.values()))
         return tensors
@@ -123,9 +113,6 @@ class SharedWeights:
         """Give the module these tensors inside the context, without writing to its own.
 
         A signal may ask for a checkpoint in the middle of a backward, which fails if weights were written to.
-
-        Args:
-            tensors: by name, as large as the module's own.
         """
         held = named_tensors(self._module)
         shards = {name: local(held[name]).clone() for name in tensors if isinstance(held[name], DTensor)}
@@ -154,11 +141,12 @@ class SharedWeights:
         self._exchange.land()
         untrained = self._exchange.untrained
         untrained.take_in_new()
-        mine = untrained.prints(only_buffers=False)
+        told = untrained.floating(only_buffers=False)
+        mine = fingerprints([*told.values()])
         prints = mine.new_zeros(workers.num_workers, mine.numel())
-        if mine.numel():
+        if told:
             workers.all_gather(prints.view(-1), mine).wait()
-        return self.weights() | untrained.differing(prints.cpu(), only_buffers=False)
+        return self.weights() | untrained.differing(told, prints.cpu())
 
     def _held(self) -> dict[str, Tensor]:
         return {name: local(tensor) for name, tensor in named_tensors(self._module).items()}

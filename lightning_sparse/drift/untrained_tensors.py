@@ -1,15 +1,23 @@
 """A module's tensors beside its trained weights: buffers, and frozen parameters that code updates itself."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import nan
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
-from lightning_sparse.drift.fingerprints import fingerprints
-from lightning_sparse.engine.grouping import local
-from lightning_sparse.exchange import Workers
+from lightning_sparse.engine.grouping import as_real, local
+from lightning_sparse.exchange import Workers, without_wait
+
+WORD_BYTES = 8
+SMALL_BYTES = 2**16
+"""Tensors of up to so many bytes are hashed together, such as a hundred statistics of batch norm."""
+BLOCK_ELEMENTS = 2**22
+"""So many words of larger tensors are hashed at a time, which needs as much memory again."""
+_SPREAD, _FIRST, _SECOND = (number - 2**64 for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -36,15 +44,11 @@ class UntrainedTensors:
     So constants keep their bits, and workers share a statistic (batch norm) or a target network (a moving average of
     weights) that each has computed from its own weights. This concerns only tensors that have the same size everywhere.
     Tensors of integers or truth values at set-up stay each worker's own.
-
-    Args:
-        module: the model.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._known: dict[str, _Known] = {}
-        self._told: dict[bool, dict[str, Tensor]] = {}
         self._take_in(is_set_up=True)
 
     def take_in_new(self) -> None:
@@ -62,43 +66,33 @@ class UntrainedTensors:
                 is_floating = tensor.is_floating_point() or tensor.is_complex()
                 self._known[name] = _Known(name in buffers, is_floating, at_first)
 
-    def prints(self, *, only_buffers: bool) -> Tensor:
-        """Return fingerprints that tell whether workers have the same tensors.
+    def floating(self, *, only_buffers: bool) -> dict[str, Tensor]:
+        """Return the tensors that workers may average, by name; only buffers, or frozen parameters too."""
+        known = self._known.items()
+        return self._tensors([name for name, of in known if of.is_floating and (of.is_buffer or not only_buffers)])
 
-        Args:
-            only_buffers: leaves frozen parameters out, which may be large.
-
-        Returns:
-            Two numbers per tensor: float64, on the tensors' device.
-        """
-        told = self._told[only_buffers] = self._floating(only_buffers)
-        return fingerprints(list(told.values())) if told else torch.zeros(0, dtype=torch.float64)
-
-    def differing(self, prints: Tensor, *, only_buffers: bool) -> dict[str, Tensor]:
+    def differing(self, told: Mapping[str, Tensor], prints: Tensor) -> dict[str, Tensor]:
         """Return by name the tensors that differ between workers and have one size; the same names on all workers.
 
-        A tensor that has changed its size since ``prints``, or is gone, is replaced by its old value.
-
-        Args:
-            prints: all workers' ``prints``, shape (n, numbers), on the CPU.
-            only_buffers: as for those.
+        Takes an earlier result of ``floating`` and all workers' ``fingerprints`` of it, shape (n, numbers), on the CPU.
+        A tensor that has changed its size since, or is gone, is replaced by its old value.
         """
-        if not prints.numel():
+        if not told:
             return {}
         rows = prints.view(len(prints), -1, 2)
         is_same = (rows == rows[:1]).all(0)
-        told, floating = self._told[only_buffers], self._floating(only_buffers)
         return {
             name: now if now.numel() == told[name].numel() and now.dtype == told[name].dtype else told[name]
-            for (name, now), (has_one_hash, has_one_size) in zip(floating.items(), is_same.tolist(), strict=True)
+            for (name, now), (has_one_hash, has_one_size) in zip(
+                self._tensors(told).items(), is_same.tolist(), strict=True
+            )
             if has_one_size and not has_one_hash
         }
 
     def changed(self, workers: Workers | None = None) -> dict[str, Tensor]:
         """Return by name the tensors of any dtype that have changed since set-up.
 
-        Args:
-            workers: returns tensors that have changed on any of them; None on this worker alone. Collective if given.
+        On any of the workers, if they are given: then collective. Else on this worker.
         """
         now = self._tensors(self._known)
         flags = [not torch.equal(fingerprints([held]), self._known[name].at_first) for name, held in now.items()]
@@ -108,11 +102,69 @@ class UntrainedTensors:
             flags = counts.bool().tolist()
         return {name: held for (name, held), flag in zip(now.items(), flags, strict=True) if flag}
 
-    def _floating(self, only_buffers: bool) -> dict[str, Tensor]:
-        known = self._known.items()
-        return self._tensors([name for name, of in known if of.is_floating and (of.is_buffer or not only_buffers)])
-
     def _tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return tensors by name, and an empty tensor for those that are gone."""
         held = named_tensors(self._module)
         return {name: local(held[name]) if name in held else torch.zeros(0) for name in names}
+
+
+def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
+    """Return hash and size of each tensor: float64, shape (2 · len(tensors),), on the first tensor's device.
+
+    The hash is the sum, modulo 2⁶⁴, of SplitMix64 (Steele et al., 2014) of each word of 8 bytes and its place, in the
+    order of indices, so that it also detects permutations and other signs. The result has 53 bits of it. Known sizes
+    need no wait for a GPU.
+    """
+    if not tensors:
+        return torch.zeros(0, dtype=torch.float64)
+    device = tensors[0].device
+    octets = [as_real(tensor).flatten().contiguous().view(torch.uint8) for tensor in tensors]
+    small = [place for place, own in enumerate(octets) if own.numel() <= SMALL_BYTES and own.device == device]
+    together = dict(zip(small, _hash_together([octets[place] for place in small]), strict=True))
+    hashes = [together[place] if place in together else _hash(own).to(device) for place, own in enumerate(octets)]
+    sizes = _sizes(tuple(tensor.numel() for tensor in tensors), device)
+    return torch.stack([(torch.stack(hashes) >> 11).double(), sizes], 1).flatten()
+
+
+def _hash_together(octets: Sequence[Tensor]) -> Sequence[Tensor]:
+    if not octets:
+        return []
+    device = octets[0].device
+    counts = tuple(-(-own.numel() // WORD_BYTES) for own in octets)
+    nothing = torch.zeros(WORD_BYTES, dtype=torch.uint8, device=device)
+    pieces = [piece for own in octets for piece in (own, nothing[: -own.numel() % WORD_BYTES])]
+    places, owners = _places(counts, device)
+    mixed = _mixed(torch.cat(pieces).view(torch.int64), places.clone())
+    return torch.zeros(len(octets), dtype=torch.int64, device=device).index_add_(0, owners, mixed).unbind()
+
+
+def _hash(octets: Tensor) -> Tensor:
+    if octets.numel() % WORD_BYTES or octets.storage_offset() % WORD_BYTES:
+        octets = pad(octets, (0, -octets.numel() % WORD_BYTES))
+    words = octets.view(torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=octets.device)
+    for start in range(0, words.numel(), BLOCK_ELEMENTS):
+        block = words[start : start + BLOCK_ELEMENTS]
+        total += _mixed(block, torch.arange(start + 1, start + 1 + block.numel(), device=block.device)).sum()
+    return total
+
+
+def _mixed(words: Tensor, places: Tensor) -> Tensor:
+    """Return SplitMix64 of words and their places, in the memory of the places."""
+    mixed = places.mul_(_SPREAD).add_(words)
+    for shift, factor in ((30, _FIRST), (27, _SECOND)):
+        mixed = mixed.bitwise_xor_(mixed >> shift).mul_(factor)
+    return mixed.bitwise_xor_(mixed >> 31)
+
+
+@lru_cache(maxsize=64)
+def _places(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return for every word its place in its own tensor, from 1 on, and the tensor's index."""
+    owners = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    places = torch.cat([torch.arange(1, count + 1) for count in counts])
+    return without_wait(places, device), without_wait(owners, device)
+
+
+@lru_cache(maxsize=64)
+def _sizes(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    return without_wait(torch.tensor(sizes, dtype=torch.float64), device)

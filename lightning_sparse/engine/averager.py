@@ -1,15 +1,18 @@
 """The base of all averagers, which bring buckets to an engine."""
 
+import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
+from fnmatch import fnmatchcase
 from operator import index
 from typing import Any, ClassVar
 
+from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_sparse.engine.engine import Engine
-from lightning_sparse.engine.messages import warn_of_patterns
+from lightning_sparse.engine.grouping import real_numel
 from lightning_sparse.engine.snapshot import Snapshot, copied, require_seal, sealed
 from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.exchange import Workers
@@ -49,13 +52,13 @@ class Averager(ABC):
 
     @property
     @abstractmethod
-    def parameter_sizes(self) -> dict[str, int]:
-        """By name, how many real numbers this worker exchanges of each parameter; two for a complex element."""
-
-    @property
-    @abstractmethod
     def parameters(self) -> Mapping[str, Tensor]:
         """The parameters by name; distributed tensors if they are sharded."""
+
+    @property
+    def parameter_sizes(self) -> dict[str, int]:
+        """By name, how many real numbers this worker exchanges of each parameter; two for a complex element."""
+        return {name: real_numel(parameter) for name, parameter in self.parameters.items()}
 
     @property
     def num_elements(self) -> int:
@@ -195,3 +198,14 @@ class Averager(ABC):
             f"{type(self).__name__} cannot be copied or pickled: it belongs to this process and its process group. "
             "Save state_dict(), and load it into a new one."
         )
+
+
+def warn_of_patterns(patterns: Collection[str], names: Collection[str]) -> None:
+    """Warn of patterns that match no name and so have no effect."""
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            like = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or sorted(names)[:3]
+            rank_zero_warn(
+                f"lightning_sparse: layer_thresholds[{pattern!r}] matches no parameter and does nothing. Names are "
+                f"{', '.join(map(repr, like))}, …; a pattern may hold *, as in '*.bias'."
+            )

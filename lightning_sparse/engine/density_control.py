@@ -1,7 +1,6 @@
 """Control of λ after calibration, so that the average volume meets the density, per model or per layer."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from math import exp, log
 
 from torch import finfo, float32
@@ -16,16 +15,15 @@ GAIN = 0.04
 """λ changes by this share of the ratio, in logarithms. Density goes about with 1/λ², so gain and average make a loop of
 damping ratio 1 / sqrt(8 · GAIN · RECENT_STEPS) = 0.56."""
 UNHURRIED, FASTEST = 0.01, 5.0
-"""Up to this density the pace is 1. Above it, it grows in proportion, up to this many times: a coordinate is sent about
-every 1 / density steps, and after so many a change of λ has had its effect. With an exchange every 30 steps there may
-be 40 of them in a whole training. Faster still, λ swings where all coordinates move about equally far, as Adam's do."""
+"""Up to this density the pace is 1. Above it, the pace grows in proportion, up to this many times: a change of λ takes
+effect in about 1 / density steps, and a training may have only 40 exchanges. At a higher pace λ would swing if all
+coordinates move about equally far, as Adam's do."""
 FURTHEST = log(16.0)
 """A running density that is further off than this factor counts as this far off."""
 FAR_TOO_MUCH, CATCHING_UP = 2.0, 0.2
 """While both the running and the present density exceed the wanted one by more than this factor, λ grows by this share
-of the excess as well: calibrated on the first steps of a warmup, λ is soon a hundred times too small, and the surplus
-would have to be saved for a thousand steps. At a pace of 1 λ grows by 95 % a step at most, and falls by 11 %; at the
-fastest it is three times as large, and falls by 43 %."""
+of the excess as well: after calibration on the first steps of a warmup, λ is soon a hundred times too small. At a pace
+of 1 λ grows by at most 95 % per step and falls by at most 11 %; at the highest pace it triples, or falls by 43 %."""
 MOST_OWED = log(4.0)
 """The density aimed at is never further from the wanted density than this factor."""
 SMALLEST, LARGEST = finfo(float32).tiny, finfo(float32).max
@@ -60,6 +58,7 @@ class DensityControl:
 
     def __init__(self, density: float, pace: float) -> None:
         self.density = density
+        self.squared_error = -1.0  # of a layer after the last step; LayerControl sets it
         self._pace = pace
         self._recent = 1.0
         self._owed = 0.0
@@ -106,19 +105,12 @@ def share_of_layer(density: float, num_elements: int) -> float:
     return max(density, min(MOST_FOR_ONE, 1 / num_elements))
 
 
-@dataclass
-class _Layer:
-    control: DensityControl
-    squared_error: float
-
-
 class LayerControl:
     """Adjusts λ of every layer from densities that all workers saw, to the same values on all of them.
 
-    Each layer has its own ``DensityControl``. A layer of fewer than 1 / density elements is held to one coordinate per
-    step, and to at most half of its coordinates: if it were to be sent whole, it could never make up for a step that
-    sent less, and λ would fall for ever. λ stays if a layer sent nothing and its residual did not change: the layer was
-    not used.
+    A layer of fewer than 1 / density elements is held to one coordinate per step, and to at most half of its
+    coordinates: a layer to be sent whole could never make up for a step that sent less, and λ would fall for ever. λ
+    stays if a layer sent nothing and its residual did not change: the layer was not used.
 
     Args:
         density: the share of each layer to send on average, in (0, 1].
@@ -129,7 +121,7 @@ class LayerControl:
     def __init__(self, density: float, *, keeps_rest: bool = True) -> None:
         self.density = density
         self._keeps_rest = keeps_rest
-        self._layers: dict[str, _Layer] = {}
+        self._layers: dict[str, DensityControl] = {}
 
     def corrected(
         self,
@@ -137,12 +129,9 @@ class LayerControl:
         threshold_of: Callable[[str], float],
         names: Collection[str] | None = None,
     ) -> dict[str, float]:
-        """Return λ of every layer for the next step.
+        """Return λ of every layer for the next step, from this step's numbers and λ of each layer.
 
-        Args:
-            layers: the numbers of this step by layer.
-            threshold_of: returns λ of a layer in this step.
-            names: the layers for which this step counts; all others keep their λ. None means all layers.
+        Layers for which this step does not count keep their λ; it counts for ``names``, or for all if that is None.
         """
         return {
             name: self._of(name, stats, threshold_of(name)) if names is None or name in names else threshold_of(name)
@@ -153,22 +142,22 @@ class LayerControl:
     def _of(self, name: str, stats: LayerStats, threshold: float) -> float:
         asked = share_of_layer(self.density, stats.num_elements)
         layer = self._layers.get(name)
-        if layer is None or layer.control.density != asked:  # the checkpoint's layer had another size
+        if layer is None or layer.density != asked:  # the checkpoint's layer had another size
             layer = self._layers[name] = self._new(asked)
         has_moved = stats.selected or stats.squared_error != layer.squared_error
         layer.squared_error = stats.squared_error
         if not has_moved and self._keeps_rest:
             return threshold
-        return layer.control.corrected(threshold, stats.density, is_all=self._keeps_rest and stats.squared_error == 0)
+        return layer.corrected(threshold, stats.density, is_all=self._keeps_rest and stats.squared_error == 0)
 
-    def _new(self, asked: float, squared_error: float = -1.0) -> _Layer:
+    def _new(self, asked: float) -> DensityControl:
         # The pace follows from the common density: λ of a layer that sends one coordinate every second step would jump.
-        return _Layer(DensityControl(asked, pace_of(self.density)), squared_error)
+        return DensityControl(asked, pace_of(self.density))
 
     def state_dict(self) -> dict[str, dict[str, float]]:
         """Return the controller state of every layer."""
         return {
-            name: layer.control.state_dict() | {"density": layer.control.density, "squared_error": layer.squared_error}
+            name: layer.state_dict() | {"density": layer.density, "squared_error": layer.squared_error}
             for name, layer in self._layers.items()
         }
 
@@ -176,5 +165,6 @@ class LayerControl:
         """Continue from the result of ``state_dict``."""
         self._layers.clear()
         for name, saved in state.items():
-            self._layers[name] = self._new(saved["density"], saved["squared_error"])
-            self._layers[name].control.load_state_dict(saved)
+            layer = self._layers[name] = self._new(saved["density"])
+            layer.load_state_dict(saved)
+            layer.squared_error = saved["squared_error"]

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_sparse.engine.calibrator import Calibrator
-from lightning_sparse.engine.messages import say_other_sparsifier
 from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.engine.step_stats import StepStats, numbers_of_headers
 from lightning_sparse.engine.transport_options import TransportOptions
@@ -249,3 +249,13 @@ class Engine:
         self.last_step = None if saved["last_step"] is None else StepStats(**saved["last_step"])
         self.next_step = saved["next_step"]
         self.exchange.load_state_dict(history.get("exchange", {}))
+
+
+def say_other_sparsifier(settings: Mapping[str, str], before: Mapping[str, str]) -> None:
+    """Say that a run resumes with other settings of its sparsifier, and which ones."""
+    names = [name for name in {**before, **settings} if settings.get(name) != before.get(name)]
+    now, then = (", ".join(f"{name}={known.get(name, '(default)')}" for name in names) for known in (settings, before))
+    rank_zero_info(
+        f"lightning_sparse: the sparsifier is not the one of the checkpoint: {now} instead of {then}. That of now is "
+        "used; with a density, calibration begins anew."
+    )

@@ -14,8 +14,7 @@ from lightning_sparse.sparsifiers import LayerLayout
 class ResidualMemory:
     """The residuals e of this worker, keyed by parameter name and held in two flat tensors per bucket.
 
-    DDP decides which parameters share a bucket, and rebuilds its buckets after the first iteration. Whenever a bucket's
-    layout is new, its flat residuals are put together again by parameter name::
+    DDP rebuilds its buckets after the first iteration. A bucket with a new layout takes its residuals over by name::
 
         iteration 0   [ conv1 | conv2 | fc ]          one bucket holds everything
                           │       │      │            views by name
@@ -29,8 +28,8 @@ class ResidualMemory:
         step          e' is committed now, and the next backward writes to the memory of e
         no step       e is still committed
 
-    This happens layer by layer, since parameters of one bucket may have different optimizers; values are copied only
-    where those disagree. A further backward before the step continues from e' in place.
+    Parameters of one bucket may have different optimizers; values are copied only where those disagree. A further
+    backward before the step continues from e' in place.
 
     Args:
         parameters: by name; required for those with another memory format than the default.
@@ -53,12 +52,7 @@ class ResidualMemory:
         """Begin a backward of a bucket: return its residual, each tensor of shape (layout.num_elements,).
 
         The second tensor is the memory itself: ``keep`` makes its values pending. A parameter seen for the first time
-        has a residual of zeros.
-
-        Args:
-            index: the bucket's place in DDP's order.
-            layout: its layers.
-            gradient: a tensor of the bucket's dtype and device.
+        has a residual of zeros. Dtype and device follow from the gradient.
         """
         held = self._buckets.get(index)
         if held is None or held.layout != layout or held.committed.device != gradient.device:
@@ -112,11 +106,7 @@ class ResidualMemory:
         return {name: residual.clone() for name, residual in self._by_name(_Bucket.latest_part).items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Replace all residuals; ``bucket`` lays them out into buckets when next called.
-
-        Args:
-            state: the result of ``state_dict``, here or in another run.
-        """
+        """Replace all residuals by the result of ``state_dict``, here or in another run."""
         self.was_loaded = bool(state)
         self._buckets.clear()
         self._places.clear()
@@ -157,13 +147,10 @@ class ResidualMemory:
 
 
 class _Bucket:
-    """The two residuals of one bucket, and which of them holds the values of which layers.
+    """The two residuals of one bucket.
 
-    Args:
-        layout: its layers.
-        committed: the committed residual, except for layers that are ``in_back_buffer``.
-        back_buffer: the pending residual of layers that are ``pending``, and the committed residual of layers that are
-            ``in_back_buffer``.
+    ``committed`` holds the committed residual, except of layers that are ``in_back_buffer``. ``back_buffer`` holds
+    these, and the pending residual of layers that are ``pending``.
     """
 
     def __init__(self, layout: LayerLayout, committed: Tensor, back_buffer: Tensor) -> None:

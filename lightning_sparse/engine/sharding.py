@@ -63,9 +63,6 @@ class Sharding:
 
         Bytes count what all ranks of the replica handed to collectives between replicas. A parameter of which several
         ranks hold copies, as under tensor parallelism, counts once per copy.
-
-        Args:
-            own: the statistics of this rank's shards.
         """
         if self.replica.num_workers == 1:
             return own

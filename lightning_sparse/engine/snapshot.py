@@ -11,6 +11,7 @@ from math import isclose, isnan, sqrt
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_sparse.engine.grouping import as_real, local
@@ -62,6 +63,15 @@ def unsent_norm(of_workers: Sequence[Mapping[str, Tensor]]) -> float | None:
     return sqrt(sum(squares) / len(of_workers))
 
 
+def warn_of_forgotten(norm: float | None) -> None:
+    """Warn that saved residuals are lost, as this run keeps none."""
+    if norm:
+        rank_zero_warn(
+            f"lightning_sparse: the saved residuals (norm {norm:.3g}) are lost: error_feedback='none' keeps none. "
+            "Resume with error_feedback='gradient' to keep them."
+        )
+
+
 class DamagedStateError(RuntimeError):
     """Saved state that has changed since it was saved: the first such entry, and how it differs."""
 
@@ -80,9 +90,7 @@ def sealed(state: dict[str, Any]) -> dict[str, Any]:
 def require_seal(state: Any, *, but: tuple[str, ...] = ()) -> None:
     """Raise ``DamagedStateError`` if an entry has changed since ``sealed`` returned the state.
 
-    Args:
-        state: the result of ``sealed``, here or in another run.
-        but: paths of parts to leave unchecked, such as ``workers/3``.
+    Leaves parts unchecked whose paths are in ``but``, such as ``workers/3``.
     """
     seal = state.get(SEAL) if isinstance(state, Mapping) else None
     if not isinstance(seal, Mapping):

@@ -16,11 +16,9 @@ from torch.optim import Optimizer
 
 from lightning_sparse.engine import Engine, FlatBucket
 from lightning_sparse.engine.averager import Averager
-from lightning_sparse.engine.grouping import real_numel
 from lightning_sparse.engine.memory import ResidualMemory
-from lightning_sparse.engine.messages import warn_of_forgotten
 from lightning_sparse.engine.optimizer_steps import weak_method
-from lightning_sparse.engine.snapshot import Snapshot, unsent_norm
+from lightning_sparse.engine.snapshot import Snapshot, unsent_norm, warn_of_forgotten
 from lightning_sparse.engine.warmup import warm_up_steps
 from lightning_sparse.exchange import SaveBarrier, Workers
 from lightning_sparse.gradients.buckets import Averaged, DDPBucket, DDPBuckets
@@ -118,11 +116,6 @@ class SparseState(Averager):
     def parameters(self) -> Mapping[str, Tensor]:
         """The parameters by name that DDP reduces."""
         return self._parameters
-
-    @property
-    def parameter_sizes(self) -> dict[str, int]:
-        """By name, how many elements the parameter's residual has; a complex parameter's has two for each."""
-        return {name: real_numel(parameter) for name, parameter in self._parameters.items()}
 
     @property
     def is_certain(self) -> bool:

@@ -145,7 +145,7 @@ def measure(
     """Returns the counts of the last of some steps; in a process group of one, which is said to have more workers."""
     _pretend(num_workers, has_kernels=has_kernels)
     engine = Engine(sparsifier, TransportOptions(exchange=mode), per_layer_stats=per_layer)
-    engine.begin_epoch(0, [0.1])
+    engine.sparsifier.begin_epoch(0, [0.1])
     layouts = []
     for place in range(num_buckets):
         names = tuple(f"{place}.{layer}" for layer in range(place, num_layers, num_buckets))

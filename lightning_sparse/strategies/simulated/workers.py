@@ -48,11 +48,6 @@ class SimulatedWorker(Averager):
         """The parameters by name."""
         return self._parameters
 
-    @property
-    def parameter_sizes(self) -> dict[str, int]:
-        """Elements of every parameter's residual, by name."""
-        return {name: parameter.numel() for name, parameter in self._parameters.items()}
-
     def own_metrics(self) -> dict[str, float]:
         """Returns nothing: a thread's wait is for the other threads."""
         return {}
