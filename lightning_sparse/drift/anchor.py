@@ -45,9 +45,7 @@ class AnchorBucket(ParameterBucket):
     def form_drift(self) -> None:
         """Set ``drift`` to x − θ."""
         if self.anchor.device.type == "cpu":  # fewer passes over memory
-            parts = (self.shaped_parts(self.anchor), self._thetas(), self.shaped_parts(self.drift))
-            for x, theta, drift in zip(*parts, strict=True):
-                torch.sub(x, theta, out=drift)
+            self._anchor_less(self._thetas(), self.shaped_parts(self.drift))
         else:  # fewer launches
             torch.sub(self.anchor, self.read(self.drift), out=self.drift)
 
@@ -55,11 +53,13 @@ class AnchorBucket(ParameterBucket):
     def write_anchor_less_kept(self) -> None:
         """Set the parameters to x − e."""
         if self.anchor.device.type == "cpu":
-            parts = (self.shaped_parts(self.anchor), self._thetas(), self.shaped_parts(self.kept))
-            for x, theta, part in zip(*parts, strict=True):
-                torch.sub(x, part, out=theta)
+            self._anchor_less(self.shaped_parts(self.kept), self._thetas())
         else:
             self.write(torch.sub(self.anchor, self.kept, out=self.drift))
+
+    def _anchor_less(self, subtrahends: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+        for x, subtrahend, difference in zip(self.shaped_parts(self.anchor), subtrahends, out, strict=True):
+            torch.sub(x, subtrahend, out=difference)
 
     def _thetas(self) -> list[Tensor]:
         return [as_real(local(parameter)) for parameter in self.parameters]

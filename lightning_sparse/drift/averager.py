@@ -141,7 +141,7 @@ class SparseModelAverager(Averager):
     @property
     def is_sent_off(self) -> bool:
         """Whether values travel that have not been applied."""
-        return self._exchange.is_sent_off
+        return bool(self._exchange.flight)
 
     @property
     def largest_drift(self) -> float:
@@ -275,11 +275,7 @@ class SparseModelAverager(Averager):
 
     def anchor(self) -> dict[str, Tensor]:
         """Return x by parameter name: views in the weights' shapes, complex ones as real; exchanges change them."""
-        return {
-            name: part
-            for bucket in self._exchange.buckets
-            for name, part in zip(bucket.layout.names, bucket.shaped_parts(bucket.anchor), strict=True)
-        }
+        return self._exchange.anchors()
 
 
 def _shaped(flat: Tensor, like: Tensor) -> Tensor:

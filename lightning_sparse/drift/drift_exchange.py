@@ -34,6 +34,7 @@ class DriftExchange:
         outer: moves the anchors; None subtracts the average.
         untrained: the module's tensors beside them.
         ownership: the right to step on these parameters.
+        flight: buckets that travel and have not landed.
         is_changing: whether an exchange has begun to change weights and has not ended, or was broken off.
         largest_drift: the largest distance of any worker's weight from the anchor, just before the last exchange.
         of_whole_model: turns that distance into the model's, if other ranks hold other parts of it.
@@ -50,16 +51,11 @@ class DriftExchange:
         self.largest_drift = 0.0
         self.of_whole_model: Callable[[float], float] = lambda largest: largest
         self._module, self._engine, self._may_change = module, engine, may_change
-        self._flight: list[FlatBucket] = []
+        self.flight: list[FlatBucket] = []
         self._starts: list[Tensor] = []
         self._told: dict[str, Tensor] = {}
         self._zeros: dict[torch.dtype, Tensor] = {}
         self.take_in_new()
-
-    @property
-    def is_sent_off(self) -> bool:
-        """Whether values travel that have not landed."""
-        return bool(self._flight)
 
     def depart(self) -> None:
         """Select the drifts' values to send, and start their exchange. Collective."""
@@ -83,8 +79,8 @@ class DriftExchange:
             if is_last:
                 self._told = self.untrained.floating(only_buffers=True)
                 notes = torch.cat([notes, fingerprints([*self._told.values()]).to(notes.device)])
-            self._flight.append(FlatBucket(bucket.index, bucket.layout, bucket.drift, residual, is_last, notes=notes))
-            yield self._flight[-1]
+            self.flight.append(FlatBucket(bucket.index, bucket.layout, bucket.drift, residual, is_last, notes=notes))
+            yield self.flight[-1]
 
     def _zeros_like(self, kept: Tensor) -> Tensor:
         """Return zeros, which all buckets share."""
@@ -100,7 +96,7 @@ class DriftExchange:
         Raises:
             RuntimeError: the averager must not change the weights any more, or the process group has ended.
         """
-        if not self._flight:
+        if not self.flight:
             return
         if not dist.is_initialized():
             raise RuntimeError(
@@ -109,7 +105,7 @@ class DriftExchange:
             )
         self.ownership.require()
         self.is_changing = True
-        flight, self._flight = self._flight, []
+        flight, self.flight = self.flight, []
         starts, self._starts = self._starts, []
         notes = self._engine.finish()
         self.largest_drift = self.of_whole_model(max(float(note[:, 0].max()) for note in notes))
@@ -141,32 +137,38 @@ class DriftExchange:
 
     def restart(self) -> None:
         """Make the current weights the anchor, and forget all history. Not collective."""
-        if self._flight:
+        if self.flight:
             for bucket in self.buckets:
                 bucket.drift = torch.zeros_like(bucket.drift)  # values under way still arrive in the old tensors
-        self._flight, self._starts = [], []
+        self.flight, self._starts = [], []
         for bucket in self.buckets:
             bucket.read(bucket.anchor)
             bucket.kept.zero_()
         if self.outer is not None:
             self.outer.state.clear()
 
-    def views(self, kind: Literal["anchor", "kept"]) -> dict[str, Tensor]:
-        """Return the parts of all buckets' tensors by name: flat views, in the order of the parameter's indices."""
+    def anchors(self) -> dict[str, Tensor]:
+        """Return x by parameter name: views in the weights' shapes, complex ones as real; exchanges change them."""
+        return {
+            name: part
+            for bucket in self.buckets
+            for name, part in zip(bucket.layout.names, bucket.shaped_parts(bucket.anchor), strict=True)
+        }
+
+    def _views(self, kind: Literal["anchor", "kept"]) -> dict[str, Tensor]:
+        """Return the parts of all buckets' tensors by name: flat, in the order of the parameter's indices."""
         return {name: part for bucket in self.buckets for name, part in bucket.by_name(getattr(bucket, kind)).items()}
 
     def state(self) -> tuple[Tensors, dict[str, Any]]:
         """Return tensors by kind and name: anchor, unsent values and the outer optimizer's; and layout and numbers."""
         tensors, outer = outer_state(self.outer, self.buckets)
         layout = [list(bucket.layout.names) for bucket in self.buckets]
-        return {"anchor": self.views("anchor"), "kept": self.views("kept"), **tensors}, {
-            "layout": layout,
-            "outer": outer,
-        }
+        own: Tensors = {"anchor": self._views("anchor"), "kept": self._views("kept")}
+        return own | tensors, {"layout": layout, "outer": outer}
 
     def load(self, tensors: Tensors, outer: Mapping[str, Any]) -> None:
         """Load the results of ``state``, as far as they fit the buckets."""
-        for kind, parts in (("anchor", self.views("anchor")), ("kept", self.views("kept"))):
+        for kind, parts in (("anchor", self._views("anchor")), ("kept", self._views("kept"))):
             for name, saved in tensors.get(kind, {}).items():
                 if name in parts and saved.numel() == parts[name].numel():
                     parts[name].copy_(saved)

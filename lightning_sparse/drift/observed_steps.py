@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_sparse.drift.shared_weights import SharedWeights
-from lightning_sparse.engine.optimizer_steps import Arguments, StepObserver, changes_weights, weak_method
+from lightning_sparse.engine.optimizer_steps import Arguments, StepObserver, changes_weights
 
 MOST_UNSEEN = 20
 """An optimizer's steps without a call before the warning."""
@@ -40,9 +40,7 @@ class ObservedSteps:
         self._steps_since_call: Counter[int] = Counter()
         self._calls = self._idle_calls = self._steps = 0
         self._has_warned = False
-        self._observer = StepObserver(
-            weak_method(self.holds_any_of), weak_method(self._before), weak_method(self._after)
-        )
+        self._observer = StepObserver(self.holds_any_of, self._before, self._after)
 
     def close(self) -> None:
         """Stop observing steps."""

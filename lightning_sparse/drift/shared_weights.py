@@ -43,25 +43,24 @@ class SharedWeights:
     @torch.no_grad()
     def take_mean(self) -> None:
         """Give the module the mean of all workers' weights and buffers, unless it has shared ones. Collective."""
-        if self.is_shown:
-            return
-        tensors = self._averaged(self._workers)
-        self.own = {name: tensor.clone() for name, tensor in tensors.items()}
-        try:
-            self._workers.average(list(tensors.values()))
-        except BaseException:  # a worker died, or Ctrl-C: no mean, and none in part
-            self.give_back()
-            raise
-        self._marks_of_shared = self._marks()
+        if not self.is_shown:
+            self._keep_apart(self.mean(self._workers))
 
     @torch.no_grad()
     def take_anchor(self) -> None:
         """Give the module the anchor's weights, unless it has shared ones. Not collective."""
         if not self.is_shown:
-            self.own = {name: weight.clone() for name, weight in self.weights().items()}
-            for bucket in self._exchange.buckets:
-                bucket.write(bucket.anchor)
-            self._marks_of_shared = self._marks()
+            self._keep_apart(self.anchor())
+
+    def _keep_apart(self, shared: dict[str, Tensor]) -> None:
+        """Exchange the module's tensors with shared ones, one by one: that needs no memory for both."""
+        held = self._held()
+        for name in list(shared):
+            tensor = shared.pop(name)
+            if name in held and held[name].shape == tensor.shape:
+                self.own[name] = held[name].clone()
+                held[name].copy_(tensor)
+        self._marks_of_shared = self._marks()
 
     @torch.no_grad()
     def give_back(self) -> None:
@@ -101,11 +100,11 @@ class SharedWeights:
 
         A parameter that has another size since the last exchange has no anchor: its copy is its own value.
         """
-        anchor = self._exchange.views("anchor")
+        anchors = self._exchange.anchors()
         copies = {name: weight.clone() for name, weight in self.weights().items()}
         for name, copy in copies.items():
-            if anchor[name].numel() == as_real(copy).numel():
-                as_real(copy).copy_(anchor[name].view(as_real(copy).shape))
+            if anchors[name].shape == as_real(copy).shape:
+                as_real(copy).copy_(anchors[name])
         return copies
 
     @contextmanager

@@ -81,7 +81,8 @@ class StepObserver:
     """Calls back before and after each step that any optimizer takes on given parameters.
 
     An optimizer around another (Lookahead, SAM) counts as one optimizer. Steps inside a backward, which hooks of single
-    parameters take, count together as one step when that backward ends.
+    parameters take, count together as one step when that backward ends. All arguments are methods; the observer does
+    not keep their objects alive.
 
     Args:
         holds_any_of: returns whether parameter groups have one of the parameters.
@@ -95,7 +96,8 @@ class StepObserver:
         before: Callable[[Optimizer, Arguments], Arguments | None],
         after: Callable[[Optimizer], None],
     ) -> None:
-        self._holds_any_of, self._before, self._after = holds_any_of, before, after
+        self._holds_any_of = weak_method(holds_any_of)
+        self._before, self._after = weak_method(before), weak_method(after)
         self._outer: Optimizer | None = None
         self._awaited_backward = -1
         follow_steps(self)
@@ -113,7 +115,8 @@ class StepObserver:
         if is_inner or not self._holds_any_of(optimizer.param_groups):
             return None
         self._outer = optimizer
-        return self._before(optimizer, arguments)
+        changed: Arguments | None = self._before(optimizer, arguments)
+        return changed
 
     def _step_ends(self, optimizer: Optimizer) -> None:
         if self._outer is not optimizer:

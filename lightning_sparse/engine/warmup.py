@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.engine.engine import Engine
+from lightning_sparse.engine.grouping import kept_dtype
 from lightning_sparse.exchange import ExchangeMode, Workers
 from lightning_sparse.exchange.pending import Pending
 from lightning_sparse.kernels import native, warm_up
@@ -70,9 +71,9 @@ def _run_warmup(
         # Twice: what the second half of a reduce-scatter is like follows from the step before.
         for left_out in (nothing, nothing, first_layer) if has_unused else (nothing, nothing):
             gradient = torch.zeros(layout.num_elements, dtype=dtype, device=device)
-            kept = torch.float64 if dtype == torch.float64 else torch.float32
-            residual = Residual(*(torch.zeros(layout.num_elements, dtype=kept, device=device) for _ in range(2)))
+            before, after = torch.zeros(2, layout.num_elements, dtype=kept_dtype(gradient), device=device)
             scale = torch.ones(1, device=device) if is_scaled else None
+            residual = Residual(before, after)
             bucket = FlatBucket(0, layout, gradient, residual, is_last=True, left_out=left_out, loss_scale=scale)
             double.begin()
             double.add_all([bucket])

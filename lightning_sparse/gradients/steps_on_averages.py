@@ -8,13 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sparse.engine.grouping import local
-from lightning_sparse.engine.optimizer_steps import (
-    Arguments,
-    StepObserver,
-    UnexchangedParameters,
-    changes_weights,
-    weak_method,
-)
+from lightning_sparse.engine.optimizer_steps import Arguments, StepObserver, UnexchangedParameters, changes_weights
 
 MOST_EMPTY_CALLS = 20
 """Consecutive calls without a gradient before the warning."""
@@ -41,7 +35,7 @@ class StepsOnAverages:
         self._averaged: dict[int, tuple[int, int]] = {}
         self._said: set[str] = set()
         self._empty_calls = 0
-        self._observer = StepObserver(holds_any_of, weak_method(self._before), weak_method(self._after))
+        self._observer = StepObserver(holds_any_of, self._before, self._after)
 
     def close(self) -> None:
         """Observes no more steps."""
