@@ -91,10 +91,6 @@ def outer_state(outer: Optimizer | None, buckets: Sequence[AnchorBucket]) -> tup
 
     Tensors as large as the anchor are flat views by ``PREFIX`` + key and by name. All else is a number: a copy by name
     and key, under ``"numbers"``.
-
-    Args:
-        outer: moves the anchors; None has no state.
-        buckets: the anchors.
     """
     tensors: Tensors = {}
     numbers: dict[str, dict[str, Any]] = {}
@@ -118,13 +114,7 @@ def load_outer(
 ) -> None:
     """Load the results of ``outer_state``; missing parts of a tensor become zero.
 
-    Warns, and loads nothing, if they are of another kind of optimizer.
-
-    Args:
-        outer: the current optimizer, or None.
-        buckets: its anchors.
-        tensors: by kind and name; kinds without ``PREFIX`` are ignored.
-        saved: kind and numbers.
+    Ignores tensors without ``PREFIX``. Warns, and loads nothing, if the state is of another kind of optimizer.
     """
     now = _kind_of(outer)
     if saved["kind"] is not None and saved["kind"] != now:

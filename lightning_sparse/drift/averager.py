@@ -28,7 +28,7 @@ from lightning_sparse.drift.options import DriftOptions
 from lightning_sparse.drift.shared_weights import SharedWeights
 from lightning_sparse.drift.untrained_tensors import ignored_names, named_tensors
 from lightning_sparse.engine import Averager, Engine, warm_up_steps
-from lightning_sparse.engine.grouping import as_real, kept_dtype, local, require_one_device, sizes_by_name
+from lightning_sparse.engine.grouping import as_real, kept_dtype, local, real_numel, require_one_device
 from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.exchange import (
     OwnGroup,
@@ -113,8 +113,7 @@ class SparseModelAverager(Averager):
                 Engine(sparsifier, self.options, group=self.own_group.group, per_layer_stats=per_layer_stats), weights
             )
             self.save_barrier = SaveBarrier(self.workers)
-            ignored = ignored_names(module)
-            held = named_tensors(module)
+            ignored, held = ignored_names(module), named_tensors(module)
             self.workers.broadcast([local(tensor) for name, tensor in held.items() if name not in ignored])
         empty = {name: local(weight).new_empty(0, dtype=kept_dtype(weight)) for name, weight in weights.items()}
         warm_up_steps(self._engine, empty)
@@ -131,7 +130,7 @@ class SparseModelAverager(Averager):
     @property
     def parameter_sizes(self) -> dict[str, int]:
         """By name, how many real numbers this worker exchanges of each parameter."""
-        return sizes_by_name(self._exchange.buckets)
+        return {name: real_numel(local(parameter)) for name, parameter in self._exchange.anchored.items()}
 
     @property
     def is_exchanging(self) -> bool:
@@ -169,22 +168,26 @@ class SparseModelAverager(Averager):
             RuntimeError: the module has the mean of all workers' weights, and the step would be lost; or the averager
                 was closed, or another has been made for the same weights.
         """
+        self._prepare()
         self._exchange.ownership.require()
         if self.shared.is_shown:
             raise RuntimeError(LOST_STEP)
         self.observed_steps.averager_stepped()
         self.num_steps += 1
         self._exchange.land()
-        if self.num_steps % self.options.every_n_steps:
-            return
-        self._exchange.depart()
-        if not self.options.overlap:
-            self._exchange.land()
+        if self.num_steps % self.options.every_n_steps == 0:
+            self._exchange.depart()
+            if not self.options.overlap:
+                self._exchange.land()
 
     @torch.no_grad()
     def flush(self) -> None:
         """Apply values that still travel with ``overlap=True``. Collective."""
+        self._prepare()
         self._exchange.land()
+
+    def _prepare(self) -> None:
+        """Do nothing; a sharded model frees its gathered parameters."""
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
@@ -237,20 +240,19 @@ class SparseModelAverager(Averager):
         self._engine.restore(snapshot)
         self.num_steps = snapshot.numbers["num_steps"]
         self._exchange.take_in_as(snapshot.numbers["layout"])
-        unsent = snapshot.own.get("unsent", {})
+        saved, unsent = snapshot.own.get("weights", {}), snapshot.own.get("unsent", {})
         kept = {} if self.options.keep_drift else {"kept": unsent}
         self._exchange.load(snapshot.shared | kept, snapshot.numbers["outer"])
-        parameters = {name: local(parameter) for name, parameter in self.parameters.items()}
-        weights = {
-            name: _shaped(flat, parameters[name])
-            for name, flat in snapshot.own.get("weights", {}).items()
-            if name in parameters and flat.numel() == as_real(parameters[name]).numel()
-        }
-        if self.options.keep_drift:  # values that another run kept apart belong to the weights
-            for name, held in self.shared.weights().items():
-                if name in unsent and unsent[name].numel() == as_real(held).numel():
-                    weights[name] = weights.get(name, held).to(held.device, copy=True)
-                    as_real(weights[name]).sub_(unsent[name].to(held.device).view(as_real(held).shape))
+        weights: dict[str, Tensor] = {}
+        for name, parameter in self.parameters.items():
+            held = local(parameter)
+            if name in saved and saved[name].numel() == real_numel(held):
+                weights[name] = torch.empty_like(held, memory_format=torch.contiguous_format)
+                as_real(weights[name]).copy_(saved[name].view(as_real(held).shape))
+            if self.options.keep_drift and name in unsent and unsent[name].numel() == real_numel(held):
+                # Values that another run kept apart belong to the weights.
+                weight = weights.setdefault(name, held.clone())
+                as_real(weight).sub_(unsent[name].to(held.device).view(as_real(held).shape))
         self.shared.set_apart(weights | snapshot.extra.get("buffers", {}))
 
     def reset(self) -> None:
@@ -276,13 +278,6 @@ class SparseModelAverager(Averager):
     def anchor(self) -> dict[str, Tensor]:
         """Return x by parameter name: views in the weights' shapes, complex ones as real; exchanges change them."""
         return self._exchange.anchors()
-
-
-def _shaped(flat: Tensor, like: Tensor) -> Tensor:
-    """Return a copy of flat real numbers with shape, dtype and device of a tensor."""
-    shaped = torch.empty_like(like, memory_format=torch.contiguous_format)
-    as_real(shaped).copy_(flat.view(as_real(shaped).shape))
-    return shaped
 
 
 def checked(options: DriftOptions | None) -> DriftOptions:

@@ -1,6 +1,6 @@
 """One exchange of drifts: its start, and the move of anchor and weights once the average has arrived."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -22,11 +22,8 @@ T = TypeVar("T")
 class DriftExchange:
     """The anchors of a module's parameters, and the exchange of drifts from them.
 
-    Args:
-        module: its parameters are anchored at their values when they first require a gradient.
-        engine: exchanges.
-        options: see `DriftOptions`.
-        may_change: whether layers of the module may be replaced between two exchanges.
+    A parameter is anchored at its value when it first requires a gradient. ``may_change`` tells whether layers of the
+    module may be replaced between two exchanges.
 
     Attributes:
         buckets: the anchored parameters.
@@ -198,7 +195,7 @@ class DriftExchange:
         else:
             new = drifting(named, but=self.anchored)
             if self.anchored:
-                say_new_layers(new.keys(), ())
+                say_new_layers(set(new), set())
             self._take_in(new)
             self.untrained.take_in_new()
 
@@ -233,7 +230,7 @@ class DriftExchange:
         self.load({kind: renamed(parts) for kind, parts in tensors.items()}, of_outer)
         self.untrained.take_in_new()
         self._engine.forget_sizes()
-        say_new_layers(new.keys(), set(gone) - set(names_before.values()))
+        say_new_layers(set(new), set(gone) - set(names_before.values()))
 
     def _take_in(self, parameters: dict[str, Tensor], *, is_shared: bool = False) -> None:
         """Anchor parameters, after averaging how far they have drifted unless ``is_shared``."""
@@ -261,15 +258,11 @@ def _largest(values: Tensor) -> Tensor:
     return torch.maximum(highest, -lowest).double().view(1)
 
 
-def say_new_layers(new: Collection[str], gone: Collection[str]) -> None:
+def say_new_layers(new: set[str], gone: set[str]) -> None:
     """Say which parameters of a model were added, replaced or removed during training."""
-    kinds = {
-        "replaced": sorted(name for name in new if name in gone),
-        "added or unfrozen": sorted(name for name in new if name not in gone),
-        "removed": sorted(name for name in gone if name not in new),
-    }
+    kinds = {"replaced": new & gone, "added or unfrozen": new - gone, "removed": gone - new}
     changes = [
-        f"{len(names)} parameters were {kind} ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
+        f"{len(names)} parameters were {kind} ({', '.join(sorted(names)[:3])}{', …' if len(names) > 3 else ''})"
         for kind, names in kinds.items()
         if names
     ]

@@ -24,10 +24,7 @@ LOST_STEP = (
 class ObservedSteps:
     """Refuses steps that would be lost, notifies a strategy of others or counts them, and warns of missing calls.
 
-    Args:
-        module: the model.
-        shared: tells whether the model has other weights than the worker's own.
-        may_change: whether layers of the model may be replaced.
+    ``may_change`` tells whether layers of the module may be replaced.
 
     Attributes:
         on_step: called after each step if a strategy calls ``averager.step()``; None if the loop calls it.

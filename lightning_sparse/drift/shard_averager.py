@@ -7,7 +7,6 @@ the optimizer steps on shards. Between replicas, the ranks that hold the same sh
 from dataclasses import replace
 from functools import partial
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -31,13 +30,7 @@ class ShardModelAverager(SparseModelAverager):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         options = DriftOptions(every_n_steps=8)
         averager = ShardModelAverager(model, mesh["replicate"], HardThreshold(density=0.01), options)
-        for batch in loader:
-            loss_of(model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            averager.step()
-        with averager.averaged_weights():
-            validate(model)
+        # then as with SparseModelAverager
 
     Args:
         module: the model, sharded over the ranks of a replica and no further. All replicas take the first replica's
@@ -80,15 +73,5 @@ class ShardModelAverager(SparseModelAverager):
         self._exchange.of_whole_model = partial(largest, workers=self.replica, device=self.device)
         self._whole, self.place = module, sharding.place
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    @torch.no_grad()
-    def step(self) -> None:
-        """Count an optimizer step; exchange drifts after every ``every_n_steps`` of them. Collective: all ranks."""
+    def _prepare(self) -> None:
         reshard(self._whole)
-        super().step()
-
-    @torch.no_grad()
-    def flush(self) -> None:
-        """Apply values that still travel with ``overlap=True``. Collective: all ranks."""
-        reshard(self._whole)
-        super().flush()

@@ -16,11 +16,6 @@ from lightning_sparse.exchange import Workers
 class SharedWeights:
     """Gives a module the mean of the workers' weights, or the anchor's, and its own back.
 
-    Args:
-        module: this worker's.
-        exchange: of its drifts.
-        workers: all of them.
-
     Attributes:
         own: by name, this worker's own weights and buffers while the module has shared ones; else empty.
     """

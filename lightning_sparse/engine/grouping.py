@@ -149,10 +149,3 @@ def bucketed(
         )
         for index, names in enumerate(names_of_buckets, first_index)
     ]
-
-
-def sizes_by_name(buckets: Sequence[ParameterBucket]) -> dict[str, int]:
-    """Return how many real numbers this rank exchanges of each parameter."""
-    return {
-        name: size for bucket in buckets for name, size in zip(bucket.layout.names, bucket.layout.sizes, strict=True)
-    }

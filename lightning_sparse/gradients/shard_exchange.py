@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_sparse._version import __version__
 from lightning_sparse.engine import Averager, Engine, FlatBucket, warm_up_steps
-from lightning_sparse.engine.grouping import as_real, local, sizes_by_name
+from lightning_sparse.engine.grouping import as_real, local, real_numel
 from lightning_sparse.engine.sharding import Sharding, reshard
 from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.exchange import (
@@ -183,7 +183,7 @@ class ShardExchange(Averager):
     @property
     def parameter_sizes(self) -> dict[str, int]:
         """By name, how many real numbers this rank exchanges of each parameter."""
-        return sizes_by_name(self._buckets)
+        return {name: real_numel(local(held)) for name, held in self._parameters.items() if name in self._taken}
 
     @property
     def parameters(self) -> Mapping[str, Tensor]:
