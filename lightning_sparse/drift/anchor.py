@@ -1,7 +1,7 @@
 """The anchor: the weights that all workers share, and the outer optimizer that moves it."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_sparse.engine.grouping import ParameterBucket, as_real, bucketed, kept_dtype, local
+from lightning_sparse.engine.grouping import ParameterBucket, as_real, local
 from lightning_sparse.engine.snapshot import Tensors
 
 PREFIX = "outer."
-"""Begins the kinds of the outer optimizer's tensors in a `Snapshot`."""
+"""Begins the kinds of the outer optimizer's tensors in a ``Snapshot``."""
 
 
 @dataclass
@@ -27,9 +27,13 @@ class AnchorBucket(ParameterBucket):
         kept: unsent values.
     """
 
-    anchor: Tensor
-    drift: Tensor
-    kept: Tensor
+    anchor: Tensor = field(init=False)
+    drift: Tensor = field(init=False)
+    kept: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.anchor, self.drift, self.kept = (self.zeros() for _ in range(3))
+        self.read(self.anchor)
 
     def read(self, out: Tensor) -> Tensor:
         """Copy the parameters into a flat tensor, each in the order of its indices."""
@@ -63,18 +67,6 @@ class AnchorBucket(ParameterBucket):
 
     def _thetas(self) -> list[Tensor]:
         return [as_real(local(parameter)) for parameter in self.parameters]
-
-
-def lay_out(parameters: Mapping[str, Tensor], first_index: int = 0) -> list[AnchorBucket]:
-    """Return buckets for parameters, with their current values as anchors."""
-    buckets = []
-    for bucket in bucketed(parameters, first_index, kept_dtype):
-        first = local(bucket.parameters[0])
-        size, dtype = bucket.layout.num_elements, kept_dtype(first)
-        anchor, drift, kept = (torch.zeros(size, dtype=dtype, device=first.device) for _ in range(3))
-        buckets.append(AnchorBucket(**vars(bucket), anchor=anchor, drift=drift, kept=kept))
-        buckets[-1].read(anchor)
-    return buckets
 
 
 def drifting(named: Mapping[str, Tensor], *, but: Collection[str] = ()) -> dict[str, Tensor]:

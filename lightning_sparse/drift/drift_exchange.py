@@ -8,11 +8,11 @@ import torch.distributed as dist
 from lightning.fabric.utilities import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_sparse.drift.anchor import AnchorBucket, WeightOwnership, drifting, lay_out, load_outer, outer_state
+from lightning_sparse.drift.anchor import AnchorBucket, WeightOwnership, drifting, load_outer, outer_state
 from lightning_sparse.drift.options import DriftOptions
 from lightning_sparse.drift.untrained_tensors import UntrainedTensors, fingerprints, ignored_names
 from lightning_sparse.engine import Engine, FlatBucket
-from lightning_sparse.engine.grouping import local
+from lightning_sparse.engine.grouping import bucketed, kept_dtype, local
 from lightning_sparse.engine.snapshot import Tensors
 from lightning_sparse.selection.residual import Residual
 
@@ -240,7 +240,7 @@ class DriftExchange:
             self._engine.workers.average([local(parameter) for parameter in parameters.values()])
         self.anchored |= parameters
         self.ownership.take(parameters.values())
-        new = lay_out(parameters, len(self.buckets))
+        new = bucketed(AnchorBucket, parameters, len(self.buckets), kept_dtype)
         self.buckets += new
         if self.options.outer_optimizer is not None:
             anchors = [bucket.anchor for bucket in new]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -118,6 +119,11 @@ class ParameterBucket:
     layout: LayerLayout
     parameters: list[Tensor]
 
+    def zeros(self) -> Tensor:
+        """Return a flat tensor of zeros: float32, or float64 where parameters are."""
+        first = local(self.parameters[0])
+        return torch.zeros(self.layout.num_elements, dtype=kept_dtype(first), device=first.device)
+
     def by_name(self, flat: Tensor) -> dict[str, Tensor]:
         """Return the parts of a flat tensor by parameter name: flat views, in the order of the indices."""
         return {name: flat[start:end] for name, start, end in self.layout.spans()}
@@ -129,9 +135,12 @@ class ParameterBucket:
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
+_Bucket = TypeVar("_Bucket", bound=ParameterBucket)
+
+
 def bucketed(
-    parameters: Mapping[str, Tensor], first_index: int, dtype_of: Callable[[Tensor], torch.dtype]
-) -> list[ParameterBucket]:
+    kind: type[_Bucket], parameters: Mapping[str, Tensor], first_index: int, dtype_of: Callable[[Tensor], torch.dtype]
+) -> list[_Bucket]:
     """Group parameters into buckets of one dtype and device, in the order given: the same on all workers."""
     groups: dict[tuple[torch.dtype, torch.device], list[list[str]]] = {}
     sizes = {name: real_numel(local(parameter)) for name, parameter in parameters.items()}
@@ -142,7 +151,7 @@ def bucketed(
         runs[-1].append(name)
     names_of_buckets = [names for runs in groups.values() for names in runs]
     return [
-        ParameterBucket(
+        kind(
             index,
             LayerLayout(tuple(names), tuple(sizes[name] for name in names)),
             [parameters[name] for name in names],

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_sparse._version import __version__
 from lightning_sparse.engine import Averager, Engine, FlatBucket, warm_up_steps
-from lightning_sparse.engine.grouping import as_real, local, real_numel
+from lightning_sparse.engine.grouping import as_real, bucketed, local, real_numel
 from lightning_sparse.engine.sharding import Sharding, reshard
 from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.exchange import (
@@ -35,7 +35,7 @@ from lightning_sparse.exchange import (
 )
 from lightning_sparse.exchange.wire import ValueDtype, require_wire
 from lightning_sparse.gradients.options import DensityControlMode, ExchangeOptions, require_density_control
-from lightning_sparse.gradients.shard_bucket import ShardBucket, lay_out
+from lightning_sparse.gradients.shard_bucket import ShardBucket
 from lightning_sparse.gradients.steps_on_averages import StepsOnAverages
 from lightning_sparse.sparsifiers import Dense, Sparsifier
 
@@ -167,7 +167,7 @@ class ShardExchange(Averager):
         """Lays out parameters that require a gradient by now. The same on all ranks."""
         new = {name: one for name, one in self._parameters.items() if one.requires_grad and name not in self._taken}
         if new:
-            added = lay_out(new, len(self._buckets))
+            added = bucketed(ShardBucket, new, len(self._buckets), lambda parameter: parameter.dtype)
             self._buckets += added
             self._taken |= new.keys()
             self._fill(added)
