@@ -69,15 +69,19 @@ class Calibrator:
         self._sparsifier.fix_threshold(threshold)
         self._running = self._open = None
 
-    def observe(self, stats: StepStats, before: StepStats | None) -> None:
+    def observe(self, stats: StepStats, before: StepStats | None, *, counts: bool = True) -> None:
         """Use the numbers of a step: for calibration until λ is fixed, after that to adjust λ.
 
-        λ stays if nothing was sent and no residual has changed since the previous step (a learning rate of 0).
+        λ stays if nothing was sent and no residual has changed since the previous step (a learning rate of 0). With
+        ``counts=False`` the step adjusts λ only once ``confirm`` is called, before the next step.
         """
         if self._sparsifier is None:
             return
         if self._running is None:
-            self._correct(stats, before, None)
+            if counts:
+                self._correct(stats, before, None)
+            else:
+                self._open = stats, before
             return
         self._running.observe(stats.squared_gradient_norm)
         self._observed_steps += 1
@@ -106,17 +110,6 @@ class Calibrator:
                 f"{calibration.measured_steps}, and the last ‖g‖² is {stats.squared_gradient_norm:g}. Look for "
                 "gradients that are zero, not finite or too small to square, or give threshold=… instead of density=…"
             )
-
-    def expect(self, stats: StepStats, before: StepStats | None) -> None:
-        """Store the numbers of a step that counts only once ``confirm`` is called.
-
-        A previous step that was not confirmed does not count. Calibration counts every step.
-        """
-        self._open = None
-        if self._running is not None:
-            self.observe(stats, before)
-        else:
-            self._open = stats, before
 
     def confirm(self, names: Collection[str]) -> None:
         """Adjust λ for the stored step, which counts for these layers: an optimizer has stepped on them.

@@ -199,7 +199,7 @@ class Engine:
         )
         self.last_step = stats = self.of_whole_model(stats)
         self.next_step += 1
-        (self.calibrator.observe if counts else self.calibrator.expect)(stats, before)
+        self.calibrator.observe(stats, before, counts=counts)
         for receiver in self.subscribers:
             receiver(stats)
 
