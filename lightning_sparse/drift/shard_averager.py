@@ -5,7 +5,6 @@ the optimizer steps on shards. Between replicas, the ranks that hold the same sh
 """
 
 from dataclasses import replace
-from functools import partial
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_sparse.drift import DriftOptions, SparseModelAverager
 from lightning_sparse.drift.averager import checked, drift_settings
 from lightning_sparse.engine.sharding import Resharded, Sharding, reshard
-from lightning_sparse.exchange.replicas import largest
 from lightning_sparse.sparsifiers import Dense, Sparsifier
 
 
@@ -70,7 +68,8 @@ class ShardModelAverager(SparseModelAverager):
             sparsifier, options = Dense(), replace(options, value_dtype="float32")
         super().__init__(Resharded(module), sparsifier, options, group=sharding.group, per_layer_stats=per_layer_stats)
         self._engine.of_whole_model = sharding.of_all_shards
-        self._exchange.of_whole_model = partial(largest, workers=self.replica, device=self.device)
+        replica, device = self.replica, self.device  # without self: no reference cycle
+        self._exchange.of_whole_model = lambda number: float(replica.gather_numbers([number], device).max())
         self._whole, self.place = module, sharding.place
 
     def _prepare(self) -> None:

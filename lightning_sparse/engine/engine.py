@@ -139,7 +139,6 @@ class Engine:
             bucket.average = self._averages.take(bucket.index, gradient.numel(), dtype, gradient.device)
         shipment = self.exchange.open(
             bucket.index,
-            layout.num_elements,
             wire_of(self.options.value_dtype, dtype, None if is_full else self.sparsifier),
             header_fields(layout, self.per_layer_stats) + (0 if bucket.notes is None else bucket.notes.numel()),
             bucket.average,
@@ -149,7 +148,7 @@ class Engine:
         header = self._extraction.fill(bucket, shipment, measures_gradient=is_full)
         if bucket.notes is not None:
             header = torch.cat([header, bucket.notes])
-        self.exchange.start(shipment, header, is_last=bucket.is_last)
+        self.exchange.start(shipment, header)
 
     def add_all(self, buckets: Iterable[FlatBucket]) -> None:
         """Add buckets one by one, after a survey of all if the sparsifier needs it. Collective."""
@@ -167,7 +166,7 @@ class Engine:
         """
         begin = perf_counter()
         try:
-            headers, self._volume = self.exchange.finish()
+            headers, self._sent_bytes, self._dense_elements = self.exchange.finish()
             self.wait_seconds = perf_counter() - begin
         except LostWorkerError as error:
             raise RuntimeError(f"Exchange {self.next_step} failed: {error}") from error
@@ -190,9 +189,9 @@ class Engine:
         before = self.last_step
         stats = StepStats(
             step=0 if before is None else before.step + 1,
-            payload_bytes=self._volume.sent_bytes + more_bytes,
+            payload_bytes=self._sent_bytes + more_bytes,
             dense_bytes=dense_exchanges * sum(bucket.gradient.nbytes for bucket in buckets),
-            dense_elements=self._volume.dense_elements,
+            dense_elements=self._dense_elements,
             threshold=self.sparsifier.current_threshold,
             is_calibration=self.calibrator.is_running,
             **numbers_of_headers([bucket.layout for bucket in buckets], self._headers),

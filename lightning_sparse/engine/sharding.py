@@ -14,7 +14,7 @@ from lightning_sparse.engine.grouping import local
 from lightning_sparse.engine.step_stats import LayerStats, StepStats, layer_stats
 from lightning_sparse.exchange import current_device, require_agreement
 from lightning_sparse.exchange.agreement import differing
-from lightning_sparse.exchange.replicas import everyones, replica_workers
+from lightning_sparse.exchange.groups import replica_workers
 from lightning_sparse.selection.numbers import STEP_NUMBERS, combined
 
 OF_STEP = [number for number in STEP_NUMBERS if number.shards]
@@ -70,7 +70,7 @@ class Sharding:
         layers = [own.layers.get(name, LayerStats(0, 0, 0.0, 0.0)) for name in names]
         numbers = [getattr(own, number.name) for number in OF_STEP]
         numbers += [getattr(layer, number.name) for layer in layers for number in OF_LAYER]
-        rows = everyones(numbers, self.replica, self.device)
+        rows = self.replica.gather_numbers(numbers, self.device)
         totals = iter(combined(rows, OF_STEP + OF_LAYER * len(layers), "shards"))
         of_step = {number.name: next(totals) for number in OF_STEP}
         of_layers = {name: layer_stats(OF_LAYER, [next(totals) for _ in OF_LAYER], own.num_workers) for name in names}

@@ -19,7 +19,7 @@ from lightning_sparse.engine import Engine, FlatBucket, memory
 from lightning_sparse.engine.transport_options import TransportOptions
 from lightning_sparse.exchange import ExchangeMode, buffers, exchange
 from lightning_sparse.exchange.pending import Pending
-from lightning_sparse.exchange.routes import adding, fused_decode, gather
+from lightning_sparse.exchange.routes import adding, gather
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.gradients import buckets as ddp_buckets
 from lightning_sparse.gradients import sparse_state
@@ -115,17 +115,16 @@ class _Now:
 _now = _Now()
 
 
-class _HostCopy:
-    """In place of the copy to the host: from here on numbers are real."""
+def _copy_to_host(table, buffers):
+    """In place of the copy to the host: after its wait numbers are real."""
+    _now.counts.launch("copy to the host")
 
-    def __init__(self, table, buffers):
-        _now.counts.launch("copy to the host")
-        self._shape = table.shape
-
-    def wait(self):
+    def wait():
         _now.counts.waits.append("headers")
         _now.leave_fake()
-        return _now.headers[: self._shape[1]].expand(self._shape)
+        return _now.headers[: table.shape[1]].expand(table.shape)
+
+    return wait
 
 
 def measure(
@@ -225,10 +224,10 @@ def _pretend(num_workers: int, *, has_kernels: bool) -> None:
     torch.Tensor.pin_memory = lambda self: self  # there is no driver that could
     for module in (adding, gather, extraction):
         module.is_available = lambda device: has_kernels
-    for module in (fused_threshold, fused_decode):
+    for module in (fused_threshold, adding):
         module.launch = lambda kernel, *arguments, **constants: _now.counts.launch(kernel.fn.__name__)
     exchange.Workers = lambda group, rank, size: _Workers(group, rank, num_workers)
-    exchange.HostCopy = _HostCopy
+    exchange.copy_to_host = _copy_to_host
 
 
 def _step(engine: Engine, layouts: list[LayerLayout], dtype: torch.dtype, scaled: bool, has_notes: bool) -> None:

@@ -23,7 +23,7 @@ def plain_average(
         group: the process group; None is the default group.
     """
     num_workers = dist.get_world_size(group)
-    payload = payload_format.pack(selection)
+    payload = packed(payload_format, selection)
     sizes = torch.zeros(num_workers, 1, dtype=torch.int64, device=payload.device)
     dist.all_gather(list(sizes.unbind()), sizes.new_tensor([payload.numel()]), group=group)
     size_of_rank: list[int] = sizes.flatten().tolist()
@@ -37,3 +37,11 @@ def plain_average(
         indices, values = payload_format.unpack(received[:size], out.dtype)
         out.index_add_(0, indices, values)
     out.div_(num_workers)
+
+
+def packed(payload_format: PayloadFormat, selection: Selection) -> Tensor:
+    """Returns a payload just large enough: uint8, shape (payload_bytes(k),), on the selection's device."""
+    num_bytes = payload_format.payload_bytes(selection.indices.numel())
+    payload = torch.zeros(num_bytes, dtype=torch.uint8, device=selection.indices.device)
+    payload_format.fill(payload, selection)
+    return payload
