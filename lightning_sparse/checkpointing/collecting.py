@@ -10,8 +10,7 @@ from torch import Tensor
 
 from lightning_sparse.checkpointing.content import FOLDER, UNSENT, empty_content, warn_of_incomplete
 from lightning_sparse.engine.averager import Averager
-from lightning_sparse.engine.state.saved_state import unsent_norm
-from lightning_sparse.engine.state.snapshot import Snapshot, Tensors, copied
+from lightning_sparse.engine.snapshot import Snapshot, Tensors, copied, unsent_norm
 from lightning_sparse.exchange import Workers
 from lightning_sparse.exchange.sharded_tensors import like_parameter, whole, write_folder
 

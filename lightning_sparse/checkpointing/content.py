@@ -14,7 +14,7 @@ All strategies write the same fields under one key, plain containers and tensors
     extras          for every rank of a replica a list with every worker's ``Snapshot.extra``
     has_folder      whether ``shared`` and ``workers`` are in the folder ``FOLDER`` instead, written by all ranks
     why_incomplete  None, or why tensors are missing that were asked for
-    seal            see ``lightning_sparse.engine.state.saved_state``
+    seal            see ``lightning_sparse.engine.snapshot``
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from typing import Any
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_sparse.engine.state.saved_state import DamagedStateError, unsent_norm
+from lightning_sparse.engine.snapshot import DamagedStateError, unsent_norm
 
 KEY = FOLDER = "lightning_sparse"
 VERSION = 1

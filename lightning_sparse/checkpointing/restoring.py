@@ -19,9 +19,7 @@ from lightning_sparse.checkpointing.content import (
 from lightning_sparse.checkpointing.options import AnyCheckpointOptions, OnWorldSizeChange
 from lightning_sparse.checkpointing.sources import SHARED, FileSource, FolderSource, Source
 from lightning_sparse.engine.averager import Averager
-from lightning_sparse.engine.messages import warn_of_forgotten
-from lightning_sparse.engine.state.saved_state import require_seal
-from lightning_sparse.engine.state.snapshot import Snapshot
+from lightning_sparse.engine.snapshot import Snapshot, require_seal, warn_of_forgotten
 from lightning_sparse.exchange import raised_together
 
 

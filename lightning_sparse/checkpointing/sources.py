@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from lightning_sparse.checkpointing.collecting import OPTIMIZERS
 from lightning_sparse.engine.grouping import as_real, kept_dtype, local
-from lightning_sparse.engine.state.saved_state import DamagedStateError
+from lightning_sparse.engine.snapshot import DamagedStateError
 from lightning_sparse.exchange import raised_together
 from lightning_sparse.exchange.sharded_tensors import like_parameter, own_part, read_folder, sizes_in_folder
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_sparse.engine.state.memory_format import real_numel, require_strides
+from lightning_sparse.engine.grouping import real_numel, require_strides
 from lightning_sparse.sparsifiers import LayerLayout
 
 if TYPE_CHECKING:

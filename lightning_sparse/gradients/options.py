@@ -38,7 +38,7 @@ class ExchangeOptions(TransportOptions):
             buckets, so nothing is sent before backward has ended: the exchange no longer overlaps with it.
         density_control: what becomes of a λ that was asked for by a density. ``"hold"``, which None stands for,
             corrects it slowly, so that the average volume after calibration meets the density
-            (``lightning_sparse.engine.control.density_control``); ``"calibrate"`` leaves it constant after its
+            (``lightning_sparse.engine.density_control``); ``"calibrate"`` leaves it constant after its
             calibration, as the theory has it.
         value_dtype: see ``TransportOptions``, also for ``exchange`` and ``link_gbit_s``.
 

@@ -25,8 +25,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.optimizer_steps import Arguments, UnexchangedParameters, follow_no_steps, follow_steps
-from lightning_sparse.engine.state.memory import ResidualMemory
 from lightning_sparse.gradients.learning_rates import LastLearningRates
 from lightning_sparse.gradients.messages import warn_of_no_steps, warn_of_unexchanged, warn_of_unowned
 

@@ -1,14 +1,13 @@
 """A flat bucket of this rank's shards: gradients are copied in, and averages out."""
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.engine import FlatBucket
-from lightning_sparse.engine.grouping import as_real, kept_dtype, local
-from lightning_sparse.engine.parameter_bucket import ParameterBucket, bucketed
+from lightning_sparse.engine.grouping import ParameterBucket, as_real, local
 from lightning_sparse.selection.residual import Residual
 
 
@@ -20,7 +19,10 @@ class ShardBucket(ParameterBucket):
         residual: e, shape (layout.num_elements,): float32, or float64 where gradients are.
     """
 
-    residual: Tensor
+    residual: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.residual = self.zeros()
 
     def bring(self, used: Collection[str], *, is_last: bool, notes: Tensor) -> FlatBucket:
         """Returns the bucket for a step, with a copy of the gradients.
@@ -66,18 +68,3 @@ class ShardBucket(ParameterBucket):
             sources.append(part)
         if targets:
             torch._foreach_copy_(targets, sources)
-
-
-def lay_out(parameters: Mapping[str, Tensor], first_index: int) -> list[ShardBucket]:
-    """Return buckets for parameters, with residuals of zeros.
-
-    Args:
-        parameters: by name, in the same order on all replicas.
-        first_index: of the first bucket.
-    """
-    buckets = []
-    for bucket in bucketed(parameters, first_index, lambda parameter: parameter.dtype):  # that of the gradients
-        first = local(bucket.parameters[0])
-        residual = torch.zeros(bucket.layout.num_elements, dtype=kept_dtype(first), device=first.device)
-        buckets.append(ShardBucket(**vars(bucket), residual=residual))
-    return buckets

@@ -23,12 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_sparse._version import __version__
 from lightning_sparse.engine import Averager, Engine, FlatBucket, warm_up_steps
-from lightning_sparse.engine.averager import BROKEN_OFF
-from lightning_sparse.engine.grouping import as_real, local
-from lightning_sparse.engine.parameter_bucket import sizes_by_name
-from lightning_sparse.engine.sharding.resharded import reshard
-from lightning_sparse.engine.sharding.sharding import Sharding
-from lightning_sparse.engine.state.snapshot import Snapshot
+from lightning_sparse.engine.grouping import as_real, bucketed, local, real_numel
+from lightning_sparse.engine.sharding import Sharding, reshard
+from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.exchange import (
     ExchangeMode,
     OwnGroup,
@@ -38,7 +35,7 @@ from lightning_sparse.exchange import (
 )
 from lightning_sparse.exchange.wire import ValueDtype, require_wire
 from lightning_sparse.gradients.options import DensityControlMode, ExchangeOptions, require_density_control
-from lightning_sparse.gradients.shard_bucket import ShardBucket, lay_out
+from lightning_sparse.gradients.shard_bucket import ShardBucket
 from lightning_sparse.gradients.steps_on_averages import StepsOnAverages
 from lightning_sparse.sparsifiers import Dense, Sparsifier
 
@@ -82,10 +79,10 @@ class ShardExchange(Averager):
             )
             buffers = [one for one in module.buffers() if not one.is_meta]
             self.workers.broadcast([*map(local, named.values()), *map(local, buffers)])
-            sharding.add_up(self._engine)
+            self._engine.of_whole_model = sharding.of_all_shards
         self._is_exchanging = self._is_closed = False
         self._ids = {id(one) for one in named.values()}
-        self._place_in_world = sharding.place
+        self.place = sharding.place
         self._parameters = named
         self._steps = StepsOnAverages(module, named.values(), self.holds_any_of)
         self._buckets: list[ShardBucket] = []
@@ -170,7 +167,7 @@ class ShardExchange(Averager):
         """Lays out parameters that require a gradient by now. The same on all ranks."""
         new = {name: one for name, one in self._parameters.items() if one.requires_grad and name not in self._taken}
         if new:
-            added = lay_out(new, len(self._buckets))
+            added = bucketed(ShardBucket, new, len(self._buckets), lambda parameter: parameter.dtype)
             self._buckets += added
             self._taken |= new.keys()
             self._fill(added)
@@ -186,7 +183,7 @@ class ShardExchange(Averager):
     @property
     def parameter_sizes(self) -> dict[str, int]:
         """By name, how many real numbers this rank exchanges of each parameter."""
-        return sizes_by_name(self._buckets)
+        return {name: real_numel(local(held)) for name, held in self._parameters.items() if name in self._taken}
 
     @property
     def parameters(self) -> Mapping[str, Tensor]:
@@ -222,13 +219,6 @@ class ShardExchange(Averager):
     def is_exchanging(self) -> bool:
         """Whether an exchange has begun and has not ended or was broken off, so that residuals are of no use."""
         return self._is_exchanging
-
-    def obstacles(self) -> list[str]:
-        """Return why residuals cannot be saved at this moment."""
-        return [BROKEN_OFF] if self.is_exchanging else []
-
-    def _place(self) -> dict[str, int]:
-        return dict(self._place_in_world)
 
 
 def shard_exchange(

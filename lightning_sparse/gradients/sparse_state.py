@@ -16,13 +16,10 @@ from torch.optim import Optimizer
 
 from lightning_sparse.engine import Engine, FlatBucket
 from lightning_sparse.engine.averager import Averager
-from lightning_sparse.engine.messages import warn_of_forgotten
-from lightning_sparse.engine.state.memory import ResidualMemory
-from lightning_sparse.engine.state.memory_format import real_numel
-from lightning_sparse.engine.state.saved_state import unsent_norm
-from lightning_sparse.engine.state.snapshot import Snapshot
+from lightning_sparse.engine.memory import ResidualMemory
+from lightning_sparse.engine.optimizer_steps import weak_method
+from lightning_sparse.engine.snapshot import Snapshot, unsent_norm, warn_of_forgotten
 from lightning_sparse.engine.warmup import warm_up_steps
-from lightning_sparse.engine.weak_method import weak_method
 from lightning_sparse.exchange import SaveBarrier, Workers
 from lightning_sparse.gradients.buckets import Averaged, DDPBucket, DDPBuckets
 from lightning_sparse.gradients.learning_rates import LastLearningRates
@@ -82,7 +79,8 @@ class SparseState(Averager):
         self.options = options
         # As of now: a layer frozen later on stays in DDP.
         self._parameters = {name: weight for weight, name in parameter_names.items() if weight.requires_grad}
-        self.residuals = ResidualMemory(self._parameters, forgets=not options.keeps_rest)
+        self.forgets = not options.keeps_rest
+        self.residuals = ResidualMemory(self._parameters, forgets=self.forgets)
         self.save_barrier = SaveBarrier(self.workers)
         self._loss_scale = loss_scale
         self._optimizers = optimizers
@@ -120,11 +118,6 @@ class SparseState(Averager):
         return self._parameters
 
     @property
-    def parameter_sizes(self) -> dict[str, int]:
-        """By name, how many elements the parameter's residual has; a complex parameter's has two for each."""
-        return {name: real_numel(parameter) for name, parameter in self._parameters.items()}
-
-    @property
     def is_certain(self) -> bool:
         """Whether what is committed belongs to the weights as they are now.
 
@@ -158,7 +151,7 @@ class SparseState(Averager):
 
     def snapshot(self, workers: Workers | None = None) -> Snapshot:
         """Return the state as of the last optimizer step. Not collective."""
-        snapshot = self._engine.snapshot(self._numbers, self._exchange_history)
+        snapshot = self._engine.snapshot(self._mark)
         layout = [list(names) for names in self._layout]
         snapshot.numbers |= {"layout": layout, "learning_rates": self._rates.state_dict()}
         # Of all parameters for a checkpoint: in the first step workers may have laid out different buckets already.
@@ -175,7 +168,7 @@ class SparseState(Averager):
             self._ddp_buckets.regroup_as(snapshot.numbers.get("layout", []))
         self._note_numbers()
         residuals = snapshot.own.get("residual", {})
-        if self.residuals.forgets:
+        if self.forgets:
             warn_of_forgotten(unsent_norm([residuals]))
         else:
             self.residuals.load_state_dict(residuals)
@@ -184,11 +177,6 @@ class SparseState(Averager):
     def progress(self) -> object:
         """Where training is, as optimizer steps have it."""
         return self.pending_gradients.progress
-
-    @property
-    def forgets(self) -> bool:
-        """Whether unsent values are thrown away, so that saved ones are lost."""
-        return self.residuals.forgets
 
     def obstacles(self) -> list[str]:
         """Return why residuals cannot be saved at this moment."""
@@ -202,7 +190,7 @@ class SparseState(Averager):
         for ready in self._ddp_buckets.ready(ddp_bucket):
             bucket = self._flat_bucket(ready)
             self._buckets.append(bucket)
-            needs_all = self.options.local_clip_norm is not None or self._engine.needs_survey
+            needs_all = self.options.local_clip_norm is not None or self.sparsifier.needs_survey
             if not needs_all:
                 self._add([bucket])
             elif bucket.is_last:
@@ -217,7 +205,7 @@ class SparseState(Averager):
             self.residuals.abandon()
         self.pending_gradients.begin_exchange()
         # Exchanges without an optimizer step do not count, as in a run that resumes.
-        self._engine.next_step = self._numbers["next_step"]
+        self._engine.next_step = self._mark["next_step"]
         self.is_exchanging = True
         self._use.forget_old()
         self._engine.begin()
@@ -293,8 +281,7 @@ class SparseState(Averager):
 
     def _note_numbers(self) -> None:
         """Keep what a checkpoint holds of the step that has just counted; a later backward may be rolled back."""
-        self._numbers: dict[str, Any] = self._engine.numbers()
-        self._exchange_history: dict[str, Any] = self._engine.exchange_history()
+        self._mark: Mapping[str, Any] = self._engine.mark()
         self._layout: list[tuple[str, ...]] = self._bucket_names
 
     def catch_up(self, *, knows: bool) -> None:
@@ -306,12 +293,12 @@ class SparseState(Averager):
         own: Any = None
         if knows:
             running = self._engine.snapshot()
-            running.history["sparsifier"] = self._engine.sparsifier.state_dict(self._numbers["next_step"])
-            own = self._numbers, self._exchange_history, self._layout, running
+            running.history["sparsifier"] = self._engine.sparsifier.state_dict(self._mark["next_step"])
+            own = self._mark, self._layout, running
         received = self.workers.first_object(own)
         if not knows:
             last_step, epoch = self._engine.last_step, self._engine.epoch
-            self._numbers, self._exchange_history, self._layout, running = received
+            self._mark, self._layout, running = received
             self._engine.restore(running)
             self._engine.last_step, self._engine.epoch = last_step, epoch  # this worker took part in every exchange
 

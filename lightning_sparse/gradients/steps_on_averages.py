@@ -9,7 +9,6 @@ from torch.optim import Optimizer
 
 from lightning_sparse.engine.grouping import local
 from lightning_sparse.engine.optimizer_steps import Arguments, StepObserver, UnexchangedParameters, changes_weights
-from lightning_sparse.engine.weak_method import weak_method
 
 MOST_EMPTY_CALLS = 20
 """Consecutive calls without a gradient before the warning."""
@@ -36,7 +35,7 @@ class StepsOnAverages:
         self._averaged: dict[int, tuple[int, int]] = {}
         self._said: set[str] = set()
         self._empty_calls = 0
-        self._observer = StepObserver(holds_any_of, weak_method(self._before), weak_method(self._after))
+        self._observer = StepObserver(holds_any_of, self._before, self._after)
 
     def close(self) -> None:
         """Observes no more steps."""

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_sparse.checkpointing.options import DriftCheckpointOptions
 from lightning_sparse.drift import DriftOptions, SparseModelAverager
-from lightning_sparse.engine.weak_method import weak_method
+from lightning_sparse.engine.optimizer_steps import weak_method
 from lightning_sparse.strategies.options import AveragesDrifts
 
 _OWN_WEIGHTS = ("WeightAveraging", "StochasticWeightAveraging", "ModelPruning")  # the first from Lightning 2.6 on

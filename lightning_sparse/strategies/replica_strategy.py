@@ -21,7 +21,7 @@ from lightning_sparse.checkpointing.content import warn_of_incomplete
 from lightning_sparse.checkpointing.together import is_in_trouble, patience_of, shortened
 from lightning_sparse.checkpointing.whole_files import part_of, put_in_place
 from lightning_sparse.engine.averager import BROKEN_OFF
-from lightning_sparse.engine.sharding.resharded import reshard
+from lightning_sparse.engine.sharding import reshard
 from lightning_sparse.exchange import SaveBarrier, Workers, require_agreement
 from lightning_sparse.exchange.groups import replica_mesh
 from lightning_sparse.sparsifiers import Sparsifier

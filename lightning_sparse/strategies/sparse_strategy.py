@@ -17,7 +17,7 @@ from lightning_sparse.checkpointing.restoring import restore
 from lightning_sparse.checkpointing.whole_files import WholeFiles
 from lightning_sparse.drift.options import DriftOptions
 from lightning_sparse.engine import Averager
-from lightning_sparse.engine.state.saved_state import sealed
+from lightning_sparse.engine.snapshot import sealed
 from lightning_sparse.exchange.wire import require_wire
 from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.sparsifiers import Sparsifier

@@ -15,8 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sparse import HardThreshold
-from lightning_sparse.engine import Engine, FlatBucket
-from lightning_sparse.engine.state import memory
+from lightning_sparse.engine import Engine, FlatBucket, memory
 from lightning_sparse.engine.transport_options import TransportOptions
 from lightning_sparse.exchange import ExchangeMode, buffers, exchange
 from lightning_sparse.exchange.pending import Pending
@@ -145,7 +144,7 @@ def measure(
     """Returns the counts of the last of some steps; in a process group of one, which is said to have more workers."""
     _pretend(num_workers, has_kernels=has_kernels)
     engine = Engine(sparsifier, TransportOptions(exchange=mode), per_layer_stats=per_layer)
-    engine.begin_epoch(0, [0.1])
+    engine.sparsifier.begin_epoch(0, [0.1])
     layouts = []
     for place in range(num_buckets):
         names = tuple(f"{place}.{layer}" for layer in range(place, num_layers, num_buckets))
@@ -265,7 +264,7 @@ def _step(engine: Engine, layouts: list[LayerLayout], dtype: torch.dtype, scaled
 
 def _let_go(engine: Engine) -> None:
     """Lets go of what belongs to the last step's fake device, so that what is made once is counted in each step."""
-    engine._exchange._buffers._held.clear()
+    engine.exchange._buffers._held.clear()
     engine._averages._held.clear()
     engine._extraction._fused._space.clear()
     fused_threshold._threshold_tables.cache_clear()

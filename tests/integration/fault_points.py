@@ -23,7 +23,7 @@ from lightning_sparse.drift import SparseModelAverager
 from lightning_sparse.drift.drift_exchange import DriftExchange
 from lightning_sparse.drift.shared_weights import SharedWeights
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.state.memory import ResidualMemory
+from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.exchange import save_barrier
 from lightning_sparse.exchange.exchange import Exchange
 from lightning_sparse.exchange.pending import Pending
