@@ -11,8 +11,7 @@ from lightning.pytorch.strategies import Strategy
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sparse.checkpointing.content import KEY
-from lightning_sparse.checkpointing.options import AnyCheckpointOptions
+from lightning_sparse.checkpointing.content import KEY, CheckpointOptions
 from lightning_sparse.checkpointing.restoring import restore
 from lightning_sparse.checkpointing.whole_files import WholeFiles
 from lightning_sparse.drift.options import DriftOptions
@@ -50,7 +49,7 @@ class SparseStrategy(WholeFiles, Strategy):
     state: Any
     _is_sharded: ClassVar[bool] = False
     _options: ExchangeOptions | DriftOptions
-    _checkpoint_options: AnyCheckpointOptions
+    _checkpoint_options: CheckpointOptions
     _by_threshold: ClassVar[str] = "HardThreshold"
     """The class that takes a threshold alone."""
     _call_each_step: ClassVar[str | None] = None
