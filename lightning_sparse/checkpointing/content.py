@@ -73,11 +73,7 @@ class CheckpointOptions:
 
 
 def own_content(content: Any, kind: str) -> Mapping[str, Any] | None:
-    """Return the content if a strategy of this kind saved it, else None after a message about the loss.
-
-    Args:
-        content: the checkpoint's entry under ``KEY``; None if it has none.
-        kind: of the averaging that resumes.
+    """Return a checkpoint's entry under ``KEY`` if averaging of this kind saved it, else None after a message.
 
     Raises:
         DamagedStateError: no version of this package wrote the content.
@@ -120,13 +116,7 @@ def say_incomplete(kind: str, why: str) -> None:
 
 
 def warn_of_incomplete(kind: str, why: str, weights: str = "mean of the workers'") -> None:
-    """Warn that a checkpoint is written without tensors of workers.
-
-    Args:
-        kind: of averaging.
-        why: the reason.
-        weights: for drifts, the owner of the weights in the file: ``"anchor's"`` or the default.
-    """
+    """Warn that a checkpoint is written without tensors of workers, for drifts with the weights of this owner."""
     if kind == "gradients":
         rank_zero_warn(
             f"lightning_sparse: the checkpoint is written without residuals: {why}. A run that resumes from it begins "

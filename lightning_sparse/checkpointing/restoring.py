@@ -46,7 +46,7 @@ def restore(
     Args:
         averagers: between two steps; several only for simulated workers.
         content: the result of ``collect``, from this strategy or another; None if the checkpoint has no such content.
-        options: how to treat a checkpoint of another number of workers.
+        options: of which ``on_world_size_change`` counts.
         path: of the checkpoint.
         module: the module of sharded optimizers.
         optimizers: sharded optimizers, whose states the content holds for each replica.

@@ -62,13 +62,9 @@ def is_in_trouble() -> bool:
 def why_not_together(
     averager: Averager, barrier: SaveBarrier, timeout: timedelta | None, obstacles: Sequence[str]
 ) -> str | None:
-    """Wait for all workers to save; return None, or the same reason on all that came why they cannot.
+    """Wait for all workers to save; return None, or the reason why they cannot, the same on all that came.
 
-    Args:
-        averager: this worker's.
-        barrier: at which workers wait.
-        timeout: of the process group.
-        obstacles: why this worker cannot save, beside the averager's own; workers must agree on them.
+    Workers must agree on ``obstacles``: why this worker cannot save, beside the averager's own reasons.
     """
     patience = patience_of(timeout, is_broken_off=averager.is_exchanging)
     obstacles = [*obstacles, *averager.obstacles()]
@@ -94,10 +90,10 @@ def collect_together(
     Args:
         averager: this worker's.
         barrier: at which workers wait.
-        options: what to keep.
+        options: of the checkpoint.
         timeout: of the process group, the longest time to wait for others.
         obstacles: why this worker cannot save, beside the averager's own.
-        why_not: why no tensors can be saved, if that has been said already.
+        why_not: why no tensors can be saved, if a warning has given the reason already.
         extra: further plain values of this worker.
     """
     workers = averager.workers
@@ -148,7 +144,7 @@ def collect(
     Args:
         averager: this rank's.
         workers: the group in which state is gathered.
-        options: what to keep.
+        options: of the checkpoint.
         why_not: why the content has no tensors of workers; None to save them.
         folder: the checkpoint's folder, if all ranks write tensors there; None gathers them into one file.
         extra: further plain values of this rank.

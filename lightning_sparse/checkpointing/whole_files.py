@@ -12,10 +12,10 @@ from typing_extensions import override
 
 
 class WholeFileCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint beside its place and puts it there when it is whole, so that a kill leaves the one before.
+    """Writes a checkpoint beside its place and renames it when it is complete, so that a kill leaves the old one.
 
-    Lightning's own writes below TMPDIR and moves the file. From another file system that is a copy over the former
-    checkpoint of that name, and a kill in its middle leaves neither. Addresses such as ``s3://…`` go its way.
+    Lightning writes below TMPDIR and moves the file. From another file system that copies over the old checkpoint, and
+    a kill in the middle leaves neither. Addresses such as ``s3://…`` are left to Lightning.
     """
 
     @override
@@ -30,13 +30,13 @@ class WholeFileCheckpointIO(TorchCheckpointIO):
 
 
 class WholeFiles(Strategy):
-    """A strategy whose files are written whole: in place of no plugin for that, or inside of one that wraps another."""
+    """A strategy with a `WholeFileCheckpointIO`, unless the user has set another."""
 
     _reads_folders = False
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, *others: Any, **options: Any) -> dict[str, Any]:
-        # The further arguments differ between versions of Lightning.
+        # The other arguments differ between versions of Lightning.
         if not self._reads_folders and Path(checkpoint_path).is_dir():
             raise ValueError(
                 f"The checkpoint {str(checkpoint_path)!r} is a folder, and {type(self).__name__} reads files. Folders "
@@ -51,7 +51,7 @@ class WholeFiles(Strategy):
         if self._checkpoint_io is None:
             self._checkpoint_io = WholeFileCheckpointIO()
         elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
-            self._checkpoint_io.checkpoint_io = WholeFileCheckpointIO()  # keeps to what the user has put inside, if any
+            self._checkpoint_io.checkpoint_io = WholeFileCheckpointIO()  # no effect if the user has set it
         return self._checkpoint_io
 
     @checkpoint_io.setter
@@ -60,14 +60,14 @@ class WholeFiles(Strategy):
 
 
 def part_of(path: Path) -> Path:
-    """Returns the folder in which a checkpoint becomes whole that is a folder."""
+    """Return the temporary name of a checkpoint that is a folder, while ranks write it."""
     return path.with_name(f".{path.name}.part")
 
 
 def put_in_place(path: Path) -> None:
-    """Gives a checkpoint that is whole its name, and removes the one before; does nothing where there is none.
+    """Give a complete folder its name and remove the old checkpoint; do nothing if there is no such folder.
 
-    A kill leaves one of the two, in the instant when they change places both: ``.NAME.whole`` and ``.NAME.old``.
+    A kill leaves one of the two, or both between the renames: ``.NAME.whole`` and ``.NAME.old``.
     """
     whole, old = (path.with_name(f".{path.name}.{ending}") for ending in ("whole", "old"))
     shutil.rmtree(whole, ignore_errors=True)

@@ -3,10 +3,9 @@
 **In the first iteration of a static graph** DDP gives all buckets the index 0 and, if there are several, calls none of
 them the last. ``DDPBuckets`` counts them.
 
-**After a resume** DDP begins with one bucket of everything, as in every run, and rebuilds its buckets after the first
-iteration. The exchange route of a bucket, and where an all-reduce cuts it, would then differ from those of an
-uninterrupted run, and so would the last bits of sums over more than two workers. So ``DDPBuckets`` regroups the
-gradients of that step into the saved layout::
+**After a resume** DDP begins with one bucket of everything and rebuilds its buckets after the first iteration. Routes,
+and the places where an all-reduce cuts a bucket, would differ from an uninterrupted run, and so would the last bits of
+sums over more than two workers. So ``DDPBuckets`` regroups the gradients of that step into the saved layout::
 
     DDP, first step    [ fc | conv2 | conv1 ]
                           │     │       │        copied layer by layer, and the averages back
@@ -15,16 +14,13 @@ gradients of that step into the saved layout::
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
 
 from lightning_sparse.engine.state.memory_format import real_numel, require_strides
 from lightning_sparse.sparsifiers import LayerLayout
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import GradBucket
 
 Averaged = torch.futures.Future[Tensor]
 """The future of a bucket's averaged gradient, for which DDP waits at the end of backward."""
@@ -35,7 +31,7 @@ still differ from the saved ones, as with another ``bucket_cap_mb``."""
 
 @dataclass(frozen=True)
 class DDPBucket:
-    """One bucket of a step.
+    """A bucket of a step.
 
     Attributes:
         index: its place in the step's order.
@@ -78,8 +74,8 @@ class DDPBuckets:
         self._saved_layout = [list(bucket) for bucket in saved_layout] if sorted(names) == sorted(self._strides) else []
         self._steps_to_regroup = MOST_REGROUPED_STEPS
 
-    def read(self, grad_bucket: "GradBucket") -> tuple[DDPBucket, Averaged]:
-        """Return one of DDP's buckets, and the future that ``resolve_futures`` completes.
+    def read(self, grad_bucket: GradBucket) -> tuple[DDPBucket, Averaged]:
+        """Return a bucket of DDP, and the future that ``resolve_futures`` completes.
 
         Raises:
             RuntimeError: a parameter's memory format has changed since DDP made its buckets.
@@ -144,7 +140,7 @@ class DDPBuckets:
             for name, start, end in bucket.layout.spans()
         }
 
-    def _layout_of(self, grad_bucket: "GradBucket") -> LayerLayout:
+    def _layout_of(self, grad_bucket: GradBucket) -> LayerLayout:
         parameters = grad_bucket.parameters()
         key = tuple(map(id, parameters))
         if key not in self._layouts:

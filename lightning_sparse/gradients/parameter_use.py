@@ -1,8 +1,7 @@
-"""Which parameters a backward reached, for DDP modules that allow some to be left out."""
+"""Which parameters a backward reached, for DDP modules with unused parameters."""
 
 from collections.abc import Mapping, Sequence
 from itertools import compress
-from math import inf
 
 import torch
 from torch import Tensor
@@ -12,19 +11,18 @@ from lightning_sparse.sparsifiers import LayerLayout
 
 
 class ParameterUse:
-    """Notes which parameters a backward reaches, so that the others are left alone.
+    """Notes which parameters a backward reaches, so that nothing of the others is exchanged.
 
-    For a parameter that no worker used DDP ignores what comes back from the exchange, so whatever was sent of its
-    residual would be lost. And if it still has a gradient from an earlier backward (``zero_grad`` before backward, two
-    optimizers in turn, or none) DDP puts that one into the bucket. It was exchanged when it was new, so it must not
-    enter the residual as well. It is taken out of the bucket, and what becomes of it depends on the other workers:
+    DDP ignores the average of a parameter that no worker used, so values sent of its residual would be lost. If an
+    unused parameter has a gradient of an earlier backward, DDP puts that gradient into the bucket. It was exchanged
+    when it was new, so it must not enter the residual again. It is taken out of the bucket, and then:
 
-    - nobody used the parameter: it keeps the gradient that it had;
-    - some did, and added to what they had: old gradients of the other workers belong to the average, as under DDP.
-      They follow in a dense round, once all headers have arrived.
+    - if no worker used the parameter, it keeps its old gradient;
+    - if some workers used it and added to their gradients, the old gradients of the others belong to the average, as
+      under DDP. They follow in a dense round, once all headers have arrived.
 
-    A hook on each parameter does the noting; DDP's own knowledge of unused parameters is out of reach. Only needed with
-    ``find_unused_parameters`` or ``static_graph``: otherwise DDP insists that every parameter is used.
+    A hook on each parameter notes its use, as DDP does not tell. Without ``find_unused_parameters`` or
+    ``static_graph`` DDP insists that every parameter is used.
 
     Args:
         parameters: the name of every parameter that DDP may bring.
@@ -37,7 +35,7 @@ class ParameterUse:
         self._used: set[str] = set()
         self._old: dict[str, Tensor] = {}
         self._hooks = [
-            # Not a hook for the gradient itself: torch.autograd.grad calls that too.
+            # Not a hook on the gradient itself: torch.autograd.grad calls that too.
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 lambda _, name=name, used=self._used: used.add(name)  # holds no reference to this object
             )
@@ -46,11 +44,11 @@ class ParameterUse:
         ]
 
     def forget_old(self) -> None:
-        """Lets go of what was set aside: the step is over, or was broken off."""
+        """Forget old gradients: the step is over, or was broken off."""
         self._old.clear()
 
     def set_aside(self, layout: LayerLayout, gradient: Tensor) -> dict[str, tuple[int, int]]:
-        """Returns name and ``(start, end)`` of every layer of a bucket that was not reached since the last exchange.
+        """Return name and ``(start, end)`` of every layer of a bucket that was not reached since the last exchange.
 
         Args:
             layout: of the bucket.
@@ -67,7 +65,7 @@ class ParameterUse:
         return unused
 
     def marks(self, layout: LayerLayout, device: torch.device) -> Tensor | None:
-        """Returns what a header holds about a bucket's layers: float64, shape (2 L,); None if all are used.
+        """Return a bucket's marks for the header: float64, shape (2 L,); None if all layers are used.
 
         First 1 for each layer that this backward reached, then 1 for each other layer whose old gradient is not 0.
         """
@@ -75,15 +73,13 @@ class ParameterUse:
             return None
         used = [float(name in self._used) for name in layout.names]
         marks = without_wait(torch.tensor(used + [0.0] * len(used), dtype=torch.float64), device)
-        places = {name: place for place, name in enumerate(layout.names, len(used))}
-        old = [name for name in layout.names if name in self._old and self._old[name].numel()]
-        largest = torch._foreach_norm([self._old[name] for name in old], inf) if old else ()
-        for name, norm in zip(old, largest, strict=True):
-            marks[places[name]] = norm != 0  # NaN is not 0
+        for place, name in enumerate(layout.names, len(used)):
+            if name in self._old:
+                marks[place] = self._old[name].any()  # also of NaN
         return marks
 
     def end(self, layouts: Sequence[LayerLayout], notes: Sequence[Tensor]) -> tuple[set[str], set[str]]:
-        """Returns the names that any worker used, and those of them of which others have old gradients.
+        """Return the names that any worker used, and those of them with old gradients on other workers.
 
         Args:
             layouts: of the buckets.
@@ -101,11 +97,11 @@ class ParameterUse:
         return used, kept & used
 
     def add_old(self, workers: Workers, names: set[str], layout: LayerLayout, average: Tensor) -> int:
-        """Adds the mean of the workers' old gradients to a bucket's average; returns the bytes handed to a collective.
+        """Add the mean of the workers' old gradients to a bucket's average; return the bytes sent. Collective.
 
         Args:
-            workers: all of them. Collective.
-            names: of all layers, those that ``end`` returned last.
+            workers: all of them.
+            names: the second result of ``end``.
             layout: of the bucket.
             average: of the bucket, in units of the gradient.
         """
@@ -125,13 +121,13 @@ class ParameterUse:
         return old.numel() * old.itemsize
 
     def put_back(self, used_by_any: set[str], layout: LayerLayout, gradient: Tensor) -> None:
-        """Gives layers that no worker used the gradient that they had, where the bucket may be the gradient itself."""
+        """Put old gradients of layers that no worker used back into a bucket, which may be the gradients' memory."""
         kept = self._old.keys() - used_by_any
         for name, start, end in layout.spans() if kept else ():
             if name in kept:
                 gradient[start:end] = self._old[name]
 
     def close(self) -> None:
-        """Removes the hooks from the parameters."""
+        """Remove the hooks from the parameters."""
         while self._hooks:
             self._hooks.pop().remove()
