@@ -47,12 +47,7 @@ class DDPBucket:
 
 
 class DDPBuckets:
-    """The buckets of the running step: reads DDP's, and hands the averages back.
-
-    Args:
-        parameter_names: the name of every parameter that DDP may bring.
-        is_static_graph: whether DDP was told that the graph is static.
-    """
+    """The buckets of the running step: reads DDP's, and hands the averages back."""
 
     def __init__(self, parameter_names: Mapping[Tensor, str], *, is_static_graph: bool) -> None:
         self._names = dict(parameter_names)
@@ -67,8 +62,7 @@ class DDPBuckets:
     def regroup_as(self, saved_layout: Sequence[Sequence[str]]) -> None:
         """Regroup the next steps into the buckets of another run, until DDP's first bucket is that run's.
 
-        Args:
-            saved_layout: parameter names, bucket by bucket. Ignored if it holds other parameters than DDP's buckets.
+        The layout has parameter names, bucket by bucket. With other parameters than DDP's buckets it has no effect.
         """
         names = [name for bucket in saved_layout for name in bucket]
         self._saved_layout = [list(bucket) for bucket in saved_layout] if sorted(names) == sorted(self._strides) else []
@@ -110,7 +104,7 @@ class DDPBuckets:
         return self._regrouped
 
     def resolve_futures(self) -> None:
-        """Complete all futures: every bucket's gradient holds its average."""
+        """Complete all futures, when every bucket's gradient holds its average."""
         parts = self._parts() if self._regrouped else {}
         for regrouped in self._regrouped:
             for name, start, end in regrouped.layout.spans():
@@ -124,7 +118,7 @@ class DDPBuckets:
         self._arrived, self._regrouped = [], []
 
     def _count(self, names: Sequence[str], is_last: bool) -> tuple[int, bool]:
-        """Return the place of a static graph's bucket in the first step, and whether it is the last."""
+        """Return the index of a static graph's bucket in the first step, and whether it is the last."""
         arrived = [name for bucket, _ in self._arrived for name in bucket.layout.names]
         if names[0] in arrived:  # an exception broke off the backward before
             arrived = []

@@ -50,9 +50,7 @@ class ParameterUse:
     def set_aside(self, layout: LayerLayout, gradient: Tensor) -> dict[str, tuple[int, int]]:
         """Return name and ``(start, end)`` of every layer of a bucket that was not reached since the last exchange.
 
-        Args:
-            layout: of the bucket.
-            gradient: of the bucket, shape (layout.num_elements,): becomes zero there.
+        The bucket's gradient, shape (layout.num_elements,), becomes zero there.
         """
         if not self.allows_unused:
             return {}
@@ -81,9 +79,7 @@ class ParameterUse:
     def end(self, layouts: Sequence[LayerLayout], notes: Sequence[Tensor]) -> tuple[set[str], set[str]]:
         """Return the names that any worker used, and those of them with old gradients on other workers.
 
-        Args:
-            layouts: of the buckets.
-            notes: of each bucket all workers' ``marks``, on the CPU: shape (n, 2 L).
+        The notes of a bucket are all workers' ``marks``, on the CPU: shape (n, 2 L).
         """
         if not self.allows_unused:
             return {name for layout in layouts for name in layout.names}, set()
@@ -99,11 +95,7 @@ class ParameterUse:
     def add_old(self, workers: Workers, names: set[str], layout: LayerLayout, average: Tensor) -> int:
         """Add the mean of the workers' old gradients to a bucket's average; return the bytes sent. Collective.
 
-        Args:
-            workers: all of them.
-            names: the second result of ``end``.
-            layout: of the bucket.
-            average: of the bucket, in units of the gradient.
+        The names are the second result of ``end``.
         """
         spans = [span for span in layout.spans() if span[0] in names] if names else []
         if not spans:
@@ -118,13 +110,12 @@ class ParameterUse:
         sizes = [end - start for _, start, end in spans]
         for (_, start, end), part in zip(spans, torch.split(old.div_(workers.num_workers), sizes), strict=True):
             average[start:end] += part
-        return old.numel() * old.itemsize
+        return old.nbytes
 
     def put_back(self, used_by_any: set[str], layout: LayerLayout, gradient: Tensor) -> None:
         """Put old gradients of layers that no worker used back into a bucket, which may be the gradients' memory."""
-        kept = self._old.keys() - used_by_any
-        for name, start, end in layout.spans() if kept else ():
-            if name in kept:
+        for name, start, end in layout.spans() if self._old else ():
+            if name in self._old and name not in used_by_any:
                 gradient[start:end] = self._old[name]
 
     def close(self) -> None:

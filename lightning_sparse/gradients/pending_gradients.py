@@ -88,7 +88,7 @@ class PendingGradients:
         follow_steps(self)
 
     def follow(self, module: DistributedDataParallel) -> None:
-        """Observe every forward of this module."""
+        """Observe every forward of a module."""
         ignored = [weight for name, weight in module.module.named_parameters() if name in module.parameters_to_ignore]
         exchanged = [weight for weight in self._parameters.values() if weight.requires_grad]
         self._unexchanged = UnexchangedParameters(module.module, [*exchanged, *ignored])
@@ -121,8 +121,8 @@ class PendingGradients:
         """
         if self._is_changing or not (self.is_stepping and self._pending):
             return not self._is_changing
-        versions = [(self._parameters[name]._version, self._marks.get(name)) for name in self._pending]
-        return bool(self._marks) and all(mark is None or mark.weight_version == version for version, mark in versions)
+        marks = [(self._parameters[name], self._marks.get(name)) for name in self._pending]
+        return bool(self._marks) and all(mark is None or mark.weight_version == held._version for held, mark in marks)
 
     @property
     def progress(self) -> int:
@@ -167,9 +167,7 @@ class PendingGradients:
     def end_exchange(self, used: set[str], used_by_any: set[str]) -> None:
         """Make the changes pending when all gradients have been exchanged.
 
-        Args:
-            used: names of the parameters that this worker's backward reached.
-            used_by_any: names of those that any worker's backward reached.
+        The names are those of parameters that the backward of this worker, and of any worker, has reached.
         """
         _remove(self._watch)
         self._num_exchanges += 1

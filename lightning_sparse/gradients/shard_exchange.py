@@ -48,13 +48,7 @@ class ShardBucket(ParameterBucket):
     residual: Tensor
 
     def bring(self, gradients: Mapping[str, Tensor], *, is_last: bool, notes: Tensor) -> FlatBucket:
-        """Return the bucket for a step, with a copy of the gradients.
-
-        Args:
-            gradients: by name, in their parameters' shapes; nothing of other parameters is sent.
-            is_last: whether the step has no bucket after it.
-            notes: for the header.
-        """
+        """Return the bucket for a step, with a copy of the gradients; nothing of other parameters is sent."""
         first = local(self.parameters[0])
         flat = torch.empty(self.layout.num_elements, dtype=first.dtype.to_real(), device=first.device)
         parts = dict(zip(self.layout.names, self.shaped_parts(flat), strict=True))
@@ -69,9 +63,7 @@ class ShardBucket(ParameterBucket):
     def give_back(self, average: Tensor, used_by_any: Collection[bool]) -> list[Tensor]:
         """Make the average the gradient of every parameter that any replica used; return these parameters.
 
-        Args:
-            average: shape (layout.num_elements,).
-            used_by_any: whether any replica used it, for each parameter.
+        The average is flat, shape (layout.num_elements,), and ``used_by_any`` has an entry for each parameter.
         """
         used = list(compress(self.parameters, used_by_any))
         for parameter in used:
@@ -111,17 +103,16 @@ class ShardExchange(Averager):
         require_wire(sparsifier, options.value_dtype)
         reshard(module)
         settings = parameter_settings(module) | sparsifier.settings() | vars(options)
-        versions = {"lightning_sparse": __version__, "torch": str(torch.__version__)}
-        sharding = Sharding(module, mesh, settings | {"per_layer_stats": per_layer_stats} | versions)
+        settings |= {"lightning_sparse": __version__, "torch": str(torch.__version__)}
+        sharding = Sharding(module, mesh, settings | {"per_layer_stats": per_layer_stats})
         named, self.device, self.replica = sharding.named, sharding.device, sharding.replica
         if sharding.is_alone:
             sparsifier, options = Dense(), replace(options, value_dtype="float32")
         with current_device(self.device):
             self.own_group = OwnGroup(sharding.group)
-            super().__init__(
-                Engine(sparsifier, options, group=self.own_group.group, per_layer_stats=per_layer_stats), named
-            )
-            buffers = [one for one in module.buffers() if not one.is_meta]
+            engine = Engine(sparsifier, options, group=self.own_group.group, per_layer_stats=per_layer_stats)
+            super().__init__(engine, named)
+            buffers = [buffer for buffer in module.buffers() if not buffer.is_meta]
             self.workers.broadcast([*map(local, named.values()), *map(local, buffers)])
             sharding.add_up(self._engine)
         self._is_closed = False
@@ -202,11 +193,8 @@ class ShardExchange(Averager):
 
     def _take_in_new(self) -> None:
         """Lay out parameters that require a gradient by now. The same on all ranks."""
-        new = {
-            name: parameter
-            for name, parameter in self._parameters.items()
-            if parameter.requires_grad and name not in self._taken
-        }
+        trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
+        new = {name: trained[name] for name in trained if name not in self._taken}
         for bucket in bucketed(new, len(self._buckets), lambda parameter: parameter.dtype) if new else ():
             first = local(bucket.parameters[0])
             residual = torch.zeros(bucket.layout.num_elements, dtype=kept_dtype(first), device=first.device)
@@ -228,15 +216,15 @@ class ShardExchange(Averager):
 
     @property
     def parameters(self) -> Mapping[str, Tensor]:
-        """The module's parameters by name, as it has them when they are sharded."""
+        """The sharded parameters of the module by name."""
         return self._parameters
 
     def snapshot(self, workers: Workers | None = None) -> Snapshot:
         """Return this rank's state; residuals only of parameters that required a gradient so far. Not collective."""
         snapshot = self._engine.snapshot()
-        snapshot.own["residual"] = {
-            name: part for bucket in self._buckets for name, part in bucket.by_name(bucket.residual).items()
-        }
+        snapshot.own["residual"] = {}
+        for bucket in self._buckets:
+            snapshot.own["residual"] |= bucket.by_name(bucket.residual)
         return snapshot
 
     @torch.no_grad()
@@ -301,8 +289,7 @@ def shard_exchange(
         value_dtype: dtype in which values travel, as in `SparseDDPStrategy`.
         exchange: the route between replicas, as in `SparseDDPStrategy`.
         density_control: as in `register_comm_hook`.
-        link_gbit_s: the rate of a rank's link between replicas, in Gbit/s and one direction; None is that of
-            `SparseDDPStrategy`.
+        link_gbit_s: rate of a rank's link between replicas, in Gbit/s and one direction, as in `SparseDDPStrategy`.
         per_layer_stats: whether to report density and error of every layer.
 
     Raises:

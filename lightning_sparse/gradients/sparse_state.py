@@ -53,7 +53,7 @@ class SparseState(Averager):
         pending_gradients: decides which changes of residuals are part of training.
         save_barrier: where workers wait for each other before rank 0 saves a checkpoint.
         is_exchanging: whether a backward has begun to exchange gradients and has not ended, or was broken off.
-        is_idle: whether this worker has no more batches; see ``lightning_sparse.gradients.join``.
+        is_idle: whether this worker has no more batches; see ``SparseJoinHook``.
     """
 
     kind = "gradients"
@@ -73,10 +73,8 @@ class SparseState(Averager):
         allows_unused_parameters: bool = False,
         is_static_graph: bool = False,
     ) -> None:
-        super().__init__(
-            Engine(sparsifier, options, group=group, per_layer_stats=per_layer_stats),
-            parameter_names.values(),
-        )
+        engine = Engine(sparsifier, options, group=group, per_layer_stats=per_layer_stats)
+        super().__init__(engine, parameter_names.values())
         self.options = options
         # A layer that is frozen later stays in DDP.
         self._parameters = {name: weight for weight, name in parameter_names.items() if weight.requires_grad}
@@ -151,8 +149,7 @@ class SparseState(Averager):
     def snapshot(self, workers: Workers | None = None) -> Snapshot:
         """Return the state as of the last optimizer step. Not collective."""
         snapshot = self._engine.snapshot(self._numbers, self._exchange_history)
-        layout = [list(names) for names in self._layout]
-        snapshot.numbers |= {"layout": layout, "learning_rates": self._rates.state_dict()}
+        snapshot.numbers["learning_rates"] = self._rates.state_dict()
         # A checkpoint has all parameters: in the first step workers may have laid out different buckets.
         residuals = self.residuals.layers() if workers is None else self.residuals.all_layers()
         snapshot.own["residual"] = dict(sorted(residuals.items()))
@@ -276,25 +273,20 @@ class SparseState(Averager):
 
     def _note_numbers(self) -> None:
         """Keep the numbers of the step that has just counted, for checkpoints; a later backward may be rolled back."""
-        self._numbers: dict[str, Any] = self._engine.numbers()
+        self._numbers: dict[str, Any] = self._engine.numbers() | {"layout": self._bucket_names}
         self._exchange_history: dict[str, Any] = self._engine.exchange_history()
-        self._layout: list[tuple[str, ...]] = self._bucket_names
 
     def catch_up(self, *, knows: bool) -> None:
-        """Receive the committed numbers from a worker that had batches to the end. Collective.
-
-        Args:
-            knows: whether this worker had.
-        """
+        """Receive the committed numbers from a worker that had batches to the end, and knows. Collective."""
         own: Any = None
         if knows:
             running = self._engine.snapshot()
             running.history["sparsifier"] = self._engine.sparsifier.state_dict(self._numbers["next_step"])
-            own = self._numbers, self._exchange_history, self._layout, running
+            own = self._numbers, self._exchange_history, running
         received = self.workers.first_object(own)
         if not knows:
             last_step, epoch = self._engine.last_step, self._engine.epoch
-            self._numbers, self._exchange_history, self._layout, running = received
+            self._numbers, self._exchange_history, running = received
             self._engine.restore(running)
             self._engine.last_step, self._engine.epoch = last_step, epoch  # this worker took part in every exchange
 
@@ -304,8 +296,7 @@ class SparseState(Averager):
 
     def _say_dropped(self, names: set[str]) -> None:
         has_overflowed = self._scale is not None and self.last_step is not None and self.last_step.non_finite
-        # LBFGS drops all gradients of a step but the last, also under plain DDP.
-        is_search = self.pending_gradients.is_stepping
+        is_search = self.pending_gradients.is_stepping  # LBFGS drops all gradients of a step but the last, as under DDP
         if not (has_overflowed or self._has_said_dropped or self.is_exchanging or is_search):
             self._has_said_dropped = True
             say_dropped(names)

@@ -1,6 +1,6 @@
 """Checks that each optimizer step uses gradients that were averaged once before it."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from lightning.fabric.utilities import rank_zero_warn
@@ -16,23 +16,16 @@ MOST_EMPTY_CALLS = 20
 
 
 class StepsOnAverages:
-    """Warns once of a loop that calls ``average_gradients`` at the wrong place, or twice.
-
-    Args:
-        module: the model.
-        parameters: those whose gradients are exchanged.
-        holds_any_of: returns whether parameter groups have any of them.
-    """
+    """Warns once of a loop that calls ``average_gradients`` at the wrong place, or twice."""
 
     def __init__(
         self,
         module: nn.Module,
-        parameters: Iterable[Tensor],
+        parameters: Collection[Tensor],
         holds_any_of: Callable[[Iterable[Mapping[str, Any]]], bool],
     ) -> None:
-        held = list(parameters)
-        self._ids = {id(parameter) for parameter in held}
-        self._unexchanged = UnexchangedParameters(module, held)
+        self._ids = set(map(id, parameters))
+        self._unexchanged = UnexchangedParameters(module, parameters)
         self._averaged: dict[int, tuple[int, int]] = {}
         self._said: set[str] = set()
         self._empty_calls = 0
