@@ -5,9 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
-from lightning.pytorch.strategies import Strategy
+from lightning.fabric.plugins import TorchCheckpointIO
 from typing_extensions import override
 
 
@@ -23,40 +21,9 @@ class WholeFileCheckpointIO(TorchCheckpointIO):
         if "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        folder, name = os.path.split(path)
-        part = os.path.join(folder, f".{name}.part")
+        part = part_of(Path(path))
         super().save_checkpoint(checkpoint, part, storage_options)
         os.replace(part, path)
-
-
-class WholeFiles(Strategy):
-    """A strategy with a `WholeFileCheckpointIO`, unless the user has set another."""
-
-    _reads_folders = False
-
-    @override
-    def load_checkpoint(self, checkpoint_path: str | Path, *others: Any, **options: Any) -> dict[str, Any]:
-        # The other arguments differ between versions of Lightning.
-        if not self._reads_folders and Path(checkpoint_path).is_dir():
-            raise ValueError(
-                f"The checkpoint {str(checkpoint_path)!r} is a folder, and {type(self).__name__} reads files. Folders "
-                "come from hsdp_* and local_hsdp_* strategies: resume with one of these, or have it save one file, "
-                "save_distributed_checkpoint=False."
-            )
-        return super().load_checkpoint(checkpoint_path, *others, **options)
-
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        if self._checkpoint_io is None:
-            self._checkpoint_io = WholeFileCheckpointIO()
-        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
-            self._checkpoint_io.checkpoint_io = WholeFileCheckpointIO()  # no effect if the user has set it
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
 
 
 def part_of(path: Path) -> Path:

@@ -164,7 +164,8 @@ def attach(
             options,
             names,
             group=ddp_module.process_group,
-            loss_scale=lambda: loss_scale_of(grad_scaler()),
+            # The public get_scale() synchronises. A disabled scaler has no such tensor, and a new scaler has None.
+            loss_scale=lambda: getattr(grad_scaler(), "_scale", None),
             optimizers=optimizers,
             per_layer_stats=per_layer_stats,
             allows_unused_parameters=bool(ddp_module.find_unused_parameters or ddp_module.static_graph),
@@ -199,12 +200,6 @@ def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
             break
         module = inner
     return module
-
-
-def loss_scale_of(grad_scaler: torch.amp.GradScaler | None) -> Tensor | None:
-    """Return the scaler's S as a tensor of one element; None without a scaler or if it is disabled."""
-    # The public get_scale() synchronises. A disabled scaler has no such tensor, and a new scaler has None.
-    return getattr(grad_scaler, "_scale", None)
 
 
 class SparseJoinHook(JoinHook):

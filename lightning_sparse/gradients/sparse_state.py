@@ -149,7 +149,8 @@ class SparseState(Averager):
     def snapshot(self, workers: Workers | None = None) -> Snapshot:
         """Return the state as of the last optimizer step. Not collective."""
         snapshot = self._engine.snapshot(self._numbers, self._exchange_history)
-        snapshot.numbers["learning_rates"] = self._rates.state_dict()
+        if self.options.error_feedback == "learning_rate":
+            snapshot.numbers["learning_rates"] = self._rates.state_dict()
         # A checkpoint has all parameters: in the first step workers may have laid out different buckets.
         residuals = self.residuals.layers() if workers is None else self.residuals.all_layers()
         snapshot.own["residual"] = dict(sorted(residuals.items()))

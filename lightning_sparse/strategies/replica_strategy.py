@@ -57,7 +57,6 @@ class ReplicaStrategy(WithInheritedOptions, ModelParallelStrategy):
     """
 
     _is_sharded: ClassVar[bool] = True
-    _reads_folders = True
     _save_barrier: SaveBarrier | None = None
     _why_not: str | None = None
 
