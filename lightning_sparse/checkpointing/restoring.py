@@ -1,6 +1,6 @@
 """Restoring averagers from a checkpoint, with messages about lost state."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ def restore(
     if not is_same:
         _say_world_size(first, saved["world_size"], on_change)
     has_own = is_same or on_change == "mean"
-    if has_own and source.num_workers:
+    if has_own:
         _say_changed_model(source, first)
         if first.forgets:
             warn_of_forgotten(saved["unsent_norm"])
@@ -207,7 +207,7 @@ def _say_world_size(averager: Averager, saved: int, on_world_size_change: OnWorl
 
 
 def _of_rank(saved: Mapping[str, Any], averager: Averager, *, is_same: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return this rank's history and extra values if there were as many of both; without, what is of any number."""
+    """Return this rank's history and extra values, as far as they fit the numbers of workers and of ranks."""
     if saved["ranks"] != averager.replica.num_workers:
         return {}, {}
     history: dict[str, Any] = saved["histories"][averager.replica.rank]
@@ -247,22 +247,22 @@ def _say_changed_model(source: SavedTensors, averager: Averager) -> None:
     unsent = source.shapes("0", UNSENT[averager.kind])
     sizes = {name: shape.numel() for name, shape in (unsent or source.shapes(SHARED, "anchor")).items()}
     held = {name: real_numel(parameter) for name, parameter in averager.parameters.items()}
-    lost = {name: torch.zeros(shape) for name, shape in unsent.items() if held.get(name) != sizes[name]}
+    lost = [name for name, size in sizes.items() if held.get(name) != size]
     new = [name for name in averager.parameter_sizes if sizes.get(name) != held[name]]
-    source.read("0", UNSENT[averager.kind], lost)
-    lost |= {name: torch.zeros(1) for name, size in sizes.items() if held.get(name) != size and name not in lost}
-    if not (lost or new):
+    values = {name: torch.zeros(unsent[name]) for name in lost if name in unsent}
+    source.read("0", UNSENT[averager.kind], values)
+    if not sizes or not (lost or new):
         return
     what = {"gradients": "residuals", "drifts": "unsent drifts"}[averager.kind]
     said = ["lightning_sparse: the model is not the one of the checkpoint."]
     if lost:
-        norm = unsent_norm([lost])
+        norm = unsent_norm([values])
         said.append(f"Not in the model, or of another size, so their {what} (norm {norm:.3g}) are lost: {_list(lost)}.")
     if new:
         said.append(f"Not in the checkpoint, so their {what} start from zero: {_list(new)}.")
     rank_zero_warn(" ".join(said))
 
 
-def _list(names: Collection[str]) -> str:
+def _list(names: list[str]) -> str:
     more = len(names) - MOST_LISTED
-    return ", ".join([*names][:MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(names[:MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
