@@ -193,8 +193,7 @@ class ShardExchange(Averager):
 
     def _take_in_new(self) -> None:
         """Lay out parameters that require a gradient by now. The same on all ranks."""
-        trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
-        new = {name: trained[name] for name in trained if name not in self._taken}
+        new = {name: held for name, held in self._parameters.items() if held.requires_grad and name not in self._taken}
         for bucket in bucketed(new, len(self._buckets), lambda parameter: parameter.dtype) if new else ():
             first = local(bucket.parameters[0])
             residual = torch.zeros(bucket.layout.num_elements, dtype=kept_dtype(first), device=first.device)
