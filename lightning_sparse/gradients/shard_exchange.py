@@ -172,12 +172,10 @@ class ShardExchange(Averager):
 
         self._engine.add_all(departing())
         notes = self._engine.finish() if flight else []
-        reached: list[Tensor] = []
         for bucket, flat, marks in zip(self._buckets, flight, notes, strict=True):
-            reached += bucket.give_back(flat.average, marks.any(0).tolist())
+            self._steps.averaged(bucket.give_back(flat.average, marks.any(0).tolist()))
         if flight:
             self._engine.account()
-        self._steps.averaged(reached)
         self.is_exchanging = False
 
     def holds_any_of(self, param_groups: Iterable[Mapping[str, Any]]) -> bool:

@@ -24,11 +24,10 @@ from lightning_sparse.engine.state.snapshot import Snapshot
 from lightning_sparse.engine.warmup import warm_up_steps
 from lightning_sparse.engine.weak_method import weak_method
 from lightning_sparse.exchange import SaveBarrier, Workers
-from lightning_sparse.gradients.buckets import Averaged, DDPBucket, DDPBuckets
+from lightning_sparse.gradients.buckets import Averaged, DDPBucket, DDPBuckets, ParameterUse
 from lightning_sparse.gradients.learning_rates import LastLearningRates
 from lightning_sparse.gradients.messages import say_dropped
 from lightning_sparse.gradients.options import ExchangeOptions
-from lightning_sparse.gradients.parameter_use import ParameterUse
 from lightning_sparse.gradients.pending_gradients import PendingGradients
 from lightning_sparse.selection.bucket import clip_norm
 from lightning_sparse.sparsifiers import Sparsifier
@@ -245,9 +244,7 @@ class SparseState(Averager):
             clip_norm(buckets, self.options.local_clip_norm)
         for bucket in buckets:
             self._rates.rescale(bucket)
-        self._engine.survey(buckets)
-        for bucket in buckets:
-            self._engine.add(bucket)
+        self._engine.add_all(buckets)
 
     def _end_step(self) -> None:
         buckets, self._buckets = self._buckets, []
