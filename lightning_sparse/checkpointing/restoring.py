@@ -78,7 +78,7 @@ def restore(
         say_incomplete(first.kind, saved["why_incomplete"])
         return {}
     is_same = saved["world_size"] == num_workers
-    source = _source(saved, path, first.kind)
+    saved, source = _opened(saved, path, first.kind)
     if not is_same:
         _say_world_size(first, saved["world_size"], on_change)
     has_own = is_same or on_change == "mean"
@@ -162,25 +162,26 @@ def _filled(target: Any, saved: Any) -> Any:
     return saved
 
 
-def _source(saved: Mapping[str, Any], path: Path | None, kind: str) -> SavedTensors:
-    """Return where tensors are, after a warning if the checkpoint lacks them."""
+def _opened(saved: Mapping[str, Any], path: Path | None, kind: str) -> tuple[Mapping[str, Any], SavedTensors]:
+    """Return the content and its tensors; after a warning without any if they are missing."""
     if not saved["has_folder"]:
         has_steps = saved["numbers"]["last_step"] is not None
         if kind == "gradients" and not saved["workers"] and has_steps:
             say_incomplete(kind, saved["why_incomplete"] or "residual_checkpoint='none'")
-        return SavedTensors(saved)
+        return saved, SavedTensors(saved)
     # A file that was consolidated from a folder has no folder beside it.
     folder = None if path is None else path / FOLDER
     try:
         if folder is not None:
-            return SavedTensors(saved, folder)
+            return saved, SavedTensors(saved, folder)
     except (FileNotFoundError, NotADirectoryError):
         pass
     starts = "Residuals start from zero; unsent values are lost."
     if kind == "drifts":
         starts = "All begin with the checkpoint's weights as the anchor; each worker's own state is lost."
     rank_zero_warn(f"lightning_sparse: the checkpoint's folder {folder or FOLDER} is missing. {starts}")
-    return SavedTensors({"shared": {}, "workers": []})
+    saved = {**saved, "shared": {}, "workers": [], "extras": []}
+    return saved, SavedTensors(saved)
 
 
 def _parts_of_others(saved: Mapping[str, Any], averagers: Sequence[Averager]) -> tuple[str, ...]:
