@@ -26,11 +26,13 @@ from lightning_sparse.checkpointing.content import (
     CheckpointOptions,
     warn_of_incomplete,
 )
+from lightning_sparse.drift import SparseModelAverager
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.state.saved_state import unsent_norm
 from lightning_sparse.engine.state.snapshot import Tensors, copied
-from lightning_sparse.exchange import SaveBarrier, Workers
+from lightning_sparse.exchange import Workers
 from lightning_sparse.exchange.sharded_tensors import like_parameter, whole, write_folder
+from lightning_sparse.gradients import SparseState
 from lightning_sparse.selection.numbers import squared_norm
 
 PATIENCE = 300.0
@@ -60,7 +62,7 @@ def is_in_trouble() -> bool:
 
 
 def why_not_together(
-    averager: Averager, barrier: SaveBarrier, timeout: timedelta | None, obstacles: Sequence[str]
+    averager: SparseState | SparseModelAverager, timeout: timedelta | None, obstacles: Sequence[str]
 ) -> str | None:
     """Wait for all workers to save; return None, or the reason why they cannot, the same on all that came.
 
@@ -68,13 +70,12 @@ def why_not_together(
     """
     patience = patience_of(timeout, is_broken_off=averager.is_exchanging)
     obstacles = [*obstacles, *averager.obstacles()]
-    why_not = barrier.wait({"progress": averager.progress, "obstacles": obstacles}, patience).why_not
-    return why_not or next(iter(obstacles), None)
+    status = {"progress": averager.progress, "obstacles": obstacles}
+    return averager.save_barrier.wait(status, patience).why_not or next(iter(obstacles), None)
 
 
 def collect_together(
-    averager: Averager,
-    barrier: SaveBarrier,
+    averager: SparseState | SparseModelAverager,
     options: CheckpointOptions,
     timeout: timedelta | None,
     *,
@@ -89,18 +90,17 @@ def collect_together(
 
     Args:
         averager: this worker's.
-        barrier: at which workers wait.
         options: of the checkpoint.
         timeout: of the process group, the longest time to wait for others.
         obstacles: why this worker cannot save, beside the averager's own.
         why_not: why no tensors can be saved, if a warning has given the reason already.
         extra: further plain values of this worker.
     """
-    workers = averager.workers
+    workers, barrier = averager.workers, averager.save_barrier
     if why_not is None and kinds_of(averager, options):
         why_not = "it was saved in the middle of another save"
         if not barrier.is_saving:
-            why_not = why_not_together(averager, barrier, timeout, obstacles)
+            why_not = why_not_together(averager, timeout, obstacles)
         if why_not is None:
             barrier.is_saving = True  # a signal may ask for another save in the middle of this one
             try:

@@ -172,7 +172,7 @@ class SparseDDPStrategy(AveragesGradients, DDPStrategy):
     def _content(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any] | None:
         if self.state is None:
             return content_of_launcher(self, "gradients")
-        return collect_together(self.state, self.state.save_barrier, self._checkpoint_options, self._timeout)
+        return collect_together(self.state, self._checkpoint_options, self._timeout)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -125,7 +125,7 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
         if averager.shared.is_shown:  # while validation looks at the mean
             return copy.deepcopy(super().lightning_module_state_dict())
         weights = None
-        self._why_not = why_not_together(averager, averager.save_barrier, self._timeout, self._obstacles())
+        self._why_not = why_not_together(averager, self._timeout, self._obstacles())
         if self._why_not is None:
             try:
                 weights = averager.shared.mean(averager.save_barrier.workers_apart())
@@ -163,7 +163,6 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
         why_not, self._why_not = self._why_not, None
         content = collect_together(
             self.state,
-            self.state.save_barrier,
             self._checkpoint_options,
             self._timeout,
             obstacles=self._obstacles(),
