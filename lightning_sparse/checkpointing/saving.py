@@ -71,7 +71,7 @@ def why_not_together(
     patience = patience_of(timeout, is_broken_off=averager.is_exchanging)
     obstacles = [*obstacles, *averager.obstacles()]
     status = {"progress": averager.progress, "obstacles": obstacles}
-    return averager.save_barrier.wait(status, patience).why_not or next(iter(obstacles), None)
+    return averager.save_barrier.wait(status, patience) or next(iter(obstacles), None)
 
 
 def collect_together(
