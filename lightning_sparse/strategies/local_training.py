@@ -9,7 +9,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sparse.checkpointing.options import DriftCheckpointOptions
 from lightning_sparse.drift import DriftOptions, SparseModelAverager
 from lightning_sparse.engine.optimizer_steps import weak_method
 from lightning_sparse.strategies.options import AveragesDrifts
@@ -23,7 +22,6 @@ class LocalTraining(AveragesDrifts):
     averages = "drifts"
     state: SparseModelAverager | None
     _options: DriftOptions
-    _checkpoint_options: DriftCheckpointOptions
     _call_each_step = "step() after"
     _has_ended = False
 

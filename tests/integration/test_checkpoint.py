@@ -20,7 +20,7 @@ from lightning_sparse import (
     SparseLocalStrategy,
     TopK,
 )
-from lightning_sparse.checkpointing.options import CheckpointOptions
+from lightning_sparse.checkpointing.content import CheckpointOptions
 from lightning_sparse.checkpointing.restoring import restore
 from tests.integration.models import (
     SMALL_BUCKETS_MB,

@@ -100,7 +100,6 @@ class SimulatedWorker(Averager):
     def snapshot(self, workers: Workers | None = None) -> Snapshot:
         """Return this worker's state. Not collective."""
         snapshot = self._engine.snapshot()
-        snapshot.numbers |= {"layout": [], "learning_rates": {}}
         snapshot.own["residual"] = self.residuals.layers()
         return snapshot
 
