@@ -16,12 +16,11 @@ class CheckpointOptions:
     """What a checkpoint of gradient averaging holds, and what another number of workers does with it.
 
     Args:
-        residual_checkpoint: ``"full"``: every worker's residuals, n times the size of the model in float32; a resume
-            on as many workers equals an uninterrupted run. ``"mean"``: their mean, the size of the model once; the
-            pending update (1/n) Σ e_i is kept, but not which worker holds it. ``"none"``: no residuals; a resume
-            loses unsent values. Sharded replicas have no ``"mean"``.
-        on_world_size_change: ``"mean"``: every worker starts from the mean of the saved residuals, which keeps the
-            pending update; ``"reset"``: from zero; ``"error"``: RuntimeError.
+        residual_checkpoint: residuals in checkpoints. ``"full"``: every worker's, n times the model in float32, for a
+            resume that equals an uninterrupted run; ``"mean"``: their mean, the model once, which keeps the pending
+            update (1/n) Σ e_i (not for sharded replicas); ``"none"``: no residuals.
+        on_world_size_change: residuals after a resume with another number of workers or replicas. ``"mean"``: the
+            mean of the old on each, which keeps the pending update; ``"reset"``: zero; ``"error"``: a RuntimeError.
         is_sharded: whether replicas are sharded.
 
     Raises:
@@ -53,11 +52,10 @@ class DriftCheckpointOptions:
     """What a checkpoint of local training holds.
 
     Args:
-        drift_checkpoint: ``"full"``: every worker's weights, n times the model; a resume on as many workers equals an
-            uninterrupted run. ``"mean"``: only their mean, which the file holds anyway; a resume is then like a dense
-            exchange at that moment.
-        optimizer_checkpoint: ``"full"``: every worker's optimizers, n times their size; ``"mean"``: the mean of their
-            tensors; ``"first"``: rank 0's, for all. Sharded replicas have no ``"mean"``.
+        drift_checkpoint: weights in checkpoints. ``"full"``: every worker's, n times the model, for a resume that
+            equals an uninterrupted run; ``"mean"``: their mean, which the checkpoint holds anyway.
+        optimizer_checkpoint: optimizers in checkpoints. ``"full"``: every worker's; ``"mean"``: the mean of their
+            tensors (not for sharded replicas); ``"first"``: rank 0's.
         is_sharded: whether replicas are sharded.
 
     Raises:

@@ -32,15 +32,13 @@ class ExchangeOptions(TransportOptions):
     """How gradients are exchanged, apart from the sparsifier; checked when made.
 
     Args:
-        error_feedback: ``"gradient"`` keeps residuals in gradient units; ``"learning_rate"`` multiplies them by
-            lr_{t-1} / lr_t before each step (Algorithm 1 of Sahu et al., NeurIPS 2021); ``"none"`` keeps nothing.
-        local_clip_norm: clips this worker's whole gradient to this norm before it is compensated. The norm needs all
-            buckets, so nothing is sent before backward has ended: the exchange no longer overlaps with it.
-        density_control: what becomes of a λ that was asked for by a density. ``"hold"``, which None stands for,
-            corrects it slowly, so that the average volume after calibration meets the density
-            (``lightning_sparse.engine.control.density_control``); ``"calibrate"`` leaves it constant after its
-            calibration, as the theory has it.
-        value_dtype: see ``TransportOptions``, also for ``exchange`` and ``link_gbit_s``.
+        error_feedback: units of the residual. ``"gradient"``; ``"learning_rate"``: multiplied by lr_{t-1} / lr_t
+            before each step (Algorithm 1 of Sahu et al., NeurIPS 2021); ``"none"`` throws unsent values away.
+        local_clip_norm: above 0, in gradient units: clips this worker's whole gradient to this norm *before* the
+            exchange (Lightning's ``gradient_clip_val`` acts on the averaged gradient). The exchange then begins only
+            after backward has ended. None does not clip.
+        density_control: what happens to a λ that was calibrated to a density. ``"hold"`` (the meaning of None):
+            corrected slowly, so that the average volume meets the density; ``"calibrate"``: constant.
 
     Raises:
         ValueError: a word or a number that is not allowed.

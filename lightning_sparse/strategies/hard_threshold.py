@@ -1,9 +1,30 @@
 """The strategies that take a threshold or a density instead of a sparsifier."""
 
+from typing import Any, ClassVar
+
+from lightning_sparse.sparsifiers import HardThreshold
 from lightning_sparse.strategies.ddp import SparseDDPStrategy
 from lightning_sparse.strategies.hsdp import SparseHSDPStrategy, SparseLocalHSDPStrategy
 from lightning_sparse.strategies.local import SparseLocalStrategy
-from lightning_sparse.strategies.options import ByThreshold
+from lightning_sparse.strategies.sparse_strategy import SparseStrategy
+
+
+class ByThreshold(SparseStrategy):
+    """Takes the options of `HardThreshold` in place of a sparsifier.
+
+    Args:
+        threshold: λ ≥ 0, in units of gradients or, for local training, of parameters; 0 sends everything.
+        density: share of coordinates to send on average, in (0, 1]; λ is calibrated to it. With neither, 0.001, or 0.01
+            for local training.
+    """
+
+    _takes: ClassVar[tuple[type, ...]] = (HardThreshold,)
+    _default_density: float | None = None
+
+    def __init__(self, *, threshold: float | None = None, density: float | None = None, **kwargs: Any) -> None:
+        if threshold is None and density is None:
+            density = self._default_density
+        super().__init__(self._taken(HardThreshold, kwargs, threshold=threshold, density=density), **kwargs)
 
 
 class DDPHardThresholdStrategy(ByThreshold, SparseDDPStrategy):

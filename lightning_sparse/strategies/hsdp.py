@@ -1,7 +1,7 @@
 """Lightning strategies for models that are sharded inside a replica, and exchanged sparsely between replicas."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -9,16 +9,17 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_sparse.checkpointing.options import CheckpointOptions
 from lightning_sparse.drift.shard_averager import ShardModelAverager
 from lightning_sparse.engine.optimizer_steps import Arguments, StepObserver
 from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.gradients.shard_exchange import ShardExchange
+from lightning_sparse.sparsifiers import Sparsifier
 from lightning_sparse.strategies.local_training import LocalTraining
-from lightning_sparse.strategies.options import AveragesGradients
 from lightning_sparse.strategies.replica_strategy import ReplicaStrategy, stateless_as_before
 
 
-class SparseHSDPStrategy(ReplicaStrategy, AveragesGradients):
+class SparseHSDPStrategy(ReplicaStrategy):
     """FSDP2 inside a replica, and between replicas a sparse exchange of the gradients of each shard.
 
     For models that are too big for DDP: a replica is a node, say, whose ranks hold a shard each, and replicas exchange
@@ -41,10 +42,17 @@ class SparseHSDPStrategy(ReplicaStrategy, AveragesGradients):
 
     averages = "gradients of shards"
     state: ShardExchange | None
+    _takes: ClassVar[tuple[type, ...]] = (ExchangeOptions, CheckpointOptions)
+    _leaves_out = frozenset({"error_feedback", "local_clip_norm", "is_sharded"})
     _options: ExchangeOptions
     _by_threshold = "HSDPHardThresholdStrategy"
     _call_each_step = "average_gradients() before"
     _observer: StepObserver | None = None
+
+    def __init__(self, sparsifier: Sparsifier, **kwargs: Any) -> None:
+        self._options = self._taken(ExchangeOptions, kwargs)
+        self._checkpoint_options = self._taken(CheckpointOptions, kwargs, is_sharded=True)
+        super().__init__(sparsifier, **kwargs)
 
     @override
     def _make_state(self) -> None:
@@ -70,10 +78,7 @@ class SparseHSDPStrategy(ReplicaStrategy, AveragesGradients):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        with self._nothing_counts():
-            output = super().optimizer_step(optimizer, self._exchanging(optimizer, closure), model, **kwargs)
-        self._log()
-        return output
+        return super().optimizer_step(optimizer, self._exchanging(optimizer, closure), model, **kwargs)
 
     def _exchanging(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         def backward_and_exchange() -> Any:
@@ -93,10 +98,6 @@ class SparseHSDPStrategy(ReplicaStrategy, AveragesGradients):
             self._exchanging(optimizer, lambda: None)()
             return None
         return args[:1], {**kwargs, "closure": self._exchanging(optimizer, torch.enable_grad()(closure))}
-
-    def _after_any_step(self, _: Optimizer) -> None:
-        if not self._is_stepping:
-            self._log()
 
 
 class SparseLocalHSDPStrategy(ReplicaStrategy, LocalTraining):

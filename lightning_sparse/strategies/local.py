@@ -22,9 +22,9 @@ from lightning_sparse.checkpointing.together import (
     patience_of,
     why_not_together,
 )
-from lightning_sparse.drift import DriftOptions, SparseModelAverager
+from lightning_sparse.drift import SparseModelAverager
 from lightning_sparse.exchange import require_agreement
-from lightning_sparse.sparsifiers import Dense, Sparsifier
+from lightning_sparse.sparsifiers import Dense
 from lightning_sparse.strategies.arguments import process_group_arguments
 from lightning_sparse.strategies.local_training import LocalTraining
 
@@ -66,13 +66,10 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
     def configure_ddp(self) -> None:
         assert self.model is not None
         require_agreement(asdict(self._checkpoint_options))
-        sparsifier, options = self._what_is_sent()
+        sparsifier, options = self.sparsifier, self._options
+        if self.world_size == 1:  # it has nobody to exchange with
+            sparsifier, options = Dense(), replace(options, value_dtype="float32")
         self._follow_drifts(SparseModelAverager(self.model, sparsifier, options, per_layer_stats=self._per_layer_stats))
-
-    def _what_is_sent(self) -> tuple[Sparsifier, DriftOptions]:
-        if self.world_size > 1:
-            return self.sparsifier, self._options
-        return Dense(), replace(self._options, value_dtype="float32")
 
     @override
     def setup_optimizers(self, trainer: Any) -> None:
@@ -86,9 +83,9 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
     # Whether a forward may still need the weights for its backward.
 
     @override
-    def _exchange(self) -> None:
+    def _after_step(self) -> None:
         self._is_in_a_step = False
-        super()._exchange()
+        super()._after_step()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

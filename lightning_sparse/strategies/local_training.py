@@ -1,31 +1,38 @@
-"""What strategies of local training have in common: everybody sees the same weights wherever they are looked at."""
+"""The base of strategies for local training: validation, files and the end of a fit use weights that all share."""
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning.fabric.utilities import rank_zero_warn
 from lightning.pytorch import callbacks
 from lightning.pytorch.trainer.states import TrainerFn
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_sparse.checkpointing.options import DriftCheckpointOptions
 from lightning_sparse.drift import DriftOptions, SparseModelAverager
+from lightning_sparse.drift.shared_weights import SharedWeights
 from lightning_sparse.engine.weak_method import weak_method
-from lightning_sparse.strategies.options import AveragesDrifts
+from lightning_sparse.sparsifiers import Sparsifier
+from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 _OWN_WEIGHTS = ("WeightAveraging", "StochasticWeightAveraging", "ModelPruning")  # the first from Lightning 2.6 on
 
 
-class LocalTraining(AveragesDrifts):
-    """Shows the mean of all weights in validation and after ``fit``; while training goes on, each has its own."""
+class LocalTraining(SparseStrategy):
+    """Gives workers the mean of their weights in validation and after ``fit``, and their own in training."""
 
     averages = "drifts"
     state: SparseModelAverager | None
+    _takes: ClassVar[tuple[type, ...]] = (DriftOptions, DriftCheckpointOptions)
     _options: DriftOptions
     _checkpoint_options: DriftCheckpointOptions
     _call_each_step = "step() after"
+    _is_sharded: ClassVar[bool] = False
     _has_ended = False
+
+    def __init__(self, sparsifier: Sparsifier, **kwargs: Any) -> None:
+        self._options = self._taken(DriftOptions, kwargs)
+        self._checkpoint_options = self._taken(DriftCheckpointOptions, kwargs, is_sharded=self._is_sharded)
+        super().__init__(sparsifier, **kwargs)
 
     @property
     def averager(self) -> SparseModelAverager | None:
@@ -35,29 +42,26 @@ class LocalTraining(AveragesDrifts):
     def _follow_drifts(self, averager: SparseModelAverager) -> None:
         self._has_ended = False
         self._follow(averager)
-        averager.observed_steps.on_step = weak_method(self._after_observed_step)
+        averager.observed_steps.on_step = weak_method(self._after_any_step)
 
     @override
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        with self._nothing_counts():
-            output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._exchange()
-        return output
+    def _after_step(self) -> None:
+        assert self.state is not None
+        self.state.step()
+        super()._after_step()
 
-    def _after_observed_step(self) -> None:
-        """Exchanges after a step that bypassed Lightning."""
-        if not self._is_stepping:
-            self._exchange()
-
-    def _exchange(self) -> None:
-        assert self.averager is not None
-        self.averager.step()
-        self._log()
+    @property
+    def _shared(self) -> SharedWeights | None:
+        """Changes weights while a fit trains; None before and after."""
+        module = self.lightning_module
+        is_fitting = module is not None and module.trainer.state.fn == TrainerFn.FITTING
+        return self.state.shared if self.state is not None and is_fitting and not self._has_ended else None
 
     @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        self._share_weights()
+        if self._shared is not None:
+            self._shared.take_mean()
 
     @override
     def on_validation_end(self) -> None:
@@ -79,17 +83,22 @@ class LocalTraining(AveragesDrifts):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
-        self._share_weights()
+        if self._shared is not None:
+            self._shared.take_mean()
         self._has_ended = True
 
     @override
     def teardown(self) -> None:
-        if self.averager is not None and not self._has_ended and self._is_fitting:
-            # An exception has ended it, perhaps of this worker alone: what all have alike is the anchor.
-            if self.averager.num_steps:
-                self.averager.shared.take_anchor()
-            self.averager.shared.forget_own()
+        if self.state is not None and self._shared is not None:
+            # An exception has ended the fit, perhaps on this worker alone: all workers have the same anchor.
+            if self.state.num_steps:
+                self._shared.take_anchor()
+            self._shared.forget_own()
         super().teardown()
+
+    def _return_weights(self) -> None:
+        if self._shared is not None:
+            self._shared.give_back()
 
     def _warn_of_callbacks(self) -> None:
         assert self.lightning_module is not None
@@ -102,15 +111,3 @@ class LocalTraining(AveragesDrifts):
                 "checkpoints hold rank 0's. A resumed run differs slightly from one that never stopped. See "
                 "docs/local-training.md."
             )
-
-    def _share_weights(self) -> None:
-        if self.averager is not None and self._is_fitting and not self._has_ended:
-            self.averager.shared.take_mean()
-
-    def _return_weights(self) -> None:
-        if self.averager is not None and self._is_fitting and not self._has_ended:
-            self.averager.shared.give_back()
-
-    @property
-    def _is_fitting(self) -> bool:
-        return self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING

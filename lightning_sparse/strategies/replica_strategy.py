@@ -26,7 +26,7 @@ from lightning_sparse.exchange import SaveBarrier, Workers, require_agreement
 from lightning_sparse.exchange.groups import replica_mesh
 from lightning_sparse.sparsifiers import Sparsifier
 from lightning_sparse.strategies.arguments import model_parallel_arguments
-from lightning_sparse.strategies.inherited_options import WithInheritedOptions
+from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def stateless_as_before(optimizers: Sequence[Optimizer]) -> Iterator[None]:
             optimizer.state.clear()
 
 
-class ReplicaStrategy(WithInheritedOptions, ModelParallelStrategy):
+class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
     """Lightning's ``ModelParallelStrategy`` with replicas as the first dimension of its mesh.
 
     No rank saves alone, and a kill leaves no half of a checkpoint.

@@ -1,13 +1,12 @@
 """The base of all Lightning strategies with a sparse exchange: log, advice, epochs, steps, checkpoints."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
 from lightning.fabric.utilities import rank_zero_warn
-from lightning.pytorch.strategies import Strategy
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -19,20 +18,21 @@ from lightning_sparse.drift.options import DriftOptions
 from lightning_sparse.engine import Averager
 from lightning_sparse.engine.state.saved_state import sealed
 from lightning_sparse.exchange.wire import require_wire
-from lightning_sparse.gradients.options import ExchangeOptions
+from lightning_sparse.gradients.options import ExchangeOptions, require_density_control
 from lightning_sparse.sparsifiers import Sparsifier
 from lightning_sparse.strategies.advice import Advice, exchanges_of
+from lightning_sparse.strategies.options import TakesOptions
 from lightning_sparse.strategies.step_log import StepLog
 
 MOST_BATCHES = 200
 """Batches without an exchange before the warning; at least twice as many as gradients are accumulated over."""
 
 
-class SparseStrategy(WholeFiles, Strategy):
+class SparseStrategy(TakesOptions, WholeFiles):
     """The base of all strategies. Subclasses set ``_options`` and ``_checkpoint_options`` before ``__init__``.
 
     Args:
-        sparsifier: selects coordinates.
+        sparsifier: selects coordinates, such as ``HardThreshold(density=0.01)`` or ``TopK(density=0.01)``.
         **kwargs: arguments of Lightning's strategy.
 
     Attributes:
@@ -48,7 +48,6 @@ class SparseStrategy(WholeFiles, Strategy):
     averages: ClassVar[str]
     """``"gradients"``, ``"gradients of shards"`` or ``"drifts"``."""
     state: Any
-    _is_sharded: ClassVar[bool] = False
     _options: ExchangeOptions | DriftOptions
     _checkpoint_options: AnyCheckpointOptions
     _by_threshold: ClassVar[str] = "HardThreshold"
@@ -62,6 +61,7 @@ class SparseStrategy(WholeFiles, Strategy):
                 f"Expected a sparsifier such as HardThreshold(threshold=0.01), got {sparsifier!r}. "
                 f"For a threshold alone use {self._by_threshold}(threshold=0.01)."
             )
+        require_density_control(sparsifier, getattr(self._options, "density_control", None))
         require_wire(sparsifier, self._options.value_dtype)
         kwargs = self._lightning_arguments(kwargs)
         super().__init__(**kwargs)
@@ -96,14 +96,27 @@ class SparseStrategy(WholeFiles, Strategy):
 
     @contextmanager
     def _nothing_counts(self) -> Iterator[None]:
-        """Within it an optimizer's step is no step that bypassed Lightning: observers leave it to the strategy."""
+        """Leave optimizer steps inside the context to the strategy: they do not bypass Lightning."""
         before, self._is_stepping = self._is_stepping, True
         try:
             yield
         finally:
             self._is_stepping = before
 
-    def _log(self) -> None:
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        with self._nothing_counts():
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._after_step()
+        return output
+
+    def _after_any_step(self, *_: Any) -> None:
+        # Some bypass the strategy: self.optimizers(use_pl_optimizer=False) returns torch's own optimizers.
+        if not self._is_stepping:
+            self._after_step()
+
+    def _after_step(self) -> None:
+        """Log the exchanges of an optimizer step."""
         self.step_log.write(self.lightning_module, self.state)
 
     @override

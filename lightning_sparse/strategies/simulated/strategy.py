@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.fabric.utilities import rank_zero_only
@@ -17,12 +17,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_sparse.checkpointing.collecting import collect_here
-from lightning_sparse.checkpointing.options import CheckpointOptions, OnWorldSizeChange
+from lightning_sparse.checkpointing.options import CheckpointOptions
 from lightning_sparse.engine import Averager
 from lightning_sparse.engine.weak_method import weak_method
 from lightning_sparse.exchange import ExchangeMode
-from lightning_sparse.exchange.wire import ValueDtype
-from lightning_sparse.gradients.options import DensityControlMode, ExchangeOptions, require_density_control
+from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.sparsifiers import Sparsifier
 from lightning_sparse.strategies.simulated.data import BatchesOfWorkers, LoaderOfWorkers, loader_of_workers
 from lightning_sparse.strategies.simulated.limits import (
@@ -54,16 +53,11 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
     ``Trainer(use_distributed_sampler=False)``.
 
     Args:
-        sparsifier: what to send, such as ``HardThreshold(threshold=0.01)``.
         num_workers: n, at least 1.
-        local_clip_norm: clips each worker's whole gradient to this norm before it is sent; None does not clip.
-        value_dtype: what values are rounded to, as in `SparseDDPStrategy`; what rounding leaves is kept.
         exchange: the route by which sums are made, as in `SparseDDPStrategy`; not ``"hierarchical"``.
-        density_control: ``"hold"`` (None stands for it) or ``"calibrate"``, as in `SparseDDPStrategy`.
-        on_world_size_change: ``"mean"``, ``"reset"`` or ``"error"``, as in `SparseDDPStrategy`.
-        own_attributes: names of what the module keeps in attributes from one batch to the next, such as the state of a
-            recurrent network: every worker has its own, of which a checkpoint holds the first worker's. What is not
-            named, and is no parameter, buffer or random number, all have in common.
+        own_attributes: names of module attributes that last from batch to batch, such as the state of a recurrent
+            network. Every worker has its own; a checkpoint holds rank 0's. All other attributes, except parameters,
+            buffers and random numbers, are common to all workers.
         device: ``"auto"`` is a GPU if there is one.
 
     Attributes:
@@ -79,6 +73,8 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
     strategy_name = "simulated_workers"
     averages = "gradients"
     state: SimulatedWorker | None
+    _takes: ClassVar[tuple[type, ...]] = (ExchangeOptions, CheckpointOptions)
+    _leaves_out = frozenset({"error_feedback", "link_gbit_s", "residual_checkpoint", "is_sharded"})
     _options: ExchangeOptions
     _turns: Turns
     _random_numbers: RandomNumbers
@@ -88,11 +84,7 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
         sparsifier: Sparsifier,
         num_workers: int = 8,
         *,
-        local_clip_norm: float | None = None,
-        value_dtype: ValueDtype = "float32",
         exchange: ExchangeMode = "gather",
-        density_control: DensityControlMode | None = None,
-        on_world_size_change: OnWorldSizeChange = "mean",
         own_attributes: Sequence[str] = (),
         device: str = "auto",
         **kwargs: Any,
@@ -101,12 +93,8 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
             raise ValueError(f"Invalid {num_workers=}. Must be a whole number of at least 1.")
         if exchange == "hierarchical":
             raise ValueError("exchange='hierarchical' goes by nodes, and simulated workers have none. Use 'gather'.")
-        # To be checked as the strategy of real workers checks them.
-        self._options = ExchangeOptions(
-            "gradient", local_clip_norm, density_control, value_dtype=value_dtype, exchange=exchange
-        )
-        require_density_control(sparsifier, density_control)
-        self._checkpoint_options = CheckpointOptions("full", on_world_size_change)
+        self._options = self._taken(ExchangeOptions, kwargs, exchange=exchange)
+        self._checkpoint_options = self._taken(CheckpointOptions, kwargs)
         if isinstance(own_attributes, str):
             raise TypeError(f"Invalid {own_attributes=}. Give names in a list: [{own_attributes!r}].")
         if device == "auto":
@@ -116,7 +104,7 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
         self.workers: SimulatedWorkers | None = None
         self._own_attributes = tuple(own_attributes)
         self._loader: LoaderOfWorkers | None = None
-        self._exchanges = self._has_run = False
+        self._has_run = False
 
     @property
     @override
@@ -159,7 +147,7 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
             optimizer.register_step_pre_hook(weak_method(self._step_begins))
 
     def _step_begins(self, *_: Any) -> None:
-        if not self._exchanges:
+        if not self._is_stepping:
             refuse("steps that go past Lightning, as those of torch's own optimizer in an own optimizer_step do")
 
     # The worker that this process is.
@@ -252,13 +240,7 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
             self._exchange()
             return output
 
-        self._exchanges = True
-        try:
-            output = super().optimizer_step(optimizer, closure_and_exchange, model, **kwargs)
-        finally:
-            self._exchanges = False
-        self._log()
-        return output
+        return super().optimizer_step(optimizer, closure_and_exchange, model, **kwargs)
 
     def _exchange(self) -> None:
         assert self.workers is not None
