@@ -90,7 +90,7 @@ class SparseStrategy(TakesOptions, WholeFiles):
         self.state = state
         self.step_log = StepLog()
         state.subscribe(self.step_log.add)
-        self._advice = Advice(self.averages, state, holds_density=self._options.holds_density)
+        self._advice = Advice(self.averages, state, self._options)
 
     # Steps.
 
