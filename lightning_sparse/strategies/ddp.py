@@ -18,7 +18,7 @@ from lightning_sparse.gradients.comm_hook import attach
 from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.gradients.sparse_state import SparseState
 from lightning_sparse.sparsifiers import Dense, Sparsifier
-from lightning_sparse.strategies.arguments import check_ddp_arguments
+from lightning_sparse.strategies.options import ddp_arguments
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 _LIGHTNING_STARTS_STATIC_GRAPHS = "post_backward" in vars(DDPStrategy)
@@ -50,17 +50,12 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     state: SparseState | None
     _takes: ClassVar[tuple[type, ...]] = (ExchangeOptions, CheckpointOptions)
     _options: ExchangeOptions
-    _by_threshold = "DDPHardThresholdStrategy"
+    _lightning_arguments = ddp_arguments
 
     def __init__(self, sparsifier: Sparsifier, **kwargs: Any) -> None:
         self._options = self._taken(ExchangeOptions, kwargs)
         self._checkpoint_options = self._taken(CheckpointOptions, kwargs)
         super().__init__(sparsifier, **kwargs)
-
-    @override
-    def _lightning_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        check_ddp_arguments(arguments, type(self))
-        return arguments
 
     @override
     def configure_ddp(self) -> None:

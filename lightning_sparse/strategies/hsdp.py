@@ -45,7 +45,6 @@ class SparseHSDPStrategy(ReplicaStrategy):
     _takes: ClassVar[tuple[type, ...]] = (ExchangeOptions, CheckpointOptions)
     _leaves_out = frozenset({"error_feedback", "local_clip_norm", "is_sharded"})
     _options: ExchangeOptions
-    _by_threshold = "HSDPHardThresholdStrategy"
     _call_each_step = "average_gradients() before"
     _observer: StepObserver | None = None
 
@@ -121,7 +120,6 @@ class SparseLocalHSDPStrategy(ReplicaStrategy, LocalTraining):
     """
 
     state: ShardModelAverager | None
-    _by_threshold = "LocalHSDPHardThresholdStrategy"
 
     @override
     def _make_state(self) -> None:

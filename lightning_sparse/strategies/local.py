@@ -25,8 +25,8 @@ from lightning_sparse.checkpointing.together import (
 from lightning_sparse.drift import SparseModelAverager
 from lightning_sparse.exchange import require_agreement
 from lightning_sparse.sparsifiers import Dense
-from lightning_sparse.strategies.arguments import process_group_arguments
 from lightning_sparse.strategies.local_training import LocalTraining
+from lightning_sparse.strategies.options import process_group_arguments
 
 
 class SparseLocalStrategy(LocalTraining, DDPStrategy):
@@ -54,13 +54,9 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
         TypeError: a misspelt argument, or something that is not a sparsifier.
     """
 
-    _by_threshold = "LocalHardThresholdStrategy"
+    _lightning_arguments = process_group_arguments
     _is_in_a_step = False
     _why_not: str | None = None
-
-    @override
-    def _lightning_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        return process_group_arguments(arguments, type(self))
 
     @override
     def configure_ddp(self) -> None:

@@ -1,15 +1,37 @@
-"""Options of strategies, declared and documented once, and shown by every strategy that takes them."""
+"""Options of strategies, shown by every strategy that takes them, and checks of the arguments for Lightning's."""
 
+import difflib
 import inspect
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from inspect import Parameter, Signature
 from typing import Any, ClassVar, TypeVar
 
-from lightning.pytorch.strategies import Strategy
+import torch
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from torch.nn.parallel import DistributedDataParallel
 
 Options = TypeVar("Options")
 SECTION = re.compile(r"[A-Z]\w+:$")
+_REPLACED_ARGUMENTS = {
+    "ddp_comm_hook": "The sparse exchange is the communication hook, and DDP has only one. Use value_dtype='bfloat16' "
+    "to compress values further, or Lightning's DDPStrategy for another hook",
+    "ddp_comm_state": "The sparse exchange keeps its own state. Read it from strategy.state",
+    "ddp_comm_wrapper": "The sparse exchange is not wrapped. Use value_dtype='bfloat16' or 'float8' to send values in "
+    "half precision",
+    "model_averaging_period": "Gradients are exchanged in every step, so there are no models to average. Use "
+    "Lightning's DDPStrategy for post-local SGD",
+    "mixed_precision": "DDP's own mixed precision brings a communication hook of its own. Use "
+    "Trainer(precision='bf16-mixed')",
+    "sharding_strategy": "Every worker has the whole model here, and there are no shards. Use "
+    "strategy='hsdp_hardthreshold', or Lightning's FSDPStrategy, with its own exchange",
+    "skip_all_reduce_unused_params": "The hook must see every bucket. Leave it out: a hard threshold sends nothing for "
+    "unused parameters",
+}
+
+_DDP_STRATEGY = dict(inspect.signature(DDPStrategy).parameters)
+_DDP = dict(inspect.signature(DistributedDataParallel).parameters)
+_MODEL_PARALLEL = dict(inspect.signature(ModelParallelStrategy).parameters)
 
 
 class TakesOptions(Strategy):
@@ -93,3 +115,68 @@ def _entries(docstring: str) -> dict[str, list[str]]:
         if line.strip():
             entries[name].append(line)
     return entries
+
+
+def ddp_arguments(strategy: Strategy, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments for ``DDPStrategy``.
+
+    Raises:
+        ValueError: an argument that a sparse exchange cannot honour; says what to use instead.
+        TypeError: an unknown argument; names a similar one, of Lightning's or of the strategy.
+    """
+    for name, advice in _REPLACED_ARGUMENTS.items():
+        if arguments.get(name):
+            raise ValueError(f"Got {name}={arguments[name]!r}. {advice}.")
+    known = {*_DDP_STRATEGY, *_DDP} - {"module", "kwargs", "device_ids"}
+    takers = f"Lightning's DDPStrategy nor DistributedDataParallel of torch {torch.__version__}"
+    _require_known(strategy, arguments, known, takers)
+    return arguments
+
+
+def process_group_arguments(strategy: Strategy, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``DDPStrategy`` that apply without a DDP module.
+
+    A command line passes on every argument; those of a DDP module that have their default value are left out.
+
+    Raises:
+        ValueError: an argument that concerns DDP's own exchange.
+        TypeError: an unknown argument; names a similar one, of Lightning's or of the strategy.
+    """
+    own = _DDP_STRATEGY.keys() - {"kwargs"} - _REPLACED_ARGUMENTS.keys()
+    of_a_module = {**_DDP, **_DDP_STRATEGY}
+    _require_known(strategy, arguments.keys() - of_a_module.keys(), own, "Lightning's DDPStrategy")
+    for name, value in arguments.items():
+        # Without a DDP module any parameter may stay unused.
+        if name not in own and name != "find_unused_parameters" and value is not of_a_module[name].default:
+            raise ValueError(
+                f"Got {name}={value!r}, which concerns a DDP module's exchange of gradients. Local training has "
+                "none: leave it out."
+            )
+    return {name: value for name, value in arguments.items() if name in own}
+
+
+def model_parallel_arguments(strategy: Strategy, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``ModelParallelStrategy`` that apply to several replicas.
+
+    Raises:
+        ValueError: the size of a replica.
+        TypeError: an unknown argument; names a similar one, of Lightning's or of the strategy.
+    """
+    size = arguments.get("data_parallel_size", "auto")
+    if size != "auto":
+        raise ValueError(
+            f"Got data_parallel_size={size!r}. A replica has as many ranks as remain: say how many replicas there are, "
+            "replicas=…"
+        )
+    known = _MODEL_PARALLEL.keys() - {"tensor_parallel_size"}
+    _require_known(strategy, arguments, known, "Lightning's ModelParallelStrategy")
+    return {name: value for name, value in arguments.items() if name != "data_parallel_size"}
+
+
+def _require_known(strategy: Strategy, names: Collection[str], known: Collection[str], takers: str) -> None:
+    for name in names:
+        if name not in known:
+            own = set(inspect.signature(type(strategy)).parameters) - {"kwargs"}
+            close = difflib.get_close_matches(name, own.union(known), n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"Unknown argument {name!r}: neither this strategy nor {takers} takes it.{hint}")

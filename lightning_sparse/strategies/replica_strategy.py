@@ -25,7 +25,7 @@ from lightning_sparse.engine.sharding.resharded import reshard
 from lightning_sparse.exchange import SaveBarrier, Workers, require_agreement
 from lightning_sparse.exchange.groups import replica_mesh
 from lightning_sparse.sparsifiers import Sparsifier
-from lightning_sparse.strategies.arguments import model_parallel_arguments
+from lightning_sparse.strategies.options import model_parallel_arguments
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 
@@ -59,6 +59,7 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
 
     _is_sharded: ClassVar[bool] = True
     _reads_folders = True
+    _lightning_arguments = model_parallel_arguments
     _save_barrier: SaveBarrier | None = None
     _why_not: str | None = None
 
@@ -78,10 +79,6 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
         self._replicas = replicas
         super().__init__(sparsifier, **kwargs)
         self._tensor_parallel_size = tensor_parallel_size
-
-    @override
-    def _lightning_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        return model_parallel_arguments(arguments, type(self))
 
     @abstractmethod
     def _make_state(self) -> None:

@@ -50,17 +50,12 @@ class SparseStrategy(TakesOptions, WholeFiles):
     state: Any
     _options: ExchangeOptions | DriftOptions
     _checkpoint_options: AnyCheckpointOptions
-    _by_threshold: ClassVar[str] = "HardThreshold"
-    """The class that takes a threshold alone."""
     _call_each_step: ClassVar[str | None] = None
     """What a loop without torch optimizers calls, in words; None if a fit without exchanges is no reason to warn."""
 
     def __init__(self, sparsifier: Sparsifier, **kwargs: Any) -> None:
         if not isinstance(sparsifier, Sparsifier):
-            raise TypeError(
-                f"Expected a sparsifier such as HardThreshold(threshold=0.01), got {sparsifier!r}. "
-                f"For a threshold alone use {self._by_threshold}(threshold=0.01)."
-            )
+            raise TypeError(f"Expected a sparsifier such as HardThreshold(threshold=0.01), got {sparsifier!r}.")
         require_density_control(sparsifier, getattr(self._options, "density_control", None))
         require_wire(sparsifier, self._options.value_dtype)
         kwargs = self._lightning_arguments(kwargs)
