@@ -10,12 +10,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_sparse.checkpointing.options import CheckpointOptions
+from lightning_sparse.drift import SparseModelAverager
 from lightning_sparse.drift.shard_averager import ShardModelAverager
 from lightning_sparse.engine.optimizer_steps import Arguments, StepObserver
 from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.gradients.shard_exchange import ShardExchange
 from lightning_sparse.sparsifiers import Sparsifier
-from lightning_sparse.strategies.local_training import LocalTraining
+from lightning_sparse.strategies.local import LocalTraining
 from lightning_sparse.strategies.replica_strategy import ReplicaStrategy, stateless_as_before
 
 
@@ -136,18 +137,9 @@ class SparseLocalHSDPStrategy(ReplicaStrategy, LocalTraining):
     # Checkpoints.
 
     @override
-    def _module_state(self) -> dict[str, Any]:
-        self._why_not = None
-        if self.state is None or self._has_ended:
-            return super()._module_state()
-        shared = self.state.shared
-        weights: dict[str, Tensor] = {}
-        if not shared.is_shown:  # as they are while validation looks at the mean
-            self._why_not = self._why_broken("anchor's")
-            weights = shared.mean(self.state.workers) if self._why_not is None else shared.anchor()
-        with shared.shown(weights):
-            state = super()._module_state()
-            return {name: entry.clone() if isinstance(entry, Tensor) else entry for name, entry in state.items()}
+    def _mean_weights(self, averager: SparseModelAverager) -> dict[str, Tensor] | None:
+        self._why_not = self._why_broken()
+        return averager.shared.mean(averager.workers) if self._why_not is None else None
 
     @override
     def _own_optimizers(self, checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -1,12 +1,16 @@
-"""Lightning strategy for local training: every worker steps its own optimizer, drifts are exchanged sparsely."""
+"""Lightning strategies for local training: every worker steps its own optimizer, drifts are exchanged sparsely."""
 
 import copy
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from lightning.fabric.utilities import rank_zero_warn
+from lightning.pytorch import callbacks
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -14,6 +18,7 @@ from typing_extensions import override
 
 from lightning_sparse.checkpointing.collecting import collect_without_workers, mean_of
 from lightning_sparse.checkpointing.content import warn_of_incomplete
+from lightning_sparse.checkpointing.options import DriftCheckpointOptions
 from lightning_sparse.checkpointing.together import (
     NO_WORKER,
     collect_together,
@@ -22,11 +27,131 @@ from lightning_sparse.checkpointing.together import (
     patience_of,
     why_not_together,
 )
-from lightning_sparse.drift import SparseModelAverager
+from lightning_sparse.drift import DriftOptions, SparseModelAverager
+from lightning_sparse.drift.shared_weights import SharedWeights
+from lightning_sparse.engine.weak_method import weak_method
 from lightning_sparse.exchange import require_agreement
-from lightning_sparse.sparsifiers import Dense
-from lightning_sparse.strategies.local_training import LocalTraining
+from lightning_sparse.sparsifiers import Dense, Sparsifier
 from lightning_sparse.strategies.options import process_group_arguments
+from lightning_sparse.strategies.sparse_strategy import SparseStrategy
+
+_OWN_WEIGHTS = ("WeightAveraging", "StochasticWeightAveraging", "ModelPruning")  # the first from Lightning 2.6 on
+
+
+class LocalTraining(SparseStrategy):
+    """Gives workers the mean of their weights in validation and after ``fit``, and their own in training."""
+
+    averages = "drifts"
+    state: SparseModelAverager | None
+    _takes: ClassVar[tuple[type, ...]] = (DriftOptions, DriftCheckpointOptions)
+    _options: DriftOptions
+    _checkpoint_options: DriftCheckpointOptions
+    _call_each_step = "step() after"
+    _is_sharded: ClassVar[bool] = False
+    _has_ended = False
+    _why_not: str | None = None
+    """Why a checkpoint that is being written lacks tensors of workers."""
+
+    def __init__(self, sparsifier: Sparsifier, **kwargs: Any) -> None:
+        self._options = self._taken(DriftOptions, kwargs)
+        self._checkpoint_options = self._taken(DriftCheckpointOptions, kwargs, is_sharded=self._is_sharded)
+        super().__init__(sparsifier, **kwargs)
+
+    @property
+    def averager(self) -> SparseModelAverager | None:
+        """The averager of the running or last ``fit``, None before; also called ``state``."""
+        return self.state
+
+    def _follow_drifts(self, averager: SparseModelAverager) -> None:
+        self._has_ended = False
+        self._follow(averager)
+        averager.observed_steps.on_step = weak_method(self._after_any_step)
+
+    @override
+    def _after_step(self) -> None:
+        assert self.state is not None
+        self.state.step()
+        super()._after_step()
+
+    @property
+    def _shared(self) -> SharedWeights | None:
+        """Changes weights while a fit trains; None before and after."""
+        module = self.lightning_module
+        is_fitting = module is not None and module.trainer.state.fn == TrainerFn.FITTING
+        return self.state.shared if self.state is not None and is_fitting and not self._has_ended else None
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        if self._shared is not None:
+            self._shared.take_mean()
+
+    @override
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        self._return_weights()
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._return_weights()  # a checkpoint may have brought others
+        assert self.lightning_module is not None
+        kinds = tuple(kind for name in _OWN_WEIGHTS if (kind := getattr(callbacks, name, None)) is not None)
+        trainer: Any = self.lightning_module.trainer
+        found = [type(callback).__name__ for callback in trainer.callbacks if isinstance(callback, kinds)]
+        if found:
+            rank_zero_warn(
+                f"lightning_sparse: {', '.join(found)} keeps a state that follows from each worker's own weights, and "
+                "checkpoints hold rank 0's. A resumed run differs slightly from one that never stopped. See "
+                "docs/local-training.md."
+            )
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self._has_ended = False  # a search for a learning rate ends as a training does
+        self._return_weights()
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self._shared is not None:
+            self._shared.take_mean()
+        self._has_ended = True
+
+    @override
+    def teardown(self) -> None:
+        if self.state is not None and self._shared is not None:
+            # An exception has ended the fit, perhaps on this worker alone: all workers have the same anchor.
+            if self.state.num_steps:
+                self._shared.take_anchor()
+            self._shared.forget_own()
+        super().teardown()
+
+    def _return_weights(self) -> None:
+        if self._shared is not None:
+            self._shared.give_back()
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        # Lightning asks every rank, and then calls save_checkpoint on it.
+        self._why_not = None
+        if self.state is None or self._has_ended:
+            return super().lightning_module_state_dict()
+        shared, weights = self.state.shared, None
+        is_shown = shared.is_shown  # while validation looks at the mean
+        if not is_shown:
+            weights = self._mean_weights(self.state)
+            weights = shared.anchor() if weights is None else weights
+        with shared.shown(weights or {}):
+            state = super().lightning_module_state_dict()
+            if self._is_sharded:
+                return {name: entry.clone() if isinstance(entry, Tensor) else entry for name, entry in state.items()}
+            return copy.deepcopy(state) if is_shown else state
+
+    @abstractmethod
+    def _mean_weights(self, averager: SparseModelAverager) -> dict[str, Tensor] | None:
+        """Return the mean of all workers' weights; if there is none, warn, set ``_why_not`` and return None."""
 
 
 class SparseLocalStrategy(LocalTraining, DDPStrategy):
@@ -56,7 +181,6 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
 
     _lightning_arguments = process_group_arguments
     _is_in_a_step = False
-    _why_not: str | None = None
 
     @override
     def configure_ddp(self) -> None:
@@ -112,30 +236,20 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
     # Checkpoints.
 
     @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        # Lightning asks every worker, and then calls save_checkpoint on it.
-        averager = self.state
-        if averager is None or self._has_ended:
-            return super().lightning_module_state_dict()
-        if averager.shared.is_shown:  # while validation looks at the mean
-            return copy.deepcopy(super().lightning_module_state_dict())
-        weights = None
-        self._why_not = why_not_together(averager, averager.save_barrier, patience_of(self._timeout), self._obstacles())
+    def _mean_weights(self, averager: SparseModelAverager) -> dict[str, Tensor] | None:
+        barrier = averager.save_barrier
+        self._why_not = why_not_together(averager, barrier, patience_of(self._timeout), self._obstacles())
         if self._why_not is None:
             try:
-                weights = averager.shared.mean(averager.save_barrier.workers_apart())
+                return averager.shared.mean(barrier.workers_apart())
             except RuntimeError as error:  # a worker died or left
                 if averager.workers.rank != 0:
                     raise
-                averager.save_barrier.give_up_apart()
+                barrier.give_up_apart()
                 self._why_not = f"averaging weights failed: {str(error).splitlines()[0]}"
-        if weights is None:
-            assert self._why_not is not None
-            weights = averager.shared.anchor()
-            if averager.workers.rank == 0:
-                warn_of_incomplete("drifts", self._why_not, "anchor's")
-        with averager.shared.shown(weights):
-            return super().lightning_module_state_dict()
+        if averager.workers.rank == 0:
+            warn_of_incomplete("drifts", self._why_not, "anchor's")
+        return None
 
     def _obstacles(self) -> list[str]:
         """Return why no checkpoint can hold drifts at this moment, in words that workers agree on."""

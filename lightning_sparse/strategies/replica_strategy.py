@@ -169,22 +169,16 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         # Lightning asks every rank first of all, and then calls save_checkpoint on it.
         if self._save_barrier is not None and self.lightning_module is not None:
-            why_not = self._why_not_together(self._save_barrier, self.lightning_module.trainer.global_step)
+            patience = patience_of(self._timeout)
+            step = {"step": self.lightning_module.trainer.global_step}
+            try:
+                why_not = self._save_barrier.wait(step, shortened(patience) if is_in_trouble() else patience)
+            except dist.DistNetworkError:  # of the store, which ends with rank 0
+                why_not = "the first worker is gone"
             if why_not is not None:
                 raise RuntimeError(
                     f"No checkpoint was written: {why_not}. What is sharded can be saved by all its ranks only."
                 )
-        return self._module_state()
-
-    def _why_not_together(self, barrier: SaveBarrier, step: int) -> str | None:
-        patience = patience_of(self._timeout)
-        try:
-            return barrier.wait({"step": step}, shortened(patience) if is_in_trouble() else patience)
-        except dist.DistNetworkError:  # of the store, which ends with the first worker
-            return "the first worker is gone"
-
-    def _module_state(self) -> dict[str, Any]:
-        """Returns what a checkpoint holds of the module. Collective: all ranks."""
         return super().lightning_module_state_dict()
 
     @override
@@ -214,7 +208,7 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
         optimizers = self._own_optimizers(checkpoint)
         kinds = self._checkpoint_options.kinds
         if self._why_not is None and kinds:
-            self._why_not = self._why_broken("anchor's")
+            self._why_not = self._why_broken()
         why_not, self._why_not = self._why_not, None
         folder = path if self._save_distributed_checkpoint else None
         return collect(self.state, self.state.workers, kinds, why_not=why_not, folder=folder, optimizers=optimizers)
@@ -223,12 +217,12 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
         """Return the states of optimizers that differ between replicas, by their place."""
         return {}
 
-    def _why_broken(self, weights: str) -> str | None:
-        """Return, and say, why a checkpoint lacks tensors of replicas; None if nothing is wrong. Collective."""
+    def _why_broken(self) -> str | None:
+        """Return, and warn, why a checkpoint lacks tensors of replicas; None if nothing is wrong. Collective."""
         assert self.state is not None
         of_shards = self.state.workers.gather_numbers([float(self.state.is_exchanging)], self.state.device)
         if not self.state.replica.gather_numbers(of_shards.sum(0).tolist(), self.state.device).any():
             return None
         if self.is_global_zero:
-            warn_of_incomplete(self.state.kind, BROKEN_OFF, weights)
+            warn_of_incomplete(self.state.kind, BROKEN_OFF, "anchor's")
         return BROKEN_OFF

@@ -55,7 +55,10 @@ class SparseStrategy(TakesOptions, WholeFiles):
 
     def __init__(self, sparsifier: Sparsifier, **kwargs: Any) -> None:
         if not isinstance(sparsifier, Sparsifier):
-            raise TypeError(f"Expected a sparsifier such as HardThreshold(threshold=0.01), got {sparsifier!r}.")
+            raise TypeError(
+                f"Expected a sparsifier such as HardThreshold(threshold=0.01), got {sparsifier!r}. Strategies such as "
+                "LocalHardThresholdStrategy(threshold=0.01) take a threshold alone."
+            )
         require_density_control(sparsifier, getattr(self._options, "density_control", None))
         require_wire(sparsifier, self._options.value_dtype)
         kwargs = self._lightning_arguments(kwargs)
