@@ -1,4 +1,4 @@
-"""A strategy that trains as n workers would, one after the other on one device."""
+"""A strategy that trains as n workers would, in turn on one device."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,8 +25,6 @@ from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.sparsifiers import Sparsifier
 from lightning_sparse.strategies.simulated.data import BatchesOfWorkers, LoaderOfWorkers, loader_of_workers
 from lightning_sparse.strategies.simulated.limits import (
-    advise,
-    loss_of,
     refuse,
     require_attributes,
     require_known,
@@ -40,16 +38,16 @@ from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
     """Trains on one device as n workers would with `SparseDDPStrategy`: the same numbers, n times the time.
 
-    For studies: what 8 or 20 workers come to, on one GPU or a laptop. One model; each worker has its own residual (4
-    bytes a parameter, and as many again), its own shard of the data, its own random numbers. A step takes a batch of
-    each worker; with ``exchange="gather"`` and a constant threshold the weights are to the last bit those of n
-    processes, and a checkpoint of one continues in the other.
+    Use it to study accuracy with 8 or 20 workers on one GPU or a laptop. There is one model. Each worker has its own
+    residual (8 bytes per parameter), shard of the data and random numbers. A step takes a batch from each worker. With
+    ``exchange="gather"`` and a constant threshold the weights equal those of n processes bit for bit. Checkpoints of
+    simulated workers and of processes continue each other.
 
-    As in DDP, what the first worker logs and what buffers (batch norm) become in its forward is what remains; a number
-    that is logged for an epoch is the mean over all workers. Validation, test and predict see all data at once.
+    As in DDP, logged numbers of a step and buffers (batch norm) are those of rank 0; a number logged for an epoch is
+    the mean over all workers. Validation, test and predict see all data at once.
 
-    Each worker's loader comes from ``train_dataloader`` of its own, called with ``trainer.global_rank`` and
-    ``trainer.world_size`` of that worker. Where it has no sampler for several workers it gets Lightning's, unless
+    Each worker's loader comes from a call of ``train_dataloader`` with ``trainer.global_rank`` and
+    ``trainer.world_size`` of that worker. A loader without a sampler for several workers gets Lightning's, unless
     ``Trainer(use_distributed_sampler=False)``.
 
     Args:
@@ -99,7 +97,7 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
             raise TypeError(f"Invalid {own_attributes=}. Give names in a list: [{own_attributes!r}].")
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        super().__init__(sparsifier=sparsifier, device=device, **kwargs)
+        super().__init__(sparsifier, device=device, **kwargs)
         self.num_workers = num_workers
         self.workers: SimulatedWorkers | None = None
         self._own_attributes = tuple(own_attributes)
@@ -206,7 +204,8 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self._has_run = False
-        self._turns.begin_batch(begins_anew=batch_idx % self._module.trainer.accumulate_grad_batches == 0)
+        if batch_idx % self._module.trainer.accumulate_grad_batches == 0:
+            self._turns.begin_step()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -221,7 +220,9 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
         for rank in reversed(range(self.num_workers)):  # rank 0 last: its buffers and its logged numbers remain
             with self._as_worker(rank), self._turns.of(rank):
                 output = self._own_step(batches[rank], *rest, **kwargs)
-                loss = loss_of(output)
+                loss = output["loss"] if isinstance(output, Mapping) else output
+                if loss is None:
+                    refuse("a training_step that returns None, which DDP does not either")
                 if rank != 0:  # Lightning calls backward for the output that it gets
                     self.backward(loss / self._module.trainer.accumulate_grad_batches, None)
         return output
@@ -263,7 +264,12 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        advise(exception)
+        if "process group has not been initialized" in str(exception):
+            exception.args = (
+                f"{exception} Simulated workers have none. In train_dataloader ask the trainer instead: "
+                "DistributedSampler(dataset, trainer.world_size, trainer.global_rank), or leave the sampler to "
+                "Lightning.",
+            )
         super().on_exception(exception)
 
     @override
