@@ -1,4 +1,4 @@
-"""The error of a run: what error feedback holds back, in total and per layer."""
+"""The error that error feedback holds back, in total and per layer."""
 
 from math import sqrt
 from typing import Any
@@ -29,8 +29,7 @@ class ErrorMonitor(StepMonitor):
     def __init__(self, per_layer: bool = False) -> None:
         super().__init__(per_layer)
         self.total_error = TotalError()
-        self._last_error_norm = 0.0
-        self._largest_error_norm = 0.0
+        self._last_error_norm = self._largest_error_norm = 0.0
 
     @override
     def take_in(self, step: StepStats) -> None:

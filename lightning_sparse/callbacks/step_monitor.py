@@ -16,9 +16,6 @@ class StepMonitor(Callback):
 
     The numbers are the same on every worker, so a monitor communicates nothing. With a strategy that exchanges
     densely it says so once and stays idle, so that you can switch strategies and keep your callbacks.
-
-    Args:
-        per_layer: whether to follow single layers.
     """
 
     def __init__(self, per_layer: bool) -> None:
@@ -30,7 +27,7 @@ class StepMonitor(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit" and self.per_layer and isinstance(trainer.strategy, SparseStrategy):
-            trainer.strategy.request_layer_stats()
+            trainer.strategy.per_layer_stats = True
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -56,7 +53,10 @@ class StepMonitor(Callback):
         # In every batch: at the end of an epoch Lightning forgets what was logged before. Barebones, it warns of logs.
         if self._has_numbers and not trainer.barebones:
             self.log_totals(pl_module)
-        if self._newest is not None and self._has_new_layers and is_logging_step(trainer):
+        # Lightning logs the running batch only if it is the last of a step.
+        accumulates = pl_module.automatic_optimization and trainer.fit_loop._should_accumulate()
+        is_logged = trainer._logger_connector.should_update_logs and not accumulates
+        if self._newest is not None and self._has_new_layers and is_logged:
             self.log_layers(trainer, self._newest)
             self._has_new_layers = False
 
@@ -73,13 +73,6 @@ class StepMonitor(Callback):
 def logging_step(trainer: Trainer) -> int:
     """Return the step under which Lightning logs its own metrics of the running batch."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
-
-
-def is_logging_step(trainer: Trainer) -> bool:
-    """Return whether Lightning logs the running batch, which must be the last of a step."""
-    if trainer.lightning_module.automatic_optimization and trainer.fit_loop._should_accumulate():
-        return False
-    return trainer._logger_connector.should_update_logs
 
 
 def tensorboard_loggers(trainer: Trainer) -> list[TensorBoardLogger]:

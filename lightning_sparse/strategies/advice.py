@@ -39,11 +39,6 @@ _said: set[str] = set()
 """The kinds of messages that this process has said."""
 
 
-def reset_advice() -> None:
-    """Let this process say every message again, for tests."""
-    _said.clear()
-
-
 class Advice:
     """Watches the exchanges of a fit. All workers see the same numbers, so it communicates nothing.
 

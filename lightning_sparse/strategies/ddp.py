@@ -40,10 +40,6 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
 
     Attributes:
         state: the `SparseState` of the running or last ``fit``, None before.
-
-    Raises:
-        ValueError: an invalid option, or a DDP argument that a sparse exchange cannot honour.
-        TypeError: a misspelt argument, or something that is not a sparsifier.
     """
 
     averages = "gradients"
@@ -96,7 +92,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
             options,
             grad_scaler=lambda: getattr(self.precision_plugin, "scaler", None),
             optimizers=lambda: self.optimizers,
-            per_layer_stats=self._per_layer_stats,
+            per_layer_stats=self.per_layer_stats,
         )
         self._follow(state)
         state.pending_gradients.on_step.append(self._after_any_step)

@@ -16,6 +16,10 @@ class ByThreshold(SparseStrategy):
         threshold: λ ≥ 0, in units of gradients or, for local training, of parameters; 0 sends everything.
         density: share of coordinates to send on average, in (0, 1]; λ is calibrated to it. With neither, 0.001, or 0.01
             for local training.
+
+    Raises:
+        ValueError: both threshold and density, or a number or a word that is not allowed.
+        TypeError: a misspelt argument.
     """
 
     _takes: ClassVar[tuple[type, ...]] = (HardThreshold,)
@@ -32,10 +36,6 @@ class DDPHardThresholdStrategy(ByThreshold, SparseDDPStrategy):
 
     The hard-threshold sparsifier with error feedback of Sahu et al., *Rethinking gradient sparsification as total
     error minimization* (NeurIPS 2021, arXiv:2108.00951). Registered as ``Trainer(strategy="ddp_hardthreshold")``.
-
-    Raises:
-        ValueError: both threshold and density, or a number or a word that is not allowed.
-        TypeError: a misspelt argument.
     """
 
 
@@ -44,10 +44,6 @@ class LocalHardThresholdStrategy(ByThreshold, SparseLocalStrategy):
 
     After an exchange no worker's weight is λ or more from the anchor: λ is in the parameters' own units and bounds how
     far replicas part. Registered as ``Trainer(strategy="local_hardthreshold")``.
-
-    Raises:
-        ValueError: both threshold and density, or a number or a word that is not allowed.
-        TypeError: a misspelt argument.
     """
 
     _default_density = 0.01
@@ -57,10 +53,6 @@ class HSDPHardThresholdStrategy(ByThreshold, SparseHSDPStrategy):
     """FSDP2 inside a replica, and between replicas the coordinates that reach a constant threshold λ.
 
     Registered as ``Trainer(strategy="hsdp_hardthreshold")``; `SparseHSDPStrategy` says how to write a model for it.
-
-    Raises:
-        ValueError: both threshold and density, or a number or a word that is not allowed.
-        TypeError: a misspelt argument.
     """
 
 
@@ -69,10 +61,6 @@ class LocalHSDPHardThresholdStrategy(ByThreshold, SparseLocalHSDPStrategy):
 
     Registered as ``Trainer(strategy="local_hsdp_hardthreshold")``; `SparseHSDPStrategy` says how to write a model for
     it.
-
-    Raises:
-        ValueError: both threshold and density, or a number or a word that is not allowed.
-        TypeError: a misspelt argument.
     """
 
     _default_density = 0.01

@@ -35,10 +35,6 @@ class SparseHSDPStrategy(ReplicaStrategy):
 
     Attributes:
         state: the `ShardExchange` of the running or last ``fit``, None before.
-
-    Raises:
-        ValueError: an invalid option.
-        TypeError: a misspelt argument, or something that is not a sparsifier.
     """
 
     averages = "gradients of shards"
@@ -62,7 +58,7 @@ class SparseHSDPStrategy(ReplicaStrategy):
             self.device_mesh["replicate"],
             self.sparsifier,
             self._options,
-            per_layer_stats=self._per_layer_stats,
+            per_layer_stats=self.per_layer_stats,
         )
         self._follow(state)
         self._observer = StepObserver(state.holds_any_of, self._before_any_step, self._after_any_step)
@@ -114,10 +110,6 @@ class SparseLocalHSDPStrategy(ReplicaStrategy, LocalTraining):
 
     Attributes:
         state: the `ShardModelAverager` of the running or last ``fit``, None before; also called ``averager``.
-
-    Raises:
-        ValueError: an invalid option.
-        TypeError: a misspelt argument, or something that is not a sparsifier.
     """
 
     state: ShardModelAverager | None
@@ -130,7 +122,7 @@ class SparseLocalHSDPStrategy(ReplicaStrategy, LocalTraining):
             self.device_mesh["replicate"],
             self.sparsifier,
             self._options,
-            per_layer_stats=self._per_layer_stats,
+            per_layer_stats=self.per_layer_stats,
         )
         self._follow_drifts(averager)
 

@@ -173,10 +173,6 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
 
     Attributes:
         state: the `SparseModelAverager` of the running or last ``fit``, None before; also called ``averager``.
-
-    Raises:
-        ValueError: an invalid option, or an argument that needs a DDP module.
-        TypeError: a misspelt argument, or something that is not a sparsifier.
     """
 
     _lightning_arguments = process_group_arguments
@@ -189,7 +185,7 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
         sparsifier, options = self.sparsifier, self._options
         if self.world_size == 1:  # it has nobody to exchange with
             sparsifier, options = Dense(), replace(options, value_dtype="float32")
-        self._follow_drifts(SparseModelAverager(self.model, sparsifier, options, per_layer_stats=self._per_layer_stats))
+        self._follow_drifts(SparseModelAverager(self.model, sparsifier, options, per_layer_stats=self.per_layer_stats))
 
     @override
     def setup_optimizers(self, trainer: Any) -> None:
@@ -221,11 +217,6 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
         super().post_backward(closure_loss)
         if self.lightning_module is not None and self.lightning_module.automatic_optimization:
             self._is_in_a_step = False
-
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._is_in_a_step = False
-        super().on_train_batch_start(batch, batch_idx)
 
     @override
     def teardown(self) -> None:

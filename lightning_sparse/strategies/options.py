@@ -3,7 +3,7 @@
 import difflib
 import inspect
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from inspect import Parameter, Signature
 from typing import Any, ClassVar, TypeVar
 
@@ -56,7 +56,7 @@ class TakesOptions(Strategy):
             init.__signature__ = _signature(shown.values())  # jsonargparse looks at the function
         signature = _signature(_parameters(cls))
         cls.__signature__ = signature  # type: ignore[attr-defined]
-        cls.__doc__ = _documentation(cls, list(signature.parameters.values()))
+        cls.__doc__ = _documentation(cls, signature.parameters.values())
 
     def _taken(self, options: type[Options], arguments: dict[str, Any], **others: Any) -> Options:
         """Make options of the arguments that they take, and remove these from the arguments."""
@@ -83,37 +83,44 @@ def _parameters(cls: type) -> list[Parameter]:
     return list(found.values())
 
 
-def _documentation(cls: type, parameters: Sequence[Parameter]) -> str:
-    """Return a class's docstring with the entries of all its parameters in the ``Args`` section."""
+def _documentation(cls: type, parameters: Iterable[Parameter]) -> str:
+    """Return a class's docstring with the entries of all its parameters, and the errors of a base if it has none."""
+    sections = _sections(vars(cls)["_own_doc"])
     entries: dict[str, list[str]] = {}
     for base in _classes(cls):
         taken = [source for options in vars(base).get("_takes", ()) for source in reversed(options.__mro__)]
-        for doc in (vars(base).get("_own_doc", ""), *(source.__doc__ for source in taken)):
+        own_doc = vars(base).get("_own_doc", "")
+        for doc in (own_doc, *(source.__doc__ for source in taken)):
             entries = _entries(doc or "") | entries
+        if "Raises:" in (inherited := _sections(own_doc)):
+            sections.setdefault("Raises:", inherited["Raises:"])
     names = [f"**{each.name}" if each.kind is Parameter.VAR_KEYWORD else each.name for each in parameters]
-    section = ["Args:", *(line for name in names for line in entries.get(name, []))]
-    lines = inspect.cleandoc(vars(cls)["_own_doc"]).splitlines()
-    places = [place for place, line in enumerate(lines) if SECTION.match(line)] + [len(lines)]
-    start = end = lines.index("Args:") if "Args:" in lines else places[0]
-    if "Args:" in lines:
-        end = places[places.index(start) + 1]
-    parts = (lines[:start], section, lines[end:])
-    return "\n\n".join("\n".join(part).rstrip() for part in parts if part)
+    arguments = [line for name in names for line in entries.get(name, [])]
+    parts = {"": sections.pop(""), "Args:": arguments} | {name: sections[name] for name in sections if name != "Args:"}
+    return "\n\n".join("\n".join([title, *lines]).strip() for title, lines in parts.items())
+
+
+def _sections(docstring: str) -> dict[str, list[str]]:
+    """Return the lines of each section by its title, and those before the first section without a title."""
+    title = ""
+    sections: dict[str, list[str]] = {title: []}
+    for line in inspect.cleandoc(docstring).splitlines():
+        if SECTION.match(line):
+            title, sections[line] = line, []
+        else:
+            sections[title].append(line)
+    return sections
 
 
 def _entries(docstring: str) -> dict[str, list[str]]:
     """Return the lines of each entry of a docstring's ``Args`` section by parameter name."""
-    lines = inspect.cleandoc(docstring).splitlines()
     entries: dict[str, list[str]] = {}
     name = ""
-    for line in lines[lines.index("Args:") + 1 :] if "Args:" in lines else []:
-        if line[:1].strip():
-            break
-        if line[:4] == "    " and line[4:5].strip():
+    for line in _sections(docstring).get("Args:", []):
+        if line[4:5].strip():
             name = line.strip().partition(":")[0]
-            entries[name] = []
         if line.strip():
-            entries[name].append(line)
+            entries.setdefault(name, []).append(line)
     return entries
 
 
@@ -180,3 +187,8 @@ def _require_known(strategy: Strategy, names: Collection[str], known: Collection
             close = difflib.get_close_matches(name, own.union(known), n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise TypeError(f"Unknown argument {name!r}: neither this strategy nor {takers} takes it.{hint}")
+
+
+def is_count(number: object) -> bool:
+    """Return whether an argument is a whole number of at least 1."""
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 1

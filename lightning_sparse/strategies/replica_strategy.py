@@ -25,7 +25,7 @@ from lightning_sparse.engine.sharding.resharded import reshard
 from lightning_sparse.exchange import SaveBarrier, Workers, require_agreement
 from lightning_sparse.exchange.groups import replica_mesh
 from lightning_sparse.sparsifiers import Sparsifier
-from lightning_sparse.strategies.options import model_parallel_arguments
+from lightning_sparse.strategies.options import is_count, model_parallel_arguments
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 
@@ -51,10 +51,6 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
         **kwargs: of Lightning's ``ModelParallelStrategy``: ``save_distributed_checkpoint`` (True writes a folder to
             which every rank contributes, False one file with everything, for which rank 0 needs the memory),
             ``process_group_backend`` and ``timeout``.
-
-    Raises:
-        ValueError: an invalid option.
-        TypeError: a misspelt argument.
     """
 
     _is_sharded: ClassVar[bool] = True
@@ -71,11 +67,10 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
         tensor_parallel_size: int = 1,
         **kwargs: Any,
     ) -> None:
-        for name, value in (("replicas", replicas), ("tensor_parallel_size", tensor_parallel_size)):
-            is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            if not (is_count or (name == "replicas" and value == "auto")):
-                word = ' or "auto"' if name == "replicas" else ""
-                raise ValueError(f"Invalid {name}={value!r}. Must be a whole number of at least 1{word}.")
+        if not (is_count(replicas) or replicas == "auto"):
+            raise ValueError(f'Invalid {replicas=}. Must be a whole number of at least 1 or "auto".')
+        if not is_count(tensor_parallel_size):
+            raise ValueError(f"Invalid {tensor_parallel_size=}. Must be a whole number of at least 1.")
         self._replicas = replicas
         super().__init__(sparsifier, **kwargs)
         self._tensor_parallel_size = tensor_parallel_size

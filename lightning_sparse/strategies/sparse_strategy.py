@@ -39,15 +39,17 @@ class SparseStrategy(TakesOptions, WholeFiles):
         state: the averager of the running or last ``fit``, None before.
         sparsifier: as given.
         step_log: exchanges that are not logged yet.
+        per_layer_stats: whether to exchange numbers of layers; a callback's ``setup`` may set it, on all ranks alike.
 
     Raises:
-        TypeError: no sparsifier, or a misspelt argument.
-        ValueError: an argument that a sparse exchange cannot honour.
+        ValueError: an invalid option, or an argument that a sparse exchange cannot honour.
+        TypeError: a misspelt argument, or something that is not a sparsifier.
     """
 
     averages: ClassVar[str]
     """``"gradients"``, ``"gradients of shards"`` or ``"drifts"``."""
     state: Any
+    _progress_at_start: object
     _options: ExchangeOptions | DriftOptions
     _checkpoint_options: AnyCheckpointOptions
     _call_each_step: ClassVar[str | None] = None
@@ -66,17 +68,12 @@ class SparseStrategy(TakesOptions, WholeFiles):
         self.sparsifier = sparsifier
         self.state = None
         self.step_log = StepLog()
-        self._per_layer_stats = self._is_stepping = False
+        self.per_layer_stats = self._is_stepping = False
         self._batches = 0
-        self._progress_at_start: object = None
 
     def _lightning_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments for Lightning's strategy, after a check."""
         return arguments
-
-    def request_layer_stats(self) -> None:
-        """Ask for per-layer numbers from the next ``fit`` on; on all ranks, in a callback's ``setup``."""
-        self._per_layer_stats = True
 
     @property
     def averagers(self) -> Sequence[Averager]:
@@ -123,17 +120,18 @@ class SparseStrategy(TakesOptions, WholeFiles):
         assert self.lightning_module is not None
         every_n_steps = getattr(self._options, "every_n_steps", 1)
         self._advice.begin(self.optimizers, exchanges_of(self.lightning_module, every_n_steps))
-        self._batches, self._progress_at_start = 0, self._progress
+        self._batches, self._progress_at_start = 0, self.state.progress
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         assert self.lightning_module is not None
-        self.step_log.begin_batch(self.lightning_module)
+        trainer = self.lightning_module.trainer
+        self.step_log.begin_batch(trainer)
         for averager in self.averagers:
-            tell_epoch(averager, self.lightning_module.trainer.current_epoch, self.optimizers)
+            tell_epoch(averager, trainer.current_epoch, self.optimizers)
         self._batches += 1
-        accumulated = getattr(self.lightning_module.trainer, "accumulate_grad_batches", 1)
+        accumulated = getattr(trainer, "accumulate_grad_batches", 1)
         if self._batches == max(MOST_BATCHES, 2 * accumulated) + 1:
             self._warn_of_no_exchange(self._batches - 1)
 
@@ -144,12 +142,8 @@ class SparseStrategy(TakesOptions, WholeFiles):
         if 0 < self._batches <= MOST_BATCHES:
             self._warn_of_no_exchange(self._batches)
 
-    @property
-    def _progress(self) -> object:
-        return None if self.state is None else self.state.progress
-
     def _warn_of_no_exchange(self, batches: int) -> None:
-        if self._call_each_step is not None and self._progress == self._progress_at_start:
+        if self._call_each_step is not None and self.state.progress == self._progress_at_start:
             rank_zero_warn(
                 f"lightning_sparse: in {batches} batches no torch.optim.Optimizer stepped on parameters of the model, "
                 "so nothing was exchanged and the weights differ. If you update weights by other means, call "

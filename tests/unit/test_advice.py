@@ -18,7 +18,7 @@ from lightning_sparse.engine.step_stats import LayerStats
 from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.sparsifiers import Dense
 from lightning_sparse.strategies import advice as advice_module
-from lightning_sparse.strategies.advice import Advice, _normalising, reset_advice
+from lightning_sparse.strategies.advice import Advice, _normalising
 
 ELEMENTS, WORKERS = 1000, 2
 TINY, HUGE = 1.23456e-9, 1.23456e15
@@ -26,9 +26,9 @@ TINY, HUGE = 1.23456e-9, 1.23456e15
 
 @pytest.fixture(autouse=True)
 def _says_everything() -> Iterator[None]:
-    reset_advice()
+    advice_module._said.clear()
     yield
-    reset_advice()
+    advice_module._said.clear()
 
 
 def step(selected: float, *, error: float = 1.0, dense: float = 0.0, layers: Any = None, calibrates: bool = False):
@@ -229,7 +229,7 @@ def test_a_message_is_said_once_per_process_and_no_other_is(name):
     for pattern in situation.said:
         assert any(re.search(pattern, message) for message in messages), messages
     assert listen(situation) == []  # a resume, or another Trainer
-    reset_advice()
+    advice_module._said.clear()
     assert listen(situation) == messages
 
 
@@ -283,7 +283,7 @@ EXTREMES = [
 def test_a_message_is_one_line_of_at_most_120_characters_and_a_link():
     kinds: set[str] = set()
     for situation in EXTREMES:
-        reset_advice()
+        advice_module._said.clear()
         for message in listen(situation):
             require_one_line(message)
         kinds |= advice_module._said

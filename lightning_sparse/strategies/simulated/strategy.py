@@ -23,6 +23,7 @@ from lightning_sparse.engine.weak_method import weak_method
 from lightning_sparse.exchange import ExchangeMode
 from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.sparsifiers import Sparsifier
+from lightning_sparse.strategies.options import is_count
 from lightning_sparse.strategies.simulated.data import BatchesOfWorkers, LoaderOfWorkers, loader_of_workers
 from lightning_sparse.strategies.simulated.limits import (
     refuse,
@@ -87,7 +88,7 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
         device: str = "auto",
         **kwargs: Any,
     ) -> None:
-        if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
+        if not is_count(num_workers):
             raise ValueError(f"Invalid {num_workers=}. Must be a whole number of at least 1.")
         if exchange == "hierarchical":
             raise ValueError("exchange='hierarchical' goes by nodes, and simulated workers have none. Use 'gather'.")
@@ -133,7 +134,7 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
         self._random_numbers = RandomNumbers(self.num_workers, has_cuda, keeps=True)
         trained = {name: tensor for name, tensor in named_parameters(self._module).items() if tensor.requires_grad}
         self.workers = SimulatedWorkers(
-            self.num_workers, self.sparsifier, trained, self._options, per_layer_stats=self._per_layer_stats
+            self.num_workers, self.sparsifier, trained, self._options, per_layer_stats=self.per_layer_stats
         )
         self._follow(self.workers.each[0])
 
