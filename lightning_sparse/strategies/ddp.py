@@ -57,7 +57,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     def configure_ddp(self) -> None:
         # Lightning flushes the first static-graph iteration once per strategy object, but a second fit has one too.
         self._pl_static_graph_delay_done = False
-        # Before DDP is made: it tells all workers but the first that sizes differ, and the first waits.
+        # Before DDP is made: if sizes differ it raises on all workers but rank 0, which waits.
         assert self.model is not None
         require_agreement(parameter_settings(self.model) | asdict(self._checkpoint_options))
         super().configure_ddp()
@@ -65,9 +65,8 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     @override
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
         given = self._ddp_kwargs
-        # Saves copying every gradient into its bucket and back. A program that keeps gradients over a further backward
-        # would find them changed, which only manual optimization lets it do; and where parameters may stay unused it
-        # would cost them what earlier backwards left (see ParameterUse).
+        # Avoids copies of gradients into buckets and back. It would change gradients that a program keeps over another
+        # backward, as manual optimization allows, and drop earlier gradients of unused parameters (see ParameterUse).
         if (
             self.lightning_module is not None
             and self.lightning_module.automatic_optimization

@@ -40,10 +40,10 @@ class DDPHardThresholdStrategy(ByThreshold, SparseDDPStrategy):
 
 
 class LocalHardThresholdStrategy(ByThreshold, SparseLocalStrategy):
-    """Local training that sends what has drifted by a constant threshold λ from the weights that all share.
+    """Local training that sends weight changes larger than a constant threshold λ.
 
-    After an exchange no worker's weight is λ or more from the anchor: λ is in the parameters' own units and bounds how
-    far replicas part. Registered as ``Trainer(strategy="local_hardthreshold")``.
+    After an exchange each worker's weights are less than λ from the anchor. λ is in the units of the parameters.
+    Registered as ``Trainer(strategy="local_hardthreshold")``.
     """
 
     _default_density = 0.01
@@ -52,15 +52,14 @@ class LocalHardThresholdStrategy(ByThreshold, SparseLocalStrategy):
 class HSDPHardThresholdStrategy(ByThreshold, SparseHSDPStrategy):
     """FSDP2 inside a replica, and between replicas the coordinates that reach a constant threshold λ.
 
-    Registered as ``Trainer(strategy="hsdp_hardthreshold")``; `SparseHSDPStrategy` says how to write a model for it.
+    Registered as ``Trainer(strategy="hsdp_hardthreshold")``; `SparseHSDPStrategy` says how to write a model.
     """
 
 
 class LocalHSDPHardThresholdStrategy(ByThreshold, SparseLocalHSDPStrategy):
-    """FSDP2 inside a replica, and between replicas what has drifted by a constant threshold λ from what all share.
+    """FSDP2 inside a replica, and between replicas local training with a constant threshold λ on weight changes.
 
-    Registered as ``Trainer(strategy="local_hsdp_hardthreshold")``; `SparseHSDPStrategy` says how to write a model for
-    it.
+    Registered as ``Trainer(strategy="local_hsdp_hardthreshold")``; `SparseHSDPStrategy` says how to write a model.
     """
 
     _default_density = 0.01

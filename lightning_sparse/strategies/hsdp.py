@@ -1,4 +1,4 @@
-"""Lightning strategies for models that are sharded inside a replica, and exchanged sparsely between replicas."""
+"""Lightning strategies for models that are sharded inside replicas, with a sparse exchange between replicas."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -23,15 +23,14 @@ from lightning_sparse.strategies.replica_strategy import ReplicaStrategy, statel
 class SparseHSDPStrategy(ReplicaStrategy):
     """FSDP2 inside a replica, and between replicas a sparse exchange of the gradients of each shard.
 
-    For models that are too big for DDP: a replica is a node, say, whose ranks hold a shard each, and replicas exchange
-    only the coordinates that a sparsifier selects, once per optimizer step. Write a model as for Lightning's
+    For models that are too big for DDP. A replica is, for example, a node whose ranks hold a shard each. Replicas
+    exchange only the coordinates that a sparsifier selects, once per optimizer step. Write a model as for Lightning's
     ``ModelParallelStrategy``: in ``configure_model`` call ``fully_shard`` with
-    ``mesh=self.device_mesh["data_parallel"]``, which here are the ranks of one replica, and ``parallelize_module`` with
-    ``self.device_mesh["tensor_parallel"]`` if you like. All ranks of ``data_parallel`` and all replicas see data of
-    their own.
+    ``mesh=self.device_mesh["data_parallel"]``, the ranks of one replica, and optionally ``parallelize_module`` with
+    ``self.device_mesh["tensor_parallel"]``. Each rank of ``data_parallel`` in each replica gets its own data.
 
-    Logs what `SparseDDPStrategy` logs, of all shards together; ``sparse/payload_bytes`` are those of a replica. λ is
-    one for the whole model, or for a whole layer; a number of coordinates, as of `TopK`, is each shard's own.
+    Logs the same numbers as `SparseDDPStrategy`, over all shards; ``sparse/payload_bytes`` counts a whole replica. λ
+    applies to the whole model, or to a whole layer; a number of coordinates, as of `TopK`, applies to each shard.
 
     Attributes:
         state: the `ShardExchange` of the running or last ``fit``, None before.
@@ -70,7 +69,7 @@ class SparseHSDPStrategy(ReplicaStrategy):
             self._observer = None
         super().teardown()
 
-    # When gradients are exchanged: after backward, before they are clipped and an optimizer steps.
+    # Gradients are exchanged after backward, before they are clipped and an optimizer steps.
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -99,14 +98,14 @@ class SparseHSDPStrategy(ReplicaStrategy):
 class SparseLocalHSDPStrategy(ReplicaStrategy, LocalTraining):
     """FSDP2 inside a replica, and between replicas local training with a sparse exchange of drifts.
 
-    For models that are too big for DDP, and Adam or its like: every replica steps its own optimizer, and every
-    ``every_n_steps`` optimizer steps the drift of its weights from what all replicas share is exchanged. See
-    `ShardModelAverager`; write a model as for `SparseHSDPStrategy`.
+    For models that are too big for DDP, with optimizers that normalise gradients, such as Adam. Each replica runs its
+    own optimizer, and every ``every_n_steps`` optimizer steps replicas exchange how far their weights drifted from the
+    shared anchor. See `ShardModelAverager`; write a model as for `SparseHSDPStrategy`.
 
-    Validation, test, predict, checkpoints and what is left after ``fit`` are the mean of the replicas' weights.
+    Validation, test, predict, checkpoints and the module after ``fit`` have the mean of the replicas' weights.
 
-    Logs what `SparseLocalStrategy` logs, of all shards together; ``sparse/payload_bytes`` are those of a replica. λ is
-    one for the whole model, or for a whole layer; a number of coordinates, as of `TopK`, is each shard's own.
+    Logs the same numbers as `SparseLocalStrategy`, over all shards; ``sparse/payload_bytes`` counts a whole replica. λ
+    applies to the whole model, or to a whole layer; a number of coordinates, as of `TopK`, applies to each shard.
 
     Attributes:
         state: the `ShardModelAverager` of the running or last ``fit``, None before; also called ``averager``.

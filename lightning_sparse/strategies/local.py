@@ -155,13 +155,13 @@ class LocalTraining(SparseStrategy):
 
 
 class SparseLocalStrategy(LocalTraining, DDPStrategy):
-    """Local training in which workers send only those coordinates of their drift that a sparsifier selects.
+    """Local training: workers send only the coordinates of their drift that a sparsifier selects.
 
-    There is no DDP module and no exchange of gradients: every worker steps its own optimizer, and every
-    ``every_n_steps`` optimizer steps its weights' drift from what all share is exchanged. See
-    `SparseModelAverager`. Right for Adam and its like, which need gradients as they come.
+    There is no DDP module and no exchange of gradients. Each worker runs its own optimizer, and every ``every_n_steps``
+    optimizer steps workers exchange how far their weights drifted from the shared anchor. See `SparseModelAverager`.
+    Use it with optimizers that normalise gradients, such as Adam.
 
-    Validation, test, predict, checkpoints and what is left after ``fit`` are the mean of the workers' weights.
+    Validation, test, predict, checkpoints and the module after ``fit`` have the mean of the workers' weights.
 
     Logs ``sparse/density``, ``sparse/error_norm`` and ``sparse/threshold`` (parameter units), ``sparse/largest_drift``
     (the largest distance of a weight from the anchor before the exchange) and ``sparse/payload_bytes`` with the
@@ -177,6 +177,7 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
 
     _lightning_arguments = process_group_arguments
     _is_in_a_step = False
+    """Whether a backward may still need the weights of its forward."""
 
     @override
     def configure_ddp(self) -> None:
@@ -195,8 +196,6 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
                 "ZeroRedundancyOptimizer steps each parameter on one worker only, with that worker's gradient. In "
                 "local training gradients are not averaged: use the optimizer that is inside of it."
             )
-
-    # Whether a forward may still need the weights for its backward.
 
     @override
     def _after_step(self) -> None:
@@ -243,11 +242,11 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
         return None
 
     def _obstacles(self) -> list[str]:
-        """Return why no checkpoint can hold drifts at this moment, in words that workers agree on."""
+        """Return why no checkpoint can hold drifts now, in the same words on all workers."""
         assert self.state is not None
         obstacles = {
             "the weights were changed since all workers had the same": self.state.shared.was_written_to,
-            # Values that arrive would change weights that a backward needs.
+            # Arriving values would change weights that a backward needs.
             "an exchange is still travelling": self.state.is_sent_off and (is_in_trouble() or self._is_in_a_step),
         }
         return [why for why, is_so in obstacles.items() if is_so]
@@ -277,7 +276,7 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        own = self._restore(checkpoint)  # Lightning restores after the model was set up
+        own = self._restore(checkpoint)  # Lightning restores after the model's set-up
         states = own.get("optimizer_states", checkpoint["optimizer_states"])
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
         if "precision_state" in own:  # Lightning has loaded rank 0's

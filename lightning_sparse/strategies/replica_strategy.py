@@ -31,7 +31,7 @@ from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 @contextmanager
 def stateless_as_before(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Within it states can be asked for. To have one torch steps on zeros, with a learning rate of 0, which counts."""
+    """Remove optimizer states that torch makes inside the context: to read states it steps once on zeros, with lr 0."""
     without = [optimizer for optimizer in optimizers if not optimizer.state]
     try:
         yield
@@ -43,7 +43,7 @@ def stateless_as_before(optimizers: Sequence[Optimizer]) -> Iterator[None]:
 class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
     """Lightning's ``ModelParallelStrategy`` with replicas as the first dimension of its mesh.
 
-    No rank saves alone, and a kill leaves no half of a checkpoint.
+    All ranks save together, and a kill leaves no partial checkpoint.
 
     Args:
         replicas: number of replicas; ``"auto"`` is one per node.
@@ -78,8 +78,6 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
     @abstractmethod
     def _make_state(self) -> None:
         """Make and follow the averager for the model that has been set up. Collective: all ranks."""
-
-    # Who belongs together.
 
     @override
     def setup_environment(self) -> None:
@@ -117,17 +115,17 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
                 "precision='bf16-mixed' or 'bf16-true', or fully_shard(…, mp_policy=MixedPrecisionPolicy(…))."
             )
         assert self.model is not None
-        reshard(self.model)  # after a validation optimizers would be made for what it has gathered
+        reshard(self.model)  # validation leaves gathered parameters, for which optimizers would be made
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
         if self.state is not None:
-            self.state.close()  # not when its fit ended: it may have been saved after that
+            self.state.close()  # not at the end of its fit: a checkpoint may have followed
         require_agreement(asdict(self._checkpoint_options) | {"in one file": not self._save_distributed_checkpoint})
         self._make_state()
         self._save_barrier = SaveBarrier(Workers(None, self.global_rank, self.world_size))
 
-    # Which steps count.
+    # Steps that do not train.
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -137,7 +135,7 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, *others: Any, **options: Any) -> dict[str, Any]:
-        # What can be said beside the path differs between versions of Lightning.
+        # The arguments after the path differ between versions of Lightning.
         with self._nothing_counts():
             checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *others, **options)
             assert self.lightning_module is not None
@@ -150,19 +148,19 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
     def on_validation_end(self) -> None:
         super().on_validation_end()
         assert self.model is not None
-        reshard(self.model)  # optimizers made from now on must not be for what it has gathered
+        reshard(self.model)  # later optimizers must not be made for gathered parameters
 
     @override
     def teardown(self) -> None:
         if self.state is not None:
-            self.state.own_group.release()  # it may be saved after this, and steps no more
+            self.state.own_group.release()  # a checkpoint may follow, but no step
         super().teardown()
 
-    # Checkpoints, which all ranks write together.
+    # Checkpoints.
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        # Lightning asks every rank first of all, and then calls save_checkpoint on it.
+        # Lightning calls this on every rank first, and then save_checkpoint.
         if self._save_barrier is not None and self.lightning_module is not None:
             patience = patience_of(self._timeout)
             step = {"step": self.lightning_module.trainer.global_step}
@@ -182,7 +180,7 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
     ) -> None:
         path = place = Path(self.broadcast(filepath))
         if self._save_distributed_checkpoint:
-            # Where all ranks write, a kill would leave what is in part of this save and in part of the one before.
+            # Without a temporary folder a kill would leave parts of this save and of an earlier one.
             place = part_of(path)
             if self.local_rank == 0:
                 shutil.rmtree(place, ignore_errors=True)
@@ -194,7 +192,7 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
                 put_in_place(path)
             self.barrier()
             if self.local_rank == 0 and not self.is_global_zero:
-                put_in_place(path)  # where a node has a disk of its own
+                put_in_place(path)  # if the node has its own disk
 
     @override
     def _content(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any] | None:

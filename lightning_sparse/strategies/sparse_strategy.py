@@ -53,7 +53,7 @@ class SparseStrategy(TakesOptions, WholeFiles):
     _options: ExchangeOptions | DriftOptions
     _checkpoint_options: AnyCheckpointOptions
     _call_each_step: ClassVar[str | None] = None
-    """What a loop without torch optimizers calls, in words; None if a fit without exchanges is no reason to warn."""
+    """The call that a loop without torch optimizers needs, for a warning; None to never warn."""
 
     def __init__(self, sparsifier: Sparsifier, **kwargs: Any) -> None:
         if not isinstance(sparsifier, Sparsifier):
@@ -171,7 +171,7 @@ class SparseStrategy(TakesOptions, WholeFiles):
         """
 
     def _restore(self, checkpoint: Mapping[str, Any], **places: Any) -> dict[str, Any]:
-        """Make the averagers what a checkpoint holds; return this rank's extra content. Collective."""
+        """Restore the averagers from a checkpoint; return this rank's extra content. Collective."""
         return restore(self.averagers, checkpoint.get(KEY), self._checkpoint_options, **places)
 
     @classmethod
