@@ -46,10 +46,10 @@ class DensityMonitor(StepMonitor):
     """
 
     def __init__(self, per_layer: bool = True, image_columns: int = 200) -> None:
-        super().__init__(per_layer)
         if image_columns < 2:
             raise ValueError(f"Invalid {image_columns=}. Must be at least 2.")
         self.average_density = AverageDensity()
+        super().__init__(per_layer, "sparse/average_density", self.average_density)
         self._history = _LayerHistory(image_columns)
         self._asked: float | None = None
         self._since = ""
@@ -83,10 +83,6 @@ class DensityMonitor(StepMonitor):
             self._history.add(step)
         for name, value in _totals_of(step).items():
             self._totals[name] += value
-
-    @override
-    def log_totals(self, pl_module: LightningModule) -> None:
-        pl_module.log("sparse/average_density", self.average_density.compute().float(), on_step=True, batch_size=1)
 
     @override
     def log_layers(self, trainer: Trainer, newest: StepStats) -> None:

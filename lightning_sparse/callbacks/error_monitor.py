@@ -27,8 +27,8 @@ class ErrorMonitor(StepMonitor):
     """
 
     def __init__(self, per_layer: bool = False) -> None:
-        super().__init__(per_layer)
         self.total_error = TotalError()
+        super().__init__(per_layer, "sparse/total_error", self.total_error)
         self._last_error_norm = self._largest_error_norm = 0.0
 
     @override
@@ -36,10 +36,6 @@ class ErrorMonitor(StepMonitor):
         self.total_error.update(step)
         self._last_error_norm = step.error_norm
         self._largest_error_norm = max(self._largest_error_norm, step.error_norm)
-
-    @override
-    def log_totals(self, pl_module: LightningModule) -> None:
-        pl_module.log("sparse/total_error", self.total_error.compute().float(), on_step=True, batch_size=1)
 
     @override
     def log_layers(self, trainer: Trainer, newest: StepStats) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
+from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_sparse.engine.step_stats import StepStats
@@ -16,10 +17,16 @@ class StepMonitor(Callback):
 
     The numbers are the same on every worker, so a monitor communicates nothing. With a strategy that exchanges
     densely it says so once and stays idle, so that you can switch strategies and keep your callbacks.
+
+    Args:
+        per_layer: whether to follow single layers.
+        name: logs the total under this name after every batch from the first exchange on.
+        total: metric over the run, which ``take_in`` updates.
     """
 
-    def __init__(self, per_layer: bool) -> None:
+    def __init__(self, per_layer: bool, name: str, total: Metric) -> None:
         self.per_layer = per_layer
+        self._name, self._total = name, total
         self._new_steps: list[StepStats] = []
         self._newest: StepStats | None = None
         self._has_new_layers = self._has_numbers = False
@@ -52,7 +59,7 @@ class StepMonitor(Callback):
         self._new_steps.clear()
         # In every batch: at the end of an epoch Lightning forgets what was logged before. Barebones, it warns of logs.
         if self._has_numbers and not trainer.barebones:
-            self.log_totals(pl_module)
+            pl_module.log(self._name, self._total.compute().float(), on_step=True, batch_size=1)
         # Lightning logs the running batch only if it is the last of a step.
         accumulates = pl_module.automatic_optimization and trainer.fit_loop._should_accumulate()
         is_logged = trainer._logger_connector.should_update_logs and not accumulates
@@ -62,9 +69,6 @@ class StepMonitor(Callback):
 
     def take_in(self, step: StepStats) -> None:
         """Take in the numbers of an exchange, on every worker, at the end of its batch."""
-
-    def log_totals(self, pl_module: LightningModule) -> None:
-        """Log totals, on every worker, after every batch from the first exchange on."""
 
     def log_layers(self, trainer: Trainer, newest: StepStats) -> None:
         """Log numbers of layers, on every worker, in a step that Lightning logs if there are new ones."""
