@@ -41,6 +41,7 @@ class SparseHSDPStrategy(ReplicaStrategy):
     _takes: ClassVar[tuple[type, ...]] = (ExchangeOptions, CheckpointOptions)
     _leaves_out = frozenset({"error_feedback", "local_clip_norm", "is_sharded"})
     _options: ExchangeOptions
+    _averager_class = ShardExchange
     _call_each_step = "average_gradients() before"
     _observer: StepObserver | None = None
 
@@ -50,16 +51,8 @@ class SparseHSDPStrategy(ReplicaStrategy):
         super().__init__(sparsifier, **kwargs)
 
     @override
-    def _make_state(self) -> None:
-        assert self.model is not None
-        state = ShardExchange(
-            self.model,
-            self.device_mesh["replicate"],
-            self.sparsifier,
-            self._options,
-            per_layer_stats=self.per_layer_stats,
-        )
-        self._follow(state)
+    def _follow(self, state: Any) -> None:
+        super()._follow(state)
         self._observer = StepObserver(state.holds_any_of, self._before_any_step, self._after_any_step)
 
     @override
@@ -112,20 +105,7 @@ class SparseLocalHSDPStrategy(ReplicaStrategy, LocalTraining):
     """
 
     state: ShardModelAverager | None
-
-    @override
-    def _make_state(self) -> None:
-        assert self.model is not None
-        averager = ShardModelAverager(
-            self.model,
-            self.device_mesh["replicate"],
-            self.sparsifier,
-            self._options,
-            per_layer_stats=self.per_layer_stats,
-        )
-        self._follow_drifts(averager)
-
-    # Checkpoints.
+    _averager_class = ShardModelAverager
 
     @override
     def _mean_weights(self, averager: SparseModelAverager) -> dict[str, Tensor] | None:

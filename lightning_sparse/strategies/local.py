@@ -62,10 +62,11 @@ class LocalTraining(SparseStrategy):
         """The averager of the running or last ``fit``, None before; also called ``state``."""
         return self.state
 
-    def _follow_drifts(self, averager: SparseModelAverager) -> None:
+    @override
+    def _follow(self, state: Any) -> None:
         self._has_ended = False
-        self._follow(averager)
-        averager.observed_steps.on_step = weak_method(self._after_any_step)
+        super()._follow(state)
+        state.observed_steps.on_step = weak_method(self._after_any_step)
 
     @override
     def _after_step(self) -> None:
@@ -186,7 +187,7 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
         sparsifier, options = self.sparsifier, self._options
         if self.world_size == 1:  # it has nobody to exchange with
             sparsifier, options = Dense(), replace(options, value_dtype="float32")
-        self._follow_drifts(SparseModelAverager(self.model, sparsifier, options, per_layer_stats=self.per_layer_stats))
+        self._follow(SparseModelAverager(self.model, sparsifier, options, per_layer_stats=self.per_layer_stats))
 
     @override
     def setup_optimizers(self, trainer: Any) -> None:

@@ -1,7 +1,6 @@
 """The base of strategies with sharded replicas: mesh, counted steps, checkpoints that all ranks write."""
 
 import shutil
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -53,6 +52,7 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
             ``process_group_backend`` and ``timeout``.
     """
 
+    _averager_class: ClassVar[Any]
     _is_sharded: ClassVar[bool] = True
     _reads_folders = True
     _lightning_arguments = model_parallel_arguments
@@ -74,10 +74,6 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
         self._replicas = replicas
         super().__init__(sparsifier, **kwargs)
         self._tensor_parallel_size = tensor_parallel_size
-
-    @abstractmethod
-    def _make_state(self) -> None:
-        """Make and follow the averager for the model that has been set up. Collective: all ranks."""
 
     @override
     def setup_environment(self) -> None:
@@ -122,7 +118,10 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
         if self.state is not None:
             self.state.close()  # not at the end of its fit: a checkpoint may have followed
         require_agreement(asdict(self._checkpoint_options) | {"in one file": not self._save_distributed_checkpoint})
-        self._make_state()
+        mesh = self.device_mesh["replicate"]
+        self._follow(
+            self._averager_class(self.model, mesh, self.sparsifier, self._options, per_layer_stats=self.per_layer_stats)
+        )
         self._save_barrier = SaveBarrier(Workers(None, self.global_rank, self.world_size))
 
     # Steps that do not train.

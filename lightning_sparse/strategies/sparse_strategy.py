@@ -80,7 +80,7 @@ class SparseStrategy(TakesOptions, WholeFiles):
         """The averagers of this process, whose first is ``state``."""
         return [] if self.state is None else [self.state]
 
-    def _follow(self, state: Averager) -> None:
+    def _follow(self, state: Any) -> None:
         """Log and watch the exchanges of a new ``fit``."""
         self.state = state
         self.step_log = StepLog()
