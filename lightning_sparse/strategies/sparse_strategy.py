@@ -50,6 +50,8 @@ class SparseStrategy(TakesOptions, WholeFiles):
     """``"gradients"``, ``"gradients of shards"`` or ``"drifts"``."""
     state: Any
     _progress_at_start: object
+    _by_threshold: ClassVar[str] = "HardThreshold"
+    """The class that takes a threshold alone."""
     _options: ExchangeOptions | DriftOptions
     _checkpoint_options: AnyCheckpointOptions
     _call_each_step: ClassVar[str | None] = None
@@ -58,8 +60,8 @@ class SparseStrategy(TakesOptions, WholeFiles):
     def __init__(self, sparsifier: Sparsifier, **kwargs: Any) -> None:
         if not isinstance(sparsifier, Sparsifier):
             raise TypeError(
-                f"Expected a sparsifier such as HardThreshold(threshold=0.01), got {sparsifier!r}. Strategies such as "
-                "LocalHardThresholdStrategy(threshold=0.01) take a threshold alone."
+                f"Expected a sparsifier such as HardThreshold(threshold=0.01), got {sparsifier!r}. "
+                f"For a threshold alone use {self._by_threshold}(threshold=0.01)."
             )
         require_density_control(sparsifier, getattr(self._options, "density_control", None))
         require_wire(sparsifier, self._options.value_dtype)
