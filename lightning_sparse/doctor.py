@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 -m lightning_sparse.doctor                      (workers on one)
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 --rdzv-backend c10d -m lightning_sparse.doctor
 
-With several workers it measures the link between them and estimates what an exchange would cost a model of so many
-parameters (``--parameters``) at a density (``--density``).
+With several workers it measures the link between them and estimates the time of an exchange for a model with so many
+``--parameters`` at a ``--density``.
 """
 
 import argparse
@@ -33,11 +33,11 @@ LARGE_ROUNDS, SMALL_ROUNDS = 5, 20
 
 
 class LinkSpeed(NamedTuple):
-    """What a dense all-reduce takes.
+    """The speed of a dense all-reduce.
 
     Attributes:
-        gbit_s: bytes that reach a worker in a large one, in Gbit/s: the rate of its link, if that is what it waits for.
-        round_seconds: of a tiny one, of which all is waiting for messages.
+        gbit_s: rate at which a worker receives a large tensor, in Gbit/s: that of its link, if the link limits it.
+        round_seconds: time for a tiny tensor, the latency of messages.
     """
 
     gbit_s: float
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def described() -> list[str]:
-    """Return what this machine has, line by line."""
+    """Return a description of this machine, line by line."""
     versions = {name: _version_of(name) for name in ("torch", "lightning", "torchmetrics", "triton", "matplotlib")}
     gpus = [torch.cuda.get_device_name(device) for device in range(torch.cuda.device_count())]
     lines = [
@@ -99,10 +99,10 @@ def described() -> list[str]:
 
 
 def measure_link(device: torch.device) -> LinkSpeed:
-    """Returns how fast the default process group is: medians, of the slowest worker. Collective; a few seconds.
+    """Return the speed of the default process group: medians of the slowest worker. Collective; takes a few seconds.
 
     Args:
-        device: of the tensors that travel.
+        device: of the exchanged tensors.
     """
     workers = dist.get_world_size()
     large = _all_reduce_seconds(torch.zeros(LARGE_BYTES // 4, device=device), LARGE_ROUNDS)

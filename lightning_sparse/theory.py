@@ -1,4 +1,4 @@
-"""What the theory says of a constant threshold, as functions of numbers that can be measured.
+"""The theory of a constant threshold as functions of measurable numbers.
 
 Sahu et al., *Rethinking gradient sparsification as total error minimization* (NeurIPS 2021, arXiv:2108.00951). Workers,
 n of them, minimise f = (1/n) Σ_i f_i by steps x ← x − γ (1/n) Σ_i out_i of a constant learning rate γ; worker i draws a
@@ -20,14 +20,14 @@ from torch import Tensor
 
 
 def total_error(sequence: Tensor, sent: Tensor) -> float:
-    """Return Σ_t ‖a_t − sent part of a_t‖², what a whole training leaves unsent.
+    """Return Σ_t ‖a_t − sent part of a_t‖², the total error of a training.
 
     Args:
         sequence: a_t, the compensated gradients, shape (T, d).
         sent: bool of the same shape.
 
     Raises:
-        ValueError: a mask of another shape, or one that is not of bool.
+        ValueError: a mask of another shape or another dtype.
     """
     if sent.dtype != torch.bool or sent.shape != sequence.shape:
         raise ValueError(f"Got sent of {sent.dtype}, shape {tuple(sent.shape)}. Give bool of {tuple(sequence.shape)}.")
@@ -36,10 +36,10 @@ def total_error(sequence: Tensor, sent: Tensor) -> float:
 
 
 def optimal_threshold(sequence: Tensor, budget: int) -> float:
-    """Return λ that minimises the total error of a fixed sequence among all that send as many coordinates (Lemma 3).
+    """Return the λ of the smallest total error for a number of sent coordinates of a fixed sequence (Lemma 3).
 
-    The budget-th largest magnitude of all steps together: what reaches it is sent. Where several have the magnitude of
-    the last that is within the budget, all of them are, a few more than asked for.
+    λ is the budget-th largest magnitude of all steps together. If several coordinates have this magnitude, all of them
+    are sent, a few more than the budget.
 
     Args:
         sequence: a_t, shape (T, d).
@@ -64,7 +64,7 @@ def optimal_threshold(sequence: Tensor, budget: int) -> float:
 
 
 def squared_error_bound(num_elements: int, threshold: float, learning_rate: float = 1.0) -> float:
-    """Return γ² d λ², which ‖γ e‖² never exceeds: a coordinate of magnitude λ is not kept (Remark 5).
+    """Return γ² d λ², an upper bound of ‖γ e‖²: residuals stay below λ (Remark 5).
 
     Args:
         num_elements: d.
@@ -72,16 +72,16 @@ def squared_error_bound(num_elements: int, threshold: float, learning_rate: floa
         learning_rate: γ; 1 bounds ‖e‖², in gradient units.
 
     Raises:
-        ValueError: a number outside its range, as in all that follows.
+        ValueError: a number outside its range, as in all following functions.
     """
     _require(num_elements=num_elements, threshold=threshold, learning_rate=learning_rate)
     return learning_rate**2 * num_elements * threshold**2
 
 
 def top_k_squared_error_bound(density: float, squared_gradient_norm: float, learning_rate: float = 1.0) -> float:
-    """Return 4 γ² (1 − δ) G² / δ², which E‖γ e_i‖² does not exceed with Top-k of density δ.
+    """Return 4 γ² (1 − δ) G² / δ², an upper bound of E‖γ e_i‖² with Top-k of density δ.
 
-    Where the threshold's bound is what λ says, this one grows with the workers' own gradients, and so with ζ.
+    The bound of a threshold depends on λ alone; this bound grows with the workers' own gradients, and so with ζ.
 
     Args:
         density: δ = k / d, in (0, 1].
@@ -93,9 +93,9 @@ def top_k_squared_error_bound(density: float, squared_gradient_norm: float, lear
 
 
 def threshold_of_equal_bound(density: float, squared_gradient_norm: float, num_elements: int) -> float:
-    """Return λ = 2 G √(1 − δ) / (δ √d), for which the bounds of threshold and Top-k are the same.
+    """Return λ = 2 G √(1 − δ) / (δ √d), for which the bounds of threshold and Top-k are equal.
 
-    A smaller one has the better bound. It says nothing of how much is sent: that the data decide.
+    A smaller λ has the better bound. The data decide how much λ sends.
 
     Args:
         density: δ of Top-k, in (0, 1].
@@ -129,7 +129,7 @@ class Problem:
 
     @property
     def variance_of_mean(self) -> float:
-        """(M ζ² + σ²) / n, the noise in the mean of all workers' gradients, less its share in ∇f."""
+        """(M ζ² + σ²) / n, the noise of the mean gradient without its share in ∇f."""
         return (self.relative_noise * self.heterogeneity + self.noise) / self.num_workers
 
     def largest_learning_rate(self, *, is_convex: bool) -> float:
@@ -140,7 +140,7 @@ class Problem:
 def convex_bound(
     problem: Problem, squared_distance: float, learning_rate: float, num_steps: int, squared_error: float
 ) -> float:
-    """Return what (1/T) Σ_t E f(x_t) − f* does not exceed if f is convex (of the kind of Theorem 6).
+    """Return an upper bound of (1/T) Σ_t E f(x_t) − f* for convex f (similar to Theorem 6).
 
     2 ‖x_0 − x*‖² / (γ T) + 2 γ (M ζ² + σ²) / n + 4 L B
 
@@ -152,7 +152,7 @@ def convex_bound(
         squared_error: B, of `squared_error_bound` with the same γ.
 
     Raises:
-        ValueError: a learning rate for which it does not hold.
+        ValueError: a learning rate for which the bound does not hold.
     """
     _require_rate(problem, learning_rate, is_convex=True)
     _require(num_steps=num_steps, squared_distance=squared_distance, squared_error=squared_error)
@@ -166,7 +166,7 @@ def convex_bound(
 def nonconvex_bound(
     problem: Problem, suboptimality: float, learning_rate: float, num_steps: int, squared_error: float
 ) -> float:
-    """Return what (1/T) Σ_t E‖∇f(x_t)‖² does not exceed, whether f is convex or not (of the kind of Theorem 7).
+    """Return an upper bound of (1/T) Σ_t E‖∇f(x_t)‖² for any f (similar to Theorem 7).
 
     4 (f(x_0) − f*) / (γ T) + 2 L γ (M ζ² + σ²) / n + 2 L² B
 
@@ -178,7 +178,7 @@ def nonconvex_bound(
         squared_error: B, of `squared_error_bound` with the same γ.
 
     Raises:
-        ValueError: a learning rate for which it does not hold.
+        ValueError: a learning rate for which the bound does not hold.
     """
     _require_rate(problem, learning_rate, is_convex=False)
     _require(num_steps=num_steps, suboptimality=suboptimality, squared_error=squared_error)
@@ -192,15 +192,15 @@ def nonconvex_bound(
 def measured_noise(gradients: Sequence[Tensor]) -> tuple[float, float]:
     """Return estimates of σ² and ζ² at one x, with M = 0.
 
-    σ² is the mean over the workers, which is what the bounds need. Both are without bias: of the mean of a worker's
-    draws, the noise that is left in it is taken off ζ², which may come out below 0 where workers hardly differ. Take
-    the largest over the x that a training visits.
+    σ² is the mean over the workers, as the bounds need it. Both estimates are unbiased: the noise that remains in the
+    mean of a worker's draws is subtracted from ζ², which may be negative if workers hardly differ. Take the largest
+    estimates over the x that a training visits.
 
     Args:
         gradients: for each worker draws of g_i at the same x, shape (draws, d), at least two draws.
 
     Raises:
-        ValueError: fewer than two draws of a worker, none of any, or another shape.
+        ValueError: fewer than two draws of a worker, no worker, or another shape.
     """
     gradients = list(gradients)
     if not gradients or any(draws.dim() != 2 or draws.shape[1:] != gradients[0].shape[1:] for draws in gradients):
@@ -218,11 +218,11 @@ def measured_noise(gradients: Sequence[Tensor]) -> tuple[float, float]:
 
 
 def measured_smoothness(points: Tensor, gradients: Tensor) -> float:
-    """Return the largest ‖∇f(x) − ∇f(y)‖ / ‖x − y‖ of neighbouring points, which L is at least.
+    """Return the largest ‖∇f(x) − ∇f(y)‖ / ‖x − y‖ of neighbouring points, a lower bound of L.
 
     Args:
         points: x along a path, shape (points, d), at least two of them different.
-        gradients: ∇f there, of the same shape.
+        gradients: ∇f at these points, of the same shape.
 
     Raises:
         ValueError: other shapes, or points that are all the same.

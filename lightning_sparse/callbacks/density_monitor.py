@@ -1,4 +1,4 @@
-"""Density per layer and over the run: a histogram, an image and a table at the end of fit."""
+"""Density per layer and over the run: a histogram, an image, and a table at the end of ``fit``."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from lightning_sparse.strategies.simulated.strategy import SimulatedWorkersStrat
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 LAYER_COLUMNS = 62
-"""The width of a layer's name and size in the table, which has 80 columns with margins and numbers."""
+"""The width of a layer's name and size in the table, which has 80 columns."""
 
 
 class DensityMonitor(StepMonitor):
@@ -46,10 +46,10 @@ class DensityMonitor(StepMonitor):
     """
 
     def __init__(self, per_layer: bool = True, image_columns: int = 200) -> None:
-        super().__init__(per_layer)
         if image_columns < 2:
             raise ValueError(f"Invalid {image_columns=}. Must be at least 2.")
         self.average_density = AverageDensity()
+        super().__init__(per_layer, "sparse/average_density", self.average_density)
         self._history = _LayerHistory(image_columns)
         self._asked: float | None = None
         self._since = ""
@@ -68,7 +68,7 @@ class DensityMonitor(StepMonitor):
         self._sender = "worker" if strategy.state.replica.num_workers == 1 else "replica"
         self._times = StepTimes()
         if not isinstance(strategy, SimulatedWorkersStrategy):
-            strategy.state.subscribe(self._times.of(strategy.state))
+            self._times.follow(strategy.state)
         every = getattr(trainer, "log_every_n_steps", 0)
         if trainer.loggers and every > 1:
             rank_zero_info(
@@ -83,10 +83,6 @@ class DensityMonitor(StepMonitor):
             self._history.add(step)
         for name, value in _totals_of(step).items():
             self._totals[name] += value
-
-    @override
-    def log_totals(self, pl_module: LightningModule) -> None:
-        pl_module.log("sparse/average_density", self.average_density.compute().float(), on_step=True, batch_size=1)
 
     @override
     def log_layers(self, trainer: Trainer, newest: StepStats) -> None:
@@ -142,27 +138,24 @@ class DensityMonitor(StepMonitor):
             ("the same, dense", _readable_bytes(dense)),
             ("times fewer", f"{dense / sent:.1f}" if sent else "-"),
         ]
-        if calibration and total["later_payload_bytes"]:
-            fewer = total["later_dense_bytes"] / total["later_payload_bytes"]
-            rows.append(("times fewer after calibration", f"{fewer:.1f}"))
+        if calibration and (later_sent := total["later_payload_bytes"]):
+            rows.append(("times fewer after calibration", f"{total['later_dense_bytes'] / later_sent:.1f}"))
         rows += self._times.rows()
-        layers = self._history.densest(3)
-        if layers:
+        if layers := self._history.densest(3):
             rows.append((f"densest layers (elements){self._since}", ""))
         for name, size, density in layers:
             elements = f" ({size:,})"
-            name = shortened(name, LAYER_COLUMNS - 2 - len(elements))
-            rows.append((f"  {name}{elements}", f"{100 * density:.4g} %"))
+            rows.append((f"  {shortened(name, LAYER_COLUMNS - 2 - len(elements))}{elements}", f"{100 * density:.4g} %"))
         width = max(len(name) for name, _ in rows)
         lines = [f"  {name:<{width}}  {value}".rstrip() for name, value in rows]
-        verdict = self._times.verdict()
-        return "\n".join([f"Sparse {self._averages} exchange", *lines, *([f"  {verdict}"] if verdict else [])])
+        if verdict := self._times.verdict():
+            lines.append(f"  {verdict}")
+        return "\n".join([f"Sparse {self._averages} exchange", *lines])
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        average = self.average_density
-        selected, elements = average.selected.item(), average.elements.item()
-        return {"selected": selected, "elements": elements, "totals": dict(self._totals)}
+        sums = {name: getattr(self.average_density, name).item() for name in ("selected", "elements")}
+        return {**sums, "totals": dict(self._totals)}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

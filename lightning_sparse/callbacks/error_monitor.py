@@ -1,4 +1,4 @@
-"""The error of a run: what error feedback holds back, in total and per layer."""
+"""The error that error feedback holds back, in total and per layer."""
 
 from math import sqrt
 from typing import Any
@@ -27,20 +27,15 @@ class ErrorMonitor(StepMonitor):
     """
 
     def __init__(self, per_layer: bool = False) -> None:
-        super().__init__(per_layer)
         self.total_error = TotalError()
-        self._last_error_norm = 0.0
-        self._largest_error_norm = 0.0
+        super().__init__(per_layer, "sparse/total_error", self.total_error)
+        self._last_error_norm = self._largest_error_norm = 0.0
 
     @override
     def take_in(self, step: StepStats) -> None:
         self.total_error.update(step)
         self._last_error_norm = step.error_norm
         self._largest_error_norm = max(self._largest_error_norm, step.error_norm)
-
-    @override
-    def log_totals(self, pl_module: LightningModule) -> None:
-        pl_module.log("sparse/total_error", self.total_error.compute().float(), on_step=True, batch_size=1)
 
     @override
     def log_layers(self, trainer: Trainer, newest: StepStats) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
+from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_sparse.engine.step_stats import StepStats
@@ -19,10 +20,13 @@ class StepMonitor(Callback):
 
     Args:
         per_layer: whether to follow single layers.
+        name: logs the total under this name after every batch from the first exchange on.
+        total: metric over the run, which ``take_in`` updates.
     """
 
-    def __init__(self, per_layer: bool) -> None:
+    def __init__(self, per_layer: bool, name: str, total: Metric) -> None:
         self.per_layer = per_layer
+        self._name, self._total = name, total
         self._new_steps: list[StepStats] = []
         self._newest: StepStats | None = None
         self._has_new_layers = self._has_numbers = False
@@ -30,7 +34,7 @@ class StepMonitor(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit" and self.per_layer and isinstance(trainer.strategy, SparseStrategy):
-            trainer.strategy.request_layer_stats()
+            trainer.strategy.per_layer_stats = True
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -55,16 +59,16 @@ class StepMonitor(Callback):
         self._new_steps.clear()
         # In every batch: at the end of an epoch Lightning forgets what was logged before. Barebones, it warns of logs.
         if self._has_numbers and not trainer.barebones:
-            self.log_totals(pl_module)
-        if self._newest is not None and self._has_new_layers and is_logging_step(trainer):
+            pl_module.log(self._name, self._total.compute().float(), on_step=True, batch_size=1)
+        # Lightning logs the running batch only if it is the last of a step.
+        accumulates = pl_module.automatic_optimization and trainer.fit_loop._should_accumulate()
+        is_logged = trainer._logger_connector.should_update_logs and not accumulates
+        if self._newest is not None and self._has_new_layers and is_logged:
             self.log_layers(trainer, self._newest)
             self._has_new_layers = False
 
     def take_in(self, step: StepStats) -> None:
         """Take in the numbers of an exchange, on every worker, at the end of its batch."""
-
-    def log_totals(self, pl_module: LightningModule) -> None:
-        """Log totals, on every worker, after every batch from the first exchange on."""
 
     def log_layers(self, trainer: Trainer, newest: StepStats) -> None:
         """Log numbers of layers, on every worker, in a step that Lightning logs if there are new ones."""
@@ -73,13 +77,6 @@ class StepMonitor(Callback):
 def logging_step(trainer: Trainer) -> int:
     """Return the step under which Lightning logs its own metrics of the running batch."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
-
-
-def is_logging_step(trainer: Trainer) -> bool:
-    """Return whether Lightning logs the running batch, which must be the last of a step."""
-    if trainer.lightning_module.automatic_optimization and trainer.fit_loop._should_accumulate():
-        return False
-    return trainer._logger_connector.should_update_logs
 
 
 def tensorboard_loggers(trainer: Trainer) -> list[TensorBoardLogger]:

@@ -2,7 +2,6 @@
 
 import weakref
 from collections import deque
-from collections.abc import Callable
 from statistics import median
 from time import perf_counter
 
@@ -21,7 +20,7 @@ WORDS = {DENSE: "median dense step", SPARSE: "median sparse step", WAIT: "  wait
 class StepTimes:
     """Medians of the time from one exchange to the next, and of the wait for it.
 
-    Calibration sends everything, so its steps are dense. The first interval does not count: it has what is built once.
+    Calibration sends everything, so its steps are dense. The first interval does not count: it contains set-up.
     """
 
     def __init__(self) -> None:
@@ -29,18 +28,13 @@ class StepTimes:
         self._last: float | None = None
         self._is_first = True
 
-    def of(self, averager: Averager) -> Callable[[StepStats], None]:
-        """Return a subscriber that adds each of an averager's exchanges; it does not keep the averager alive."""
+    def follow(self, averager: Averager) -> None:
+        """Add each of an averager's exchanges from now on, without keeping the averager alive."""
         exchanging = weakref.proxy(averager)
-        return lambda step: self.add(step, exchanging.wait_seconds)
+        averager.subscribe(lambda step: self.add(step, exchanging.wait_seconds))
 
     def add(self, step: StepStats, wait_seconds: float) -> None:
-        """Add an exchange that ended just now.
-
-        Args:
-            step: its numbers.
-            wait_seconds: how long this worker waited for it.
-        """
+        """Add an exchange that ended just now, and for which this worker waited so long."""
         now = perf_counter()
         if self._last is not None and not self._is_first:
             self._seconds[DENSE if step.is_calibration else SPARSE].append(now - self._last)
@@ -50,7 +44,7 @@ class StepTimes:
         self._last = now
 
     def pause(self) -> None:
-        """Leave out the time until the next exchange, in which something else runs, such as validation."""
+        """Leave out the time until the next exchange, in which other work runs, such as validation."""
         self._last = None
 
     def scalars(self) -> dict[str, float]:
@@ -63,7 +57,7 @@ class StepTimes:
         return [(WORDS[name], f"{value:.4g} ms") for name, value in self.scalars().items()]
 
     def verdict(self) -> str | None:
-        """Return in a sentence what a sparse exchange gains here; None where steps of one kind are missing.
+        """Return the gain of the sparse exchange in a sentence; None if steps of one kind are missing.
 
         Example:
             >>> times = StepTimes()

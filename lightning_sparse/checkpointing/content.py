@@ -49,9 +49,18 @@ UNSENT = {"gradients": "residual", "drifts": "unsent"}
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """Options of checkpoints, which strategies document; those of the other kind of averaging have no effect.
+    """Options of checkpoints; those of the other kind of averaging have no effect.
 
     Args:
+        residual_checkpoint: residuals in checkpoints. ``"full"``: every worker's, n times the model in float32, for a
+            resume that equals an uninterrupted run; ``"mean"``: their mean, the model once, which keeps the pending
+            update (1/n) Σ e_i (not for sharded replicas); ``"none"``: no residuals.
+        on_world_size_change: residuals after a resume with another number of workers or replicas. ``"mean"``: the
+            mean of the old on each, which keeps the pending update; ``"reset"``: zero; ``"error"``: a RuntimeError.
+        drift_checkpoint: weights in checkpoints. ``"full"``: every worker's, n times the model, for a resume that
+            equals an uninterrupted run; ``"mean"``: their mean, which the checkpoint holds anyway.
+        optimizer_checkpoint: optimizers in checkpoints. ``"full"``: every worker's; ``"mean"``: the mean of their
+            tensors (not for sharded replicas); ``"first"``: rank 0's.
         is_sharded: whether replicas are sharded, for which there are no means.
 
     Raises:

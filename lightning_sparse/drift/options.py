@@ -19,15 +19,16 @@ class DriftOptions(TransportOptions):
     """How drifts are exchanged.
 
     Args:
-        every_n_steps: optimizer steps from one exchange to the next, at least 1.
-        keep_drift: True leaves each worker where it is but for what was sent: θ_i = x − e_i. False takes every worker
-            back to the anchor, θ_i = x, and keeps e_i apart, to be added to the next drift (SparseLoCo: Sarfi et al.,
-            *Communication efficient LLM pre-training with SparseLoCo*, 2025, arXiv:2508.15706).
-        drift_decay: β, by which e_i is multiplied before the next drift is added, in (0, 1]; with ``keep_drift=False``.
-        outer_optimizer: makes the optimizer that moves the anchor by the average drift, as if that were its gradient;
-            None subtracts it. DiLoCo (Douillard et al., 2023, arXiv:2311.08105):
+        every_n_steps: optimizer steps (of all optimizers together) from one exchange to the next, at least 1.
+        keep_drift: True leaves each worker where it is but for the sent values: θ_i = x − e_i. False takes every worker
+            back to the anchor after each exchange, θ_i = x, and keeps unsent values e_i apart (SparseLoCo: Sarfi et
+            al., *Communication efficient LLM pre-training with SparseLoCo*, 2025, arXiv:2508.15706).
+        drift_decay: β, factor on unsent values before the next drift is added, in (0, 1]; below 1 only with
+            ``keep_drift=False``.
+        outer_optimizer: makes the optimizer that moves the anchor, with the average drift as its gradient; None
+            subtracts the average. DiLoCo (Douillard et al., 2023, arXiv:2311.08105):
             ``partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``.
-        overlap: whether what was sent travels while the next step is computed, and is applied one step late.
+        overlap: True overlaps the exchange with the next step and applies its result one step late.
         value_dtype: what values travel in, as for gradients. What rounding leaves is kept.
         exchange: the route, as for gradients.
         link_gbit_s: the rate of a worker's link, as for gradients.

@@ -1,4 +1,4 @@
-"""Options of an exchange of gradients beside the sparsifier, checked when they are made."""
+"""What can be chosen about the exchange beside the sparsifier: the words that are allowed, checked early."""
 
 from dataclasses import dataclass
 from math import isfinite
@@ -12,7 +12,7 @@ DensityControlMode = Literal["hold", "calibrate"]
 
 
 def require_density_control(sparsifier: Sparsifier, density_control: DensityControlMode | None) -> None:
-    """Raise ValueError if the option does not fit the sparsifier."""
+    """Raises ValueError where a density is to be held and there is none to which λ could be corrected."""
     has_density = isinstance(sparsifier, HardThreshold) and (sparsifier.density is not None or not sparsifier.threshold)
     if density_control == "hold" and not has_density:
         what = "a constant threshold" if isinstance(sparsifier, HardThreshold) else type(sparsifier).__name__
@@ -29,16 +29,16 @@ def require_density_control(sparsifier: Sparsifier, density_control: DensityCont
 
 @dataclass(frozen=True)
 class ExchangeOptions(TransportOptions):
-    """Options of an exchange of gradients. ``TransportOptions`` documents the others.
+    """How gradients are exchanged, apart from the sparsifier; checked when made.
 
     Args:
-        error_feedback: ``"gradient"`` keeps residuals in gradient units; ``"learning_rate"`` multiplies them by
-            lr_{t-1} / lr_t before each step (Algorithm 1 of Sahu et al., NeurIPS 2021); ``"none"`` keeps nothing.
-        local_clip_norm: clips this worker's whole gradient to this norm before it is compensated. The norm needs all
-            buckets, so the exchange does not overlap with backward.
-        density_control: for a λ that is calibrated to a density. ``"hold"`` (the meaning of None) corrects it slowly,
-            so that the average volume meets the density (``lightning_sparse.engine.density_control``);
-            ``"calibrate"`` leaves it constant, as in the theory.
+        error_feedback: units of the residual. ``"gradient"``; ``"learning_rate"``: multiplied by lr_{t-1} / lr_t
+            before each step (Algorithm 1 of Sahu et al., NeurIPS 2021); ``"none"`` throws unsent values away.
+        local_clip_norm: above 0, in gradient units: clips this worker's whole gradient to this norm *before* the
+            exchange (Lightning's ``gradient_clip_val`` acts on the averaged gradient). The exchange then begins only
+            after backward has ended. None does not clip.
+        density_control: what happens to a λ that was calibrated to a density. ``"hold"`` (the meaning of None):
+            corrected slowly, so that the average volume meets the density; ``"calibrate"``: constant.
 
     Raises:
         ValueError: a word or a number that is not allowed.
@@ -64,5 +64,5 @@ class ExchangeOptions(TransportOptions):
 
     @property
     def holds_density(self) -> bool:
-        """Whether a λ that was calibrated to a density is corrected afterwards."""
+        """Whether a λ that was asked for by a density is corrected after its calibration."""
         return self.density_control != "calibrate"

@@ -49,12 +49,13 @@ class HardThreshold(MarkingSparsifier):
     Args:
         threshold: λ ≥ 0 in gradient units. 0 sends everything.
         density: the share of coordinates to be sent on average, in (0, 1]; 1 is λ = 0. With neither, 0.001.
-        calibration_steps: steps over which ‖g‖² is averaged, at least 1. Unused when a threshold is given.
-        layer_thresholds: λ for single layers: fnmatch patterns of parameter names, the first match wins. It holds in
-            calibration too: a layer with a λ of its own is not calibrated. 0 sends a layer whole.
-        granularity: of what a density is held. ``"model"``: one λ for all layers, of which some then send much and
-            others little; ``"layer"``: after calibration each layer has a λ of its own, corrected so that it sends its
-            share of itself on average, or about one coordinate a step where that would be less.
+        calibration_steps: with a density, the largest number of exchanges (1 or more) that send everything while the
+            calibration measures norms: usually about 3, but all of them with ``density_control="calibrate"``.
+        layer_thresholds: λ for single layers: fnmatch patterns of parameter names, the first match wins. A layer with a
+            λ of its own is not calibrated; 0 sends a layer whole: ``{"*.bias": 0.0}``.
+        granularity: scope of a density. ``"model"``: one λ for all layers, so that some send much and others little;
+            ``"layer"``: after calibration a λ per layer, corrected so that each layer sends its share on average, but
+            at least about one coordinate per step.
 
     Raises:
         ValueError: both threshold and density given, a number outside its range, or layers without a density to hold.

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
-from math import isfinite, sqrt
+from math import inf, sqrt
 from typing import Any
 
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_sparse.engine import StepStats
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.density_control import share_of_layer
-from lightning_sparse.exchange.estimate import estimate
+from lightning_sparse.engine.transport_options import TransportOptions
 from lightning_sparse.sparsifiers import Dense, HardThreshold, Sparsifier
 
 FAR_OFF = 2.0
@@ -25,7 +25,7 @@ FEWEST_SENT = 5.0
 LONG_CALIBRATION = 0.02
 """The share of a run from which a calibration is worth a message."""
 FEWEST_SECONDS = 1e-3
-"""What the bytes of a dense exchange must cost at 1 Gbit/s: a sparse exchange adds this much work to a step itself."""
+"""The time of a dense exchange at 1 Gbit/s, without latency, that a sparse exchange cannot shorten."""
 NORMALISING = re.compile(
     "adam|adadelta|adafactor|adagrad|adopt|dion|kron|lamb|lar[cs]|lion|madgrad|muon|prodigy|psgd|rmsprop|rprop|shampoo|"
     "sign|soap|sophia",
@@ -33,29 +33,23 @@ NORMALISING = re.compile(
 )
 """Parts of the names of optimizers whose updates do not grow in proportion to the gradient.
 
-LARS and LARC are among them: they divide the gradient of a layer by its norm, so that a step is as long whether a layer
-received one coordinate or all of them.
+LARS and LARC divide a layer's gradient by its norm, so a step is as long for one received coordinate as for all.
 """
 _said: set[str] = set()
 """The kinds of messages that this process has said."""
 
 
-def reset_advice() -> None:
-    """Let this process say every message again, for tests."""
-    _said.clear()
-
-
 class Advice:
-    """Watches the exchanges of a fit; their numbers are the same on all workers, so it communicates nothing.
+    """Watches the exchanges of a fit. All workers see the same numbers, so it communicates nothing.
 
     Args:
-        averages: what is exchanged: ``"gradients"``, ``"gradients of shards"`` or ``"drifts"``.
-        holder: what exchanges. A single worker is not watched.
-        holds_density: whether a λ that was asked for by a density is corrected.
+        averages: ``"gradients"``, ``"gradients of shards"`` or ``"drifts"``.
+        averager: makes the exchanges; those of a single worker are not watched.
+        options: of the exchange.
     """
 
-    def __init__(self, averages: str, averager: Averager, *, holds_density: bool) -> None:
-        self._averages, self._holds_density = averages, holds_density
+    def __init__(self, averages: str, averager: Averager, options: TransportOptions) -> None:
+        self._averages, self._options = averages, options
         self._num_workers, self._num_elements = averager.workers.num_workers, averager.num_elements
         self._sparsifier = averager.sparsifier
         self._is_watching = False
@@ -67,33 +61,35 @@ class Advice:
 
         Args:
             optimizers: of the training.
-            num_exchanges: how many there will be; infinite if unknown, None for a run that is thrown away.
+            num_exchanges: how many there will be; infinite if unknown, None for a run whose steps are discarded.
         """
-        # A run that is thrown away may precede a training: its numbers do not count.
+        # A discarded run may precede a training: its numbers do not count.
         self._is_watching = self._num_workers > 1 and num_exchanges is not None
-        self._silent_since = 0.0
-        self._was_silent = False
+        self._num_exchanges = inf if num_exchanges is None else num_exchanges
         self._calibrating = self._steps = self._silent = 0
+        self._was_silent, self._silent_since = False, 0.0
         self._selected = self._elements = self._dense_elements = 0
         self._silent_layers: dict[str, float] = {}
-        self._num_exchanges = float("inf") if num_exchanges is None else num_exchanges
         if self._num_workers == 1 and num_exchanges is not None:
             text = f"one worker has nobody to exchange with: {self._averages} pass through whole."
             self._say("alone", text, "troubleshooting")
         if not self._is_watching or self._sends_all:
             return
         density = asked_density(self._sparsifier)
-        if _is_small(self._num_elements, self._num_workers):
+        times_sent = self._num_exchanges * (density or inf)
+        # The latency of messages is left out: a sparse exchange has it too.
+        dense_seconds = 8e-9 * 4 * self._num_elements * 2 * (self._num_workers - 1) / self._num_workers
+        if dense_seconds < FEWEST_SECONDS:
             self._say(
                 "small model",
                 f"the model trains {self._num_elements:,} elements: a sparse exchange saves under 1 ms at 1 Gbit/s. "
                 "Prefer a dense one.",
                 "performance",
             )
-        elif density is not None and isfinite(self._num_exchanges) and self._num_exchanges * density < FEWEST_SENT:
+        elif times_sent < FEWEST_SENT:
             self._say(
                 "short run",
-                f"density={density:.3g} sends a coordinate only {self._num_exchanges * density:.2g} times in "
+                f"density={density:.3g} sends a coordinate only {times_sent:.2g} times in "
                 f"{_count(self._num_exchanges)} exchanges. "
                 f"Set density={min(1.0, FEWEST_SENT / max(self._num_exchanges, 1)):.1g}.",
             )
@@ -120,20 +116,18 @@ class Advice:
             return
         if self._steps == 0:
             self._say_calibrated()
+            self._silent_layers = dict.fromkeys(stats.layers, 0.0)
         self._steps += 1
         self._selected += stats.selected
         self._elements += stats.num_workers * stats.num_elements
         self._dense_elements += stats.num_workers * stats.dense_elements
+        for name in [*self._silent_layers] if stats.layers else []:
+            self._silent_layers[name] = sqrt(stats.layers[name].squared_error)
+            if stats.layers[name].selected:
+                del self._silent_layers[name]
         self._silent = 0 if stats.selected else self._silent + 1
         if self._silent == 1:
             self._silent_since = stats.squared_error
-        if self._steps == 1:
-            self._silent_layers = dict.fromkeys(stats.layers, 0.0)
-        for name in [*self._silent_layers] if stats.layers else []:
-            if stats.layers[name].selected:
-                del self._silent_layers[name]
-            else:
-                self._silent_layers[name] = sqrt(stats.layers[name].squared_error)
         if self._silent == ENOUGH_STEPS:
             self._was_silent = True
             self._say_nothing_sent(stats)
@@ -172,32 +166,35 @@ class Advice:
 
     def _say_nothing_sent(self, stats: StepStats) -> None:
         grown = stats.squared_error - self._silent_since
-        if grown <= 1e-6 * stats.squared_error or not isinstance(self._sparsifier, HardThreshold):
+        has_grown = grown > 1e-6 * stats.squared_error
+        if not isinstance(self._sparsifier, HardThreshold) or (self._options.keeps_rest and not has_grown):
             if self._averages == "drifts":
                 return  # with a learning rate of 0 nothing moves
             told = "gradients are zero. Check that the loss depends on the weights."
         else:
-            # A residual from which nothing is sent is a random walk.
-            per_step = grown / (self._silent * stats.num_elements)
             asked, now = asked_density(self._sparsifier), self._sparsifier.current_threshold
-            density = asked or 0.001
-            told = f"λ={now:.3g} is too high. "
-            if asked is not None and self._holds_density:
-                told += "It is being lowered."
+            if has_grown:  # a residual from which nothing is sent is a random walk
+                density = asked or 0.001
+                fitting = sqrt(grown / (self._silent * stats.num_elements) / density)
+                told, remedy = "", f"Set threshold={min(fitting, now / 2):.2g} or density={density:.3g}."
             else:
-                told += f"Set threshold={min(sqrt(per_step / density), now / 2):.2g} or density={density:.3g}."
+                told, remedy = " or gradients are 0", f"Set threshold={now / 2:.2g}."
+            if asked is not None and self._options.holds_density:
+                remedy = "It is being lowered."
+            told = f"λ={now:.3g} is too high{told}. {remedy}"
         self._warn("nothing", f"nothing was sent in {ENOUGH_STEPS} exchanges: {told}")
 
     def _say_far_off(self, stats: StepStats) -> None:
         asked, seen = asked_density(self._sparsifier), self._selected / self._elements
-        if asked is not None and getattr(self._sparsifier, "granularity", None) == "layer" and stats.layers:
+        if asked is None or not isinstance(self._sparsifier, HardThreshold):
+            return
+        if self._sparsifier.granularity == "layer" and stats.layers:  # small layers send more
             sizes = [layer.num_elements for layer in stats.layers.values()]
-            # Small layers send more.
             asked = sum(share_of_layer(asked, size) * size for size in sizes) / stats.num_elements
-        if asked is None or not isinstance(self._sparsifier, HardThreshold) or 1 / FAR_OFF < seen / asked < FAR_OFF:
+        if 1 / FAR_OFF < seen / asked < FAR_OFF:
             return
         remedy = f"Set threshold={self._sparsifier.current_threshold * sqrt(seen / asked):.2g} or omit density_control."
-        if self._holds_density:
+        if self._options.holds_density:
             remedy = "λ is being corrected."
         self._warn("density", f"density is {100 * seen:.3g} % after calibration, not {100 * asked:.3g} %. {remedy}")
 
@@ -235,13 +232,13 @@ def exchanges_of(module: LightningModule, every_n_steps: int) -> float | None:
     if trainer.fast_dev_run or any(isinstance(callback, _LRCallback) for callback in trainer.callbacks):
         return None
     if not module.automatic_optimization:
-        return float("inf")
+        return inf
     steps = float(trainer.estimated_stepping_batches)
-    return steps / every_n_steps if steps > 0 else float("inf")  # -1 of data without a length
+    return steps / every_n_steps if steps > 0 else inf  # data without a length has -1
 
 
 def shortened(name: str, most: int) -> str:
-    """Return a name of at most so many characters, without its middle if it is longer.
+    """Return a name without its middle if it is longer than ``most`` characters.
 
     Example:
         >>> shortened("base_model.model.layers.31.lora_A.weight", 26)
@@ -256,23 +253,11 @@ def _count(number: float) -> str:
     return f"{round(number):,.6g}"
 
 
-def _is_small(num_elements: int, num_workers: int) -> bool:
-    """Return whether the bytes of a dense exchange take no time worth saving, even at 1 Gbit/s.
-
-    The latency of messages is left out: a sparse exchange has it too.
-    """
-    whole, empty = (
-        estimate(size, num_workers=num_workers, gbit_per_s=1).dense_seconds for size in (max(num_elements, 1), 1)
-    )
-    return whole - empty < FEWEST_SECONDS
-
-
 def _normalising(optimizer: Optimizer) -> list[str]:
-    """Return the class names of optimizers that normalise gradients: this one, then those that it wraps."""
+    """Return the class names of this optimizer and of those inside it that normalise gradients."""
     found = [optimizer]
     for outer in found:  # the loop extends the list
-        inner = [value for value in vars(outer).values() if isinstance(value, Optimizer)]
-        found += [optimizer for optimizer in inner if optimizer not in found]
+        found += [inner for inner in vars(outer).values() if isinstance(inner, Optimizer) and inner not in found]
     return [type(optimizer).__name__ for optimizer in found if _normalises(optimizer)]
 
 

@@ -1,9 +1,34 @@
 """The strategies that take a threshold or a density instead of a sparsifier."""
 
+from typing import Any, ClassVar
+
+from lightning_sparse.sparsifiers import HardThreshold
 from lightning_sparse.strategies.ddp import SparseDDPStrategy
 from lightning_sparse.strategies.hsdp import SparseHSDPStrategy, SparseLocalHSDPStrategy
 from lightning_sparse.strategies.local import SparseLocalStrategy
-from lightning_sparse.strategies.options import ByThreshold
+from lightning_sparse.strategies.sparse_strategy import SparseStrategy
+
+
+class ByThreshold(SparseStrategy):
+    """Takes the options of `HardThreshold` in place of a sparsifier.
+
+    Args:
+        threshold: λ ≥ 0, in units of gradients or, for local training, of parameters; 0 sends everything.
+        density: share of coordinates to send on average, in (0, 1]; λ is calibrated to it. With neither, 0.001, or 0.01
+            for local training.
+
+    Raises:
+        ValueError: both threshold and density, or a number or a word that is not allowed.
+        TypeError: a misspelt argument.
+    """
+
+    _takes: ClassVar[tuple[type, ...]] = (HardThreshold,)
+    _default_density: float | None = None
+
+    def __init__(self, *, threshold: float | None = None, density: float | None = None, **kwargs: Any) -> None:
+        if threshold is None and density is None:
+            density = self._default_density
+        super().__init__(self._taken(HardThreshold, kwargs, threshold=threshold, density=density), **kwargs)
 
 
 class DDPHardThresholdStrategy(ByThreshold, SparseDDPStrategy):
@@ -11,22 +36,14 @@ class DDPHardThresholdStrategy(ByThreshold, SparseDDPStrategy):
 
     The hard-threshold sparsifier with error feedback of Sahu et al., *Rethinking gradient sparsification as total
     error minimization* (NeurIPS 2021, arXiv:2108.00951). Registered as ``Trainer(strategy="ddp_hardthreshold")``.
-
-    Raises:
-        ValueError: both threshold and density, or a number or a word that is not allowed.
-        TypeError: a misspelt argument.
     """
 
 
 class LocalHardThresholdStrategy(ByThreshold, SparseLocalStrategy):
-    """Local training that sends what has drifted by a constant threshold λ from the weights that all share.
+    """Local training that sends weight changes larger than a constant threshold λ.
 
-    After an exchange no worker's weight is λ or more from the anchor: λ is in the parameters' own units and bounds how
-    far replicas part. Registered as ``Trainer(strategy="local_hardthreshold")``.
-
-    Raises:
-        ValueError: both threshold and density, or a number or a word that is not allowed.
-        TypeError: a misspelt argument.
+    After an exchange each worker's weights are less than λ from the anchor. λ is in the units of the parameters.
+    Registered as ``Trainer(strategy="local_hardthreshold")``.
     """
 
     _default_density = 0.01
@@ -35,23 +52,14 @@ class LocalHardThresholdStrategy(ByThreshold, SparseLocalStrategy):
 class HSDPHardThresholdStrategy(ByThreshold, SparseHSDPStrategy):
     """FSDP2 inside a replica, and between replicas the coordinates that reach a constant threshold λ.
 
-    Registered as ``Trainer(strategy="hsdp_hardthreshold")``; `SparseHSDPStrategy` says how to write a model for it.
-
-    Raises:
-        ValueError: both threshold and density, or a number or a word that is not allowed.
-        TypeError: a misspelt argument.
+    Registered as ``Trainer(strategy="hsdp_hardthreshold")``; `SparseHSDPStrategy` says how to write a model.
     """
 
 
 class LocalHSDPHardThresholdStrategy(ByThreshold, SparseLocalHSDPStrategy):
-    """FSDP2 inside a replica, and between replicas what has drifted by a constant threshold λ from what all share.
+    """FSDP2 inside a replica, and between replicas local training with a constant threshold λ on weight changes.
 
-    Registered as ``Trainer(strategy="local_hsdp_hardthreshold")``; `SparseHSDPStrategy` says how to write a model for
-    it.
-
-    Raises:
-        ValueError: both threshold and density, or a number or a word that is not allowed.
-        TypeError: a misspelt argument.
+    Registered as ``Trainer(strategy="local_hsdp_hardthreshold")``; `SparseHSDPStrategy` says how to write a model.
     """
 
     _default_density = 0.01

@@ -1,7 +1,7 @@
-"""Lightning strategies for models that are sharded inside a replica, and exchanged sparsely between replicas."""
+"""Lightning strategies for models that are sharded inside replicas, with a sparse exchange between replicas."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -9,54 +9,52 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_sparse.checkpointing.content import CheckpointOptions
+from lightning_sparse.drift import SparseModelAverager
 from lightning_sparse.drift.shard_averager import ShardModelAverager
 from lightning_sparse.engine.optimizer_steps import Arguments, StepObserver
 from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.gradients.shard_exchange import ShardExchange
-from lightning_sparse.strategies.local_training import LocalTraining
-from lightning_sparse.strategies.options import AveragesGradients
+from lightning_sparse.sparsifiers import Sparsifier
+from lightning_sparse.strategies.local import LocalTraining
+from lightning_sparse.strategies.options import NOT_OF_GRADIENTS
 from lightning_sparse.strategies.replica_strategy import ReplicaStrategy, stateless_as_before
 
 
-class SparseHSDPStrategy(ReplicaStrategy, AveragesGradients):
+class SparseHSDPStrategy(ReplicaStrategy):
     """FSDP2 inside a replica, and between replicas a sparse exchange of the gradients of each shard.
 
-    For models that are too big for DDP: a replica is a node, say, whose ranks hold a shard each, and replicas exchange
-    only the coordinates that a sparsifier selects, once per optimizer step. Write a model as for Lightning's
+    For models that are too big for DDP. A replica is, for example, a node whose ranks hold a shard each. Replicas
+    exchange only the coordinates that a sparsifier selects, once per optimizer step. Write a model as for Lightning's
     ``ModelParallelStrategy``: in ``configure_model`` call ``fully_shard`` with
-    ``mesh=self.device_mesh["data_parallel"]``, which here are the ranks of one replica, and ``parallelize_module`` with
-    ``self.device_mesh["tensor_parallel"]`` if you like. All ranks of ``data_parallel`` and all replicas see data of
-    their own.
+    ``mesh=self.device_mesh["data_parallel"]``, the ranks of one replica, and optionally ``parallelize_module`` with
+    ``self.device_mesh["tensor_parallel"]``. Each rank of ``data_parallel`` in each replica gets its own data.
 
-    Logs what `SparseDDPStrategy` logs, of all shards together; ``sparse/payload_bytes`` are those of a replica. λ is
-    one for the whole model, or for a whole layer; a number of coordinates, as of `TopK`, is each shard's own.
+    Logs the same numbers as `SparseDDPStrategy`, over all shards; ``sparse/payload_bytes`` counts a whole replica. λ
+    applies to the whole model, or to a whole layer; a number of coordinates, as of `TopK`, applies to each shard.
 
     Attributes:
         state: the `ShardExchange` of the running or last ``fit``, None before.
-
-    Raises:
-        ValueError: an invalid option.
-        TypeError: a misspelt argument, or something that is not a sparsifier.
     """
 
     averages = "gradients of shards"
     state: ShardExchange | None
+    _takes: ClassVar[tuple[type, ...]] = (ExchangeOptions, CheckpointOptions)
+    _leaves_out = NOT_OF_GRADIENTS | {"error_feedback", "local_clip_norm"}
     _options: ExchangeOptions
+    _averager_class = ShardExchange
     _by_threshold = "HSDPHardThresholdStrategy"
     _call_each_step = "average_gradients() before"
     _observer: StepObserver | None = None
 
+    def __init__(self, sparsifier: Sparsifier, **kwargs: Any) -> None:
+        self._options = self._taken(ExchangeOptions, kwargs)
+        self._checkpoint_options = self._taken(CheckpointOptions, kwargs, is_sharded=True)
+        super().__init__(sparsifier, **kwargs)
+
     @override
-    def _make_state(self) -> None:
-        assert self.model is not None
-        state = ShardExchange(
-            self.model,
-            self.device_mesh["replicate"],
-            self.sparsifier,
-            self._options,
-            per_layer_stats=self._per_layer_stats,
-        )
-        self._follow(state)
+    def _follow(self, state: Any) -> None:
+        super()._follow(state)
         self._observer = StepObserver(state.holds_any_of, self._before_any_step, self._after_any_step)
 
     @override
@@ -66,14 +64,11 @@ class SparseHSDPStrategy(ReplicaStrategy, AveragesGradients):
             self._observer = None
         super().teardown()
 
-    # When gradients are exchanged: after backward, before they are clipped and an optimizer steps.
+    # Gradients are exchanged after backward, before they are clipped and an optimizer steps.
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        with self._nothing_counts():
-            output = super().optimizer_step(optimizer, self._exchanging(optimizer, closure), model, **kwargs)
-        self._log()
-        return output
+        return super().optimizer_step(optimizer, self._exchanging(optimizer, closure), model, **kwargs)
 
     def _exchanging(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         def backward_and_exchange() -> Any:
@@ -94,61 +89,31 @@ class SparseHSDPStrategy(ReplicaStrategy, AveragesGradients):
             return None
         return args[:1], {**kwargs, "closure": self._exchanging(optimizer, torch.enable_grad()(closure))}
 
-    def _after_any_step(self, _: Optimizer) -> None:
-        if not self._is_stepping:
-            self._log()
-
 
 class SparseLocalHSDPStrategy(ReplicaStrategy, LocalTraining):
     """FSDP2 inside a replica, and between replicas local training with a sparse exchange of drifts.
 
-    For models that are too big for DDP, and Adam or its like: every replica steps its own optimizer, and every
-    ``every_n_steps`` optimizer steps the drift of its weights from what all replicas share is exchanged. See
-    `ShardModelAverager`; write a model as for `SparseHSDPStrategy`.
+    For models that are too big for DDP, with optimizers that normalise gradients, such as Adam. Each replica runs its
+    own optimizer, and every ``every_n_steps`` optimizer steps replicas exchange how far their weights drifted from the
+    shared anchor. See `ShardModelAverager`; write a model as for `SparseHSDPStrategy`.
 
-    Validation, test, predict, checkpoints and what is left after ``fit`` are the mean of the replicas' weights.
+    Validation, test, predict, checkpoints and the module after ``fit`` have the mean of the replicas' weights.
 
-    Logs what `SparseLocalStrategy` logs, of all shards together; ``sparse/payload_bytes`` are those of a replica. λ is
-    one for the whole model, or for a whole layer; a number of coordinates, as of `TopK`, is each shard's own.
+    Logs the same numbers as `SparseLocalStrategy`, over all shards; ``sparse/payload_bytes`` counts a whole replica. λ
+    applies to the whole model, or to a whole layer; a number of coordinates, as of `TopK`, applies to each shard.
 
     Attributes:
         state: the `ShardModelAverager` of the running or last ``fit``, None before; also called ``averager``.
-
-    Raises:
-        ValueError: an invalid option.
-        TypeError: a misspelt argument, or something that is not a sparsifier.
     """
 
     state: ShardModelAverager | None
+    _averager_class = ShardModelAverager
     _by_threshold = "LocalHSDPHardThresholdStrategy"
 
     @override
-    def _make_state(self) -> None:
-        assert self.model is not None
-        averager = ShardModelAverager(
-            self.model,
-            self.device_mesh["replicate"],
-            self.sparsifier,
-            self._options,
-            per_layer_stats=self._per_layer_stats,
-        )
-        self._follow_drifts(averager)
-
-    # Checkpoints.
-
-    @override
-    def _module_state(self) -> dict[str, Any]:
-        self._why_not = None
-        if self.state is None or self._has_ended:
-            return super()._module_state()
-        shared = self.state.shared
-        weights: dict[str, Tensor] = {}
-        if not shared.is_shown:  # as they are while validation looks at the mean
-            self._why_not = self._why_broken("anchor's")
-            weights = shared.mean(self.state.workers) if self._why_not is None else shared.anchor()
-        with shared.shown(weights):
-            state = super()._module_state()
-            return {name: entry.clone() if isinstance(entry, Tensor) else entry for name, entry in state.items()}
+    def _mean_weights(self, averager: SparseModelAverager) -> dict[str, Tensor] | None:
+        self._why_not = self._why_broken()
+        return averager.shared.mean(averager.workers) if self._why_not is None else None
 
     @override
     def _own_optimizers(self, checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -1,18 +1,22 @@
-"""Lightning strategy for local training: every worker steps its own optimizer, drifts are exchanged sparsely."""
+"""Lightning strategies for local training: every worker steps its own optimizer, drifts are exchanged sparsely."""
 
 import copy
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from lightning.fabric.utilities import rank_zero_warn
+from lightning.pytorch import callbacks
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from typing_extensions import override
 
-from lightning_sparse.checkpointing.content import warn_of_incomplete
+from lightning_sparse.checkpointing.content import CheckpointOptions, warn_of_incomplete
 from lightning_sparse.checkpointing.saving import (
     collect_together,
     content_of_launcher,
@@ -21,20 +25,140 @@ from lightning_sparse.checkpointing.saving import (
     why_not_together,
 )
 from lightning_sparse.drift import DriftOptions, SparseModelAverager
+from lightning_sparse.drift.shared_weights import SharedWeights
+from lightning_sparse.engine.optimizer_steps import weak_method
 from lightning_sparse.exchange import require_agreement
 from lightning_sparse.sparsifiers import Dense, Sparsifier
-from lightning_sparse.strategies.arguments import process_group_arguments
-from lightning_sparse.strategies.local_training import LocalTraining
+from lightning_sparse.strategies.options import NOT_OF_DRIFTS, process_group_arguments
+from lightning_sparse.strategies.sparse_strategy import SparseStrategy
+
+_OWN_WEIGHTS = ("WeightAveraging", "StochasticWeightAveraging", "ModelPruning")  # the first from Lightning 2.6 on
+
+
+class LocalTraining(SparseStrategy):
+    """Gives workers the mean of their weights in validation and after ``fit``, and their own in training."""
+
+    averages = "drifts"
+    state: SparseModelAverager | None
+    _takes: ClassVar[tuple[type, ...]] = (DriftOptions, CheckpointOptions)
+    _leaves_out = NOT_OF_DRIFTS
+    _options: DriftOptions
+    _call_each_step = "step() after"
+    _has_ended = False
+    _why_not: str | None = None
+    """Why a checkpoint that is being written lacks tensors of workers."""
+
+    def __init__(self, sparsifier: Sparsifier, **kwargs: Any) -> None:
+        self._options = self._taken(DriftOptions, kwargs)
+        self._checkpoint_options = self._taken(CheckpointOptions, kwargs, is_sharded=self._is_sharded)
+        super().__init__(sparsifier, **kwargs)
+
+    @property
+    def averager(self) -> SparseModelAverager | None:
+        """The averager of the running or last ``fit``, None before; also called ``state``."""
+        return self.state
+
+    @override
+    def _follow(self, state: Any) -> None:
+        self._has_ended = False
+        super()._follow(state)
+        state.observed_steps.on_step = weak_method(self._after_any_step)
+
+    @override
+    def _after_step(self) -> None:
+        assert self.state is not None
+        self.state.step()
+        super()._after_step()
+
+    @property
+    def _shared(self) -> SharedWeights | None:
+        """Changes weights while a fit trains; None before and after."""
+        module = self.lightning_module
+        is_fitting = module is not None and module.trainer.state.fn == TrainerFn.FITTING
+        return self.state.shared if self.state is not None and is_fitting and not self._has_ended else None
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        if self._shared is not None:
+            self._shared.take_mean()
+
+    @override
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        self._return_weights()
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._return_weights()  # a checkpoint may have brought others
+        assert self.lightning_module is not None
+        kinds = tuple(kind for name in _OWN_WEIGHTS if (kind := getattr(callbacks, name, None)) is not None)
+        trainer: Any = self.lightning_module.trainer
+        found = [type(callback).__name__ for callback in trainer.callbacks if isinstance(callback, kinds)]
+        if found:
+            rank_zero_warn(
+                f"lightning_sparse: {', '.join(found)} keeps a state that follows from each worker's own weights, and "
+                "checkpoints hold rank 0's. A resumed run differs slightly from one that never stopped. See "
+                "docs/local-training.md."
+            )
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self._has_ended = False  # a search for a learning rate ends as a training does
+        self._return_weights()
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self._shared is not None:
+            self._shared.take_mean()
+        self._has_ended = True
+
+    @override
+    def teardown(self) -> None:
+        if self.state is not None and self._shared is not None:
+            # An exception has ended the fit, perhaps on this worker alone: all workers have the same anchor.
+            if self.state.num_steps:
+                self._shared.take_anchor()
+            self._shared.forget_own()
+        super().teardown()
+
+    def _return_weights(self) -> None:
+        if self._shared is not None:
+            self._shared.give_back()
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        # Lightning asks every rank, and then calls save_checkpoint on it.
+        self._why_not = None
+        if self.state is None or self._has_ended:
+            return super().lightning_module_state_dict()
+        shared, weights = self.state.shared, None
+        is_shown = shared.is_shown  # while validation looks at the mean
+        if not is_shown:
+            weights = self._mean_weights(self.state)
+            weights = shared.anchor() if weights is None else weights
+        with shared.shown(weights or {}):
+            state = super().lightning_module_state_dict()
+            if self._is_sharded:
+                return {name: entry.clone() if isinstance(entry, Tensor) else entry for name, entry in state.items()}
+            return copy.deepcopy(state) if is_shown else state
+
+    @abstractmethod
+    def _mean_weights(self, averager: SparseModelAverager) -> dict[str, Tensor] | None:
+        """Return the mean of all workers' weights; if there is none, warn, set ``_why_not`` and return None."""
 
 
 class SparseLocalStrategy(LocalTraining, DDPStrategy):
-    """Local training in which workers send only those coordinates of their drift that a sparsifier selects.
+    """Local training: workers send only the coordinates of their drift that a sparsifier selects.
 
-    There is no DDP module and no exchange of gradients: every worker steps its own optimizer, and every
-    ``every_n_steps`` optimizer steps its weights' drift from what all share is exchanged. See
-    `SparseModelAverager`. Right for Adam and its like, which need gradients as they come.
+    There is no DDP module and no exchange of gradients. Each worker runs its own optimizer, and every ``every_n_steps``
+    optimizer steps workers exchange how far their weights drifted from the shared anchor. See `SparseModelAverager`.
+    Use it with optimizers that normalise gradients, such as Adam.
 
-    Validation, test, predict, checkpoints and what is left after ``fit`` are the mean of the workers' weights.
+    Validation, test, predict, checkpoints and the module after ``fit`` have the mean of the workers' weights.
 
     Logs ``sparse/density``, ``sparse/error_norm`` and ``sparse/threshold`` (parameter units), ``sparse/largest_drift``
     (the largest distance of a weight from the anchor before the exchange) and ``sparse/payload_bytes`` with the
@@ -46,31 +170,21 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
 
     Attributes:
         state: the `SparseModelAverager` of the running or last ``fit``, None before; also called ``averager``.
-
-    Raises:
-        ValueError: an invalid option, or an argument that needs a DDP module.
-        TypeError: a misspelt argument, or something that is not a sparsifier.
     """
 
+    _lightning_arguments = process_group_arguments
     _by_threshold = "LocalHardThresholdStrategy"
     _is_in_a_step = False
-    _why_not: str | None = None
-
-    @override
-    def _lightning_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        return process_group_arguments(arguments, type(self))
+    """Whether a backward may still need the weights of its forward."""
 
     @override
     def configure_ddp(self) -> None:
         assert self.model is not None
         require_agreement(asdict(self._checkpoint_options))
-        sparsifier, options = self._what_is_sent()
-        self._follow_drifts(SparseModelAverager(self.model, sparsifier, options, per_layer_stats=self._per_layer_stats))
-
-    def _what_is_sent(self) -> tuple[Sparsifier, DriftOptions]:
-        if self.world_size > 1:
-            return self.sparsifier, self._options
-        return Dense(), replace(self._options, value_dtype="float32")
+        sparsifier, options = self.sparsifier, self._options
+        if self.world_size == 1:  # it has nobody to exchange with
+            sparsifier, options = Dense(), replace(options, value_dtype="float32")
+        self._follow(SparseModelAverager(self.model, sparsifier, options, per_layer_stats=self.per_layer_stats))
 
     @override
     def setup_optimizers(self, trainer: Any) -> None:
@@ -81,12 +195,10 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
                 "local training gradients are not averaged: use the optimizer that is inside of it."
             )
 
-    # Whether a forward may still need the weights for its backward.
-
     @override
-    def _exchange(self) -> None:
+    def _after_step(self) -> None:
         self._is_in_a_step = False
-        super()._exchange()
+        super()._after_step()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -104,11 +216,6 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
             self._is_in_a_step = False
 
     @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._is_in_a_step = False
-        super().on_train_batch_start(batch, batch_idx)
-
-    @override
     def teardown(self) -> None:
         super().teardown()
         if self.state is not None:
@@ -117,37 +224,27 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
     # Checkpoints.
 
     @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        # Lightning asks every worker, and then calls save_checkpoint on it.
-        averager = self.state
-        if averager is None or self._has_ended:
-            return super().lightning_module_state_dict()
-        if averager.shared.is_shown:  # while validation looks at the mean
-            return copy.deepcopy(super().lightning_module_state_dict())
-        weights = None
+    def _mean_weights(self, averager: SparseModelAverager) -> dict[str, Tensor] | None:
+        barrier = averager.save_barrier
         self._why_not = why_not_together(averager, self._timeout, self._obstacles())
         if self._why_not is None:
             try:
-                weights = averager.shared.mean(averager.save_barrier.workers_apart())
+                return averager.shared.mean(barrier.workers_apart())
             except RuntimeError as error:  # a worker died or left
                 if averager.workers.rank != 0:
                     raise
-                averager.save_barrier.give_up_apart()
+                barrier.give_up_apart()
                 self._why_not = f"averaging weights failed: {str(error).splitlines()[0]}"
-        if weights is None:
-            assert self._why_not is not None
-            weights = averager.shared.anchor()
-            if averager.workers.rank == 0:
-                warn_of_incomplete("drifts", self._why_not, "anchor's")
-        with averager.shared.shown(weights):
-            return super().lightning_module_state_dict()
+        if averager.workers.rank == 0:
+            warn_of_incomplete("drifts", self._why_not, "anchor's")
+        return None
 
     def _obstacles(self) -> list[str]:
-        """Return why no checkpoint can hold drifts at this moment, in words that workers agree on."""
+        """Return why no checkpoint can hold drifts now, in the same words on all workers."""
         assert self.state is not None
         obstacles = {
             "the weights were changed since all workers had the same": self.state.shared.was_written_to,
-            # Values that arrive would change weights that a backward needs.
+            # Arriving values would change weights that a backward needs.
             "an exchange is still travelling": self.state.is_sent_off and (is_in_trouble() or self._is_in_a_step),
         }
         return [why for why, is_so in obstacles.items() if is_so]
@@ -176,7 +273,7 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        own = self._restore(checkpoint)  # Lightning restores after the model was set up
+        own = self._restore(checkpoint)  # Lightning restores after the model's set-up
         states = own.get("optimizer_states", checkpoint["optimizer_states"])
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
         if "precision_state" in own:  # Lightning has loaded rank 0's

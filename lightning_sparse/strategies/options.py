@@ -1,166 +1,199 @@
-"""Options that several strategies take: declared and documented once, and shown by every class that takes them."""
+"""Options of strategies, shown by every strategy that takes them, and checks of the arguments for Lightning's."""
 
-from typing import Any
+import difflib
+import inspect
+import re
+from collections.abc import Collection, Iterable
+from inspect import Parameter, Signature
+from typing import Any, ClassVar, TypeVar
 
-from lightning_sparse.checkpointing.content import (
-    CheckpointOptions,
-    DriftCheckpoint,
-    OnWorldSizeChange,
-    OptimizerCheckpoint,
-    ResidualCheckpoint,
-)
-from lightning_sparse.drift.options import DriftOptions, OuterOptimizer
-from lightning_sparse.exchange import ExchangeMode
-from lightning_sparse.exchange.wire import ValueDtype
-from lightning_sparse.gradients.options import DensityControlMode, ExchangeOptions, require_density_control
-from lightning_sparse.sparsifiers import HardThreshold, Sparsifier
-from lightning_sparse.sparsifiers.protocol import Granularity
-from lightning_sparse.strategies.inherited_options import WithInheritedOptions
+import torch
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from torch.nn.parallel import DistributedDataParallel
+
+Options = TypeVar("Options")
+SECTION = re.compile(r"[A-Z]\w+:$")
+_REPLACED_ARGUMENTS = {
+    "ddp_comm_hook": "The sparse exchange is the communication hook, and DDP has only one. Use value_dtype='bfloat16' "
+    "to compress values further, or Lightning's DDPStrategy for another hook",
+    "ddp_comm_state": "The sparse exchange keeps its own state. Read it from strategy.state",
+    "ddp_comm_wrapper": "The sparse exchange is not wrapped. Use value_dtype='bfloat16' or 'float8' to send values in "
+    "half precision",
+    "model_averaging_period": "Gradients are exchanged in every step, so there are no models to average. Use "
+    "Lightning's DDPStrategy for post-local SGD",
+    "mixed_precision": "DDP's own mixed precision brings a communication hook of its own. Use "
+    "Trainer(precision='bf16-mixed')",
+    "sharding_strategy": "Every worker has the whole model here, and there are no shards. Use "
+    "strategy='hsdp_hardthreshold', or Lightning's FSDPStrategy, with its own exchange",
+    "skip_all_reduce_unused_params": "The hook must see every bucket. Leave it out: a hard threshold sends nothing for "
+    "unused parameters",
+}
+
+_DDP_STRATEGY = dict(inspect.signature(DDPStrategy).parameters)
+_DDP = dict(inspect.signature(DistributedDataParallel).parameters)
+_MODEL_PARALLEL = dict(inspect.signature(ModelParallelStrategy).parameters)
 
 
-class AveragesGradients(WithInheritedOptions):
-    """Averages gradients sparsely.
+NOT_OF_GRADIENTS = frozenset({"is_sharded", "drift_checkpoint", "optimizer_checkpoint"})
+NOT_OF_DRIFTS = frozenset({"is_sharded", "residual_checkpoint", "on_world_size_change"})
+"""Options of checkpoints that a strategy of the other kind of averaging does not take."""
 
-    Args:
-        sparsifier: selects coordinates, such as ``HardThreshold(density=0.001)`` or ``TopK(density=0.001)``.
-        value_dtype: dtype in which values travel; the residual keeps rounding errors and sends them later. With its
-            index a coordinate takes 6 bytes in ``"float32"``, 4 in ``"bfloat16"`` or ``"float16"`` and 3 in
-            ``"float8"``, which is scaled to λ and needs a threshold above 0 in every layer or a sparsifier that rounds.
-            ``"int8"`` needs a sparsifier that rounds.
-        exchange: route of the selected values. ``"gather"``: all-gather of every worker's values;
-            ``"reduce_scatter"``: each value goes to the worker that sums its part of the bucket, and the sums go to
-            all; ``"dense"``: all-reduce of the masked bucket; ``"hierarchical"``: dense inside a node, sparse between
-            nodes; ``"auto"``: for each bucket the cheapest of the first three, judged by the step before.
-        density_control: what happens to a λ that was calibrated to a density. ``"hold"`` (the meaning of None):
-            corrected slowly, so that the average volume meets the density; ``"calibrate"``: constant.
-        link_gbit_s: rate of a worker's link between nodes, above 0, in Gbit/s and one direction, by which
-            ``exchange="auto"`` chooses. Ranks of a node that share a link have a share of it each. None assumes
-            10 Gbit/s on CPUs, and on GPUs NVLink inside a node and 100 Gbit/s between nodes. Over Gloo, small payloads
-            wait for each other up to the bytes that the link carries in 1 ms, or 64 kB if None.
-        residual_checkpoint: residuals in checkpoints. ``"full"``: every worker's, n times the model in float32, for a
-            resume that equals an uninterrupted run; ``"mean"``: their mean, the model once, which keeps the pending
-            update (not for sharded replicas); ``"none"``: no residuals.
-        on_world_size_change: residuals after a resume with another number of workers or replicas. ``"mean"``: the
-            mean of the old on each, which keeps the pending update; ``"reset"``: zero; ``"error"``: a RuntimeError.
+
+class TakesOptions(Strategy):
+    """Shows every option in a subclass's signature and docstring, also those that it passes on as ``**kwargs``."""
+
+    _takes: ClassVar[tuple[type, ...]] = ()
+    """Classes whose parameters the ``__init__`` beside this attribute takes as ``**kwargs``."""
+    _leaves_out: ClassVar[frozenset[str]] = frozenset()
+    """Parameters of these classes that are not options of the strategy."""
+    _own_doc: ClassVar[str]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._own_doc = vars(cls).get("__doc__") or ""
+        if "_takes" in vars(cls):
+            init: Any = vars(cls)["__init__"]
+            shown = dict(inspect.signature(init).parameters)
+            for options in cls._takes:
+                for name, parameter in inspect.signature(options).parameters.items():
+                    if name not in cls._leaves_out:
+                        shown.setdefault(name, parameter.replace(kind=Parameter.KEYWORD_ONLY))
+            init.__signature__ = _signature(shown.values())  # jsonargparse looks at the function
+        signature = _signature(_parameters(cls))
+        cls.__signature__ = signature  # type: ignore[attr-defined]
+        cls.__doc__ = _documentation(cls, signature.parameters.values())
+
+    def _taken(self, options: type[Options], arguments: dict[str, Any], **others: Any) -> Options:
+        """Make options of the arguments that they take, and remove these from the arguments."""
+        names = inspect.signature(options).parameters.keys() - self._leaves_out
+        return options(**others, **{name: arguments.pop(name) for name in names & arguments.keys()})
+
+
+def _signature(parameters: Iterable[Parameter]) -> Signature:
+    return Signature(sorted(parameters, key=lambda parameter: parameter.kind))
+
+
+def _classes(cls: type) -> list[type[TakesOptions]]:
+    return [base for base in cls.__mro__ if issubclass(base, TakesOptions)]
+
+
+def _parameters(cls: type) -> list[Parameter]:
+    """Return the parameters of a class and of the classes to which it passes ``**kwargs`` on."""
+    found: dict[str, Parameter] = {}
+    for init in (vars(base)["__init__"] for base in _classes(cls) if "__init__" in vars(base)):
+        _, *parameters = inspect.signature(init).parameters.values()
+        if found:  # a class that takes no sparsifier makes it itself
+            parameters = [each for each in parameters if each.kind is Parameter.KEYWORD_ONLY]
+        found |= {each.name: each for each in parameters if each.name not in found}
+    return list(found.values())
+
+
+def _documentation(cls: type, parameters: Iterable[Parameter]) -> str:
+    """Return a class's docstring with the entries of all its parameters, and the errors of a base if it has none."""
+    sections = _sections(vars(cls)["_own_doc"])
+    entries: dict[str, list[str]] = {}
+    for base in _classes(cls):
+        taken = [source for options in vars(base).get("_takes", ()) for source in reversed(options.__mro__)]
+        own_doc = vars(base).get("_own_doc", "")
+        for doc in (own_doc, *(source.__doc__ for source in taken)):
+            entries = _entries(doc or "") | entries
+        if "Raises:" in (inherited := _sections(own_doc)):
+            sections.setdefault("Raises:", inherited["Raises:"])
+    names = [f"**{each.name}" if each.kind is Parameter.VAR_KEYWORD else each.name for each in parameters]
+    arguments = [line for name in names for line in entries.get(name, [])]
+    parts = {"": sections.pop(""), "Args:": arguments} | {name: sections[name] for name in sections if name != "Args:"}
+    return "\n\n".join("\n".join([title, *lines]).strip() for title, lines in parts.items())
+
+
+def _sections(docstring: str) -> dict[str, list[str]]:
+    """Return the lines of each section by its title, and those before the first section without a title."""
+    title = ""
+    sections: dict[str, list[str]] = {title: []}
+    for line in inspect.cleandoc(docstring).splitlines():
+        if SECTION.match(line):
+            title, sections[line] = line, []
+        else:
+            sections[title].append(line)
+    return sections
+
+
+def _entries(docstring: str) -> dict[str, list[str]]:
+    """Return the lines of each entry of a docstring's ``Args`` section by parameter name."""
+    entries: dict[str, list[str]] = {}
+    name = ""
+    for line in _sections(docstring).get("Args:", []):
+        if line[4:5].strip():
+            name = line.strip().partition(":")[0]
+        if line.strip():
+            entries.setdefault(name, []).append(line)
+    return entries
+
+
+def ddp_arguments(strategy: Strategy, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments for ``DDPStrategy``.
+
+    Raises:
+        ValueError: an argument that a sparse exchange cannot honour; says what to use instead.
+        TypeError: an unknown argument; names a similar one, of Lightning's or of the strategy.
     """
-
-    def __init__(
-        self,
-        sparsifier: Sparsifier,
-        *,
-        value_dtype: ValueDtype = "float32",
-        exchange: ExchangeMode = "auto",
-        density_control: DensityControlMode | None = None,
-        link_gbit_s: float | None = None,
-        residual_checkpoint: ResidualCheckpoint = "full",
-        on_world_size_change: OnWorldSizeChange = "mean",
-        **kwargs: Any,
-    ) -> None:
-        self._checkpoint_options = CheckpointOptions(
-            residual_checkpoint, on_world_size_change, is_sharded=self._is_sharded
-        )
-        self._options = ExchangeOptions(
-            value_dtype=value_dtype, exchange=exchange, density_control=density_control, link_gbit_s=link_gbit_s
-        )
-        require_density_control(sparsifier, density_control)
-        super().__init__(sparsifier, **kwargs)
+    for name, advice in _REPLACED_ARGUMENTS.items():
+        if arguments.get(name):
+            raise ValueError(f"Got {name}={arguments[name]!r}. {advice}.")
+    known = {*_DDP_STRATEGY, *_DDP} - {"module", "kwargs", "device_ids"}
+    takers = f"Lightning's DDPStrategy nor DistributedDataParallel of torch {torch.__version__}"
+    _require_known(strategy, arguments, known, takers)
+    return arguments
 
 
-class AveragesDrifts(WithInheritedOptions):
-    """Averages the drift of each worker's weights sparsely.
+def process_group_arguments(strategy: Strategy, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``DDPStrategy`` that apply without a DDP module.
 
-    Args:
-        sparsifier: selects coordinates, such as ``HardThreshold(density=0.01)`` or ``TopK(density=0.01)``.
-        every_n_steps: optimizer steps (of all optimizers together) from one exchange to the next, at least 1.
-        keep_drift: True leaves each worker where it is but for the sent values. False takes every worker back to the
-            anchor after each exchange and keeps unsent values apart (SparseLoCo).
-        drift_decay: factor on unsent values before the next drift is added, in (0, 1]; below 1 only with
-            ``keep_drift=False``.
-        outer_optimizer: makes the optimizer that moves the anchor, with the average drift as its gradient; None
-            subtracts the average. DiLoCo: ``partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``.
-        overlap: True overlaps the exchange with the next step and applies its result one step late.
-        value_dtype: dtype in which values travel; unsent values keep rounding errors. With its index a coordinate takes
-            6 bytes in ``"float32"``, 4 in ``"bfloat16"`` or ``"float16"`` and 3 in ``"float8"``, which is scaled to λ
-            and needs a threshold above 0 in every layer or a sparsifier that rounds. ``"int8"`` needs a sparsifier that
-            rounds.
-        exchange: route of the selected values. ``"gather"``: all-gather of every worker's values;
-            ``"reduce_scatter"``: each value goes to the worker that sums its part of the bucket, and the sums go to
-            all; ``"dense"``: all-reduce of the masked bucket; ``"hierarchical"``: dense inside a node, sparse between
-            nodes; ``"auto"``: for each bucket the cheapest of the first three, judged by the exchange before.
-        link_gbit_s: rate of a worker's link between nodes, above 0, in Gbit/s and one direction, by which
-            ``exchange="auto"`` chooses. Ranks of a node that share a link have a share of it each. None assumes
-            10 Gbit/s on CPUs, and on GPUs NVLink inside a node and 100 Gbit/s between nodes.
-        drift_checkpoint: weights in checkpoints. ``"full"``: every worker's, n times the model, for a resume that
-            equals an uninterrupted run; ``"mean"``: their mean, which the checkpoint holds anyway.
-        optimizer_checkpoint: optimizers in checkpoints. ``"full"``: every worker's; ``"mean"``: the mean of their
-            tensors (not for sharded replicas); ``"first"``: rank 0's.
+    A command line passes on every argument; those of a DDP module that have their default value are left out.
+
+    Raises:
+        ValueError: an argument that concerns DDP's own exchange.
+        TypeError: an unknown argument; names a similar one, of Lightning's or of the strategy.
     """
-
-    def __init__(
-        self,
-        sparsifier: Sparsifier,
-        *,
-        every_n_steps: int = 1,
-        keep_drift: bool = True,
-        drift_decay: float = 1.0,
-        outer_optimizer: OuterOptimizer | None = None,
-        overlap: bool = False,
-        value_dtype: ValueDtype = "float32",
-        exchange: ExchangeMode = "auto",
-        link_gbit_s: float | None = None,
-        drift_checkpoint: DriftCheckpoint = "full",
-        optimizer_checkpoint: OptimizerCheckpoint = "full",
-        **kwargs: Any,
-    ) -> None:
-        self._checkpoint_options = CheckpointOptions(
-            drift_checkpoint=drift_checkpoint, optimizer_checkpoint=optimizer_checkpoint, is_sharded=self._is_sharded
-        )
-        self._options = DriftOptions(
-            every_n_steps,
-            keep_drift,
-            drift_decay,
-            outer_optimizer,
-            overlap,
-            value_dtype=value_dtype,
-            exchange=exchange,
-            link_gbit_s=link_gbit_s,
-        )
-        super().__init__(sparsifier, **kwargs)
+    own = _DDP_STRATEGY.keys() - {"kwargs"} - _REPLACED_ARGUMENTS.keys()
+    of_a_module = {**_DDP, **_DDP_STRATEGY}
+    _require_known(strategy, arguments.keys() - of_a_module.keys(), own, "Lightning's DDPStrategy")
+    for name, value in arguments.items():
+        # Without a DDP module any parameter may stay unused.
+        if name not in own and name != "find_unused_parameters" and value is not of_a_module[name].default:
+            raise ValueError(
+                f"Got {name}={value!r}, which concerns a DDP module's exchange of gradients. Local training has "
+                "none: leave it out."
+            )
+    return {name: value for name, value in arguments.items() if name in own}
 
 
-class ByThreshold(WithInheritedOptions):
-    """Takes the options of `HardThreshold` in place of a sparsifier.
+def model_parallel_arguments(strategy: Strategy, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``ModelParallelStrategy`` that apply to several replicas.
 
-    Args:
-        threshold: λ ≥ 0, in units of gradients or, for local training, of parameters; 0 sends everything.
-        density: share of coordinates to send on average, in (0, 1]; λ is calibrated to it. With neither, 0.001, or 0.01
-            for local training.
-        calibration_steps: with a density, the largest number of exchanges (1 or more) that send everything while the
-            calibration measures norms: usually about 3, but all of them with ``density_control="calibrate"``.
-        layer_thresholds: λ for single layers: fnmatch patterns of parameter names, the first match wins; 0 sends a
-            layer whole: ``{"*.bias": 0.0}``.
-        granularity: scope of a density: of the ``"model"`` by one λ, or of each ``"layer"`` by a λ of its own.
+    Raises:
+        ValueError: the size of a replica.
+        TypeError: an unknown argument; names a similar one, of Lightning's or of the strategy.
     """
-
-    _default_density: float | None = None
-
-    def __init__(
-        self,
-        *,
-        threshold: float | None = None,
-        density: float | None = None,
-        calibration_steps: int = 50,
-        layer_thresholds: dict[str, float] | None = None,
-        granularity: Granularity = "model",
-        **kwargs: Any,
-    ) -> None:
-        if threshold is None and density is None:
-            density = self._default_density
-        sparsifier = HardThreshold(
-            threshold=threshold,
-            density=density,
-            calibration_steps=calibration_steps,
-            layer_thresholds=layer_thresholds,
-            granularity=granularity,
+    size = arguments.get("data_parallel_size", "auto")
+    if size != "auto":
+        raise ValueError(
+            f"Got data_parallel_size={size!r}. A replica has as many ranks as remain: say how many replicas there are, "
+            "replicas=…"
         )
-        super().__init__(sparsifier, **kwargs)
+    known = _MODEL_PARALLEL.keys() - {"tensor_parallel_size"}
+    _require_known(strategy, arguments, known, "Lightning's ModelParallelStrategy")
+    return {name: value for name, value in arguments.items() if name != "data_parallel_size"}
+
+
+def _require_known(strategy: Strategy, names: Collection[str], known: Collection[str], takers: str) -> None:
+    for name in names:
+        if name not in known:
+            own = set(inspect.signature(type(strategy)).parameters) - {"kwargs"}
+            close = difflib.get_close_matches(name, own.union(known), n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"Unknown argument {name!r}: neither this strategy nor {takers} takes it.{hint}")
+
+
+def is_count(number: object) -> bool:
+    """Return whether an argument is a whole number of at least 1."""
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 1

@@ -1,7 +1,6 @@
 """The base of strategies with sharded replicas: mesh, counted steps, checkpoints that all ranks write."""
 
 import shutil
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -24,13 +23,13 @@ from lightning_sparse.engine.sharding import reshard
 from lightning_sparse.exchange import SaveBarrier, Workers, require_agreement
 from lightning_sparse.exchange.groups import replica_mesh
 from lightning_sparse.sparsifiers import Sparsifier
-from lightning_sparse.strategies.arguments import model_parallel_arguments
-from lightning_sparse.strategies.inherited_options import WithInheritedOptions
+from lightning_sparse.strategies.options import is_count, model_parallel_arguments
+from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 
 @contextmanager
 def stateless_as_before(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Within it states can be asked for. To have one torch steps on zeros, with a learning rate of 0, which counts."""
+    """Remove optimizer states that torch makes inside the context: to read states it steps once on zeros, with lr 0."""
     without = [optimizer for optimizer in optimizers if not optimizer.state]
     try:
         yield
@@ -39,10 +38,10 @@ def stateless_as_before(optimizers: Sequence[Optimizer]) -> Iterator[None]:
             optimizer.state.clear()
 
 
-class ReplicaStrategy(WithInheritedOptions, ModelParallelStrategy):
+class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
     """Lightning's ``ModelParallelStrategy`` with replicas as the first dimension of its mesh.
 
-    No rank saves alone, and a kill leaves no half of a checkpoint.
+    All ranks save together, and a kill leaves no partial checkpoint.
 
     Args:
         replicas: number of replicas; ``"auto"`` is one per node.
@@ -50,13 +49,11 @@ class ReplicaStrategy(WithInheritedOptions, ModelParallelStrategy):
         **kwargs: of Lightning's ``ModelParallelStrategy``: ``save_distributed_checkpoint`` (True writes a folder to
             which every rank contributes, False one file with everything, for which rank 0 needs the memory),
             ``process_group_backend`` and ``timeout``.
-
-    Raises:
-        ValueError: an invalid option.
-        TypeError: a misspelt argument.
     """
 
+    _averager_class: ClassVar[Any]
     _is_sharded: ClassVar[bool] = True
+    _lightning_arguments = model_parallel_arguments
     _save_barrier: SaveBarrier | None = None
     _why_not: str | None = None
 
@@ -68,24 +65,13 @@ class ReplicaStrategy(WithInheritedOptions, ModelParallelStrategy):
         tensor_parallel_size: int = 1,
         **kwargs: Any,
     ) -> None:
-        for name, value in (("replicas", replicas), ("tensor_parallel_size", tensor_parallel_size)):
-            is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            if not (is_count or (name == "replicas" and value == "auto")):
-                word = ' or "auto"' if name == "replicas" else ""
-                raise ValueError(f"Invalid {name}={value!r}. Must be a whole number of at least 1{word}.")
+        if not (is_count(replicas) or replicas == "auto"):
+            raise ValueError(f'Invalid {replicas=}. Must be a whole number of at least 1 or "auto".')
+        if not is_count(tensor_parallel_size):
+            raise ValueError(f"Invalid {tensor_parallel_size=}. Must be a whole number of at least 1.")
         self._replicas = replicas
         super().__init__(sparsifier, **kwargs)
         self._tensor_parallel_size = tensor_parallel_size
-
-    @override
-    def _lightning_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        return model_parallel_arguments(arguments, type(self))
-
-    @abstractmethod
-    def _make_state(self) -> None:
-        """Make and follow the averager for the model that has been set up. Collective: all ranks."""
-
-    # Who belongs together.
 
     @override
     def setup_environment(self) -> None:
@@ -123,17 +109,20 @@ class ReplicaStrategy(WithInheritedOptions, ModelParallelStrategy):
                 "precision='bf16-mixed' or 'bf16-true', or fully_shard(…, mp_policy=MixedPrecisionPolicy(…))."
             )
         assert self.model is not None
-        reshard(self.model)  # after a validation optimizers would be made for what it has gathered
+        reshard(self.model)  # validation leaves gathered parameters, for which optimizers would be made
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
         if self.state is not None:
-            self.state.close()  # not when its fit ended: it may have been saved after that
+            self.state.close()  # not at the end of its fit: a checkpoint may have followed
         require_agreement(asdict(self._checkpoint_options) | {"in one file": not self._save_distributed_checkpoint})
-        self._make_state()
+        mesh = self.device_mesh["replicate"]
+        self._follow(
+            self._averager_class(self.model, mesh, self.sparsifier, self._options, per_layer_stats=self.per_layer_stats)
+        )
         self._save_barrier = SaveBarrier(Workers(None, self.global_rank, self.world_size))
 
-    # Which steps count.
+    # Steps that do not train.
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -143,7 +132,7 @@ class ReplicaStrategy(WithInheritedOptions, ModelParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, *others: Any, **options: Any) -> dict[str, Any]:
-        # What can be said beside the path differs between versions of Lightning.
+        # The arguments after the path differ between versions of Lightning.
         with self._nothing_counts():
             checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *others, **options)
             assert self.lightning_module is not None
@@ -156,35 +145,29 @@ class ReplicaStrategy(WithInheritedOptions, ModelParallelStrategy):
     def on_validation_end(self) -> None:
         super().on_validation_end()
         assert self.model is not None
-        reshard(self.model)  # optimizers made from now on must not be for what it has gathered
+        reshard(self.model)  # later optimizers must not be made for gathered parameters
 
     @override
     def teardown(self) -> None:
         if self.state is not None:
-            self.state.own_group.release()  # it may be saved after this, and steps no more
+            self.state.own_group.release()  # a checkpoint may follow, but no step
         super().teardown()
 
-    # Checkpoints, which all ranks write together.
+    # Checkpoints.
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        # Lightning asks every rank first of all, and then calls save_checkpoint on it.
+        # Lightning calls this on every rank first, and then save_checkpoint.
         if self._save_barrier is not None and self.lightning_module is not None:
-            why_not = self._why_not_together(self._save_barrier, self.lightning_module.trainer.global_step)
+            step = {"step": self.lightning_module.trainer.global_step}
+            try:
+                why_not = self._save_barrier.wait(step, patience_of(self._timeout))
+            except dist.DistNetworkError:  # of the store, which ends with rank 0
+                why_not = "the first worker is gone"
             if why_not is not None:
                 raise RuntimeError(
                     f"No checkpoint was written: {why_not}. What is sharded can be saved by all its ranks only."
                 )
-        return self._module_state()
-
-    def _why_not_together(self, barrier: SaveBarrier, step: int) -> str | None:
-        try:
-            return barrier.wait({"step": step}, patience_of(self._timeout))
-        except dist.DistNetworkError:  # of the store, which ends with the first worker
-            return "the first worker is gone"
-
-    def _module_state(self) -> dict[str, Any]:
-        """Returns what a checkpoint holds of the module. Collective: all ranks."""
         return super().lightning_module_state_dict()
 
     @override
@@ -193,7 +176,7 @@ class ReplicaStrategy(WithInheritedOptions, ModelParallelStrategy):
     ) -> None:
         path = place = Path(self.broadcast(filepath))
         if self._save_distributed_checkpoint:
-            # Where all ranks write, a kill would leave what is in part of this save and in part of the one before.
+            # Without a temporary folder a kill would leave parts of this save and of an earlier one.
             place = part_of(path)
             if self.local_rank == 0:
                 shutil.rmtree(place, ignore_errors=True)
@@ -205,29 +188,30 @@ class ReplicaStrategy(WithInheritedOptions, ModelParallelStrategy):
                 put_in_place(path)
             self.barrier()
             if self.local_rank == 0 and not self.is_global_zero:
-                put_in_place(path)  # where a node has a disk of its own
+                put_in_place(path)  # if the node has its own disk
 
     @override
     def _content(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any] | None:
         if self.state is None:
             return None
-        optimizers, options = self._own_optimizers(checkpoint), self._checkpoint_options
-        if self._why_not is None and kinds_of(self.state, options):
-            self._why_not = self._why_broken("anchor's")
+        optimizers = self._own_optimizers(checkpoint)
+        if self._why_not is None and kinds_of(self.state, self._checkpoint_options):
+            self._why_not = self._why_broken()
         why_not, self._why_not = self._why_not, None
         folder = path if self._save_distributed_checkpoint else None
+        options = self._checkpoint_options
         return collect(self.state, self.state.workers, options, why_not=why_not, folder=folder, optimizers=optimizers)
 
     def _own_optimizers(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return the states of optimizers that differ between replicas, by their place."""
         return {}
 
-    def _why_broken(self, weights: str) -> str | None:
-        """Return, and say, why a checkpoint lacks tensors of replicas; None if nothing is wrong. Collective."""
+    def _why_broken(self) -> str | None:
+        """Return, and warn, why a checkpoint lacks tensors of replicas; None if nothing is wrong. Collective."""
         assert self.state is not None
         of_shards = self.state.workers.gather_numbers([float(self.state.is_exchanging)], self.state.device)
         if not self.state.replica.gather_numbers(of_shards.sum(0).tolist(), self.state.device).any():
             return None
         if self.is_global_zero:
-            warn_of_incomplete(self.state.kind, BROKEN_OFF, weights)
+            warn_of_incomplete(self.state.kind, BROKEN_OFF, "anchor's")
         return BROKEN_OFF

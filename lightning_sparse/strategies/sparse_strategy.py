@@ -1,7 +1,7 @@
 """The base of all Lightning strategies with a sparse exchange: log, advice, epochs, steps, checkpoints."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities import rank_zero_warn
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
-from lightning.pytorch.strategies import Strategy
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -20,43 +19,46 @@ from lightning_sparse.drift.options import DriftOptions
 from lightning_sparse.engine import Averager
 from lightning_sparse.engine.snapshot import sealed
 from lightning_sparse.exchange.wire import require_wire
-from lightning_sparse.gradients.options import ExchangeOptions
+from lightning_sparse.gradients.options import ExchangeOptions, require_density_control
 from lightning_sparse.sparsifiers import Sparsifier
 from lightning_sparse.strategies.advice import Advice, exchanges_of
+from lightning_sparse.strategies.options import TakesOptions
 from lightning_sparse.strategies.step_log import StepLog
 
 MOST_BATCHES = 200
 """Batches without an exchange before the warning; at least twice as many as gradients are accumulated over."""
 
 
-class SparseStrategy(Strategy):
+class SparseStrategy(TakesOptions):
     """The base of all strategies. Subclasses set ``_options`` and ``_checkpoint_options`` before ``__init__``.
 
     Args:
-        sparsifier: selects coordinates.
+        sparsifier: selects coordinates, such as ``HardThreshold(density=0.01)`` or ``TopK(density=0.01)``.
         **kwargs: arguments of Lightning's strategy.
 
     Attributes:
         state: the averager of the running or last ``fit``, None before.
         sparsifier: as given.
         step_log: exchanges that are not logged yet.
+        per_layer_stats: whether to exchange numbers of layers; a callback's ``setup`` may set it, on all ranks alike.
 
     Raises:
-        TypeError: no sparsifier, or a misspelt argument.
-        ValueError: an argument that a sparse exchange cannot honour.
+        ValueError: an invalid option, or an argument that a sparse exchange cannot honour.
+        TypeError: a misspelt argument, or something that is not a sparsifier.
     """
 
     averages: ClassVar[str]
     """``"gradients"``, ``"gradients of shards"`` or ``"drifts"``."""
     state: Any
-    _is_sharded: ClassVar[bool] = False
-    """Whether replicas are sharded. Only their checkpoints may be folders."""
-    _options: ExchangeOptions | DriftOptions
-    _checkpoint_options: CheckpointOptions
+    _progress_at_start: object
     _by_threshold: ClassVar[str] = "HardThreshold"
     """The class that takes a threshold alone."""
+    _options: ExchangeOptions | DriftOptions
+    _checkpoint_options: CheckpointOptions
+    _is_sharded: ClassVar[bool] = False
+    """Whether replicas are sharded. Only their checkpoints may be folders."""
     _call_each_step: ClassVar[str | None] = None
-    """What a loop without torch optimizers calls, in words; None if a fit without exchanges is no reason to warn."""
+    """The call that a loop without torch optimizers needs, for a warning; None to never warn."""
 
     def __init__(self, sparsifier: Sparsifier, **kwargs: Any) -> None:
         if not isinstance(sparsifier, Sparsifier):
@@ -64,48 +66,57 @@ class SparseStrategy(Strategy):
                 f"Expected a sparsifier such as HardThreshold(threshold=0.01), got {sparsifier!r}. "
                 f"For a threshold alone use {self._by_threshold}(threshold=0.01)."
             )
+        require_density_control(sparsifier, getattr(self._options, "density_control", None))
         require_wire(sparsifier, self._options.value_dtype)
         kwargs = self._lightning_arguments(kwargs)
         super().__init__(**kwargs)
         self.sparsifier = sparsifier
         self.state = None
         self.step_log = StepLog()
-        self._per_layer_stats = self._is_stepping = False
+        self.per_layer_stats = self._is_stepping = False
         self._batches = 0
-        self._progress_at_start: object = None
 
     def _lightning_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments for Lightning's strategy, after a check."""
         return arguments
-
-    def request_layer_stats(self) -> None:
-        """Ask for per-layer numbers from the next ``fit`` on; on all ranks, in a callback's ``setup``."""
-        self._per_layer_stats = True
 
     @property
     def averagers(self) -> Sequence[Averager]:
         """The averagers of this process, whose first is ``state``."""
         return [] if self.state is None else [self.state]
 
-    def _follow(self, state: Averager) -> None:
+    def _follow(self, state: Any) -> None:
         """Log and watch the exchanges of a new ``fit``."""
         self.state = state
         self.step_log = StepLog()
         state.subscribe(self.step_log.add)
-        self._advice = Advice(self.averages, state, holds_density=self._options.holds_density)
+        self._advice = Advice(self.averages, state, self._options)
 
     # Steps.
 
     @contextmanager
     def _nothing_counts(self) -> Iterator[None]:
-        """Within it an optimizer's step is no step that bypassed Lightning: observers leave it to the strategy."""
+        """Leave optimizer steps inside the context to the strategy: they do not bypass Lightning."""
         before, self._is_stepping = self._is_stepping, True
         try:
             yield
         finally:
             self._is_stepping = before
 
-    def _log(self) -> None:
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        with self._nothing_counts():
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._after_step()
+        return output
+
+    def _after_any_step(self, *_: Any) -> None:
+        # Some bypass the strategy: self.optimizers(use_pl_optimizer=False) returns torch's own optimizers.
+        if not self._is_stepping:
+            self._after_step()
+
+    def _after_step(self) -> None:
+        """Log the exchanges of an optimizer step."""
         self.step_log.write(self.lightning_module, self.state)
 
     @override
@@ -114,17 +125,18 @@ class SparseStrategy(Strategy):
         assert self.lightning_module is not None
         every_n_steps = getattr(self._options, "every_n_steps", 1)
         self._advice.begin(self.optimizers, exchanges_of(self.lightning_module, every_n_steps))
-        self._batches, self._progress_at_start = 0, self._progress
+        self._batches, self._progress_at_start = 0, self.state.progress
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         assert self.lightning_module is not None
-        self.step_log.begin_batch(self.lightning_module)
+        trainer = self.lightning_module.trainer
+        self.step_log.begin_batch(trainer)
         for averager in self.averagers:
-            tell_epoch(averager, self.lightning_module.trainer.current_epoch, self.optimizers)
+            tell_epoch(averager, trainer.current_epoch, self.optimizers)
         self._batches += 1
-        accumulated = getattr(self.lightning_module.trainer, "accumulate_grad_batches", 1)
+        accumulated = getattr(trainer, "accumulate_grad_batches", 1)
         if self._batches == max(MOST_BATCHES, 2 * accumulated) + 1:
             self._warn_of_no_exchange(self._batches - 1)
 
@@ -135,12 +147,8 @@ class SparseStrategy(Strategy):
         if 0 < self._batches <= MOST_BATCHES:
             self._warn_of_no_exchange(self._batches)
 
-    @property
-    def _progress(self) -> object:
-        return None if self.state is None else self.state.progress
-
     def _warn_of_no_exchange(self, batches: int) -> None:
-        if self._call_each_step is not None and self._progress == self._progress_at_start:
+        if self._call_each_step is not None and self.state.progress == self._progress_at_start:
             rank_zero_warn(
                 f"lightning_sparse: in {batches} batches no torch.optim.Optimizer stepped on parameters of the model, "
                 "so nothing was exchanged and the weights differ. If you update weights by other means, call "
@@ -192,7 +200,7 @@ class SparseStrategy(Strategy):
         """
 
     def _restore(self, checkpoint: Mapping[str, Any], **places: Any) -> dict[str, Any]:
-        """Make the averagers what a checkpoint holds; return this rank's extra content. Collective."""
+        """Restore the averagers from a checkpoint; return this rank's extra content. Collective."""
         return restore(self.averagers, checkpoint.get(KEY), self._checkpoint_options, **places)
 
     @classmethod

@@ -1,9 +1,9 @@
-"""The numbers of exchanges, logged through the LightningModule once an optimizer has stepped.
+"""The numbers of exchanges, logged through the LightningModule after an optimizer's step.
 
-What a batch has logged Lightning repeats in the rows of later batches, until it is logged anew. With an exchange every
-eighth step that would be eight rows, and whoever adds up bytes would count them eightfold. So the numbers are taken
-back once they have been in a row: each exchange is in one row at most, and in one if every step has a row. What was in
-none when an epoch ended Lightning forgets: it is logged again with the next step, unless that has an exchange itself.
+Lightning repeats logged numbers in the rows of later batches until they are logged anew. A sum over rows would then
+count an exchange several times. So the log resets numbers that have been in a row: each exchange is in at most one row,
+and in one if every step has a row. At the end of an epoch Lightning forgets numbers that were in no row yet; the log
+repeats them with the next step, unless that step has an exchange itself.
 """
 
 from collections import deque
@@ -21,97 +21,87 @@ MOST_UNLOGGED = 256
 
 
 class StepLog:
-    """Exchanges that no step has logged yet; only a loop that logs nothing lets them become many."""
+    """Exchanges that no step has logged yet; they become many only in a loop that logs nothing."""
 
     def __init__(self) -> None:
         self._steps: deque[StepStats] = deque(maxlen=MOST_UNLOGGED)
         self._of_batch: list[StepStats] = []
         self._newest: list[StepStats] = []
         self._lost: list[StepStats] = []
-        self._entries: dict[str, Any] = {}  # what Lightning keeps of numbers that were logged here, by its key
-        self._shown: set[str] = set()  # keys of those that are in the next row
+        self._entries: dict[str, Any] = {}  # Lightning's entries of numbers that were logged here, by its key
+        self._shown: set[str] = set()  # keys of the entries that will be in the next row
         self._row: int | None = None
 
     def __len__(self) -> int:
         return len(self._steps)
 
     def add(self, step: StepStats) -> None:
-        """Adds the numbers of an exchange."""
+        """Add the numbers of an exchange."""
         self._steps.append(step)
 
-    def begin_batch(self, module: LightningModule | None) -> None:
-        """Takes back what has been in a row of the loggers by now."""
-        assert module is not None
-        trainer = module.trainer
+    def begin_batch(self, trainer: Any) -> None:
+        """Reset numbers that have been in a row of the loggers."""
         self._of_batch.clear()
         batch = trainer.fit_loop.epoch_loop._batches_that_stepped
         results: Any = trainer._results or {}
         entries = [self._entries[key] for key in self._shown if self._entries[key] is results.get(key)]
-        held = [one for one in entries if not one.has_reset]
+        held = [entry for entry in entries if not entry.has_reset]
         if self._row is not None and batch > self._row:
-            for one in held:
-                one.reset()
+            for entry in held:
+                entry.reset()
             self._shown.clear()
         elif self._shown and not held:
             self._lost = self._newest
             self._shown.clear()
         self._row = batch if trainer._logger_connector.should_update_logs else None
 
-    def write(self, module: LightningModule | None, averager: Averager | None) -> None:
-        """Logs the numbers of the exchanges since the last step, if there are any and Lightning lets us here.
-
-        Args:
-            module: through which to log.
-            averager: has metrics of its own to log with them.
-        """
+    def write(self, module: LightningModule | None, averager: Averager) -> None:
+        """Log the numbers of the exchanges since the last step, and the averager's own, where Lightning allows it."""
         if not (self._steps or self._lost) or module is None:
             return
         if module.trainer.barebones:
-            self._steps.clear()  # nobody logs: Lightning would warn of a call that the user never made
+            self._steps.clear()  # Lightning would warn of a call that the user never made
             return
-        allowed = _FxValidator.functions.get(module._current_fx_name or "")
+        hook = module._current_fx_name
+        allowed = _FxValidator.functions.get(hook or "")
         if allowed is None:
             return  # the next step logs these too
         on_step = True in allowed["allowed_on_step"]
         steps = list(self._steps or self._lost)
         self._lost = []
-        if on_step:  # several optimizers may step in a batch, and what is logged last is what is in the row
+        if on_step:  # several optimizers may step in a batch, and the row has the numbers that are logged last
             self._of_batch += steps
             steps = self._of_batch
-            self._take_back(module)
+            # The following numbers include those that another hook has logged in this batch.
+            for key in [key for key in self._shown if not key.startswith(f"{hook}.")]:
+                self._entries[key].reset()
+                self._shown.remove(key)
         self._newest = list(steps)
-        own = {} if averager is None else averager.own_metrics()
-        for name, value in (step_metrics(steps) | own).items():
+        for name, value in (step_metrics(steps) | averager.own_metrics()).items():
             self._log(module, name, float(value), on_step)
         self._steps.clear()
 
-    def _take_back(self, module: LightningModule) -> None:
-        """Takes back what another hook has logged in this batch: its numbers are among those that follow."""
-        for key in [key for key in self._shown if not key.startswith(f"{module._current_fx_name}.")]:
-            self._entries[key].reset()
-            self._shown.remove(key)
-
     def _log(self, module: LightningModule, name: str, value: float, on_step: bool) -> None:
-        """Logs a number, the first time in a fit through the module, and then straight to where Lightning keeps it.
+        """Log a number, the first time in a fit through the module, and then directly into Lightning's entry.
 
-        ``log`` makes out anew each time what was asked for, and moves what it keeps to the device that it is on: a
-        quarter of a millisecond for each number. Nothing of that can differ from one step of ours to the next.
+        ``log`` takes a quarter of a millisecond per number, to validate arguments and to move the entry to its device.
+        Neither can differ between our steps.
         """
         trainer, fx = module.trainer, module._current_fx_name
         results, key = trainer._results, f"{fx}.{name}"
         assert results is not None
-        # Of a number Lightning makes a tensor on the device, and waits for that. What is synced must be there.
+        # From a float Lightning makes a tensor on the device, and waits for it. A synced tensor must be there.
         tensor = torch.tensor(value, device="cpu", dtype=torch.float64)
         if not on_step:
             tensor = tensor.to(module.device, torch.float32)
         is_ours = key in self._entries and self._entries[key] is results.get(key)
-        has_own = getattr(module.log, "__func__", None) is not _LOG  # it is to see every number
+        has_own = getattr(module.log, "__func__", None) is not _LOG  # an own log method sees every number
         if on_step and is_ours and not has_own:
             results.update_metrics(key, tensor, 1)
         else:
-            # The same numbers on every worker already: no sync_dist, no collective, but at the end of an epoch, where
-            # Lightning warns without. batch_size only stops it from searching the batch for one. enable_graph, of which
-            # the tensor has none, differs from the default: Lightning refuses to mix in a user's metric of this name.
+            # All workers have the same numbers. sync_dist is only for the end of an epoch, where Lightning warns
+            # without. batch_size stops a search of the batch. enable_graph differs from the default, though the tensor
+            # has no graph: Lightning then refuses a user's metric of the same name.
             module.log(
                 name,
                 tensor,
@@ -130,7 +120,7 @@ _LOG = LightningModule.log
 
 
 def step_metrics(steps: list[StepStats]) -> dict[str, float]:
-    """Returns the metrics of a batch, which may have several exchanges.
+    """Return the metrics of a batch, which may have several exchanges.
 
     Density covers all exchanges together, payload bytes are summed, error norm and threshold are those of the last.
     """

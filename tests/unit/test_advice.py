@@ -15,9 +15,10 @@ import torch
 
 from lightning_sparse import HardThreshold, Sparsifier, StepStats, TopK
 from lightning_sparse.engine.step_stats import LayerStats
+from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.sparsifiers import Dense
 from lightning_sparse.strategies import advice as advice_module
-from lightning_sparse.strategies.advice import Advice, _normalising, reset_advice
+from lightning_sparse.strategies.advice import Advice, _normalising
 
 ELEMENTS, WORKERS = 1000, 2
 TINY, HUGE = 1.23456e-9, 1.23456e15
@@ -25,9 +26,9 @@ TINY, HUGE = 1.23456e-9, 1.23456e15
 
 @pytest.fixture(autouse=True)
 def _says_everything() -> Iterator[None]:
-    reset_advice()
+    advice_module._said.clear()
     yield
-    reset_advice()
+    advice_module._said.clear()
 
 
 def step(selected: float, *, error: float = 1.0, dense: float = 0.0, layers: Any = None, calibrates: bool = False):
@@ -57,6 +58,7 @@ class Situation:
         planned: how many exchanges there will be.
         workers: how many.
         holds: whether the density is held.
+        keeps_rest: whether there is error feedback.
         trained: how many elements the model trains.
     """
 
@@ -68,6 +70,7 @@ class Situation:
     planned: float | None = 10_000
     workers: int = WORKERS
     holds: bool = False
+    keeps_rest: bool = True
     trained: int = 1_000_000
 
 
@@ -111,6 +114,15 @@ SITUATIONS = {
     ),
     "nothing while λ is corrected": Situation(
         [step(0, error=number) for number in range(1, 201)], [r"too high. It is being lowered"], holds=True
+    ),
+    # Without error feedback every residual is zero, whatever the gradients are.
+    "nothing without error feedback": Situation(
+        [step(10, error=0.0)] + [step(0, error=0.0)] * 200,
+        [r"λ=1 is too high or gradients are 0. Set threshold=0.5"],
+        keeps_rest=False,
+    ),
+    "nothing without error feedback while λ is corrected": Situation(
+        [step(0, error=0.0)] * 200, [r"too high or gradients are 0. It is being"], holds=True, keeps_rest=False
     ),
     "nothing of zero gradients, after others": Situation([step(10)] + [step(0)] * 200, ["gradients are zero"]),
     "nothing moves": Situation([step(10)] + [step(0)] * 200, averages="drifts"),
@@ -195,7 +207,9 @@ def listen(situation: Situation) -> list[str]:
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            advice = Advice(situation.averages, holder, holds_density=situation.holds)
+            control: Any = None if situation.holds else "calibrate"
+            options = ExchangeOptions("gradient" if situation.keeps_rest else "none", density_control=control)
+            advice = Advice(situation.averages, holder, options)
             advice.begin([situation.optimizer([torch.nn.Parameter(torch.ones(1))], lr=0.1)], situation.planned)
             for number, exchange in enumerate(situation.steps):
                 for receive in subscribers:
@@ -215,7 +229,7 @@ def test_a_message_is_said_once_per_process_and_no_other_is(name):
     for pattern in situation.said:
         assert any(re.search(pattern, message) for message in messages), messages
     assert listen(situation) == []  # a resume, or another Trainer
-    reset_advice()
+    advice_module._said.clear()
     assert listen(situation) == messages
 
 
@@ -258,6 +272,7 @@ EXTREMES = [
         for λ in (TINY, HUGE)
         for holds in (True, False)
     ),
+    Situation([step(0, error=0.0)] * 200, sparsifier=_fixed(TINY, TINY), keeps_rest=False),
     Situation([replace(step(0.12 * HUGE), dense_elements=int(0.98 * HUGE), num_elements=int(HUGE))] * 200),
     Situation([step(100, layers={LONG_NAME + str(number): (0, HUGE) for number in range(1234)})] * 600),
     Situation([CALIBRATION] * 1234, sparsifier=HardThreshold(density=0.01)),
@@ -268,7 +283,7 @@ EXTREMES = [
 def test_a_message_is_one_line_of_at_most_120_characters_and_a_link():
     kinds: set[str] = set()
     for situation in EXTREMES:
-        reset_advice()
+        advice_module._said.clear()
         for message in listen(situation):
             require_one_line(message)
         kinds |= advice_module._said
@@ -344,7 +359,7 @@ def test_of_a_search_before_the_training_nothing_is_said_or_counted():
         subscribe=subscribers.append,
     )
     optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)]
-    advice = Advice("gradients", holder, holds_density=False)
+    advice = Advice("gradients", holder, ExchangeOptions(density_control="calibrate"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for planned, sent in ((None, 500), (10_000, 10)):

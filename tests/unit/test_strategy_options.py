@@ -8,7 +8,7 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch.strategies import Strategy
 
 import lightning_sparse
-from lightning_sparse.strategies.inherited_options import _entries
+from lightning_sparse.strategies.options import _entries
 
 THRESHOLD: dict[str, Any] = {
     "threshold": None,

@@ -30,6 +30,8 @@ class LoaderOfWorkers:
         as_worker: returns a context in which random numbers are that worker's.
     """
 
+    sampler = property(lambda self: self)  # Lightning calls set_epoch of this object
+
     def __init__(self, loaders: Sequence[Any], as_worker: AsWorker) -> None:
         self._loaders, self._as_worker = loaders, as_worker
 
@@ -37,8 +39,8 @@ class LoaderOfWorkers:
         return min(map(len, self._loaders))
 
     def __iter__(self) -> Iterator[BatchesOfWorkers]:
-        # A DataLoader draws a seed for its processes, now and not when the first batch is asked for: Lightning makes
-        # iterators that it never reads. Without processes its data set may draw for every batch.
+        # A DataLoader draws a seed for its processes now, not for the first batch: Lightning makes iterators that it
+        # never reads. Without processes its data set may draw for every batch.
         iterators = self._of_each(lambda rank: iter(self._loaders[rank]))
         return self._batches(iterators)
 
@@ -60,11 +62,6 @@ class LoaderOfWorkers:
             with self._as_worker(rank):
                 found.append(function(rank))
         return found
-
-    @property
-    def sampler(self) -> "LoaderOfWorkers":
-        """The object that Lightning tells about each epoch: this one."""
-        return self
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the samplers of all workers, as Lightning does for a loader that it knows."""
@@ -90,7 +87,7 @@ def loader_of_workers(trainer: Trainer, as_worker: AsWorker, num_workers: int) -
     """Return the training data of all workers, after a call of ``train_dataloader`` for each.
 
     Args:
-        trainer: that fits.
+        trainer: runs the fit.
         as_worker: returns a context in which the trainer's rank and random numbers are that worker's.
         num_workers: n.
 
@@ -111,30 +108,25 @@ def loader_of_workers(trainer: Trainer, as_worker: AsWorker, num_workers: int) -
                 f"The {type(loader).__name__} for training is one for all simulated workers, who would take batches "
                 "from one another. Make one in train_dataloader, which is called for each of them."
             )
-        if isinstance(loader, DataLoader):
-            loader = copy.copy(loader)  # workers that share a loader would share the iterator that it keeps
-            loader._iterator = None
-        if _needs_sampler(trainer, loader):
-            sampler = _get_distributed_sampler(
-                loader,
-                True,  # Lightning shuffles for several workers, whatever the loader's own sampler does
-                overfit_batches=trainer.overfit_batches,  # type: ignore[attr-defined]
-                mode=RunningStage.TRAINING,
-                num_replicas=num_workers,
-                rank=rank,
-            )
-            loader = _update_dataloader(loader, sampler, mode=RunningStage.TRAINING)
-        if isinstance(loader, DataLoader):
-            _auto_add_worker_init_fn(loader, rank)  # Lightning does so for a loader that it knows
-        loaders.append(loader)
+        loaders.append(_of_worker(loader, trainer, num_workers, rank) if isinstance(loader, DataLoader) else loader)
     is_stateful = all(isinstance(loader, _Stateful) for loader in loaders)
     return (StatefulLoaderOfWorkers if is_stateful else LoaderOfWorkers)(loaders, as_worker)
 
 
-def _needs_sampler(trainer: Trainer, loader: object) -> bool:
-    return (
-        trainer._accelerator_connector.use_distributed_sampler
-        and isinstance(loader, DataLoader)
-        and not isinstance(loader.sampler, DistributedSampler)
-        and not has_iterable_dataset(loader)
-    )
+def _of_worker(loader: DataLoader[Any], trainer: Trainer, num_workers: int, rank: int) -> DataLoader[Any]:
+    """Return a loader of one worker's data, prepared as Lightning prepares a loader that it knows."""
+    loader = copy.copy(loader)  # workers that share a loader would share the iterator that it keeps
+    loader._iterator = None
+    has_sampler = isinstance(loader.sampler, DistributedSampler) or has_iterable_dataset(loader)
+    if trainer._accelerator_connector.use_distributed_sampler and not has_sampler:
+        sampler = _get_distributed_sampler(
+            loader,
+            True,  # Lightning shuffles for several workers, whatever the loader's own sampler does
+            overfit_batches=trainer.overfit_batches,  # type: ignore[attr-defined]
+            mode=RunningStage.TRAINING,
+            num_replicas=num_workers,
+            rank=rank,
+        )
+        loader = _update_dataloader(loader, sampler, mode=RunningStage.TRAINING)
+    _auto_add_worker_init_fn(loader, rank)
+    return loader

@@ -16,17 +16,8 @@ def refuse(what: str) -> NoReturn:
     raise ValueError(f"Simulated workers do not do {what}. Start real workers with SparseDDPStrategy for that.")
 
 
-def loss_of(output: Any) -> Tensor:
-    """Return the loss from the output of a training step."""
-    loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output
-    if loss is None:
-        refuse("a training_step that returns None, which DDP does not either")
-    return loss
-
-
 def require_simulable(module: LightningModule, trainer: Any, scaler: object) -> None:
-    """Raise ValueError where a fit would differ from one with real workers."""
-    own = "on_before_batch_transfer"
+    """Raise ValueError where a fit would differ from a fit with real workers."""
     if not module.automatic_optimization:
         refuse("manual optimization (automatic_optimization=False)")
     if scaler is not None:
@@ -45,8 +36,10 @@ def require_simulable(module: LightningModule, trainer: Any, scaler: object) -> 
     if trainer._accelerator_connector._layer_sync is not None:
         refuse("sync_batchnorm")
     for owner, base in ((module, LightningModule), (trainer.datamodule, LightningDataModule)):
-        if owner is not None and getattr(type(owner), own) is not getattr(base, own):
-            refuse(f"{own}, which would be given the batches of all workers; use on_after_batch_transfer")
+        if owner is not None and type(owner).on_before_batch_transfer is not base.on_before_batch_transfer:
+            refuse(
+                "on_before_batch_transfer, which would be given the batches of all workers; use on_after_batch_transfer"
+            )
     if type(module).on_after_backward is not LightningModule.on_after_backward:
         rank_zero_warn(
             f"lightning_sparse: {type(module).__name__}.on_after_backward is called for each simulated worker and sees "
@@ -55,15 +48,9 @@ def require_simulable(module: LightningModule, trainer: Any, scaler: object) -> 
 
 
 def require_known(parameters: Mapping[str, Tensor], reached: Collection[str], known: Collection[str]) -> None:
-    """Raise ValueError if a parameter has a gradient and is not exchanged.
-
-    Args:
-        parameters: of the module, by name.
-        reached: names of the parameters that have a gradient.
-        known: names of the parameters that were trained when training was set up.
-    """
+    """Raise ValueError for a parameter of those ``reached`` by a gradient that was not ``known`` at set-up."""
     for name in sorted(set(reached) - set(known)):
-        if parameters[name].requires_grad:  # else it is left from an earlier fit
+        if parameters[name].requires_grad:  # else the gradient is left from an earlier fit
             raise ValueError(
                 f"The parameter {name!r} has a gradient, and was frozen or not there when training was set up: it is "
                 "not exchanged, nor would DDP exchange it. Leave requires_grad on at set-up and its learning rate 0 "
@@ -71,17 +58,8 @@ def require_known(parameters: Mapping[str, Tensor], reached: Collection[str], kn
             )
 
 
-def advise(exception: BaseException) -> None:
-    """Add a remedy to torch's message that there is no process group."""
-    if "process group has not been initialized" in str(exception):
-        exception.args = (
-            f"{exception} Simulated workers have none. In train_dataloader ask the trainer instead: "
-            "DistributedSampler(dataset, trainer.world_size, trainer.global_rank), or leave the sampler to Lightning.",
-        )
-
-
 def require_attributes(module: LightningModule, names: Sequence[str]) -> None:
-    """Raise ValueError for a name that is no attribute of the module's own."""
+    """Raise ValueError for a name that is not an attribute of the module itself."""
     held = {*dict(module.named_children()), *dict(module.named_parameters()), *dict(module.named_buffers())}
     for name in names:
         if not hasattr(module, name):

@@ -1,9 +1,9 @@
-"""A strategy that trains as n workers would, one after the other on one device."""
+"""A strategy that trains as n workers would, in turn on one device."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.fabric.utilities import rank_zero_only
@@ -16,18 +16,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sparse.checkpointing.content import CheckpointOptions, OnWorldSizeChange
+from lightning_sparse.checkpointing.content import CheckpointOptions
 from lightning_sparse.checkpointing.saving import collect_here
 from lightning_sparse.engine import Averager
 from lightning_sparse.engine.optimizer_steps import weak_method
 from lightning_sparse.exchange import ExchangeMode
-from lightning_sparse.exchange.wire import ValueDtype
-from lightning_sparse.gradients.options import DensityControlMode, ExchangeOptions, require_density_control
+from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.sparsifiers import Sparsifier
+from lightning_sparse.strategies.options import NOT_OF_GRADIENTS, is_count
 from lightning_sparse.strategies.simulated.data import BatchesOfWorkers, LoaderOfWorkers, loader_of_workers
 from lightning_sparse.strategies.simulated.limits import (
-    advise,
-    loss_of,
     refuse,
     require_attributes,
     require_known,
@@ -41,29 +39,24 @@ from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
     """Trains on one device as n workers would with `SparseDDPStrategy`: the same numbers, n times the time.
 
-    For studies: what 8 or 20 workers come to, on one GPU or a laptop. One model; each worker has its own residual (4
-    bytes a parameter, and as many again), its own shard of the data, its own random numbers. A step takes a batch of
-    each worker; with ``exchange="gather"`` and a constant threshold the weights are to the last bit those of n
-    processes, and a checkpoint of one continues in the other.
+    Use it to study accuracy with 8 or 20 workers on one GPU or a laptop. There is one model. Each worker has its own
+    residual (8 bytes per parameter), shard of the data and random numbers. A step takes a batch from each worker. With
+    ``exchange="gather"`` and a constant threshold the weights equal those of n processes bit for bit. Checkpoints of
+    simulated workers and of processes continue each other.
 
-    As in DDP, what the first worker logs and what buffers (batch norm) become in its forward is what remains; a number
-    that is logged for an epoch is the mean over all workers. Validation, test and predict see all data at once.
+    As in DDP, logged numbers of a step and buffers (batch norm) are those of rank 0; a number logged for an epoch is
+    the mean over all workers. Validation, test and predict see all data at once.
 
-    Each worker's loader comes from ``train_dataloader`` of its own, called with ``trainer.global_rank`` and
-    ``trainer.world_size`` of that worker. Where it has no sampler for several workers it gets Lightning's, unless
+    Each worker's loader comes from a call of ``train_dataloader`` with ``trainer.global_rank`` and
+    ``trainer.world_size`` of that worker. A loader without a sampler for several workers gets Lightning's, unless
     ``Trainer(use_distributed_sampler=False)``.
 
     Args:
-        sparsifier: what to send, such as ``HardThreshold(threshold=0.01)``.
         num_workers: n, at least 1.
-        local_clip_norm: clips each worker's whole gradient to this norm before it is sent; None does not clip.
-        value_dtype: what values are rounded to, as in `SparseDDPStrategy`; what rounding leaves is kept.
         exchange: the route by which sums are made, as in `SparseDDPStrategy`; not ``"hierarchical"``.
-        density_control: ``"hold"`` (None stands for it) or ``"calibrate"``, as in `SparseDDPStrategy`.
-        on_world_size_change: ``"mean"``, ``"reset"`` or ``"error"``, as in `SparseDDPStrategy`.
-        own_attributes: names of what the module keeps in attributes from one batch to the next, such as the state of a
-            recurrent network: every worker has its own, of which a checkpoint holds the first worker's. What is not
-            named, and is no parameter, buffer or random number, all have in common.
+        own_attributes: names of module attributes that last from batch to batch, such as the state of a recurrent
+            network. Every worker has its own; a checkpoint holds rank 0's. All other attributes, except parameters,
+            buffers and random numbers, are common to all workers.
         device: ``"auto"`` is a GPU if there is one.
 
     Attributes:
@@ -79,6 +72,8 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
     strategy_name = "simulated_workers"
     averages = "gradients"
     state: SimulatedWorker | None
+    _takes: ClassVar[tuple[type, ...]] = (ExchangeOptions, CheckpointOptions)
+    _leaves_out = NOT_OF_GRADIENTS | {"error_feedback", "link_gbit_s", "residual_checkpoint"}
     _options: ExchangeOptions
     _turns: Turns
     _random_numbers: RandomNumbers
@@ -88,35 +83,27 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
         sparsifier: Sparsifier,
         num_workers: int = 8,
         *,
-        local_clip_norm: float | None = None,
-        value_dtype: ValueDtype = "float32",
         exchange: ExchangeMode = "gather",
-        density_control: DensityControlMode | None = None,
-        on_world_size_change: OnWorldSizeChange = "mean",
         own_attributes: Sequence[str] = (),
         device: str = "auto",
         **kwargs: Any,
     ) -> None:
-        if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
+        if not is_count(num_workers):
             raise ValueError(f"Invalid {num_workers=}. Must be a whole number of at least 1.")
         if exchange == "hierarchical":
             raise ValueError("exchange='hierarchical' goes by nodes, and simulated workers have none. Use 'gather'.")
-        # To be checked as the strategy of real workers checks them.
-        self._options = ExchangeOptions(
-            "gradient", local_clip_norm, density_control, value_dtype=value_dtype, exchange=exchange
-        )
-        require_density_control(sparsifier, density_control)
-        self._checkpoint_options = CheckpointOptions("full", on_world_size_change)
+        self._options = self._taken(ExchangeOptions, kwargs, exchange=exchange)
+        self._checkpoint_options = self._taken(CheckpointOptions, kwargs)
         if isinstance(own_attributes, str):
             raise TypeError(f"Invalid {own_attributes=}. Give names in a list: [{own_attributes!r}].")
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        super().__init__(sparsifier=sparsifier, device=device, **kwargs)
+        super().__init__(sparsifier, device=device, **kwargs)
         self.num_workers = num_workers
         self.workers: SimulatedWorkers | None = None
         self._own_attributes = tuple(own_attributes)
         self._loader: LoaderOfWorkers | None = None
-        self._exchanges = self._has_run = False
+        self._has_run = False
 
     @property
     @override
@@ -147,7 +134,7 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
         self._random_numbers = RandomNumbers(self.num_workers, has_cuda, keeps=True)
         trained = {name: tensor for name, tensor in named_parameters(self._module).items() if tensor.requires_grad}
         self.workers = SimulatedWorkers(
-            self.num_workers, self.sparsifier, trained, self._options, per_layer_stats=self._per_layer_stats
+            self.num_workers, self.sparsifier, trained, self._options, per_layer_stats=self.per_layer_stats
         )
         self._follow(self.workers.each[0])
 
@@ -159,7 +146,7 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
             optimizer.register_step_pre_hook(weak_method(self._step_begins))
 
     def _step_begins(self, *_: Any) -> None:
-        if not self._exchanges:
+        if not self._is_stepping:
             refuse("steps that go past Lightning, as those of torch's own optimizer in an own optimizer_step do")
 
     # The worker that this process is.
@@ -218,7 +205,8 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self._has_run = False
-        self._turns.begin_batch(begins_anew=batch_idx % self._module.trainer.accumulate_grad_batches == 0)
+        if batch_idx % self._module.trainer.accumulate_grad_batches == 0:
+            self._turns.begin_step()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -233,7 +221,9 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
         for rank in reversed(range(self.num_workers)):  # rank 0 last: its buffers and its logged numbers remain
             with self._as_worker(rank), self._turns.of(rank):
                 output = self._own_step(batches[rank], *rest, **kwargs)
-                loss = loss_of(output)
+                loss = output["loss"] if isinstance(output, Mapping) else output
+                if loss is None:
+                    refuse("a training_step that returns None, which DDP does not either")
                 if rank != 0:  # Lightning calls backward for the output that it gets
                     self.backward(loss / self._module.trainer.accumulate_grad_batches, None)
         return output
@@ -252,13 +242,7 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
             self._exchange()
             return output
 
-        self._exchanges = True
-        try:
-            output = super().optimizer_step(optimizer, closure_and_exchange, model, **kwargs)
-        finally:
-            self._exchanges = False
-        self._log()
-        return output
+        return super().optimizer_step(optimizer, closure_and_exchange, model, **kwargs)
 
     def _exchange(self) -> None:
         assert self.workers is not None
@@ -281,7 +265,12 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        advise(exception)
+        if "process group has not been initialized" in str(exception):
+            exception.args = (
+                f"{exception} Simulated workers have none. In train_dataloader ask the trainer instead: "
+                "DistributedSampler(dataset, trainer.world_size, trainer.global_rank), or leave the sampler to "
+                "Lightning.",
+            )
         super().on_exception(exception)
 
     @override

@@ -1,4 +1,4 @@
-"""What belongs to one simulated worker: random numbers, gradients, attributes, buffers."""
+"""The state that each simulated worker has for itself: random numbers, gradients, attributes, buffers."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -12,13 +12,13 @@ from torch import Tensor
 
 
 class RandomNumbers:
-    """The states of all random number generators, of each worker; all workers begin with those of rank 0.
+    """The states of each worker's random number generators; all workers begin with those of rank 0.
 
     Args:
         num_workers: n.
-        has_cuda: whether the generators of GPUs belong to them.
-        keeps: whether a worker goes on where its last turn ended. Before training it does not: every turn begins where
-            that of rank 0 began, and only rank 0's draws last.
+        has_cuda: whether to include the generators of GPUs.
+        keeps: whether a worker continues where its last turn ended. Before training every turn begins where that of
+            rank 0 began, and only rank 0's draws last.
     """
 
     def __init__(self, num_workers: int, has_cuda: bool, *, keeps: bool) -> None:
@@ -45,7 +45,7 @@ class RandomNumbers:
 
 @dataclass
 class _Own:
-    """What a worker keeps from one turn to the next, by name."""
+    """The state of a worker between its turns, by name."""
 
     gradients: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
@@ -53,31 +53,19 @@ class _Own:
 
 
 class Turns:
-    """Gives the module each worker's gradients, buffers and attributes, and then those of rank 0 again.
-
-    Args:
-        module: that all workers share.
-        num_workers: n.
-        own_attributes: names of attributes that every worker has for itself.
-    """
+    """Gives the module each worker's gradients, buffers and own attributes in turn, and then those of rank 0 again."""
 
     def __init__(self, module: LightningModule, num_workers: int, own_attributes: Sequence[str]) -> None:
         self._module, self._own_attributes = module, own_attributes
         self._own = [_Own() for _ in range(num_workers)]
 
-    def begin_batch(self, *, begins_anew: bool) -> None:
-        """Begin the turns of a batch.
-
-        Args:
-            begins_anew: whether it is the first batch since a step. Gradients that no optimizer stepped on are dropped,
-                as Lightning does, and all workers have rank 0's buffers, as DDP does.
-        """
-        if begins_anew:
-            for own in self._own:
-                own.gradients, own.buffers = {}, {}
+    def begin_step(self) -> None:
+        """Drop gradients that no optimizer stepped on, as Lightning does, and take rank 0's buffers, as DDP does."""
+        for own in self._own:
+            own.gradients, own.buffers = {}, {}
 
     def share_what_hooks_set(self) -> None:
-        """Give workers a copy of each own attribute that is another object than rank 0's turn left."""
+        """Give workers a copy of each own attribute that a hook has replaced since rank 0's turn."""
         left = self._own[0].attributes
         changed = {name: value for name, value in self._attributes().items() if value is not left.get(name, self)}
         for own in self._own[1:]:
@@ -85,7 +73,7 @@ class Turns:
 
     @contextmanager
     def of(self, rank: int) -> Iterator[None]:
-        """Give the module what is this worker's inside the context, and rank 0's after it; rank 0 has the last turn."""
+        """Give the module this worker's state inside the context. Rank 0 has the last turn."""
         if rank == 0:
             yield
             self._own[0].attributes = self._attributes()
@@ -99,7 +87,7 @@ class Turns:
             self._put(first)
 
     def take_gradients(self) -> list[dict[str, Tensor]]:
-        """Return each worker's gradients by parameter name, in rank order, and keep none but the module's."""
+        """Return each worker's gradients by parameter name, in rank order, and forget them."""
         self._own[0].gradients = self._gradients()
         taken = [own.gradients for own in self._own]
         for own in self._own:

@@ -1,4 +1,4 @@
-"""n workers' exchange of gradients in one process: the engine of each, in a thread of its own."""
+"""The exchange of gradients of n simulated workers: each has an engine in a thread of its own."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -17,19 +17,16 @@ from lightning_sparse.sparsifiers import LayerLayout, Sparsifier
 
 
 class SimulatedWorker(Averager):
-    """One of the workers: its engine and its residuals.
+    """A worker: its engine and its residuals.
 
     Args:
         engine: the worker's own, whose workers are threads of this process.
-        parameters: what is trained, by name.
+        parameters: trained parameters by name.
         local_clip_norm: see ``ExchangeOptions``.
-
-    Attributes:
-        residuals: unsent values of earlier steps.
     """
 
     kind = "gradients"
-    is_exchanging = False  # threads have ended their exchange before anybody saves
+    is_exchanging = False  # threads end their exchange before a checkpoint is saved
 
     def __init__(self, engine: Engine, parameters: Mapping[str, Tensor], local_clip_norm: float | None) -> None:
         super().__init__(engine, parameters)
@@ -49,22 +46,22 @@ class SimulatedWorker(Averager):
         return self._parameters
 
     def own_metrics(self) -> dict[str, float]:
-        """Returns nothing: a thread's wait is for the other threads."""
+        """Return nothing: a thread waits for other threads, not for a network."""
         return {}
 
     def warm_up(self) -> None:
-        """Has the kernels built that steps will need; those of other workers are the same."""
+        """Build the kernels of coming steps, which all workers share."""
         warm_up_steps(self._engine, self._parameters, has_unused=True)
 
     def average(self, gradients: Mapping[str, Tensor], reached: Collection[str]) -> dict[str, Tensor]:
-        """Returns the average of what all workers send, as ``SimulatedWorkers.average`` does. Collective.
+        """Return the average of the values that all workers send, by name. Collective.
 
         Args:
-            gradients: of this worker.
-            reached: names of which any worker has a gradient.
+            gradients: of this worker; it sends nothing of missing ones.
+            reached: names of parameters of which any worker has a gradient.
 
         Raises:
-            RuntimeError: a parameter's memory format is not what it was.
+            RuntimeError: a parameter's memory format has changed.
         """
         require_strides(list(self._parameters), list(self._parameters.values()), self._strides)
         buckets = [self._bucket(index, layout, gradients) for index, layout in enumerate(self._layouts)]
@@ -115,19 +112,8 @@ class SimulatedWorker(Averager):
         self._engine.reset()
 
 
-class SimulatedWorkers:
-    """All workers, and the threads in which they average.
-
-    Args:
-        num_workers: n.
-        sparsifier: chooses what is sent; each worker has a copy.
-        parameters: what is trained, by name.
-        options: of the exchange.
-        per_layer_stats: whether `StepStats` holds numbers of every layer.
-
-    Attributes:
-        each: the workers, in rank order.
-    """
+class SimulatedWorkers(ThreadWorkers):
+    """All workers, ``each`` in rank order, in threads of their own."""
 
     def __init__(
         self,
@@ -138,30 +124,20 @@ class SimulatedWorkers:
         *,
         per_layer_stats: bool,
     ) -> None:
-        self._threads = ThreadWorkers(num_workers)
+        super().__init__(num_workers)
         self._has_warned = num_workers == 1
-        self.each = [
-            SimulatedWorker(
-                Engine(sparsifier, options, workers=workers, per_layer_stats=per_layer_stats),
-                parameters,
-                options.local_clip_norm,
-            )
-            for workers in self._threads.workers
+        engines = [
+            Engine(sparsifier, options, workers=workers, per_layer_stats=per_layer_stats) for workers in self.workers
         ]
+        self.each = [SimulatedWorker(engine, parameters, options.local_clip_norm) for engine in engines]
         self.each[0].warm_up()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def average(self, gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Returns the average of what all workers send of their gradients, by name, of the gradients' shapes.
-
-        Args:
-            gradients: of each worker; of a parameter that is missing it sends nothing, and keeps what it has not sent.
-        """
+        """Return the average of the values that all workers send, by name, from the gradients of each."""
         drawn_before = torch.get_rng_state()
         reached = set().union(*gradients)
-        averages: list[dict[str, Tensor]] = self._threads.run(
-            lambda rank: self.each[rank].average(gradients[rank], reached)
-        )
+        averages = self.run(lambda rank: self.each[rank].average(gradients[rank], reached))
         if not (self._has_warned or torch.equal(torch.get_rng_state(), drawn_before)):
             self._has_warned = True
             rank_zero_warn(
@@ -169,8 +145,5 @@ class SimulatedWorkers:
                 "common, in the order in which their threads come by: no two runs need be alike. Have it make a "
                 "torch.Generator in begin_step, seeded from the step's number and the rank."
             )
-        return averages[0]
-
-    def close(self) -> None:
-        """Ends the threads."""
-        self._threads.close()
+        average: dict[str, Tensor] = averages[0]
+        return average
