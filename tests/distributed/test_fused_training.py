@@ -69,44 +69,31 @@ def _spy():
     return launched
 
 
-def _variants_of_drift(sparsifier, dtype, options):
-    """What was launched when local training was set up, and what in steps."""
-    launched = _spy()
-    model = build_model(dtype)
+def _variants(is_local, sparsifier, dtype, options):
+    """What was launched at set-up, and what in steps."""
+    launched, options = _spy(), dict(options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=options.pop("has_scaler", False))
+    has_unused = options.pop("find_unused_parameters", False)
+    module = model = build_model(dtype)
+    if is_local:
+        averager = SparseModelAverager(module, sparsifier, DriftOptions(**options))
+    else:
+        model = DistributedDataParallel(module, bucket_cap_mb=0.0005, find_unused_parameters=has_unused)
+        register_comm_hook(model, sparsifier, grad_scaler=scaler, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    averager = SparseModelAverager(model, sparsifier, DriftOptions(**options))
     warmed_up = launched.copy()
     launched.clear()
+    rank = torch.distributed.get_rank()
+    if has_unused and rank == 1:
+        module.forward = module[3:]
     for batches in build_batches(torch.distributed.get_world_size(), dtype, 5):
-        inputs, targets = batches[torch.distributed.get_rank()]
-        torch.nn.functional.mse_loss(model(inputs), targets).backward()
-        optimizer.step()
+        inputs, targets = batches[rank]
+        scaler.scale(torch.nn.functional.mse_loss(model(inputs), targets)).backward()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
-        averager.step()
-    return warmed_up, launched
-
-
-def _variants(sparsifier, dtype, options):
-    """What was launched when the hook was registered, and what in steps."""
-    launched = _spy()
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if options.pop("has_scaler", False) else None
-    ddp = {name: options.pop(name) for name in ("find_unused_parameters",) if name in options}
-    model = DistributedDataParallel(build_model(dtype), bucket_cap_mb=0.0005, **ddp)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    register_comm_hook(model, sparsifier, grad_scaler=scaler, **options)
-    warmed_up = launched.copy()
-    launched.clear()
-    for batches in build_batches(torch.distributed.get_world_size(), dtype, 5):
-        inputs, targets = batches[torch.distributed.get_rank()]
-        layers = list(model.module)
-        skips = ddp and torch.distributed.get_rank() == 1
-        model.module.forward = lambda x, layers=layers, skips=skips: (
-            layers[4](layers[3](x)) if skips else torch.nn.Sequential(*layers)(x)
-        )
-        loss = torch.nn.functional.mse_loss(model(inputs), targets)
-        (loss if scaler is None else scaler.scale(loss)).backward()
-        optimizer.step() if scaler is None else (scaler.step(optimizer), scaler.update())
-        optimizer.zero_grad()
+        if is_local:
+            averager.step()
     return warmed_up, launched
 
 
@@ -144,47 +131,32 @@ if INTERPRETED:
                 assert torch.equal(weight, other.weights[name])
                 assert torch.equal(one.residuals[name], other.residuals[name])
 
-    @pytest.mark.parametrize(
-        ("sparsifier", "dtype", "options"),
-        [
-            (HardThreshold(threshold=THRESHOLD), torch.float32, {}),
-            (
-                HardThreshold(threshold=THRESHOLD),
-                torch.float64,
-                {"exchange": "reduce_scatter", "value_dtype": "bfloat16"},
-            ),
-            (HardThreshold(threshold=THRESHOLD), torch.bfloat16, {"exchange": "gather", "has_scaler": True}),
-            (HardThreshold(density=0.1, calibration_steps=2), torch.float32, {"find_unused_parameters": True}),
-            (HardThreshold(density=0.1, calibration_steps=2), torch.bfloat16, {"exchange": "dense"}),
-            (HardThreshold(threshold=THRESHOLD, layer_thresholds={"0.*": 0.2}), torch.float32, {"exchange": "gather"}),
-            (
-                HardThreshold(density=0.1, calibration_steps=2, granularity="layer"),
-                torch.float32,
-                {"exchange": "gather", "density_control": "hold"},
-            ),
-            (
-                HardThreshold(density=0.1, calibration_steps=2, granularity="layer"),
-                torch.float32,
-                {"exchange": "dense", "density_control": "hold"},
-            ),
-        ],
-    )
-    def test_no_kernel_is_first_built_in_a_backward(sparsifier, dtype, options):
-        for warmed_up, launched in run_workers(_variants, 2 + ("exchange" in options), sparsifier, dtype, options):
-            assert launched
-            assert launched <= warmed_up, launched - warmed_up
+    FIXED, HALF = HardThreshold(threshold=THRESHOLD), torch.bfloat16
+    CALIBRATED = HardThreshold(density=0.1, calibration_steps=2)
+    OF_LAYERS = HardThreshold(density=0.1, calibration_steps=2, granularity="layer")
+    WITH_OWN = HardThreshold(threshold=THRESHOLD, layer_thresholds={"0.*": 0.2})
+    HOLD = {"density_control": "hold"}
 
     @pytest.mark.parametrize(
-        ("sparsifier", "dtype", "options"),
+        ("is_local", "sparsifier", "dtype", "options"),
         [
-            (HardThreshold(threshold=0.02), torch.float32, {}),
-            (HardThreshold(threshold=0.02), torch.bfloat16, {"exchange": "gather", "value_dtype": "bfloat16"}),
-            (HardThreshold(density=0.1, calibration_steps=2), torch.float32, {"value_dtype": "float8"}),
-            (HardThreshold(density=0.1, calibration_steps=2, granularity="layer"), torch.float32, {}),
+            (False, FIXED, torch.float32, {}),
+            (False, FIXED, torch.float64, {"exchange": "reduce_scatter", "value_dtype": "bfloat16"}),
+            (False, FIXED, HALF, {"exchange": "gather", "has_scaler": True}),
+            (False, CALIBRATED, torch.float32, {"find_unused_parameters": True}),
+            (False, CALIBRATED, HALF, {"exchange": "dense"}),
+            (False, WITH_OWN, torch.float32, {"exchange": "gather"}),
+            (False, OF_LAYERS, torch.float32, HOLD | {"exchange": "gather"}),
+            (False, OF_LAYERS, torch.float32, HOLD | {"exchange": "dense"}),
+            (True, FIXED, torch.float32, {}),
+            (True, FIXED, HALF, {"exchange": "gather", "value_dtype": "bfloat16"}),
+            (True, CALIBRATED, torch.float32, {"value_dtype": "float8"}),
+            (True, OF_LAYERS, torch.float32, {}),
         ],
     )
-    def test_no_kernel_is_first_built_in_an_exchange_of_drifts(sparsifier, dtype, options):
-        for warmed_up, launched in run_workers(_variants_of_drift, 2, sparsifier, dtype, options):
+    def test_no_kernel_is_first_built_in_a_step(is_local, sparsifier, dtype, options):
+        num_workers = 2 + ("exchange" in options)
+        for warmed_up, launched in run_workers(_variants, num_workers, is_local, sparsifier, dtype, options):
             assert launched
             assert launched <= warmed_up, launched - warmed_up
 

@@ -96,12 +96,6 @@ def test_a_block_may_have_more_than_a_tile(count):
 
 
 @on_device
-@pytest.mark.parametrize("capacity", [0, 4, 500])
-def test_of_a_payload_that_was_too_small_what_is_there_is_added_and_nothing_beyond(capacity):
-    check(140_000, selections(140_000, [600, 20, 501]), capacity=capacity)
-
-
-@on_device
 @pytest.mark.parametrize(("size", "whole"), [(100, 250), (66_000, 130_001), (9, 10)])
 def test_neighbouring_parts_are_put_side_by_side(size, whole):
     payload_format, dense = PayloadFormat(size, AS_IT_IS), torch.zeros(3, size)
