@@ -173,24 +173,6 @@ def test_gaussian_k_sends_nothing_of_a_layer_of_zeros_and_is_not_misled_by_what_
     assert GaussianK(0.2).select(compensated, layout).indices.tolist() == [5, 8, 9]
 
 
-@pytest.mark.parametrize("value", [NAN, INF, -INF])
-@pytest.mark.parametrize("sparsifier", [TopK(0.001, granularity="model"), RandomK(0.001), GaussianK(0.001), Dense()])
-def test_what_is_not_finite_is_selected_whatever_the_setting(sparsifier, value):
-    compensated = torch.tensor([value, value, 0.0, 1.0, value, 0.0])
-    layout = LayerLayout(("a.weight", "a.bias", "b.weight"), (3, 1, 2))
-    assert {0, 1, 4} <= set(sparsifier.select(compensated, layout).indices.tolist())
-
-
-@pytest.mark.parametrize("sparsifier", [TopK(granularity="model"), RandomK(), GaussianK(), Dense()])
-@pytest.mark.parametrize("layout", [LayerLayout((), ()), LayerLayout(("empty",), (0,))])
-def test_an_empty_bucket_selects_nothing(sparsifier, layout):
-    sparsifier.begin_step(0, 0)
-    sparsifier.survey(WholeStep([lambda: torch.zeros(0)], 0, torch.float32))
-    indices, selected = sparsifier.select(torch.zeros(0), layout)
-    assert indices.shape == selected.shape == (0,)
-    assert indices.dtype == torch.int64
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
