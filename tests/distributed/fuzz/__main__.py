@@ -5,28 +5,8 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import fields
-from operator import attrgetter
 
-from tests.distributed.fuzz.case import HUGE, Case
 from tests.distributed.fuzz.runner import CASE_SECONDS, CASES_PER_START, Outcome, run_cases
-
-
-def count_kinds(cases: Sequence[Case]) -> dict[str, Counter[str]]:
-    """Returns how many cases have which word of which option."""
-    plain = {field.name for field in fields(Case)} - {"seed", "layers", "rates", "attempts"}
-    kinds = {name: attrgetter(name) for name in sorted(plain | {"dtype", "steps"})}
-    kinds |= {
-        "threshold": lambda case: {0.0: "0", HUGE: "huge"}.get(case.threshold, "other"),
-        "layers": lambda case: len(case.layers),
-        "largest layer": lambda case: "> 65,000" if max(one.size for one in case.layers) > 65_000 else "small",
-        "bad": lambda case: None if case.bad is None else case.bad[3],
-    }
-    for name in ("layer_thresholds", "skips", "silent", "discards", "resumes", "local_clip_norm"):
-        kinds[name] = lambda case, name=name: "given" if getattr(case, name) else "none"
-    kinds["step_scales"] = lambda case: "jumps" if len(set(case.step_scales)) > 1 else "even"
-    return {name: Counter(str(kind(case)) for case in cases) for name, kind in kinds.items()}
 
 
 def main() -> int:
@@ -54,8 +34,6 @@ def main() -> int:
             elif not arguments.quiet:
                 print(f"{outcome.case.seed:6} {outcome.seconds:5.1f} s", flush=True)
     failed = sorted(outcome.case.seed for outcome in outcomes if outcome.failure is not None)
-    for name, counts in count_kinds([outcome.case for outcome in outcomes]).items():
-        print(f"{name}: " + ", ".join(f"{word} {count}" for word, count in sorted(counts.items())))
     seen: Counter[str] = Counter()
     for outcome in outcomes:
         seen.update(outcome.seen)
