@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import gc
-import io
 import logging
 import multiprocessing
 import operator
@@ -100,7 +99,7 @@ def _answer(call: Call) -> None:
             store = f"file://{call.folder}/store"
             dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_workers)
             dist.barrier()  # who has nothing to do would close what another is still connecting to
-        save(call.function(*call.args), Path(f"{call.folder}/{rank}.result"))
+        Path(f"{call.folder}/{rank}.result").write_bytes(pickle.dumps(call.function(*call.args)))
         if dist.is_initialized() and (call.process_group or not call.is_last):
             dist.destroy_process_group()
     except BaseException:
@@ -116,44 +115,6 @@ def _set_random_states(python: Any, of_numpy: Any, of_torch: torch.Tensor) -> No
     random.setstate(python)
     numpy.random.set_state(of_numpy)
     torch.set_rng_state(of_torch)
-
-
-class _Pickler(pickle.Pickler):
-    """Writes a plain tensor as its bytes, for which ``torch.save`` takes many times as long; others as that does."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if not issubclass(type(value), torch.Tensor):  # some objects warn when they are asked for their class
-            return NotImplemented
-        if type(value) is torch.Tensor and _is_plain(value):
-            content = value.view(-1).view(torch.uint8).numpy().tobytes()
-            return _tensor_of, (content, value.dtype, value.shape, value.stride())
-        saved = io.BytesIO()
-        torch.save(value, saved)
-        return _load, (saved.getvalue(),)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    is_dense = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
-    return (
-        is_dense
-        and tensor.numel() > 0
-        and tensor.is_contiguous()
-        and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
-    )
-
-
-def _tensor_of(content: bytes, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> torch.Tensor:
-    return torch.frombuffer(bytearray(content), dtype=dtype).as_strided(shape, stride)
-
-
-def _load(saved: bytes) -> Any:
-    return torch.load(io.BytesIO(saved), weights_only=False)
-
-
-def save(result: Any, path: Path) -> None:
-    """Writes what ``pickle.load`` reads."""
-    with path.open("wb") as file:
-        _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(result)
 
 
 class _Traces:

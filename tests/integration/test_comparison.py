@@ -295,7 +295,7 @@ def test_a_file_of_other_letters_is_refused(tmp_path, call):
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_who_stops_a_comparison_stops_its_training(number, tmp_path, cold_start):
+def test_who_stops_a_comparison_stops_its_training(number, tmp_path):
     (tmp_path / "x.yaml").touch()
     (tmp_path / "recipes.py").write_text(
         "import os, pathlib, subprocess, sys, time\n"

@@ -51,9 +51,7 @@ class TestFit:
     @pytest.mark.parametrize(
         ("overrides", "sparse"), [((), True), (("--trainer.strategy=ddp",), False)], ids=["sparse", "dense"]
     )
-    def test_as_a_user_types_it(self, overrides, sparse, request):
-        if sparse:
-            request.getfixturevalue("cold_start")
+    def test_as_a_user_types_it(self, overrides, sparse):
         command = [sys.executable, "-m", "recipes", "fit", "--config", str(HARD_THRESHOLD)]
         finished = subprocess.run(
             [*command, *SMALL[RESNET], *overrides],
