@@ -157,15 +157,6 @@ def test_densely_multiples_of_a_step_take_their_bytes_and_those_of_a_slices_sums
         assert sent == [30_000 * of_values + 10_000 * of_sums + header_bytes]
 
 
-@pytest.mark.parametrize("mode", ["gather", "reduce_scatter"])
-def test_two_steps_after_a_jump_there_is_room_and_nothing_goes_twice(mode):
-    for sent in run_workers(_bytes_of_steps, 3, mode, [0.01, 0.01, 0.2, 0.2, 0.2, 0.01, 0.01]):
-        _, small, jump, _, large, room_of_large, small_again = sent
-        assert jump > 5 * small
-        assert large == pytest.approx(room_of_large, rel=0.1)  # as much as where next to nothing is sent into that room
-        assert small_again < large / 5
-
-
 def _fill_one_slice():
     """As many coordinates as before, the same on all workers, but all of them in the first slice."""
     exchange, size, averages = Exchange("reduce_scatter"), 30_000, []

@@ -147,21 +147,6 @@ def test_an_epoch_is_told_of_anew_after_a_file_or_a_reset():
     run_workers(_told_of_an_epoch, 2)
 
 
-def _with_other_settings():
-    model, optimizer, state = begin(Accordion(0.05, 0.2, interval=1))
-    run(model, optimizer, build_batches(dist.get_world_size(), torch.float32, 2), state=state)
-    saved = state.state_dict()
-    assert saved["history"]["sparsifier"]["sums"]
-    *_, other = begin(Accordion(0.05, 0.2, interval=2))
-    fresh = other.sparsifier.state_dict(0)
-    other.load_state_dict(saved)
-    assert other.sparsifier.state_dict(0) == fresh
-
-
-def test_what_a_sparsifier_of_other_settings_has_seen_is_not_loaded():
-    run_workers(_with_other_settings, 2)
-
-
 class OfAnotherKind(HardThreshold):
     def state_dict(self, next_step):
         return [next_step]

@@ -47,8 +47,6 @@ class Result:
     residuals: dict[str, torch.Tensor]
     steps: list[StepStats] = field(default_factory=list)
     buckets_per_step: list[int] = field(default_factory=list)
-    history: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = field(default_factory=list)
-    threshold: float | None = None
 
 
 def train(
@@ -58,8 +56,6 @@ def train(
     *,
     steps: int = STEPS,
     step_size: int | None = None,
-    record_history: bool = False,
-    epoch_steps: int | None = None,
     bucket_cap_mb: float = 0.0005,
     **options: Any,
 ) -> Result:
@@ -76,17 +72,7 @@ def train(
     calls: list[int] = []
     receive = state.receive
     state.receive = lambda bucket: (calls.append(bucket.index()), receive(bucket))[1]
-
-    def snapshot() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        weights = {name: p.detach().clone() for name, p in model.module.named_parameters()}
-        residuals = state.residuals.state_dict()
-        return weights, {name: residuals.get(name, torch.zeros(p.numel())).clone() for name, p in weights.items()}
-
-    for place, batches in enumerate(build_batches(dist.get_world_size(), dtype, steps)):
-        if epoch_steps:
-            state.begin_epoch(place // epoch_steps, [optimizer.param_groups[0]["lr"]])
-        if record_history:
-            result.history.append(snapshot())
+    for batches in build_batches(dist.get_world_size(), dtype, steps):
         inputs, targets = batches[dist.get_rank()]
         optimizer.zero_grad()
         calls.clear()
@@ -95,7 +81,6 @@ def train(
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
-    result.weights, result.residuals = snapshot()
-    result.history.append((result.weights, result.residuals))
-    result.threshold = state.sparsifier.current_threshold
+    result.weights = {name: p.detach() for name, p in model.module.named_parameters()}
+    result.residuals = state.residuals.state_dict()
     return result

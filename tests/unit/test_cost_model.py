@@ -29,12 +29,6 @@ def test_a_steady_count_ends_without_padding():
     assert forecast.capacity(10**9) <= 10_000 + CAPACITY_STEP
 
 
-def test_a_fall_in_density_is_not_padded_for_long():
-    forecast = Forecast(1_000_000)
-    forecast.observe(1000)
-    assert forecast.capacity(10**9) <= 1700
-
-
 def test_a_restless_count_overflows_in_one_of_twenty_steps_for_little_padding():
     # k of a hard threshold over steps: noise of a few per cent around a slow trend.
     noise = random.Random(0)
@@ -48,6 +42,14 @@ def test_a_restless_count_overflows_in_one_of_twenty_steps_for_little_padding():
     assert padding < 2000 * 0.065
 
 
+def brought(costs, route, k):
+    return {
+        "dense": costs.dense_bytes(),
+        "gather": costs.gather_bytes(k),
+        "reduce_scatter": costs.scatter_bytes(k / costs.num_workers) + costs.slices_bytes(costs.independent_union(k)),
+    }[route]
+
+
 @pytest.mark.parametrize("num_workers", [2, 4, 16, 256])
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_the_route_goes_from_gather_to_dense_as_density_grows(num_workers, on_gpu):
@@ -56,6 +58,7 @@ def test_the_route_goes_from_gather_to_dense_as_density_grows(num_workers, on_gp
     for exponent in range(40):
         selected = 10**7 * 10 ** (-exponent / 8)
         route = costs.cheapest(selected, 1.2 * selected / num_workers, speeds(None, on_gpu=on_gpu))
+        assert on_gpu or brought(costs, route, selected) <= costs.dense_bytes()
         if not routes or routes[-1] != route:
             routes.append(route)
     expected = ["dense", "reduce_scatter", "gather"] if num_workers > 2 else ["dense", "gather"]
@@ -64,34 +67,11 @@ def test_the_route_goes_from_gather_to_dense_as_density_grows(num_workers, on_gp
         assert "reduce_scatter" in routes
 
 
-def test_a_route_is_never_chosen_that_brings_more_bytes_than_dense():
-    for num_workers in (2, 3, 8, 64, 1024):
-        costs = Costs(num_workers, 10**7, 4, 4)
-        for density in (1e-5, 1e-4, 1e-3, 1e-2, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0):
-            k = density * 10**7
-            route = costs.cheapest(k, k / num_workers, speeds(None, on_gpu=False))
-            union = costs.independent_union(k)
-            brought = {
-                "dense": costs.dense_bytes(),
-                "gather": costs.gather_bytes(k),
-                "reduce_scatter": costs.scatter_bytes(k / num_workers) + costs.slices_bytes(union),
-            }
-            assert brought[route] <= costs.dense_bytes()
-
-
 def test_the_union_of_independent_selections():
     costs = Costs(3, 1000, 4, 4)
     assert costs.independent_union(0) == 0
     assert costs.independent_union(1000) == 1000
     assert costs.independent_union(100) == pytest.approx(1000 * (1 - 0.9**3))
-
-
-def brought(costs, route, k):
-    return {
-        "dense": costs.dense_bytes(),
-        "gather": costs.gather_bytes(k),
-        "reduce_scatter": costs.scatter_bytes(k / costs.num_workers) + costs.slices_bytes(costs.independent_union(k)),
-    }[route]
 
 
 @given(

@@ -66,20 +66,6 @@ def test_a_coordinate_costs_its_value_and_two_bytes(wire, bytes_a_coordinate):
     assert empty <= 32 + 4 * 16 + 4  # header, a count per block, padding
 
 
-@pytest.mark.parametrize(
-    ("value_dtype", "residual_dtype", "expected"),
-    [
-        ("float32", torch.float32, torch.float32),
-        ("float32", torch.float64, torch.float64),
-        ("bfloat16", torch.float64, torch.bfloat16),
-        ("float16", torch.float32, torch.float16),
-        ("float8", torch.float64, torch.float64),
-    ],
-)
-def test_float32_and_whole_numbers_without_a_step_send_what_the_residual_holds(value_dtype, residual_dtype, expected):
-    assert wire_of(value_dtype, residual_dtype) == Wire(expected)
-
-
 def test_multiples_are_of_the_sparsifiers_steps():
     assert wire_of("int8", torch.float32, ScaledIntegerRounding(0.7)) == Wire(torch.int8, 0.5)
     assert wire_of("float8", torch.float64, HardThreshold(threshold=1.0, layer_thresholds={"a": 0.5})).step == 2.0**-4

@@ -13,7 +13,6 @@ from lightning_sparse.selection.numbers import (
     LocalNumbers,
     StepNumber,
     combined,
-    header_fields,
     layer_errors,
     layer_fields,
     squared_norm,
@@ -32,13 +31,6 @@ def header(selected=0, non_finite=0, squared_error=0.0, squared_gradient_norm=0.
     if layers is not None:
         numbers.of_layers = {"selected": torch.tensor(layers[0]), "squared_error": torch.tensor(layers[1])}
     return numbers.header(torch.device("cpu"))
-
-
-@pytest.mark.parametrize("per_layer", [False, True])
-def test_a_header_has_the_announced_length(per_layer):
-    layout = LayerLayout(("a", "b", "c"), (2, 0, 5))
-    layers = ([1, 0, 2], [0.5, 0.0, 0.5]) if per_layer else None
-    assert len(header(3, 0, 1.0, layers=layers)) == header_fields(layout, per_layer)
 
 
 def test_a_header_has_each_number_at_its_place():
