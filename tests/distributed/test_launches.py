@@ -1,8 +1,21 @@
-"""What a step launches on a GPU, and how often the host waits for it: counted, so that it does not grow unnoticed."""
+"""What a step launches on a GPU, and how often the host waits for it: counted, on a machine that has none.
+
+Tensors are PyTorch's fake ones, which say that they are on a GPU and hold nothing: whoever asks for a number of theirs
+is caught. Kernels of ours are counted instead of launched. What an operator of PyTorch launches is counted as one,
+though some launch more (a sort, a scan), and views and allocations as none.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.torch_version import TorchVersion
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sparse import (
     Accordion,
@@ -13,7 +26,17 @@ from lightning_sparse import (
     StochasticRounding,
     TopK,
 )
-from tests.distributed.launches import measure
+from lightning_sparse.engine.state import memory
+from lightning_sparse.exchange import ExchangeMode, buffers
+from lightning_sparse.exchange import exchange as exchange_module
+from lightning_sparse.exchange.pending import Pending
+from lightning_sparse.exchange.routes import adding, fused_decode, gather
+from lightning_sparse.exchange.workers import Workers
+from lightning_sparse.gradients import buckets as ddp_buckets
+from lightning_sparse.gradients import sparse_state
+from lightning_sparse.gradients.options import ExchangeOptions
+from lightning_sparse.selection import extraction, fused_threshold
+from lightning_sparse.sparsifiers import Sparsifier
 from tests.workers import run_workers
 
 pytestmark = pytest.mark.skipif(
@@ -24,6 +47,164 @@ THRESHOLD = HardThreshold(threshold=0.1)
 MODEL_TOP_K = TopK(0.01, granularity="model")
 LAYERWISE = HardThreshold(threshold=0.1, layer_thresholds={"*.2": 0.2})
 HALF = {"dtype": torch.bfloat16}
+
+
+GPU, SIZE = torch.device("cuda", 0), 100_000
+NO_LAUNCH = {
+    *("empty", "empty_strided", "empty_like", "new_empty", "view", "slice", "split", "split_with_sizes", "select"),
+    *("as_strided", "unsqueeze", "squeeze", "expand", "t", "transpose", "unbind", "detach", "alias", "_unsafe_view"),
+    *("permute", "lift_fresh", "view_as_real", "device"),
+}
+WAITS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique_dim", "_unique2"}
+
+
+@dataclass
+class Counts:
+    """What one step launches, and the names of what would wait for the device."""
+
+    launches: Counter[str] = field(default_factory=Counter)
+    waits: list[str] = field(default_factory=list)
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self, counts: Counts) -> None:
+        super().__init__()
+        self.counts = counts
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        tensors = [one for one in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        device = kwargs.get("device")
+        is_on_gpu = any(one.device.type == "cuda" for one in tensors) or getattr(device, "type", device) == "cuda"
+        if is_on_gpu and name in WAITS:
+            self.counts.waits.append(name)
+            if name == "nonzero":
+                return tensors[0].new_empty((8, 1), dtype=torch.int64)
+            if name == "_local_scalar_dense":
+                return 8
+        if is_on_gpu and name in ("copy_", "_to_copy") and not kwargs.get("non_blocking"):
+            result = func(*args, **kwargs)
+            if {one.device.type for one in (*tensors, result)} == {"cpu", "cuda"}:
+                self.counts.waits.append(name)  # of memory that is not pinned
+            self.counts.launches[name] += 1
+            return result
+        if is_on_gpu and name not in NO_LAUNCH:
+            self.counts.launches[name] += 1
+        return func(*args, **kwargs)
+
+
+class _Workers(Workers):
+    """Workers whose collectives do nothing."""
+
+    def all_gather(self, out, part):
+        return Pending([])
+
+    all_to_all = all_gather
+
+    def all_reduce(self, tensor):
+        return Pending([])
+
+
+class _Now:
+    counts: Counts
+    headers: torch.Tensor
+    leave_fake: Callable[[], None]
+
+
+_now = _Now()
+
+
+class _HostCopy:
+    """In place of the copy to the host: from here on numbers are real."""
+
+    def __init__(self, table, buffers):
+        _now.counts.launches["copy to the host"] += 1
+        self._shape = table.shape
+
+    def wait(self):
+        _now.counts.waits.append("headers")
+        _now.leave_fake()
+        return _now.headers[: self._shape[1]].expand(self._shape)
+
+
+def measure(
+    sparsifier: Sparsifier,
+    *,
+    num_workers: int = 8,
+    num_buckets: int = 17,
+    num_layers: int = 150,
+    dtype: torch.dtype = torch.float32,
+    per_layer: bool = False,
+    has_unused: bool = False,
+    scaled: bool = False,
+    has_kernels: bool = True,
+    exchange: ExchangeMode = "gather",
+) -> Counts:
+    """Returns the counts of the third step of DDP's hook, in a process group of one that is said to have more workers.
+
+    Every other bucket's layers are unused where they may be.
+    """
+    _pretend(num_workers, has_kernels=has_kernels)
+    names = [[f"{place}.{layer}" for layer in range(place, num_layers, num_buckets)] for place in range(num_buckets)]
+    parameters = {name: torch.nn.Parameter(torch.empty(SIZE, dtype=dtype)) for some in names for name in some}
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake:
+        scale = torch.empty(1, device=GPU) if scaled else None
+        gradients = [torch.empty(SIZE * len(some), device=GPU, dtype=dtype) for some in names]
+    state = sparse_state.SparseState(
+        sparsifier,
+        ExchangeOptions(exchange=exchange),
+        {one: name for name, one in parameters.items()},
+        per_layer_stats=per_layer,
+        allows_unused_parameters=has_unused,
+        loss_scale=lambda: scale,
+    )
+    state.begin_epoch(0, [0.1])
+    used = {name for place, some in enumerate(names) for name in some if place % 2 == 0 or not has_unused}
+    headers: list[float] = []
+    for some in names:
+        headers += [100.0, 20.0, 0.0, 1.0, 1.0] + [1.0 + place for place in range(2 * len(some) * per_layer)]
+        headers += [float(name in used) for name in some] * has_unused + [0.0] * len(some) * has_unused
+    _now.headers = torch.tensor(headers + [30.0] * num_buckets, dtype=torch.float64)  # and what sizes there are
+    for _ in range(3):
+        counts = _now.counts = Counts()
+        counter = _Counter(counts)
+
+        def leave_fake(counter: _Counter = counter) -> None:
+            counter.__exit__(None, None, None)
+            fake.__exit__(None, None, None)
+            counter.__enter__()
+
+        _now.leave_fake = leave_fake
+        if has_unused:
+            state._use._used |= used
+        fake.__enter__()
+        counter.__enter__()
+        for place, (some, gradient) in enumerate(zip(names, gradients, strict=True)):
+            grad_bucket = SimpleNamespace(
+                index=partial(int, place),
+                buffer=lambda gradient=gradient: gradient,
+                parameters=partial(list, [parameters[name] for name in some]),
+                is_last=partial(bool, place == num_buckets - 1),
+            )
+            state.receive(grad_bucket)
+        counter.__exit__(None, None, None)
+        state.commit()
+    return counts
+
+
+def _pretend(num_workers: int, *, has_kernels: bool) -> None:
+    """Has this process's package believe in kernels, and in workers that answer at once."""
+    torch.Tensor.pin_memory = lambda self: self  # there is no driver that could
+    ddp_buckets.torch.futures.Future = lambda devices=None: SimpleNamespace(set_result=lambda value: None)
+    buffers.let_go = memory.let_go = lambda tensor: None
+    for module in (adding, gather, extraction):
+        module.is_available = lambda device: has_kernels
+    for module in (fused_threshold, fused_decode):
+        module.launch = lambda kernel, *arguments, **constants: _now.counts.launches.update([kernel.fn.__name__])
+    exchange_module.Workers = lambda group, rank, size: _Workers(group, rank, num_workers)
+    exchange_module.HostCopy = _HostCopy
 
 
 @pytest.mark.parametrize(

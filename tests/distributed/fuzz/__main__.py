@@ -6,7 +6,7 @@ import sys
 import time
 from collections import Counter
 
-from tests.distributed.fuzz.runner import CASE_SECONDS, CASES_PER_START, Outcome, run_cases
+from tests.distributed.fuzz.runner import CASE_SECONDS, Outcome, run_cases
 
 
 def main() -> int:
@@ -24,15 +24,14 @@ def main() -> int:
     seeds = seeds if arguments.seed is None else [arguments.seed]
     started = time.monotonic()
     outcomes: list[Outcome] = []
-    for first in range(0, len(seeds), 4 * CASES_PER_START):
+    for outcome in run_cases(seeds, arguments.case_seconds):
+        outcomes.append(outcome)
+        if outcome.failure is not None:
+            print(f"FAILED {outcome.failure}\n", flush=True)
+        elif not arguments.quiet:
+            print(f"{outcome.case.seed:6} {outcome.seconds:5.1f} s", flush=True)
         if time.monotonic() - started > arguments.seconds:
             break
-        for outcome in run_cases(seeds[first : first + 4 * CASES_PER_START], arguments.case_seconds):
-            outcomes.append(outcome)
-            if outcome.failure is not None:
-                print(f"FAILED {outcome.failure}\n", flush=True)
-            elif not arguments.quiet:
-                print(f"{outcome.case.seed:6} {outcome.seconds:5.1f} s", flush=True)
     failed = sorted(outcome.case.seed for outcome in outcomes if outcome.failure is not None)
     seen: Counter[str] = Counter()
     for outcome in outcomes:
