@@ -6,7 +6,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import DriftOptions, HardThreshold, SparseModelAverager, register_comm_hook
 from lightning_sparse.exchange import LARGEST_SLICE
-from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.routes import adding, fused_decode, gather
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels import launching
@@ -19,6 +18,7 @@ from tests.distributed.simulation import Plan
 from tests.distributed.test_against_simulation import SCENARIOS, THRESHOLD, assert_matches_simulation, reaches
 from tests.distributed.training import build_batches, build_model, train
 from tests.interpreter import INTERPRETED, run_in_interpreter
+from tests.unit.strategies import Shipment
 from tests.workers import run_workers
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
@@ -165,13 +165,6 @@ if INTERPRETED:
             for name, weight in weights[0].items():
                 assert torch.equal(weight, weights[1][name])
 
-    class _Shipment:
-        def __init__(self, size, wire, capacity):
-            self.out = torch.zeros(size)
-            self.format = PayloadFormat(size, wire)
-            self.payload = torch.zeros(self.format.payload_bytes(capacity), dtype=torch.uint8)
-            self.rest = None
-
     @pytest.mark.parametrize("capacity", [0, 4, 400])
     @pytest.mark.parametrize(
         "wire", [*map(Wire, (torch.float32, torch.bfloat16, torch.float16)), Wire(torch.int8, 0.25)]
@@ -185,7 +178,7 @@ if INTERPRETED:
         outcomes = []
         for uses_kernels in (True, False):
             monkeypatch.setattr(extraction, "is_available", lambda device, answer=uses_kernels: answer)
-            residual, shipment = torch.zeros(size), _Shipment(size, wire, capacity)
+            residual, shipment = torch.zeros(size), Shipment(wire, capacity, torch.zeros(size))
             memory, left_out = Residual(torch.zeros(size), residual), [(0, 2)] if capacity == 4 else []
             bucket = FlatBucket(0, layout, gradient.clone(), memory, is_last=True, left_out=left_out)
             header = Extraction(HardThreshold(threshold=1.0), num_slices=3, per_layer=True, keeps_rest=True).fill(

@@ -22,23 +22,13 @@ from lightning_sparse.selection import extraction
 from lightning_sparse.selection.bucket import FlatBucket
 from lightning_sparse.selection.residual import Residual
 from lightning_sparse.sparsifiers import LayerLayout, Selection
+from tests.unit.strategies import Shipment
 
 NAN, INF = float("nan"), float("inf")
 WIRES = (*map(Wire, (torch.float32, torch.bfloat16, torch.float16)), Wire(torch.float8_e4m3fn, 2.0**-6))
 pytestmark = pytest.mark.skipif(
     shutil.which("cc") is None, reason="no C compiler here: tensor operations do it, which other tests are about"
 )
-
-
-class Shipment:
-    """Of a route that gathers payloads, or of a masked one."""
-
-    def __init__(self, gradient, wire, capacity, out):
-        self.format = PayloadFormat(gradient.numel(), wire)
-        self.out, self.payload, self.divisor = gradient if out is None else out, None, 3
-        self.is_cleared = False
-        if capacity is not None:
-            self.payload = torch.full((self.format.payload_bytes(capacity),), 77, dtype=torch.uint8)
 
 
 def outcome(has_native, monkeypatch, layout, residual, gradient, options):
@@ -49,22 +39,18 @@ def outcome(has_native, monkeypatch, layout, residual, gradient, options):
     gradient, before = gradient.clone(), residual.clone()
     after = before if in_place else torch.full_like(before, NAN)
     out = None if in_place else torch.full_like(residual, NAN)
-    shipment = Shipment(gradient, wire, capacity, out)
+    shipment = Shipment(wire, capacity, gradient if out is None else out)
     loss_scale = None if scale is None else torch.tensor([scale])
     memory = Residual(before, after)
     bucket = FlatBucket(0, layout, gradient, memory, is_last=True, left_out=unused, loss_scale=loss_scale)
     filling = extraction.Extraction(sparsifier, num_slices=3, per_layer=per_layer, keeps_rest=keeps_rest)
     header = filling.fill(bucket, shipment, measures_gradient=True)
-    sent = shipment.out.clone() if capacity is None else torch.zeros_like(residual)
-    if capacity is not None:
-        count = int(header[0])
-        parts = [shipment.format.unpack(shipment.payload, torch.float32, count)]
-        if count > capacity:
-            parts.append(shipment.rest())
-            assert parts[1].indices.numel() == count - capacity
-        for indices, values in parts:
-            sent[indices] = values
-    return sent, after, header, shipment.out if shipment.is_cleared else torch.zeros_like(residual)
+    return (
+        shipment.sent(int(header[0])),
+        after,
+        header,
+        shipment.out if shipment.is_cleared else torch.zeros_like(residual),
+    )
 
 
 VALUES = st.sampled_from(
