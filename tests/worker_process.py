@@ -5,7 +5,6 @@ import functools
 import gc
 import logging
 import multiprocessing
-import operator
 import os
 import pickle
 import random
@@ -16,7 +15,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -127,29 +126,38 @@ class _Traces:
     def have_changed(self) -> bool:
         return (
             _settings() != self._settings
-            or any(_module_has_changed(sys.modules.get(name), *found) for name, found in self._modules.items())
-            or any(_class_has_changed(*found) for found in self._classes)
+            or any(sys.modules.get(name) is not module for name, (module, _) in self._modules.items())
+            or any(vars(now).get(key) is not one for now, copy in self._modules.values() for key, one in copy.items())
+            or any(_methods(one) != methods for one, methods in self._classes)
         )
 
 
 @functools.cache
 def copies() -> tuple[dict[str, tuple[Any, dict[str, Any]]], list[tuple[type, dict[str, Any]]]]:
-    """Returns what our modules and their classes name; made by the fork server, so that no worker has to.
+    """Returns functions, classes, numbers and texts of our modules, and the methods of their classes.
 
-    Copies keep what they name: no other object has its place in memory.
+    All else may be a memory. Made by the fork server, so that no worker has to.
     """
     modules = {
-        name: (module, dict(vars(module)))
+        name: (module, {key: one for key, one in vars(module).items() if _is_fixed(one)})
         for name, module in list(sys.modules.items())
         if name.startswith("lightning_sparse") or name in _PATCHED
     }
     classes = [
-        (value, dict(vars(value)))
+        (one, _methods(one))
         for name, (_, copy) in modules.items()
-        for value in copy.values()
-        if issubclass(type(value), type) and value.__module__ == name
+        for one in copy.values()
+        if issubclass(type(one), type) and one.__module__ == name
     ]
     return modules, classes
+
+
+def _is_fixed(one: Any) -> bool:
+    return callable(one) or issubclass(type(one), (str, int, float))  # some objects warn when asked for their class
+
+
+def _methods(one: type) -> dict[str, Any]:
+    return {name: value for name, value in vars(one).items() if hasattr(value, "__get__")}
 
 
 def _settings() -> dict[str, Any]:
@@ -164,28 +172,3 @@ def _settings() -> dict[str, Any]:
         "children": multiprocessing.active_children(),
         "network": os.stat("/proc/self/ns/net").st_ino if sys.platform == "linux" else None,
     }
-
-
-def _module_has_changed(now: Any, module: Any, copy: dict[str, Any]) -> bool:
-    """Whether a function, class, number or text that was there is another; all else may be a memory."""
-    if now is not module:
-        return True
-    names = vars(module)
-    return not _is_same(names, copy) and any(
-        names.get(name) is not value
-        # Not isinstance: some objects warn when they are asked for their class.
-        for name, value in copy.items()
-        if callable(value) or issubclass(type(value), (str, int, float))
-    )
-
-
-def _class_has_changed(one: type, copy: dict[str, Any]) -> bool:
-    return not _is_same(vars(one), copy) and _methods(vars(one)) != _methods(copy)
-
-
-def _is_same(names: Mapping[str, Any], copy: dict[str, Any]) -> bool:
-    return list(names) == list(copy) and all(map(operator.is_, names.values(), copy.values()))
-
-
-def _methods(names: Mapping[str, Any]) -> list[tuple[str, int]]:
-    return [(name, id(value)) for name, value in names.items() if hasattr(value, "__get__")]

@@ -1,12 +1,9 @@
 from itertools import pairwise
 
-import numpy
 import pytest
 import torch
-from scipy.stats import norm
 
 from lightning_sparse import (
-    GaussianK,
     HardThreshold,
     ScaledIntegerRounding,
     TopK,
@@ -106,32 +103,6 @@ def test_top_k_of_the_model_in_float64_trains_as_the_simulation_does(scenario):
     plan = Plan(None, select_in_model=largest_of_the_model(0.05), **plan)
     assert_matches_simulation(results, "adam", plan, options.get("step_size"))
     assert results[0].buckets_per_step[-1] > 2
-
-
-def gaussian_share(density):
-    def select(name, p):
-        layer = p.numpy()
-        k = max(1, int(density * layer.size))
-        threshold = abs(layer.mean()) + norm.isf(density / 2) * layer.std()
-        for _ in range(3):
-            count = int((numpy.abs(layer) > threshold).sum())
-            if count < 2 * k / 3:
-                threshold *= 0.5
-            elif count > 4 * k / 3:
-                threshold *= 1.5
-            else:
-                break
-        exceeds = numpy.abs(layer) > threshold
-        return torch.from_numpy(exceeds if exceeds.any() else numpy.abs(layer) == numpy.abs(layer).max())
-
-    return select
-
-
-@pytest.mark.parametrize("scenario", ["gathered", "auto", "bfloat16"])
-def test_gaussian_k_in_float64_trains_as_the_simulation_does(scenario):
-    options, plan = SCENARIOS[scenario]
-    results = run_workers(_train, 3, GaussianK(0.05), "nesterov", options)
-    assert_matches_simulation(results, "nesterov", Plan(gaussian_share(0.05), **plan))
 
 
 @pytest.mark.parametrize(

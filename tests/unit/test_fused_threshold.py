@@ -315,21 +315,10 @@ def test_what_finds_no_room_stays_and_is_counted(size, spare, wire):
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "float8"])
 def test_triton_sends_and_keeps_what_tensors_do(name, threshold):
     p, wire = rows(), VALUE_WIRES[name]
-    expected_sent, expected_kept = by_tensors(p, threshold, wire)
-    before, nothing, header = p.to(DEVICE), torch.full_like(p, -0.0, device=DEVICE), header_of()
-    sent, kept = torch.full_like(before, nan), torch.full_like(before, nan)
-    arguments = {"loss_scale": None, "wire": wire, "header": header}
-    FusedThreshold().mask(Residual(before, kept), nothing, one_run(threshold, p.numel()), **arguments, out=sent)
-    same_bits(sent, expected_sent)
-    same_bits(kept, expected_kept)
-
-    payload_format = PayloadFormat(p.numel(), wire)
-    payload = torch.zeros(payload_format.payload_bytes(p.numel()), dtype=torch.uint8, device=DEVICE)
-    parts, kept = payload_format.parts(payload), torch.full_like(before, nan)
-    FusedThreshold().select(Residual(before, kept), nothing, one_run(threshold, p.numel()), **arguments, payload=parts)
-    indices, values = payload_format.unpack(payload.cpu(), p.dtype, int(header[SLOTS["selected"]]))
-    same_bits(torch.zeros_like(p).index_put((indices,), values), expected_sent)
-    same_bits(kept, expected_kept)
+    nothing = torch.full_like(p, -0.0)
+    check_select(p, nothing, one_run(threshold, p.numel()), wire)
+    check_mask(p, nothing, one_run(threshold, p.numel()), wire, out=FLOAT)
+    same_bits(expect(p, nothing, one_run(threshold, p.numel()), wire).rest, by_tensors(p, threshold, wire)[1])
 
 
 @on_device
