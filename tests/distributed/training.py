@@ -57,10 +57,11 @@ def train(
     steps: int = STEPS,
     step_size: int | None = None,
     bucket_cap_mb: float = 0.0005,
+    device: str = "cpu",
     **options: Any,
 ) -> Result:
     """Trains as one worker of a process group with DDP and the package's hook."""
-    model = DistributedDataParallel(build_model(dtype), bucket_cap_mb=bucket_cap_mb)
+    model = DistributedDataParallel(build_model(dtype).to(device), bucket_cap_mb=bucket_cap_mb)
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size, 0.5) if step_size else None
     if options.get("error_feedback") == "learning_rate":
@@ -73,7 +74,7 @@ def train(
     receive = state.receive
     state.receive = lambda bucket: (calls.append(bucket.index()), receive(bucket))[1]
     for batches in build_batches(dist.get_world_size(), dtype, steps):
-        inputs, targets = batches[dist.get_rank()]
+        inputs, targets = (one.to(device) for one in batches[dist.get_rank()])
         optimizer.zero_grad()
         calls.clear()
         torch.nn.functional.mse_loss(model(inputs), targets).backward()
@@ -81,6 +82,6 @@ def train(
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
-    result.weights = {name: p.detach() for name, p in model.module.named_parameters()}
+    result.weights = {name: p.detach().cpu() for name, p in model.module.named_parameters()}
     result.residuals = state.residuals.state_dict()
     return result

@@ -65,11 +65,6 @@ def test_the_verdict_in_words():
     assert str(fast).endswith("Dense is the fastest at any density: take strategy='ddp'.")
 
 
-def test_a_sparse_exchange_pays_the_more_the_slower_the_link():
-    gains = [estimate(10**8, num_workers=8, gbit_per_s=rate).times_faster for rate in (0.1, 1, 10, 100)]
-    assert gains == sorted(gains, reverse=True)
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -3,7 +3,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_sparse import Dense, HardThreshold, ScaledIntegerRounding, StochasticRounding, TopK
+from lightning_sparse import Dense, HardThreshold, ScaledIntegerRounding, TopK
 from lightning_sparse.exchange import wire
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat
 from lightning_sparse.exchange.wire import Wire, require_wire, wire_of
@@ -101,19 +101,6 @@ def test_without_a_step_that_fits_multiples_are_refused(sparsifier, value_dtype,
     with pytest.raises(ValueError, match=message):
         require_wire(sparsifier, value_dtype)
     require_wire(sparsifier, "bfloat16")
-
-
-@pytest.mark.parametrize("value_dtype", ["int8", "float8"])
-def test_with_a_step_multiples_may_travel(value_dtype):
-    for sparsifier in (StochasticRounding(0.1), ScaledIntegerRounding(1e-9)):
-        require_wire(sparsifier, value_dtype)
-    if value_dtype != "int8":
-        for sparsifier in (
-            HardThreshold(threshold=0.1),
-            HardThreshold(),
-            HardThreshold(threshold=0.1, layer_thresholds={"a": 2.0}),
-        ):
-            require_wire(sparsifier, value_dtype)
 
 
 def test_rounding_keeps_nan_and_infinity_and_makes_no_new_ones():
