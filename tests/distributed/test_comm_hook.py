@@ -119,22 +119,13 @@ def test_what_is_held_back_of_an_idle_layer_is_not_among_the_largest_of_the_mode
         assert held_back.tolist() == pytest.approx([0.9, 0.8])
 
 
-class MixedPrecision(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.coarse = torch.nn.Parameter(torch.zeros(4))
-        self.fine = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
-
-    def forward(self, coarse, fine):
-        return (self.coarse * coarse).sum().double() + (self.fine * fine).sum()
-
-
 def _largest_of_both_precisions():
-    model = DistributedDataParallel(MixedPrecision())
-    register_comm_hook(model, TopK(3 / 7, granularity="model"))
-    close = [1.0 + 1e-12, 1.0 + 3e-12, 1.0 + 2e-12]  # alike in float32
-    model(torch.tensor([0.1, 5.0, -1.0, 1.0]), torch.tensor(close, dtype=torch.float64)).backward()
-    return model.module.coarse.grad.tolist(), model.module.fine.grad.tolist()
+    model = Wide()
+    model.second = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    ddp, _ = wrapped(TopK(3 / 9, granularity="model"), model)
+    close = torch.tensor([1.0 + 1e-12, 1.0 + 3e-12, 1.0 + 2e-12], dtype=torch.float64)  # alike in float32
+    ddp(torch.tensor([0.1, 5.0, -1.0, 1.0]), close, torch.zeros(2)).backward()
+    return model.first.grad.tolist(), model.second.grad.tolist()
 
 
 def test_the_largest_of_the_model_are_found_among_float32_and_float64_alike():
