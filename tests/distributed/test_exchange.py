@@ -22,11 +22,12 @@ from lightning_sparse.selection.numbers import FIXED_FIELDS
 from lightning_sparse.sparsifiers import Selection
 from tests.workers import run_workers
 
+FLOAT, BYTE, WHOLE = Wire(torch.float32), Wire(torch.float8_e4m3fn, 2.0**-6), Wire(torch.int8, 2.0**-5)
 # Over Gloo a gather of two workers is one message from each.
 COLLECTIVES = ("all_gather_into_tensor", "all_gather", "all_reduce", "all_to_all_single", "isend")
 
 
-def selection_of(seed, rank, size, density, dtype, wire):
+def selection_of(seed, rank, size, density, dtype=torch.float32, wire=FLOAT):
     """What a worker sends: the same in every process that asks."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     share = density if rank % 2 == 0 else density * (0.0 if seed % 5 == 0 else 1.0)  # now and then nothing
@@ -45,7 +46,7 @@ def header_of(selection, size, slices):
     return header
 
 
-def exchange_once(exchange, selections, sizes, dtype, wire, between=lambda: None):
+def exchange_once(exchange, selections, sizes, dtype=torch.float32, wire=FLOAT, between=lambda: None):
     """One step of several buckets; returns the averages, the headers and the bytes.
 
     What is ``between`` happens once all buckets are there and before the exchange ends.
@@ -120,14 +121,12 @@ def cases(draw):
     return sizes, densities, dtype, wire, draw(st.integers(0, 10_000))
 
 
-FLOAT, BYTE = Wire(torch.float32), Wire(torch.float8_e4m3fn, 2.0**-6)
-WHOLE = Wire(torch.int8, 2.0**-5)
 ALWAYS = [
     ([70_000, 17], [0.01, 1.0, 0.001], torch.float32, BYTE, 3),
     ([1000, 1], [0.01, 1.0, 0.3], torch.float32, WHOLE, 3),
-    ([70_000, 17], [0.0, 1.0, 0.0, 0.001, 1.0, 0.3, 0.0], torch.float32, Wire(torch.float32), 3),
+    ([70_000, 17], [0.0, 1.0, 0.0, 0.001, 1.0, 0.3, 0.0], torch.float32, FLOAT, 3),
     ([1], [1.0, 0.0, 1.0], torch.float32, Wire(torch.bfloat16), 1),
-    ([0, 17, 0], [1.0, 0.01, 1.0], torch.float64, Wire(torch.float32), 5),
+    ([0, 17, 0], [1.0, 0.01, 1.0], torch.float64, FLOAT, 5),
 ]
 
 
@@ -162,7 +161,7 @@ def _fill_one_slice():
     exchange, size, averages = Exchange("reduce_scatter"), 30_000, []
     for step in (100, 100, 1, 1):
         selection = Selection(torch.arange(300) * step, torch.full((300,), dist.get_rank() + 1.0))
-        averages.append(exchange_once(exchange, [selection], [size], torch.float32, Wire(torch.float32))[0][0])
+        averages.append(exchange_once(exchange, [selection], [size])[0][0])
     return averages
 
 
@@ -217,11 +216,8 @@ def _count_collectives(mode, densities, full_bytes=coalescer.FULL_BYTES, link_gb
     per_step = []
     for step, density in enumerate(densities):
         calls.clear()
-        selections = [
-            selection_of(10 * step + bucket + 1, 0, size, density, torch.float32, Wire(torch.float32))
-            for bucket, size in enumerate(sizes)
-        ]
-        _, _, sent_bytes = exchange_once(exchange, selections, sizes, torch.float32, Wire(torch.float32))
+        selections = [selection_of(10 * step + bucket + 1, 0, size, density) for bucket, size in enumerate(sizes)]
+        _, _, sent_bytes = exchange_once(exchange, selections, sizes)
         per_step.append((list(calls), sent_bytes))
     return per_step
 
@@ -251,16 +247,9 @@ def test_an_overflow_costs_one_more_round_for_its_bucket_only():
 def _messages_before_the_end():
     calls, isend = [], dist.isend
     dist.isend = lambda *args, **kwargs: (calls.append(None), isend(*args, **kwargs))[1]
-    selections = [selection_of(1, 0, 3000, 0.1, torch.float32, Wire(torch.float32))] * 2
+    selections = [selection_of(1, 0, 3000, 0.1)] * 2
     counts = []
-    exchange_once(
-        Exchange("gather"),
-        selections,
-        [3000] * 2,
-        torch.float32,
-        Wire(torch.float32),
-        lambda: counts.append(len(calls)),
-    )
+    exchange_once(Exchange("gather"), selections, [3000] * 2, between=lambda: counts.append(len(calls)))
     return [*counts, len(calls)]
 
 
@@ -271,15 +260,13 @@ def test_everything_is_on_its_way_once_the_last_bucket_is_there():
 
 def _break_off():
     exchange, sizes = Exchange("gather"), [3000, 2000]
-    selections = [
-        selection_of(bucket + 1, 0, size, 0.1, torch.float32, Wire(torch.float32)) for bucket, size in enumerate(sizes)
-    ]
+    selections = [selection_of(bucket + 1, 0, size, 0.1) for bucket, size in enumerate(sizes)]
     if dist.get_rank() == 0:  # the other worker's backward failed before this bucket was ready
         exchange.begin()
-        shipment = exchange.open(0, sizes[0], Wire(torch.float32), FIXED_FIELDS, torch.zeros(sizes[0]), is_last=False)
+        shipment = exchange.open(0, sizes[0], FLOAT, FIXED_FIELDS, torch.zeros(sizes[0]), is_last=False)
         shipment.format.fill(shipment.payload, selections[0])
         exchange.start(shipment, header_of(selections[0], sizes[0], 2), is_last=False)
-    outs, _, _ = exchange_once(exchange, selections, sizes, torch.float32, Wire(torch.float32))
+    outs, _, _ = exchange_once(exchange, selections, sizes)
     return [torch.equal(out[one.indices], one.values) for out, one in zip(outs, selections, strict=True)]
 
 
