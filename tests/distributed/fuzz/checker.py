@@ -144,13 +144,8 @@ class Checker:
         """What no worker used has the gradient that it had, or none."""
         name = self.case.layers[index].name
         had = None if self.case.is_zeroed(step, 0, index) else self.simulation.stale.get(name)
-        is_none = gradient is None or not gradient.any()
-        is_as_it_was = (
-            (had is None or not had.any())
-            if is_none
-            else had is not None and torch.allclose(had, gradient, rtol=0, atol=0, equal_nan=True)
-        )
-        if not is_as_it_was:
+        actual, expected = ((torch.zeros(1) if one is None else one).double() for one in (gradient, had))
+        if not torch.allclose(actual, expected, rtol=0, atol=0, equal_nan=True):
             raise Difference(f"step {step}, {name}: has {gradient} instead of {had}, though no worker used it")
 
     def _check_conservation(
