@@ -1,3 +1,4 @@
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -77,14 +78,14 @@ def assert_matches_simulation(results: list[Result], optimizer_name, plan, step_
 )
 def test_hard_threshold_in_float64_trains_as_the_simulation_does(scenario, optimizer_name):
     options, plan = OF_A_THRESHOLD[scenario]
-    results = run_workers(_train, 3, HardThreshold(threshold=THRESHOLD), optimizer_name, options)
+    results = run_workers(partial(train, HardThreshold(threshold=THRESHOLD), optimizer_name, **options), 3)
     assert_matches_simulation(results, optimizer_name, Plan(reaches(THRESHOLD), **plan), options.get("step_size"))
     assert results[0].buckets_per_step[0] == 1  # DDP rebuilds its buckets after the first step
     assert results[0].buckets_per_step[-1] > 2
 
 
 def test_top_k_in_float64_trains_as_the_simulation_does():
-    results = run_workers(_train, 3, TopK(0.05), "nesterov", {})
+    results = run_workers(partial(train, TopK(0.05), "nesterov"), 3)
     assert_matches_simulation(results, "nesterov", Plan(largest_share(0.05)))
 
 
@@ -100,7 +101,7 @@ def largest_of_the_model(density):
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_top_k_of_the_model_in_float64_trains_as_the_simulation_does(scenario):
     options, plan = SCENARIOS[scenario]
-    results = run_workers(_train, 3, TopK(0.05, granularity="model"), "adam", options)
+    results = run_workers(partial(train, TopK(0.05, granularity="model"), "adam", **options), 3)
     plan = Plan(None, select_in_model=largest_of_the_model(0.05), **plan)
     assert_matches_simulation(results, "adam", plan, options.get("step_size"))
     assert results[0].buckets_per_step[-1] > 2
@@ -121,18 +122,14 @@ def test_scaled_integer_rounding_in_float64_trains_as_the_simulation_does(option
     def rounded(values):
         return torch.round(values / step) * step
 
-    results = run_workers(_train, 3, ScaledIntegerRounding(0.1), "nesterov", options)
+    results = run_workers(partial(train, ScaledIntegerRounding(0.1), "nesterov", **options), 3)
     assert_matches_simulation(results, "nesterov", Plan(lambda name, p: rounded(p) != 0, round_values=rounded))
 
 
 @pytest.mark.parametrize(("control", "changes"), [("calibrate", 0), ("hold", STEPS - 6)])
 def test_a_calibrated_threshold_stays_or_is_corrected_alike_on_all(control, changes):
     sparsifier = HardThreshold(density=0.1, calibration_steps=5)
-    first, *others = run_workers(_train, 3, sparsifier, "nesterov", {"density_control": control})
+    first, *others = run_workers(partial(train, sparsifier, "nesterov", density_control=control), 3)
     thresholds = [step.threshold for step in first.steps[5:]]
     assert sum(one != other for one, other in pairwise(thresholds)) == changes
     assert all([step.threshold for step in other.steps[5:]] == thresholds for other in others)
-
-
-def _train(sparsifier, optimizer_name, options, dtype=torch.float64):
-    return train(sparsifier, optimizer_name, dtype, **options)

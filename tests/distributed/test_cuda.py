@@ -1,5 +1,7 @@
 """The same step on a GPU. Skipped, with the reason, where there is none."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -38,12 +40,9 @@ def test_selection_and_payload_are_the_same_on_both_devices(sparsifier):
 @pytest.mark.parametrize(("backend", "num_workers"), [("gloo", 2), ("nccl", 1)])
 @pytest.mark.parametrize("exchange", ["gather", "reduce_scatter", "dense", "auto"])
 def test_training_on_a_gpu_matches_the_simulation_and_keeps_replicas_equal(exchange, backend, num_workers):
-    results = run_workers(_on_backend, num_workers, backend, _train_on_cuda, exchange)
+    on_cuda = partial(train, HardThreshold(threshold=THRESHOLD), exchange=exchange, device="cuda")
+    results = run_workers(_on_backend, num_workers, backend, on_cuda)
     assert_matches_simulation(results, "nesterov", Plan(reaches(THRESHOLD)), rtol=1e-8)
-
-
-def _train_on_cuda(exchange):
-    return train(HardThreshold(threshold=THRESHOLD), exchange=exchange, device="cuda")
 
 
 def _gather_to_first():

@@ -131,9 +131,6 @@ class _HostCopy:
 def measure(
     sparsifier: Sparsifier,
     *,
-    num_workers: int = 8,
-    num_buckets: int = 17,
-    num_layers: int = 150,
     dtype: torch.dtype = torch.float32,
     per_layer: bool = False,
     has_unused: bool = False,
@@ -145,8 +142,8 @@ def measure(
 
     Every other bucket's layers are unused where they may be.
     """
-    _pretend(num_workers, has_kernels=has_kernels)
-    names = [[f"{place}.{layer}" for layer in range(place, num_layers, num_buckets)] for place in range(num_buckets)]
+    _pretend(8, has_kernels=has_kernels)
+    names = [[f"{place}.{layer}" for layer in range(place, LAYERS, BUCKETS)] for place in range(BUCKETS)]
     parameters = {name: torch.nn.Parameter(torch.empty(SIZE, dtype=dtype)) for some in names for name in some}
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
@@ -166,7 +163,7 @@ def measure(
     for some in names:
         headers += [100.0, 20.0, 0.0, 1.0, 1.0] + [1.0 + place for place in range(2 * len(some) * per_layer)]
         headers += [float(name in used) for name in some] * has_unused + [0.0] * len(some) * has_unused
-    _now.headers = torch.tensor(headers + [30.0] * num_buckets, dtype=torch.float64)  # and what sizes there are
+    _now.headers = torch.tensor(headers + [30.0] * BUCKETS, dtype=torch.float64)  # and what sizes there are
     for _ in range(3):
         counts = _now.counts = Counts()
         counter = _Counter(counts)
@@ -186,7 +183,7 @@ def measure(
                 index=partial(int, place),
                 buffer=lambda gradient=gradient: gradient,
                 parameters=partial(list, [parameters[name] for name in some]),
-                is_last=partial(bool, place == num_buckets - 1),
+                is_last=partial(bool, place == BUCKETS - 1),
             )
             state.receive(grad_bucket)
         counter.__exit__(None, None, None)
@@ -235,18 +232,14 @@ def _pretend(num_workers: int, *, has_kernels: bool) -> None:
     ],
 )
 def test_launches_and_waits_of_a_step(sparsifier, options, of_bucket, of_layer, of_step):
-    (counts,) = run_workers(measure_once, 1, sparsifier, options)
+    (counts,) = run_workers(partial(measure, sparsifier, **options), 1)
     assert counts.waits == ["headers"]
     assert counts.launches.total() <= BUCKETS * of_bucket + LAYERS * of_layer + of_step, counts.launches
 
 
-def measure_once(sparsifier, options):
-    return measure(sparsifier, num_buckets=BUCKETS, num_layers=LAYERS, **options)
-
-
 def test_without_kernels_only_adding_up_waits():
-    (dense,) = run_workers(measure_once, 1, THRESHOLD, {"has_kernels": False, "exchange": "dense"})
+    (dense,) = run_workers(partial(measure, THRESHOLD, has_kernels=False, exchange="dense"), 1)
     assert dense.waits == ["headers"]
-    (gathered,) = run_workers(measure_once, 1, THRESHOLD, {"has_kernels": False})
+    (gathered,) = run_workers(partial(measure, THRESHOLD, has_kernels=False), 1)
     assert gathered.waits.count("headers") == 1
     assert len(gathered.waits) > BUCKETS
