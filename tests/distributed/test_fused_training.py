@@ -1,5 +1,7 @@
 """Training with the fused kernels in the loop, in Triton's interpreter: the GPU's way through the whole step."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -36,22 +38,18 @@ def test_the_whole_step_in_the_interpreter():
     run_in_interpreter(__file__)
 
 
-def fused(function, *args):
+def fused(function):
     """Calls the function with the kernels in place of the CPU's own way."""
     asked = []
     for module in (extraction, gather, adding):
         module.is_available = lambda device, name=module.__name__: asked.append(name) or True
-    result = function(*args)
+    result = function()
     assert {extraction.__name__, adding.__name__} <= set(asked)
     return result
 
 
-def _train(options, dtype):
-    return fused(train_with, options, dtype)
-
-
-def train_with(options, dtype):
-    return train(HardThreshold(threshold=THRESHOLD), "nesterov", dtype, steps=STEPS, **options)
+def training(dtype, options):
+    return partial(train, HardThreshold(threshold=THRESHOLD), "nesterov", dtype, steps=STEPS, **options)
 
 
 def _spy():
@@ -108,10 +106,11 @@ def _train_without_pack():
     uses_kernels = launching.is_available = lambda device: device not in launching._given_up
     for module in (extraction, gather, adding):
         module.is_available = uses_kernels
+    run = training(torch.float32, {"exchange": "gather"})
     with pytest.warns(UserWarning, match=f"rank {torch.distributed.get_rank()}: the fused kernels .* no compiler"):
-        weights = train_with({"exchange": "gather"}, torch.float32).weights
+        weights = run().weights
     assert not uses_kernels(device)
-    return weights, train_with({"exchange": "gather"}, torch.float32).weights
+    return weights, run().weights
 
 
 if INTERPRETED:
@@ -119,13 +118,13 @@ if INTERPRETED:
     @pytest.mark.parametrize("scenario", ["gathered", "bfloat16"])
     def test_training_matches_the_simulation(scenario):
         options, plan = SCENARIOS[scenario]
-        results = run_workers(_train, 2, options, torch.float64)
+        results = run_workers(fused, 2, training(torch.float64, options))
         assert_matches_simulation(results, "nesterov", Plan(reaches(THRESHOLD), **plan), steps=STEPS)
 
     @pytest.mark.parametrize("exchange", ["gather", "reduce_scatter"])
     def test_training_gives_the_bits_of_the_cpu(exchange):
-        results = run_workers(_train, 3, {"exchange": exchange}, torch.float32)
-        on_cpu = run_workers(train_with, 3, {"exchange": exchange}, torch.float32)
+        run = training(torch.float32, {"exchange": exchange})
+        results, on_cpu = run_workers(fused, 3, run), run_workers(run, 3)
         for one, other in zip(results, on_cpu, strict=True):
             for name, weight in one.weights.items():
                 assert torch.equal(weight, other.weights[name])
