@@ -136,7 +136,7 @@ def soak(plan):
     exchange = shard_exchange(model, mesh["replicate"], sparsifier, exchange=plan["exchange"])
     optimizers = {name: torch.optim.SGD([one], lr=0.1, momentum=plan["momentum"]) for name, one in named.items()}
     for step, ((used, stepped), inputs) in enumerate(zip(plan["steps"], soak_inputs(plan), strict=True)):
-        if step == FALLS_AT:
+        if step == FALLS_AT and replicas > 1:  # one replica sends everything until it is told of a λ
             exchange.set_threshold(plan["falls_to"] * plan["threshold"])
         soak_loss(model, used[replica], inputs[replica, shard]).backward()
         exchange.average_gradients(named[name] for name in stepped)
