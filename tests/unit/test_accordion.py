@@ -203,8 +203,6 @@ def test_it_is_the_same_sparsifier_whatever_it_was_told_of():
         ({"interval": 0}, "Invalid interval=0. Must be a whole number of epochs"),
         ({"interval": True}, "Invalid interval=True"),
         ({"relative_change": 0.0}, "Invalid relative_change=0.0. Must be above 0"),
-        ({"relative_change": float("nan")}, "Invalid relative_change=nan"),
-        ({"relative_change": "x"}, "Invalid relative_change='x'"),
         ({"relative_change": True}, "Invalid relative_change=True"),
     ],
 )

@@ -113,13 +113,6 @@ def test_a_value_beyond_float16_is_sent_in_parts_and_never_as_infinity():
     assert residual.item() < 1.0
 
 
-def test_a_bfloat16_gradient_is_compensated_in_float32():
-    residual = torch.full((1,), 1e-3)
-    compensate(Residual(residual, residual), torch.tensor([1.0], dtype=torch.bfloat16))
-    assert residual.dtype == torch.float32
-    assert residual.item() == pytest.approx(1.001, rel=1e-6)
-
-
 ONE = LayerLayout(("a", "b", "c"), (2, 3, 1))
 
 

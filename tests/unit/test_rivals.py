@@ -1,16 +1,12 @@
 """Top-k of the model, Random-k, GaussianK and Dense, each as a function of what it is shown."""
 
-import re
 from collections import Counter
 from itertools import combinations
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_sparse import (
     Dense,
@@ -19,14 +15,11 @@ from lightning_sparse import (
     LayerLayout,
     RandomK,
     ScaledIntegerRounding,
-    Selection,
-    Sparsifier,
     StochasticRounding,
     TopK,
 )
 from lightning_sparse.sparsifiers import WholeStep, in_order
 from lightning_sparse.sparsifiers.magnitudes import kth_largest_magnitude
-from tests.markdown import blocks
 from tests.unit.strategies import DTYPES, buckets, values
 
 NAN, INF = float("nan"), float("inf")
@@ -205,19 +198,6 @@ def test_settings_tell_them_apart_and_what_a_step_leaves_is_none():
     assert random[0].settings() == random[1].settings()
     assert random[0].settings() != RandomK(same_on_all=False).settings() != RandomK(seed=1).settings()
     assert Dense().settings()["sparsifier"] == "Dense"
-
-
-def test_the_page_on_sparsifiers_shows_one_that_works():
-    page = (Path(__file__).parents[2] / "docs" / "sparsifiers.md").read_text()
-    (code,) = (block.code for block in blocks(page, "python") if "def select" in block.code)
-    names: dict[str, Any] = {"Sparsifier": Sparsifier, "Selection": Selection}
-    exec(code, names)
-    compensated = torch.tensor([1.0, -4.0, NAN, 0.5])
-    assert names["LargerThanAverage"]().select(compensated, layout_of(4)).indices.tolist() == [2]
-    assert names["LargerThanAverage"]().select(compensated[[0, 1, 3]], layout_of(3)).indices.tolist() == [1]
-    for name in re.findall(r'`"(ddp_\w+)"`', page):
-        assert name in StrategyRegistry
-        assert name.replace("ddp", "local") in StrategyRegistry
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
