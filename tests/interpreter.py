@@ -45,18 +45,10 @@ if INTERPRETED:
         unpatched = any(tl.core.is_builtin(language.load) for language in languages[function])
         return patch(function) if unpatched else None
 
-    def _look_up_once(dtype, find=interpreter._get_np_dtype, found={}):  # noqa: B006  (a memory)
-        """Finds NumPy's type for one of Triton's, for which the interpreter makes a table each time."""
-        name = str(dtype.scalar)
-        if name not in found:
-            found[name] = find(dtype.scalar)
-        return found[name]
-
     # Most of its time would go into looking for overflows of integers, of which it tells nobody without ``debug``.
     options = interpreter.interpreter_builder.options
     assert not options.debug
     interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
-    interpreter._get_np_dtype = _look_up_once
     interpreter._convert_float = _convert_exactly
     interpreter._patch_lang_tensor = _patch_scalars
     interpreter._patch_lang = _patch_once

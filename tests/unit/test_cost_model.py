@@ -67,13 +67,6 @@ def test_the_route_goes_from_gather_to_dense_as_density_grows(num_workers, on_gp
         assert "reduce_scatter" in routes
 
 
-def test_the_union_of_independent_selections():
-    costs = Costs(3, 1000, 4, 4)
-    assert costs.independent_union(0) == 0
-    assert costs.independent_union(1000) == 1000
-    assert costs.independent_union(100) == pytest.approx(1000 * (1 - 0.9**3))
-
-
 @given(
     st.sampled_from([2, 3, 8, 64]),
     st.sampled_from([1000, 260_000, 6_500_000]),

@@ -69,9 +69,7 @@ def test_the_verdict_in_words():
     ("options", "said"),
     [
         ({"num_workers": 1}, "Invalid num_workers=1. Must be at least 2: one worker exchanges nothing"),
-        ({"num_workers": True}, "Invalid num_workers=True"),
         ({"gbit_per_s": 0}, "Invalid gbit_per_s=0. Must be above 0"),
-        ({"gbit_per_s": float("nan")}, "Invalid gbit_per_s=nan"),
         ({"gbit_per_s": "1gbit"}, "Invalid gbit_per_s='1gbit'"),
         ({"density": 0.0}, "Invalid density=0.0"),
         ({"value_dtype": "half"}, "Invalid value_dtype='half'. Must be one of 'float32'"),

@@ -112,20 +112,6 @@ def test_neighbouring_parts_are_put_side_by_side(size, whole):
     check_guards(out)
 
 
-def test_what_is_not_zero_is_packed_as_far_as_there_is_room():
-    payload_format = PayloadFormat(140_000, AS_IT_IS)
-    values = torch.zeros(140_000)
-    values[[3, 70_000, 70_001, 139_999]] = torch.tensor([1.0, float("nan"), -2.0, 3.0])
-    for capacity, held in [(8, [3, 70_000, 70_001, 139_999]), (4, [3, 70_000, 70_001, 139_999]), (0, [])]:
-        payload = torch.full((payload_format.payload_bytes(capacity),), 77, dtype=torch.uint8)
-        assert pack_nonzero(payload_format, values, payload) == 4
-        indices, found = payload_format.unpack(payload, FLOAT, min(4, capacity))
-        assert indices.tolist() == held
-        same_bits(found, values[held])
-    empty = PayloadFormat(0, AS_IT_IS)
-    assert pack_nonzero(empty, torch.zeros(0), torch.zeros(empty.payload_bytes(4), dtype=torch.uint8)) == 0
-
-
 @on_device
 def test_nothing_at_all():
     check(70_000, selections(70_000, [0, 0]))

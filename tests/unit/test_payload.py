@@ -84,8 +84,6 @@ def test_multiples_are_of_the_sparsifiers_steps():
         (TopK(0.1), "float8", "with TopK, which has no step of which"),
         (HardThreshold(threshold=0.0), "float8", "a threshold of 0, which sends a layer whole"),
         (HardThreshold(threshold=0.1, layer_thresholds={"*.bias": 0.0}), "float8", "a threshold of 0"),
-        (HardThreshold(density=0.1, layer_thresholds={"*.bias": 0.0}), "float8", "a threshold of 0"),
-        (HardThreshold(threshold=0.0, layer_thresholds={"a": 2.0}), "float8", "a threshold of 0"),
         (HardThreshold(threshold=1e-50), "float8", "are no float32 numbers"),
         (Dense(), "float8", "a threshold of 0"),
         (HardThreshold(threshold=0.1), "int8", "It reaches 127 steps, .* Use value_dtype='float8'"),
