@@ -248,9 +248,9 @@ def test_a_held_threshold_takes_no_notice_of_what_is_not_finite(granularity, ski
         assert found == expected
 
 
-def _thresholds_of_several_backwards():
+def _thresholds_of_several_backwards(granularity):
     """Steps on ``first`` after three backwards; the last leaves large gradients elsewhere, which are dropped."""
-    sparsifier = HardThreshold(density=0.3, calibration_steps=1, granularity="layer")
+    sparsifier = HardThreshold(density=0.3, calibration_steps=1, granularity=granularity)
     model, state = wrapped(sparsifier)
     optimizer = torch.optim.SGD([model.module.first], lr=0.1)
     generator, thresholds = torch.Generator().manual_seed(dist.get_rank()), []
@@ -264,11 +264,12 @@ def _thresholds_of_several_backwards():
     return thresholds
 
 
-def test_a_held_threshold_moves_with_the_steps_of_its_layer_only():
-    thresholds, others = run_workers(_thresholds_of_several_backwards, 2)
+@pytest.mark.parametrize("granularity", ["layer", "model"])
+def test_a_held_threshold_moves_with_the_steps_of_its_layer_only(granularity):
+    thresholds, others = run_workers(_thresholds_of_several_backwards, 2, granularity)
     assert thresholds == others
     calibrated = thresholds[3:]
-    assert len({second for _, second in calibrated}) == 1
+    assert granularity == "model" or len({second for _, second in calibrated}) == 1
     of_steps = [{first for first, _ in calibrated[place : place + 3]} for place in range(0, len(calibrated), 3)]
     assert all(len(one) == 1 for one in of_steps)
     assert len(set.union(*of_steps)) > 10
