@@ -150,7 +150,6 @@ def test_a_fixed_threshold_holds_for_buckets_seen_before():
         ({"density": 0.0}, r"Invalid density=0.0. Must be within \(0, 1\]"),
         ({"density": 1.01}, "Invalid density=1.01"),
         ({"density": "0.01"}, r"Invalid density='0.01'. Must be within \(0, 1\]"),
-        ({"density": True}, "Invalid density=True"),
         ({"threshold": True}, "Invalid threshold=True"),
         ({"calibration_steps": 0}, "Invalid calibration_steps=0. Must be a whole number of at least 1"),
         ({"granularity": "bucket"}, "Invalid granularity='bucket'. Must be one of 'layer', 'model'"),
