@@ -7,7 +7,7 @@ for what the other sent. The table shows medians of the milliseconds that this t
 
     ready, send     says that it is ready to receive, then sends
     send, ready     the other way round: nothing arrives while it sends
-    … batch         and Gloo's threads push nobody aside (lightning_sparse/exchange/gloo_threads.py)
+    … batch         and Gloo's threads push nobody aside (lightning_sparse.exchange.workers.let_senders_finish)
 
 What is used: send, ready, batch up to lightning_sparse.exchange.workers.SMALL_MESSAGE_BYTES, and ready, send, batch
 above. With --busy another process wants each core all the time, as one that loads data may.
@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from benchmarks.network_lab import NetworkLab
 from benchmarks.report import RESULTS, table, write
-from lightning_sparse.exchange.gloo_threads import NAME
+from lightning_sparse.exchange.workers import GLOO_THREAD
 
 ORDERS = ("ready, send", "send, ready")
 WAYS = [f"{order}{kind}" for order in ORDERS for kind in ("", ", batch")]
@@ -37,7 +37,7 @@ ROUNDS, STEPS = 7, 25
 def set_class(scheduling: int) -> None:
     """Gives all of Gloo's threads in this process a class of scheduling."""
     for folder in Path("/proc/self/task").iterdir():
-        if (folder / "comm").read_bytes().strip() == NAME:
+        if (folder / "comm").read_bytes().strip() == GLOO_THREAD:
             os.sched_setscheduler(int(folder.name), scheduling, os.sched_param(0))
 
 

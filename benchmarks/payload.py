@@ -53,7 +53,7 @@ def exchange_once(exchange: Exchange, selection: Selection, out: Tensor, wire: W
     header = torch.zeros(FIXED_FIELDS, dtype=torch.float64)
     header[NUM_SELECTED] = selection.indices.numel()
     header[LARGEST_SLICE] = largest_slice(selection.indices, out.numel(), exchange.workers.num_workers)
-    shipment = exchange.open(0, out.numel(), wire, header.numel(), out, is_last=True)
+    shipment = exchange.open(0, wire, header.numel(), out, is_last=True)
     if shipment.payload is None:
         out.zero_()
         out[selection.indices] = selection.values / shipment.divisor
@@ -61,8 +61,8 @@ def exchange_once(exchange: Exchange, selection: Selection, out: Tensor, wire: W
         shipment.format.fill(shipment.payload, selection)
         capacity = shipment.format.capacity(shipment.payload.numel())
         shipment.rest = lambda: Selection(selection.indices[capacity:], selection.values[capacity:])
-    exchange.start(shipment, header, is_last=True)
-    return exchange.finish()[1].sent_bytes
+    exchange.start(shipment, header)
+    return exchange.finish()[1]
 
 
 def random_selection(num_elements: int, selected: int, seed: int) -> Selection:

@@ -100,12 +100,11 @@ def traffic_of(costs: Costs, selected: float, node: int) -> dict[str, Traffic]:
     """What each mode asks of the network; hierarchical only for several whole nodes of so many workers."""
     n = costs.num_workers
     headers, sizes = (n - 1) * HEADER_BYTES, (n - 1) * SIZE_BYTES
-    scattered = costs.scatter_bytes(largest_of_slices(selected, n))
-    scattered += costs.slices_bytes(costs.independent_union(selected))
+    received = costs.received_bytes(selected, largest_of_slices(selected, n))
     found = {
-        "gather": Traffic(costs.gather_bytes(selected) + headers, 1),
-        "reduce_scatter": Traffic(scattered + headers + sizes, 4),
-        "dense": Traffic(costs.dense_bytes() + headers, 2 * (n - 1) + 1),
+        "gather": Traffic(received["gather"] + headers, 1),
+        "reduce_scatter": Traffic(received["reduce_scatter"] + headers + sizes, 4),
+        "dense": Traffic(received["dense"] + headers, 2 * (n - 1) + 1),
     }
     if n > node and n % node == 0:
         # Each worker of a node carries a slice between nodes: what any of the node's workers selected in it.
@@ -113,11 +112,12 @@ def traffic_of(costs: Costs, selected: float, node: int) -> dict[str, Traffic]:
         elements = -(-costs.num_elements // node)
         between = costs_of(n // node, elements)
         union = min(likely_largest(inside.independent_union(selected) / node, n), elements)
-        is_sparse = between.gather_bytes(union) < between.dense_bytes()
+        received = between.received_bytes(union, 0)
+        is_sparse = received["gather"] < received["dense"]
         found["hierarchical"] = Traffic(
-            (between.gather_bytes(union) if is_sparse else between.dense_bytes()) + headers + sizes,
+            received["gather" if is_sparse else "dense"] + headers + sizes,
             2 + (1 if is_sparse else 2 * (n // node - 1)),
-            inside.dense_bytes() + (node - 1) * elements * FLOAT_BYTES,
+            inside.received_bytes(0, 0)["dense"] + (node - 1) * elements * FLOAT_BYTES,
             2 * (node - 1) + 1,
         )
     return found

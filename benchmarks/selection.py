@@ -32,9 +32,8 @@ from torch import Tensor
 
 from benchmarks import report
 from lightning_sparse.exchange import Buffers
-from lightning_sparse.exchange.payload import PayloadFormat
+from lightning_sparse.exchange.payload import PayloadFormat, aligned
 from lightning_sparse.exchange.routes import adding
-from lightning_sparse.exchange.routes.forecast import aligned
 from lightning_sparse.exchange.wire import VALUE_DTYPES, ValueDtype, wire_of
 from lightning_sparse.kernels import is_available
 from lightning_sparse.selection.bucket import FlatBucket

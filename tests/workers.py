@@ -19,6 +19,9 @@ from typing import Any, NamedTuple
 
 from tests.worker_process import Call, serve
 
+NUM_WORKERS = "LIGHTNING_SPARSE_TEST_WORKERS"
+"""The environment variable that says what ``WORLD_SIZE`` does, which Lightning removes when a Trainer has finished."""
+
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.preload"])
 
@@ -129,6 +132,7 @@ def environment_of(rank: int, num_workers: int, port: int) -> dict[str, str]:
         "LOCAL_RANK": str(rank),
         "NODE_RANK": "0",
         "WORLD_SIZE": str(num_workers),
+        NUM_WORKERS: str(num_workers),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }

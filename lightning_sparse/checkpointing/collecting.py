@@ -13,7 +13,6 @@ from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.state.saved_state import unsent_norm
 from lightning_sparse.engine.state.snapshot import Snapshot, Tensors, copied
 from lightning_sparse.exchange import Workers
-from lightning_sparse.exchange.replicas import summed
 from lightning_sparse.exchange.sharded_tensors import like_parameter, whole, write_folder
 
 CHUNK_BYTES = 2**24
@@ -173,8 +172,8 @@ def _unsent_norm_of_all(averager: Averager, workers: Workers, own: Tensors) -> f
     unsent = own.get(UNSENT[averager.kind])
     device = next(iter(averager.parameters.values())).device
     square = (unsent_norm([unsent]) or 0.0) ** 2 if unsent else 0.0
-    of_replica = summed([square, float(bool(unsent))], averager.replica, device)
-    square, has_unsent = summed(of_replica, workers, device)
+    of_replica = averager.replica.gather_numbers([square, float(bool(unsent))], device).sum(0).tolist()
+    square, has_unsent = workers.gather_numbers(of_replica, device).sum(0).tolist()
     return sqrt(square / workers.num_workers) if has_unsent else None
 
 

@@ -35,7 +35,7 @@ def why_not_together(averager: Averager, barrier: SaveBarrier, patience: float, 
     if averager.is_exchanging or is_in_trouble():
         patience = shortened(patience)
     obstacles = [*obstacles, *averager.obstacles()]
-    why_not = barrier.wait({"progress": averager.progress, "obstacles": obstacles}, patience).why_not
+    why_not = barrier.wait({"progress": averager.progress, "obstacles": obstacles}, patience)
     return why_not or next(iter(obstacles), None)
 
 

@@ -42,7 +42,6 @@ from lightning_sparse.exchange import (
     parameter_settings,
     require_agreement,
 )
-from lightning_sparse.exchange.replicas import summed
 from lightning_sparse.sparsifiers import Sparsifier
 
 OUTER = "outer."
@@ -231,7 +230,7 @@ class SparseModelAverager(Averager):
         parameters = self.parameters
         names = [name for name in parameters if name in held]
         if workers is not None:  # a frozen shard may have changed on another rank of the replica only
-            flags = summed([float(name in held) for name in parameters], self.replica, self.device)
+            flags = self.replica.gather_numbers([name in held for name in parameters], self.device).any(0).tolist()
             names = [name for name, flag in zip(parameters, flags, strict=True) if flag]
         snapshot.own["weights"] = {name: as_real(held.get(name, local(parameters[name]))).reshape(-1) for name in names}
         if not self.options.keep_drift:

@@ -6,7 +6,6 @@ shard exchange the drift of that shard from the anchor that all replicas have.
 """
 
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import nn
@@ -16,7 +15,6 @@ from lightning_sparse.drift import DriftOptions, SparseModelAverager
 from lightning_sparse.drift.averager import drift_settings
 from lightning_sparse.engine.sharding.resharded import Resharded, reshard
 from lightning_sparse.engine.sharding.sharding import Sharding
-from lightning_sparse.exchange.replicas import largest
 from lightning_sparse.sparsifiers import Dense, Sparsifier
 
 
@@ -81,7 +79,8 @@ class ShardModelAverager(SparseModelAverager):
             sparsifier, options = Dense(), replace(options, value_dtype="float32")
         super().__init__(Resharded(module), sparsifier, options, group=sharding.group, per_layer_stats=per_layer_stats)
         sharding.add_up(self._engine)
-        self._exchange.of_whole_model = partial(largest, workers=self.replica, device=self.device)
+        replica, device = self.replica, self.device  # without self: no reference cycle
+        self._exchange.of_whole_model = lambda number: float(replica.gather_numbers([number], device).max())
         self._whole, self._place_in_world = module, sharding.place
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -186,7 +186,6 @@ class Engine:
             bucket.average = self._averages.take(bucket.index, gradient.numel(), dtype, gradient.device)
         shipment = self._exchange.open(
             bucket.index,
-            layout.num_elements,
             self._wire(dtype),
             header_fields(layout, self._per_layer_stats) + (0 if bucket.notes is None else bucket.notes.numel()),
             bucket.average,
@@ -196,7 +195,7 @@ class Engine:
         header = self._extraction.fill(bucket, shipment, measures_gradient=self.is_calibrating)
         if bucket.notes is not None:
             header = torch.cat([header, bucket.notes])
-        self._exchange.start(shipment, header, is_last=bucket.is_last)
+        self._exchange.start(shipment, header)
 
     def add_all(self, buckets: Iterable[FlatBucket]) -> None:
         """Add buckets as they come, or once all are there for a sparsifier that must see the whole step. Collective."""
@@ -220,7 +219,7 @@ class Engine:
         """
         begin = perf_counter()
         try:
-            headers, self._volume = self._exchange.finish()
+            headers, self._sent_bytes, self._dense_elements = self._exchange.finish()
             self.wait_seconds = perf_counter() - begin
         except LostWorkerError as error:
             raise RuntimeError(f"Exchange {self.next_step} failed: {error}") from error
@@ -250,9 +249,9 @@ class Engine:
             0 if before is None else before.step + 1,
             [bucket.layout for bucket in buckets],
             self._headers,
-            payload_bytes=self._volume.sent_bytes + more_bytes,
+            payload_bytes=self._sent_bytes + more_bytes,
             dense_bytes=dense_exchanges * sum(bucket.gradient.nbytes for bucket in buckets),
-            dense_elements=self._volume.dense_elements,
+            dense_elements=self._dense_elements,
             threshold=self.sparsifier.current_threshold,
             is_calibration=self.is_calibrating,
         )

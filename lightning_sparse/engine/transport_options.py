@@ -25,7 +25,7 @@ class TransportOptions:
         exchange: the route, see ``Exchange``.
         link_gbit_s: the rate of a worker's link in one direction. ``exchange="auto"`` chooses routes by it, and small
             payloads wait for each other over Gloo by it. None assumes a cautious value, see
-            ``lightning_sparse.exchange.routes.cost_model`` and ``lightning_sparse.exchange.routes.coalescer``.
+            ``lightning_sparse.exchange.routes.cost_model`` and ``lightning_sparse.exchange.routes.gather``.
 
     Raises:
         ValueError: a word or a rate that is not allowed.

@@ -1,15 +1,15 @@
-"""How a selection travels: every worker's payload becomes the same averaged gradient on every worker.
+"""The exchange: every worker's payload becomes the same averaged gradient on every worker.
 
-The only room that issues collectives. Every worker must issue the same ones in the same order, from the body of DDP's
-communication hook and from nowhere else. (Gloo matches collectives by order, and one issued in a future's callback
-runs in whatever order the callbacks happen to run.)
+Only this package issues collectives. Every worker must issue the same ones in the same order, from the body of DDP's
+communication hook and from nowhere else: Gloo matches collectives by order, and the order of a future's callbacks
+differs between workers.
 """
 
 from lightning_sparse.exchange.agreement import current_device, parameter_settings, raised_together, require_agreement
 from lightning_sparse.exchange.buffers import Buffers, let_go, without_wait
 from lightning_sparse.exchange.exchange import EXCHANGE_MODES, Exchange, ExchangeMode
+from lightning_sparse.exchange.groups import OwnGroup
 from lightning_sparse.exchange.in_process import ThreadWorkers
-from lightning_sparse.exchange.own_group import OwnGroup
 from lightning_sparse.exchange.routes.cost_model import require_link
 from lightning_sparse.exchange.routes.reduce_scatter import largest_slice, slice_bounds, slice_elements
 from lightning_sparse.exchange.routes.shipment import LARGEST_SLICE, NUM_SELECTED, Shipment

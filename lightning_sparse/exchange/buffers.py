@@ -1,14 +1,16 @@
-"""Memory that the exchange uses again in every step, and the way to the host."""
+"""Memory that the exchange uses again in every step, and copies between host and device."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 PATIENCE = 100
-"""What so many steps in a row needed less than a quarter of, or not at all, is given back."""
+"""Steps after which memory is freed if none of them needed more than a quarter of it."""
 
 
 class Buffers:
-    """Tensors by name that are allocated once, grow when more is asked for, and shrink when a burst is long over.
+    """Tensors by name that are allocated once, grow on demand, and shrink long after a burst.
 
     Capacities change a little from step to step; a fresh allocation for each would cost page faults on a CPU.
     """
@@ -18,18 +20,13 @@ class Buffers:
         self._most: dict[tuple[object, torch.dtype, torch.device], int] = {}
         self._steps = 0
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are held."""
-        return sum(held.nbytes for held in self._held.values())
-
     def forget(self) -> None:
-        """Gives everything back, where sizes are no longer those of before. Who was given memory keeps it."""
+        """Free all memory. Tensors that were taken keep theirs."""
         for key in list(self._held):
             self._drop(key)
 
     def end_step(self) -> None:
-        """Looks now and then what is no longer needed."""
+        """Free memory after every PATIENCE steps that did not need it."""
         self._steps += 1
         if self._steps % PATIENCE == 0:
             for key, held in list(self._held.items()):
@@ -40,62 +37,53 @@ class Buffers:
     def take(
         self, name: object, numel: int, dtype: torch.dtype, device: torch.device, *, pinned: bool = False
     ) -> Tensor:
-        """Returns a tensor of shape (numel,) with whatever is in it; the same memory for the same name."""
+        """Return an uninitialised tensor of shape (numel,); the same memory for the same name."""
         key = (name, dtype, device)
         self._most[key] = max(numel, self._most.get(key, 0))
-        held = self._held.get(key)
-        if held is None or held.numel() < numel:
-            room = numel
-            if held is not None:
-                # Freed before the other one is made. Half as much again, so that a slowly growing density does not
-                # allocate in every step.
-                del held
-                self._drop(key)
-                room += numel // 2
+        room = numel
+        if key in self._held and self._held[key].numel() < numel:
+            # Freed before the larger tensor is made. Half as much again, so that a slowly growing density does not
+            # allocate in every step.
+            self._drop(key)
+            room += numel // 2
+        if key not in self._held:
             made = torch.empty(room, dtype=dtype, device=device)
-            held = self._held[key] = made.pin_memory() if pinned else made
-        return held[:numel]
+            self._held[key] = made.pin_memory() if pinned else made
+        return self._held[key][:numel]
 
     def _drop(self, key: tuple[object, torch.dtype, torch.device]) -> None:
         let_go(self._held.pop(key))
 
 
 def let_go(tensor: Tensor) -> None:
-    """Keeps memory that is about to be freed from others until what is enqueued in this stream is done with it.
+    """Keep memory that is about to be freed from others until this stream's work with it has ended.
 
-    Without it the allocator goes by the stream in which the tensor was made, and that may be another one.
+    Otherwise the allocator goes by the stream in which the tensor was made, which may be another one.
     """
     if tensor.device.type == "cuda":
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def without_wait(table: Tensor, device: torch.device) -> Tensor:
-    """Returns a copy of a tensor of the CPU on another device, for which the host does not wait."""
+    """Return a copy of a CPU tensor on another device, for which the host does not wait."""
     if device.type == "cuda":
         return table.pin_memory().to(device, non_blocking=True)  # of memory that is not pinned it would
     return table.to(device)
 
 
-class HostCopy:
-    """A copy of a tensor on the host, begun at once; on a GPU by way of pinned memory, while other work is enqueued.
+def copy_to_host(tensor: Tensor, buffers: Buffers) -> Callable[[], Tensor]:
+    """Begin to copy a tensor to the host, and return a function that waits for the copy and returns it.
 
-    Args:
-        tensor: what is copied.
-        buffers: where the pinned memory is held.
+    From a GPU the copy goes by way of pinned memory, while the caller enqueues other work.
     """
+    if tensor.device.type != "cuda":
+        return tensor.cpu
+    pinned = buffers.take("on the host", tensor.numel(), tensor.dtype, torch.device("cpu"), pinned=True)
+    pinned.copy_(tensor.flatten(), non_blocking=True)
+    event: torch.cuda.Event = torch.cuda.current_stream(tensor.device).record_event()
 
-    def __init__(self, tensor: Tensor, buffers: Buffers) -> None:
-        self._copy, self._event = tensor, None
-        if tensor.device.type == "cuda":
-            pinned = buffers.take("on the host", tensor.numel(), tensor.dtype, torch.device("cpu"), pinned=True)
-            self._copy = pinned.view(tensor.shape)
-            self._copy.copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(tensor.device))
+    def wait() -> Tensor:
+        event.synchronize()
+        return pinned.view(tensor.shape).clone()
 
-    def wait(self) -> Tensor:
-        """Returns the copy once it is there: the step's wait for the device."""
-        if self._event is None:
-            return self._copy.cpu()
-        self._event.synchronize()
-        return self._copy.clone()
+    return wait

@@ -1,4 +1,4 @@
-"""What an exchange will cost, said before anything runs."""
+"""The cost of an exchange, estimated before anything runs."""
 
 from dataclasses import dataclass, replace
 from math import ceil, inf
@@ -6,34 +6,34 @@ from math import ceil, inf
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from lightning_sparse.exchange.routes.cost_model import Costs, Route, Speeds, speeds
-from lightning_sparse.exchange.wire import VALUE_DTYPES, ValueDtype, value_bytes
+from lightning_sparse.exchange.routes.cost_model import Costs, speeds
+from lightning_sparse.exchange.wire import DTYPES, ValueDtype
 from lightning_sparse.sparsifiers.protocol import is_number, require_density
 
 BUCKET_BYTES = 25 * 2**20
-"""Of DDP's buckets unless it is told otherwise."""
+"""The size of DDP's buckets by default."""
 CPU_DENSE_ELEMENT, CPU_SPARSE_ELEMENT = 0.7e-9, 1.6e-9
-"""Seconds an element that a step takes longer than without DDP: with DDP and nothing exchanged, and with a threshold of
-which hardly anything is sent (benchmarks/results/step_time_bucket_view.json, one core of an AMD EPYC)."""
+"""Seconds per element that a step takes longer than without DDP: with DDP and nothing exchanged, and with a threshold
+that hardly any coordinate reaches (benchmarks/results/step_time_bucket_view.json, one core of an AMD EPYC)."""
 GPU_SPARSE_ELEMENT = 6e-12
 """Reading gradient and residual and writing the residual at 2 TB/s; predicted, not measured."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What exchanging a gradient costs a step, densely and sparsely, if nothing of it overlaps with backward.
+    """The cost of exchanging a gradient per step, densely and sparsely, if nothing of it overlaps with backward.
 
     Attributes:
-        num_elements: d, of all parameters that are trained.
+        num_elements: d, of all trained parameters.
         num_workers: n.
         gbit_per_s: of a worker's link, in one direction.
         density: share of the coordinates that is sent.
-        dense_seconds: of a step, for a dense exchange in float32.
-        sparse_seconds: for a sparse one.
-        dense_bytes: that reach a worker in a step.
-        sparse_bytes: likewise.
-        break_even: the density above which buckets travel whole, since that costs less, in 0…1.
-        compute_seconds: of a step without any exchange; None where it was not said.
+        dense_seconds: seconds per step of a dense exchange in float32.
+        sparse_seconds: seconds per step of a sparse exchange.
+        dense_bytes: bytes that reach a worker per step in a dense exchange.
+        sparse_bytes: bytes that reach a worker per step in a sparse exchange.
+        break_even: the density above which buckets go dense, since that costs less, in 0…1.
+        compute_seconds: of a step without any exchange; None if unknown.
     """
 
     num_elements: int
@@ -49,12 +49,12 @@ class Estimate:
 
     @property
     def times_faster(self) -> float:
-        """How many times as fast a step is; of the exchange alone where computing was not said."""
+        """How many times as fast a step is; of the exchange alone if ``compute_seconds`` is unknown."""
         compute = self.compute_seconds or 0.0
         return (compute + self.dense_seconds) / (compute + self.sparse_seconds)
 
     def __str__(self) -> str:
-        """The verdict in a few sentences."""
+        """Return the verdict in a few sentences."""
         said = [
             f"{self.num_elements:,} elements, {self.num_workers} workers, {gbit(self.gbit_per_s)} Gbit/s each: "
             f"exchanging them takes {duration(self.dense_seconds)} densely and {duration(self.sparse_seconds)} at a "
@@ -84,22 +84,22 @@ def estimate(
     compute_seconds: float | None = None,
     on_gpu: bool = False,
 ) -> Estimate:
-    """Returns what an exchange will cost, from the cost model by which ``exchange="auto"`` chooses routes.
+    """Estimate the cost of an exchange by the cost model with which ``exchange="auto"`` chooses routes.
 
-    On CPUs its constants are measured, on GPUs they are predicted. For gradients that travel while backward goes on it
-    is the most that a step can take.
+    Its constants are measured on CPUs and predicted on GPUs. For gradients that travel during backward the result is an
+    upper bound.
 
     Args:
-        model: whose parameters with ``requires_grad`` are exchanged; or their number of elements.
+        model: the module whose parameters with ``requires_grad`` are exchanged; or their number of elements.
         num_workers: n, at least 2.
-        gbit_per_s: of a worker's link, in one direction, above 0. Workers of a node that share a link have their part.
+        gbit_per_s: of a worker's link, in one direction, above 0. Workers of a node share its link.
         density: share of the coordinates that is sent, in (0, 1].
-        value_dtype: what values travel in.
+        value_dtype: the dtype in which values travel.
         compute_seconds: of a step without any exchange, if it is known.
         on_gpu: whether gradients are on GPUs.
 
     Raises:
-        ValueError: a number outside its range, or a model whose sizes are not known yet.
+        ValueError: a number is outside its range, or layers of the model are not initialised.
         TypeError: no model.
 
     Example:
@@ -117,52 +117,38 @@ def estimate(
         raise ValueError("The model has layers that are not initialised. Run a batch through it first.")
     if compute_seconds is not None and (not is_number(compute_seconds) or not compute_seconds >= 0):
         raise ValueError(f"Invalid {compute_seconds=}. Must be at least 0, in seconds.")
-    if value_dtype not in VALUE_DTYPES:
-        raise ValueError(f"Invalid {value_dtype=}. Must be one of {', '.join(map(repr, VALUE_DTYPES))}.")
+    if value_dtype not in DTYPES:
+        raise ValueError(f"Invalid {value_dtype=}. Must be one of {', '.join(map(repr, DTYPES))}.")
     require_density(density, "one in a thousand")
     num_elements = model if isinstance(model, int) else sum(p.numel() for p in model.parameters() if p.requires_grad)
     if num_elements < 1:
         raise ValueError(f"Got {num_elements} elements to exchange. Is anything trained?")
     rates = speeds(gbit_per_s, on_gpu=on_gpu)
-    dense, sparse = _seconds(num_elements, num_workers, density, value_bytes(value_dtype), rates, on_gpu)
-    costs = Costs(num_workers, num_elements, value_bytes(value_dtype), 4)
-    route = min(sparse, key=lambda name: sparse[name])
-    received = {
-        "dense": costs.dense_bytes(),
-        "gather": costs.gather_bytes(density * num_elements),
-        "reduce_scatter": costs.scatter_bytes(density * num_elements / num_workers)
-        + costs.slices_bytes(costs.independent_union(density * num_elements)),
-    }
-    per_bucket = replace(costs, num_elements=min(num_elements, BUCKET_BYTES // 4))
+    dense_element, sparse_element = (0.0, GPU_SPARSE_ELEMENT) if on_gpu else (CPU_DENSE_ELEMENT, CPU_SPARSE_ELEMENT)
+    whole = Costs(num_workers, num_elements, DTYPES[value_dtype].itemsize, sum_bytes=4)
+    received = whole.received_bytes(density * num_elements, density * num_elements / num_workers)
+    num_buckets = ceil(4 * num_elements / BUCKET_BYTES)
+    bucket = replace(whole, num_elements=num_elements // num_buckets)
+    selected = density * bucket.num_elements
+    taken = bucket.seconds(selected, selected / num_workers, rates)
+    route = min(taken, key=lambda name: taken[name])
+    full_bucket = replace(whole, num_elements=min(num_elements, BUCKET_BYTES // 4))
     return Estimate(
         num_elements=num_elements,
         num_workers=num_workers,
         gbit_per_s=float(gbit_per_s),
         density=density,
-        dense_seconds=dense,
-        sparse_seconds=sparse[route],
-        dense_bytes=costs.dense_bytes(),
+        dense_seconds=dense_element * num_elements + num_buckets * taken["dense"],
+        sparse_seconds=sparse_element * num_elements + num_buckets * taken[route],
+        dense_bytes=received["dense"],
         sparse_bytes=received[route],
-        break_even=per_bucket.break_even_density(rates),
+        break_even=full_bucket.break_even_density(rates),
         compute_seconds=compute_seconds,
     )
 
 
-def _seconds(
-    num_elements: int, num_workers: int, density: float, bytes_of_value: int, rates: Speeds, on_gpu: bool
-) -> tuple[float, dict[Route, float]]:
-    """Returns the seconds of a dense exchange, and of each route of a sparse one."""
-    buckets = ceil(4 * num_elements / BUCKET_BYTES)
-    each = num_elements // buckets
-    selected = density * each
-    routes = Costs(num_workers, each, bytes_of_value, 4).seconds(selected, selected / num_workers, rates)
-    dense = 0.0 if on_gpu else CPU_DENSE_ELEMENT * num_elements
-    sparse = (GPU_SPARSE_ELEMENT if on_gpu else CPU_SPARSE_ELEMENT) * num_elements
-    return dense + buckets * routes["dense"], {route: sparse + buckets * taken for route, taken in routes.items()}
-
-
 def duration(seconds: float) -> str:
-    """Returns a time with three digits, in the unit that suits it.
+    """Return a time with three digits, in the unit that suits it.
 
     >>> duration(4.2e-5), duration(0.0765), duration(2.09)
     ('42 µs', '76.5 ms', '2.09 s')
@@ -173,7 +159,7 @@ def duration(seconds: float) -> str:
 
 
 def gbit(rate: float, digits: int = 3) -> str:
-    """Returns a rate with so many digits, for people and for Python alike.
+    """Return a rate with so many digits, for people and for Python alike.
 
     >>> gbit(0.9482), gbit(2400.0), gbit(2400.0, digits=1)
     ('0.948', '2400', '2000')

@@ -1,7 +1,8 @@
 """Workers that are threads of one process: the exchange's collectives without a process group."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Barrier, BrokenBarrierError
 from typing import Any
@@ -14,11 +15,7 @@ from lightning_sparse.exchange.workers import Workers
 
 
 class ThreadWorkers:
-    """As many workers as asked for, each in a thread of its own, who meet in their collectives.
-
-    Args:
-        num_workers: n, at least 1.
-    """
+    """Runs workers in threads that wait for each other in their collectives."""
 
     def __init__(self, num_workers: int) -> None:
         self._barrier = Barrier(num_workers)
@@ -27,20 +24,19 @@ class ThreadWorkers:
         self._threads = ThreadPoolExecutor(num_workers)
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:
-        """Returns ``[function(rank) for every rank]``, all called at once; collectives in it meet each other.
+        """Return ``[function(rank) for every rank]``, all called at once; their collectives meet each other.
 
-        Without gradients being recorded. What the first of them raised is raised again, once all have ended.
+        Gradients are not recorded. The first error of a worker is raised again once all workers have ended.
         """
         self._barrier.reset()
         futures = [self._threads.submit(self._call, function, worker.rank) for worker in self.workers]
-        errors = [future.exception() for future in futures]
-        raised = [error for error in errors if error]
+        raised = [error for future in futures if (error := future.exception())]
         for error in sorted(raised, key=lambda error: isinstance(error, BrokenBarrierError)):
             raise error
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """Ends the threads."""
+        """End the threads."""
         self._threads.shutdown()
 
     def _call(self, function: Callable[[int], Any], rank: int) -> Any:
@@ -48,17 +44,15 @@ class ThreadWorkers:
             with torch.no_grad():
                 return function(rank)
         except BaseException:
-            self._barrier.abort()  # nobody waits for this one
+            self._barrier.abort()  # so that no worker waits for this one
             raise
 
-    def swap(self, rank: int, part: Any) -> list[Any]:
-        """Returns what all gave, in rank order. Nobody goes on before all have taken it: see ``taken``."""
+    @contextmanager
+    def swap(self, rank: int, part: Any) -> Iterator[list[Any]]:
+        """Yield the parts of all workers in rank order. None leaves the context before all have read the parts."""
         self._parts[rank] = part
         self._barrier.wait()
-        return self._parts
-
-    def taken(self) -> None:
-        """Waits until all have taken what they need of what ``swap`` returned."""
+        yield self._parts
         self._barrier.wait()
 
 
@@ -69,24 +63,20 @@ class _InProcess(Workers):
     threads: ThreadWorkers = field(repr=False, compare=False)
 
     def all_gather(self, out: Tensor, part: Tensor) -> Pending:
-        places = out.view(self.num_workers, -1)
-        for place, given in zip(places, self.threads.swap(self.rank, part), strict=True):
-            place.copy_(given)
-        self.threads.taken()
+        with self.threads.swap(self.rank, part) as parts:
+            torch.stack(parts, out=out.view(self.num_workers, *part.shape))
         return Pending([])
 
     def all_to_all(self, out: Tensor, parts: Tensor) -> Pending:
-        places = out.view(self.num_workers, -1)
-        for place, given in zip(places, self.threads.swap(self.rank, parts), strict=True):
-            place.copy_(given.view(self.num_workers, -1)[self.rank])
-        self.threads.taken()
+        with self.threads.swap(self.rank, parts.view(self.num_workers, -1)) as parts_of_all:
+            torch.stack([given[self.rank] for given in parts_of_all], out=out.view(self.num_workers, -1))
         return Pending([])
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         total = torch.zeros_like(tensor)
-        for given in self.threads.swap(self.rank, tensor):
-            total += given
-        self.threads.taken()
+        with self.threads.swap(self.rank, tensor) as tensors:
+            for given in tensors:
+                total += given
         tensor.copy_(total)
         return Pending([])
 

@@ -1,14 +1,14 @@
-"""How a selection is packed: values and 16-bit indices in one buffer of bytes, and back.
+"""The bytes of a selection: packs values and 16-bit indices into one buffer, and unpacks them.
 
 The layout of a payload, every part in the machine's byte order, ends padded to 8 bytes and values to 2::
 
     | header: H x float64 | block ends: B x int32 | values: c | offsets: c x 16 bit |
 
-An index is an offset of 16 bits inside its block of 65,536 elements. Indices ascend, so where each block's coordinates
-end is all that is needed to recover the block: 2 bytes an index and 4 bytes a block instead of 8 bytes an index.
+An index is an offset of 16 bits inside its block of 65,536 elements. Indices ascend, so the ends of the blocks'
+coordinates tell each coordinate's block: 2 bytes per index and 4 bytes per block instead of 8 bytes per index.
 
-A payload has room for c coordinates, its capacity. The ends are always those of the whole selection of k coordinates,
-so the last one is k: where k < c the room after the first k is unused, where k > c only the first c are in the payload.
+A payload has a capacity of c coordinates. The ends are always those of the whole selection of k coordinates, so the
+last end is k. If k < c, the places after the first k are unused; if k > c, the payload holds only the first c.
 """
 
 from dataclasses import dataclass
@@ -27,29 +27,22 @@ CAPACITY_STEP = 8
 
 
 class PayloadParts(NamedTuple):
-    """The parts of a payload, as views of its bytes.
+    """The parts of a payload, as views of its bytes."""
 
-    Attributes:
-        header: float64, shape (H,).
-        ends: int32, shape (B,): selected coordinates up to the end of each block of 65,536 elements.
-        values: as they travel, shape (c,).
-        offsets: int16, shape (c,): 16 unsigned bits each.
-    """
-
-    header: Tensor
-    ends: Tensor
-    values: Tensor
-    offsets: Tensor
+    header: Tensor  # float64, shape (H,)
+    ends: Tensor  # int32, shape (B,): selected coordinates up to the end of each block of 65,536 elements
+    values: Tensor  # encoded, shape (c,)
+    offsets: Tensor  # int16, shape (c,): 16 unsigned bits each
 
 
 @dataclass(frozen=True)
 class PayloadFormat:
-    """What both ends must know to pack and unpack a bucket's payload.
+    """Packs and unpacks a bucket's payloads.
 
     Args:
         num_elements: elements of the bucket.
-        wire: how values travel.
-        header_fields: H, how many numbers travel along.
+        wire: the form of a value.
+        header_fields: H, the number of header fields.
     """
 
     num_elements: int
@@ -64,32 +57,28 @@ class PayloadFormat:
     @property
     def coordinate_bytes(self) -> int:
         """Bytes of one coordinate: its value and its offset."""
-        return self.wire.itemsize + 2
+        return self.wire.dtype.itemsize + 2
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes of a payload that has no room for coordinates."""
+        """Bytes of a payload of capacity 0."""
         return 8 * self.header_fields + 8 * -(-self.num_blocks // 2)
 
     def payload_bytes(self, capacity: int) -> int:
-        """Bytes of a payload with room for so many coordinates."""
-        padding = capacity * self.wire.itemsize % 2
+        """Return the bytes of a payload of this capacity."""
+        padding = capacity * self.wire.dtype.itemsize % 2
         return self.fixed_bytes + capacity * self.coordinate_bytes + padding
 
     def capacity(self, payload_bytes: int) -> int:
-        """The capacity of a payload of so many bytes."""
+        """Return the capacity of a payload of so many bytes."""
         return (payload_bytes - self.fixed_bytes) // self.coordinate_bytes
 
     def parts(self, payload: Tensor) -> PayloadParts:
-        """Returns views of a payload's parts, or of each of several payloads'.
-
-        Args:
-            payload: uint8, shape (…, payload_bytes(c)), beginning at a multiple of 8 bytes.
-        """
+        """Return views of the parts of payloads: uint8, shape (…, payload_bytes(c)), at a multiple of 8 bytes."""
         capacity = self.capacity(payload.shape[-1])
         ends_start = 8 * self.header_fields
         values_start = self.fixed_bytes
-        values_end = values_start + capacity * self.wire.itemsize
+        values_end = values_start + capacity * self.wire.dtype.itemsize
         offsets_start = values_end + values_end % 2
         return PayloadParts(
             payload[..., :ends_start].view(torch.float64),
@@ -99,27 +88,15 @@ class PayloadFormat:
         )
 
     def num_selected(self, payload: Tensor) -> int:
-        """Returns k, and waits for the device."""
+        """Return k, which waits for the device."""
         return int(self.parts(payload).ends[-1]) if self.num_blocks else 0
 
-    def pack(self, selection: Selection) -> Tensor:
-        """Returns a payload just large enough: uint8, shape (payload_bytes(k),), on the selection's device.
-
-        Args:
-            selection: k coordinates; their values must be exact on the wire (see ``Wire.rounded``).
-        """
-        payload = torch.zeros(
-            self.payload_bytes(selection.indices.numel()), dtype=torch.uint8, device=selection.indices.device
-        )
-        self.fill(payload, selection)
-        return payload
-
     def fill(self, payload: Tensor, selection: Selection) -> None:
-        """Writes the first c coordinates of a selection, and the ends of all, into a payload of capacity c.
+        """Write the first c coordinates of a selection, and the ends of all, into a payload of capacity c.
 
         Args:
-            payload: uint8, shape (…, payload_bytes(c)); its header is left as it is.
-            selection: k coordinates, exact on the wire: shapes (…, k).
+            payload: uint8, shape (…, payload_bytes(c)); the header stays as it is.
+            selection: k coordinates, with values from ``Wire.rounded``: shapes (…, k).
         """
         _, ends, values, offsets = self.parts(payload)
         indices = selection.indices
@@ -131,17 +108,16 @@ class PayloadFormat:
         offsets[..., :written].copy_(indices[..., :written].bitwise_and(BLOCK_ELEMENTS - 1))
 
     def unpack(self, payload: Tensor, dtype: torch.dtype, num_selected: int | None = None) -> Selection:
-        """Returns the coordinates that are in a payload.
+        """Return the coordinates in a payload, without a wait for the device.
 
         Args:
             payload: uint8, shape (payload_bytes(c),).
             dtype: dtype of the values returned.
-            num_selected: k, known from a header; None where the payload has no unused room. Without it, or where it is
-                at most c, nothing waits for the device.
+            num_selected: k, known from a header; None if k ≥ c.
         """
         _, ends, values, offsets = self.parts(payload)
         held = values.numel() if num_selected is None else min(num_selected, values.numel())
-        ends = ends.clamp(max=held)  # those of more than is held, perhaps
+        ends = ends.clamp(max=held)  # k may be larger
         counts = ends.diff(prepend=ends.new_zeros(1))
         starts = _block_starts(self.num_blocks, payload.device).repeat_interleave(counts, output_size=held)
         return Selection(
@@ -149,7 +125,7 @@ class PayloadFormat:
         )
 
     def unpack_padded(self, payload: Tensor, dtype: torch.dtype) -> Selection:
-        """Returns c coordinates without knowing k, and so without a wait for the device.
+        """Return c coordinates without knowing k, and so without a wait for the device.
 
         Those after the first k have the index num_elements and the value 0.
         """
@@ -165,3 +141,8 @@ class PayloadFormat:
 @lru_cache(maxsize=256)
 def _block_starts(num_blocks: int, device: torch.device) -> Tensor:
     return torch.arange(num_blocks, device=device) * BLOCK_ELEMENTS
+
+
+def aligned(count: int) -> int:
+    """Return the count rounded up to a multiple of CAPACITY_STEP."""
+    return -(-count // CAPACITY_STEP) * CAPACITY_STEP

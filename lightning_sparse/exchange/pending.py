@@ -1,22 +1,12 @@
-"""What is under way between workers, until somebody waits for it."""
+"""Messages and collectives that are under way until the exchange waits for them."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
 _abandoned: list[list[tuple[dist.Work, int | None]]] = []
-"""What nobody waits for any more, and others have sent or will: received all the same, so that what follows on the same
-connections is not held up. A few small objects, and their payloads, for each exchange that is broken off."""
-
-
-@contextmanager
-def lost_worker(peer: int | None) -> Iterator[None]:
-    """Raises what torch raises within as ``LostWorkerError``."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise LostWorkerError(peer, error) from error
+"""Works of exchanges that were broken off: a few small objects, and their payloads, for each. The messages still arrive
+there, so that they do not hold up later messages on the same connections."""
 
 
 class LostWorkerError(RuntimeError):
@@ -24,7 +14,7 @@ class LostWorkerError(RuntimeError):
 
     Args:
         peer: the other worker's global rank; None where several take part and torch does not tell which one failed.
-        cause: what torch raised.
+        cause: the error that torch raised.
     """
 
     def __init__(self, peer: int | None, cause: BaseException) -> None:
@@ -34,10 +24,10 @@ class LostWorkerError(RuntimeError):
 
 
 class Pending:
-    """Messages or collectives under way. Who lets go of one that has not ended leaves it to arrive by itself.
+    """Messages or collectives under way. They still arrive if the object is deleted before they end.
 
     Args:
-        works: what must end.
+        works: the works to wait for.
         peers: of each work, the global rank of the worker at its other end; None where all take part.
     """
 
@@ -51,14 +41,14 @@ class Pending:
             abandoned.append(works)
 
     def wait(self) -> None:
-        """Waits until all have ended; on a GPU makes the current stream wait. Once: Gloo's messages come only once.
+        """Wait until all have ended; on a GPU make the current stream wait. A second call returns at once.
 
         Raises:
             LostWorkerError: a work failed.
         """
         works, self._works = self._works, []
         for work, peer in works:
-            try:  # not ``lost_worker``: this runs for each message
+            try:
                 work.wait()
             except RuntimeError as error:
                 raise LostWorkerError(peer, error) from error

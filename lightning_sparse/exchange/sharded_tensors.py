@@ -1,6 +1,6 @@
-"""Parts of distributed tensors: flat shards as the tensors they are parts of, whole tensors, and folders of them.
+"""Distributed tensors for checkpoints: from flat shards, to whole tensors, and in folders.
 
-A tensor that is laid out as its parameter can be read under any other sharding.
+A tensor with its parameter's layout can be read under any other sharding.
 """
 
 from collections.abc import Mapping
@@ -15,11 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 
 def like_parameter(parameter: Tensor, flat: Tensor) -> Tensor:
-    """Return this rank's part of a tensor as large as a parameter, sharded like it. Not collective.
+    """Return this rank's flat part, in the order of the shard's indices, as a tensor sharded like the parameter.
 
-    Args:
-        parameter: the parameter; without sharding the flat tensor itself is returned.
-        flat: the part, in the order of the shard's indices, shape (elements of the shard,).
+    Without sharding return the flat tensor itself. Not collective.
     """
     if not isinstance(parameter, DTensor):
         return flat
@@ -43,11 +41,9 @@ def whole(tree: Any) -> Any:
 
 
 def own_part(parameter: Tensor, full: Tensor) -> Tensor:
-    """Return this rank's part of a tensor as large as a parameter: flat, on the parameter's device. Not collective.
+    """Return this rank's flat part of a full tensor, on the parameter's device. Not collective.
 
-    Args:
-        parameter: the parameter.
-        full: all of the tensor, in the order of the parameter's indices.
+    Both are in the order of the parameter's indices.
     """
     full = full.to(parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device)
     if not isinstance(parameter, DTensor):
@@ -65,8 +61,7 @@ def write_folder(tree: dict[str, Any], folder: Path) -> None:
 def read_folder(tree: dict[str, Any], folder: Path) -> str | None:
     """Read tensors in place from a folder that all ranks have written. Collective: all ranks.
 
-    Returns:
-        None, or on every rank the same reason why the folder cannot be read.
+    Return None, or on every rank the same reason why the folder cannot be read.
     """
     try:
         state_dict_loader.load(tree, checkpoint_id=folder)

@@ -12,21 +12,26 @@ from torch import Tensor
 from lightning_sparse.sparsifiers import Sparsifier
 
 ValueDtype = Literal["float32", "bfloat16", "float16", "float8", "int8"]
-VALUE_DTYPES: tuple[ValueDtype, ...] = ("float32", "bfloat16", "float16", "float8", "int8")
-HALVES: dict[ValueDtype, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-STEPPED: dict[ValueDtype, torch.dtype] = {"float8": torch.float8_e4m3fn, "int8": torch.int8}
+DTYPES: dict[ValueDtype, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
+VALUE_DTYPES: tuple[ValueDtype, ...] = tuple(DTYPES)
 MOST_STEPS = {torch.float8_e4m3fn: 448 * 512, torch.int16: 32_767, torch.int8: 127}
 """The largest magnitude that travels, in steps. Only sums of int8 travel as int16 (``exchange/routes/dense.py``)."""
 
 
 @dataclass(frozen=True)
 class Wire:
-    """What a value is on the wire.
+    """The form of a value on the wire.
 
-    Whole numbers are those of steps. A float8 has four significant bits (e4m3: Micikevicius et al., *FP8 formats for
-    deep learning*, 2022, arXiv:2209.05433) and is scaled so that its smallest magnitude is a step; it, too, is always a
-    whole number of them. Multiples of a power of two are exact in float32, and so are their sums up to 2^24 steps:
-    however they are added up, the bits are the same. All that is not finite comes out as NaN.
+    int8 and int16 hold a number of steps. A float8 has four significant bits (e4m3: Micikevicius et al., *FP8 formats
+    for deep learning*, 2022, arXiv:2209.05433) and is scaled so that its smallest magnitude is a step, so it also
+    represents a whole number of steps. Multiples of a power of two are exact in float32, and so are their sums up to
+    2^24 steps: any order of additions gives the same bits. Values that are not finite are decoded as NaN.
 
     Args:
         dtype: float32, float64 or a half precision; float8_e4m3fn, int8 or int16 for multiples of a step.
@@ -43,22 +48,17 @@ class Wire:
 
     @property
     def is_whole(self) -> bool:
-        """Whether values travel as whole numbers of steps."""
+        """Whether values travel as integers."""
         return not self.dtype.is_floating_point
 
     @property
     def storage(self) -> torch.dtype:
-        """In what tensors hold them: few operations take a float8."""
+        """The dtype of tensors that hold encoded values: few operations take a float8."""
         return torch.uint8 if self.dtype == torch.float8_e4m3fn else self.dtype
 
     @property
-    def itemsize(self) -> int:
-        """Bytes of a value."""
-        return self.dtype.itemsize
-
-    @property
     def scale(self) -> float:
-        """By how much less than a value is what has the dtype."""
+        """The quotient of a value and its number in the dtype."""
         return self.step * 512 if self.dtype == torch.float8_e4m3fn else self.step
 
     @property
@@ -67,10 +67,10 @@ class Wire:
         return float(torch.iinfo(self.dtype).max) if self.is_whole else torch.finfo(self.dtype).max
 
     def rounded(self, values: Tensor) -> Tensor:
-        """Returns what comes out at the other end, in the values' own dtype; the rest stays in the residual.
+        """Return the values as they will be decoded, in their own dtype; the rest stays in the residual.
 
         A finite value beyond the range (65,504 for float16, 127 steps for int8) becomes the largest that travels:
-        infinity would look like an overflow to every worker, and what is cut off goes out in the steps that follow.
+        infinity would look like an overflow to every worker. The residual sends the remainder in later steps.
         """
         if self.dtype == values.dtype:
             return values
@@ -83,7 +83,7 @@ class Wire:
         return torch.where(values.isfinite(), scaled.mul_(self.scale), nan)
 
     def encoded(self, values: Tensor) -> Tensor:
-        """Returns the values, exact here (see ``rounded``), as they travel: in the storage dtype."""
+        """Return values that ``rounded`` returned as they travel: in the storage dtype."""
         if not self.is_stepped:
             return values.to(self.dtype)
         scaled = values.div(self.scale)
@@ -92,7 +92,7 @@ class Wire:
         return scaled.to(self.dtype).view(self.storage)
 
     def decoded(self, encoded: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns values as they travelled, in a floating dtype."""
+        """Return encoded values in a floating dtype."""
         if not self.is_stepped:
             return encoded.to(dtype)
         if self.is_whole:
@@ -101,38 +101,33 @@ class Wire:
         return encoded.view(self.dtype).to(dtype).mul_(self.scale)
 
 
-def require_wire(sparsifier: Sparsifier, value_dtype: ValueDtype) -> None:
-    """Raises ValueError where values are to travel as multiples of a step and the sparsifier has none that fits."""
-    if value_dtype in STEPPED:
-        sparsifier.require_grid(value_dtype, MOST_STEPS[STEPPED[value_dtype]])
+def require_wire(sparsifier: Sparsifier, name: ValueDtype) -> None:
+    """Raise ValueError where values are to travel as multiples of a step and the sparsifier has none that fits."""
+    if DTYPES[name] in MOST_STEPS:
+        sparsifier.require_grid(name, MOST_STEPS[DTYPES[name]])
 
 
-def wire_of(value_dtype: ValueDtype, residual_dtype: torch.dtype, sparsifier: Sparsifier | None = None) -> Wire:
-    """Returns how values travel: with ``"float32"`` as the residual holds them, so float64 in a float64 model.
+def wire_of(name: ValueDtype, residual_dtype: torch.dtype, sparsifier: Sparsifier | None = None) -> Wire:
+    """Return how values travel: with ``"float32"`` as the residual holds them, so float64 in a float64 model.
 
     Args:
-        value_dtype: what was asked for.
+        name: the option of the strategy.
         residual_dtype: float32 or float64.
-        sparsifier: whose step it is of which values are multiples; without one, or where it has none, they are not.
+        sparsifier: gives the step of multiples; without one, or where it has no step, they travel as in the residual.
     """
-    if value_dtype in STEPPED and sparsifier is not None:
-        dtype = STEPPED[value_dtype]
+    dtype = DTYPES[name]
+    if dtype in MOST_STEPS and sparsifier is not None:
         step = sparsifier.grid_step(MOST_STEPS[dtype])
         if step is not None:
             return Wire(dtype, step)
-        _warn_of_no_step(value_dtype)
-    return Wire(HALVES.get(value_dtype, residual_dtype))
-
-
-def value_bytes(value_dtype: ValueDtype) -> int:
-    """Returns the bytes of a value of a float32 model, once there is a step where one is needed."""
-    return STEPPED.get(value_dtype, HALVES.get(value_dtype, torch.float32)).itemsize
+        _warn_of_no_step(name)
+    return Wire(residual_dtype if dtype in (torch.float32, *MOST_STEPS) else dtype)
 
 
 @lru_cache
-def _warn_of_no_step(value_dtype: ValueDtype) -> None:
+def _warn_of_no_step(name: ValueDtype) -> None:
     rank_zero_warn(
-        f"lightning_sparse: with the thresholds of now, value_dtype={value_dtype!r} does not reach far enough beyond "
+        f"lightning_sparse: with the thresholds of now, value_dtype={name!r} does not reach far enough beyond "
         "the largest. Values travel as float32. Bring layer_thresholds nearer to the calibrated threshold, leave out "
         "granularity='layer', whose thresholds may lie far apart, or use 'bfloat16'."
     )

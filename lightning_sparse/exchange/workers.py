@@ -1,37 +1,41 @@
-"""The workers of a process group, and the two collectives that sparse routes need of them."""
+"""The workers of a process group and their collectives."""
 
+import contextlib
 import io
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, _world
 
-from lightning_sparse.exchange.pending import LostWorkerError, Pending, lost_worker
+from lightning_sparse.exchange.agreement import gather_objects
+from lightning_sparse.exchange.pending import LostWorkerError, Pending
 
 MESSAGE_BYTES = 2**26
 """Of tensors that are gathered for a checkpoint: enough for a network to be busy, and little beside a model."""
 TAG = 0x5EA5
-"""Of messages between two workers, so that a program's own in the same group, which have 0, meet none of them."""
+"""The tag of our messages between two workers, so that none meets a program's own in the same group, with tag 0."""
 SMALL_MESSAGE_BYTES = 2**16
-"""Readiness to receive goes behind a message of so many bytes without being late: 2.6 ms at 200 Mbit/s."""
+"""Readiness to receive may be sent after a message of so many bytes without being late: 2.6 ms at 200 Mbit/s."""
+GLOO_THREAD = b"gloo_tcp_loop"
+"""The name of Gloo's threads in torch 2.15; that of 2.8 gives them no name, and they are left alone."""
 
 
 @dataclass(frozen=True)
 class Workers:
-    """The process group of an exchange and what follows from it.
+    """The process group of an exchange and its collectives.
 
-    Over Gloo both gathers are made of messages: every worker first says that it is ready to receive from all others,
-    then sends; small messages it sends first, so that nothing arrives meanwhile
-    (``lightning_sparse.exchange.gloo_threads``). Gloo's own all-gather is a ring of n − 1 rounds, and a neighbour's
-    readiness waits behind the data that goes its way: at 100 Mbit/s 8 MB took two workers 1.5 times as long as their
-    links allow, and twice as long with Gloo's all-to-all (benchmarks/scaling.py).
+    Over Gloo, gather and all-to-all are made of messages: every worker first says that it is ready to receive from all
+    others, then sends. It sends small messages first, so that nothing arrives meanwhile (``let_senders_finish``).
+    Gloo's own all-gather is a ring of n − 1 rounds, and a neighbour's readiness waits behind the data that goes its
+    way: at 100 Mbit/s 8 MB took two workers 1.5 times as long as their links allow, and twice as long with Gloo's
+    all-to-all (benchmarks/scaling.py).
 
     Attributes:
         group: None is the default group.
@@ -44,151 +48,105 @@ class Workers:
     num_workers: int
 
     def all_gather(self, out: Tensor, part: Tensor) -> Pending:
-        """Starts gathering equal parts into out, in rank order. Collective.
-
-        Args:
-            out: shape (n · m,).
-            part: shape (m,), the same dtype and device.
-        """
+        """Start gathering parts of shape (m,) into out, of shape (n · m,), in rank order. Collective."""
         places = out.view(self.num_workers, -1).unbind()
         if self.sends_messages(out):
             return self._exchange_messages(places, [part] * self.num_workers)
         if out.device.type != "cpu" and dist.get_backend(self.group) == "gloo":
-            return Pending([dist.all_gather(list(places), part, group=self.group, async_op=True)], [self._only_other])
-        return Pending([dist.all_gather_into_tensor(out, part, group=self.group, async_op=True)], [self._only_other])
+            return self._pending(dist.all_gather(list(places), part, group=self.group, async_op=True))
+        return self._pending(dist.all_gather_into_tensor(out, part, group=self.group, async_op=True))
 
     def all_to_all(self, out: Tensor, parts: Tensor) -> Pending:
-        """Starts sending the j-th of n equal parts to worker j; what worker i sent becomes the i-th of out. Collective.
+        """Start sending the j-th of n equal parts to worker j; the part from worker i becomes out's i-th. Collective.
 
-        Args:
-            out: shape (n · m,).
-            parts: shape (n · m,), the same dtype and device.
+        Both tensors have the shape (n · m,).
         """
         if self.sends_messages(out):
-            return self._exchange_messages(
-                out.view(self.num_workers, -1).unbind(), parts.view(self.num_workers, -1).unbind()
-            )
-        return Pending([dist.all_to_all_single(out, parts, group=self.group, async_op=True)], [self._only_other])
+            places, given = (tensor.view(self.num_workers, -1).unbind() for tensor in (out, parts))
+            return self._exchange_messages(places, given)
+        return self._pending(dist.all_to_all_single(out, parts, group=self.group, async_op=True))
 
     def all_reduce(self, tensor: Tensor) -> Pending:
-        """Starts summing a tensor over the workers, in place. Collective."""
-        return Pending([dist.all_reduce(tensor, group=self.group, async_op=True)], [self._only_other])
+        """Start summing a tensor over the workers, in place. Collective."""
+        return self._pending(dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def average(self, tensors: Sequence[Tensor]) -> None:
-        """Replaces tensors by their mean over the workers, the same bits on all. Collective.
+        """Replace floating-point or complex tensors by their mean, the same bits on all workers. Collective."""
 
-        Args:
-            tensors: floating-point or complex, of the same shapes and dtypes on every worker.
-        """
-        if self.num_workers == 1:
-            return
-        for some in _messages([_as_real(tensor) for tensor in tensors]):
-            flat = torch.cat([tensor.flatten() for tensor in some])
+        def mean(flat: Tensor) -> Tensor:
             flat = flat if flat.dtype == torch.float64 else flat.float()
-            with lost_worker(self._only_other):
-                dist.all_reduce(flat, group=self.group)
-            flat.div_(self.num_workers)
-            for tensor, mean in zip(some, torch.split(flat, [tensor.numel() for tensor in some]), strict=True):
-                tensor.copy_(mean.view(tensor.shape))
+            self.all_reduce(flat).wait()
+            return flat.div_(self.num_workers)
+
+        if self.num_workers > 1:
+            _replace(tensors, mean)
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Replaces tensors by the first worker's. Collective."""
-        if self.num_workers == 1:
-            return
-        for some in _messages([_as_real(tensor) for tensor in tensors]):
-            flat = torch.cat([tensor.flatten() for tensor in some])
-            dist.broadcast(flat, self._global_ranks[0], group=self.group)
-            for tensor, first in zip(some, torch.split(flat, [tensor.numel() for tensor in some]), strict=True):
-                tensor.copy_(first.view(tensor.shape))
+        """Replace tensors by the first worker's. Collective."""
 
-    def broadcast_object(self, objects: list[Any]) -> None:
-        """Replaces the list's content by the first worker's, on all. Collective."""
-        dist.broadcast_object_list(objects, self._global_ranks[0], group=self.group)
+        def first(flat: Tensor) -> Tensor:
+            dist.broadcast(flat, self.global_ranks[0], group=self.group)
+            return flat
+
+        if self.num_workers > 1:
+            _replace(tensors, first)
 
     def first_object(self, own: Any) -> Any:
-        """Returns the first worker's object that is not None, in rank order; the same on all. Collective."""
-        gathered = [None] * self.num_workers
-        dist.all_gather_object(gathered, own, group=self.group)
-        return next((content for content in gathered if content is not None), None)
+        """Return the first worker's object that is not None, in rank order; the same on all. Collective."""
+        return next((given for given in gather_objects(own, self.group) if given is not None), None)
 
-    def apart(self, name: str) -> "Workers":
-        """Returns the same workers in a new group, with connections of its own. Collective.
+    def gather_numbers(self, numbers: Sequence[float], device: torch.device) -> Tensor:
+        """Return all workers' numbers in rank order: float64, shape (n, numbers), on the CPU. Collective.
 
-        Args:
-            name: see ``new_group``.
+        The numbers travel from ``device``, on which the group works.
         """
-        made = Workers(new_group(self.group, self._global_ranks, name), self.rank, self.num_workers)
-        if not made.is_over_gloo:
-            # NCCL connects a group in its first operation, which all must take part in: messages are for two at a time.
-            made.all_reduce(torch.zeros(1, device=made.message_device(torch.device("cpu")))).wait()
-        return made
+        own = torch.tensor(numbers, dtype=torch.float64)
+        if self.num_workers == 1:
+            return own.view(1, -1)
+        own = own.to(device)
+        everyone = own.new_empty(self.num_workers * own.numel())
+        self.all_gather(everyone, own).wait()
+        return everyone.view(self.num_workers, -1).cpu()
 
-    def gather_objects_to_first(self, one: Any) -> list[Any]:
-        """Returns what every worker gave, in rank order, on the first worker; an empty list on others. Collective.
+    def gather_objects_to_first(self, own: Any) -> list[Any]:
+        """Return the objects of all workers, in rank order, on the first worker; an empty list on others. Collective.
 
-        One rank at a time, so the first worker needs the memory of all results and of one more.
-
-        Args:
-            one: plain containers and tensors, which ``torch.load(weights_only=True)`` reads.
-
-        Returns:
-            What has all tensors on the CPU.
+        One rank sends at a time, so the first worker needs the memory of all results and of one more. Objects are plain
+        containers and tensors, which ``torch.load(weights_only=True)`` reads; all tensors of the result are on the CPU.
         """
-        held = [move_data_to_device(one, torch.device("cpu"))] if self.rank == 0 else []
+        held = [move_data_to_device(own, torch.device("cpu"))] if self.rank == 0 else []
         for source in range(1, self.num_workers):
             if self.rank == source:
                 file = io.BytesIO()
-                torch.save(one, file)
+                torch.save(own, file)
                 content = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-                self._send_to_first(torch.tensor([content.numel()]))
-                for part in torch.split(content, MESSAGE_BYTES):
-                    self._send_to_first(part)
+                for part in (torch.tensor([content.numel()]), *torch.split(content, MESSAGE_BYTES)):
+                    self._transfer(part, source)
             elif self.rank == 0:
-                content = torch.empty(int(self._receive(source, 1, torch.tensor([0]))), dtype=torch.uint8)
+                size = torch.zeros(1, dtype=torch.int64)
+                self._transfer(size, source)
+                content = torch.empty(int(size), dtype=torch.uint8)
                 for part in torch.split(content, MESSAGE_BYTES):
-                    part.copy_(self._receive(source, part.numel(), part))
+                    self._transfer(part, source)
                 held.append(torch.load(io.BytesIO(content.numpy().tobytes()), map_location="cpu", weights_only=True))
         return held
 
     def sum_on_first(self, tensor: Tensor) -> None:
-        """Sums a tensor over the workers, in place on the first one; what others have then is undefined. Collective.
-
-        Wherever it is, on each worker for itself.
-        """
+        """Sum a tensor of any device over the workers, in place on the first; undefined on the others. Collective."""
         if self.num_workers > 1:
-            dist.reduce(there := tensor.to(self.message_device(tensor.device)), self._global_ranks[0], group=self.group)
-            if there is not tensor:
-                tensor.copy_(there)
-
-    def _send_to_first(self, tensor: Tensor) -> None:
-        tensor = tensor.to(self.message_device(tensor.device))
-        if self.is_over_gloo:
-            dist.send(tensor, self._global_ranks[0], group=self.group, tag=TAG)
-        else:
-            self._in_a_batch(dist.isend, tensor, 0)
-
-    def _receive(self, source: int, numel: int, like: Tensor) -> Tensor:
-        """Returns what that rank sends to the first worker, on the CPU: shape (numel,)."""
-        place = torch.empty(numel, dtype=like.dtype, device=self.message_device(like.device))
-        if self.is_over_gloo:
-            dist.recv(place, self._global_ranks[source], group=self.group, tag=TAG)
-        else:
-            self._in_a_batch(dist.irecv, place, source)
-        return place.cpu()
-
-    def _in_a_batch(self, direction: Callable[..., Any], tensor: Tensor, other: int) -> None:
-        # A message of its own would have NCCL make a communicator for these two ranks; a batch takes the group's.
-        operation = dist.P2POp(direction, tensor, self._global_ranks[other], group=self.group)
-        Pending(dist.batch_isend_irecv([operation])).wait()
+            total = tensor.to(self.message_device(tensor.device))
+            dist.reduce(total, self.global_ranks[0], group=self.group)
+            if total is not tensor:
+                tensor.copy_(total)
 
     def message_device(self, device: torch.device) -> torch.device:
-        """Returns where a tensor of a device must be to be sent to one worker: Gloo takes none of a GPU, NCCL only."""
+        """Return where a tensor of a device must be to be sent: Gloo takes none of a GPU, NCCL nothing else."""
         if self.is_over_gloo:
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device()) if device.type == "cpu" else device
 
     def sends_messages(self, tensor: Tensor) -> bool:
-        """Returns whether such a tensor is gathered by messages from each worker to each."""
+        """Return whether the workers gather such a tensor by messages from each worker to each."""
         return tensor.device.type == "cpu" and "cpu:gloo" in self._backends
 
     @property
@@ -201,82 +159,72 @@ class Workers:
         return dist.get_backend_config(self.group)
 
     @cached_property
-    def _global_ranks(self) -> list[int]:
-        if self.group is None:
-            return list(range(self.num_workers))
-        return [dist.get_global_rank(self.group, rank) for rank in range(self.num_workers)]
+    def global_ranks(self) -> list[int]:
+        """The global rank of each worker."""
+        return list(range(self.num_workers)) if self.group is None else dist.get_process_group_ranks(self.group)
 
-    @cached_property
-    def _only_other(self) -> int | None:
-        """The global rank of the other worker, where there is one."""
-        return self._global_ranks[1 - self.rank] if self.num_workers == 2 else None
+    def _pending(self, work: dist.Work | None) -> Pending:
+        # Of two workers, the other is the one that is lost.
+        return Pending([work], [self.global_ranks[1 - self.rank] if self.num_workers == 2 else None])
 
     def _exchange_messages(self, places: Sequence[Tensor], parts: Sequence[Tensor]) -> Pending:
         # Each begins with its right neighbour, so that not all send to the same worker first.
         others = [(self.rank + distance) % self.num_workers for distance in range(1, self.num_workers)]
-
-        sources = others[::-1]
-
-        def receive() -> list[dist.Work | None]:
-            return [self._message(dist.irecv, places[other], other) for other in sources]
-
-        def send() -> list[dist.Work | None]:
-            return [self._message(dist.isend, parts[other], other) for other in others]
-
-        small = parts[0].nbytes <= SMALL_MESSAGE_BYTES
-        works = [*send(), *receive()] if small else [*receive(), *send()]
+        sent = [(dist.isend, parts[other], self.global_ranks[other]) for other in others]
+        received = [(dist.irecv, places[other], self.global_ranks[other]) for other in reversed(others)]
+        messages = sent + received if parts[0].nbytes <= SMALL_MESSAGE_BYTES else received + sent
+        works = []
+        for start, tensor, peer in messages:
+            try:
+                works.append(start(tensor, peer, group=self.group, tag=TAG))
+            except RuntimeError as error:
+                raise LostWorkerError(peer, error) from error
         places[self.rank].copy_(parts[self.rank])
-        return Pending(
-            works, [self._global_ranks[other] for other in (others + sources if small else sources + others)]
-        )
+        return Pending(works, [peer for *_, peer in messages])
 
-    def _message(self, direction: Callable[..., dist.Work | None], tensor: Tensor, other: int) -> dist.Work | None:
-        peer = self._global_ranks[other]
-        try:  # not ``lost_worker``: this runs for each message
-            return direction(tensor, peer, group=self.group, tag=TAG)
-        except RuntimeError as error:
-            raise LostWorkerError(peer, error) from error
+    def _transfer(self, tensor: Tensor, source: int) -> None:
+        """Send a tensor of the CPU from that worker to the first one, which receives it in place."""
+        device, sends = self.message_device(tensor.device), self.rank == source
+        part = tensor.to(device) if sends else torch.empty_like(tensor, device=device)
+        peer = self.global_ranks[0 if sends else source]
+        if self.is_over_gloo:
+            (dist.send if sends else dist.recv)(part, peer, group=self.group, tag=TAG)
+        else:
+            # A message of its own would have NCCL make a communicator for these two ranks; a batch takes the group's.
+            operation = dist.P2POp(dist.isend if sends else dist.irecv, part, peer, group=self.group)
+            Pending(dist.batch_isend_irecv([operation])).wait()
+        if not sends:
+            tensor.copy_(part)
 
 
-def _as_real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+def let_senders_finish() -> None:
+    """Have the threads in which Gloo handles arrivals wait for those that send. On Linux, without privileges.
 
-
-def new_group(parent: dist.ProcessGroup | None, global_ranks: list[int], name: str) -> dist.ProcessGroup:
-    """Returns a new group of these ranks with the timeout of another group. Collective for these ranks alone.
-
-    Args:
-        parent: the other group.
-        global_ranks: the ranks.
-        name: the same on all of them, and one that no group had before: the group's keys in the store begin with it.
+    Such a thread polls for the lock that a sender to the same worker holds (``Pair::handleEvents``,
+    gloo/transport/tcp/pair.cc), and the kernel gives a thread that wakes the core of one that computes. So on a single
+    core arrivals stop the sender until the kernel's time slice is over: 2 to 3 ms per message of any size. A thread of
+    the class ``SCHED_BATCH`` (sched(7)) has the same share of the cores and preempts no other thread when it wakes.
+    Threads that were given a scheduling class already keep it.
     """
-    world = dist.group.WORLD
-    assert world is not None
-    backend, store = _world.pg_map[world]
-    # Up to torch 2.14 (pull request 189073) a group has the keys of one of the same ranks that ended before. Workers
-    # would find there at which address each listened then, and wait for each other for ever.
-    _world.pg_map[world] = (backend, PrefixStore(name, store))
-    try:
-        made = dist.new_group(global_ranks, timeout=timeout_of(parent), use_local_synchronization=True)
-    finally:
-        _world.pg_map[world] = (backend, store)
-    assert isinstance(made, dist.ProcessGroup)  # a non-member would get a number
-    return made
+    if not hasattr(os, "SCHED_BATCH"):
+        return
+    for folder in Path("/proc/self/task").glob("*"):  # none elsewhere
+        with contextlib.suppress(OSError):  # it has ended, or the kernel forbids it
+            is_gloo = (folder / "comm").read_bytes().strip() == GLOO_THREAD
+            if is_gloo and os.sched_getscheduler(int(folder.name)) == os.SCHED_OTHER:
+                os.sched_setscheduler(int(folder.name), os.SCHED_BATCH, os.sched_param(0))
 
 
-def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
-    """Returns the timeout of a group's operations; None, for torch's default, where torch does not tell it."""
-    group = group or dist.group.WORLD
-    for device in ("cuda", "cpu"):
-        if group is not None and torch.device(device) in group._device_types:
-            options = getattr(group._get_backend(torch.device(device)), "options", None)
-            timeout: timedelta | None = getattr(options, "_timeout", None)
-            return timeout
-    return None
+def _replace(tensors: Sequence[Tensor], change: Callable[[Tensor], Tensor]) -> None:
+    """Replace tensors by the results of a collective on several of them at once, flat."""
+    for some in _messages([torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]):
+        flat = change(torch.cat([tensor.flatten() for tensor in some]))
+        for tensor, new in zip(some, torch.split(flat, [tensor.numel() for tensor in some]), strict=True):
+            tensor.copy_(new.view(tensor.shape))
 
 
 def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors that follow each other and go together: of one dtype, and of MESSAGE_BYTES at most if several."""
+    """Yield tensors that follow each other: of the same dtype, and of at most MESSAGE_BYTES if they are several."""
     some: list[Tensor] = []
     for tensor in tensors:
         together = sum(held.nbytes for held in some) + tensor.nbytes

@@ -1,4 +1,4 @@
-"""The kernel that adds payloads up; what it is for is in ``exchange/routes/fused_decode``."""
+"""The kernel that adds payloads up; ``exchange/routes/adding.py`` describes its use."""
 
 # The annotations of the kernels stay strings, so that the module can be imported without triton.
 from __future__ import annotations

@@ -23,7 +23,7 @@ from lightning_sparse.checkpointing.whole_files import part_of, put_in_place
 from lightning_sparse.engine.averager import BROKEN_OFF
 from lightning_sparse.engine.sharding.resharded import reshard
 from lightning_sparse.exchange import SaveBarrier, Workers, require_agreement
-from lightning_sparse.exchange.replicas import replica_mesh, summed
+from lightning_sparse.exchange.groups import replica_mesh
 from lightning_sparse.sparsifiers import Sparsifier
 from lightning_sparse.strategies.arguments import model_parallel_arguments
 from lightning_sparse.strategies.inherited_options import WithInheritedOptions
@@ -182,7 +182,7 @@ class ReplicaStrategy(WithInheritedOptions, ModelParallelStrategy):
     def _why_not_together(self, barrier: SaveBarrier, step: int) -> str | None:
         patience = patience_of(self._timeout)
         try:
-            return barrier.wait({"step": step}, shortened(patience) if is_in_trouble() else patience).why_not
+            return barrier.wait({"step": step}, shortened(patience) if is_in_trouble() else patience)
         except dist.DistNetworkError:  # of the store, which ends with the first worker
             return "the first worker is gone"
 
@@ -229,8 +229,8 @@ class ReplicaStrategy(WithInheritedOptions, ModelParallelStrategy):
     def _why_broken(self, weights: str) -> str | None:
         """Return, and say, why a checkpoint lacks tensors of replicas; None if nothing is wrong. Collective."""
         assert self.state is not None
-        of_shards = summed([float(self.state.is_exchanging)], self.state.workers, self.state.device)
-        if not summed(of_shards, self.state.replica, self.state.device)[0]:
+        of_shards = self.state.workers.gather_numbers([float(self.state.is_exchanging)], self.state.device)
+        if not self.state.replica.gather_numbers(of_shards.sum(0).tolist(), self.state.device).any():
             return None
         if self.is_global_zero:
             warn_of_incomplete(self.state.kind, BROKEN_OFF, weights)

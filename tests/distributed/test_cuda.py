@@ -8,11 +8,13 @@ import torch.distributed as dist
 
 from lightning_sparse import HardThreshold, TopK
 from lightning_sparse.exchange import Workers
+from lightning_sparse.exchange.groups import apart
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.wire import Wire
 from tests.distributed.simulation import Plan
 from tests.distributed.test_against_simulation import THRESHOLD, assert_matches_simulation, reaches
 from tests.distributed.training import train
+from tests.unit.strategies import packed
 from tests.workers import run_workers
 
 pytestmark = [
@@ -31,9 +33,9 @@ def test_selection_and_payload_are_the_same_on_both_devices(sparsifier):
     on_cpu, on_cuda = sparsifier.select(compensated, layout), sparsifier.select(compensated.cuda(), layout)
     assert torch.equal(on_cpu.indices, on_cuda.indices.cpu())
     payload_format = PayloadFormat(150_000, Wire(torch.bfloat16))
-    packed = [payload_format.pack(one).cpu() for one in (on_cpu, on_cuda)]
+    payloads = [packed(payload_format, selection).cpu() for selection in (on_cpu, on_cuda)]
     # Not as bytes: which NaN it is differs between processors.
-    for part, other in zip(*map(payload_format.parts, packed), strict=True):
+    for part, other in zip(*map(payload_format.parts, payloads), strict=True):
         torch.testing.assert_close(part, other, rtol=0, atol=0, equal_nan=True)
 
 
@@ -47,9 +49,9 @@ def test_training_on_a_gpu_matches_the_simulation_and_keeps_replicas_equal(excha
 
 def _gather_to_first():
     rank = dist.get_rank()
-    apart = Workers(None, rank, dist.get_world_size()).apart("apart")
+    workers = apart(Workers(None, rank, dist.get_world_size()), "apart")
     tensors = [torch.full((3,), rank + 0.5, device="cuda"), torch.full((2,), rank, device="cuda")]
-    return apart.gather_objects_to_first({"rank": rank, "tensors": tensors})
+    return workers.gather_objects_to_first({"rank": rank, "tensors": tensors})
 
 
 @pytest.mark.parametrize(("backend", "num_workers"), [("gloo", 3), ("nccl", 1)])

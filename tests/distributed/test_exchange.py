@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import HardThreshold, register_comm_hook
 from lightning_sparse.exchange import Exchange, Workers
-from lightning_sparse.exchange.routes import coalescer
-from lightning_sparse.exchange.routes.hierarchical import find_nodes, is_one_node
+from lightning_sparse.exchange.groups import apart, find_nodes, is_one_node
+from lightning_sparse.exchange.routes import gather
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.selection.numbers import FIXED_FIELDS
 from lightning_sparse.sparsifiers import Selection
@@ -54,9 +54,9 @@ def exchange_once(exchange, selections, sizes, dtype=torch.float32, wire=FLOAT, 
     outs = [torch.full((size,), 3.0, dtype=dtype) for size in sizes]
     headers = [header_of(one, size, exchange.workers.num_workers) for one, size in zip(selections, sizes, strict=True)]
     exchange.begin()
-    for bucket, (selection, size, out, header) in enumerate(zip(selections, sizes, outs, headers, strict=True)):
+    for bucket, (selection, out, header) in enumerate(zip(selections, outs, headers, strict=True)):
         is_last = bucket == len(sizes) - 1
-        shipment = exchange.open(bucket, size, wire, header.numel(), out, is_last=is_last)
+        shipment = exchange.open(bucket, wire, header.numel(), out, is_last=is_last)
         if shipment.payload is None:
             out.zero_()
             out[selection.indices] = selection.values / shipment.divisor
@@ -64,9 +64,9 @@ def exchange_once(exchange, selections, sizes, dtype=torch.float32, wire=FLOAT, 
             shipment.format.fill(shipment.payload, selection)
             room = shipment.format.capacity(shipment.payload.numel())
             shipment.rest = lambda s=selection, c=room: Selection(s.indices[c:], s.values[c:])
-        exchange.start(shipment, header, is_last=is_last)
+        exchange.start(shipment, header)
     between()
-    gathered, (sent_bytes, _) = exchange.finish()
+    gathered, sent_bytes, _ = exchange.finish()
     for header, all_headers in zip(headers, gathered, strict=True):
         assert torch.equal(all_headers[dist.get_rank()], header)
     return outs, gathered, sent_bytes
@@ -84,7 +84,7 @@ def _run(modes, cases):
     """Runs cases of (sizes, densities, dtype, wire, seed) on every route; returns checksums of all averages."""
     checksums = []
     for sizes, densities, dtype, wire, seed in cases:
-        coalescer.FULL_BYTES = (0, 3000, 2**16)[seed % 3]
+        gather.FULL_BYTES = (0, 3000, 2**16)[seed % 3]
         steps = []
         for step, density in enumerate(densities):
             of_workers = [
@@ -201,8 +201,8 @@ def test_uneven_nodes_are_refused_on_every_worker():
     assert len(run_workers(_uneven_nodes, 3)) == 3
 
 
-def _count_collectives(mode, densities, full_bytes=coalescer.FULL_BYTES, link_gbit_s=None):
-    coalescer.FULL_BYTES = full_bytes
+def _count_collectives(mode, densities, full_bytes=gather.FULL_BYTES, link_gbit_s=None):
+    gather.FULL_BYTES = full_bytes
     calls = []
     for name in COLLECTIVES:
         original = getattr(dist, name)
@@ -222,7 +222,7 @@ def _count_collectives(mode, densities, full_bytes=coalescer.FULL_BYTES, link_gb
     return per_step
 
 
-@pytest.mark.parametrize(("full_bytes", "messages"), [(0, 3), (5000, 2), (coalescer.FULL_BYTES, 1)])
+@pytest.mark.parametrize(("full_bytes", "messages"), [(0, 3), (5000, 2), (gather.FULL_BYTES, 1)])
 def test_a_usual_step_has_one_message_for_buckets_that_send_little(full_bytes, messages):
     # About 4.6, 1.4 and 4.6 kB.
     for steps in run_workers(_count_collectives, 2, "auto", [0.01, 0.01, 0.01, 0.01], full_bytes):
@@ -234,7 +234,7 @@ def test_a_usual_step_has_one_message_for_buckets_that_send_little(full_bytes, m
 
 @pytest.mark.parametrize(("link_gbit_s", "messages"), [(0.025, 2), (0.001, 3), (10.0, 1)])
 def test_on_a_slow_link_payloads_do_not_wait_for_each_other(link_gbit_s, messages):
-    for steps in run_workers(_count_collectives, 2, "gather", [0.01, 0.01, 0.01], coalescer.FULL_BYTES, link_gbit_s):
+    for steps in run_workers(_count_collectives, 2, "gather", [0.01, 0.01, 0.01], gather.FULL_BYTES, link_gbit_s):
         assert [len(calls) for calls, _ in steps[1:]] == [messages] * 2
 
 
@@ -263,9 +263,9 @@ def _break_off():
     selections = [selection_of(bucket + 1, 0, size, 0.1) for bucket, size in enumerate(sizes)]
     if dist.get_rank() == 0:  # the other worker's backward failed before this bucket was ready
         exchange.begin()
-        shipment = exchange.open(0, sizes[0], FLOAT, FIXED_FIELDS, torch.zeros(sizes[0]), is_last=False)
+        shipment = exchange.open(0, FLOAT, FIXED_FIELDS, torch.zeros(sizes[0]), is_last=False)
         shipment.format.fill(shipment.payload, selections[0])
-        exchange.start(shipment, header_of(selections[0], sizes[0], 2), is_last=False)
+        exchange.start(shipment, header_of(selections[0], sizes[0], 2))
     outs, _, _ = exchange_once(exchange, selections, sizes)
     return [torch.equal(out[one.indices], one.values) for out, one in zip(outs, selections, strict=True)]
 
@@ -304,9 +304,9 @@ def _gather_in_batches():
     """The way of NCCL, over Gloo, which takes batches too."""
     Workers.is_over_gloo = False
     Workers.message_device = lambda self, device: device
-    apart = Workers(None, dist.get_rank(), dist.get_world_size()).apart("apart")
+    workers = apart(Workers(None, dist.get_rank(), dist.get_world_size()), "apart")
     tensors = [torch.full((3,), dist.get_rank() + 0.5), torch.full((2,), dist.get_rank())]
-    gathered = apart.gather_objects_to_first({"rank": dist.get_rank(), "tensors": tensors})
+    gathered = workers.gather_objects_to_first({"rank": dist.get_rank(), "tensors": tensors})
     return [{**of_worker, "tensors": [tensor.tolist() for tensor in of_worker["tensors"]]} for of_worker in gathered]
 
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_sparse import HardThreshold, shard_exchange
-from lightning_sparse.exchange.replicas import replica_workers, summed
+from lightning_sparse.exchange.groups import replica_workers
 from tests.workers import run_workers
 
 THRESHOLD = 0.05
@@ -264,7 +264,7 @@ def _in_two_worlds(folder):
         alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
         for _ in range(2):
             replica = replica_workers(alone)
-            sums.append(summed([1.0], replica, torch.device("cpu")))
+            sums.append(replica.gather_numbers([1.0], torch.device("cpu")).sum(0).tolist())
     return sums
 
 

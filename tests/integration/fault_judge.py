@@ -57,7 +57,7 @@ class Outcome:
     """The end of what each worker wrote, of a training that did not finish."""
 
     def file(self, start: str) -> File | None:
-        return next((one for one in self.files if one.name.startswith(start)), None)
+        return next((file for file in self.files if file.name.startswith(start)), None)
 
     @property
     def saved(self) -> File | None:
@@ -65,15 +65,16 @@ class Outcome:
         return self.file("on_exception") or self.file("hpc") or self.file("model")
 
     def __str__(self) -> str:
-        files = "; ".join(f"{one.name} at {one.step}{'+' * one.is_ahead}: {one.holds}" for one in self.files)
+        files = "; ".join(f"{file.name} at {file.step}{'+' * file.is_ahead}: {file.holds}" for file in self.files)
         return f"{self.case} | {self.fault} | {self.seconds:.1f} s {self.exit_codes} | {files}"
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+def same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
     """Whether tensors are equal to the last bit; what is missing is zero."""
     empty = zeros()
     return all(
-        torch.equal(one.get(name, empty[name]).flatten(), other.get(name, empty[name]).flatten()) for name in SIZES
+        torch.equal(actual.get(name, empty[name]).flatten(), expected.get(name, empty[name]).flatten())
+        for name in SIZES
     )
 
 
@@ -85,9 +86,12 @@ def numbers_of(content: dict[str, Any]) -> Any:
 class Judge:
     """Compares files and results of one case with the simulation; resumes each file whose content it has not seen."""
 
+    lacking = "residuals"
+    """What a warning says that a file does not hold."""
+
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.states = simulate(first_state(case.num_workers), range(STEPS), case.threshold)
+        self.states = self.simulate(None, range(STEPS))
         self.shared: dict[int, Any] = {}
         self.resumed: dict[str, list[str]] = {"": []}
 
@@ -105,8 +109,8 @@ class Judge:
         state = self.start(saved)
         steps = [
             step
-            for step, one in enumerate(self.states)
-            if same(state.weights, one.weights) and same(state.momentum, one.momentum)
+            for step, known in enumerate(self.states)
+            if same(state.weights, known.weights) and same(state.momentum, known.momentum)
         ]
         step = steps[0] if steps else None
         if not saved["optimizer_states"]:
@@ -119,8 +123,8 @@ class Judge:
             is_ahead = bool(step) and numbers_of(content) != self.shared[step]
         digest = hashlib.sha256(repr((step, saved["global_step"], holds, content and numbers_of(content))).encode())
         if step is None:
-            for one in (*state.weights.values(), *state.momentum.values()):
-                digest.update(one.numpy().tobytes())
+            for weight in (*state.weights.values(), *state.momentum.values()):
+                digest.update(weight.numpy().tobytes())
         return File(name, step, saved["global_step"], holds, digest.hexdigest(), is_ahead)
 
     def _residuals(self, content: Any, step: int | None, name: str, problems: list[str]) -> str:
@@ -140,17 +144,17 @@ class Judge:
             problems.append(f"{name}: no residuals, and no word on why")
             return "nothing"
         if self.case.residual_checkpoint == "mean":
-            pairs = [(one, mean(self.states[step].residuals)) for one in residuals]
+            pairs = [(residual, mean(self.states[step].residuals)) for residual in residuals]
         else:
             if residuals and len(residuals) != self.case.num_workers:
                 problems.append(f"{name}: residuals of {len(residuals)} workers")
             pairs = list(zip(residuals, self.states[step].residuals, strict=False))
-        for rank, (one, expected) in enumerate(pairs):
-            if not same(one, expected):
+        for rank, (residual, expected) in enumerate(pairs):
+            if not same(residual, expected):
                 of = [
                     other
                     for other, state in enumerate(self.states)
-                    if same(one, state.residuals[rank if len(pairs) > 1 else 0])
+                    if same(residual, state.residuals[rank if len(pairs) > 1 else 0])
                 ]
                 problems.append(f"{name}: residuals of rank {rank} are not those of step {step} (of {of})")
         return "residuals" if step else "nothing yet"
@@ -163,7 +167,7 @@ class Judge:
         residuals: Any = [worker["residual"] for worker in content["workers"]] if content is not None else []
         if len(residuals) < 2:  # the mean, or none
             residuals = (residuals or [{}]) * self.case.num_workers
-        return State(saved["state_dict"], zeros() | momentum, [zeros() | one for one in residuals])
+        return State(saved["state_dict"], zeros() | momentum, [zeros() | residual for residual in residuals])
 
     def prepare(self) -> None:
         """Trains without a fault, for what is the same on all workers after every step."""
@@ -183,14 +187,16 @@ class Judge:
             problems.append(f"{what}: residuals of rank {rank} at the end are not the simulation's")
         return problems
 
-    def check_last(self, result: dict[str, Any], rank: int) -> list[str]:
-        return self.check_end(result, rank, self.states[-1], "the struck run itself")
+    def simulate(self, saved: dict[str, Any] | None, steps: range) -> list[Any]:
+        """Returns what a run goes through that begins anew, or from a file."""
+        start = first_state(self.case.num_workers) if saved is None else self.start(saved)
+        return simulate(start, steps, self.case.threshold)
 
     def strike(self, fault: Fault, folder: Path) -> Outcome:
         """Lets a fault happen and looks at what is left."""
         ended = run(self.case, folder, train, fault)
         outcome = Outcome(self.case, fault, ended.seconds, ended.exit_codes)
-        times = [float(one.read_text()) for one in folder.glob("struck *")]
+        times = [float(path.read_text()) for path in folder.glob("struck *")]
         outcome.has_struck = bool(times)
         if None in ended.exit_codes:
             outcome.problems.append(f"hangs after {HANG} s")
@@ -207,7 +213,7 @@ class Judge:
             outcome.finished = True
             for rank in range(self.case.num_workers):
                 result = torch.load(folder / f"result of {rank}", weights_only=True)
-                outcome.problems += self.check_last(result, rank)
+                outcome.problems += self.check_end(result, rank, self.states[-1], "the struck run itself")
         else:
             outputs = sorted(folder.glob("output of *"))
             outcome.said = "\n".join(f"{one.name}:\n{one.read_text()[-3000:]}" for one in outputs)
@@ -238,17 +244,18 @@ class Judge:
 
     def _check_resumed(self, path: Path, folder: Path, number: int) -> list[str]:
         saved = torch.load(path, weights_only=True)
-        expected = simulate(self.start(saved), range(saved["global_step"], RESUMED_STEPS), self.case.threshold)[-1]
+        expected = self.simulate(saved, range(saved["global_step"], RESUMED_STEPS))[-1]
         problems = []
         for rank in range(self.case.num_workers):
             result = torch.load(folder / f"{number} of {rank}", weights_only=True)
             problems += self.check_end(result, rank, expected, f"resumed from {path.name}")
             if rank == 0 and self.case.is_sparse and (why := saved[KEY]["why_incomplete"]) is not None:
-                had_steps = saved[KEY]["numbers"]["last_step"] is not None
-                if had_steps and not any("holds no residuals" in one and why in one for one in result["warnings"]):
-                    problems.append(f"resumed from {path.name}: no warning of missing residuals")
+                had_steps = self.case.is_local or saved[KEY]["numbers"]["last_step"] is not None
+                is_said = any(f"holds no {self.lacking}" in told and why in told for told in result["warnings"])
+                if had_steps and not is_said:
+                    problems.append(f"resumed from {path.name}: no warning of missing {self.lacking}")
         return problems
 
 
 def mean(residuals: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {name: (sum(one[name].double() for one in residuals) / len(residuals)).float() for name in SIZES}
+    return {name: (sum(residual[name].double() for residual in residuals) / len(residuals)).float() for name in SIZES}

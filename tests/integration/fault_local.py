@@ -1,19 +1,18 @@
 """Judges what struck workers of local training leave, by a simulation in plain tensors."""
 
 import hashlib
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.integration.fault_judge import File, Judge
 from tests.integration.fault_training import SIZES, Layers, LocalState, first_local_state, simulate_local, step_alone
-from tests.integration.fault_workers import KEY, RESUMED_STEPS, STEPS
+from tests.integration.fault_workers import KEY
 
 
-def same(one: Layers, other: Layers) -> bool:
+def same(actual: Layers, expected: Layers) -> bool:
     """Whether tensors are equal to the last bit."""
-    return all(name in one and torch.equal(one[name], other[name]) for name in SIZES)
+    return all(name in actual and torch.equal(actual[name], expected[name]) for name in SIZES)
 
 
 def momentum_of(optimizer_states: list[Any]) -> Layers:
@@ -36,11 +35,12 @@ def own_of(content: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, torc
 class LocalJudge(Judge):
     """What is exact: the mean of the workers' weights in each file, all that each worker has, and every resume."""
 
+    lacking = "drifts"
+
     def __init__(self, case: Any) -> None:
         super().__init__(case)
-        self.local_states = simulate_local(first_local_state(case.num_workers), range(STEPS), case.threshold)
         # A worker may be struck between its optimizer and the exchange.
-        self.stepped = [step_alone(one, step) for step, one in enumerate(self.local_states[:-1])]
+        self.stepped = [step_alone(state, step) for step, state in enumerate(self.states[:-1])]
 
     def prepare(self) -> None:
         """Needs no training of its own."""
@@ -59,46 +59,49 @@ class LocalJudge(Judge):
         else:
             holds = str(why_not)
             # The mean, if all had met and one died or left while the rest was gathered.
-            known = [(step, one.anchor) for step, one in enumerate(self.local_states)]
-            known += [(step, one.mean) for step, one in enumerate(self.local_states)]
-            step = next((step for step, one in known if same(weights, one)), None)
+            known = [(step, state.anchor) for step, state in enumerate(self.states)]
+            known += [(step, state.mean) for step, state in enumerate(self.states)]
+            step = next((step for step, layers in known if same(weights, layers)), None)
             if step is None and "changed" not in why_not and "failed" not in why_not:
                 problems.append(f"{name}: the weights are no step's anchor")
             if content["workers"]:
                 problems.append(f"{name} has drifts and says why it has none: {why_not}")
         digest = hashlib.sha256(repr((step, saved["global_step"], holds)).encode())
-        for one in (*weights.values(), *momentum_of(saved["optimizer_states"]).values()):
-            digest.update(one.numpy().tobytes())
+        for weight in (*weights.values(), *momentum_of(saved["optimizer_states"]).values()):
+            digest.update(weight.numpy().tobytes())
         return File(name, step, saved["global_step"], holds, digest.hexdigest())
 
     def _check_workers(self, saved: dict[str, Any], name: str, problems: list[str]) -> int | None:
         """Returns the step of what workers have; None, as with plain ddp, where an optimizer was broken off."""
         content = saved[KEY]
         workers = [(held["weights"], momentum) for held, momentum in own_of(content)]
-        known = [*enumerate(self.local_states), *((step + 1, one) for step, one in enumerate(self.stepped))]
+        known = [*enumerate(self.states), *((step + 1, state) for step, state in enumerate(self.stepped))]
         found: list[tuple[int, LocalState]] = []
         if self.case.residual_checkpoint == "mean":
             if workers:
                 problems.append(f"{name} has what was not asked for")
             # An exchange leaves the mean what it is.
-            found = [one for one in known if same(saved["state_dict"], one[1].mean)]
+            found = [entry for entry in known if same(saved["state_dict"], entry[1].mean)]
         elif len(workers) != self.case.num_workers:
             problems.append(f"{name}: what {len(workers)} workers have")
         else:
             mean = LocalState({}, [weights for weights, _ in workers], []).mean
             if not same(saved["state_dict"], mean):
                 problems.append(f"{name}: the weights are not the mean of the workers'")
-            for one in known:
-                pairs = zip(workers, one[1].weights, one[1].momentum, strict=True)
+            for entry in known:
+                pairs = zip(workers, entry[1].weights, entry[1].momentum, strict=True)
                 if all(same(own[0], weights) and same(own[1], momentum) for own, weights, momentum in pairs):
-                    found = [one]
-        anchors = [one.anchor for _, one in found] or [one.anchor for one in self.local_states]
-        if not any(same(content["shared"]["anchor"], one) for one in anchors):
+                    found = [entry]
+        anchors = [state.anchor for _, state in found] or [state.anchor for state in self.states]
+        if not any(same(content["shared"]["anchor"], anchor) for anchor in anchors):
             problems.append(f"{name}: not the anchor of the weights' step")
         return found[0][0] if found else None
 
-    def local_start(self, saved: dict[str, Any]) -> LocalState:
-        """What a run that resumes should start from."""
+    def simulate(self, saved: dict[str, Any] | None, steps: range) -> list[Any]:
+        start = first_local_state(self.case.num_workers) if saved is None else self.start(saved)
+        return simulate_local(start, steps, self.case.threshold)
+
+    def start(self, saved: dict[str, Any]) -> Any:
         content, n = saved[KEY], self.case.num_workers
         weights = [saved["state_dict"]] * n
         momentum = [momentum_of(saved["optimizer_states"])] * n
@@ -110,30 +113,10 @@ class LocalJudge(Judge):
         anchor = {name: content["shared"]["anchor"][name] for name in SIZES}
         return LocalState(anchor, weights, momentum)
 
-    def check_last(self, result: dict[str, Any], rank: int) -> list[str]:
-        return self._check_end(result, self.local_states[-1], "the struck run itself")
-
-    def _check_end(self, result: dict[str, Any], expected: LocalState, what: str) -> list[str]:
+    def check_end(self, result: dict[str, Any], rank: int, expected: Any, what: str) -> list[str]:
         problems = []
         if not same(result["weights"], expected.mean):
             problems.append(f"{what}: weights at the end are not the mean of the simulation's")
         if not same(result["residuals"], expected.anchor):
             problems.append(f"{what}: the anchor at the end is not the simulation's")
-        return problems
-
-    def _check_resumed(self, path: Path, folder: Path, number: int) -> list[str]:
-        saved = torch.load(path, weights_only=True)
-        steps = range(saved["global_step"], RESUMED_STEPS)
-        expected = simulate_local(self.local_start(saved), steps, self.case.threshold)[-1]
-        problems = []
-        for rank in range(self.case.num_workers):
-            result = torch.load(folder / f"{number} of {rank}", weights_only=True)
-            problems += self._check_end(result, expected, f"resumed from {path.name}")
-            why = saved[KEY]["why_incomplete"]
-            if (
-                rank == 0
-                and why is not None
-                and not any("holds no drifts" in one and why in one for one in result["warnings"])
-            ):
-                problems.append(f"resumed from {path.name}: no warning of missing drifts")
         return problems

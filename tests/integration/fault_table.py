@@ -1,20 +1,20 @@
-"""Faults at every point of a training, by hundreds, and a table of what became of them.
+"""Faults at every point of a training, by hundreds, and how many of them a training survives.
 
 python -m tests.integration.fault_table --per-point 1              # every point once, in turn in every way
-python -m tests.integration.fault_table --route gather --way raise --ranks 1 --point "step 2: backward (1)"
 """
 
 import argparse
 import itertools
 import random
-import re
+import tempfile
 import time
-from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
-from tests.integration.fault_injector import inject
-from tests.integration.fault_judge import Outcome
+from tests.integration.fault_judge import Judge, Outcome
+from tests.integration.fault_local import LocalJudge
 from tests.integration.fault_points import AFTERWARDS, Fault, Point
 from tests.integration.fault_workers import Case, trace
 
@@ -44,7 +44,9 @@ WINDOWS = ("set-up", "step 0", "step 1", "save 1", "step 2", "save 2", "end")
 
 def points_of(traces: Sequence[Sequence[Point]], windows: Sequence[str]) -> list[Point]:
     """Returns every point that some worker comes by, once; of looks into the store, as many as it takes, one."""
-    points = dict.fromkeys(point for one in traces for point in one if point.window in windows)
+    points = dict.fromkeys(
+        point for points_of_worker in traces for point in points_of_worker if point.window in windows
+    )
     return [point for point in points if not ("store." in point.name and point.k)]
 
 
@@ -56,7 +58,7 @@ def who(number: int, case: Case) -> list[bool]:
 def faults_of(case: Case, windows: Sequence[str], per_point: int, seed: int, skewed: int) -> list[Fault]:
     """Returns faults at every point, each way and each choice of workers in turn, and at unlike points of workers."""
     traces = trace(case)
-    sets = [set(one) for one in traces]
+    sets = [set(points) for points in traces]
     generator = random.Random(seed)
     kinds = list(itertools.product(WAYS, range(3)))
     turn: Iterator[tuple[str, int]] = itertools.chain.from_iterable(
@@ -70,12 +72,12 @@ def faults_of(case: Case, windows: Sequence[str], per_point: int, seed: int, ske
                 break
             struck = who(number, case)
             if all(point in sets[rank] for rank in range(case.num_workers) if struck[rank]):
-                fault = Fault(way, tuple(point if one else None for one in struck))
+                fault = Fault(way, tuple(point if is_struck else None for is_struck in struck))
                 found += fault not in faults
                 faults[fault] = None
     for _ in range(skewed):
-        window = generator.choice([one for one in windows if one != "set-up"])
-        chosen = tuple(generator.choice(points_of([one], [window])) for one in traces)
+        window = generator.choice([known for known in windows if known != "set-up"])
+        chosen = tuple(generator.choice(points_of([points], [window])) for points in traces)
         faults[Fault(generator.choice(WAYS[:3]), chosen)] = None
     return list(faults)
 
@@ -87,21 +89,33 @@ def second_faults_of(case: Case, per_point: int, seed: int) -> list[Fault]:
     for first in ("raise", "SIGUSR1"):
         point = Point("step 2", "backward", 1)
         fault = Fault(first, (point,) * case.num_workers)
-        sets = [set(one) for one in trace(case, fault)]
-        for second in points_of(sorted_traces(sets), [AFTERWARDS]):
+        sets = [set(points) for points in trace(case, fault)]
+        for second in points_of([sorted(points) for points in sets], [AFTERWARDS]):
             kinds = [
                 (way, number)
                 for way, number in itertools.product(WAYS, range(3))
-                if all(second in sets[rank] for rank, one in enumerate(who(number, case)) if one)
+                if all(second in sets[rank] for rank, is_struck in enumerate(who(number, case)) if is_struck)
             ]
             for way, number in generator.sample(kinds, min(per_point, len(kinds))):
-                then = Fault(way, tuple(second if one else None for one in who(number, case)))
+                then = Fault(way, tuple(second if is_struck else None for is_struck in who(number, case)))
                 faults.append(replace(fault, then=then))
     return faults
 
 
-def sorted_traces(sets: list[set[Point]]) -> list[list[Point]]:
-    return [sorted(one) for one in sets]
+def inject(rows: Sequence[tuple[Case, Fault]], at_a_time: int = 4) -> list[Outcome]:
+    """Lets every fault happen in a training of its own, some of them at a time, as most of them wait."""
+    judges = {case: (LocalJudge if case.is_local else Judge)(case) for case, _ in rows}
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(at_a_time) as pool:
+        folders = [Path(name) / str(number) for number in range(len(rows))]
+        for folder in folders:
+            folder.mkdir()
+        list(pool.map(lambda judge: judge.prepare(), judges.values()))
+        outcomes = list(pool.map(lambda row, folder: judges[row[0]].strike(row[1], folder), rows, folders))
+        of_case: dict[Case, list[tuple[Outcome, Path]]] = {case: [] for case in judges}
+        for outcome, folder in zip(outcomes, folders, strict=True):
+            of_case[outcome.case].append((outcome, folder))
+        list(pool.map(lambda case: judges[case].resume(of_case[case]), judges))
+    return outcomes
 
 
 def plain_of(case: Case) -> Case:
@@ -129,52 +143,6 @@ def compare(ours: Outcome, plain: Outcome) -> None:
         ours.problems.append(f"{same.name} of step {same.step}, plain ddp's of {plain.saved.step}")
 
 
-def kind_of(outcome: Outcome) -> str:
-    """In one word what the fault left."""
-    if not outcome.has_struck:
-        return "not met"
-    saved = outcome.saved
-    if saved is None:
-        return "older file" if outcome.files else "no file"
-    if saved.has_residuals or saved.holds == "nothing yet":
-        return "residuals"
-    return "says why not"
-
-
-def print_table(outcomes: Sequence[Outcome]) -> None:
-    columns = ("residuals", "says why not", "older file", "no file", "not met")
-    rows: dict[str, list[Outcome]] = defaultdict(list)
-    for one in outcomes:
-        if one.fault.is_everywhere:
-            where = "all"
-        elif len(one.fault.ranks) > 1:
-            where = "all, at unlike points"
-        else:
-            where = "rank 0" if one.fault.ranks == [0] else "another rank"
-        then = "" if one.fault.then is None else f", then {one.fault.then.way}"
-        rows[f"{one.fault.way} on {where}{then}"].append(one)
-    rows = dict(sorted(rows.items())) | {"all": list(outcomes)}
-    print("| fault | times | survived |", " | ".join(columns), "| finished | longest, s |")
-    print("|---|---|---|" + "---|" * (len(columns) + 2))
-    for name, some in rows.items():
-        counts = Counter(kind_of(one) for one in some)
-        survived = sum(not one.problems for one in some)
-        cells = [name, len(some), survived, *(counts[column] for column in columns)]
-        cells += [sum(one.finished for one in some), f"{max(one.seconds for one in some):.0f}"]
-        print("| " + " | ".join(map(str, cells)) + " |")
-    why = Counter(
-        re.sub(r"\{.*?\}|\d+(\.\d+)?", "…", file.holds)
-        for one in outcomes
-        for file in one.files
-        if file.holds not in ("residuals", "nothing yet")
-    )
-    ahead = [file for one in outcomes for file in one.files if file.is_ahead]
-    with_residuals = sum(file.has_residuals for file in ahead)
-    print(f"{len(ahead)} files, {with_residuals} with residuals, tell of a later step than that of their weights")
-    for reason, times in why.most_common():
-        print(f"{times} files: {reason}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--route", help="part of the name of the cases to run", default="")
@@ -185,52 +153,36 @@ def main() -> None:
     parser.add_argument("--second", action="store_true", help="also a second fault, while the first is handled")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--at-a-time", type=int, default=4)
-    parser.add_argument("--way", choices=(*WAYS, "SIGSTOP"), help="with --point: one fault alone")
-    parser.add_argument("--ranks", default="all")
-    parser.add_argument("--point", help='such as "step 2: backward (1)"; several, one a rank, separated by semicolons')
     arguments = parser.parse_args()
-    outcomes: list[Outcome] = []
-    num_compared = 0
-    for case in (one for one in CASES if arguments.route in str(one)):
+    num_faults = num_survived = num_compared = 0
+    for case in (known for known in CASES if arguments.route in str(known)):
         started = time.monotonic()
-        if arguments.point:
-            faults = [_fault(arguments, case)]
-        else:
-            faults = faults_of(
-                case, arguments.windows.split(","), arguments.per_point, arguments.seed, arguments.skewed
-            )
-            if arguments.second:
-                faults += second_faults_of(case, arguments.per_point, arguments.seed)
-            faults = random.Random(arguments.seed).sample(faults, round(arguments.share * len(faults)))
+        windows = arguments.windows.split(",")
+        faults = faults_of(case, windows, arguments.per_point, arguments.seed, arguments.skewed)
+        if arguments.second:
+            faults += second_faults_of(case, arguments.per_point, arguments.seed)
+        faults = random.Random(arguments.seed).sample(faults, round(arguments.share * len(faults)))
         some = inject([(case, fault) for fault in faults], arguments.at_a_time)
         in_plain = plain_of(case)
-        known = {point for one in trace(in_plain) for point in one} | {None}
-        like = [one for one in some if known.issuperset(one.fault.points) and not strikes_first_again(one.fault)]
-        alone = list(dict.fromkeys(replace(one.fault, then=None) for one in like))
+        known = {point for points in trace(in_plain) for point in points} | {None}
+        like = [
+            outcome
+            for outcome in some
+            if known.issuperset(outcome.fault.points) and not strikes_first_again(outcome.fault)
+        ]
+        alone = list(dict.fromkeys(replace(outcome.fault, then=None) for outcome in like))
         struck = inject([(in_plain, fault) for fault in alone], arguments.at_a_time)
         plain = dict(zip(alone, struck, strict=True))
-        for one in like:
-            compare(one, plain[replace(one.fault, then=None)])
+        for outcome in like:
+            compare(outcome, plain[replace(outcome.fault, then=None)])
         num_compared += len(like)
-        for one in some:
-            if one.problems or arguments.point:
-                print(one, *dict.fromkeys(one.problems), sep="\n    ", flush=True)
-        survived = sum(not one.problems for one in some)
+        for outcome in some:
+            if outcome.problems:
+                print(outcome, *dict.fromkeys(outcome.problems), sep="\n    ", flush=True)
+        survived = sum(not outcome.problems for outcome in some)
         print(f"{case}: {survived} of {len(some)} survived, {time.monotonic() - started:.0f} s", flush=True)
-        outcomes += some
-    print_table(outcomes)
-    print(f"{num_compared} of them compared with plain ddp")
-
-
-def _fault(arguments: argparse.Namespace, case: Case) -> Fault:
-    points = []
-    for text in arguments.point.split(";"):
-        match = re.fullmatch(r"(.*?): (.*?)(?: \((\d+)\))?", text.strip())
-        assert match is not None, text
-        points.append(Point(match[1], match[2], int(match[3] or 0)))
-    points = points if len(points) > 1 else points * case.num_workers
-    struck = range(case.num_workers) if arguments.ranks == "all" else list(map(int, arguments.ranks.split(",")))
-    return Fault(arguments.way, tuple(point if rank in struck else None for rank, point in enumerate(points)))
+        num_faults, num_survived = num_faults + len(some), num_survived + survived
+    print(f"{num_survived} of {num_faults} survived; {num_compared} were compared with plain ddp")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def slopes(rank: int, step: int) -> Layers:
     return {name: UNIT * torch.randint(-6, 7, (size,), generator=generator) for name, size in SIZES.items()}
 
 
-# ------------------------------------------------------------------------------------------------------ plain tensors
+# Plain tensors.
 
 
 @dataclass
@@ -84,16 +84,16 @@ class LocalState:
 
     @property
     def mean(self) -> Layers:
-        return {name: sum(one[name] for one in self.weights) / len(self.weights) for name in SIZES}
+        return {name: sum(weight[name] for weight in self.weights) / len(self.weights) for name in SIZES}
 
 
 def first_local_state(num_workers: int) -> LocalState:
-    anchor = {name: one.double() for name, one in first_weights().items()}
+    anchor = {name: weight.double() for name, weight in first_weights().items()}
     return LocalState(anchor, [anchor] * num_workers, [doubles() for _ in range(num_workers)])
 
 
 def doubles() -> Layers:
-    return {name: one.double() for name, one in zeros().items()}
+    return {name: tensor.double() for name, tensor in zeros().items()}
 
 
 def step_alone(state: LocalState, step: int) -> LocalState:
@@ -111,8 +111,9 @@ def exchange(state: LocalState, threshold: float) -> LocalState:
     num_workers = len(state.weights)
     anchor, weights = {}, [{} for _ in range(num_workers)]
     for name, x in state.anchor.items():
-        drifts = [x - one[name] for one in state.weights]
-        sent = [torch.where(one.abs() >= threshold, one.float().double(), 0.0) for one in drifts]  # float32 travels
+        drifts = [x - weight[name] for weight in state.weights]
+        # Float32 travels.
+        sent = [torch.where(drift.abs() >= threshold, drift.float().double(), 0.0) for drift in drifts]
         anchor[name] = x - sum(sent) / num_workers
         for rank, (drift, part) in enumerate(zip(drifts, sent, strict=True)):
             weights[rank][name] = anchor[name] - (drift - part)
@@ -127,21 +128,7 @@ def simulate_local(state: LocalState, steps: range, threshold: float) -> list[Lo
     return states
 
 
-# ---------------------------------------------------------------------------------------------------------- Lightning
-
-
-class _Marked(torch.autograd.Function):
-    """The identity, in whose backward something is told."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, tell: Callable[[str], None], name: str) -> Tensor:
-        ctx.tell, ctx.name = tell, name
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        ctx.tell(ctx.name)
-        return gradient, None, None
+# Lightning.
 
 
 class Exact(LightningModule):
@@ -157,9 +144,8 @@ class Exact(LightningModule):
         total = torch.zeros(())
         for name in SIZES:
             weight = getattr(self, name)
-            total = _Marked.apply(
-                total + (weight * slope[name]).sum() + UNIT * weight.abs().sum(), self.tell, "backward"
-            )
+            total = total + (weight * slope[name]).sum() + UNIT * weight.abs().sum()
+            total.register_hook(lambda _: self.tell("backward"))
             self.tell("forward")
         return total
 

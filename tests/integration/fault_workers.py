@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_sparse import HardThreshold, SparseDDPStrategy, SparseLocalStrategy
 from lightning_sparse.checkpointing import together
-from lightning_sparse.exchange.routes import coalescer
+from lightning_sparse.exchange.routes import gather
 from lightning_sparse.sparsifiers import LayerLayout, Selection
 from tests.integration.fault_points import Fault, Injector, Point, Watcher
 from tests.integration.fault_training import ByHand, Endless, Exact
@@ -90,7 +90,7 @@ class OwnSelect(HardThreshold):
         return Selection(indices, compensated[indices])
 
 
-# --------------------------------------------------------------------------------------------------------- in a worker
+# In a worker.
 
 
 class SaveAll(Callback):
@@ -113,7 +113,7 @@ def fit(
 ) -> dict[str, Any]:
     """Trains with torchrun's and SLURM's environment variables set; returns what there is in the end."""
     if not case.together:
-        coalescer.FULL_BYTES = 0
+        gather.FULL_BYTES = 0
     common = {"timeout": timedelta(seconds=GROUP_TIMEOUT), "bucket_cap_mb": SMALL_BUCKETS_MB}
     strategy: DDPStrategy = DDPStrategy(process_group_backend="gloo", **common)
     if case.is_local:
@@ -154,10 +154,10 @@ def fit(
     state: Any = getattr(strategy, "state", None)
     residuals = {}
     if case.is_local:
-        residuals = {name: one.clone() for name, one in state.anchor().items()}
+        residuals = {name: tensor.clone() for name, tensor in state.anchor().items()}
     elif state is not None:
         residuals = state.residuals.state_dict()
-    weights = {name: one.detach().clone() for name, one in model.named_parameters()}
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     return {"weights": weights, "residuals": residuals, "steps": trainer.global_step}
 
 
@@ -187,7 +187,7 @@ def train(rank: int, case: Case, folder: Path, fault: Fault) -> None:
             # A process of a fork server leaves without it.
             injector.tell("before the process ends")
         finally:
-            (folder / f"trace of {rank}").write_text(json.dumps([vars(one) for one in injector.trace]))
+            (folder / f"trace of {rank}").write_text(json.dumps([vars(point) for point in injector.trace]))
 
 
 def save_all(rank: int, case: Case, folder: Path) -> None:
@@ -203,10 +203,10 @@ def resume(rank: int, case: Case, folder: Path, paths: list[str]) -> None:
             warnings.simplefilter("always")
             injector = Injector([], folder / "none")
             result = fit(case, Path(path).parent, injector, RESUMED_STEPS, ckpt_path, [Callback()])
-        torch.save(result | {"warnings": [str(one.message) for one in caught]}, folder / f"{number} of {rank}")
+        torch.save(result | {"warnings": [str(warning.message) for warning in caught]}, folder / f"{number} of {rank}")
 
 
-# --------------------------------------------------------------------------------------------------- who watches them
+# Who watches them.
 
 
 @dataclass
@@ -233,6 +233,6 @@ def trace(case: Case, fault: Fault | None = None) -> list[list[Point]]:
         ended = run(case, folder, train, fault or Fault("none", (None,) * case.num_workers))
         assert fault or ended.exit_codes == [0] * case.num_workers, (folder / "output of 0").read_text()
         return [
-            [Point(**one) for one in json.loads((folder / f"trace of {rank}").read_text())]
+            [Point(**point) for point in json.loads((folder / f"trace of {rank}").read_text())]
             for rank in range(case.num_workers)
         ]

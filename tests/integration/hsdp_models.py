@@ -1,29 +1,33 @@
 """A small network that FSDP2 shards, in a LightningModule, and what it trains on."""
 
-import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_sparse import HSDPHardThresholdStrategy, LocalHSDPHardThresholdStrategy
+from lightning_sparse.engine.grouping import local
 from lightning_sparse.exchange.sharded_tensors import whole
 from tests.integration.models import quiet_trainer
+from tests.workers import run_workers
 
 STEPS = 8
+GRADIENTS, DRIFTS = HSDPHardThresholdStrategy, LocalHSDPHardThresholdStrategy
 
 
 def build_network(width: int = 9) -> nn.Sequential:
     generator = torch.Generator().manual_seed(3)
     network = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 7, bias=False), nn.Tanh(), nn.Linear(7, 1))
     with torch.no_grad():
-        for one in network.parameters():
-            one.copy_(torch.randn(one.shape, generator=generator))
+        for parameter in network.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
     return network.double()
 
 
@@ -31,8 +35,12 @@ def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.02)
+
+
 class Sharded(LightningModule):
-    """Shards its network over the ranks of a replica, or over all in torch's own way."""
+    """Shards its network over the ranks of a replica, or over all in torch's own way; not at all without a mesh."""
 
     policy = MixedPrecisionPolicy()
 
@@ -46,13 +54,14 @@ class Sharded(LightningModule):
         if self.network is not None:
             return
         self.network = self.make_network()
-        assert self.device_mesh is not None
+        if self.device_mesh is None:
+            return
         mesh = self.device_mesh["data_parallel"]
         if self.native:
             mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
-        for one in self.network[:-1]:  # the outermost module keeps the last layer gathered after a forward
-            if list(one.parameters()):
-                fully_shard(one, mesh=mesh, mp_policy=self.policy)
+        for layer in self.network[:-1]:  # the outermost module keeps the last layer gathered after a forward
+            if list(layer.parameters()):
+                fully_shard(layer, mesh=mesh, mp_policy=self.policy)
         fully_shard(self.network, mesh=mesh, mp_policy=self.policy)
 
     def make_network(self) -> nn.Sequential:
@@ -72,21 +81,90 @@ class Sharded(LightningModule):
         return make_optimizer(self.parameters())
 
 
-class Stateless(Sharded):
-    """Has an optimizer without a state, and no gradients left after a step."""
+class WithAdam(Sharded):
+    def configure_optimizers(self) -> Any:
+        return adam(self.parameters())
 
-    def __init__(self) -> None:
-        super().__init__()
+
+class Manual(Sharded):
+    """Steps by hand, with Lightning's optimizer or torch's own."""
+
+    def __init__(self, *, native: bool = False, uses_raw: bool = False, uses_closure: bool = False) -> None:
+        super().__init__(native=native)
         self.automatic_optimization = False
+        self.uses_raw, self.uses_closure = uses_raw, uses_closure
 
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        optimizer: Any = self.optimizers()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
-        optimizer.zero_grad()
+        self.batches.append(batch)
+        optimizer: Any = self.optimizers(use_pl_optimizer=not self.uses_raw)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            return loss
+
+        if self.uses_closure:
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+
+
+class Stateless(Manual):
+    """Has an optimizer without a state, and no gradients left after a step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        super().training_step(batch, batch_idx)
+        self.optimizers().zero_grad()  # type: ignore[union-attr]
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class Unfreezing(Sharded):
+    """Trains its first layer from the fourth step on, also in a process that has just begun."""
+
+    first_step = 3
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.network[0].requires_grad_(False)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.network[0].requires_grad_(self.trainer.global_step >= self.first_step)
+
+
+class Tensors(Sharded):
+    """Shares the tensors of its first two layers between two ranks, and shards over what is left of a replica."""
+
+    def configure_model(self) -> None:
+        if self.network is not None:
+            return
+        self.network = build_network(8)  # torch shares a layer of 9 unevenly, and then not at all
+        assert self.device_mesh is not None
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(self.network, self.device_mesh["tensor_parallel"], plan)
+        for module in (self.network[0], self.network[2], self.network[4], self.network):
+            fully_shard(module, mesh=self.device_mesh["data_parallel"])
+
+
+class TensorsWithAdam(Tensors, WithAdam):
+    pass
+
+
+class Numbers(Callback):
+    """Keeps the numbers of all exchanges, and whether the weights were finite after each batch."""
+
+    def __init__(self) -> None:
+        self.steps: list[Any] = []
+        self.weights: list[bool] = []
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.strategy.state.subscribe(self.steps.append)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.weights.append(all(bool(local(weight).isfinite().all()) for weight in pl_module.parameters()))
 
 
 def data() -> DataLoader[Any]:
@@ -95,16 +173,25 @@ def data() -> DataLoader[Any]:
     return DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True).sin()), batch_size=4)
 
 
+def replica_batches(batches_of_ranks: list[list[Any]], ranks: int) -> list[list[Any]]:
+    """What each replica saw in each step, from what its ranks did; ranks of tensor parallelism see the same."""
+    return [
+        [tuple(map(torch.cat, zip(*step[i : i + ranks], strict=True))) for i in range(0, len(step), ranks)]
+        for step in zip(*batches_of_ranks, strict=True)
+    ]
+
+
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter's whole, by name, the same on all ranks of a replica."""
-    return {name: whole(one.detach()) for name, one in model.named_parameters()}
+    return {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
 
 
 def fit(strategy: Any, model: LightningModule, **options: Any) -> Any:
-    trainer = quiet_trainer(strategy, num_workers=num_ranks(), **({"max_steps": STEPS} | options))
+    trainer = quiet_trainer(strategy, **({"max_steps": STEPS} | options))
     trainer.fit(model, data(), data())
     return trainer
 
 
-def num_ranks() -> int:
-    return int(os.environ["WORLD_SIZE"])
+def run_ranks(function: Any, num_ranks: int, *args: Any) -> list[Any]:
+    """Runs a function on ranks that have met no other test."""
+    return run_workers(function, num_ranks, *args, process_group=False, new=True)

@@ -9,40 +9,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
-from tests.integration.hsdp_models import Sharded, build_network, make_optimizer
+from tests.integration.hsdp_models import Manual, Sharded, Unfreezing, build_network, make_optimizer
 
 
-class Manual(Sharded):
-    """Steps by hand, with Lightning's optimizer or torch's own."""
-
-    def __init__(self, *, native: bool = False, uses_raw: bool = False, uses_closure: bool = False) -> None:
-        super().__init__(native=native)
-        self.automatic_optimization = False
-        self.uses_raw, self.uses_closure = uses_raw, uses_closure
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.batches.append(batch)
-        optimizer: Any = self.optimizers(use_pl_optimizer=not self.uses_raw)
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = self.loss(batch)
-            self.manual_backward(loss)
-            return loss
-
-        if self.uses_closure:
-            optimizer.step(closure)
-        else:
-            closure()
-            optimizer.step()
-
-
-class Discarding(Sharded):
+class Discarding(Manual):
     """Drops every other gradient before an optimizer sees it."""
-
-    def __init__(self, *, native: bool = False) -> None:
-        super().__init__(native=native)
-        self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         self.batches.append(batch)
@@ -54,12 +25,11 @@ class Discarding(Sharded):
         optimizer.zero_grad()
 
 
-class TwoOptimizers(Sharded):
+class TwoOptimizers(Manual):
     """Steps on the first layer and on the others in turn; each backward reaches both."""
 
     def __init__(self, *, native: bool = False, toggles: bool = False) -> None:
         super().__init__(native=native)
-        self.automatic_optimization = False
         self.toggles = toggles
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -74,21 +44,9 @@ class TwoOptimizers(Sharded):
                 self.untoggle_optimizer(optimizer)
 
     def configure_optimizers(self) -> Any:
-        first, *others = [one for one in self.network if isinstance(one, nn.Linear)]
-        rest = [one for layer in others for one in layer.parameters()]
+        first, *others = [layer for layer in self.network if isinstance(layer, nn.Linear)]
+        rest = [parameter for layer in others for parameter in layer.parameters()]
         return [make_optimizer(first.parameters()), make_optimizer(rest)]
-
-
-class Unfreezing(Sharded):
-    """Trains its first layer from the fourth batch on."""
-
-    def configure_model(self) -> None:
-        super().configure_model()
-        self.network[0].requires_grad_(False)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 3:
-            self.network[0].requires_grad_(True)
 
 
 class WithNorm(Sharded):
@@ -101,8 +59,8 @@ class WithNorm(Sharded):
             self.unused = nn.Linear(2, 2, dtype=torch.float64)
             nn.init.ones_(self.unused.weight)
             nn.init.ones_(self.unused.bias)
-            for one in (self.norm, self.unused):
-                fully_shard(one, mesh=self.network[0].weight.device_mesh)
+            for module in (self.norm, self.unused):
+                fully_shard(module, mesh=self.network[0].weight.device_mesh)
 
     def loss(self, batch: Any) -> Tensor:
         return F.mse_loss(self.network(self.norm(batch[0])), batch[1])
@@ -151,12 +109,8 @@ class InHalf(HalfPrecision):
         return F.mse_loss(self.network(batch[0].bfloat16()).float(), batch[1].float())
 
 
-class KeepingGradients(Sharded):
+class KeepingGradients(Manual):
     """Never drops a gradient: each step's comes on top of all before."""
-
-    def __init__(self, *, native: bool = False) -> None:
-        super().__init__(native=native)
-        self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         self.batches.append(batch)
@@ -164,12 +118,8 @@ class KeepingGradients(Sharded):
         self.optimizers().step()  # type: ignore[union-attr]
 
 
-class Late(Sharded):
+class Late(Manual):
     """Makes its optimizer when training has begun, after a first validation, and tells nobody."""
-
-    def __init__(self, *, native: bool = False) -> None:
-        super().__init__(native=native)
-        self.automatic_optimization = False
 
     def configure_optimizers(self) -> None:
         return None

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparse import StepStats
+from tests.workers import NUM_WORKERS
 
 SMALL_BUCKETS_MB = 0.004
 """Less than the middle layer of a Classifier (6.25 kB in float32): several buckets, rebuilt after the first step."""
@@ -28,8 +30,23 @@ WEIGHTS_ONLY: dict[str, Any] = (
 """For what loads a checkpoint, in a Lightning that can be asked to load no more than tensors (2.6 and later)."""
 
 
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def nesterov(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)
+
+
 class Classifier(LightningModule):
     """Three layers and plain SGD with learning rate 1, so that a weight moves by exactly what was exchanged."""
+
+    default_optimizer = staticmethod(sgd)
+    is_manual = False
 
     def __init__(self, make_optimizer: Callable[..., torch.optim.Optimizer] | None = None) -> None:
         super().__init__()
@@ -40,7 +57,8 @@ class Classifier(LightningModule):
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
-        self.make_optimizer = make_optimizer or sgd
+        self.make_optimizer = make_optimizer or self.default_optimizer
+        self.automatic_optimization = not self.is_manual
         self.batches: list[list[Tensor]] = []
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -67,11 +85,7 @@ class Classifier(LightningModule):
 
 
 class ManualClassifier(Classifier):
-    """The same under manual optimization."""
-
-    def __init__(self, make_optimizer: Callable[..., torch.optim.Optimizer] | None = None) -> None:
-        super().__init__(make_optimizer)
-        self.automatic_optimization = False
+    is_manual = True
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.batches.append(batch)
@@ -82,10 +96,21 @@ class ManualClassifier(Classifier):
 
 
 class TwoPlayers(LightningModule):
-    """Two networks with an optimizer each, trained in turn as in a GAN."""
+    """Two networks with an optimizer each, trained in turn as in a GAN.
 
-    def __init__(self) -> None:
+    Args:
+        toggles: whether only the player that is trained requires gradients.
+        zeroes_first: whether a player's last gradient stays around while the other is trained.
+        set_to_none: how gradients are zeroed.
+        reaches_both: whether the judge's loss has gradients for the generator.
+    """
+
+    def __init__(
+        self, *, toggles: bool = True, zeroes_first: bool = False, set_to_none: bool = True, reaches_both: bool = False
+    ) -> None:
         super().__init__()
+        self.toggles, self.zeroes_first, self.set_to_none = toggles, zeroes_first, set_to_none
+        self.reaches_both = reaches_both
         generator = torch.Generator().manual_seed(7)
         self.generator = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 8))
         self.judge = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 1))
@@ -93,40 +118,30 @@ class TwoPlayers(LightningModule):
             for parameter in self.parameters():
                 parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
         self.automatic_optimization = False
-        self.batches: list[list[Tensor]] = []
 
     def generator_loss(self, inputs: Tensor) -> Tensor:
         return F.softplus(-self.judge(self.generator(inputs))).mean()
 
     def judge_loss(self, inputs: Tensor) -> Tensor:
-        fake = self.generator(inputs).detach()
+        fake = self.generator(inputs)
+        fake = fake if self.reaches_both else fake.detach()
         return (F.softplus(-self.judge(inputs)) + F.softplus(self.judge(fake))).mean()
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.batches.append(batch)
-        losses = (self.generator_loss, self.judge_loss)
-        for optimizer, loss in zip(self.optimizers(), losses, strict=True):
-            self.toggle_optimizer(optimizer)
+        for optimizer, loss in zip(self.optimizers(), (self.generator_loss, self.judge_loss), strict=True):
+            if self.toggles:
+                self.toggle_optimizer(optimizer)
+            if self.zeroes_first:
+                optimizer.zero_grad(set_to_none=self.set_to_none)
             self.manual_backward(loss(batch[0]))
             optimizer.step()
-            optimizer.zero_grad()
-            self.untoggle_optimizer(optimizer)
+            if not self.zeroes_first:
+                optimizer.zero_grad(set_to_none=self.set_to_none)
+            if self.toggles:
+                self.untoggle_optimizer(optimizer)
 
     def configure_optimizers(self) -> Any:
         return sgd(self.generator.parameters()), sgd(self.judge.parameters())
-
-
-class TwoPlayersZeroingFirst(TwoPlayers):
-    """The same, but each player's last gradient stays around while the other is trained."""
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        losses = (self.generator_loss, self.judge_loss)
-        for optimizer, loss in zip(self.optimizers(), losses, strict=True):
-            self.toggle_optimizer(optimizer)
-            optimizer.zero_grad()
-            self.manual_backward(loss(batch[0]))
-            optimizer.step()
-            self.untoggle_optimizer(optimizer)
 
 
 class Recorder(Callback):
@@ -152,18 +167,6 @@ class Recorder(Callback):
         state = getattr(trainer.strategy, "state", None)
         if state is not None:
             self.residuals = state.residuals.state_dict()
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=1.0)
-
-
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=0.01)
-
-
-def nesterov(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)
 
 
 def data(num_samples: int = 64, batch_size: int = 4) -> DataLoader:
@@ -200,8 +203,16 @@ def messages_of(told: list[str]) -> Iterator[None]:
             logger.removeHandler(handler)
 
 
-def quiet_trainer(strategy: Any, *, num_workers: int, max_steps: int = 3, **options: Any) -> Trainer:
-    """A Trainer that only trains."""
+def world_size() -> int:
+    """Returns the number of worker processes of the running test."""
+    return int(os.environ.get(NUM_WORKERS, 1))
+
+
+def quiet_trainer(strategy: Any, *, num_workers: int | None = None, max_steps: int = 3, **options: Any) -> Trainer:
+    """Returns a Trainer that only trains, on the workers of the test unless a number is given."""
+    if NUM_WORKERS in os.environ:
+        os.environ["WORLD_SIZE"] = os.environ[NUM_WORKERS]
+    num_workers = num_workers or world_size()
     options = {
         "logger": False,
         "enable_checkpointing": False,
@@ -225,9 +236,11 @@ def gradients(model: nn.Module, loss: Callable[[], Tensor]) -> dict[str, Tensor]
     }
 
 
-def assert_equal(one: Any, other: Any) -> None:
-    """To the last bit, in tensors and in nests of them."""
-    torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+def assert_equal(actual: Any, expected: Any, what: str = "") -> None:
+    """Compares tensors, or nests of them, to the last bit; ``what`` begins the message."""
+    torch.testing.assert_close(
+        actual, expected, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{what}: {text}" if what else text
+    )
 
 
 class ScaledPrecision(MixedPrecision):

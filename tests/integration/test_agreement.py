@@ -42,7 +42,7 @@ def _start(change: Any, options: dict[str, Any]) -> str:
         change(model)
     strategy = DDPHardThresholdStrategy(**({"threshold": 0.1} | (options if is_different else {})))
     with pytest.raises(RuntimeError, match="The workers disagree on what is exchanged") as caught:
-        quiet_trainer(strategy, num_workers=2).fit(model, data())
+        quiet_trainer(strategy).fit(model, data())
     return str(caught.value)
 
 
@@ -74,7 +74,7 @@ def _many_differences() -> str:
     model = Classifier()
     model.others = torch.nn.ModuleList(layers)
     with pytest.raises(RuntimeError) as caught:
-        quiet_trainer(DDPHardThresholdStrategy(threshold=0.1), num_workers=2).fit(model, data())
+        quiet_trainer(DDPHardThresholdStrategy(threshold=0.1)).fit(model, data())
     return str(caught.value)
 
 

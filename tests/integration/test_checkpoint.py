@@ -1,6 +1,7 @@
 """A run that stops and resumes equals one that went on; another number of workers keeps the pending update."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from lightning_sparse import (
     Accordion,
     DDPHardThresholdStrategy,
     GaussianK,
-    HardThreshold,
+    LocalHardThresholdStrategy,
     RandomK,
     SparseDDPStrategy,
+    SparseLocalStrategy,
     TopK,
 )
 from lightning_sparse.checkpointing.options import CheckpointOptions
@@ -24,9 +26,10 @@ from tests.integration.models import (
     SMALL_BUCKETS_MB,
     WEIGHTS_ONLY,
     Classifier,
-    Recorder,
+    ScaledPrecision,
     adam,
     assert_equal,
+    clones,
     data,
     nesterov,
     quiet_trainer,
@@ -50,10 +53,12 @@ class ResumableData:
     def __iter__(self) -> Any:
         while self.position < self.batches_per_epoch:
             self.position += 1
-            rank = int(os.environ["RANK"])
-            generator = torch.Generator().manual_seed(1000 * self.position + rank)
-            yield [torch.randn(4, 8, generator=generator), torch.randint(0, 3, (4,), generator=generator)]
+            yield self.batch(self.position)
         self.position = 0
+
+    def batch(self, number: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(1000 * number + int(os.environ["RANK"]))
+        return [torch.randn(4, 8, generator=generator), torch.randint(0, 3, (4,), generator=generator)]
 
     def state_dict(self) -> dict[str, int]:
         return {"position": self.position}
@@ -83,8 +88,14 @@ class WithSchedule(Classifier):
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, STOP, 0.7), "interval": "step"}]
 
 
+class OverflowsOnOne(WithSchedule):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        is_bad = batch_idx == 3 and self.global_rank == 1
+        return super().training_step(batch, batch_idx) * (float("inf") if is_bad else 1.0)
+
+
 OPTIMIZERS = {"sgd": sgd, "adam": adam, "nesterov": nesterov}
-CASES: dict[str, dict[str, Any]] = {
+OF_GRADIENTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "adam": {"optimizer": "adam"},
     "accumulation": {"accumulate": 2},
@@ -92,11 +103,11 @@ CASES: dict[str, dict[str, Any]] = {
     "middle of calibration": {"strategy": {"density": 0.05, "calibration_steps": 10}},
     "after calibration": {"strategy": {"density": 0.05, "calibration_steps": 3}},
     "share of each layer": {"strategy": {"density": 0.1, "calibration_steps": 3, "granularity": "layer"}},
-    "learning rate": {"strategy": {"threshold": 0.02, "error_feedback": "learning_rate"}},
-    "bfloat16": {"strategy": {"threshold": 0.02, "value_dtype": "bfloat16"}},
-    "dense": {"strategy": {"threshold": 0.02, "exchange": "dense"}},
-    "reduce scatter": {"strategy": {"threshold": 0.02, "exchange": "reduce_scatter"}},
-    "one bucket": {"strategy": {"threshold": 0.02, "bucket_cap_mb": 25}},
+    "learning rate": {"strategy": {"error_feedback": "learning_rate"}},
+    "bfloat16": {"strategy": {"value_dtype": "bfloat16"}},
+    "dense": {"strategy": {"exchange": "dense"}},
+    "reduce scatter": {"strategy": {"exchange": "reduce_scatter"}},
+    "one bucket": {"strategy": {"bucket_cap_mb": 25}},
     "top k": {"sparsifier": TopK(0.05)},
     "top k of the model": {"sparsifier": TopK(0.05, granularity="model")},
     "random k": {"sparsifier": RandomK(0.2)},
@@ -104,45 +115,84 @@ CASES: dict[str, dict[str, Any]] = {
     "accordion": {"sparsifier": Accordion(0.05, 0.2, interval=1), "batches_per_epoch": 2},
     "accordion, after an epoch": {"sparsifier": Accordion(0.05, 0.2, interval=2), "batches_per_epoch": 3},
     "gaussian k": {"sparsifier": GaussianK(0.1)},
-    "static graph": {"strategy": {"threshold": 0.02, "static_graph": True}},
-    "copies": {"strategy": {"threshold": 0.02, "gradient_as_bucket_view": False}},
+    "static graph": {"strategy": {"static_graph": True}},
+    "copies": {"strategy": {"gradient_as_bucket_view": False}},
 }
+KEPT_APART = {"keep_drift": False, "drift_decay": 0.9}
+NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+OF_DRIFTS: dict[str, dict[str, Any]] = {
+    "adam": {},
+    "every third step": {"strategy": {"every_n_steps": 3}},
+    "applied late": {"strategy": {"overlap": True, "every_n_steps": 3}},
+    "back to the anchor": {"strategy": KEPT_APART},
+    "back to the anchor, saved as the mean": {"strategy": KEPT_APART | {"drift_checkpoint": "mean"}},
+    "outer optimizer": {"strategy": {"outer_optimizer": NESTEROV}},
+    "density": {"strategy": {"density": 0.2, "calibration_steps": 3}},
+    "share of each layer": {"strategy": {"density": 0.2, "calibration_steps": 3, "granularity": "layer"}},
+    "middle of calibration": {"strategy": {"density": 0.2, "calibration_steps": 12}},
+    "bfloat16": {"strategy": {"value_dtype": "bfloat16"}},
+    "accumulation": {"accumulate": 2},
+    "middle of an epoch": {"batches_per_epoch": 5},
+    "accordion": {"batches_per_epoch": 5, "sparsifier": Accordion(0.05, 0.3, interval=1)},
+    "scaled, one worker overflows": {"overflows": True},
+}
+CASES = OF_GRADIENTS | {f"local, {name}": case | {"is_local": True} for name, case in OF_DRIFTS.items()}
 
 
-def make_strategy(case: dict[str, Any], **options: Any) -> SparseDDPStrategy:
+def make_strategy(case: dict[str, Any], **options: Any) -> SparseDDPStrategy | SparseLocalStrategy:
+    options = case.get("strategy", {}) | options
+    if not case.get("is_local"):
+        options = {"bucket_cap_mb": SMALL_BUCKETS_MB} | options
     if "sparsifier" in case:
-        return SparseDDPStrategy(case["sparsifier"], bucket_cap_mb=SMALL_BUCKETS_MB, **options)
-    return DDPHardThresholdStrategy(
-        **({"bucket_cap_mb": SMALL_BUCKETS_MB} | case.get("strategy", {"threshold": 0.02}) | options)
-    )
+        return (SparseLocalStrategy if case.get("is_local") else SparseDDPStrategy)(case["sparsifier"], **options)
+    threshold = {} if "density" in options else {"threshold": 0.01 if case.get("is_local") else 0.02}
+    make = LocalHardThresholdStrategy if case.get("is_local") else DDPHardThresholdStrategy
+    return make(**(threshold | options))
+
+
+class End(Callback):
+    """Notes what a worker has after its last step; when training ends all take the mean of drifting weights."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.seen: dict[str, Any] = {"steps": []}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.strategy.state.subscribe(lambda step: self.seen["steps"].append(vars(step) | {"layers": None}))
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if trainer.global_step != self.step:
+            return
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        state = trainer.strategy.state
+        self.seen |= {
+            "weights": clones(pl_module.named_parameters()),
+            "optimizer": trainer.optimizers[0].state_dict(),
+            "scale": scaler and scaler.get_scale(),
+            "threshold": state.sparsifier.current_threshold,
+        }
+        snapshot = state.snapshot().copied()  # applies what still travels
+        self.seen |= {"tensors": snapshot["own"] | snapshot["shared"]}
 
 
 def fit(
     case: dict[str, Any], max_steps: int, *callbacks: Callback, ckpt_path: str | None = None, **options: Any
 ) -> dict[str, Any]:
-    recorder, states = Recorder(), {}
-
-    class Inner(Callback):
-        def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            states["optimizer"] = trainer.optimizers[0].state_dict()
-            states["threshold"] = trainer.strategy.state.sparsifier.current_threshold
-
+    end, plugins = End(max_steps), None
+    if case.get("overflows"):
+        plugins = [ScaledPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))]
     trainer = quiet_trainer(
-        options.pop("strategy", None) or make_strategy(case, **options),
-        num_workers=int(os.environ["WORLD_SIZE"]),
+        make_strategy(case, **options),
         max_steps=max_steps,
         accumulate_grad_batches=case.get("accumulate", 1),
-        callbacks=[recorder, Inner(), *callbacks],
+        callbacks=[end, *callbacks],
         use_distributed_sampler=False,
+        plugins=plugins,
     )
-    model = WithSchedule(OPTIMIZERS[case.get("optimizer", "nesterov")])
+    make_optimizer = OPTIMIZERS[case.get("optimizer", "adam" if case.get("is_local") else "nesterov")]
+    model = (OverflowsOnOne if case.get("overflows") else WithSchedule)(make_optimizer)
     trainer.fit(model, ResumableData(case.get("batches_per_epoch", 1000)), ckpt_path=ckpt_path, **WEIGHTS_ONLY)
-    return {
-        "weights": recorder.weights,
-        "residuals": recorder.residuals,
-        "steps": [step.__dict__ | {"layers": None} for step in recorder.steps],
-        **states,
-    }
+    return end.seen
 
 
 def _fit(
@@ -157,22 +207,31 @@ def run(num_workers: int, case: dict[str, Any], max_steps: int, save: Any = None
     )
 
 
-@pytest.mark.parametrize("num_workers", [2, 3])
-@pytest.mark.parametrize("name", CASES)
+def rows_of_cases() -> list[Any]:
+    rows = [(name, num_workers) for name in OF_GRADIENTS for num_workers in (2, 3)]
+    drifts = [(name, 2) for name in CASES if name not in OF_GRADIENTS]
+    return [*rows, pytest.param(*drifts[0], marks=pytest.mark.representative), *drifts[1:]]
+
+
+@pytest.mark.parametrize(("name", "num_workers"), rows_of_cases())
 def test_a_resumed_run_equals_one_that_never_stopped(name: str, num_workers: int, tmp_path: Path) -> None:
     case, path = CASES[name], tmp_path / "stop.ckpt"
     straight = run(num_workers, case, END, save=(STOP, str(path)))
     resumed = run(num_workers, case, END, resume=path)
-    for one, other in zip(straight, resumed, strict=True):
-        assert len(other["steps"]) == END - STOP
-        assert one["steps"][STOP:] == other["steps"]
-        assert one["threshold"] == other["threshold"]
-        assert_equal(one["residuals"], other["residuals"])
-        assert_equal(one["weights"], other["weights"])
-        assert_equal(one["optimizer"], other["optimizer"])
-    assert straight[0]["steps"][-1]["selected"] > 0
-    if "sparsifier" not in case:
-        assert straight[0]["steps"][-1]["squared_error"] > 0 or name == "middle of calibration"
+    options, is_local = case.get("strategy", {}), case.get("is_local", False)
+    for expected, found in zip(straight, resumed, strict=True):
+        assert expected["steps"][STOP // options.get("every_n_steps", 1) :] == found["steps"]
+        for key in ("threshold", "tensors", "weights", "optimizer", "scale"):
+            assert_equal(found[key], expected[key], key)
+        assert all(weight.isfinite().all() for weight in expected["weights"].values())
+    last = straight[0]["steps"][-1]
+    assert last["selected"] > 0
+    if is_local or "sparsifier" not in case:
+        assert last["squared_error"] > 0 or name == "middle of calibration"
+    assert (straight[0]["scale"] != straight[1]["scale"]) == case.get("overflows", False)
+    assert_equal(straight[0]["tensors"].get("anchor"), straight[1]["tensors"].get("anchor"))
+    pairs = zip(straight[0]["weights"].values(), straight[1]["weights"].values(), strict=True)
+    assert any((mine != theirs).any() for mine, theirs in pairs) == (is_local and options.get("keep_drift", True))
 
 
 def residuals_in(path: Path) -> Any:
@@ -181,20 +240,29 @@ def residuals_in(path: Path) -> Any:
 
 def pending(residuals: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """(1/n) Σ e_i."""
-    return {name: sum(one[name].double() for one in residuals) / len(residuals) for name in residuals[0]}
+    return {name: sum(residual[name].double() for residual in residuals) / len(residuals) for name in residuals[0]}
 
 
-class _Residuals(Callback):
-    """What a worker starts from."""
+class Start(Callback):
+    """Notes the weights and tensors that a worker starts from."""
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.residuals = trainer.strategy.state.residuals.state_dict()
+    seen: dict[str, Any] | None = None
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if self.seen is None:
+            snapshot = trainer.strategy.state.snapshot().copied()
+            self.seen = {"weights": clones(pl_module.named_parameters()), **snapshot["shared"]}
+            self.seen |= {kind: tensors for kind, tensors in snapshot["own"].items() if kind != "weights"}
 
 
-def _start_from(path: str, options: dict[str, Any]) -> dict[str, Tensor]:
-    start = _Residuals()
-    fit(CASES["plain"], STOP + 3, start, ckpt_path=path, **options)
-    return start.residuals
+def _start_from(case: dict[str, Any], path: str, options: dict[str, Any]) -> dict[str, Any]:
+    start = Start()
+    fit(case, STOP + 3, start, ckpt_path=path, **options)
+    return start.seen
+
+
+def start_from(num_workers: int, case: dict[str, Any], path: Path, **options: Any) -> list[dict[str, Any]]:
+    return run_workers(_start_from, num_workers, case, str(path), options, process_group=False)
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 3), (8, 1)])
@@ -204,12 +272,60 @@ def test_another_number_of_workers_keeps_the_pending_update(
 ) -> None:
     path = tmp_path / "stop.ckpt"
     old = run(before, CASES["plain"], STOP, save=(STOP, str(path)), residual_checkpoint=residual_checkpoint)
-    expected = pending([one["residuals"] for one in old])
-    assert any(one.any() for one in expected.values())
-    new = run_workers(_start_from, after, str(path), {}, process_group=False)
-    assert len(new) == after
-    for name, one in pending(new).items():
-        torch.testing.assert_close(one, expected[name], rtol=1e-6, atol=1e-9)
+    expected = pending([worker["tensors"]["residual"] for worker in old])
+    assert any(residual.any() for residual in expected.values())
+    new = pending([worker["residual"] for worker in start_from(after, CASES["plain"], path)])
+    torch.testing.assert_close(new, expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_another_number_of_workers_starts_from_the_mean_of_drifting_weights(num_workers: int, tmp_path: Path) -> None:
+    case, path = CASES["local, back to the anchor"], tmp_path / "stop.ckpt"
+    for keep_drift in (True, False):
+        options = {"keep_drift": keep_drift, "drift_decay": 1.0}
+        run(2, case, STOP, save=(STOP, str(path)), **options)
+        saved = torch.load(path, weights_only=True)
+        for start in start_from(num_workers, case, path, **options):
+            assert_equal(start["weights"], saved["state_dict"])
+            if keep_drift:
+                assert_equal(
+                    {name: anchor.view_as(start["weights"][name]) for name, anchor in start["anchor"].items()},
+                    saved["state_dict"],
+                )
+            else:
+                mean = pending([worker["unsent"] for worker in saved["lightning_sparse"]["workers"]])
+                assert any(unsent.any() for unsent in mean.values())
+                expected = {name: unsent.float() for name, unsent in mean.items()}
+                torch.testing.assert_close(start["unsent"], expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"drift_checkpoint": "mean"}, {"optimizer_checkpoint": "first"}, {"optimizer_checkpoint": "mean"}],
+    ids=str,
+)
+def test_a_checkpoint_of_drifts_may_leave_out_what_is_each_workers_own(options: dict[str, str], tmp_path: Path) -> None:
+    case, (path, full) = CASES["local, adam"], (tmp_path / "stop.ckpt", tmp_path / "full.ckpt")
+    run(2, case, STOP, save=(STOP, str(path)), **options)
+    run(2, case, STOP, save=(STOP, str(full)))
+    saved = torch.load(path, weights_only=True)
+    content = saved["lightning_sparse"]
+    has_weights, word = "drift_checkpoint" not in options, options.get("optimizer_checkpoint")
+    assert [list(worker) for worker in content["workers"]] == ([["weights"]] * 2 if has_weights else [])
+    assert all(("optimizer_states" in extra) == (word is None) for extra in content["extras"][0])
+    of_workers = [
+        moments(extra["optimizer_states"])
+        for extra in torch.load(full, weights_only=True)["lightning_sparse"]["extras"][0]
+    ]
+    assert (of_workers[0] != of_workers[1]).any()
+    expected = torch.stack(of_workers).mean(0) if word == "mean" else of_workers[0]
+    torch.testing.assert_close(moments(saved["optimizer_states"]), expected)
+    for worker in run(2, case, END, resume=path, **options):
+        assert worker["steps"][-1]["step"] > STOP
+
+
+def moments(states: list[Any]) -> Tensor:
+    return torch.cat([state["exp_avg"].flatten() for state in states[0]["state"].values()])
 
 
 def test_a_checkpoint_of_the_mean_is_as_large_as_the_model_and_of_all_n_times_that(tmp_path: Path) -> None:
@@ -226,10 +342,10 @@ def test_a_checkpoint_of_the_mean_is_as_large_as_the_model_and_of_all_n_times_th
 def test_residuals_can_be_reset_or_a_change_be_refused(tmp_path: Path) -> None:
     path = tmp_path / "stop.ckpt"
     run(2, CASES["plain"], STOP, save=(STOP, str(path)))
-    new = run_workers(_start_from, 3, str(path), {"on_world_size_change": "reset"}, process_group=False)
-    assert all(one == {} or not any(tensor.any() for tensor in one.values()) for one in new)
+    for start in start_from(3, CASES["plain"], path, on_world_size_change="reset"):
+        assert not any(residual.any() for residual in start["residual"].values())
     with pytest.raises(AssertionError, match="The checkpoint is of 2 workers, this run has 3"):
-        run_workers(_start_from, 3, str(path), {"on_world_size_change": "error"}, process_group=False)
+        start_from(3, CASES["plain"], path, on_world_size_change="error")
 
 
 class Renamed(Classifier):
@@ -254,11 +370,11 @@ def _fit_renamed(path: str) -> tuple[dict[str, Tensor], list[str]]:
         def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
             with pytest.warns(UserWarning, match="the model is not the one of the checkpoint") as caught:
                 restore([trainer.strategy.state], content, CheckpointOptions())
-            messages.extend(str(one.message) for one in caught)
+            messages.extend(str(warning.message) for warning in caught)
             self.residuals = trainer.strategy.state.residuals.state_dict()
 
     callback = Restore()
-    trainer = quiet_trainer(make_strategy(CASES["plain"]), num_workers=1, max_steps=2, callbacks=[callback])
+    trainer = quiet_trainer(make_strategy(CASES["plain"]), max_steps=2, callbacks=[callback])
     trainer.fit(Renamed(), data())
     return callback.residuals, messages
 
@@ -277,14 +393,7 @@ def test_a_changed_model_keeps_what_still_fits_and_says_what_does_not(tmp_path: 
 def test_a_threshold_that_the_user_changed_is_the_users(tmp_path: Path) -> None:
     path = tmp_path / "stop.ckpt"
     run(2, CASES["plain"], STOP, save=(STOP, str(path)))
-    for one in run(2, {"strategy": {"threshold": 0.5}}, STOP + 4, resume=path):
-        assert one["threshold"] == 0.5
-    for one in run(2, {"strategy": {"density": 0.1, "calibration_steps": 2}}, STOP + 4, resume=path):
-        assert one["threshold"] not in (0.0, 0.02)
-
-
-def test_the_words_are_checked_at_construction() -> None:
-    with pytest.raises(ValueError, match=r"Invalid residual_checkpoint='all'. Must be one of 'full', 'mean', 'none'"):
-        DDPHardThresholdStrategy(residual_checkpoint="all")
-    with pytest.raises(ValueError, match=r"Invalid on_world_size_change='keep'. Must be one of 'mean', 'reset'"):
-        SparseDDPStrategy(HardThreshold(threshold=0.1), on_world_size_change="keep")
+    for worker in run(2, {"strategy": {"threshold": 0.5}}, STOP + 4, resume=path):
+        assert worker["threshold"] == 0.5
+    for worker in run(2, {"strategy": {"density": 0.1, "calibration_steps": 2}}, STOP + 4, resume=path):
+        assert worker["threshold"] not in (0.0, 0.02)

@@ -22,10 +22,12 @@ from tests.integration.models import (
     WEIGHTS_ONLY,
     Classifier,
     Recorder,
+    adam,
     assert_equal,
     clones,
     nesterov,
     quiet_trainer,
+    sgd,
 )
 from tests.integration.test_checkpoint import (
     CASES,
@@ -41,25 +43,28 @@ from tests.integration.test_checkpoint import (
 from tests.workers import run_workers
 
 
-def _cross(folder: str) -> None:
+def _cross(name: str, folder: str) -> None:
     """Plain ddp reads our checkpoint, and we read one of plain ddp."""
-    case = CASES["plain"]
+    case = CASES[name]
+    make_optimizer = adam if case.get("is_local") else nesterov
     fit(case, 3, SaveAt(3, f"{folder}/sparse.ckpt"))
     for strategy, source, target in (("ddp", "sparse", "dense"), (make_strategy(case), "dense", "again")):
         saver = SaveAt(6 if target == "dense" else 9, f"{folder}/{target}.ckpt")
-        trainer = quiet_trainer(strategy, num_workers=2, max_steps=saver.step, callbacks=[saver])
-        trainer.fit(WithSchedule(nesterov), ResumableData(1000), ckpt_path=f"{folder}/{source}.ckpt", **WEIGHTS_ONLY)
+        trainer = quiet_trainer(strategy, max_steps=saver.step, callbacks=[saver])
+        model, path = WithSchedule(make_optimizer), f"{folder}/{source}.ckpt"
+        trainer.fit(model, ResumableData(1000), ckpt_path=path, **WEIGHTS_ONLY)
         assert trainer.global_step == saver.step
-    loaded = WithSchedule.load_from_checkpoint(f"{folder}/sparse.ckpt", make_optimizer=nesterov, **WEIGHTS_ONLY)
+    loaded = WithSchedule.load_from_checkpoint(f"{folder}/sparse.ckpt", make_optimizer=sgd, **WEIGHTS_ONLY)
     saved = torch.load(f"{folder}/sparse.ckpt", weights_only=True)["state_dict"]
     assert_equal(clones(loaded.named_parameters()), saved)
 
 
-def test_checkpoints_are_exchanged_with_plain_ddp(tmp_path: Path) -> None:
-    run_workers(_cross, 2, str(tmp_path), process_group=False)
+@pytest.mark.parametrize(("name", "kind"), [("plain", "residual"), ("local, adam", "weights")])
+def test_checkpoints_are_exchanged_with_plain_ddp(name: str, kind: str, tmp_path: Path) -> None:
+    run_workers(_cross, 2, name, str(tmp_path), process_group=False)
     assert "lightning_sparse" not in torch.load(tmp_path / "dense.ckpt", weights_only=True)
     again = torch.load(tmp_path / "again.ckpt", weights_only=True)["lightning_sparse"]
-    assert [len(worker["residual"]) for worker in again["workers"]] == [6, 6]
+    assert [len(worker[kind]) for worker in again["workers"]] == [6, 6]
 
 
 def _model_checkpoint(folder: str) -> dict[str, Tensor]:
@@ -69,7 +74,6 @@ def _model_checkpoint(folder: str) -> dict[str, Tensor]:
         )
         return quiet_trainer(
             make_strategy(CASES["plain"]),
-            num_workers=2,
             max_steps=max_steps,
             callbacks=[recorder, saver],
             enable_checkpointing=True,
@@ -83,8 +87,10 @@ def _model_checkpoint(folder: str) -> dict[str, Tensor]:
 
 def test_model_checkpoint_and_last(tmp_path: Path) -> None:
     straight = run(2, CASES["plain"], 16)
-    for one, other in zip(straight, run_workers(_model_checkpoint, 2, str(tmp_path), process_group=False), strict=True):
-        assert_equal(one["residuals"] | one["weights"], other)
+    for expected, found in zip(
+        straight, run_workers(_model_checkpoint, 2, str(tmp_path), process_group=False), strict=True
+    ):
+        assert_equal(expected["tensors"]["residual"] | expected["weights"], found)
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["last.ckpt", "step=12.ckpt", "step=16.ckpt"]
 
 
@@ -104,7 +110,6 @@ def _asynchronous(path: str) -> None:
     trainers: list[Trainer] = []
     trainer = quiet_trainer(
         make_strategy(CASES["plain"]),
-        num_workers=2,
         max_steps=END,
         plugins=[AsyncCheckpointIO(SlowCheckpointIO(trainers))],
         callbacks=[SaveAt(STOP, path)],
@@ -128,15 +133,15 @@ def asynchronous_writing_copies(tmp_path: Path) -> bool:
 def test_a_checkpoint_written_later_holds_what_was_when_it_was_asked_for(tmp_path: Path) -> None:
     run(2, CASES["plain"], STOP, save=(STOP, str(tmp_path / "at once.ckpt")))
     run_workers(_asynchronous, 2, str(tmp_path / "later.ckpt"), process_group=False)
-    one, other = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("at once", "later"))
+    at_once, later = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("at once", "later"))
     for plain in ("numbers", "seal", "kind"):
-        assert one["lightning_sparse"].pop(plain) == other["lightning_sparse"].pop(plain)
+        assert at_once["lightning_sparse"].pop(plain) == later["lightning_sparse"].pop(plain)
     for part in ("lightning_sparse", "global_step"):
-        assert_equal(one[part], other[part])
+        assert_equal(at_once[part], later[part])
     if not asynchronous_writing_copies(tmp_path):
         pytest.skip("This Lightning's AsyncCheckpointIO copies no weights (pull request 21079, August 2025)")
     for part in ("state_dict", "optimizer_states"):
-        assert_equal(one[part], other[part])
+        assert_equal(at_once[part], later[part])
 
 
 def _collect_and_go_on() -> tuple[Any, Any]:
@@ -157,7 +162,7 @@ def _collect_and_go_on() -> tuple[Any, Any]:
 
 def test_later_steps_do_not_change_what_was_collected() -> None:
     (before, after), _ = run_workers(_collect_and_go_on, 2)
-    assert any(one.any() for one in before[0]["residual"].values())
+    assert any(residual.any() for residual in before[0]["residual"].values())
     assert_equal(before, after)
 
 
@@ -238,5 +243,5 @@ def test_a_run_from_the_command_line_resumes(tmp_path: Path) -> None:
     resumed = run_workers(
         _command_line, 2, folder, f"--trainer.max_steps={END}", "--ckpt_path=last", process_group=False
     )
-    for one, other in zip(straight, resumed, strict=True):
-        assert_equal(one["residuals"] | one["weights"], other)
+    for expected, found in zip(straight, resumed, strict=True):
+        assert_equal(expected["tensors"]["residual"] | expected["weights"], found)

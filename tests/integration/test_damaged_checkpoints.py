@@ -1,7 +1,6 @@
 """Every change of what a strategy saved is refused, on every worker and before anything is loaded."""
 
 import copy
-import os
 import random
 from collections.abc import Callable
 from functools import partial
@@ -122,36 +121,26 @@ class LoadsDamaged(Callback):
 
 
 def _load_damaged(name: str, path: str) -> tuple[list[int], set[str], bool]:
-    num_workers = 1 if name == "simulated" else 2
-
     def fit(max_steps: int, *callbacks: Callback) -> Any:
-        trainer = quiet_trainer(
-            STRATEGIES[name](), num_workers=num_workers, max_steps=max_steps, callbacks=list(callbacks)
-        )
+        trainer = quiet_trainer(STRATEGIES[name](), max_steps=max_steps, callbacks=list(callbacks))
         model = Sharded() if "hsdp" in name else Classifier(adam)
         trainer.fit(model, shard_data() if "hsdp" in name else data(256))
         return trainer
 
-    environment = dict(os.environ)
     fit(6).save_checkpoint(path)
-    os.environ.update(environment)
     loads = LoadsDamaged(path)
     trainer = fit(9, loads)
-    finite = all(bool(one.isfinite().all()) for one in trainer.lightning_module.parameters())
+    finite = all(bool(parameter.isfinite().all()) for parameter in trainer.lightning_module.parameters())
     return loads.accepted, loads.said, finite
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_changed_entry_is_refused_by_all_workers_before_anything_is_loaded(name: str, tmp_path: Path) -> None:
-    results = run_workers(
-        _load_damaged, 1 if name == "simulated" else 2, name, str(tmp_path / "6.ckpt"), process_group=False
-    )
-    for accepted, said, finite in results:
+    num_workers, path = 1 if name == "simulated" else 2, str(tmp_path / "6.ckpt")
+    for accepted, said, finite in run_workers(_load_damaged, num_workers, name, path, process_group=False):
         assert accepted == []
         assert said <= {
-            "lightning_sparse cannot resume",
-            "Rank 0",
-            "Rank 1",
+            *("lightning_sparse cannot resume", "Rank 0", "Rank 1"),
             "The checkpoint holds gradients in format",
         }
         assert finite
@@ -178,9 +167,8 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 def _resume_from_damaged_folder(name: str, path: str) -> str:
-    environment = dict(os.environ)
     strategy = HSDPHardThresholdStrategy(threshold=0.1, replicas=2)
-    trainer = quiet_trainer(strategy, num_workers=2, max_steps=4)
+    trainer = quiet_trainer(strategy, max_steps=4)
     trainer.fit(Sharded(), shard_data())
     if name == "NaN":
         strategy.state.snapshot().own["residual"]["network.0.weight"][0] = float("nan")
@@ -188,8 +176,7 @@ def _resume_from_damaged_folder(name: str, path: str) -> str:
     if trainer.global_rank == 0:
         FOLDERS[name][0](Path(path) / "lightning_sparse")
     trainer.strategy.barrier()
-    os.environ.update(environment)
-    again = quiet_trainer(HSDPHardThresholdStrategy(threshold=0.1, replicas=2), num_workers=2, max_steps=6)
+    again = quiet_trainer(HSDPHardThresholdStrategy(threshold=0.1, replicas=2), max_steps=6)
     with pytest.raises(RuntimeError) as raised:
         again.fit(Sharded(), shard_data(), ckpt_path=path)
     return str(raised.value)

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks.network_lab import INTERFACE, NetworkLab
-from lightning_sparse import DDPHardThresholdStrategy, StepStats
-from tests.integration.models import assert_equal, clones, nesterov, quiet_trainer
+from lightning_sparse import DDPHardThresholdStrategy
+from tests.integration.models import Recorder, assert_equal, clones, nesterov, quiet_trainer
 from tests.workers import run_workers
 
 pytestmark = pytest.mark.xdist_group("network")  # one lab at a time
@@ -70,7 +70,6 @@ class Model(LightningModule):
     def __init__(self, folder: str | None) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 8))
-        self.steps: list[StepStats] = []
         self.folder = folder
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -78,9 +77,6 @@ class Model(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return nesterov(self.parameters())
-
-    def on_train_start(self) -> None:
-        self.trainer.strategy.state.subscribe(self.steps.append)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.folder is not None:
@@ -98,7 +94,7 @@ def train(namespaces: Sequence[str] | None, address: str, folder: str | None) ->
         os.environ |= {"MASTER_ADDR": address, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
     num_nodes = 1 if namespaces is None else num_workers
     torch.manual_seed(3)
-    model = Model(folder)
+    recorder = Recorder()
     batches = torch.randn(STEPS, num_workers, 16, 32)[:, rank]
     strategy = DDPHardThresholdStrategy(threshold=0.025, bucket_cap_mb=0.02)
     trainer = quiet_trainer(
@@ -106,14 +102,11 @@ def train(namespaces: Sequence[str] | None, address: str, folder: str | None) ->
         num_workers=num_workers // num_nodes,
         num_nodes=num_nodes,
         max_steps=STEPS,
+        callbacks=[recorder],
         use_distributed_sampler=False,
     )
-    trainer.fit(model, DataLoader(batches, batch_size=None))
-    return {
-        "weights": clones(model.named_parameters()),
-        "residuals": strategy.state.residuals.state_dict(),
-        "steps": model.steps,
-    }
+    trainer.fit(Model(folder), DataLoader(batches, batch_size=None))
+    return {"weights": recorder.weights, "residuals": recorder.residuals, "steps": recorder.steps}
 
 
 def enter(namespace: str) -> None:
@@ -140,16 +133,16 @@ def undisturbed(num_workers: int) -> list[dict[str, Any]]:
 def assert_only_time_differs(results: list[dict[str, Any]]) -> None:
     expected = undisturbed(len(results))
     assert not torch.equal(expected[0]["residuals"]["layers.2.weight"], expected[1]["residuals"]["layers.2.weight"])
-    for one, other in zip(results, expected, strict=True):
-        assert len(one["steps"]) == STEPS
+    for found, wanted in zip(results, expected, strict=True):
+        assert len(found["steps"]) == STEPS
         # Both routes are taken: dense without a history, and sparse.
-        assert 0 < one["steps"][-1].density < 0.3
-        assert one["steps"][0].payload_bytes >= one["steps"][0].dense_bytes > one["steps"][-1].payload_bytes
+        assert 0 < found["steps"][-1].density < 0.3
+        assert found["steps"][0].payload_bytes >= found["steps"][0].dense_bytes > found["steps"][-1].payload_bytes
         # Density, error norm, payload and the rest of the numbers, step by step.
-        assert one["steps"] == other["steps"]
-        assert_equal(one["residuals"], other["residuals"])
-        assert_equal(one["weights"], other["weights"])
-        assert_equal(one["weights"], results[0]["weights"])
+        assert found["steps"] == wanted["steps"]
+        assert_equal(found["residuals"], wanted["residuals"])
+        assert_equal(found["weights"], wanted["weights"])
+        assert_equal(found["weights"], results[0]["weights"])
 
 
 def wait_for(condition: Callable[[], bool], training: Future[Any], timeout: float = 60.0) -> None:
@@ -174,16 +167,16 @@ def test_torchrun_trains_the_recipe_on_two_hosts(tmp_path: Path) -> None:
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2))
     assert first["node, global, local rank"] == (0, 0, 0)
     assert second["node, global, local rank"] == (1, 1, 0)
-    for one in (first, second):
-        assert one["started by torchrun"]
-        assert one["comm_hook"] == "sparse_hook"
+    for seen in (first, second):
+        assert seen["started by torchrun"]
+        assert seen["comm_hook"] == "sparse_hook"
         # 64 images, 8 of them a step on each of 2 hosts, twice.
-        assert one["steps"] == one["last step"].step + 1 == 8
-        assert 0 < one["last step"].density < 1
-        assert one["last step"] == first["last step"]
-        assert_equal(one["weights"], first["weights"])
+        assert seen["steps"] == seen["last step"].step + 1 == 8
+        assert 0 < seen["last step"].density < 1
+        assert seen["last step"] == first["last step"]
+        assert_equal(seen["weights"], first["weights"])
     assert min(sent) > 4 * first["last step"].num_elements
-    assert any(not torch.equal(one, second["residuals"][name]) for name, one in first["residuals"].items())
+    assert any(not torch.equal(residual, second["residuals"][name]) for name, residual in first["residuals"].items())
     assert any((tmp_path / "lightning_logs").rglob("events*"))
 
 
@@ -244,5 +237,5 @@ def queue(lab: NetworkLab, host: int, kind: str) -> dict[str, Any]:
     """What `tc` has counted on a host."""
     command = ["tc", "-n", lab.namespace(host), "-j", "-s", "qdisc", "show", "dev", INTERFACE]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
-    [found] = [one for one in json.loads(shown) if one["kind"] == kind]
+    [found] = [shown_queue for shown_queue in json.loads(shown) if shown_queue["kind"] == kind]
     return found

@@ -12,10 +12,9 @@ from typing import NamedTuple
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.integration.fault_injector import inject
 from tests.integration.fault_judge import Outcome
 from tests.integration.fault_points import AFTERWARDS, Fault, Point
-from tests.integration.fault_table import compare, faults_of, plain_of, strikes_first_again
+from tests.integration.fault_table import compare, faults_of, inject, plain_of, strikes_first_again
 from tests.integration.fault_training import Layers, first_state, simulate
 from tests.integration.fault_workers import HANG, THRESHOLD, Case
 
@@ -37,7 +36,6 @@ IN_OPTIMIZER = Point("step 2", "optimizer changed a weight", 1)
 AFTER_STEP = Point("step 2", "on_train_batch_end")
 BEFORE_SENDING = Point("save 1", "before send")
 AT_THE_BARRIER = Point("save 2", "after store.set came")
-RESIDUALS_ARE_DUE = Point(AFTERWARDS, "before send")
 WHILE_WRITTEN = Point("save 2", "while written")
 
 RESIDUALS = "residuals"
@@ -53,21 +51,14 @@ BY_HAND = Case("gather", manual=True)
 LOCAL, LOCAL_MEAN = Case("local"), Case("local", residual_checkpoint="mean")
 
 
-def strike(way: str, whom: str, case: Case, *points: Point, then: Fault | None = None) -> Fault:
-    """A fault at one point for those it strikes, or at one point for each worker."""
-    if len(points) == 1:
-        struck = {FIRST: [0], LAST: [case.num_workers - 1], ALL: range(case.num_workers)}[whom]
-        return Fault(way, tuple(points[0] if rank in struck else None for rank in range(case.num_workers)), then)
-    return Fault(way, points, then)
-
-
 class Row(NamedTuple):
-    """Args:
+    """One training that is struck.
 
-    case: how is trained.
-    fault: what strikes whom.
-    saved: what the file that was saved because of it holds: RESIDUALS, part of why not, or NO_FILE.
-    finishes: whether the training goes on to its end.
+    Args:
+        case: how is trained.
+        fault: what strikes whom.
+        saved: what the file that was saved because of it holds: RESIDUALS, part of why not, or NO_FILE.
+        finishes: whether the training goes on to its end.
     """
 
     case: Case
@@ -76,137 +67,75 @@ class Row(NamedTuple):
     finishes: bool = False
 
 
-def rows_of_routes() -> dict[str, Row]:
-    cases = [GATHER, DENSE, Case("auto"), Case("reduce_scatter"), HIERARCHICAL, Case("gather", 3)]
-    cases += [Case("dense", 3), MEAN, BY_HAND, Case("gather", own_select=True)]
-    cases += [Case("gather", together=True)]
-    rows = {}
-    for case in cases:
-        rows[f"exception in backward on all: {case}"] = Row(case, strike("raise", ALL, case, IN_BACKWARD), RESIDUALS)
-        fault = strike("SIGUSR1", ALL, case, IN_BACKWARD)
-        rows[f"SIGUSR1 in backward on all: {case}"] = Row(case, fault, RESIDUALS, finishes=True)
-    return rows
+def strike(case: Case, way: str, whom: str, point: Point, then: Fault | None = None) -> Fault:
+    """A fault at one point for those whom it strikes."""
+    struck = {FIRST: [0], LAST: [case.num_workers - 1], ALL: range(case.num_workers)}[whom]
+    return Fault(way, tuple(point if rank in struck else None for rank in range(case.num_workers)), then)
 
 
-ROWS = rows_of_routes() | {
-    # SLURM signals the first process of a job, or all of them.
-    "SIGUSR1 in backward on the first": Row(GATHER, strike("SIGUSR1", FIRST, GATHER, IN_BACKWARD), NOBODY_CAME),
-    "SIGUSR1 in backward on another": Row(GATHER, strike("SIGUSR1", LAST, GATHER, IN_BACKWARD), NO_FILE),
-    "SIGUSR1 in backward on the first: dense": Row(DENSE, strike("SIGUSR1", FIRST, DENSE, IN_BACKWARD), NOBODY_CAME),
-    "SIGUSR1 in backward on the first: mean": Row(MEAN, strike("SIGUSR1", FIRST, MEAN, IN_BACKWARD), NOBODY_CAME),
-    "SIGUSR1 at unlike points of a step": Row(
-        GATHER, strike("SIGUSR1", ALL, GATHER, IN_BACKWARD, IN_TRAINING_STEP), RESIDUALS, finishes=True
+def row(case: Case, way: str, whom: str, point: Point, saved: str, *, finishes: bool = False) -> Row:
+    return Row(case, strike(case, way, whom, point), saved, finishes)
+
+
+def then_killed(case: Case, name: str, saved: str) -> Row:
+    """All raise, and the last worker dies at a point of the save that follows."""
+    death = strike(case, "SIGKILL", LAST, Point(AFTERWARDS, name))
+    return Row(case, strike(case, "raise", ALL, IN_BACKWARD, death), saved)
+
+
+FIRST_BACKWARD = Point("step 0", "backward", 1)
+FIRST_OPTIMIZER = Point("step 0", "optimizer changed a weight", 1)
+FIRST_COMMIT = Point("step 0", "after ResidualMemory.commit")
+IN_BOTH_PLACES = (IN_BACKWARD, IN_TRAINING_STEP)
+
+# SLURM signals the first process of a job, or all of them. In local training "residuals" are the drifts of all workers.
+LIST = [
+    *(
+        row(case, way, ALL, IN_BACKWARD, RESIDUALS, finishes=way == "SIGUSR1")
+        for case in (
+            *(GATHER, DENSE, Case("auto"), Case("reduce_scatter"), HIERARCHICAL, Case("gather", 3), Case("dense", 3)),
+            *(MEAN, BY_HAND, Case("gather", own_select=True), Case("gather", together=True), LOCAL),
+        )
+        for way in ("raise", "SIGUSR1")
     ),
-    "exception in training_step on the first": Row(
-        GATHER, strike("raise", FIRST, GATHER, IN_TRAINING_STEP), NOBODY_CAME
-    ),
-    "exception in training_step on another": Row(GATHER, strike("raise", LAST, GATHER, IN_TRAINING_STEP), NOBODY_CAME),
-    "exception in training_step on the first: model_checkpoint": Row(
-        MODEL_CHECKPOINT, strike("raise", FIRST, MODEL_CHECKPOINT, IN_TRAINING_STEP), NOBODY_CAME
-    ),
-    "exception in training_step on another: model_checkpoint": Row(
-        MODEL_CHECKPOINT, strike("raise", LAST, MODEL_CHECKPOINT, IN_TRAINING_STEP), NOBODY_CAME
-    ),
-    "exception in training_step on all: model_checkpoint": Row(
-        MODEL_CHECKPOINT, strike("raise", ALL, MODEL_CHECKPOINT, IN_TRAINING_STEP), RESIDUALS
-    ),
-    "exception in training_step on another: mean": Row(
-        MEAN, strike("raise", LAST, MEAN, IN_TRAINING_STEP), NOBODY_CAME
-    ),
-    "exception after backward": Row(GATHER, strike("raise", ALL, GATHER, AFTER_BACKWARD), RESIDUALS),
-    "exception in the optimizer": Row(GATHER, strike("raise", ALL, GATHER, IN_OPTIMIZER), IN_THE_MIDDLE),
-    "exception after the step": Row(GATHER, strike("raise", ALL, GATHER, AFTER_STEP), RESIDUALS),
-    "exception in the first step": Row(
-        GATHER, strike("raise", ALL, GATHER, Point("step 0", "backward", 1)), "nothing yet"
-    ),
-    "exception in the optimizer of the first step": Row(
-        GATHER, strike("raise", ALL, GATHER, Point("step 0", "optimizer changed a weight", 1)), IN_THE_MIDDLE
-    ),
-    "exception while the first step commits": Row(
-        DENSE, strike("raise", ALL, DENSE, Point("step 0", "after ResidualMemory.commit")), IN_THE_MIDDLE
-    ),
-    "SIGUSR1 while the first step commits": Row(
-        DENSE,
-        strike("SIGUSR1", ALL, DENSE, Point("step 0", "after ResidualMemory.commit")),
-        IN_THE_MIDDLE,
-        finishes=True,
-    ),
-    "Ctrl-C in backward on all": Row(GATHER, strike("SIGINT", ALL, GATHER, IN_BACKWARD), RESIDUALS),
-    "Ctrl-C in backward on the first": Row(GATHER, strike("SIGINT", FIRST, GATHER, IN_BACKWARD), NOBODY_CAME),
-    "Ctrl-C in backward on another": Row(GATHER, strike("SIGINT", LAST, GATHER, IN_BACKWARD), NOBODY_CAME),
-    "Ctrl-C in the hook": Row(GATHER, strike("SIGINT", ALL, GATHER, Point("step 2", "before isend", 1)), RESIDUALS),
-    "death in backward of another": Row(GATHER, strike("SIGKILL", LAST, GATHER, IN_BACKWARD), NOBODY_CAME),
-    "death in backward of the first": Row(GATHER, strike("SIGKILL", FIRST, GATHER, IN_BACKWARD), NO_FILE),
-    "death at the barrier": Row(GATHER, strike("SIGKILL", LAST, GATHER, AT_THE_BARRIER), NOBODY_CAME),
-    "death before sending residuals": Row(GATHER, strike("SIGKILL", LAST, GATHER, BEFORE_SENDING), NOBODY_CAME),
-    "death of the first while it writes": Row(GATHER, strike("SIGKILL", FIRST, GATHER, WHILE_WRITTEN), NO_FILE),
-    "exception while a file is written": Row(GATHER, strike("raise", FIRST, GATHER, WHILE_WRITTEN), NOBODY_CAME),
-}
-IN_MANUAL = strike("raise", ALL, BY_HAND, Point("step 2", "between backward and step"))
-ROWS |= {
-    "SIGUSR1 at unlike points of the first step": Row(
+    *(row(case, "SIGUSR1", FIRST, IN_BACKWARD, NOBODY_CAME) for case in (GATHER, DENSE, MEAN, LOCAL)),
+    row(GATHER, "SIGUSR1", LAST, IN_BACKWARD, NO_FILE),
+    *(Row(case, Fault("SIGUSR1", IN_BOTH_PLACES), RESIDUALS, finishes=True) for case in (GATHER, LOCAL)),
+    Row(
         GATHER,
-        strike(
-            "SIGUSR1", ALL, GATHER, Point("step 0", "before Exchange.finish"), Point("step 0", "on_before_backward")
-        ),
+        Fault("SIGUSR1", (Point("step 0", "before Exchange.finish"), Point("step 0", "on_before_backward"))),
         "nothing yet",
         finishes=True,
     ),
-    "death before sending residuals of a file that an exception asks for": Row(
-        GATHER,
-        strike("raise", ALL, GATHER, IN_BACKWARD, then=strike("SIGKILL", LAST, GATHER, RESIDUALS_ARE_DUE)),
-        "gathering them failed",
-    ),
-    "death before residuals have a group of their own": Row(
-        GATHER, strike("SIGKILL", LAST, GATHER, Point("save 1", "before new_group")), NOBODY_CAME
-    ),
-    "exception between backward and step": Row(BY_HAND, IN_MANUAL, RESIDUALS),
-    "death of another while nodes are grouped": Row(
-        HIERARCHICAL, strike("SIGKILL", LAST, HIERARCHICAL, Point("set-up", "before new_group")), NO_FILE
-    ),
-}
-# In local training "residuals" are the drifts of all workers.
-ROWS |= {
-    "exception in backward on all: local": Row(LOCAL, strike("raise", ALL, LOCAL, IN_BACKWARD), RESIDUALS),
-    "SIGUSR1 in backward on all: local": Row(
-        LOCAL, strike("SIGUSR1", ALL, LOCAL, IN_BACKWARD), RESIDUALS, finishes=True
-    ),
-    "SIGUSR1 at unlike points of a step: local": Row(
-        LOCAL, strike("SIGUSR1", ALL, LOCAL, IN_BACKWARD, IN_TRAINING_STEP), RESIDUALS, finishes=True
-    ),
-    "SIGUSR1 in backward on the first: local": Row(LOCAL, strike("SIGUSR1", FIRST, LOCAL, IN_BACKWARD), NOBODY_CAME),
-    "exception in training_step on another: local": Row(
-        LOCAL, strike("raise", LAST, LOCAL, IN_TRAINING_STEP), NOBODY_CAME
-    ),
-    "exception in an exchange on all: local": Row(
-        LOCAL, strike("raise", ALL, LOCAL, Point("step 2", "before DriftExchange._move_anchor")), "of an exchange"
-    ),
-    "death before averaging weights for a file that an exception asks for": Row(
-        LOCAL,
-        strike(
-            "raise",
-            ALL,
-            LOCAL,
-            IN_BACKWARD,
-            then=strike("SIGKILL", LAST, LOCAL, Point(AFTERWARDS, "before Workers.average")),
-        ),
-        "averaging weights failed",
-    ),
-    "death before sending drifts of a file that an exception asks for": Row(
-        LOCAL,
-        strike(
-            "raise",
-            ALL,
-            LOCAL,
-            IN_BACKWARD,
-            then=strike("SIGKILL", LAST, LOCAL, Point(AFTERWARDS, "before Workers.gather_objects_to_first")),
-        ),
-        "gathering them failed",
-    ),
-    "Ctrl-C on another at the end: local, mean": Row(
-        LOCAL_MEAN, strike("SIGINT", LAST, LOCAL_MEAN, Point("end", "on_train_end")), NOBODY_CAME
-    ),
-}
+    *(row(case, "raise", FIRST, IN_TRAINING_STEP, NOBODY_CAME) for case in (GATHER, MODEL_CHECKPOINT)),
+    *(row(case, "raise", LAST, IN_TRAINING_STEP, NOBODY_CAME) for case in (GATHER, MODEL_CHECKPOINT, MEAN, LOCAL)),
+    row(MODEL_CHECKPOINT, "raise", ALL, IN_TRAINING_STEP, RESIDUALS),
+    row(GATHER, "raise", ALL, AFTER_BACKWARD, RESIDUALS),
+    row(BY_HAND, "raise", ALL, Point("step 2", "between backward and step"), RESIDUALS),
+    row(GATHER, "raise", ALL, IN_OPTIMIZER, IN_THE_MIDDLE),
+    row(GATHER, "raise", ALL, AFTER_STEP, RESIDUALS),
+    row(GATHER, "raise", ALL, FIRST_BACKWARD, "nothing yet"),
+    row(GATHER, "raise", ALL, FIRST_OPTIMIZER, IN_THE_MIDDLE),
+    *(row(DENSE, way, ALL, FIRST_COMMIT, IN_THE_MIDDLE, finishes=way == "SIGUSR1") for way in ("raise", "SIGUSR1")),
+    row(GATHER, "SIGINT", ALL, IN_BACKWARD, RESIDUALS),
+    *(row(GATHER, "SIGINT", whom, IN_BACKWARD, NOBODY_CAME) for whom in (FIRST, LAST)),
+    row(GATHER, "SIGINT", ALL, Point("step 2", "before isend", 1), RESIDUALS),
+    row(LOCAL_MEAN, "SIGINT", LAST, Point("end", "on_train_end"), NOBODY_CAME),
+    row(GATHER, "SIGKILL", LAST, IN_BACKWARD, NOBODY_CAME),
+    row(GATHER, "SIGKILL", FIRST, IN_BACKWARD, NO_FILE),
+    row(GATHER, "SIGKILL", LAST, AT_THE_BARRIER, NOBODY_CAME),
+    row(GATHER, "SIGKILL", LAST, Point("save 1", "before new_group"), NOBODY_CAME),
+    row(GATHER, "SIGKILL", LAST, BEFORE_SENDING, NOBODY_CAME),
+    row(HIERARCHICAL, "SIGKILL", LAST, Point("set-up", "before new_group"), NO_FILE),
+    row(GATHER, "SIGKILL", FIRST, WHILE_WRITTEN, NO_FILE),
+    row(GATHER, "raise", FIRST, WHILE_WRITTEN, NOBODY_CAME),
+    row(LOCAL, "raise", ALL, Point("step 2", "before DriftExchange._move_anchor"), "of an exchange"),
+    then_killed(GATHER, "before send", "gathering them failed"),
+    then_killed(LOCAL, "before Workers.average", "averaging weights failed"),
+    then_killed(LOCAL, "before Workers.gather_objects_to_first", "gathering them failed"),
+]
+ROWS = {f"{row.fault}: {row.case}": row for row in LIST}
+assert len(ROWS) == len(LIST)
 
 
 def samples() -> list[tuple[Case, Fault]]:
@@ -275,19 +204,21 @@ def test_whoever_is_struck_leaves_a_right_checkpoint(name: str, outcomes: Outcom
 @pytest.mark.full
 def test_faults_drawn_from_all_points_leave_right_checkpoints() -> None:
     found = struck(samples()).values()
-    assert all(one.has_struck for one in found)
-    assert not [f"{one}: {one.problems}" for one in found if one.problems]
-    assert sum(file.has_residuals for one in found for file in one.files) > len(found) / 2
+    assert all(outcome.has_struck for outcome in found)
+    assert not [f"{outcome}: {outcome.problems}" for outcome in found if outcome.problems]
+    assert sum(file.has_residuals for outcome in found for file in outcome.files) > len(found) / 2
 
 
 def test_the_simulation_sends_some_and_keeps_some() -> None:
     first, *others = simulate(first_state(2), range(3), THRESHOLD)
     for state in others:
-        assert all(any(one.any() for one in residuals.values()) for residuals in state.residuals)
+        assert all(any(residual.any() for residual in residuals.values()) for residuals in state.residuals)
         assert all((state.weights[name] != first.weights[name]).any() for name in first.weights)
     kept = share_of_kept(others[-1].residuals[0])
     assert 0.5 < kept < 1.0
 
 
 def share_of_kept(layers: Layers) -> float:
-    return sum(int(one.count_nonzero()) for one in layers.values()) / sum(one.numel() for one in layers.values())
+    return sum(int(layer.count_nonzero()) for layer in layers.values()) / sum(
+        layer.numel() for layer in layers.values()
+    )

@@ -111,5 +111,5 @@ def test_what_is_saved_after_a_fit_by_fork_says_what_it_lacks(strategy: str, sai
         strategy,
         tmp_path,
     )
-    for one in said:
-        assert finished.stderr.count(one) == 1, finished.stderr
+    for message in said:
+        assert finished.stderr.count(message) == 1, finished.stderr

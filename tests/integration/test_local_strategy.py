@@ -1,6 +1,8 @@
-"""``Trainer(strategy="local_hardthreshold")``: what a Trainer can do with local training, and what it saves."""
+"""``Trainer(strategy="local_hardthreshold")``: what a Trainer and its users can do with local training."""
 
 import os
+import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,428 +11,57 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from lightning_sparse import (
-    Accordion,
     DensityMonitor,
+    DriftOptions,
     ErrorMonitor,
+    HardThreshold,
     LocalHardThresholdStrategy,
-    SparseLocalStrategy,
-    TopK,
+    SparseModelAverager,
 )
-from lightning_sparse.checkpointing import together
-from tests.integration.models import Classifier, TwoPlayers, adam, assert_equal, clones, data, nesterov, quiet_trainer
-from tests.integration.test_checkpoint import END, STOP, ResumableData, SaveAt, WithSchedule
+from tests.integration.models import (
+    Classifier,
+    TwoPlayers,
+    adam,
+    assert_equal,
+    clones,
+    data,
+    nesterov,
+    quiet_trainer,
+    sgd,
+)
+from tests.integration.test_checkpoint import ResumableData, SaveAt, WithSchedule
 from tests.workers import run_workers
 
-THRESHOLD = 0.01
-LOGGED = {
-    "sparse/density",
-    "sparse/error_norm",
-    "sparse/threshold",
-    "sparse/payload_bytes",
-    "sparse/largest_drift",
-}
 
+class WithAdam(Classifier):
+    default_optimizer = staticmethod(adam)
 
-class Norm(Classifier):
-    """Has buffers, and says which weights validation and test saw."""
 
-    def __init__(self, make_optimizer: Any = adam) -> None:
-        super().__init__(make_optimizer)
-        self.norm = nn.BatchNorm1d(8)
-        self.seen: dict[str, list[Tensor]] = {"validation": [], "test": []}
+def local_trainer(*callbacks: Callback, every_n_steps: int = 1, overlap: bool = False, **options: Any) -> Trainer:
+    strategy = LocalHardThresholdStrategy(threshold=0.01, every_n_steps=every_n_steps, overlap=overlap)
+    return quiet_trainer(strategy, callbacks=list(callbacks), use_distributed_sampler=False, **options)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        return super().forward(self.norm(inputs))
 
-    def on_validation_batch_start(self, *_: Any) -> None:
-        self.seen["validation"].append(weights_of(self))
+def flat(module: nn.Module) -> Tensor:
+    tensors = [*module.parameters(), *module.buffers()]
+    return torch.cat([tensor.detach().double().flatten() for tensor in tensors])
 
-    def on_test_batch_start(self, *_: Any) -> None:
-        self.seen["test"].append(weights_of(self))
 
+def everything_of(module: nn.Module) -> dict[str, Tensor]:
+    return clones([*module.named_parameters(), *module.named_buffers()])
 
-def weights_of(module: nn.Module) -> Tensor:
-    tensors = [one.detach() for one in (*module.parameters(), *module.buffers())]
-    return torch.cat([one.flatten().double() for one in tensors])
 
-
-@pytest.mark.parametrize("options", [{}, {"keep_drift": False}, {"every_n_steps": 3, "value_dtype": "float8"}])
-def test_a_single_worker_holds_nothing_back(options: dict[str, Any]) -> None:
-    [(weights, plain, density)] = run_workers(_train_alone, 1, options, process_group=False)
-    assert density == 1
-    torch.testing.assert_close(weights, plain)
-
-
-def _train_alone(options: dict[str, Any]) -> tuple[Tensor, Tensor, float]:
-    weights = []
-    for strategy in (LocalHardThresholdStrategy(threshold=100.0, **options), "ddp"):
-        model = Classifier(adam)
-        quiet_trainer(strategy, num_workers=1, max_steps=6).fit(model, data())
-        weights.append(weights_of(model))
-        if strategy != "ddp":
-            density = strategy.averager.last_step.density
-    return *weights, density
-
-
-class Witness(Callback):
-    """Notes what a training came to, while the strategy is still set up."""
-
-    def __init__(self) -> None:
-        self.own: list[Tensor] = []
-        self.metrics: dict[str, float] = {}
-        self.steps: list[Any] = []
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        trainer.strategy.averager.subscribe(self.steps.append)
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        self.own.append(weights_of(pl_module))
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
-
-
-def everything(folder: str) -> dict[str, Any]:
-    """Fit with validation, callbacks and checkpoints, then test."""
-    witness = Witness()
-    model = Norm()
-    trainer = quiet_trainer(
-        LocalHardThresholdStrategy(threshold=THRESHOLD, every_n_steps=2),
-        num_workers=2,
-        max_steps=-1,
-        max_epochs=2,
-        val_check_interval=4,
-        callbacks=[witness, DensityMonitor(), ErrorMonitor(), ModelCheckpoint(folder, save_last=True)],
-        enable_checkpointing=True,
-    )
-    trainer.fit(model, data(), data(32))
-    after_fit = weights_of(model)
-    trainer.test(model, data(32), verbose=False)
-    return {
-        "own": witness.own,
-        "metrics": witness.metrics,
-        "steps": witness.steps,
-        "validation": model.seen["validation"],
-        "test": model.seen["test"],
-        "after fit": after_fit,
-        "after test": weights_of(model),
-        "global step": trainer.global_step,
-    }
-
-
-def test_all_look_at_the_same_weights_and_train_their_own(tmp_path: Path) -> None:
-    one, other = run_workers(everything, 2, str(tmp_path), process_group=False)
-    assert one["global step"] == 16
-    assert len(one["steps"]) == 8
-    assert one["steps"] == other["steps"]
-    own = {"sparse/exchange_wait_ms", "sparse/average_density", "sparse/total_error", "val_loss"}
-    assert LOGGED | own <= one["metrics"].keys()
-    assert {name: one["metrics"][name] for name in LOGGED} == {name: other["metrics"][name] for name in LOGGED}
-    for name in ("validation", "test"):
-        assert len(one[name]) > 1
-        for mine, theirs in zip(one[name], other[name], strict=True):
-            assert torch.equal(mine, theirs)
-    # In between each has its own, which validation has not changed.
-    assert all((mine != theirs).any() for mine, theirs in zip(one["own"], other["own"], strict=True))
-    mean = (one["own"][3] + other["own"][3]) / 2
-    floating = torch.arange(mean.numel()) < mean.numel() - 1  # the last is a counter
-    torch.testing.assert_close(one["validation"][4][floating], mean[floating], rtol=1e-6, atol=1e-7)
-    for mine, theirs in ((one["after fit"], other["after fit"]), (one["after fit"], one["after test"])):
-        assert torch.equal(mine, theirs)
-    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
-    flat = torch.cat(
-        [saved[name].flatten().double() for name in [*dict(Norm().named_parameters()), "norm.running_mean"]]
-    )
-    expected = one["after fit"][: flat.numel()]
-    torch.testing.assert_close(flat, expected, rtol=0, atol=0)
-
-
-CASES: dict[str, dict[str, Any]] = {
-    "adam": {"optimizer": adam},
-    "every third step": {"strategy": {"every_n_steps": 3}},
-    "applied late": {"strategy": {"overlap": True, "every_n_steps": 3}},
-    "back to the anchor": {"strategy": {"keep_drift": False, "drift_decay": 0.9}},
-    "outer optimizer": {"strategy": {"outer_optimizer": partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)}},
-    "density": {"strategy": {"density": 0.2, "calibration_steps": 3}},
-    "share of each layer": {"strategy": {"density": 0.2, "calibration_steps": 3, "granularity": "layer"}},
-    "middle of calibration": {"strategy": {"density": 0.2, "calibration_steps": 12}},
-    "bfloat16": {"strategy": {"value_dtype": "bfloat16"}},
-    "accumulation": {"accumulate": 2},
-    "middle of an epoch": {"batches_per_epoch": 5},
-    "accordion": {"batches_per_epoch": 5, "sparsifier": Accordion(0.05, 0.3, interval=1)},
-    "scaled, one worker overflows": {"overflows": True},
-}
-
-
-class OverflowsOnOne(WithSchedule):
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        bad = batch_idx == 3 and self.global_rank == 1
-        return super().training_step(batch, batch_idx) * (float("inf") if bad else 1.0)
-
-
-def scaled() -> MixedPrecision:
-    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
-
-
-def strategy_of(case: dict[str, Any], **options: Any) -> SparseLocalStrategy:
-    if "sparsifier" in case:
-        return SparseLocalStrategy(case["sparsifier"], **options)
-    given = case.get("strategy", {})
-    threshold = {} if "density" in given else {"threshold": THRESHOLD}
-    return LocalHardThresholdStrategy(**(threshold | given | options))
-
-
-def fit(
-    case: dict[str, Any],
-    max_steps: int,
-    save: str | None = None,
-    resume: str | None = None,
-    options: dict[str, Any] | None = None,
-    strategy: Any = None,
-) -> dict[str, Any]:
-    ends: dict[str, Any] = {}
-
-    class End(Callback):
-        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-            if trainer.global_step == max_steps:  # on_train_end comes when all have taken the mean
-                ends["weights"] = clones(pl_module.named_parameters())
-                ends["optimizer"] = trainer.optimizers[0].state_dict()
-                ends["scale"] = getattr(trainer.precision_plugin, "scaler", None) and (
-                    trainer.precision_plugin.scaler.get_scale()
-                )
-                averager = getattr(trainer.strategy, "averager", None)
-                if averager is not None:
-                    ends["anchor"] = clones(averager.anchor().items())
-                    ends["step"], ends["threshold"] = averager.last_step, averager.sparsifier.current_threshold
-
-    trainer = quiet_trainer(
-        strategy or strategy_of(case, **(options or {})),
-        num_workers=int(os.environ["WORLD_SIZE"]),
-        max_steps=max_steps,
-        accumulate_grad_batches=case.get("accumulate", 1),
-        callbacks=[End(), *([SaveAt(STOP, save)] if save else [])],
-        use_distributed_sampler=False,
-        plugins=[scaled()] if case.get("overflows") else None,
-    )
-    model = (OverflowsOnOne if case.get("overflows") else WithSchedule)(case.get("optimizer", adam))
-    trainer.fit(model, ResumableData(case.get("batches_per_epoch", 1000)), ckpt_path=resume)
-    return ends | {"after": clones(model.named_parameters())}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_resumed_run_equals_one_that_never_stopped(name: str, tmp_path: Path) -> None:
-    case, path = CASES[name], str(tmp_path / "stop.ckpt")
-    straight = run_workers(fit, 2, case, END, path, process_group=False)
-    resumed = run_workers(fit, 2, case, END, None, path, process_group=False)
-    for one, other in zip(straight, resumed, strict=True):
-        assert_equal(one["weights"], other["weights"])
-        assert_equal(one["anchor"], other["anchor"])
-        assert_equal(one["optimizer"], other["optimizer"])
-        assert one["scale"] == other["scale"]
-        assert (one["step"], one["threshold"]) == (other["step"], other["threshold"])
-    assert straight[0]["step"].squared_error > 0
-    assert (straight[0]["scale"] != straight[1]["scale"]) == case.get("overflows", False)
-    is_kept = case.get("strategy", {}).get("keep_drift", True)
-    pairs = zip(straight[0]["weights"].values(), straight[1]["weights"].values(), strict=True)
-    assert any((one != other).any() for one, other in pairs) == is_kept
-    assert_equal(straight[0]["anchor"], straight[1]["anchor"])
-
-
-@pytest.mark.parametrize(
-    "words",
-    [{"drift_checkpoint": "mean"}, {"optimizer_checkpoint": "first"}, {"optimizer_checkpoint": "mean"}],
-    ids=lambda words: "-".join(*words.items()),
-)
-def test_a_smaller_checkpoint_begins_with_the_mean(words: dict[str, str], tmp_path: Path) -> None:
-    path = tmp_path / "stop.ckpt"
-    run_workers(fit, 2, {}, STOP, str(path), None, words, process_group=False)
-    saved = torch.load(path, weights_only=True)
-    content = saved["lightning_sparse"]
-    has_weights = "drift_checkpoint" not in words
-    assert [list(worker) for worker in content["workers"]] == ([["weights"]] * 2 if has_weights else [])
-    assert all(("optimizer_states" in extra) == ("optimizer_checkpoint" not in words) for extra in content["extras"][0])
-    for one in run_workers(fit, 2, {}, END, None, str(path), words, process_group=False):
-        assert one["step"].step > STOP
-
-
-def test_optimizers_are_the_mean_of_all_or_the_first_workers(tmp_path: Path) -> None:
-    moments = {}
-    for word in ("full", "mean", "first"):
-        path = tmp_path / f"{word}.ckpt"
-        run_workers(fit, 2, {}, STOP, str(path), None, {"optimizer_checkpoint": word}, process_group=False)
-        saved = torch.load(path, weights_only=True)
-        own = [extra["optimizer_states"] for extra in saved["lightning_sparse"]["extras"][0] if word == "full"]
-        moments[word] = [
-            torch.cat([one["exp_avg"].flatten() for one in states[0]["state"].values()])
-            for states in (saved["optimizer_states"], *own)
-        ]
-    [_, *of_workers] = moments["full"]
-    assert (of_workers[0] != of_workers[1]).any()
-    torch.testing.assert_close(moments["mean"][0], torch.stack(of_workers).mean(0))
-    assert torch.equal(moments["first"][0], of_workers[0])
-
-
-def _kept_at_start(path: str) -> dict[str, Tensor]:
-    kept = {}
-
-    class Start(Callback):
-        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            kept.update(trainer.strategy.averager.snapshot().copied()["own"]["unsent"])
-
-    num_workers = int(os.environ["WORLD_SIZE"])
-    strategy = strategy_of(CASES["back to the anchor"])
-    trainer = quiet_trainer(strategy, num_workers=num_workers, max_steps=END, callbacks=[Start()])
-    trainer.fit(WithSchedule(adam), ResumableData(1000), ckpt_path=path)
-    return kept
-
-
-def test_what_is_kept_apart_goes_on_as_its_mean_on_another_number_of_workers(tmp_path: Path) -> None:
-    path = tmp_path / "stop.ckpt"
-    run_workers(fit, 2, CASES["back to the anchor"], STOP, str(path), process_group=False)
-    of_workers = [worker["unsent"] for worker in torch.load(path, weights_only=True)["lightning_sparse"]["workers"]]
-    assert any((one != 0).any() for one in of_workers[0].values())
-    for kept in run_workers(_kept_at_start, 3, str(path), process_group=False):
-        for name, one in kept.items():
-            torch.testing.assert_close(one, (of_workers[0][name] + of_workers[1][name]) / 2, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("num_workers", [1, 3])
-def test_another_number_of_workers_begins_with_the_mean(num_workers: int, tmp_path: Path) -> None:
-    path = tmp_path / "stop.ckpt"
-    run_workers(fit, 2, {}, STOP, str(path), process_group=False)
-    mean = torch.load(path, weights_only=True)["state_dict"]
-    resumed = run_workers(_first_anchor, num_workers, str(path), process_group=False)
-    for anchor, weights in resumed:
-        assert_equal(anchor, mean)
-        assert_equal(weights, mean)
-
-
-def _first_anchor(path: str) -> Any:
-    seen: list[Any] = []
-
-    class First(Callback):
-        def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-            if not seen:
-                seen.append((clones(trainer.strategy.averager.anchor().items()), clones(pl_module.named_parameters())))
-
-    num_workers = int(os.environ["WORLD_SIZE"])
-    trainer = quiet_trainer(
-        strategy_of({}), num_workers=num_workers, max_steps=STOP + 1, callbacks=[First()], use_distributed_sampler=False
-    )
-    trainer.fit(WithSchedule(adam), ResumableData(1000), ckpt_path=path)
-    return seen[0]
-
-
-def _crossed(folder: str) -> None:
-    """Plain ddp and the exchange of gradients read ours, and we read theirs."""
-    fit({}, STOP, f"{folder}/local.ckpt")
-    for strategy, source, target, end in (
-        ("ddp", "local", "dense", STOP + 3),
-        (strategy_of({}), "dense", "again", STOP + 6),
-        ("ddp_topk", "again", "sparse", STOP + 9),
-        (strategy_of({}), "sparse", "last", STOP + 12),
-    ):
-        saver = SaveAt(end, f"{folder}/{target}.ckpt")
-        trainer = quiet_trainer(strategy, num_workers=2, max_steps=end, callbacks=[saver])
-        trainer.fit(WithSchedule(adam), ResumableData(1000), ckpt_path=f"{folder}/{source}.ckpt")
-        assert trainer.global_step == end
-        assert saver.is_done
-
-
-def test_checkpoints_are_exchanged_with_other_strategies(tmp_path: Path) -> None:
-    run_workers(_crossed, 2, str(tmp_path), process_group=False)
-    kinds = {
-        name: torch.load(tmp_path / f"{name}.ckpt", weights_only=True).get("lightning_sparse", {}).get("kind")
-        for name in ("local", "dense", "again", "sparse", "last")
-    }
-    assert kinds == {"local": "drifts", "dense": None, "again": "drifts", "sparse": "gradients", "last": "drifts"}
-
-
-class Fails(Classifier):
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        if batch_idx == 5 and self.global_rank == 1:
-            raise ZeroDivisionError
-        return self.loss(batch)
-
-
-def _fails_alone(folder: str) -> dict[str, Tensor] | None:
-    together.PATIENCE_IN_TROUBLE = 2.0
-    anchor: dict[str, Tensor] = {}
-
-    class Keep(Callback):
-        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-            anchor.update(clones(trainer.strategy.averager.anchor().items()))
-
-        def on_exception(self, trainer: Trainer, *_: Any) -> None:
-            if trainer.global_rank == 0:
-                trainer.strategy.barrier = lambda *_, **__: None  # the others are gone
-                trainer.save_checkpoint(f"{folder}/alone.ckpt")
-
-    from datetime import timedelta
-
-    trainer = quiet_trainer(
-        strategy_of({}, timeout=timedelta(seconds=20)), num_workers=2, max_steps=8, callbacks=[Keep()]
-    )
-    with pytest.raises((ZeroDivisionError, RuntimeError)):
-        trainer.fit(Fails(adam), ResumableData(1000))
-    return anchor
-
-
-def test_who_is_left_alone_saves_the_anchor_and_says_so(tmp_path: Path) -> None:
-    anchor, _ = run_workers(_fails_alone, 2, str(tmp_path), process_group=False)
-    saved = torch.load(tmp_path / "alone.ckpt", weights_only=True)
-    assert "did not come to save" in saved["lightning_sparse"]["why_incomplete"]
-    assert_equal(saved["state_dict"], anchor)
-    assert saved["lightning_sparse"]["workers"] == []
-
-
-def _two_players() -> tuple[int, int, dict[str, Tensor]]:
-    trainer = quiet_trainer(strategy_of({}, every_n_steps=2), num_workers=2, max_steps=12)
-    model = TwoPlayers()
-    trainer.fit(model, data())
-    return trainer.global_step, trainer.strategy.averager.last_step.step, clones(model.named_parameters())
-
-
-def test_several_optimizers_and_manual_optimization() -> None:
-    (steps, exchanges, one), (_, _, other) = run_workers(_two_players, 2, process_group=False)
-    assert steps == 12
-    assert exchanges == 5
-    assert_equal(one, other)
-
-
-def _scaled() -> tuple[list[float], list[bool], list[Tensor]]:
-    """Only one worker overflows, and skips its own step."""
-    scales, skipped, anchors = [], [], []
-
-    class Look(Callback):
-        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-            scales.append(trainer.precision_plugin.scaler.get_scale())
-            anchors.append(torch.cat([one.flatten() for one in trainer.strategy.averager.anchor().values()]).clone())
-
-    trainer = quiet_trainer(strategy_of({}), num_workers=2, max_steps=6, callbacks=[Look()], plugins=[scaled()])
-    trainer.fit(OverflowsOnOne(adam), ResumableData(1000))
-    return scales, skipped, anchors
-
-
-def test_each_worker_skips_its_own_step_under_a_scaler() -> None:
-    (one, _, anchors), (other, _, others) = run_workers(_scaled, 2, process_group=False)
-    assert one == [1024.0] * 6
-    assert other == [1024.0] * 3 + [512.0] * 3
-    for mine, theirs in zip(anchors, others, strict=True):
-        assert torch.equal(mine, theirs)
-        assert mine.isfinite().all()
+# What it trains.
 
 
 def _usual(options: dict[str, Any], strategy: Any) -> dict[str, Tensor]:
-    trainer = quiet_trainer(strategy, num_workers=2, max_steps=8, **options)
     model = WithSchedule(nesterov)
-    trainer.fit(model, ResumableData(1000))
+    quiet_trainer(strategy, max_steps=8, **options).fit(model, ResumableData(1000))
     return clones(model.named_parameters())
 
 
@@ -438,75 +69,497 @@ def _usual(options: dict[str, Any], strategy: Any) -> dict[str, Tensor]:
 def test_with_sgd_and_a_threshold_of_zero_it_is_ddp(options: dict[str, Any]) -> None:
     [expected, _] = run_workers(_usual, 2, options, "ddp", process_group=False)
     for found in run_workers(_usual, 2, options, LocalHardThresholdStrategy(threshold=0.0), process_group=False):
-        tolerance = 1e-2 if "precision" in options else 1e-6
-        for name, one in found.items():
-            torch.testing.assert_close(one, expected[name], rtol=0, atol=tolerance)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-2 if "precision" in options else 1e-6)
 
 
-def _clipped() -> float:
-    largest = []
+def _two_players() -> tuple[int, int, dict[str, Tensor]]:
+    trainer, model = local_trainer(every_n_steps=2, max_steps=12), TwoPlayers()
+    trainer.fit(model, data())
+    return trainer.global_step, trainer.strategy.averager.last_step.step, clones(model.named_parameters())
+
+
+def test_several_optimizers_and_manual_optimization() -> None:
+    (steps, exchanges, weights), (_, _, other) = run_workers(_two_players, 2, process_group=False)
+    assert steps == 12
+    assert exchanges == 5
+    assert_equal(weights, other)
+
+
+def _clipped() -> list[float]:
+    norms = []
 
     class Look(Callback):
-        def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-            largest.append(float(torch.stack([one.grad.norm() for one in pl_module.parameters()]).norm()))
-
-    class Clip(Callback):
         def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-            largest[-1] = float(torch.stack([one.grad.norm() for one in pl_module.parameters()]).norm())
+            norms.append(float(torch.stack([weight.grad.norm() for weight in pl_module.parameters()]).norm()))
 
-    trainer = quiet_trainer(
-        strategy_of({}), num_workers=2, max_steps=4, callbacks=[Look(), Clip()], gradient_clip_val=0.05
-    )
-    trainer.fit(Classifier(adam), ResumableData(1000))
-    return max(largest)
+    local_trainer(Look(), max_steps=4, gradient_clip_val=0.05).fit(WithAdam(), ResumableData(1000))
+    return norms
 
 
 def test_each_worker_clips_its_own_gradient() -> None:
-    assert all(one == pytest.approx(0.05, rel=1e-3) for one in run_workers(_clipped, 2, process_group=False))
+    for norms in run_workers(_clipped, 2, process_group=False):
+        assert norms == pytest.approx([0.05] * 4, rel=1e-3)
 
 
-def test_the_names_are_there_in_twelve_forms() -> None:
-    others = ("accordion", "dense", "gaussiank", "modeltopk", "randomk", "topk")
-    families = {"local_hardthreshold": LocalHardThresholdStrategy} | {
-        f"local_{name}": SparseLocalStrategy for name in others
-    }
-    for family, kind in families.items():
-        names = [name for name in StrategyRegistry.available_strategies() if name.startswith(family)]
-        assert len(names) == 12
-        for name in names:
-            assert isinstance(StrategyRegistry.get(name), kind)
+# What is seen in validation, logged and saved.
+
+
+class Looks(Callback):
+    """Notes the weights that each worker trains, and those that validation and test see."""
+
+    def __init__(self) -> None:
+        self.own: list[Tensor] = []
+        self.seen: list[Tensor] = []
+        self.tested: list[Tensor] = []
+        self.steps: list[Any] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.strategy.averager.subscribe(self.steps.append)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self.own.append(flat(pl_module))
+
+    def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self.seen.append(flat(pl_module))
+
+    def on_test_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self.tested.append(flat(pl_module))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
+
+
+class Norm(WithAdam):
+    """Has buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(self.norm(inputs))
+
+
+def _everything(folder: str) -> tuple[dict[str, Any], Tensor, Tensor]:
+    """Fit with validation, callbacks and checkpoints, then test."""
+    looks, model = Looks(), Norm()
+    trainer = quiet_trainer(
+        LocalHardThresholdStrategy(threshold=0.01, every_n_steps=2),
+        max_steps=-1,
+        max_epochs=2,
+        val_check_interval=4,
+        callbacks=[looks, DensityMonitor(), ErrorMonitor(), ModelCheckpoint(folder, save_last=True)],
+        enable_checkpointing=True,
+    )
+    trainer.fit(model, data(), data(32))
+    after_fit = flat(model)
+    trainer.test(model, data(32), verbose=False)
+    assert trainer.global_step == 16
+    seen = {name: getattr(looks, name) for name in ("own", "seen", "tested", "steps", "metrics")}
+    return seen, after_fit, flat(model)
+
+
+def test_all_look_at_the_same_weights_and_train_their_own(tmp_path: Path) -> None:
+    (mine, after_fit, after_test), (theirs, *after_others) = run_workers(
+        _everything, 2, str(tmp_path), process_group=False
+    )
+    assert len(mine["steps"]) == 8
+    assert mine["steps"] == theirs["steps"]
+    logged = {f"sparse/{name}" for name in ("density", "error_norm", "threshold", "payload_bytes", "largest_drift")}
+    own = {"sparse/exchange_wait_ms", "sparse/average_density", "sparse/total_error", "val_loss"}
+    assert logged | own <= mine["metrics"].keys()
+    assert {name: mine["metrics"][name] for name in logged} == {name: theirs["metrics"][name] for name in logged}
+    for name in ("seen", "tested"):
+        assert len(mine[name]) > 1
+        assert_equal(mine[name], theirs[name])
+    # In between each has its own, which validation has not changed.
+    assert all((own != other).any() for own, other in zip(mine["own"], theirs["own"], strict=True))
+    mean = (mine["own"][3] + theirs["own"][3]) / 2
+    floating = slice(None, -1)  # the last is a counter
+    torch.testing.assert_close(mine["seen"][4][floating], mean[floating], rtol=1e-6, atol=1e-7)
+    for after in (after_test, *after_others):
+        assert torch.equal(after, after_fit)
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
+    names = [*dict(Norm().named_parameters()), "norm.running_mean"]
+    flat_saved = torch.cat([saved[name].flatten().double() for name in names])
+    assert_equal(flat_saved, after_fit[: flat_saved.numel()])
+
+
+class WithRate(WithAdam):
+    lr = 0.01
+
+
+class Target(WithAdam):
+    """Has a target network that code updates, as BYOL has, and buffers of which one is a constant beyond all sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = nn.Linear(8, 40).requires_grad_(False)
+        self.register_buffer("masked", torch.full((3,), torch.finfo(torch.float32).min))
+        self.register_buffer("third", torch.full((5,), 1 / 3))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.target.weight.data.mul_(0.9).add_(self.first.weight.data, alpha=0.1)
+        self.count += 1 + self.global_rank
+        return super().training_step(batch, batch_idx)
+
+
+class Turns(WithAdam):
+    """Buffers that differ between workers and from what they were, though their norms do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sign", torch.full((2,), 0.5))
+        self.register_buffer("place", torch.eye(5)[0])
+        self.register_buffer("order", torch.arange(8))
+        self.register_buffer("flags", torch.tensor([True, False, False]))
+        self.register_buffer("of_first", torch.zeros((), dtype=torch.int64))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.sign *= 1 if self.global_rank else -1  # only the first one's changes
+        for buffer in (self.place, self.order, self.flags):
+            buffer.copy_(buffer.roll(1 + self.global_rank))
+        self.of_first += self.global_rank == 0
+        return super().training_step(batch, batch_idx)
+
+
+class Clamps(WithAdam):
+    """Keeps weights small, by a hook that comes before a batch."""
+
+    def on_train_batch_start(self, batch: list[Tensor], batch_idx: int) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.clamp_(-0.05, 0.05)
+
+
+class Grows(WithAdam):
+    """A cache that is longer on one worker, and in validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(4))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.cache = torch.ones(4 + batch_idx * self.global_rank)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.cache = torch.ones(20)
+        super().validation_step(batch, batch_idx)
+
+
+class Odd(WithAdam):
+    """Has an empty parameter, and a layer that lives on one worker, of a size of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.zeros(0, dtype=torch.float64))
+        self.expert = nn.Linear(2 + int(os.environ["RANK"]), 3)
+        nn.init.constant_(self.expert.weight, float(os.environ["RANK"]))
+        self._ddp_params_and_buffers_to_ignore = ["expert.weight", "expert.bias"]
+
+
+class Unfreezes(WithAdam):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch >= 1:
+            self.first.requires_grad_(True)
+
+
+def _validated(make: Callable[[], Classifier], *callbacks: Any) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+    """Fits with validations; returns what those saw, and what was left."""
+    seen: list[dict[str, Tensor]] = []
+
+    class Sees(Callback):
+        def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+            seen.append(everything_of(pl_module))
+
+    model = make()
+    made = [make_callback() for make_callback in callbacks]
+    local_trainer(Sees(), *made, every_n_steps=2, max_steps=9, val_check_interval=3).fit(
+        model, ResumableData(12), ResumableData(2)
+    )
+    return seen, everything_of(model)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "word"),
+    ("make", "callbacks", "own"),
     [
-        ({"static_graph": True}, ValueError, "leave it out"),
-        ({"bucket_cap_mb": 5}, ValueError, "leave it out"),
-        ({"ddp_comm_hook": print}, ValueError, "leave it out"),
-        ({"model_averaging_period": 3}, ValueError, "leave it out"),
-        ({"timeot": 3}, TypeError, "timeout"),
-        ({"every_n_steps": 2.5}, ValueError, "whole number"),
-        ({"drift_checkpoint": "some"}, ValueError, "'full'"),
-        ({"optimizer_checkpoint": "none"}, ValueError, "'first'"),
-        ({"threshold": 1.0, "density": 0.1}, ValueError, "Give one"),
+        (WithRate, (partial(LearningRateFinder, num_training_steps=5),), ()),
+        (Target, (), ("count",)),
+        (Turns, (), ("order", "flags", "of_first")),
+        (Odd, (), ("expert.weight", "expert.bias")),
+        (Grows, (), ("cache",)),
     ],
+    ids=["search for a learning rate", "target network and constants", "buffers of equal norm", "odd", "growing"],
 )
-def test_bad_arguments_are_told_at_once(arguments: dict[str, Any], error: type[Exception], word: str) -> None:
-    with pytest.raises(error, match=word):
-        LocalHardThresholdStrategy(**arguments)
+def test_all_see_the_same_to_the_end(make: Any, callbacks: tuple[Any, ...], own: tuple[str, ...]) -> None:
+    results = run_workers(_validated, 2, make, *callbacks, process_group=False)
+    (seen, left), (other_seen, other_left) = results
+    assert len(seen) >= 4
+    for mine, theirs in zip([*seen, left], [*other_seen, other_left], strict=True):
+        for name in mine.keys() - set(own):
+            assert torch.equal(mine[name], theirs[name]), name
+    assert (seen[-1]["last.weight"] != seen[0]["last.weight"]).any()
+    if make is Target:
+        assert torch.equal(left["masked"], Target().masked)
+        assert torch.equal(left["third"], Target().third)
+        assert (left["count"], other_left["count"]) == (9, 18)
+    if make is Odd:
+        for rank, (_, mine) in enumerate(results):
+            assert torch.equal(mine["expert.weight"], torch.full((3, 2 + rank), float(rank)))
 
 
-def test_a_threshold_in_place_of_a_sparsifier_is_told() -> None:
-    with pytest.raises(TypeError, match="LocalHardThresholdStrategy"):
-        SparseLocalStrategy(0.1)  # type: ignore[arg-type]
-    assert SparseLocalStrategy(TopK(0.1), find_unused_parameters=True).state is None
+def _resumed(make: Callable[[], Classifier], folder: str) -> list[dict[str, Tensor]]:
+    """Trains in one go, and again from a file; returns both ends, and what a finished run resumed once more leaves."""
+    ends: list[dict[str, Tensor]] = []
+
+    class End(Callback):
+        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+            if trainer.global_step == 12:
+                ends.append(everything_of(pl_module))
+
+    savers = SaveAt(8, f"{folder}/8.ckpt"), SaveAt(12, f"{folder}/12.ckpt")
+    done = make()
+    for model, callbacks, resume in (
+        (make(), savers, None),
+        (make(), (), f"{folder}/8.ckpt"),
+        (done, (), f"{folder}/12.ckpt"),
+    ):
+        local_trainer(End(), *callbacks, max_steps=12).fit(model, ResumableData(4), ckpt_path=resume)
+    return [*ends, everything_of(done)]
 
 
-def _lonely() -> bool:
-    trainer = quiet_trainer(strategy_of({}), num_workers=1, max_steps=4)
-    trainer.fit(Classifier(adam), data())
-    return dist.is_initialized() and trainer.global_step == 4
+@pytest.mark.parametrize("make", [Target, Unfreezes, Turns, Clamps])
+def test_a_resume_is_exact_and_a_finished_one_leaves_what_is_in_the_file(make: Any, tmp_path: Path) -> None:
+    results = run_workers(_resumed, 2, make, str(tmp_path), process_group=False)
+    saved = torch.load(tmp_path / "12.ckpt", weights_only=True)["state_dict"]
+    for straight, again, finished in results:
+        for name, tensor in straight.items():
+            assert torch.equal(tensor, again[name]), name
+            if tensor.is_floating_point():
+                assert torch.equal(finished[name], saved[name]), name
 
 
-def test_one_worker_alone() -> None:
-    assert run_workers(_lonely, 1, process_group=False) == [True]
+def _after_an_exception(where: str) -> list[Tensor]:
+    class Fails(Callback):
+        def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
+            if where == "validation" and trainer.global_step:
+                raise ZeroDivisionError
+
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            if where == "training" and trainer.global_step == 5:
+                raise ZeroDivisionError
+
+    model = WithAdam()
+    trainer = local_trainer(Fails(), max_steps=8, val_check_interval=4, num_sanity_val_steps=0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(model, ResumableData(100), ResumableData(2))
+    left = flat(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    local_trainer(max_steps=8).validate(model, ResumableData(2), verbose=False)
+    return [left, flat(model)]
+
+
+@pytest.mark.parametrize("where", ["validation", "training"])
+def test_after_an_exception_all_have_the_same_and_what_the_user_writes_stays(where: str) -> None:
+    (left, after), (other_left, other_after) = run_workers(_after_an_exception, 2, where, process_group=False)
+    assert torch.equal(left, other_left)
+    assert (after == 0.5).all()
+    assert (other_after == 0.5).all()
+
+
+def _saved_after_others_were_loaded(folder: str) -> None:
+    model = WithAdam()
+    trainer = local_trainer(SaveAt(3, f"{folder}/best.ckpt"), max_steps=6)
+    trainer.fit(model, ResumableData(100))
+    trainer.test(model, ResumableData(2), ckpt_path=f"{folder}/best.ckpt", verbose=False)
+    trainer.save_checkpoint(f"{folder}/again.ckpt")
+
+
+def test_weights_that_are_loaded_after_training_are_those_that_are_saved(tmp_path: Path) -> None:
+    run_workers(_saved_after_others_were_loaded, 2, str(tmp_path), process_group=False)
+    best, again = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("best", "again"))
+    assert_equal(again["state_dict"], best["state_dict"])
+    assert again["lightning_sparse"]["workers"] == []
+    assert "were changed" in again["lightning_sparse"]["why_incomplete"]
+
+
+def _saved_in_validation(folder: str, who_writes: list[int]) -> int:
+    """Saves in a validation in which some have written to the weights; returns how many steps there were in the end."""
+
+    class Writes(Callback):
+        def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+            if trainer.global_rank in who_writes:
+                with torch.no_grad():
+                    next(pl_module.parameters()).fill_(0.5)
+            trainer.save_checkpoint(f"{folder}/in.ckpt")
+
+    trainer = local_trainer(Writes(), max_steps=6, val_check_interval=3, num_sanity_val_steps=0)
+    trainer.fit(WithAdam(), ResumableData(6), ResumableData(1))
+    return trainer.global_step
+
+
+@pytest.mark.parametrize("who_writes", [[], [0], [1], [0, 1]], ids=str)
+def test_a_save_in_validation_is_alike_for_all_whoever_has_written_to_the_weights(
+    who_writes: list[int], tmp_path: Path
+) -> None:
+    assert run_workers(_saved_in_validation, 2, str(tmp_path), who_writes, process_group=False) == [6, 6]
+    saved = torch.load(tmp_path / "in.ckpt", weights_only=True)["lightning_sparse"]
+    assert len(saved["workers"]) == (0 if who_writes else 2)
+    assert ("were changed" in str(saved["why_incomplete"])) is bool(who_writes)
+
+
+def _saved_before_backward(folder: str) -> int:
+    class Saves(Callback):
+        def on_before_backward(self, trainer: Trainer, *_: Any) -> None:
+            trainer.save_checkpoint(f"{folder}/{trainer.global_step}.ckpt")
+
+    trainer = local_trainer(Saves(), overlap=True, every_n_steps=2, max_steps=6)
+    trainer.fit(WithAdam(), ResumableData(6))
+    return trainer.global_step
+
+
+def test_a_save_before_a_backward_leaves_it_alone_while_an_exchange_travels(tmp_path: Path) -> None:
+    assert run_workers(_saved_before_backward, 2, str(tmp_path), process_group=False) == [6, 6]
+    saved = [torch.load(tmp_path / f"{step}.ckpt", weights_only=True)["lightning_sparse"] for step in range(1, 6)]
+    travels = "an exchange is still travelling"
+    assert [content["why_incomplete"] for content in saved] == [None, travels, None, travels, None]
+
+
+def _nested() -> list[Tensor]:
+    model = nn.Linear(3, 3)
+    averager = SparseModelAverager(model, HardThreshold(threshold=1e9))
+    with torch.no_grad():
+        model.weight += torch.distributed.get_rank()
+    with averager.averaged_weights():
+        with averager.averaged_weights():
+            inside = flat(model)
+        after = flat(model)
+    return [inside, after, flat(model)]
+
+
+def test_blocks_of_averaged_weights_may_be_nested() -> None:
+    (inside, after, own), (other_inside, _, other) = run_workers(_nested, 2)
+    assert torch.equal(inside, after)
+    assert torch.equal(inside, other_inside)
+    assert not torch.equal(own, other)
+
+
+# A resume with other options.
+
+NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+SLOW = partial(torch.optim.SGD, lr=0.1, momentum=0.5)
+
+
+def _drifting(**options: Any) -> tuple[nn.Module, SparseModelAverager]:
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4, dtype=torch.complex64))
+    return model, SparseModelAverager(model, HardThreshold(threshold=0.5), DriftOptions(**options))
+
+
+def _saved(**options: Any) -> dict[str, Any]:
+    """What a worker saves after it has drifted, by more and by less than the threshold."""
+    torch.manual_seed(dist.get_rank())
+    model, averager = _drifting(**options)
+    with torch.no_grad():
+        for _ in range(2):
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.5)
+            averager.step()
+    return averager.state_dict()
+
+
+def _loaded(saved: dict[str, Any], **options: Any) -> tuple[dict[str, Tensor], Any, list[str]]:
+    """The weights that a worker begins with, its outer optimizer, and what it was warned of."""
+    model, averager = _drifting(**options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        averager.load_state_dict(saved)
+    own = clones(model.named_parameters())
+    averager.step()  # goes on
+    told = [str(warning.message) for warning in caught]
+    return own, averager._exchange.outer, [message for message in told if "outer" in message]
+
+
+def _kept_goes_into_the_weights() -> None:
+    saved = _saved(keep_drift=False)
+    apart, _, _ = _loaded(saved, keep_drift=False)
+    within, _, _ = _loaded(saved, keep_drift=True)
+    kept = saved["own"]["unsent"]
+    assert any(unsent.any() for unsent in kept.values())
+    for name, weight in apart.items():
+        real = torch.view_as_real(weight) if weight.is_complex() else weight
+        part = kept[name].view_as(real)
+        assert_equal(within[name], weight - (torch.view_as_complex(part) if weight.is_complex() else part))
+
+
+def test_what_was_kept_apart_goes_into_weights_that_keep_their_drift() -> None:
+    run_workers(_kept_goes_into_the_weights, 2)
+
+
+def _other_outer_optimizers() -> tuple[list[str], list[str], list[str]]:
+    saved = _saved(outer_optimizer=NESTEROV)
+    _, slow, told_slow = _loaded(saved, outer_optimizer=SLOW)
+    [group] = slow.param_groups
+    assert (group["lr"], group["momentum"], group["nesterov"]) == (0.1, 0.5, False)
+    # What has gathered has been multiplied by the momentum of now, in the step after.
+    momentum = saved["shared"]["outer.momentum_buffer"]
+    before = torch.cat([momentum[name] for name in saved["numbers"]["layout"][0]])
+    assert before.any()
+    torch.testing.assert_close(slow.state[group["params"][0]]["momentum_buffer"], 0.5 * before)
+    _, other, told_other = _loaded(saved, outer_optimizer=partial(torch.optim.Adam, lr=0.01))
+    assert [float(state["step"]) for state in other.state.values()] == [1.0] * len(other.state)
+    return told_slow, told_other, _loaded(saved)[2]
+
+
+def test_an_outer_optimizer_has_the_options_of_now_and_another_begins_anew() -> None:
+    for of_slow, of_other, of_none in run_workers(_other_outer_optimizers, 2):
+        assert of_slow == []
+        for told, now in ((of_other, "Adam, which begins anew"), (of_none, "none")):
+            [message] = told
+            assert f"optimizer is SGD, that of now {now}: what" in message
+
+
+# What is refused.
+
+
+class WithShardedOptimizer(Classifier):
+    def configure_optimizers(self) -> Any:
+        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.Adam, lr=0.01)
+
+
+def _refused() -> str:
+    with pytest.raises(ValueError, match="ZeroRedundancyOptimizer") as caught:
+        local_trainer(max_steps=2).fit(WithShardedOptimizer(), ResumableData(4))
+    return str(caught.value)
+
+
+def test_an_optimizer_that_needs_averaged_gradients_is_refused() -> None:
+    assert all("inside of it" in message for message in run_workers(_refused, 2, process_group=False))
+
+
+class Outer:
+    """As a command line makes it of a YAML file: an object that says nothing but where it is."""
+
+    def __call__(self, parameters: Any) -> torch.optim.Optimizer:
+        return sgd(parameters)
+
+
+def _outer_optimizers_and_modules() -> None:
+    for outer in (Outer(), partial(Outer.__call__, Outer())):
+        options = DriftOptions(outer_optimizer=outer)
+        SparseModelAverager(nn.Linear(2, 2), HardThreshold(threshold=0.1), options).close()
+    wrapped = nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(2, 2)))
+    for module, message in ((wrapped, "Unwrap"), (nn.LazyLinear(3), "not initialised")):
+        with pytest.raises(ValueError, match=message):
+            SparseModelAverager(module, HardThreshold(threshold=0.1))
+
+
+def test_outer_optimizers_of_a_command_line_and_modules_that_cannot_be() -> None:
+    run_workers(_outer_optimizers_and_modules, 2)

@@ -41,7 +41,7 @@ def run_trainer(program: str) -> str | None:
 
     def make_trainer(*, devices: int, strategy: Any) -> Trainer:
         assert devices == 8  # what the page shows
-        return quiet_trainer(strategy, num_workers=2, callbacks=[recorder])
+        return quiet_trainer(strategy, callbacks=[recorder])
 
     exec(program, {"Trainer": make_trainer, "model": Classifier(), "loader": data()})
     [hook] = recorder.comm_hooks

@@ -30,10 +30,10 @@ def outcomes(rows, tmp_path_factory):
 
     def look_up(name: str) -> list[Outcome]:
         if name not in known:
-            chunk = [one for one in wanted if CHUNKS[one] == CHUNKS[name] and not ROWS[one].missing()]
+            chunk = [row for row in wanted if CHUNKS[row] == CHUNKS[name] and not ROWS[row].missing()]
             try:
                 workers = run_rows(chunk, str(tmp_path_factory.mktemp("stores")))
-                known.update({one: [worker[one] for worker in workers] for one in chunk})
+                known.update({row: [worker[row] for worker in workers] for row in chunk})
             except Exception as error:
                 known.update(dict.fromkeys(chunk, error))
         found = known[name]
@@ -57,7 +57,7 @@ def test_a_program_trains_as_it_should(name, outcomes):
     if reason := row.missing():
         pytest.skip(reason)
     workers = outcomes(name)
-    failures = [f"worker {rank}: {one}" for rank, one in enumerate(workers) if isinstance(one, str)]
+    failures = [f"worker {rank}: {told}" for rank, told in enumerate(workers) if isinstance(told, str)]
     assert not failures, "\n".join(failures)
     for kind in row.worlds:
         with about(f"in the world of {kind}"):
@@ -74,7 +74,7 @@ def test_a_program_trains_as_it_should(name, outcomes):
             assert_sent_densely(row, worker["ddp"], worker["zero"])
         if {"ddp", "oracle", "sparse"} <= set(row.worlds):
             assert_sent_sparsely(row, worker["ddp"], worker["oracle"], worker["sparse"])
-            assert worker["sparse"].sent == sum(one["oracle"].sent for one in workers)
+            assert worker["sparse"].sent == sum(other["oracle"].sent for other in workers)
     if row.warns_of:
         assert new_warnings(row, workers[0]["sparse"], workers[0]["ddp"]) == row.warns_of
 

@@ -11,7 +11,7 @@ import torch
 from lightning.fabric.utilities import rank_zero_only
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import BatchSizeFinder
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate
 
 from lightning_sparse import (
@@ -27,10 +27,23 @@ from lightning_sparse import (
     StochasticRounding,
     TopK,
 )
-from tests.integration.models import Classifier, adam, assert_equal, clones, data, nesterov, quiet_trainer
+from tests.integration.models import (
+    Classifier,
+    ManualClassifier,
+    adam,
+    assert_equal,
+    clones,
+    data,
+    nesterov,
+    quiet_trainer,
+)
 from tests.workers import run_workers
 
-OPTIMIZERS = {"sgd": None, "adam": adam, "nesterov": nesterov}
+
+def simulated_trainer(num_workers: int = 2, sparsifier: Any = None, **options: Any) -> Trainer:
+    own = {"own_attributes": options.pop("own_attributes", [])}
+    strategy = SimulatedWorkersStrategy(sparsifier or HardThreshold(threshold=0.05), num_workers, **own)
+    return quiet_trainer(strategy, **options)
 
 
 class Noisy(Classifier):
@@ -40,7 +53,7 @@ class Noisy(Classifier):
         super().__init__(make_optimizer)
         self.norm, self.dropout = nn.BatchNorm1d(40), nn.Dropout(0.2)
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: Tensor) -> Tensor:
         noise = random.random() + float(numpy.random.rand())
         return self.last(self.dropout(self.norm(self.middle(self.first(inputs + 0.1 * noise).tanh()))).tanh())
 
@@ -50,47 +63,31 @@ class Noisy(Classifier):
         return {"loss": loss}
 
 
-class Remembering(Classifier):
+class InPlace(Classifier):
     """Carries something along from batch to batch, in an attribute that it changes in place."""
 
     def __init__(self, make_optimizer: Any = None) -> None:
         super().__init__(make_optimizer)
-        self.memory: dict[str, torch.Tensor] = {"mean": torch.zeros(8)}
+        self.memory = {"mean": torch.zeros(8)}
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.memory["mean"] = 0.5 * self.memory["mean"] + inputs.detach().mean(dim=0)
-        return super().forward(inputs + self.memory["mean"])
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.remember(inputs.detach().mean(dim=0))
+        return super().forward(inputs + self.memory["mean"].clone())
+
+    def remember(self, mean: Tensor) -> None:
+        self.memory["mean"].mul_(0.5).add_(mean)
 
 
-class Forgetting(Remembering):
+class Rebinding(InPlace):
+    def remember(self, mean: Tensor) -> None:
+        self.memory = {"mean": 0.5 * self.memory["mean"] + mean}
+
+
+class Forgetting(InPlace):
     """Begins each epoch without a past."""
 
     def on_train_epoch_start(self) -> None:
         self.memory = {"mean": torch.zeros(8)}
-
-
-class Rebinding(Classifier):
-    """Carries something along in an attribute that it binds anew for every batch."""
-
-    def __init__(self, make_optimizer: Any = None) -> None:
-        super().__init__(make_optimizer)
-        self.memory = torch.zeros(8)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.memory = 0.5 * self.memory + inputs.detach().mean(dim=0)
-        return super().forward(inputs + self.memory)
-
-
-class InPlace(Classifier):
-    """Carries it along in a tensor that stays the same object."""
-
-    def __init__(self, make_optimizer: Any = None) -> None:
-        super().__init__(make_optimizer)
-        self.memory = {"mean": torch.zeros(8)}
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.memory["mean"].mul_(0.5).add_(inputs.detach().mean(dim=0))
-        return super().forward(inputs + self.memory["mean"].clone())
 
 
 class WithBuffer(Classifier):
@@ -100,7 +97,7 @@ class WithBuffer(Classifier):
         super().__init__(make_optimizer)
         self.register_buffer("seen", torch.zeros(8))
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: Tensor) -> Tensor:
         self.seen += inputs.detach().mean(dim=0)
         return super().forward(inputs + 0.1 * self.seen)
 
@@ -116,41 +113,6 @@ class Shards(IterableDataset):
         size = 4 + 6 * self.rank  # an even sum: Lightning rounds the mean of how many examples workers had
         for _ in range(6):
             yield [torch.randn(size, 8, generator=generator), torch.randint(0, 3, (size,), generator=generator)]
-
-
-class Augmented(Classifier):
-    """Its data set draws random numbers for every item."""
-
-    def train_dataloader(self) -> DataLoader:
-        loader = data(60, 3)
-        return DataLoader(loader.dataset, 3, collate_fn=_jittered)
-
-
-class AugmentedAndScheduled(Augmented):
-    """Asks how many steps there will be, for which Lightning makes loaders, and then how many workers."""
-
-    def configure_optimizers(self) -> Any:
-        self.trainer.fit_loop.setup_data()  # as estimated_stepping_batches does where the number of epochs is limited
-        return torch.optim.SGD(self.parameters(), lr=0.05 * self.trainer.world_size)
-
-
-class AugmentedElsewhere(Augmented):
-    """In a process of the loader's own, which Lightning seeds by the worker's rank."""
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(data(60, 3).dataset, 3, collate_fn=_jittered, num_workers=1)
-
-
-def _jittered(items: Any) -> Any:
-    inputs, labels = default_collate(items)
-    return [inputs + 0.1 * torch.randn_like(inputs), labels]
-
-
-class Stream(IterableDataset):
-    """The same items for every worker."""
-
-    def __iter__(self) -> Any:
-        yield from data(12, 3).dataset
 
 
 class Bookmarked:
@@ -175,6 +137,53 @@ class Bookmarked:
         self.read = state["read"]
 
 
+class OwnData(Classifier):
+    """Makes its loader itself; this one's data set draws random numbers for every item."""
+
+    num_processes = 0
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(data(60, 3).dataset, 3, collate_fn=_jittered, num_workers=self.num_processes)
+
+
+def _jittered(items: Any) -> Any:
+    inputs, labels = default_collate(items)
+    return [inputs + 0.1 * torch.randn_like(inputs), labels]
+
+
+class Scheduled(OwnData):
+    """Asks how many steps there will be, for which Lightning makes loaders, and then how many workers."""
+
+    def configure_optimizers(self) -> Any:
+        self.trainer.fit_loop.setup_data()  # as estimated_stepping_batches does where the number of epochs is limited
+        return torch.optim.SGD(self.parameters(), lr=0.05 * self.trainer.world_size)
+
+
+class InAnotherProcess(OwnData):
+    """In a process of the loader's own, which Lightning seeds by the worker's rank."""
+
+    num_processes = 1
+
+
+class Sharded(OwnData):
+    """Its data and its loss follow from the rank."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("mean", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss * (1 + self.local_rank)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Shards(self.trainer.global_rank), batch_size=None)
+
+
+class Placed(Sharded):
+    """Reads loaders that can go on in their middle."""
+
+    def train_dataloader(self) -> Any:
+        return Bookmarked(self.trainer.global_rank)
+
+
 class Pictures(Classifier):
     """Its convolutions lie in memory by channels, and one of its layers is in double precision."""
 
@@ -188,7 +197,7 @@ class Pictures(Classifier):
                 parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
         self.to(memory_format=torch.channels_last)
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: Tensor) -> Tensor:
         seen = self.middle(self.first(inputs.view(-1, 2, 2, 2)).tanh())
         return self.last(seen.tanh().mean(dim=(2, 3)).double())
 
@@ -206,18 +215,6 @@ class Scaled(Classifier):
             optimizer.step(closure=optimizer_closure)
 
 
-class Sharded(Classifier):
-    """Its data and its loss follow from the rank."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        self.log("mean", loss, on_step=False, on_epoch=True, sync_dist=True)
-        return loss * (1 + self.local_rank)
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(Shards(self.trainer.global_rank), batch_size=None)
-
-
 class Sometimes(Classifier):
     """Its middle layer is for one batch in four, and for one more of the first worker's."""
 
@@ -229,13 +226,6 @@ class Sometimes(Classifier):
         return nn.functional.cross_entropy(self.last(seen), labels)
 
 
-class Placed(Sharded):
-    """Reads loaders that can go on in their middle."""
-
-    def train_dataloader(self) -> Any:
-        return Bookmarked(self.trainer.global_rank)
-
-
 class Witness(Callback):
     """What a worker comes to."""
 
@@ -244,34 +234,17 @@ class Witness(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         trainer.strategy.state.subscribe(self.seen["steps"].append)
-        self.seen["began with"] = trainer.strategy.state.residuals.state_dict()
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         self.seen["logged"].append(float(trainer.logged_metrics.get("loss_step", 0.0)))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        state = trainer.strategy.state
         self.seen |= {
             "weights": clones([*pl_module.named_parameters(), *pl_module.named_buffers()]),
-            "residuals": state.residuals.state_dict(),
+            "residuals": trainer.strategy.state.residuals.state_dict(),
             "optimizer": trainer.optimizers[0].state_dict()["state"],
             "mean": float(trainer.callback_metrics.get("mean", 0.0)),
         }
-
-
-def fit(strategy: Any, num_processes: int, case: dict[str, Any], ckpt_path: str | None = None) -> dict[str, Any]:
-    random.seed(5), numpy.random.seed(5), torch.manual_seed(5)
-    if case.get("seeds"):
-        seed_everything(5, workers=True)
-    witness = Witness()
-    options = {"max_steps": 9, "limit_val_batches": 0} | case.get("trainer", {})
-    trainer = quiet_trainer(strategy, num_workers=num_processes, callbacks=[witness], **options)
-    module = case.get("module", Classifier)(OPTIMIZERS[case.get("optimizer", "sgd")])
-    loader = None if isinstance(module, (Sharded, Augmented)) else case.get("loader", unshuffled)()
-    trainer.fit(module, loader, ckpt_path=ckpt_path)
-    if path := case.get("saves"):
-        trainer.save_checkpoint(path)
-    return witness.seen
 
 
 def unshuffled() -> DataLoader:
@@ -282,39 +255,57 @@ def shuffled() -> DataLoader:
     return DataLoader(data(60, 3).dataset, 3, shuffle=True)
 
 
+class Stream(IterableDataset):
+    """The same items for every worker."""
+
+    def __iter__(self) -> Any:
+        yield from data(12, 3).dataset
+
+
 def persistent() -> DataLoader:
     return DataLoader(Stream(), 3, num_workers=1, persistent_workers=True)
 
 
-def _processes(case: dict[str, Any], num_workers: int, ckpt_path: str | None = None) -> Any:
+def _fit(case: dict[str, Any], num_simulated: int, ckpt_path: str | None) -> dict[str, Any]:
+    """Trains on workers that are simulated, or on as many processes as there are if the number is 0."""
     os.environ["PL_GLOBAL_SEED"] = "3"
-    may_leave_out = {"find_unused_parameters": case.get("module") is Sometimes}
-    strategy = SparseDDPStrategy(
-        case.get("sparsifier", HardThreshold(threshold=0.05)),
-        exchange="gather",
-        **may_leave_out,
-        **case.get("like", {}),
-    )
-    return fit(strategy, num_workers, case, ckpt_path)
+    random.seed(5), numpy.random.seed(5), torch.manual_seed(5)
+    if case.get("seeds"):
+        seed_everything(5, workers=True)
+    sparsifier, like = case.get("sparsifier", HardThreshold(threshold=0.05)), case.get("like", {})
+    if num_simulated:
+        strategy: Any = SimulatedWorkersStrategy(sparsifier, num_simulated, own_attributes=case.get("own", []), **like)
+    else:
+        may_leave_out = {"find_unused_parameters": case.get("module") is Sometimes}
+        strategy = SparseDDPStrategy(sparsifier, exchange="gather", **may_leave_out, **like)
+    witness = Witness()
+    options = {"max_steps": 9, "limit_val_batches": 0} | case.get("trainer", {})
+    trainer = quiet_trainer(strategy, callbacks=[witness], **options)
+    module = case.get("module", Classifier)(case.get("optimizer"))
+    trainer.fit(module, None if isinstance(module, OwnData) else case.get("loader", unshuffled)(), ckpt_path=ckpt_path)
+    if path := case.get("saves"):
+        trainer.save_checkpoint(path)
+    return witness.seen
 
 
-def _simulated(case: dict[str, Any], num_workers: int, ckpt_path: str | None = None) -> Any:
-    os.environ["PL_GLOBAL_SEED"] = "3"
-    sparsifier = case.get("sparsifier", HardThreshold(threshold=0.05))
-    own = {"own_attributes": case.get("own", [])}
-    return fit(SimulatedWorkersStrategy(sparsifier, num_workers, **own, **case.get("like", {})), 1, case, ckpt_path)
+def processes(case: dict[str, Any], num_workers: int = 2, ckpt_path: str | None = None) -> dict[str, Any]:
+    return run_workers(_fit, num_workers, case, 0, ckpt_path, process_group=False)[0]
+
+
+def simulated(case: dict[str, Any], num_workers: int = 2, ckpt_path: str | None = None) -> dict[str, Any]:
+    return run_workers(_fit, 1, case, num_workers, ckpt_path, process_group=False)[0]
 
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "adam": {"optimizer": "adam"},
-    "shuffled, several epochs": {"loader": shuffled, "optimizer": "nesterov", "trainer": {"max_steps": 23}},
+    "adam": {"optimizer": adam},
+    "shuffled, several epochs": {"loader": shuffled, "optimizer": nesterov, "trainer": {"max_steps": 23}},
     "accumulated": {"trainer": {"accumulate_grad_batches": 3, "max_steps": 6}},
     "clipped": {"trainer": {"gradient_clip_val": 0.05}},
     "bfloat16": {"like": {"value_dtype": "bfloat16"}},
     "mixed": {"trainer": {"precision": "bf16-mixed"}},
     "double": {"trainer": {"precision": "64-true"}},
-    "random numbers": {"module": Noisy, "optimizer": "adam"},
+    "random numbers": {"module": Noisy, "optimizer": adam},
     "shards by rank": {"module": Sharded},
     "persistent processes": {"loader": persistent, "trainer": {"max_steps": 8}},
     "reloaded": {
@@ -322,20 +313,16 @@ CASES: dict[str, dict[str, Any]] = {
         "loader": shuffled,
         "trainer": {"max_steps": 8, "limit_train_batches": 3, "reload_dataloaders_every_n_epochs": 1},
     },
-    "augmented": {"module": Augmented},
-    "augmented, with a schedule": {"module": AugmentedAndScheduled},
-    "augmented by seeded processes": {"module": AugmentedElsewhere, "seeds": True},
+    "augmented": {"module": OwnData},
+    "augmented, with a schedule": {"module": Scheduled},
+    "augmented by seeded processes": {"module": InAnotherProcess, "seeds": True},
     "forgets": {"module": Forgetting, "own": ["memory"], "trainer": {"max_steps": 23}},
     "buffers, accumulated": {"module": WithBuffer, "trainer": {"accumulate_grad_batches": 2, "max_steps": 6}},
     "steps left out": {"module": Scaled, "undoes": True},
-    "remembers": {"module": Remembering, "own": ["memory"]},
     "an attribute bound anew": {"module": Rebinding, "own": ["memory"]},
     "an attribute changed in place": {"module": InPlace, "own": ["memory"]},
-    "top k": {"sparsifier": TopK(0.05)},
     "top k of the model": {"sparsifier": TopK(0.05, granularity="model")},
-    "gaussian k": {"sparsifier": GaussianK(0.1)},
-    "random k": {"sparsifier": RandomK(0.2, same_on_all=False)},
-    "channels last, mixed dtypes": {"module": Pictures, "optimizer": "adam", "sparsifier": RandomK(0.2)},
+    "channels last, mixed dtypes": {"module": Pictures, "optimizer": adam, "sparsifier": RandomK(0.2)},
     "top k of mixed dtypes": {"module": Pictures, "sparsifier": TopK(0.1, granularity="model")},
     "accordion": {"sparsifier": Accordion(0.02, 0.2, interval=1, relative_change=5.0), "trainer": {"max_steps": 23}},
     "layers": {"sparsifier": HardThreshold(threshold=0.05, layer_thresholds={"first.*": 0.2})},
@@ -365,72 +352,61 @@ OF_THREE = (
 )
 
 
-@pytest.mark.parametrize(("name", "num_workers"), [(name, 3 if name in OF_THREE else 2) for name in CASES])
-def test_simulated_workers_come_to_what_processes_come_to(name: str, num_workers: int) -> None:
-    case = CASES[name]
-    processes = run_workers(_processes, num_workers, case, num_workers, process_group=False)
-    (simulated,) = run_workers(_simulated, 1, case, num_workers, process_group=False)
-    assert_equal(simulated["weights"], processes[0]["weights"])
-    assert_equal(simulated["optimizer"], processes[0]["optimizer"])
-    assert_equal(simulated["residuals"], processes[0]["residuals"])
-    assert simulated["logged"] == processes[0]["logged"]
-    assert simulated["mean"] == pytest.approx(processes[0]["mean"], rel=1e-6)
-    assert 0 < simulated["steps"][-1].density < 0.9
+@pytest.mark.parametrize("name", CASES)
+def test_simulated_workers_come_to_what_processes_come_to(name: str) -> None:
+    case, num_workers = CASES[name], 3 if name in OF_THREE else 2
+    found, expected = simulated(case, num_workers), processes(case, num_workers)
+    for key in ("weights", "optimizer", "residuals"):
+        assert_equal(found[key], expected[key], key)
+    assert found["logged"] == expected["logged"]
+    assert found["mean"] == pytest.approx(expected["mean"], rel=1e-6)
+    assert 0 < found["steps"][-1].density < 0.9
     if case.get("undoes"):  # what no optimizer steps on is not exchanged here, and undone there
-        assert len(simulated["steps"]) < len(processes[0]["steps"])
+        assert len(found["steps"]) < len(expected["steps"])
         return
-    for one, other in zip(simulated["steps"], processes[0]["steps"], strict=True):
-        assert (one.selected, one.num_workers) == (other.selected, num_workers)
-        assert one.squared_error == pytest.approx(other.squared_error, rel=1e-6)
+    for step, other in zip(found["steps"], expected["steps"], strict=True):
+        assert (step.selected, step.num_workers) == (other.selected, num_workers)
+        assert step.squared_error == pytest.approx(other.squared_error, rel=1e-6)
 
 
-def test_a_density_of_each_layer_counts_steps_in_which_any_worker_used_it() -> None:
-    sparsifier = HardThreshold(density=0.1, calibration_steps=2, granularity="layer")
-    case = {"module": Sometimes, "sparsifier": sparsifier, "trainer": {"max_steps": 24}}
-    processes = run_workers(_processes, 2, case, 2, process_group=False)
-    (simulated,) = run_workers(_simulated, 1, case, 2, process_group=False)
-    for one, other in zip(simulated["steps"], processes[0]["steps"], strict=True):
-        assert one.threshold == pytest.approx(other.threshold, rel=1e-5)
-        assert {name: layer.selected for name, layer in one.layers.items()} == {
-            name: layer.selected for name, layer in other.layers.items()
+CALIBRATED = HardThreshold(density=0.05, calibration_steps=3)
+UP_TO_ROUNDING: dict[str, dict[str, Any]] = {
+    "clipped": {"like": {"local_clip_norm": 0.2}},
+    "calibrated": {"sparsifier": CALIBRATED, "like": {"density_control": "calibrate"}},
+    "held": {"sparsifier": CALIBRATED, "like": {"density_control": "hold"}},
+    "held, of each layer that some worker uses": {
+        "module": Sometimes,
+        "sparsifier": HardThreshold(density=0.1, calibration_steps=2, granularity="layer"),
+        "trainer": {"max_steps": 24},
+    },
+}
+
+
+@pytest.mark.parametrize("name", UP_TO_ROUNDING)
+def test_what_follows_from_a_norm_agrees_up_to_rounding(name: str) -> None:
+    """The norm is added up bucket by bucket, and simulated workers have one bucket."""
+    found, expected = simulated(UP_TO_ROUNDING[name]), processes(UP_TO_ROUNDING[name])
+    torch.testing.assert_close(found["weights"], expected["weights"], rtol=1e-5, atol=1e-6)
+    thresholds = [step.threshold for step in found["steps"]]
+    assert thresholds == pytest.approx([step.threshold for step in expected["steps"]], rel=1e-5)
+    assert len(set(thresholds[4:])) == {"clipped": 1, "calibrated": 1, "held": 5}.get(name, 20)
+    for step, other in zip(found["steps"], expected["steps"], strict=True):
+        assert {key: layer.selected for key, layer in step.layers.items()} == {
+            key: layer.selected for key, layer in other.layers.items()
         }
-    torch.testing.assert_close(simulated["weights"], processes[0]["weights"])
+    if name == "clipped":
+        assert found["steps"][0].selected < simulated({})["steps"][0].selected
 
 
-def test_a_clipped_worker_is_that_of_processes_up_to_rounding() -> None:
-    """Its norm is added up bucket by bucket, and here is one bucket."""
-    case = {"like": {"local_clip_norm": 0.2}}
-    processes = run_workers(_processes, 2, case, 2, process_group=False)
-    (simulated,) = run_workers(_simulated, 1, case, 2, process_group=False)
-    torch.testing.assert_close(simulated["weights"], processes[0]["weights"], rtol=1e-5, atol=1e-6)
-    (unclipped,) = run_workers(_simulated, 1, {}, 2, process_group=False)
-    assert simulated["steps"][0].selected < unclipped["steps"][0].selected
-
-
-@pytest.mark.parametrize("control", ["calibrate", "hold"])
-def test_a_calibrated_threshold_is_that_of_processes_up_to_rounding(control: str) -> None:
-    case = {"sparsifier": HardThreshold(density=0.05, calibration_steps=3), "like": {"density_control": control}}
-    processes = run_workers(_processes, 2, case, 2, process_group=False)
-    (simulated,) = run_workers(_simulated, 1, case, 2, process_group=False)
-    thresholds = [[step.threshold for step in one["steps"]] for one in (simulated, processes[0])]
-    assert thresholds[0] == pytest.approx(thresholds[1], rel=1e-6)
-    assert len(set(thresholds[0][4:])) == (1 if control == "calibrate" else 5)
-
-
-@pytest.mark.parametrize(
-    ("saves", "resumes"), [(_simulated, _simulated), (_simulated, _processes), (_processes, _simulated)]
-)
+@pytest.mark.parametrize(("saves", "resumes"), [(simulated, simulated), (simulated, processes), (processes, simulated)])
 def test_a_checkpoint_of_one_continues_in_the_other(saves: Any, resumes: Any, tmp_path: Path) -> None:
-    def run(kind: Any, case: dict[str, Any], path: str | None = None) -> Any:
-        return run_workers(kind, 2 if kind is _processes else 1, case, 2, path, process_group=False)[0]
-
     def stopped_and_resumed(saves: Any, resumes: Any) -> Any:
         path = str(tmp_path / f"{saves.__name__}.ckpt")
-        case = {"module": Pictures, "optimizer": "adam"}
-        run(saves, case | {"trainer": {"max_steps": 10}, "saves": path})
-        return run(resumes, case | {"trainer": {"max_steps": 15}}, path)
+        case = {"module": Pictures, "optimizer": adam}
+        saves(case | {"trainer": {"max_steps": 10}, "saves": path})
+        return resumes(case | {"trainer": {"max_steps": 15}}, ckpt_path=path)
 
-    expected, resumed = stopped_and_resumed(_processes, _processes), stopped_and_resumed(saves, resumes)
+    expected, resumed = stopped_and_resumed(processes, processes), stopped_and_resumed(saves, resumes)
     assert len(resumed["steps"]) == 5
     assert_equal(resumed["weights"], expected["weights"])
     assert_equal(resumed["residuals"], expected["residuals"])
@@ -438,65 +414,112 @@ def test_a_checkpoint_of_one_continues_in_the_other(saves: Any, resumes: Any, tm
 
 def test_loaders_go_on_where_those_of_processes_would(tmp_path: Path) -> None:
     path = str(tmp_path / "one.ckpt")
-    begun = {"module": Placed, "trainer": {"max_steps": 4}, "saves": path}
-    run_workers(_simulated, 1, begun, 2, process_group=False)
-    resumes = {"module": Placed, "trainer": {"max_steps": 7}}
-    (simulated,) = run_workers(_simulated, 1, resumes, 2, path, process_group=False)
-    (unstopped,) = run_workers(_simulated, 1, resumes, 2, process_group=False)
-    processes = run_workers(_processes, 2, resumes, 2, path, process_group=False)
-    for other in (unstopped, processes[0]):
-        assert_equal(simulated["weights"], other["weights"])
-        assert_equal(simulated["residuals"], other["residuals"])
+    simulated({"module": Placed, "trainer": {"max_steps": 4}, "saves": path})
+    case = {"module": Placed, "trainer": {"max_steps": 7}}
+    resumed = simulated(case, ckpt_path=path)
+    for other in (simulated(case), processes(case, ckpt_path=path)):
+        assert_equal(resumed["weights"], other["weights"])
+        assert_equal(resumed["residuals"], other["residuals"])
 
 
-def test_another_number_of_workers_starts_from_the_mean(tmp_path: Path) -> None:
-    path = str(tmp_path / "one.ckpt")
-    (first,) = run_workers(_simulated, 1, {"trainer": {"max_steps": 4}, "saves": path}, 2, process_group=False)
-    saved = torch.load(path, weights_only=True)["lightning_sparse"]
-    own, other = (worker["residual"] for worker in saved["workers"])
-    mean = {name: (tensor + other[name]) / 2 for name, tensor in own.items()}
-    assert_equal(own, first["residuals"])
-    assert any(one.any() for one in mean.values())
-    (after,) = run_workers(_simulated, 1, {"trainer": {"max_steps": 5}}, 5, path, process_group=False)
-    assert_equal(after["began with"], mean)
+def test_a_sparsifier_has_seen_what_that_of_processes_has(tmp_path: Path) -> None:
+    path, found = str(tmp_path / "one.ckpt"), []
+    sparsifier = Accordion(0.02, 0.2, interval=1, relative_change=0.3)
+    for run in (processes, simulated):
+        run({"sparsifier": sparsifier, "trainer": {"max_steps": 8}, "saves": path})
+        found.append(torch.load(path, weights_only=True)["lightning_sparse"]["histories"][0]["sparsifier"])
+    assert all(tensor.any() for tensor in found[0]["sums"].values())
+    assert_equal(*(history.pop("sums") for history in found))
+    assert found[0] == found[1]
 
 
-def _monitored(folder: str) -> Any:
-    strategy = SimulatedWorkersStrategy(HardThreshold(threshold=0.05), 4)
-    monitor = DensityMonitor(per_layer=True)
-    trainer = quiet_trainer(strategy, num_workers=1, callbacks=[monitor], max_steps=5, default_root_dir=folder)
-    trainer.fit(Classifier(), data())
-    assert strategy.state is not None
-    return float(trainer.callback_metrics["sparse/density"]), strategy.state.last_step, monitor.table()
+def test_they_exchange_as_they_are_told() -> None:
+    case = {"trainer": {"max_steps": 1}}
+    [dense] = simulated(case | {"like": {"exchange": "dense"}})["steps"]
+    [gathered] = simulated(case | {"like": {"exchange": "gather"}})["steps"]
+    assert gathered.payload_bytes < gathered.dense_bytes <= dense.payload_bytes
 
 
-def test_monitors_and_loggers_see_all_workers(tmp_path: Path) -> None:
-    ((density, last_step, table),) = run_workers(_monitored, 1, str(tmp_path), process_group=False)
-    assert density == pytest.approx(last_step.density)
-    assert last_step.num_workers == 4
-    assert set(last_step.layers) == {name for name, _ in Classifier().named_parameters()}
-    assert str(table)
+# What Lightning and its users see.
+
+
+class InPart(Classifier):
+    """Nobody uses one of its layers, and only the second worker one of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle, self.of_second = nn.Linear(2, 2), nn.Parameter(torch.ones(3))
+        self.ranks: list[tuple[int, int]] = []
+        self.without_gradient: list[tuple[bool, bool]] = []
+        self.sizes: list[list[int]] = []
+        self.said = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self._say()
+        assert self.trainer.is_global_zero == (self.trainer.global_rank == 0)
+        self.ranks.append((self.trainer.global_rank, self.trainer.world_size))
+        loss = super().training_step(batch, batch_idx)
+        return loss + self.of_second.sum() if self.trainer.global_rank == 1 else loss
+
+    @rank_zero_only
+    def _say(self) -> None:
+        self.said += 1
+
+    def on_after_backward(self) -> None:
+        assert self.trainer.world_size in (1, 3)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.without_gradient.append((self.idle.weight.grad is None, self.of_second.grad is None))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.sizes.append([len(part) for part in batch])
+
+
+def _in_part() -> Any:
+    module, monitor = InPart(), DensityMonitor(per_layer=True)
+    trainer = simulated_trainer(3, max_steps=2, val_check_interval=1, num_sanity_val_steps=0, callbacks=[monitor])
+    with pytest.warns(UserWarning, match=r"InPart.on_after_backward is called for each simulated worker"):
+        trainer.fit(module, data(60, 3), data(10, 5))
+    last_step = trainer.strategy.state.last_step
+    assert float(trainer.callback_metrics["sparse/density"]) == pytest.approx(last_step.density)
+    assert last_step.num_workers == 3
+    assert set(last_step.layers) == {name for name, _ in module.named_parameters()}
+    assert str(monitor.table())
+    return module.without_gradient, module.ranks, module.sizes, module.said
+
+
+def test_hooks_logs_and_monitors_see_all_workers_and_the_first_speaks_alone() -> None:
+    ((without_gradient, ranks, sizes, said),) = run_workers(_in_part, 1, process_group=False)
+    assert without_gradient == [(True, False)] * 2
+    assert ranks == [(2, 3), (1, 3), (0, 3)] * 2
+    assert sizes == [[5, 5]] * 4  # validation has batches of its own and all of them
+    assert said == 2
+
+
+class Guessing(Sparsifier):
+    """Sends what chance picks, torch's own."""
+
+    def select(self, compensated: Tensor, layout: Any) -> Selection:
+        indices = (torch.rand(compensated.numel()) < 0.1).nonzero().squeeze(1)
+        return Selection(indices, compensated[indices])
+
+
+def _guessed() -> None:
+    with pytest.warns(UserWarning, match=r"the sparsifier draws torch's random numbers.* in begin_step") as caught:
+        simulated_trainer(sparsifier=Guessing()).fit(Classifier(), data())
+    assert sum("random numbers" in str(warning.message) for warning in caught) == 1
+
+
+def test_a_sparsifier_that_draws_what_threads_have_in_common_is_warned_of() -> None:
+    run_workers(_guessed, 1, process_group=False)
+
+
+# What is refused.
 
 
 class OwnTransfer(Classifier):
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return batch
-
-
-class Manual(Classifier):
-    automatic_optimization = False
-
-
-@pytest.mark.parametrize(
-    ("module", "message"), [(Manual, "manual optimization"), (OwnTransfer, "on_before_batch_transfer, which would be")]
-)
-def test_what_is_not_simulated_is_refused(module: Any, message: str) -> None:
-    one = module()
-    if module is Manual:
-        one.automatic_optimization = False
-    trainer = quiet_trainer(SimulatedWorkersStrategy(HardThreshold(threshold=0.1), 2), num_workers=1)
-    with pytest.raises(ValueError, match=f"Simulated workers do not do {message}"):
-        trainer.fit(one, data(), data())
 
 
 class Gathering(Classifier):
@@ -514,9 +537,20 @@ class Perturbing(Classifier):
 
 
 class PastLightning(Classifier):
+    """Makes some steps with Lightning's optimizer, and those after them without."""
+
+    num_steps = 0
+
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        optimizer_closure()
-        optimizer.optimizer.step()
+        if batch_idx < self.num_steps:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+            optimizer.optimizer.step()
+
+
+class LaterPastLightning(PastLightning):
+    num_steps = 1
 
 
 class Relaid(Pictures):
@@ -580,114 +614,42 @@ class Exhausted:
         raise StopIteration
 
 
-REFUSED: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
-    "a closure that is called several": (lambda: Classifier(torch.optim.LBFGS), data, {}, {}),
-    "a closure that is called several times for a step": (Perturbing, data, {}, {}),
-    "steps that go past Lightning": (PastLightning, data, {}, {}),
-    "a training_step that returns None": (SaysNothing, data, {}, {}),
-    "'first.weight' has strides": (Relaid, data, {}, {}),
-    "'first.bias' has a gradient, and was frozen or not there": (Unfrozen, data, {}, {}),
-    r"'words' is Embedding\(sparse=True\)": (Embedded, data, {}, {}),
-    r"The search for a batch size .* is for one worker": (Sized, lambda: None, {"callbacks": [BatchSizeFinder()]}, {}),
-    r"initialized.* Simulated workers have none\. In train_dataloader": (Unranked, lambda: None, {}, {}),
-    r"train_dataloader returned list\. Simulated workers read one": (Classifier, lambda: [data(), data()], {}, {}),
-    r"Exhausted for training is one for all .* Make one in train_dataloader": (Classifier, Exhausted, {}, {}),
-    "all_gather: one has": (Gathering, data, {}, {}),
-    "on_before_batch_transfer, which would": (Classifier, Transferring, {}, {}),
-    "sync_batchnorm": (Classifier, data, {"sync_batchnorm": True}, {}),
-    "devices=2 on 1 nodes": (Classifier, data, {"devices": 2}, {}),
-    "no first_one": (Classifier, data, {}, {"own_attributes": ["first_one"]}),
-    "first is no attribute of Classifier's own": (Classifier, data, {}, {"own_attributes": ["first"]}),
-    "_parameters is no attribute": (Classifier, data, {}, {"own_attributes": ["_parameters"]}),
-}
+REFUSED: list[tuple[str, Any, Any, dict[str, Any]]] = [
+    ("Simulated workers do not do manual optimization", ManualClassifier, data, {}),
+    ("Simulated workers do not do on_before_batch_transfer, which would be", OwnTransfer, data, {}),
+    ("a closure that is called several", lambda: Classifier(torch.optim.LBFGS), data, {}),
+    ("a closure that is called several times for a step", Perturbing, data, {}),
+    ("steps that go past Lightning", PastLightning, data, {}),
+    ("steps that go past Lightning", LaterPastLightning, data, {}),
+    ("a training_step that returns None", SaysNothing, data, {}),
+    ("'first.weight' has strides", Relaid, data, {}),
+    ("'first.bias' has a gradient, and was frozen or not there", Unfrozen, data, {}),
+    (r"'words' is Embedding\(sparse=True\)", Embedded, data, {}),
+    (r"The search for a batch size .* is for one worker", Sized, lambda: None, {"callbacks": [BatchSizeFinder()]}),
+    (r"initialized.* Simulated workers have none\. In train_dataloader", Unranked, lambda: None, {}),
+    (r"train_dataloader returned list\. Simulated workers read one", Classifier, lambda: [data(), data()], {}),
+    (r"Exhausted for training is one for all .* Make one in train_dataloader", Classifier, Exhausted, {}),
+    ("all_gather: one has", Gathering, data, {}),
+    ("on_before_batch_transfer, which would", Classifier, Transferring, {}),
+    ("sync_batchnorm", Classifier, data, {"sync_batchnorm": True}),
+    ("devices=2 on 1 nodes", Classifier, data, {"num_workers": 2}),
+    ("no first_one", Classifier, data, {"own_attributes": ["first_one"]}),
+    ("first is no attribute of Classifier's own", Classifier, data, {"own_attributes": ["first"]}),
+    ("_parameters is no attribute", Classifier, data, {"own_attributes": ["_parameters"]}),
+]
 
 
 def _refused() -> None:
-    for message, (module, source, options, own) in REFUSED.items():
-        strategy = SimulatedWorkersStrategy(HardThreshold(threshold=0.1), 2, **own)
-        trainer = quiet_trainer(strategy, num_workers=options.pop("devices", 1), **options)
+    for message, make, source, options in REFUSED:
+        devices = {"num_workers": options.pop("num_workers")} if "num_workers" in options else {}
+        own = options.pop("own_attributes", [])
+        strategy = SimulatedWorkersStrategy(HardThreshold(threshold=0.1), 2, own_attributes=own)
+        trainer, module = quiet_trainer(strategy, max_steps=4, **devices, **options), make()
         with pytest.raises((ValueError, RuntimeError), match=message):
-            trainer.fit(one := module(), source())
-        assert (trainer.global_rank, trainer.world_size, rank_zero_only.rank) == (0, 1, 0), (message, one)
+            trainer.fit(module, source())
+        assert trainer.global_step == (1 if make is LaterPastLightning else trainer.global_step)
+        assert (trainer.global_rank, trainer.world_size, rank_zero_only.rank) == (0, 1, 0), (message, module)
 
 
 def test_what_would_be_something_else_is_refused_when_it_happens() -> None:
     run_workers(_refused, 1, process_group=False)
-
-
-class Speaking(Classifier):
-    """Counts who speaks."""
-
-    said = 0
-    warned = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self._say()
-        assert self.trainer.is_global_zero == (self.trainer.global_rank == 0)
-        return super().training_step(batch, batch_idx)
-
-    @rank_zero_only
-    def _say(self) -> None:
-        self.said += 1
-
-    def on_after_backward(self) -> None:
-        assert self.trainer.world_size in (1, 3)
-
-
-def _spoken() -> Any:
-    module = Speaking()
-    trainer = quiet_trainer(SimulatedWorkersStrategy(HardThreshold(threshold=0.1), 3), num_workers=1, max_steps=5)
-    with pytest.warns(UserWarning, match=r"Speaking.on_after_backward is called for each simulated worker"):
-        trainer.fit(module, data())
-    return module.said
-
-
-def test_the_first_worker_speaks_alone() -> None:
-    assert run_workers(_spoken, 1, process_group=False) == [5]
-
-
-class Guessing(Sparsifier):
-    """Sends what chance picks, torch's own."""
-
-    def select(self, compensated: torch.Tensor, layout: Any) -> Selection:
-        indices = (torch.rand(compensated.numel()) < 0.1).nonzero().squeeze(1)
-        return Selection(indices, compensated[indices])
-
-
-def _guessed() -> None:
-    trainer = quiet_trainer(SimulatedWorkersStrategy(Guessing(), 2), num_workers=1)
-    with pytest.warns(UserWarning, match=r"the sparsifier draws torch's random numbers.* in begin_step") as caught:
-        trainer.fit(Classifier(), data())
-    assert sum("random numbers" in str(one.message) for one in caught) == 1
-
-
-def test_a_sparsifier_that_draws_what_threads_have_in_common_is_warned_of() -> None:
-    run_workers(_guessed, 1, process_group=False)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((HardThreshold(threshold=0.1), 0), "Invalid num_workers=0. Must be a whole number of at least 1"),
-        ((HardThreshold(threshold=0.1), 2.0), "Invalid num_workers=2.0"),
-        ((0.1,), "Expected a sparsifier such as HardThreshold"),
-    ],
-)
-def test_bad_arguments_are_refused(arguments: Any, message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        SimulatedWorkersStrategy(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"exchange": "hierarchical"}, "exchange='hierarchical' goes by nodes"),
-        ({"exchange": "ring"}, "Invalid exchange='ring'"),
-        ({"density_control": "hold"}, "density_control='hold' with a constant threshold"),
-        ({"local_clip_norm": -1.0}, "local_clip_norm"),
-        ({"own_attributes": "hidden"}, r"Invalid own_attributes='hidden'. Give names in a list"),
-    ],
-)
-def test_bad_options_are_refused(options: Any, message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        SimulatedWorkersStrategy(HardThreshold(threshold=0.1), 2, **options)

@@ -1,10 +1,10 @@
-"""What the strategies refuse at construction, with the value and what is allowed; and the names they have."""
+"""What strategies refuse at construction, with the value and what is allowed; and the names they have."""
 
 import logging
-import re
 import subprocess
 import sys
 import warnings
+from functools import partial
 from math import inf, nan
 from typing import Any
 
@@ -22,123 +22,183 @@ from lightning_sparse import (
     LocalHardThresholdStrategy,
     LocalHSDPHardThresholdStrategy,
     RandomK,
+    SimulatedWorkersStrategy,
     SparseDDPStrategy,
+    SparseLocalStrategy,
     TopK,
 )
 from lightning_sparse.engine.messages import say_other_sparsifier, warn_of_patterns
 from lightning_sparse.strategies import register_strategies
 
+DDP, LOCAL = DDPHardThresholdStrategy, LocalHardThresholdStrategy
+HSDP, LOCAL_HSDP = HSDPHardThresholdStrategy, LocalHSDPHardThresholdStrategy
+of_top_k = partial(SparseDDPStrategy, TopK())
+simulated = partial(SimulatedWorkersStrategy, HardThreshold(threshold=0.1), 2)
 
-def test_threshold_and_density_together_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"both threshold=0\.1 and density=0\.01\. Give one"):
-        DDPHardThresholdStrategy(threshold=0.1, density=0.01)
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    (DDP, {"threshold": 0.1, "density": 0.01}, "both threshold=0.1 and density=0.01. Give one"),
+    (LOCAL, {"threshold": 1.0, "density": 0.1}, "Give one"),
+    (DDP, {"threshold": nan}, "Invalid threshold=nan. Must be a finite number of at least 0"),
+    (DDP, {"density": 1.5}, "Invalid density=1.5. Must be within (0, 1]"),
+    (DDP, {"calibration_steps": 2.5}, "Invalid calibration_steps=2.5. Must be a whole number of at least 1"),
+    (
+        DDP,
+        {"threshold": 0.1, "layer_thresholds": {"*.weight": 0.0, "*.bias": -1.0}},
+        "Invalid layer_thresholds['*.bias']=-1.0. Must be a finite",
+    ),
+    *(
+        (make, {name: word}, f"Invalid {name}={word!r}. Must be one of {allowed}.")
+        for make in (DDP, of_top_k)
+        for name, word, allowed in (
+            ("error_feedback", "sideways", "'gradient', 'learning_rate', 'none'"),
+            ("value_dtype", "", "'float32', 'bfloat16', 'float16', 'float8', 'int8'"),
+            ("exchange", None, "'auto', 'gather', 'reduce_scatter', 'dense', 'hierarchical'"),
+        )
+    ),
+    *(
+        (make, {"link_gbit_s": link}, "Must be a worker's link in Gbit/s")
+        for make in (DDP, LOCAL)
+        for link in (0, -1.0, nan, inf, "10", True, [10], 1e-320)
+    ),
+    *(
+        (DDP, {"local_clip_norm": norm}, f"Invalid local_clip_norm={norm}. Must be a finite number above 0, or None")
+        for norm in (0.0, -1.0, nan, inf)
+    ),
+    *(
+        (make, {name: value}, instead)
+        for make in (DDP, of_top_k)
+        for name, value, instead in (
+            ("ddp_comm_hook", print, "value_dtype='bfloat16'"),
+            ("ddp_comm_state", {"step": 0}, "strategy.state"),
+            ("ddp_comm_wrapper", print, "value_dtype='bfloat16' or 'float8'"),
+            ("model_averaging_period", 4, "Lightning's DDPStrategy for post-local SGD"),
+            ("sharding_strategy", "FULL_SHARD", "Use strategy='hsdp_hardthreshold', or Lightning's FSDPStrategy"),
+            ("mixed_precision", "any", "Trainer(precision='bf16-mixed')"),
+            ("skip_all_reduce_unused_params", True, "The hook must see every bucket"),
+        )
+    ),
+    *((make, {"data_parallel_size": 4}, "Got data_parallel_size=4. ") for make in (HSDP, LOCAL_HSDP)),
+    (DDP, {"residual_checkpoint": "all"}, "Invalid residual_checkpoint='all'. Must be one of 'full', 'mean', 'none'"),
+    (of_top_k, {"on_world_size_change": "keep"}, "Must be one of 'mean', 'reset'"),
+    *(
+        (make, {"granularity": "layer", "density_control": "calibrate"}, "leave density_control out")
+        for make in (DDP, HSDP)
+    ),
+    (of_top_k, {"density_control": "hold"}, "density_control='hold' with TopK. "),
+    (partial(SparseDDPStrategy, RandomK()), {"density_control": "hold"}, "density_control='hold' with RandomK. "),
+    (DDP, {"threshold": 0.1, "density_control": "hold"}, "density_control='hold' with a constant threshold. "),
+    *(
+        (LOCAL, {name: value}, "leave it out")
+        for name, value in (
+            ("static_graph", True),
+            ("bucket_cap_mb", 5),
+            ("ddp_comm_hook", print),
+            ("model_averaging_period", 3),
+        )
+    ),
+    (LOCAL, {"every_n_steps": 2.5}, "whole number"),
+    (LOCAL, {"drift_checkpoint": "some"}, "'full'"),
+    (LOCAL, {"optimizer_checkpoint": "none"}, "'first'"),
+    *((make, {"replicas": 0}, "Invalid replicas=0") for make in (HSDP, LOCAL_HSDP)),
+    (HSDP, {"replicas": "all"}, 'whole number of at least 1 or "auto"'),
+    (HSDP, {"tensor_parallel_size": "auto"}, "Invalid tensor_parallel_size='auto'"),
+    (HSDP, {"residual_checkpoint": "mean"}, "Must be one of 'full', 'none'"),
+    (HSDP, {"on_world_size_change": "x"}, "Invalid on_world_size_change='x'"),
+    *((make, {"value_dtype": "float8", "threshold": 0.0}, "float8") for make in (HSDP, LOCAL_HSDP)),
+    (HSDP, {"density_control": "hold", "threshold": 0.1}, "density_control"),
+    (HSDP, {"exchange": "ring"}, "Invalid exchange='ring'"),
+    (LOCAL_HSDP, {"every_n_steps": 0}, "Invalid every_n_steps=0"),
+    (LOCAL_HSDP, {"drift_checkpoint": "none"}, "Must be one of 'full', 'mean'"),
+    (LOCAL_HSDP, {"optimizer_checkpoint": "mean"}, "Must be one of 'full', 'first'"),
+    (LOCAL_HSDP, {"drift_decay": 0.5}, "keep_drift=False"),
+    *(
+        (SimulatedWorkersStrategy, {"sparsifier": HardThreshold(threshold=0.1), "num_workers": number}, message)
+        for number, message in (
+            (0, "Invalid num_workers=0. Must be a whole number of at least 1"),
+            (2.0, "Invalid num_workers=2.0"),
+        )
+    ),
+    (simulated, {"exchange": "hierarchical"}, "exchange='hierarchical' goes by nodes"),
+    (simulated, {"exchange": "ring"}, "Invalid exchange='ring'"),
+    (simulated, {"density_control": "hold"}, "density_control='hold' with a constant threshold"),
+    (simulated, {"local_clip_norm": -1.0}, "local_clip_norm"),
+]
 
 
-@pytest.mark.parametrize("threshold", [-0.5, nan, inf, -inf])
-def test_a_threshold_outside_its_range_is_refused(threshold: float) -> None:
-    with pytest.raises(ValueError, match=rf"Invalid threshold={threshold}\. Must be a finite number of at least 0"):
-        DDPHardThresholdStrategy(threshold=threshold)
+@pytest.mark.parametrize(("make", "options", "message"), REFUSED)
+def test_an_option_that_cannot_be_is_refused(make: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as raised:  # noqa: PT011  (compared below, as plain text)
+        make(**options)
+    assert message in str(raised.value)
 
 
-@pytest.mark.parametrize("density", [0.0, -0.1, 1.5, nan, inf])
-def test_a_density_outside_its_range_is_refused(density: float) -> None:
-    with pytest.raises(ValueError, match=rf"Invalid density={density}\. Must be within \(0, 1\]"):
-        DDPHardThresholdStrategy(density=density)
-    with pytest.raises(ValueError, match=rf"Invalid density={density}\. Must be within \(0, 1\]"):
-        TopK(density)
+def test_own_attributes_are_a_list() -> None:
+    with pytest.raises(TypeError, match=r"Invalid own_attributes='hidden'. Give names in a list"):
+        simulated(own_attributes="hidden")
 
 
-@pytest.mark.parametrize("steps", [0, -1, 2.5, True])
-def test_a_number_of_calibration_steps_that_is_none_is_refused(steps: Any) -> None:
-    with pytest.raises(ValueError, match=rf"Invalid calibration_steps={steps}\. Must be a whole number of at least 1"):
-        DDPHardThresholdStrategy(density=0.01, calibration_steps=steps)
+MISSPELT = [
+    *(
+        (DDP, misspelt, meant)
+        for misspelt, meant in (
+            ("find_unused_parameter", "find_unused_parameters"),
+            ("bucket_cap", "bucket_cap_mb"),
+            ("static", "static_graph"),
+            ("treshold", "threshold"),
+            ("densty", "density"),
+            ("value_dtyp", "value_dtype"),
+        )
+    ),
+    (LOCAL, "every_n_step", "every_n_steps"),
+    (LOCAL, "timeot", "timeout"),
+    *(
+        (make, misspelt, meant)
+        for make in (HSDP, LOCAL_HSDP)
+        for misspelt, meant in (("treshold", "threshold"), ("replica", "replicas"), ("time_out", "timeout"))
+    ),
+]
 
 
-@pytest.mark.parametrize("threshold", [-1.0, nan])
-def test_a_layer_threshold_outside_its_range_is_refused_with_its_pattern(threshold: float) -> None:
-    with pytest.raises(ValueError, match=rf"Invalid layer_thresholds\['\*\.bias'\]={threshold}\. Must be a finite"):
-        DDPHardThresholdStrategy(threshold=0.1, layer_thresholds={"*.weight": 0.0, "*.bias": threshold})
-
-
-@pytest.mark.parametrize(
-    ("name", "allowed"),
-    [
-        ("error_feedback", "'gradient', 'learning_rate', 'none'"),
-        ("value_dtype", "'float32', 'bfloat16', 'float16', 'float8', 'int8'"),
-        ("exchange", "'auto', 'gather', 'reduce_scatter', 'dense', 'hierarchical'"),
-    ],
-)
-@pytest.mark.parametrize("word", ["sideways", "", None])
-def test_an_unknown_word_is_refused_with_those_that_are_known(name: str, allowed: str, word: Any) -> None:
-    message = re.escape(f"Invalid {name}={word!r}. Must be one of {allowed}.")
-    with pytest.raises(ValueError, match=message):
-        DDPHardThresholdStrategy(threshold=0.1, **{name: word})
-    with pytest.raises(ValueError, match=message):
-        SparseDDPStrategy(TopK(0.1), **{name: word})
-
-
-@pytest.mark.parametrize("link", [0, -1.0, float("nan"), float("inf"), "10", True, [10], 1e-320])
-@pytest.mark.parametrize("strategy", [DDPHardThresholdStrategy, LocalHardThresholdStrategy])
-def test_a_link_that_is_no_rate_is_refused(strategy: Any, link: Any) -> None:
-    with pytest.raises(ValueError, match=r"Invalid link_gbit_s=.*Must be a worker's link in Gbit/s"):
-        strategy(threshold=0.1, link_gbit_s=link)
-
-
-@pytest.mark.parametrize("norm", [0.0, -1.0, nan, inf])
-def test_a_local_clip_norm_outside_its_range_is_refused(norm: float) -> None:
-    with pytest.raises(ValueError, match=rf"Invalid local_clip_norm={norm}\. Must be a finite number above 0, or None"):
-        DDPHardThresholdStrategy(threshold=0.1, local_clip_norm=norm)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "instead"),
-    [
-        ("ddp_comm_hook", print, "value_dtype='bfloat16'"),
-        ("ddp_comm_state", {"step": 0}, "strategy.state"),
-        ("ddp_comm_wrapper", print, "value_dtype='bfloat16' or 'float8'"),
-        ("model_averaging_period", 4, "Lightning's DDPStrategy for post-local SGD"),
-        ("sharding_strategy", "FULL_SHARD", "Use strategy='hsdp_hardthreshold', or Lightning's FSDPStrategy"),
-        ("mixed_precision", "any", "Trainer(precision='bf16-mixed')"),
-        ("skip_all_reduce_unused_params", True, "The hook must see every bucket"),
-    ],
-)
-def test_what_a_sparse_exchange_cannot_honour_is_refused_with_what_to_use(name: str, value: Any, instead: str) -> None:
-    for make in (lambda **kwargs: SparseDDPStrategy(TopK(), **kwargs), DDPHardThresholdStrategy):
-        with pytest.raises(ValueError, match=f"Got {name}=.*{re.escape(instead)}"):
-            make(**{name: value})
-
-
-def test_a_refused_argument_may_be_given_as_none_as_a_saved_config_does() -> None:
-    strategy = DDPHardThresholdStrategy(ddp_comm_hook=None, ddp_comm_state=None, model_averaging_period=None)
-    assert strategy.sparsifier.density == 0.001
-
-
-@pytest.mark.parametrize(
-    ("misspelt", "meant"),
-    [
-        ("find_unused_parameter", "find_unused_parameters"),
-        ("bucket_cap", "bucket_cap_mb"),
-        ("static", "static_graph"),
-        ("treshold", "threshold"),
-        ("densty", "density"),
-        ("value_dtyp", "value_dtype"),
-    ],
-)
-def test_a_misspelt_argument_is_refused_with_the_one_that_was_meant(misspelt: str, meant: str) -> None:
+@pytest.mark.parametrize(("make", "misspelt", "meant"), MISSPELT)
+def test_a_misspelt_argument_is_refused_with_the_one_that_was_meant(make: Any, misspelt: str, meant: str) -> None:
     with pytest.raises(TypeError, match=f"Unknown argument '{misspelt}': .* Did you mean '{meant}'"):
-        DDPHardThresholdStrategy(**{misspelt: True})
-    with pytest.raises(TypeError, match=r"Unknown argument 'every_n_step': .* Did you mean 'every_n_steps'"):
-        LocalHardThresholdStrategy(every_n_step=8)
+        make(**{misspelt: 2})
 
 
-@pytest.mark.parametrize("make", [HSDPHardThresholdStrategy, LocalHSDPHardThresholdStrategy])
-def test_an_argument_of_replicas_that_cannot_be_is_refused_with_what_was_meant(make: Any) -> None:
-    for misspelt, meant in (("treshold", "threshold"), ("replica", "replicas"), ("time_out", "timeout")):
-        with pytest.raises(TypeError, match=f"Unknown argument '{misspelt}': .* Did you mean '{meant}'"):
-            make(**{misspelt: 2})
-    with pytest.raises(ValueError, match=r"Got data_parallel_size=4\. .* replicas=…"):
-        make(data_parallel_size=4)
-    make(data_parallel_size="auto", save_distributed_checkpoint=False)  # as a saved configuration has it
+def test_an_argument_like_no_other_is_refused_without_a_guess() -> None:
+    with pytest.raises(TypeError, match=r"Unknown argument 'xyzzy': .* takes it\.$"):
+        of_top_k(xyzzy=1)
+
+
+@pytest.mark.parametrize("sparsifier", [0.01, "top_k", None, TopK, HardThreshold])
+@pytest.mark.parametrize(
+    ("make", "by_threshold"),
+    [
+        (SparseDDPStrategy, "DDPHardThresholdStrategy"),
+        (SparseLocalStrategy, "LocalHardThresholdStrategy"),
+        (SimulatedWorkersStrategy, ""),
+    ],
+)
+def test_what_is_no_sparsifier_is_refused(make: Any, by_threshold: str, sparsifier: Any) -> None:
+    with pytest.raises(TypeError, match=f"Expected a sparsifier such as .*{by_threshold}") as raised:
+        make(sparsifier)
+    assert f"got {sparsifier!r}" in str(raised.value)
+
+
+def test_arguments_of_a_saved_configuration_are_taken() -> None:
+    strategy = DDP(ddp_comm_hook=None, ddp_comm_state=None, model_averaging_period=None)
+    assert strategy.sparsifier.density == 0.001
+    for make in (HSDP, LOCAL_HSDP):
+        make(data_parallel_size="auto", save_distributed_checkpoint=False)
+    SparseLocalStrategy(TopK(0.1), find_unused_parameters=True)
+
+
+def test_arguments_of_ddp_are_passed_on() -> None:
+    strategy = DDP(
+        threshold=0.1, find_unused_parameters=True, bucket_cap_mb=3, process_group_backend="gloo", start_method="spawn"
+    )
+    assert strategy._ddp_kwargs == {"find_unused_parameters": True, "bucket_cap_mb": 3}
+    assert (strategy.process_group_backend, strategy._start_method) == ("gloo", "spawn")
 
 
 @pytest.mark.parametrize(
@@ -169,15 +229,13 @@ def test_of_other_settings_at_a_resume_only_what_differs_is_told(caplog: Any, mo
     # Lightning keeps its words to itself where nobody listened when it was imported.
     for name in ("lightning.fabric", "lightning.pytorch"):
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)
-    settings = [
-        {name: repr(value) for name, value in one.settings().items()}
-        for one in (
-            HardThreshold(density=0.1),
-            HardThreshold(threshold=0.5),
-            TopK(0.1),
-            HardThreshold(density=0.1, granularity="layer"),
-        )
-    ]
+    sparsifiers = (
+        HardThreshold(density=0.1),
+        HardThreshold(threshold=0.5),
+        TopK(0.1),
+        HardThreshold(density=0.1, granularity="layer"),
+    )
+    settings = [{name: repr(value) for name, value in sparsifier.settings().items()} for sparsifier in sparsifiers]
     told = []
     for now, before in ((0, 1), (2, 0), (0, 3)):
         with caplog.at_level("INFO"):
@@ -190,104 +248,52 @@ def test_of_other_settings_at_a_resume_only_what_differs_is_told(caplog: Any, mo
     assert told[2].startswith("granularity=(default) instead of granularity='layer'. ")
 
 
-def test_an_argument_like_no_other_is_refused_without_a_guess() -> None:
-    with pytest.raises(TypeError, match=r"Unknown argument 'xyzzy': .* takes it\.$"):
-        SparseDDPStrategy(TopK(), xyzzy=1)
+FAMILIES: dict[str, tuple[type, type]] = {
+    "hardthreshold": (DDP, HardThreshold),
+    "accordion": (SparseDDPStrategy, Accordion),
+    "dense": (SparseDDPStrategy, Dense),
+    "gaussiank": (SparseDDPStrategy, GaussianK),
+    "modeltopk": (SparseDDPStrategy, TopK),
+    "randomk": (SparseDDPStrategy, RandomK),
+    "topk": (SparseDDPStrategy, TopK),
+}
+OF_LIGHTNING = [name for name, entry in StrategyRegistry.items() if entry["strategy"] is DDPStrategy]
 
 
-def test_arguments_of_ddp_are_passed_on() -> None:
-    strategy = DDPHardThresholdStrategy(
-        threshold=0.1, find_unused_parameters=True, bucket_cap_mb=3, process_group_backend="gloo", start_method="spawn"
-    )
-    assert strategy._ddp_kwargs == {"find_unused_parameters": True, "bucket_cap_mb": 3}
-    assert (strategy.process_group_backend, strategy._start_method) == ("gloo", "spawn")
-
-
-@pytest.mark.parametrize("strategy", [DDPHardThresholdStrategy, HSDPHardThresholdStrategy])
-def test_layers_cannot_be_held_to_a_density_by_one_constant_threshold(strategy: Any) -> None:
-    with pytest.raises(ValueError, match=r"'calibrate' with granularity='layer'\. .* leave density_control out"):
-        strategy(density=0.01, granularity="layer", density_control="calibrate")
-
-
-@pytest.mark.parametrize(
-    ("sparsifier", "what"),
-    [(TopK(), "TopK"), (RandomK(), "RandomK"), (HardThreshold(threshold=0.1), "a constant threshold")],
-)
-def test_a_density_that_cannot_be_held_is_refused(sparsifier: Any, what: str) -> None:
-    with pytest.raises(ValueError, match=f"density_control='hold' with {what}. .* give density=…"):
-        SparseDDPStrategy(sparsifier, density_control="hold")
-
-
-@pytest.mark.parametrize("sparsifier", [0.01, "top_k", None, TopK, HardThreshold])
-def test_what_is_no_sparsifier_is_refused(sparsifier: Any) -> None:
-    with pytest.raises(TypeError, match=f"Expected a sparsifier such as .*, got {re.escape(repr(sparsifier))}"):
-        SparseDDPStrategy(sparsifier)
-
-
-FAMILIES = (
-    "ddp_accordion",
-    "ddp_dense",
-    "ddp_gaussiank",
-    "ddp_hardthreshold",
-    "ddp_modeltopk",
-    "ddp_randomk",
-    "ddp_topk",
-)
-
-
+@pytest.mark.parametrize("name", OF_LIGHTNING)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    ("suffix", "start_method"), [("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")]
-)
-@pytest.mark.parametrize(
-    ("ending", "find_unused"),
-    [("", None), ("_find_unused_parameters_true", True), ("_find_unused_parameters_false", False)],
-)
-def test_every_name_that_lightning_has_for_ddp_exists(
-    family: str, suffix: str, start_method: str, ending: str, find_unused: bool | None
-) -> None:
-    assert f"ddp{suffix}{ending}" in StrategyRegistry
-    strategy = StrategyRegistry.get(f"{family}{suffix}{ending}")
-    expected_class, expected_sparsifier = {
-        "ddp_accordion": (SparseDDPStrategy, Accordion),
-        "ddp_dense": (SparseDDPStrategy, Dense),
-        "ddp_gaussiank": (SparseDDPStrategy, GaussianK),
-        "ddp_hardthreshold": (DDPHardThresholdStrategy, HardThreshold),
-        "ddp_modeltopk": (SparseDDPStrategy, TopK),
-        "ddp_randomk": (SparseDDPStrategy, RandomK),
-        "ddp_topk": (SparseDDPStrategy, TopK),
-    }[family]
-    assert type(strategy) is expected_class
-    assert type(strategy.sparsifier) is expected_sparsifier
-    if isinstance(strategy.sparsifier, TopK):
-        assert strategy.sparsifier.granularity == ("model" if family == "ddp_modeltopk" else "layer")
-    assert strategy._start_method == start_method
-    assert strategy._ddp_kwargs.get("find_unused_parameters") is find_unused
+def test_a_family_has_every_name_that_lightning_has_for_ddp(family: str, name: str) -> None:
+    """What Lightning's own ``test_ddp_kwargs_from_registry`` asks of its names."""
+    form = name.removeprefix("ddp")
+    names = f"ddp_{family}{form}", name, f"local_{family}{form}"
+    own, lightnings, local = map(StrategyRegistry.get, names)
+    strategy, sparsifier = FAMILIES[family]
+    assert (type(own), type(own.sparsifier)) == (strategy, sparsifier)
+    if sparsifier is TopK:
+        assert own.sparsifier.granularity == ("model" if family == "modeltopk" else "layer")
+    assert own._ddp_kwargs == lightnings._ddp_kwargs
+    assert own._start_method == lightnings._start_method
+    assert type(local) is (LOCAL if strategy is DDP else SparseLocalStrategy)
 
 
 def test_no_other_form_is_registered() -> None:
-    for family in FAMILIES:
-        forms = {name.removeprefix(family) for name in StrategyRegistry if name.startswith(family)}
-        stock = {
-            name.removeprefix("ddp") for name, entry in StrategyRegistry.items() if entry["strategy"] is DDPStrategy
-        }
-        assert len(forms) == 12
-        assert forms == stock
+    assert len(OF_LIGHTNING) == 12
+    forms = {name.removeprefix("ddp") for name in OF_LIGHTNING}
+    for start in [f"{kind}_{family}" for kind in ("ddp", "local") for family in FAMILIES]:
+        assert {name.removeprefix(start) for name in StrategyRegistry if name.startswith(start)} == forms
 
 
 def test_registering_again_changes_nothing() -> None:
     before = {name: dict(StrategyRegistry[name]) for name in StrategyRegistry}
     register_strategies()
-    DDPHardThresholdStrategy.register_strategies(StrategyRegistry)
+    DDP.register_strategies(StrategyRegistry)
     assert {name: dict(StrategyRegistry[name]) for name in StrategyRegistry} == before
 
 
-@pytest.mark.parametrize(
-    "name", ["ddp_hardthreshold", "DDP_HardThreshold", "DDP_HARDTHRESHOLD_FIND_UNUSED_PARAMETERS_TRUE"]
-)
+@pytest.mark.parametrize("name", ["DDP_HardThreshold", "DDP_HARDTHRESHOLD_FIND_UNUSED_PARAMETERS_TRUE"])
 def test_the_trainer_takes_the_name_in_any_case(name: str) -> None:
     trainer = Trainer(strategy=name, accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
-    assert type(trainer.strategy) is DDPHardThresholdStrategy
+    assert type(trainer.strategy) is DDP
     assert trainer.strategy._ddp_kwargs.get("find_unused_parameters", False) == name.endswith("TRUE")
 
 
@@ -299,15 +305,3 @@ def test_the_name_is_unknown_until_the_package_is_imported() -> None:
         "assert 'ddp_hardthreshold' in registry\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
-
-
-@pytest.mark.parametrize("family", ["ddp_hardthreshold", "ddp_topk"])
-@pytest.mark.parametrize("form", ["", "_spawn", "_fork", "_notebook"])
-@pytest.mark.parametrize("ending", ["", "_find_unused_parameters_true", "_find_unused_parameters_false"])
-def test_a_name_hands_ddp_the_arguments_that_lightnings_own_does(family: str, form: str, ending: str) -> None:
-    """What Lightning's own ``test_ddp_kwargs_from_registry`` asks of its names."""
-    own, lightnings = (
-        Trainer(strategy=name + form + ending, accelerator="cpu", logger=False).strategy for name in (family, "ddp")
-    )
-    assert own._ddp_kwargs == lightnings._ddp_kwargs
-    assert own._start_method == lightnings._start_method

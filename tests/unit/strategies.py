@@ -42,6 +42,14 @@ def buckets(draw, **kwargs):
 thresholds = st.one_of(st.sampled_from([0.0, 0.1, 1.0, 1e300]), st.floats(0, 20))
 
 
+def packed(payload_format, selection):
+    """Returns a payload just large enough, on the selection's device."""
+    num_bytes = payload_format.payload_bytes(selection.indices.numel())
+    payload = torch.zeros(num_bytes, dtype=torch.uint8, device=selection.indices.device)
+    payload_format.fill(payload, selection)
+    return payload
+
+
 class Shipment:
     """Of a route that gathers payloads; without a capacity, of a masked one."""
 

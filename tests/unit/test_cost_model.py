@@ -6,15 +6,14 @@ from hypothesis import strategies as st
 
 from lightning_sparse.exchange import Exchange, Workers
 from lightning_sparse.exchange.payload import CAPACITY_STEP
-from lightning_sparse.exchange.routes.cost_model import Costs, speeds
-from lightning_sparse.exchange.routes.forecast import SMALLEST_CAPACITY, Forecast
+from lightning_sparse.exchange.routes.cost_model import SMALLEST_CAPACITY, Costs, Forecast, speeds
 
 
 @given(st.integers(0, 10**6), st.lists(st.integers(0, 10**6), max_size=30), st.integers(0, 10**6))
 def test_a_capacity_is_enough_for_what_was_seen_last_and_never_more_than_the_bucket(first, counts, limit):
-    forecast = Forecast(first)
+    forecast = Forecast.first(first)
     for count in counts:
-        forecast.observe(count)
+        forecast = forecast.after(count)
     last = counts[-1] if counts else first
     capacity = forecast.capacity(limit)
     assert capacity % CAPACITY_STEP == 0
@@ -23,31 +22,23 @@ def test_a_capacity_is_enough_for_what_was_seen_last_and_never_more_than_the_buc
 
 
 def test_a_steady_count_ends_without_padding():
-    forecast = Forecast(10_000)
+    forecast = Forecast.first(10_000)
     for _ in range(80):
-        forecast.observe(10_000)
+        forecast = forecast.after(10_000)
     assert forecast.capacity(10**9) <= 10_000 + CAPACITY_STEP
 
 
 def test_a_restless_count_overflows_in_one_of_twenty_steps_for_little_padding():
     # k of a hard threshold over steps: noise of a few per cent around a slow trend.
     noise = random.Random(0)
-    forecast, overflows, padding = Forecast(10_000), 0, 0
+    forecast, overflows, padding = Forecast.first(10_000), 0, 0
     for step in range(2000):
         count = int(10_000 * (1 + 0.3 * step / 2000) * noise.gauss(1, 0.03))
         overflows += count > forecast.capacity(10**9)
         padding += max(forecast.capacity(10**9) - count, 0) / count
-        forecast.observe(count)
+        forecast = forecast.after(count)
     assert overflows < 2000 * 0.065
     assert padding < 2000 * 0.065
-
-
-def brought(costs, route, k):
-    return {
-        "dense": costs.dense_bytes(),
-        "gather": costs.gather_bytes(k),
-        "reduce_scatter": costs.scatter_bytes(k / costs.num_workers) + costs.slices_bytes(costs.independent_union(k)),
-    }[route]
 
 
 @pytest.mark.parametrize("num_workers", [2, 4, 16, 256])
@@ -58,7 +49,8 @@ def test_the_route_goes_from_gather_to_dense_as_density_grows(num_workers, on_gp
     for exponent in range(40):
         selected = 10**7 * 10 ** (-exponent / 8)
         route = costs.cheapest(selected, 1.2 * selected / num_workers, speeds(None, on_gpu=on_gpu))
-        assert on_gpu or brought(costs, route, selected) <= costs.dense_bytes()
+        received = costs.received_bytes(selected, selected / num_workers)
+        assert on_gpu or received[route] <= received["dense"]
         if not routes or routes[-1] != route:
             routes.append(route)
     expected = ["dense", "reduce_scatter", "gather"] if num_workers > 2 else ["dense", "gather"]
@@ -80,7 +72,8 @@ def test_a_slower_link_never_brings_more_bytes(num_workers, size, density, on_gp
     fast, slow = (
         costs.cheapest(k, k / num_workers, speeds(rate, on_gpu=on_gpu)) for rate in (link, link / times_slower)
     )
-    assert brought(costs, slow, k) <= brought(costs, fast, k) * (1 + 1e-9)
+    received = costs.received_bytes(k, k / num_workers)
+    assert received[slow] <= received[fast] * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +96,6 @@ def test_on_a_gpu_sparse_routes_are_for_links_on_which_they_win(num_workers, siz
     assert costs.cheapest(k, k / num_workers, known) == route
     exchange = Exchange("auto", None, link, workers=Workers(None, 0, num_workers))
     exchange._is_one_node = is_one_node
-    exchange._selected[0, size] = Forecast(int(k))
-    exchange._slices[0, size] = Forecast(int(k / num_workers))
+    exchange._forecasts["selected"][0, size] = Forecast.first(int(k))
+    exchange._forecasts["slices"][0, size] = Forecast.first(int(k / num_workers))
     assert exchange._route((0, size), costs, on_gpu=True) == route

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sparse.exchange.payload import CAPACITY_STEP, PayloadFormat
-from lightning_sparse.exchange.routes.adding import pack_nonzero
-from lightning_sparse.exchange.routes.fused_decode import TILE, decode
+from lightning_sparse.exchange.routes.adding import TILE, decode, pack_nonzero
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.sparsifiers import Selection
 from tests.interpreter import INTERPRETED, run_in_interpreter
@@ -67,7 +66,8 @@ def check(size, chosen, dtype=FLOAT, wire=AS_IT_IS, capacity=None, header_fields
         payload_format,
         payloads_of(payload_format, chosen, capacity),
         out,
-        quotients=quotients if divides else None,
+        quotients if divides else None,
+        1,
     )
     same_bits(out, expected)
     for one in (out, quotients):
@@ -107,7 +107,7 @@ def test_neighbouring_parts_are_put_side_by_side(size, whole):
     counts = [int(pack_nonzero(payload_format, row, payload)) for row, payload in zip(dense, payloads, strict=True)]
     assert counts == dense.count_nonzero(1).tolist()
     out = guarded(torch.zeros(whole))
-    decode(payload_format, payloads.to(DEVICE), out, is_side_by_side=True)
+    decode(payload_format, payloads.to(DEVICE), out, None, len(payloads))
     same_bits(out, dense.flatten()[:whole])
     check_guards(out)
 

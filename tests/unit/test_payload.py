@@ -8,6 +8,7 @@ from lightning_sparse.exchange import wire
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat
 from lightning_sparse.exchange.wire import Wire, require_wire, wire_of
 from lightning_sparse.sparsifiers import Selection
+from tests.unit.strategies import packed
 
 FLOAT, DOUBLE, BRAIN, HALF = map(Wire, (torch.float32, torch.float64, torch.bfloat16, torch.float16))
 BYTE, QUARTER = Wire(torch.int8, 0.25), Wire(torch.float8_e4m3fn, 2.0**-11)
@@ -53,7 +54,7 @@ def test_unpacking_returns_what_was_packed_as_far_as_there_was_room(selection, w
     expected = torch.cat([values[:held], torch.zeros(capacity - held, dtype=working)])
     torch.testing.assert_close(padded.values, expected, rtol=0, atol=0, equal_nan=True)
 
-    exact = payload_format.pack(chosen)
+    exact = packed(payload_format, chosen)
     assert exact.numel() == payload_format.payload_bytes(len(indices))
     assert payload_format.unpack(exact, working).indices.tolist() == indices
 
@@ -61,7 +62,7 @@ def test_unpacking_returns_what_was_packed_as_far_as_there_was_room(selection, w
 @pytest.mark.parametrize(("wire", "bytes_a_coordinate"), [(FLOAT, 6), (BRAIN, 4), (HALF, 4), (BYTE, 3), (QUARTER, 3)])
 def test_a_coordinate_costs_its_value_and_two_bytes(wire, bytes_a_coordinate):
     payload_format = PayloadFormat(1_000_000, wire, 4)
-    empty, full = (payload_format.pack(Selection(torch.arange(k), torch.ones(k))).numel() for k in (0, 10_000))
+    empty, full = (packed(payload_format, Selection(torch.arange(k), torch.ones(k))).numel() for k in (0, 10_000))
     assert full - empty == 10_000 * bytes_a_coordinate
     assert empty <= 32 + 4 * 16 + 4  # header, a count per block, padding
 

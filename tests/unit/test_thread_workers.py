@@ -1,6 +1,7 @@
 """Workers that are threads of one process."""
 
 import time
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -59,10 +60,11 @@ def test_what_one_raises_is_raised_and_nobody_waits_for_it_ever(threads, kind):
 def test_nobody_changes_its_part_before_the_slowest_has_read_it(threads, collective, monkeypatch):
     swap = threads.swap
 
+    @contextmanager
     def slowly(rank, part):
-        found = swap(rank, part)
-        time.sleep(0.1 * rank)
-        return found
+        with swap(rank, part) as found:
+            time.sleep(0.1 * rank)
+            yield found
 
     def gives(rank):
         out, part = torch.zeros(3), torch.full((1 if collective == "all_gather" else 3,), rank + 1.0)

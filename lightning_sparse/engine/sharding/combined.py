@@ -8,7 +8,6 @@ import torch
 from lightning_sparse.engine import LayerStats, StepStats
 from lightning_sparse.engine.step_stats import layer_stats
 from lightning_sparse.exchange import Workers
-from lightning_sparse.exchange.replicas import everyones
 from lightning_sparse.selection.numbers import STEP_NUMBERS, combined
 
 OF_STEP = [number for number in STEP_NUMBERS if number.shards]
@@ -33,7 +32,7 @@ def of_all_shards(own: StepStats, names: Sequence[str], workers: Workers, device
     layers = [own.layers.get(name, LayerStats(0, 0, 0.0, 0.0)) for name in names]
     numbers = [getattr(own, number.name) for number in OF_STEP]
     numbers += [getattr(layer, number.name) for layer in layers for number in OF_LAYER]
-    rows = everyones(numbers, workers, device)
+    rows = workers.gather_numbers(numbers, device)
     totals = iter(combined(rows, OF_STEP + OF_LAYER * len(layers), "shards"))
     of_step = {number.name: next(totals) for number in OF_STEP}
     of_layers = {name: layer_stats(OF_LAYER, [next(totals) for _ in OF_LAYER], own.num_workers) for name in names}

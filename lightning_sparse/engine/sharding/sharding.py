@@ -14,7 +14,7 @@ from lightning_sparse.engine.sharding.requirements import require_shards, shard_
 from lightning_sparse.engine.sharding.resharded import reshard
 from lightning_sparse.exchange import current_device, require_agreement
 from lightning_sparse.exchange.agreement import differing
-from lightning_sparse.exchange.replicas import replica_workers
+from lightning_sparse.exchange.groups import replica_workers
 
 
 class Sharding:

@@ -1,73 +1,114 @@
-"""What receivers do with payloads: add them up in rank order, put slices side by side, pack what is not zero."""
+"""What receivers do with payloads: add them up in rank order, put slices side by side, pack what is not zero.
+
+Payloads of the same format and capacity c are ``rows``: uint8, shape (n, payload_bytes(c)), each contiguous. Of a
+payload with k > c only the c coordinates in it count.
+
+On a GPU one kernel decodes all payloads of a bucket, without their sizes on the host and with the same bits as adding
+payload by payload. A program has one block of 65,536 elements and goes through the workers in rank order; a bucket of
+25 MB has 100 programs. Each program is a chain of reads from the second-level cache, three for each worker and tile and
+four more for its quotients: latency bounds it, not bandwidth.
+"""
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.exchange.buffers import Buffers
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat
-from lightning_sparse.exchange.routes.fused_decode import decode
-from lightning_sparse.kernels import is_available, native
+from lightning_sparse.kernels import is_available, launch, native
+from lightning_sparse.kernels.decode import add_payloads
 from lightning_sparse.kernels.native import is_native
 from lightning_sparse.sparsifiers import Selection
 
+TILE = 1024
+"""Coordinates at a time: 4 for each of 256 threads. A block has 655 of each worker at a density of 1 %."""
+
 
 def average(payload_format: PayloadFormat, rows: Tensor, out: Tensor, buffers: Buffers) -> None:
-    """Adds payloads to zeros, all that one rank sent before anything of the next, and divides by their number.
+    """Add payloads to zeros in rank order and divide by their number, with the same bits on every path.
 
-    The same bits everywhere, and in every way. Waits for a GPU where there are no kernels for it.
+    Waits for a GPU only without kernels for it.
 
     Args:
         payload_format: of each payload.
-        rows: uint8, shape (n, payload_bytes(c)). Of one that was too small for its selection what it holds is added.
+        rows: the payloads.
         out: shape (num_elements,), all zeros: receives the average.
         buffers: gives work space, which all buckets share, as they are decoded one after the other.
     """
     num_workers = len(rows)
     if is_available(out.device):
         places = num_workers * payload_format.capacity(rows.shape[1])
-        quotients = buffers.take("quotients", places, out.dtype, out.device)
-        decode(payload_format, rows, out, quotients=quotients)
+        decode(payload_format, rows, out, buffers.take("quotients", places, out.dtype, out.device), 1)
         return
     if is_native(out, wire_dtype=payload_format.wire.dtype):
         _, ends, values, offsets = payload_format.parts(rows[0])
         native.average(rows, ends, values, offsets, out, payload_format.wire.dtype, payload_format.wire.scale)
         return
-    # A GPU adds in no order: the places of one addition must be unique, so each payload is one.
-    for row in rows.unbind():
-        out.scatter_add_(0, *payload_format.unpack(row, out.dtype, payload_format.num_selected(row)))
+    add(payload_format, rows, out)
     out.div_(num_workers)
 
 
-def side_by_side(payload_format: PayloadFormat, rows: Tensor, out: Tensor) -> None:
-    """Puts what the j-th payload holds into the j-th slice. Waits for a GPU where there are no kernels for it.
+def add(payload_format: PayloadFormat, rows: Tensor, out: Tensor) -> None:
+    """Add payloads to ``out`` in rank order; see ``average``. Waits for a GPU."""
+    # A GPU adds in no order. The indices of one addition must be unique, so each payload is one.
+    for row in rows.unbind():
+        out.scatter_add_(0, *payload_format.unpack(row, out.dtype, payload_format.num_selected(row)))
 
-    Args:
-        payload_format: of each payload, with as many elements as a slice has.
-        rows: uint8, shape (n, payload_bytes(c)).
-        out: shape (d,), all zeros: neighbouring slices, of which the last ones may be shorter or empty.
+
+def side_by_side(payload_format: PayloadFormat, rows: Tensor, out: Tensor) -> None:
+    """Put the content of the j-th payload into the j-th slice. Waits for a GPU only without kernels for it.
+
+    A slice has ``payload_format.num_elements``. ``out``, shape (d,), all zeros, holds neighbouring slices, of which the
+    last ones may be shorter or empty.
     """
     if is_available(out.device):
-        decode(payload_format, rows, out, is_side_by_side=True)
+        decode(payload_format, rows, out, None, len(rows))
         return
     for rank, row in enumerate(rows.unbind()):
         indices, values = payload_format.unpack(row, out.dtype, payload_format.num_selected(row))
         out[indices + rank * payload_format.num_elements] = values
 
 
+def decode(payload_format: PayloadFormat, rows: Tensor, out: Tensor, quotients: Tensor | None, num_slices: int) -> None:
+    """Launch the kernel that adds each slice's payloads to zeros and divides by their number.
+
+    Args:
+        payload_format: of each payload.
+        rows: the payloads, on a GPU.
+        out: float32 or float64, shape (num_elements,) or that of all slices together, contiguous, all zeros.
+        quotients: work space of out's dtype, at least n · c elements; None leaves the sums undivided.
+        num_slices: neighbouring slices of ``out``, with n / num_slices payloads each.
+    """
+    _, ends, values, offsets = payload_format.parts(rows[0])
+    if not payload_format.num_blocks or not values.numel():
+        return
+    # How far it is from each part of a payload to that of the next payload.
+    strides = (rows.stride(0) // part.itemsize for part in (ends, values, offsets))
+    launch(
+        add_payloads,
+        (payload_format.num_blocks, num_slices),
+        *(out, quotients, ends, values, offsets, len(rows) // num_slices, values.numel(), *strides),
+        payload_format.num_elements,
+        payload_format.wire.scale,
+        BLOCK=BLOCK_ELEMENTS,
+        TILE=TILE,
+        num_warps=8,
+        enable_fp_fusion=False,
+    )
+
+
 def pack_nonzero(payload_format: PayloadFormat, values: Tensor, payload: Tensor) -> Tensor:
-    """Packs what is not zero, NaN included, without a wait for the device; returns how much that is, written or not.
+    """Pack the values that are not zero, NaN included, without a wait for the device; return their number.
 
     Args:
         payload_format: of the payload, without a header.
         values: in the wire dtype, shape (num_elements,).
-        payload: uint8, shape (payload_bytes(c),).
+        payload: uint8, shape (payload_bytes(c),): receives the first c of them.
     """
-    count = values.count_nonzero()
     capacity = payload_format.capacity(payload.numel())
     if values.numel():  # of no elements it fails on a GPU: pytorch#162473
-        # What is not used gets an index beyond all blocks: it is before no block's end.
+        # Unused places get an index beyond all blocks: it is before no block's end.
         beyond = payload_format.num_blocks * BLOCK_ELEMENTS
         indices = torch.nonzero_static(values, size=capacity, fill_value=beyond).squeeze(1)
         selection = Selection(indices, values.index_select(0, indices.clamp(max=values.numel() - 1)))
         payload_format.fill(payload, selection)
-    return count
+    return values.count_nonzero()

@@ -1,23 +1,62 @@
-"""What each route costs: bytes that reach a worker, and which route is fastest. From shared numbers only.
+"""What a step needs to know in advance: how much room payloads need, and which route is fastest.
 
-Every worker must come to the same choice, and a repeated run too, so nothing is timed: the choice follows from the
-numbers of the last step's headers, and from what is said of the link.
+Every worker must come to the same result, and a repeated run too. So nothing is timed: forecasts and costs follow from
+the numbers of former steps' headers, and from the link that the user names.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from lightning_sparse.exchange.payload import aligned
+
 Route = Literal["gather", "reduce_scatter", "dense"]
 
+SMALLEST_CAPACITY = 16
+MEAN_WEIGHT = 0.2
+DEVIATION_WEIGHT = 0.1
+SLACK_DEVIATIONS = 2.0
+"""In mean absolute deviations: for Gaussian noise 1.6 standard deviations, an overflow in twenty steps."""
 INSIDE_GBIT_S, BETWEEN_GBIT_S = 2400.0, 100.0
-"""What a GPU's link is taken for where it is not said: NVLink where all workers share a node, and a network of 100
-Gbit/s where they do not. Sparse routes are then chosen only where they win even there."""
+"""The assumed rates of a GPU's link: NVLink if all workers share a node, else a network of 100 Gbit/s. Sparse routes
+are then chosen only where they win even on these."""
 GATHER_LAUNCHES, REDUCE_SCATTER_LAUNCHES = 2, 46
 """Kernels of a bucket beyond those of the dense route (tests/distributed/test_launches.py)."""
 
 
+class Forecast(NamedTuple):
+    """Forecasts a count that all workers saw in every step so far.
+
+    The capacity is the running mean and twice the running mean deviation from it, so a steady count needs next to no
+    padding. A count that varies overflows now and then, which costs another round and not correctness: rarer overflows
+    would cost more bytes than they save (docs/performance.md). A count that halves or doubles begins anew.
+    """
+
+    last: int  # the count of the last step
+    mean: float  # the running mean of the counts
+    deviation: float  # the running mean of their absolute deviations from it
+
+    @classmethod
+    def first(cls, count: int) -> "Forecast":
+        """Return the forecast after the count of a first step."""
+        return cls(count, float(count), count / 16)
+
+    def after(self, count: int) -> "Forecast":
+        """Return the forecast after the count of a further step."""
+        if not self.mean / 2 <= count <= 2 * self.mean:
+            return Forecast.first(count)
+        mean = self.mean + MEAN_WEIGHT * (count - self.mean)
+        deviation = self.deviation + DEVIATION_WEIGHT * (abs(count - self.mean) - self.deviation)
+        return Forecast(count, mean, deviation)
+
+    def capacity(self, limit: int) -> int:
+        """Return the capacity for the next step, a multiple of CAPACITY_STEP; at most ``limit`` rounded up."""
+        room = max(self.mean, self.last) + SLACK_DEVIATIONS * self.deviation
+        return aligned(min(max(SMALLEST_CAPACITY, round(room)), limit))
+
+
 def require_link(link_gbit_s: float | None) -> None:
-    """Raises ValueError where this is no rate of a link."""
+    """Raise ValueError where this is no rate of a link."""
     is_number = isinstance(link_gbit_s, (int, float)) and not isinstance(link_gbit_s, bool)
     if link_gbit_s is not None and not (is_number and 1e-6 <= link_gbit_s <= 1e6):
         raise ValueError(
@@ -26,38 +65,29 @@ def require_link(link_gbit_s: float | None) -> None:
 
 
 class Speeds(NamedTuple):
-    """Seconds that parts of an exchange take. The same on every worker, whatever its machine is like.
+    """Seconds that parts of an exchange take, the same on every worker."""
 
-    Attributes:
-        byte: to arrive.
-        select: a coordinate that is selected and packed.
-        add: a received coordinate that is added.
-        round: a round of messages, however small they are.
-        payload: to begin with each payload that is added, one after the other.
-        launch: a kernel.
-    """
-
-    byte: float
-    select: float
-    add: float
-    round: float
-    payload: float
-    launch: float
+    byte: float  # for a byte to arrive
+    select: float  # to select and pack a coordinate
+    add: float  # to add a received coordinate
+    round: float  # for a round of messages, however small they are
+    payload: float  # to begin with each payload that is added, one after the other
+    launch: float  # to launch a kernel
 
 
 def speeds(link_gbit_s: float | None, *, on_gpu: bool, is_one_node: bool = False) -> Speeds:
-    """Returns what is known of CPUs, measured, and of GPUs, predicted.
+    """Return the speeds of CPUs, which were measured, or of GPUs, which are predicted.
 
-    CPU: 34 ns and 8 ns a coordinate at a density of 20 % without a compiler (benchmarks/selection.py), and 1.3 ns a
-    byte for a Gloo all-reduce beside the link's own time. Not said, the link is one of 10 Gbit/s: on a slower one a
-    bucket then goes dense earlier than it had to, above a density of 10 %, but no step is ever much slower than plain
-    DDP's. GPU: about 100 bytes of memory traffic a coordinate, 4 µs a launch, and as long for each payload's chain of
-    reads (docs/performance.md).
+    CPU: 34 ns and 8 ns per coordinate at a density of 20 % without a compiler (benchmarks/selection.py), and 1.3 ns per
+    byte for a Gloo all-reduce beside the link's own time. An unknown link is taken for one of 10 Gbit/s: on a slower
+    link a bucket then goes dense earlier than necessary, above a density of 10 %, but no step is ever much slower than
+    plain DDP's. GPU: about 100 bytes of memory traffic per coordinate, 4 µs per launch, and as long for each payload's
+    chain of reads (docs/performance.md).
 
     Args:
-        link_gbit_s: of a worker's link, in one direction.
+        link_gbit_s: the rate of a worker's link, in one direction.
         on_gpu: whether tensors are on a GPU.
-        is_one_node: whether all workers share one.
+        is_one_node: whether all workers share a node.
     """
     if on_gpu:
         link = link_gbit_s or (INSIDE_GBIT_S if is_one_node else BETWEEN_GBIT_S)
@@ -67,59 +97,38 @@ def speeds(link_gbit_s: float | None, *, on_gpu: bool, is_one_node: bool = False
 
 @dataclass(frozen=True)
 class Costs:
-    """Bytes that reach one worker on each route for one bucket, and the time by which routes are compared.
+    """Bytes that reach one worker on each route for one bucket, and the time by which routes are compared."""
 
-    Args:
-        num_workers: n.
-        num_elements: d of the bucket.
-        value_bytes: bytes of a value on the wire.
-        sum_bytes: bytes of an element of the averaged gradient, which dense routes send.
-        fixed_bytes: bytes of a payload without coordinates.
-        dense_element_bytes: bytes of an element on the dense route, there and back; 0 for twice those of a sum.
-    """
+    num_workers: int  # n
+    num_elements: int  # d of the bucket
+    value_bytes: int  # of a value on the wire
+    sum_bytes: int  # of an element of the averaged gradient, which dense routes send
+    fixed_bytes: int = 0  # of a payload without coordinates
+    dense_element_bytes: int = 0  # of an element on the dense route, there and back; 0 for twice those of a sum
 
-    num_workers: int
-    num_elements: int
-    value_bytes: int
-    sum_bytes: int
-    fixed_bytes: int = 0
-    dense_element_bytes: int = 0
-
-    def gather_bytes(self, selected: float) -> float:
-        """The payloads of all others, with so many coordinates each."""
-        return (self.num_workers - 1) * (self.fixed_bytes + selected * (self.value_bytes + 2))
-
-    def dense_bytes(self) -> float:
-        """What a ring all-reduce, or whatever the dense route is, brings to each worker."""
-        element = self.dense_element_bytes or 2 * self.sum_bytes
-        return (self.num_workers - 1) / self.num_workers * self.num_elements * element
-
-    def scatter_bytes(self, largest_slice: float) -> float:
-        """First half of a sparse reduce-scatter: from each other worker the coordinates of this worker's slice."""
-        return (self.num_workers - 1) * (self.fixed_bytes / self.num_workers + largest_slice * (self.value_bytes + 2))
-
-    def slices_bytes(self, union: float) -> float:
-        """Second half: the summed slices of all others, sparse or dense, whichever is less.
-
-        Args:
-            union: coordinates that any worker selected, in the whole bucket.
-        """
-        others = (self.num_workers - 1) / self.num_workers
-        return others * min(union * (self.sum_bytes + 2), self.num_elements * self.sum_bytes)
+    def received_bytes(self, selected: float, largest_slice: float) -> dict[Route, float]:
+        """Return the bytes that reach a worker on each route; see ``seconds`` for the arguments."""
+        n, coordinate = self.num_workers, self.value_bytes + 2
+        union = self.independent_union(selected)
+        of_slice = self.fixed_bytes / n + largest_slice * coordinate
+        of_sums = min(union * (self.sum_bytes + 2), self.num_elements * self.sum_bytes)  # sparse or dense
+        return {
+            "dense": (n - 1) / n * self.num_elements * (self.dense_element_bytes or 2 * self.sum_bytes),
+            "gather": (n - 1) * (self.fixed_bytes + selected * coordinate),
+            "reduce_scatter": (n - 1) * of_slice + (n - 1) / n * of_sums,
+        }
 
     def independent_union(self, selected: float) -> float:
-        """Coordinates that any worker selects, if each selects so many independently of the others: the most likely."""
-        if self.num_elements == 0:
-            return 0.0
+        """Return the expected number of coordinates that any worker selects, if workers select independently."""
         return self.num_elements * (1 - (1 - min(selected / self.num_elements, 1.0)) ** self.num_workers)
 
     def cheapest(self, selected: float, largest_slice: float, speeds: Speeds) -> Route:
-        """Returns the route that takes least for the coordinates expected of a worker; see ``seconds``."""
+        """Return the fastest route; see ``seconds``."""
         taken = self.seconds(selected, largest_slice, speeds)
         return min(taken, key=lambda route: taken[route])
 
     def seconds(self, selected: float, largest_slice: float, speeds: Speeds) -> dict[Route, float]:
-        """Returns the seconds that each route takes for the coordinates expected of a worker.
+        """Return the seconds that each route takes for the coordinates expected of a worker.
 
         Args:
             selected: coordinates of the worker that selects most.
@@ -127,21 +136,22 @@ class Costs:
             speeds: see ``speeds``.
         """
         n, byte, launch = self.num_workers, speeds.byte, speeds.launch
-        union = self.independent_union(selected)
+        received = self.received_bytes(selected, largest_slice)
         taken: dict[Route, float] = {
-            "dense": 2 * (n - 1).bit_length() * speeds.round + byte * self.dense_bytes(),
+            "dense": 2 * (n - 1).bit_length() * speeds.round + byte * received["dense"],
             "gather": speeds.round
-            + byte * self.gather_bytes(selected)
+            + byte * received["gather"]
             + selected * (speeds.select + n * speeds.add)
             + n * speeds.payload
             + GATHER_LAUNCHES * launch,
         }
         if n > 2:
-            # Sums that travel densely are copied into place, at the price of memory alone.
+            # Dense sums are copied into place, at the price of memory alone.
+            union = self.independent_union(selected)
             is_sparse = union * (self.sum_bytes + 2) < self.num_elements * self.sum_bytes
             taken["reduce_scatter"] = (
                 3 * speeds.round  # coordinates, headers and sizes, averages
-                + byte * (self.scatter_bytes(largest_slice) + self.slices_bytes(union))
+                + byte * received["reduce_scatter"]
                 + selected * speeds.select
                 + (n * largest_slice + (union if is_sparse else 0)) * speeds.add
                 + n * speeds.payload
@@ -150,17 +160,10 @@ class Costs:
         return taken
 
     def break_even_density(self, speeds: Speeds) -> float:
-        """Returns the density above which the dense route is the cheapest, in 0…1; 0 where it always is.
+        """Return the density above which the dense route is the cheapest, in 0…1; 0 where it always is."""
 
-        Args:
-            speeds: see ``speeds``.
-        """
-        sparse, dense = 0.0, 1.0
-        for _ in range(30):
-            density = (sparse + dense) / 2
-            selected = density * self.num_elements
-            if self.cheapest(selected, selected / self.num_workers, speeds) == "dense":
-                dense = density
-            else:
-                sparse = density
-        return sparse
+        def is_dense(place: int) -> bool:
+            selected = place / 2**30 * self.num_elements
+            return self.cheapest(selected, selected / self.num_workers, speeds) == "dense"
+
+        return bisect_left(range(1, 2**30), True, key=is_dense) / 2**30

@@ -1,151 +1,179 @@
-"""The usual route: every worker's payload goes to all others in one all-gather of fixed capacity."""
+"""The usual route: an all-gather of payloads, of which small ones share a message."""
+
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from lightning_sparse.exchange.buffers import Buffers
-from lightning_sparse.exchange.payload import PayloadFormat
-from lightning_sparse.exchange.pending import Pending
+from lightning_sparse.exchange.payload import PayloadFormat, aligned
 from lightning_sparse.exchange.routes.adding import average
-from lightning_sparse.exchange.routes.coalescer import CoalescedPayload, PayloadCoalescer
 from lightning_sparse.exchange.routes.cost_model import Costs
-from lightning_sparse.exchange.routes.forecast import aligned
 from lightning_sparse.exchange.routes.shipment import NUM_SELECTED, Shipment
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.kernels import is_available
 from lightning_sparse.sparsifiers import Selection
 
+MESSAGE_SECONDS = 1e-3
+"""Core time of one Gloo message per worker, whatever its size: 0.2 ms at best, and up to 3 ms where
+``let_senders_finish`` cannot help (docs/performance.md)."""
+FULL_BYTES = 2**16
+"""Waiting payloads of so many bytes are sent at once where the link's rate is unknown: it suits 500 Mbit/s."""
 
+
+class PayloadCoalescer:
+    """Gathers the payloads of neighbouring buckets together, as a Gloo message costs more than the bytes in it.
+
+    On a GPU it sends each payload at once: the computation of backward hides its latency. Collective: all workers'
+    payloads are equally long.
+
+    Args:
+        workers: the workers that exchange payloads.
+        link_gbit_s: the rate of a worker's link; None if it is not known. As many waiting bytes as the link carries
+            in the time of one message are sent at once.
+
+    Attributes:
+        waiting: the shipments whose payloads wait.
+    """
+
+    def __init__(self, workers: Workers, link_gbit_s: float | None) -> None:
+        self._workers = workers
+        self._full_bytes = FULL_BYTES if link_gbit_s is None else round(MESSAGE_SECONDS * link_gbit_s * 1e9 / 8)
+        self.waiting: list[GatherShipment] = []
+
+    def add(self, shipment: "GatherShipment") -> None:
+        """Add a payload, which must not change any more, to those that wait; send them once they are enough."""
+        self.waiting.append(shipment)
+        waiting_bytes = sum(waiting.payload.nbytes for waiting in self.waiting)
+        if not self._workers.sends_messages(shipment.payload) or waiting_bytes >= self._full_bytes:
+            self.flush()
+
+    def flush(self) -> None:
+        """Start to gather the waiting payloads: the step's last payload has come, or a shipment needs its own."""
+        waiting, self.waiting = self.waiting, []
+        if not waiting:
+            return
+        payloads, take = [shipment.payload for shipment in waiting], waiting[0].take
+        n, sizes = self._workers.num_workers, [payload.numel() for payload in payloads]
+        together = payloads[0]
+        if len(payloads) > 1:
+            together = torch.cat(payloads, out=take("together", sum(sizes), torch.uint8))
+        gathered = take("gathered", n * sum(sizes), torch.uint8)
+        work = self._workers.all_gather(gathered, together)
+        for shipment, rows in zip(waiting, torch.split(gathered.view(n, -1), sizes, dim=1), strict=True):
+            shipment.work, shipment.rows = work, rows
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
 class GatherShipment(Shipment):
-    """Gathers payloads of a capacity that was forecast; what did not fit follows in an exact second round.
+    """Gathers payloads of a forecast capacity; a second round of exact size sends the coordinates beyond it.
 
     ::
 
         first     | header | ends | c values | c offsets |   one all-gather; k may be larger than c on some workers
         second             | ends | rest                 |   only then: one all-gather, as large as the largest rest
 
-    The result is that of ``plain_average`` in tests/distributed/test_exchange.py, to the last bit: all that one rank
-    sent is added before anything of the next.
+    The result equals that of ``plain_average`` in tests/distributed/test_exchange.py, to the last bit: all coordinates
+    of a rank are added before any of the next.
 
     Args:
         coalescer: sends payloads.
         capacity: c, the same on all workers.
-        costs: where given, a rest that would cost more than a dense all-reduce makes the bucket start again as one.
+        costs: if given, the bucket restarts as a dense all-reduce where the rest would cost more than that.
+
+    Attributes:
+        rows: all workers' payloads once ``work`` has ended: uint8, shape (n, bytes), each contiguous.
     """
 
-    def __init__(
-        self,
-        bucket: int,
-        payload_format: PayloadFormat,
-        out: Tensor,
-        workers: Workers,
-        buffers: Buffers,
-        *,
-        coalescer: PayloadCoalescer,
-        capacity: int,
-        costs: Costs | None,
-    ) -> None:
-        super().__init__(bucket, payload_format, out, workers, buffers)
-        self.capacity = capacity
-        self.payload_bytes = payload_format.payload_bytes(capacity)
-        self.payload: Tensor = self.take("payload", self.payload_bytes, torch.uint8)
-        self._costs = costs
-        self._coalescer = coalescer
-        self._coalesced: CoalescedPayload | None = None
-        self._rows = self.payload.view(1, -1)
-        self._work: Pending | None = None
-        self._rest_format = PayloadFormat(payload_format.num_elements, payload_format.wire)
-        self._rests: list[Tensor] = []
-        self._is_decoded = False
+    carries_headers = True
+
+    coalescer: PayloadCoalescer
+    capacity: int
+    costs: Costs | None
+    rows: Tensor | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.payload: Tensor = self.take("payload", self.format.payload_bytes(self.capacity), torch.uint8)
+        self._rest_format = PayloadFormat(self.format.num_elements, self.format.wire)
+        self._rests: Tensor | None = None
+        self._is_averaged = False
 
     def start(self) -> None:
-        """Sends the payload on its way to all."""
-        self._is_decoded = False
-        self._coalesced = self._coalescer.add(self.payload, self.take)
-        self.sent_bytes += self.payload_bytes
+        """Hand the payload to the coalescer."""
+        self.coalescer.add(self)
+        self.sent_bytes += self.payload.nbytes
         if not self.is_cleared:
             self.out.zero_()  # while the payload travels
 
     def prepare(self) -> Tensor | None:
-        """Adds up the payloads of an early bucket while that of the last one travels."""
+        """Add up the payloads of an early bucket while that of the last one travels."""
         if not self.format.header_fields:
             self.complete()
         return None
 
     def complete(self) -> None:
-        """Adds up on a GPU what all payloads hold and divides it: the average, if none was too small."""
-        if self._is_decoded or not is_available(self.out.device):
-            return
-        self._wait()
-        average(self.format, self._rows, self.out, self.buffers)
-        self._is_decoded = True
+        """Average the payloads on a GPU: the result is final if no capacity was exceeded."""
+        if not self._is_averaged and is_available(self.out.device):
+            average(self.format, self._arrived(), self.out, self.buffers)
+            self._is_averaged = True
 
     def headers(self) -> Tensor:
-        """Waits for the gather and returns all workers' header parts: float64, shape (n, H), on the device."""
-        self._wait()
-        return self._rows[:, : 8 * self.format.header_fields].contiguous().view(torch.float64)
+        """Wait for the gather and return all workers' headers: float64, shape (n, H), on the device."""
+        return self._arrived()[:, : 8 * self.format.header_fields].contiguous().view(torch.float64)
 
     def send_overflow(self, header: Tensor, sizes: list[int]) -> None:
-        """Sends what did not fit: nothing in the usual step."""
+        """Send the coordinates beyond the capacity: none in the usual step."""
         counts: list[int] = header[:, NUM_SELECTED].long().tolist()
         largest_rest = max(counts) - self.capacity
         if largest_rest <= 0:
             return
-        if self._is_decoded:
-            self._is_decoded = False
+        self._arrived()
+        if self._is_averaged:
+            self._is_averaged = False
             self.out.zero_()
-        rest = self.rest() if counts[self.workers.rank] > self.capacity else None
-        if self._costs is not None and self._costs.gather_bytes(largest_rest) > self._costs.dense_bytes():
-            self._start_dense(counts[self.workers.rank], rest)
+        count = counts[self.workers.rank]
+        nothing = Selection(self.out.new_empty(0, dtype=torch.int64), self.out.new_empty(0))
+        rest = self.rest() if count > self.capacity else nothing
+        received = None if self.costs is None else self.costs.received_bytes(largest_rest, 0)
+        if received is not None and received["gather"] > received["dense"]:
+            self._start_dense(self.format.unpack(self.payload, self.out.dtype, count), rest)
             return
-        size = self._rest_format.payload_bytes(aligned(largest_rest))
+        n, size = self.workers.num_workers, self._rest_format.payload_bytes(aligned(largest_rest))
         payload = self.take("rest", size, torch.uint8)
-        if rest is None:
-            self._rest_format.parts(payload).ends.zero_()
-        else:
-            self._rest_format.fill(payload, rest)
-        gathered = self.take("gathered rests", size * self.workers.num_workers, torch.uint8)
-        self._wait()
-        self._work = self.workers.all_gather(gathered, payload)
-        self._rests = list(gathered.view(self.workers.num_workers, size).unbind())
+        self._rest_format.fill(payload, rest)
+        gathered = self.take("gathered rests", size * n, torch.uint8)
+        self.work = self.workers.all_gather(gathered, payload)
+        self._rests = gathered.view(n, size)
         self.sent_bytes += size
 
     def finish(self, header: Tensor) -> None:
-        """Adds all payloads in rank order and divides by n."""
-        self._wait()
-        if self._is_decoded:
+        """Add all payloads in rank order and divide by n."""
+        if self._is_averaged:
             return
-        if self.is_dense:
-            self.out.div_(self.workers.num_workers)
-        elif self._rests:
+        rows = self._arrived()
+        if not self.is_dense and self._rests is None:
+            average(self.format, rows, self.out, self.buffers)
+            return
+        if self._rests is not None:
             counts: list[int] = header[:, NUM_SELECTED].long().tolist()
-            for row, rest, count in zip(self._rows.unbind(), self._rests, counts, strict=True):
-                self.out.scatter_add_(0, *self.format.unpack(row, self.out.dtype, count))
-                if count > self.capacity:
-                    self.out.scatter_add_(0, *self._rest_format.unpack(rest, self.out.dtype, count - self.capacity))
-            self.out.div_(self.workers.num_workers)
-        else:
-            average(self.format, self._rows, self.out, self.buffers)
+            for row, rest, count in zip(rows.unbind(), self._rests.unbind(), counts, strict=True):
+                held = self.format.unpack(row, self.out.dtype, count)
+                beyond = self._rest_format.unpack(rest, self.out.dtype, max(count - self.capacity, 0))
+                self.out.scatter_add_(0, *held).scatter_add_(0, *beyond)
+        self.out.div_(self.workers.num_workers)
 
-    def own(self, num_selected: int) -> Selection:
-        """Returns what this worker's payload holds."""
-        return self.format.unpack(self.payload, self.out.dtype, num_selected)
+    def _arrived(self) -> Tensor:
+        """Return all workers' payloads once the last collective has ended."""
+        if self.rows is None:
+            self.coalescer.flush()
+        assert self.rows is not None
+        self.work.wait()
+        return self.rows
 
-    def _wait(self) -> None:
-        if self._coalesced is not None:
-            self._rows = self._coalesced.wait()
-            self._coalesced = None
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-
-    def _start_dense(self, num_selected: int, rest: Selection | None) -> None:
-        """Begins again as a masked dense all-reduce; what was gathered is not used."""
-        self._wait()
+    def _start_dense(self, *parts: Selection) -> None:
+        """Restart as a masked dense all-reduce; the gathered payloads are not used."""
         self.is_dense = True
         self.out.zero_()
-        for part in (self.own(num_selected), rest):
-            if part is not None:
-                self.out[part.indices] = part.values
-        self._work = self.workers.all_reduce(self.out)
-        self.sent_bytes += self.out.numel() * self.out.itemsize
+        for indices, values in parts:
+            self.out[indices] = values
+        self.work = self.workers.all_reduce(self.out)
+        self.sent_bytes += self.out.nbytes

@@ -1,37 +1,36 @@
-"""The route for many workers: each worker sums one slice of the bucket, then the summed slices are gathered."""
+"""The route for many workers: each worker sums one slice of the bucket, then all gather the summed slices."""
+
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from lightning_sparse.exchange.buffers import Buffers
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat
 from lightning_sparse.exchange.routes.adding import average, pack_nonzero, side_by_side
-from lightning_sparse.exchange.routes.coalescer import PayloadCoalescer
-from lightning_sparse.exchange.routes.cost_model import Costs
 from lightning_sparse.exchange.routes.gather import GatherShipment
 from lightning_sparse.exchange.routes.shipment import LARGEST_SLICE, NUM_SELECTED
 from lightning_sparse.exchange.wire import Wire
-from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.sparsifiers import Selection
 
 
 def slice_elements(num_elements: int, num_workers: int) -> int:
-    """Returns the elements of each worker's slice; the last slices may be shorter or empty."""
+    """Return the elements of each worker's slice; the last slices may be shorter or empty."""
     return -(-num_elements // num_workers)
 
 
 def slice_bounds(num_elements: int, num_workers: int) -> list[int]:
-    """Returns where the slices begin, and the end of the last one."""
+    """Return where the slices begin, and the end of the last one."""
     size = slice_elements(num_elements, num_workers)
     return [min(rank * size, num_elements) for rank in range(num_workers + 1)]
 
 
 def largest_slice(indices: Tensor, num_elements: int, num_workers: int) -> Tensor:
-    """Returns the most of these ascending indices that fall into any worker's slice, without a wait for the device."""
+    """Return how many of these ascending indices the fullest slice holds, without a wait for the device."""
     bounds = torch.arange(num_workers + 1, device=indices.device) * slice_elements(num_elements, num_workers)
     return torch.searchsorted(indices, bounds.clamp_(max=num_elements)).diff().amax()
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class ReduceScatterShipment(GatherShipment):
     """A sparse reduce-scatter, then a gather of the averages: volume stays below a dense all-reduce for any n.
 
@@ -43,113 +42,85 @@ class ReduceScatterShipment(GatherShipment):
                                                               whichever is less
 
     The sums are made in rank order, so the result is that of the gather route to the last bit. If a worker has more
-    coordinates for a slice than fit, or a slice more than fit into the second half, all see it in the headers and sizes
-    and the bucket is gathered instead.
+    coordinates for a slice than fit, or a slice more than fit into the second half, all workers see it in the headers
+    and sizes and gather the bucket instead.
 
     Args:
-        slice_capacity: room for the coordinates of one worker in one slice, the same on all workers.
-        union_capacity: room for the coordinates that anybody has in one slice, likewise; None sends slices densely.
-
-    Attributes:
-        has_overflowed: whether something did not fit; known once ``send_overflow`` was called.
+        slice_capacity: capacity for one worker's coordinates in one slice, the same on all workers.
+        union_capacity: capacity for all workers' coordinates in one slice, the same on all; None sends slices densely.
     """
 
     has_sizes = True
+    carries_headers = False
 
-    def __init__(
-        self,
-        bucket: int,
-        payload_format: PayloadFormat,
-        out: Tensor,
-        workers: Workers,
-        buffers: Buffers,
-        *,
-        coalescer: PayloadCoalescer,
-        capacity: int,
-        costs: Costs | None,
-        slice_capacity: int,
-        union_capacity: int | None,
-    ) -> None:
-        super().__init__(
-            bucket, payload_format, out, workers, buffers, coalescer=coalescer, capacity=capacity, costs=costs
-        )
-        self.has_overflowed = False
-        self._slice_capacity = slice_capacity
-        self._slice_elements = slice_elements(payload_format.num_elements, workers.num_workers)
-        self._parcel_format = PayloadFormat(self._slice_elements, payload_format.wire)
-        self._received = self._average = out
-        self._average_format = PayloadFormat(self._slice_elements, Wire(out.dtype))
-        # Sparse or dense, whichever is less.
-        room = self._slice_elements if union_capacity is None else union_capacity
-        size = self._average_format.payload_bytes(room)
-        self._union_capacity = room if size < self._slice_elements * out.itemsize else None
-        self._averages = out
+    slice_capacity: int
+    union_capacity: int | None
+    _received: Tensor = field(init=False)
+    _averages: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._slice_elements = slice_elements(self.format.num_elements, self.workers.num_workers)
+        self._parcel_format = PayloadFormat(self._slice_elements, self.format.wire)
+        self._average_format = PayloadFormat(self._slice_elements, Wire(self.out.dtype))
+        self._room = self._slice_elements if self.union_capacity is None else self.union_capacity
+        sparse_bytes = self._average_format.payload_bytes(self._room)
+        self._is_sparse = sparse_bytes < self._slice_elements * self.out.itemsize
 
     def start(self) -> None:
-        """Issues the all-to-all of the slices' coordinates."""
-        n = self.workers.num_workers
-        size = self._parcel_format.payload_bytes(self._slice_capacity)
+        """Issue the all-to-all of the slices' coordinates."""
+        n, size = self.workers.num_workers, self._parcel_format.payload_bytes(self.slice_capacity)
         parcels = self.take("parcels", size * n, torch.uint8)
         received = self.take("received parcels", size * n, torch.uint8)
         self._pack(parcels.view(n, size))
         self._received = received.view(n, size)
-        self._work = self.workers.all_to_all(received, parcels)
-        self.sent_bytes += size * n
+        self.work = self.workers.all_to_all(received, parcels)
+        self.sent_bytes += parcels.nbytes
         if not self.is_cleared:
             self.out.zero_()  # while the parcels travel
 
     def prepare(self) -> Tensor | None:
-        """Averages this worker's slice and issues its gather; returns how many of its coordinates anyone sent."""
-        self._wait()
-        n = self.workers.num_workers
-        self._average = self.take("slice", self._slice_elements, self.out.dtype)
-        self._average.zero_()
-        average(self._parcel_format, self._received, self._average, self.buffers)
-        if self._union_capacity is None:
-            part, union = self._average, self._average.count_nonzero()
+        """Average this worker's slice and issue its gather; return how many of its coordinates any worker sent."""
+        self.work.wait()
+        mean = self.take("slice", self._slice_elements, self.out.dtype).zero_()
+        average(self._parcel_format, self._received, mean, self.buffers)
+        if self._is_sparse:
+            part = self.take("average", self._average_format.payload_bytes(self._room), torch.uint8)
+            union = pack_nonzero(self._average_format, mean, part)
         else:
-            part = self.take("average", self._average_format.payload_bytes(self._union_capacity), torch.uint8)
-            union = pack_nonzero(self._average_format, self._average, part)
-        self._averages = self.take("averages", n * part.numel(), part.dtype)
-        self._work = self.workers.all_gather(self._averages, part)
-        self.sent_bytes += part.numel() * part.itemsize
+            part, union = mean, mean.count_nonzero()
+        self._averages = self.take("averages", self.workers.num_workers * part.numel(), part.dtype)
+        self.work = self.workers.all_gather(self._averages, part)
+        self.sent_bytes += part.nbytes
         return union
 
     def complete(self) -> None:
-        """Puts the slices together."""
-        self._wait()
-        if self._union_capacity is None:
-            self.out.copy_(self._averages[: self.out.numel()])
-        else:
+        """Put the slices together."""
+        self.work.wait()
+        if self._is_sparse:
             side_by_side(self._average_format, self._averages.view(self.workers.num_workers, -1), self.out)
+        else:
+            self.out.copy_(self._averages[: self.out.numel()])
+        self._is_averaged = True
 
     def send_overflow(self, header: Tensor, sizes: list[int]) -> None:
-        """Begins again as a gather of payloads where something did not fit."""
-        room = self._slice_elements if self._union_capacity is None else self._union_capacity
-        self.has_overflowed = max(sizes) > room or bool(
-            ((header[:, LARGEST_SLICE] > self._slice_capacity) | (header[:, NUM_SELECTED] > self.capacity)).any()
-        )
-        if self.has_overflowed:
+        """Restart as a gather of payloads if a capacity was exceeded."""
+        is_exceeded = (header[:, LARGEST_SLICE] > self.slice_capacity) | (header[:, NUM_SELECTED] > self.capacity)
+        if is_exceeded.any() or (self._is_sparse and max(sizes) > self._room):
+            self._is_averaged = False
             self.out.zero_()
             super().start()
             super().send_overflow(header, sizes)
 
-    def finish(self, header: Tensor) -> None:
-        """Adds payloads up where the slices were not all."""
-        if self.has_overflowed:
-            super().finish(header)
-
     def _pack(self, parcels: Tensor) -> None:
-        """Copies the payload's coordinates into one parcel a slice, without knowing their number on the host."""
-        assert self.payload is not None
-        n, capacity = self.workers.num_workers, self._slice_capacity
+        """Copy the payload's coordinates into one parcel per slice, without their number on the host."""
         indices, values = self.format.unpack_padded(self.payload, self.out.dtype)
-        bounds = torch.arange(n + 1, device=indices.device) * self._slice_elements
+        bounds = torch.arange(self.workers.num_workers + 1, device=indices.device) * self._slice_elements
         starts = torch.searchsorted(indices, bounds.clamp(max=self.format.num_elements))
-        places = starts[:-1, None] + torch.arange(capacity, device=indices.device)
+        places = starts[:-1, None] + torch.arange(self.slice_capacity, device=indices.device)
         is_used = places < starts[1:, None]
         places = places.clamp_(max=max(indices.numel() - 1, 0))
-        # What is not used gets an index beyond the slice, after all blocks: it is before no block's end.
+        # Unused places get an index beyond the slice, after all blocks: it is before no block's end.
         beyond = self._parcel_format.num_blocks * BLOCK_ELEMENTS
         local = torch.where(is_used, indices[places] - bounds[:-1, None], beyond)
         self._parcel_format.fill(parcels, Selection(local, values[places]))

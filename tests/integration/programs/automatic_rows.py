@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
-from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_sparse import HardThreshold
-from tests.integration.models import Classifier, clones, data, forgets_a_search
+from tests.integration.models import Classifier, data, forgets_a_search
 from tests.integration.programs.manual_rows import ManualStudent
 from tests.integration.programs.trainer import (
     BATCHES,
@@ -41,9 +40,9 @@ class AscendingOptimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         evaluate = torch.enable_grad()(closure)
         loss = evaluate()
-        parameters = [one for group in self.param_groups for one in group["params"]]
-        norm = torch.stack([one.grad.norm() for one in parameters]).norm()
-        ascents = [one.grad * (self.radius / norm) for one in parameters]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
+        ascents = [parameter.grad * (self.radius / norm) for parameter in parameters]
         torch._foreach_add_(parameters, ascents)
         evaluate()
         torch._foreach_sub_(parameters, ascents)
@@ -65,7 +64,16 @@ def several_a_step(at_least: int, runs: list[Run]) -> None:
 
 
 class SkipsSteps(Student):
-    """Evaluates the closure in every batch, and steps in two of three."""
+    """Evaluates the closure in every batch, and steps in two of three.
+
+    Args:
+        then: what becomes of the gradients of a batch that is skipped: ``"dropped"``, ``"zeroed"``, or ``"kept"``, so
+            that the next batch adds to them, unless an epoch ends between.
+    """
+
+    def __init__(self, then: str) -> None:
+        super().__init__()
+        self.then = then
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         if batch_idx % 3 == 1:
@@ -73,31 +81,16 @@ class SkipsSteps(Student):
         else:
             optimizer.step(closure=optimizer_closure)
 
-
-class SkipsStepsAndZeroes(SkipsSteps):
-    """In batches that are skipped gradients are not dropped but set to zero."""
-
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        optimizer.zero_grad(set_to_none=batch_idx % 3 != 2)
-
-
-class SkipsStepsAndKeeps(SkipsSteps):
-    """What a batch that is skipped leaves is added to by the next one, unless an epoch ends between."""
-
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        if batch_idx % 3 != 2:
-            optimizer.zero_grad()
+        is_after = batch_idx % 3 == 2
+        if not (is_after and self.then == "kept"):
+            optimizer.zero_grad(set_to_none=not (is_after and self.then == "zeroed"))
 
 
 def skipped_a_third(runs: list[Run]) -> None:
     for run in runs:
         assert len(run.stepped_on) == 2 * (BATCHES - 3)
         assert run.kind not in ("zero", "sparse", "oracle") or run.num_exchanges == 2 * BATCHES
-
-
-class ReturnsNothing(Student):
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
-        return None if batch_idx == 2 else super().training_step(batch, batch_idx)
 
 
 class ReturnsNothingManually(ManualStudent):
@@ -114,28 +107,13 @@ def skipped_batches(runs: list[Run]) -> None:
         assert run.global_step == 2 * (BATCHES - 2)
 
 
-def forbidden_by_lightning(message: str, runs: list[Run]) -> None:
-    for run in runs:
-        assert [message in one for one in run.said] == [True]
-
-
 class WithLearningRate(Student):
     def __init__(self) -> None:
         super().__init__(make_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=self.lr, momentum=0.5))
-        self.lr, self.batch_size = 0.05, 4
+        self.lr = 0.05
 
     def train_dataloader(self) -> DataLoader:
-        return data(batch_size=self.batch_size)
-
-
-def find_then_fit(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
-    trainer = make_trainer()
-    before = clones(model.state_dict().items())
-    found = Tuner(trainer).lr_find(model, min_lr=1e-3, max_lr=0.5, num_training=6, update_attr=False)
-    witness.seen["losses of the search"] += found.results["loss"]
-    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
-    model.lr = 0.07
-    return fit_and_tell(lambda: trainer, model, witness)
+        return data()
 
 
 def fit_and_tell(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
@@ -151,7 +129,7 @@ class Beginning(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         state = getattr(trainer.strategy, "state", None)
         if state is not None:
-            kept = max((float(one.abs().max()) for one in state.residuals.state_dict().values()), default=0.0)
+            kept = max((float(residual.abs().max()) for residual in state.residuals.state_dict().values()), default=0.0)
             notes = {"last step": state.last_step, "kept": kept, "threshold": state.sparsifier.current_threshold}
             witness_of(pl_module).world.run.notes.append(notes)
 
@@ -159,14 +137,6 @@ class Beginning(Callback):
 def with_finder() -> dict[str, Any]:
     finder = LearningRateFinder(min_lr=1e-3, max_lr=0.5, num_training_steps=16)
     return {"callbacks": [finder, Beginning()], "default_root_dir": tempfile.mkdtemp()}
-
-
-def searched_first(runs: list[Run]) -> None:
-    for run in runs:
-        assert len(run.seen["losses of the search"]) == 6
-        assert len(set(run.seen["losses of the search"])) == 6
-        assert run.said == ["learning rate 0.07"]
-        assert run.global_step == 2 * BATCHES
 
 
 BATCHES_AFTER_SEARCH = (2 if RequirementCache("lightning>=2.5.3") else 1) * BATCHES
@@ -209,10 +179,6 @@ def refused_with_advice(runs: list[Run]) -> None:
             assert "sparse=False" in run.said[0]
 
 
-def root_dir() -> dict[str, Any]:
-    return {"default_root_dir": tempfile.mkdtemp()}
-
-
 _fit = {"drive": fit_without_validation}
 
 ROWS = {
@@ -224,14 +190,13 @@ ROWS = {
         partial(several_a_step, 3),
         rolls_back=True,
     ),
-    "steps skipped": Row(trains(SkipsSteps, **_fit), skipped_a_third, rolls_back=True),
-    "steps skipped, gradients zeroed": Row(trains(SkipsStepsAndZeroes, **_fit), skipped_a_third, rolls_back=True),
-    "steps skipped, gradients kept": Row(trains(SkipsStepsAndKeeps, **_fit), skipped_a_third, rolls_back=True),
-    "nothing returned": Row(
-        trains(ReturnsNothing, drive=fail_to_fit), partial(forbidden_by_lightning, "returning None"), None
-    ),
+    **{
+        f"steps skipped, gradients {then}": Row(
+            trains(partial(SkipsSteps, then), **_fit), skipped_a_third, rolls_back=True
+        )
+        for then in ("dropped", "zeroed", "kept")
+    },
     "nothing done": Row(trains(ReturnsNothingManually, **_fit), skipped_batches),
-    "learning rate found before": Row(trains(WithLearningRate, root_dir, find_then_fit), searched_first),
     "learning rate found inside": Row(
         trains(WithLearningRate, with_finder, fit_and_tell), partial(began_anew, 0.05), 0.05
     ),
@@ -241,11 +206,6 @@ ROWS = {
         make_sparsifier=partial(HardThreshold, density=0.3, calibration_steps=4),
         kinds=("sparse",),
         missing=forgets_a_search,
-    ),
-    "batch size finder": Row(
-        trains(WithLearningRate, lambda: {"callbacks": [BatchSizeFinder()]} | root_dir(), fail_to_fit),
-        partial(forbidden_by_lightning, "not supported with distributed strategies"),
-        None,
     ),
     "embedding with sparse gradients under a Trainer": Row(
         trains(WithSparseEmbedding, drive=fail_to_fit), refused_with_advice, None, is_refused=True

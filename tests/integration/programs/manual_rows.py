@@ -1,18 +1,21 @@
 """Manual optimization: who steps when and on what, and what is dropped before anybody does."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from tests.integration.models import nesterov, sgd
+from tests.integration.programs.loops import Net, loss_of
 from tests.integration.programs.trainer import (
     BATCHES,
     ManualStudent,
     commit,
+    fail_to_fit,
     fit_without_validation,
     trains,
     witness_of,
@@ -47,24 +50,14 @@ def stepped_once_a_batch(runs: list[Run]) -> None:
         assert run.kind == "ddp" or run.num_exchanges == 4 * BATCHES
 
 
-class LeavesOutWhatWaits(ManualStudent):
+class LeavesOutWhatWaits(Net, ManualStudent):
     """One worker leaves out a layer whose gradient waits for an optimizer that steps seldom."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.sometimes = nn.Linear(8, 3)
-        with torch.no_grad():
-            for parameter in self.sometimes.parameters():
-                parameter.copy_(torch.linspace(-0.4, 0.4, parameter.numel()).view_as(parameter))
-
-    def loss_with(self, batch: list[Tensor], is_used: bool) -> Tensor:
-        loss = self.loss(batch)
-        witness_of(self).said.append("used" if is_used else "left out")
-        return loss + 0.5 * F.cross_entropy(self.sometimes(batch[0]), batch[1]) if is_used else loss
-
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        is_used = batch_idx % 2 == 0 or self.global_rank == 0
+        witness_of(self).said.append("used" if is_used else "left out")
         often, seldom = self.optimizers()
-        self.manual_backward(self.loss_with(batch, batch_idx % 2 == 0 or self.global_rank == 0))
+        self.manual_backward(loss_of(partial(self, is_used=is_used), batch))
         for optimizer in (often, seldom)[: 1 + batch_idx % 2]:
             optimizer.step()
             optimizer.zero_grad()
@@ -95,11 +88,11 @@ class KeepsGradientsAside(ManualStudent):
             self.manual_backward(loss)
             if self.commits:
                 commit(self.trainer.strategy)
-            gradients.append([one.grad for one in self.parameters()])
-        for parameter, one, other in zip(self.parameters(), *gradients, strict=True):
-            overlap = (one * other).sum().clamp(max=0)
+            gradients.append([parameter.grad for parameter in self.parameters()])
+        for parameter, gradient, other in zip(self.parameters(), *gradients, strict=True):
+            overlap = (gradient * other).sum().clamp(max=0)
             witness_of(self).seen["conflicts"].append(float(overlap))
-            parameter.grad = one - overlap / (other.square().sum() + 1e-12) * other + other
+            parameter.grad = gradient - overlap / (other.square().sum() + 1e-12) * other + other
         optimizer.step()
 
 
@@ -131,7 +124,7 @@ class StepsAtTheEnd(ManualStudent):
             self._step()
 
     def on_train_epoch_end(self) -> None:
-        witness_of(self).said.append(f"left over: {any(one.grad is not None for one in self.parameters())}")
+        witness_of(self).said.append(f"left over: {any(parameter.grad is not None for parameter in self.parameters())}")
         self._step()
 
     def _step(self) -> None:
@@ -174,12 +167,12 @@ class SharesALayer(ManualStudent):
     """Two optimizers have the first layer both, and step one after the other on one gradient."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        one, other = self.optimizers()
+        first, second = self.optimizers()
         self.manual_backward(self.loss(batch))
-        one.step()
-        other.step()
-        one.zero_grad()
-        other.zero_grad()
+        first.step()
+        second.step()
+        first.zero_grad()
+        second.zero_grad()
 
     def configure_optimizers(self) -> Any:
         shared = list(self.first.parameters())
@@ -210,6 +203,88 @@ def left_frozen(runs: list[Run]) -> None:
         assert run.moved("first.weight")
 
 
+class Constant(LightningModule):
+    """Two parameters with constant gradients, trained by a function of the module and the number of the batch."""
+
+    def __init__(self, train: Callable[["Constant", Any, int], None]) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.a, self.b = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
+        self.train_batch = train
+
+    def backward_of(self, a: float, b: float) -> None:
+        self.manual_backward(a * self.a.sum() + b * self.b.sum())
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.train_batch(self, self.optimizers(), batch_idx)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.125)
+
+
+def every_second(module: Constant, optimizer: Any, index: int) -> None:
+    module.backward_of(0.5, 0.25)
+    if index % 2:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def copies_between(module: Constant, optimizer: Any, index: int) -> None:
+    if index % 2:
+        for parameter in module.parameters():
+            parameter.grad = parameter.grad.clone()
+    every_second(module, optimizer, index)
+
+
+def hides_from_one_step(module: Constant, optimizer: Any, index: int) -> None:
+    module.backward_of(0.5, 0.25)
+    hidden, module.b.grad = module.b.grad, None
+    optimizer.step()
+    module.b.grad, module.a.grad = hidden, None
+    module.backward_of(0.5, 0.25)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def drops_zeros_in_place(module: Constant, optimizer: Any, index: int) -> None:
+    module.backward_of(2.0, -2.0)
+    optimizer.zero_grad(set_to_none=False)
+    module.backward_of(0.5, 0.25)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+
+
+def both_parameters_moved(steps: int, runs: list[Run]) -> None:
+    for run in runs:
+        assert run.global_step == steps
+        assert run.moved("a")
+        assert run.moved("b")
+
+
+class Convolution(LightningModule):
+    """Goes to ``channels_last`` when DDP has wrapped it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(2, 2, 2)
+
+    def on_train_start(self) -> None:
+        self.to(memory_format=torch.channels_last)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.layer(batch[0].view(-1, 2, 2, 2)).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return sgd(self.parameters())
+
+
+def refused_with_strides(runs: list[Run]) -> None:
+    for run in runs:
+        if run.kind != "ddp":
+            assert "'layer.weight' has strides (8, 1, 4, 2), and had (8, 4, 2, 1)" in run.said[0]
+            assert "configure_model" in run.said[0]
+
+
 _unused = {"find_unused_parameters": True}
 _plain = {"drive": fit_without_validation}
 
@@ -224,5 +299,23 @@ ROWS = {
     "step at the end of an epoch": Row(trains(StepsAtTheEnd, **_plain), stepped_on_what_was_left),
     "torch's own optimizer": Row(trains(WithTorchsOwnOptimizer, **_plain), logged_past_lightning),
     "layer of two optimizers": Row(trains(SharesALayer, **_plain), stepped_with_each),
+    **{
+        name: Row(trains(partial(Constant, train), **_plain, **options), partial(both_parameters_moved, steps), 0.4)
+        for name, train, steps, options in (
+            ("a step every second backward", every_second, BATCHES, {}),
+            ("a step every second backward, static graph", every_second, BATCHES, {"static_graph": True}),
+            ("copies of gradients between two backwards", copies_between, BATCHES, {}),
+            ("a gradient hidden from one step", hides_from_one_step, 4 * BATCHES, {}),
+        )
+    },
+    "zeros dropped in place": Row(
+        trains(partial(Constant, drops_zeros_in_place), **_plain),
+        partial(both_parameters_moved, 2 * BATCHES),
+        2.5,
+        rolls_back=True,
+    ),
+    "memory format changed after wrapping": Row(
+        trains(Convolution, drive=fail_to_fit), refused_with_strides, None, is_refused=True
+    ),
     "frozen at fit start": Row(trains(FrozenAtFitStart, **_plain, **_unused), left_frozen, leaves_out=True),
 }

@@ -45,9 +45,13 @@ class Oracle:
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         named = module.named_parameters()
         self.parameters = {
-            name.replace("_orig_mod.", ""): one for name, one in named if one.requires_grad and name not in ignored
+            name.replace("_orig_mod.", ""): parameter
+            for name, parameter in named
+            if parameter.requires_grad and name not in ignored
         }
-        self.committed = {name: torch.zeros_like(real(one.detach())) for name, one in self.parameters.items()}
+        self.committed = {
+            name: torch.zeros_like(real(parameter.detach())) for name, parameter in self.parameters.items()
+        }
         self.sent = self.held = self.offered = self.num_rolled_back = self.num_exchanges = 0
         self._synchronizes = True
         self._select, self._scale = select, scale
@@ -61,38 +65,37 @@ class Oracle:
     def begin_backward(self) -> None:
         self._roll_back({name for name in self._pending if self._is_gone(name)})
         self._zeroed.clear()
-        self._old = {name: one.grad for name, one in self.parameters.items()}
-        for one in self.parameters.values():
-            one.grad = None
+        self._old = {name: parameter.grad for name, parameter in self.parameters.items()}
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
     def end_backward(self, *, failed: bool = False) -> None:
-        used = {name for name, one in self.parameters.items() if one.grad is not None}
-        for name, one in self.parameters.items():
-            new, one.grad = one.grad, self._old[name]
-            if one.grad is None:
-                one.grad = new
+        used = {name for name, parameter in self.parameters.items() if parameter.grad is not None}
+        for name, parameter in self.parameters.items():
+            new, parameter.grad = parameter.grad, self._old[name]
+            if parameter.grad is None:
+                parameter.grad = new
             elif new is not None:
-                one.grad.copy_(one.grad + new.detach())
+                parameter.grad.copy_(parameter.grad + new.detach())
         self._old.clear()
         if self._synchronizes and not failed:
             self.exchange(used)
 
     def step_ends(self, optimizer: Optimizer) -> None:
-        mine = {id(one): name for name, one in self.parameters.items()}
+        mine = {id(parameter): name for name, parameter in self.parameters.items()}
         names = {
-            mine.get(id(one)) for group in optimizer.param_groups for one in group["params"]
+            mine.get(id(parameter)) for group in optimizer.param_groups for parameter in group["params"]
         } & self._pending.keys()
         if any(not self._is_finite(name) for name in names) and self._scale() != 1.0:
             return  # a fused optimizer skips such a step by itself
-        self._roll_back({name for name in names if self._is_gone(name)})
-        self.commit(names & self._pending.keys())
+        self.commit({name for name in names if not self._is_gone(name)})
 
     def zero_grad(self, optimizer: Optimizer) -> None:
         """Told when an optimizer has set gradients to zero in their places, which cannot be seen in those that were."""
         self._zeroed |= {
             name
-            for name, one in self.parameters.items()
-            if any(one is other for group in optimizer.param_groups for other in group["params"])
+            for name, parameter in self.parameters.items()
+            if any(parameter is other for group in optimizer.param_groups for other in group["params"])
         }
 
     def begin_anew(self, committed: dict[str, Tensor]) -> None:
@@ -128,17 +131,17 @@ class Oracle:
         }
         added = torch.cat([real(self._gradient(name, old[name])).flatten() for name in shared])
         dist.all_reduce(added)
-        flat = torch.cat([one.flatten() for one in compensated.values()])
+        flat = torch.cat([tensor.flatten() for tensor in compensated.values()])
         is_sent = self._select(flat) & is_active  # who is idle keeps what it has
         out = torch.where(is_sent, flat, 0)
         outs = [torch.empty_like(out) for _ in range(dist.get_world_size())]
         dist.all_gather(outs, out)
         total = torch.zeros_like(out)
-        for one in outs:
-            total += one
+        for sent in outs:
+            total += sent
         average = total / len(outs) * self._scale() + added / len(outs)
         rest = torch.where(is_sent, 0, flat)
-        sizes = [one.numel() for one in compensated.values()]
+        sizes = [tensor.numel() for tensor in compensated.values()]
         for name, mine, theirs in zip(shared, rest.split(sizes), average.split(sizes), strict=True):
             parameter = self.parameters[name]
             if parameter.grad is None:
@@ -162,8 +165,8 @@ class Oracle:
             num_answers += 1
         last = torch.tensor(-1.0 if num_answers else float(dist.get_rank()))
         dist.all_reduce(last, dist.ReduceOp.MAX)
-        for one in self.parameters.values():
-            dist.broadcast(one.detach(), int(last))
+        for parameter in self.parameters.values():
+            dist.broadcast(parameter.detach(), int(last))
 
     def _content(self, name: str, is_part: bool) -> Tensor:
         return real(self._gradient(name, is_part)) / self._scale()
@@ -235,13 +238,13 @@ class OracleStrategy(DDPStrategy):
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         DDPStrategy.optimizers.fset(self, optimizers)
-        for one in optimizers:
-            for optimizer in {one, getattr(one, "base_optimizer", one)} - self._followed:
+        for given in optimizers:
+            for optimizer in {given, getattr(given, "base_optimizer", given)} - self._followed:
                 follow_steps(optimizer, self.oracle)
                 follow_zeroing(optimizer, self.oracle)
                 self._followed.add(optimizer)
-        for one in self._lightning_optimizers:  # what a user gets, with methods of its own
-            follow_zeroing(one, self.oracle)
+        for wrapped in self._lightning_optimizers:  # what a user gets, with methods of its own
+            follow_zeroing(wrapped, self.oracle)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
@@ -255,22 +258,22 @@ class OracleStrategy(DDPStrategy):
     # A search for a learning rate goes back to where it began.
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        self._saved = {name: one.clone() for name, one in self.oracle.committed.items()}
+        self._saved = {name: tensor.clone() for name, tensor in self.oracle.committed.items()}
         super().save_checkpoint(*args, **kwargs)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        self.oracle.begin_anew({name: one.clone() for name, one in self._saved.items()})
+        self.oracle.begin_anew({name: tensor.clone() for name, tensor in self._saved.items()})
 
 
 @contextmanager
 def backward_of(*oracles: Oracle) -> Iterator[None]:
-    for one in oracles:
-        one.begin_backward()
+    for oracle in oracles:
+        oracle.begin_backward()
     failed = True
     try:
         yield
         failed = False
     finally:
-        for one in oracles:
-            one.end_backward(failed=failed)
+        for oracle in oracles:
+            oracle.end_backward(failed=failed)

@@ -26,31 +26,6 @@ from tests.integration.programs.loops import (
 from tests.integration.programs.world import Row, Run, World
 
 
-@torch.no_grad()
-def ascend(module: nn.Module, radius: float = 0.05) -> list[Tensor]:
-    norm = torch.stack([one.grad.norm() for one in module.parameters()]).norm() + 1e-12
-    steps = [one.grad * (radius / norm) for one in module.parameters()]
-    for parameter, step in zip(module.parameters(), steps, strict=True):
-        parameter.add_(step)
-    return steps
-
-
-@torch.no_grad()
-def descend(module: nn.Module, steps: list[Tensor]) -> None:
-    for parameter, step in zip(module.parameters(), steps, strict=True):
-        parameter.sub_(step)
-
-
-def ascent_first(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
-    optimizer.zero_grad()
-    world.backward(loss_of(module, batch))
-    steps = ascend(module)
-    optimizer.zero_grad()
-    world.backward(loss_of(module, batch))
-    descend(module, steps)
-    optimizer.step()
-
-
 def two_backwards_clipped(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
     world.backward(loss_of(module, batch))
     world.run.seen["norms"].append(nn.utils.clip_grad_norm_(module.parameters(), 0.2))
@@ -114,21 +89,11 @@ def measure_before_zeroing(world: World, module: nn.Module, optimizer: Any, batc
     """A gradient that is asked for by itself comes while another, which will be dropped, still lies there."""
     loss = loss_of(module, batch)
     parts = torch.autograd.grad(loss, list(module.parameters()), retain_graph=True)
-    world.run.seen["norms"].append(torch.stack([one.norm() for one in parts]).norm())
+    world.run.seen["norms"].append(torch.stack([part.norm() for part in parts]).norm())
     optimizer.zero_grad()
     world.backward(loss)
     if index % 2:
         optimizer.step()
-
-
-def accumulates(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
-    if index % 2 == 0:
-        with world.no_sync(module):
-            world.backward(loss_of(module, batch))
-        return
-    world.backward(loss_of(module, batch))
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def accumulates_between(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
@@ -152,20 +117,13 @@ def drops_before_it_accumulates(world: World, module: nn.Module, optimizer: Any,
     optimizer.zero_grad()
 
 
-def zeroes_bad_gradients(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
-    """Steps all the same, on zeros."""
+def takes_back_bad_gradients(
+    set_to_none: bool, world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int
+) -> None:
+    """Steps all the same, on zeros or on nothing."""
     world.backward(loss_of(module, batch))
     if index % 3 == 1:
-        optimizer.zero_grad(set_to_none=False)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def drops_bad_gradients(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
-    """Steps all the same, on nothing."""
-    world.backward(loss_of(module, batch))
-    if index % 3 == 1:
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -227,18 +185,18 @@ def updates_a_copy(world: World) -> None:
     """The optimizer has copies of the weights, as in one kind of mixed precision."""
     model = Classifier()
     module = world.wrap(model)
-    copies = [one.detach().clone() for one in model.parameters()]
+    copies = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer = nesterov(copies)
     world.watch(optimizer)
     for batch in batches():
         model.zero_grad()
         world.backward(loss_of(module, batch))
-        for copy, one in zip(copies, model.parameters(), strict=True):
-            copy.grad = one.grad.clone()
+        for copy, parameter in zip(copies, model.parameters(), strict=True):
+            copy.grad = parameter.grad.clone()
         optimizer.step()
         with torch.no_grad():
-            for copy, one in zip(copies, model.parameters(), strict=True):
-                one.copy_(copy)
+            for copy, parameter in zip(copies, model.parameters(), strict=True):
+                parameter.copy_(copy)
         world.commit()
 
 
@@ -299,14 +257,10 @@ ROWS = {
     "plain loop": Row(loops(usual), every_batch),
     "plain loop, one bucket": Row(loops(usual, bucket_cap_mb=25), every_batch),
     "plain loop, static graph": Row(loops(usual, static_graph=True), every_batch),
-    "plain loop, foreach": Row(
-        loops(usual, make_optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True)), every_batch
-    ),
     "plain loop, fused": Row(loops(usual, make_optimizer=partial(torch.optim.Adam, lr=0.01, fused=True)), every_batch),
     "plain loop, sharded optimizer": Row(loops(usual, make_optimizer=sharded), every_batch),
     "plain loop, hooks that clamp": Row(loops(usual, clamps), every_batch),
     "plain loop, a parameter without optimizer": Row(loops(usual, make_optimizer=without_the_last), left_the_last),
-    "plain ascent before descent": Row(loops(ascent_first), partial(exchanged, 2 * BATCHES, BATCHES), rolls_back=True),
     **{
         f"plain two backwards, {exchange}{words}": Row(
             loops(two_backwards, **views), partial(exchanged, 2 * BATCHES, BATCHES), exchange=exchange
@@ -350,14 +304,13 @@ ROWS = {
     "plain gradient asked for before zeroing": Row(
         loops(measure_before_zeroing), partial(exchanged, BATCHES, BATCHES // 2), rolls_back=True
     ),
-    "plain accumulation": Row(loops(accumulates), partial(exchanged, BATCHES // 2, BATCHES // 2)),
     "plain accumulation between": Row(loops(accumulates_between), partial(exchanged, 2 * BATCHES, BATCHES)),
     "plain accumulation after a drop": Row(
         loops(drops_before_it_accumulates), partial(exchanged, 2 * BATCHES, BATCHES), rolls_back=True
     ),
     # With λ > 0 a gradient that is set to zero in place, and stepped on, counts as stepped on: docs/reliability.md.
-    "plain step on zeros": Row(loops(zeroes_bad_gradients), every_batch, threshold=None),
-    "plain step on nothing": Row(loops(drops_bad_gradients), every_batch, rolls_back=True),
+    "plain step on zeros": Row(loops(partial(takes_back_bad_gradients, False)), every_batch, threshold=None),
+    "plain step on nothing": Row(loops(partial(takes_back_bad_gradients, True)), every_batch, rolls_back=True),
     "plain two forwards": Row(loops(two_forwards), every_batch),
     "plain failing backward": Row(loops(goes_on_after_a_failure), failed_and_went_on),
     "plain failing local backward": Row(loops(goes_on_after_a_local_failure), failed_and_went_on, rolls_back=True),

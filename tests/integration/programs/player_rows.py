@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from tests.integration.models import TwoPlayers, TwoPlayersZeroingFirst, sgd
+from tests.integration.models import TwoPlayers, sgd
 from tests.integration.programs.trainer import (
     BATCHES,
     fit_without_validation,
@@ -45,43 +44,12 @@ def pulled_all_the_way(runs: list[Run]) -> None:
     pull = 2 * BATCHES * torch.linspace(0.2, 1.2, 8)
     for run in runs:
         for name in ("generator", "judge"):
-            kept = torch.stack([one.residuals.get(name, torch.zeros(8)) for one in runs]).mean(0)
+            kept = torch.stack([worker.residuals.get(name, torch.zeros(8)) for worker in runs]).mean(0)
             torch.testing.assert_close(kept - run.state[name], pull)
 
 
-class UntoggledPlayers(TwoPlayers):
-    """Each optimizer drops what the other's loss has left behind on its parameters."""
-
-    def __init__(self, set_to_none: bool, reaches_both: bool = False) -> None:
-        super().__init__()
-        self.set_to_none, self.reaches_both = set_to_none, reaches_both
-
-    def judge_loss(self, inputs: Tensor) -> Tensor:
-        if not self.reaches_both:
-            return super().judge_loss(inputs)
-        return (F.softplus(-self.judge(inputs)) + F.softplus(self.judge(self.generator(inputs)))).mean()
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        for optimizer, loss in zip(self.optimizers(), (self.generator_loss, self.judge_loss), strict=True):
-            optimizer.zero_grad(set_to_none=self.set_to_none)
-            self.manual_backward(loss(batch[0]))
-            optimizer.step()
-
-
-class Toggling(TwoPlayers):
-    """Notes which players' parameters want a gradient while one is trained."""
-
-    def generator_loss(self, inputs: Tensor) -> Tensor:
-        self._say("generator")
-        return super().generator_loss(inputs)
-
-    def judge_loss(self, inputs: Tensor) -> Tensor:
-        self._say("judge")
-        return super().judge_loss(inputs)
-
-    def _say(self, trained: str) -> None:
-        wanting = [name for name in ("generator", "judge") if next(getattr(self, name).parameters()).requires_grad]
-        witness_of(self).said.append(f"{trained} is trained, {' and '.join(wanting)} wants a gradient")
+untoggled = partial(TwoPlayers, toggles=False, zeroes_first=True)
+"""Each optimizer drops what the other's loss has left behind on its parameters."""
 
 
 def both_moved(runs: list[Run]) -> None:
@@ -91,18 +59,8 @@ def both_moved(runs: list[Run]) -> None:
         assert run.moved("judge.0.weight")
 
 
-def toggled(runs: list[Run]) -> None:
-    both_moved(runs)
-    turns = [f"{player} is trained, {player} wants a gradient" for player in ("generator", "judge")]
-    for run in runs:
-        assert run.said == turns * 2 * BATCHES
-
-
-class ClipsOneZeroesTheOther(UntoggledPlayers):
+class ClipsOneZeroesTheOther(TwoPlayers):
     """Between two backwards one player's gradient is clipped, which waits for a step, and the other's is dropped."""
-
-    def __init__(self) -> None:
-        super().__init__(set_to_none=False)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         generator_optimizer, judge_optimizer = self.optimizers()
@@ -121,11 +79,8 @@ def clipped_one(runs: list[Run]) -> None:
         assert min(run.seen["norms"]) > 0.01
 
 
-class FreezesBetween(UntoggledPlayers):
+class FreezesBetween(TwoPlayers):
     """The judge is frozen when a batch begins in which it alone is trained, and what it had is dropped only then."""
-
-    def __init__(self) -> None:
-        super().__init__(set_to_none=True)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         generator_optimizer, judge_optimizer = self.optimizers()
@@ -167,7 +122,7 @@ ROWS = {
     },
     **{
         f"untoggled players, {words}": Row(
-            trains(partial(UntoggledPlayers, none), **_plain, **_unused),
+            trains(partial(untoggled, set_to_none=none), **_plain, **_unused),
             both_moved,
             0.01,
             rolls_back=True,
@@ -177,7 +132,7 @@ ROWS = {
     },
     **{
         f"players that reach each other, {words}": Row(
-            trains(partial(UntoggledPlayers, none, True), **_plain), both_moved, 0.01, rolls_back=True
+            trains(partial(untoggled, set_to_none=none, reaches_both=True), **_plain), both_moved, 0.01, rolls_back=True
         )
         for none, words in ((True, "gradients dropped"), (False, "gradients zeroed"))
     },
@@ -185,9 +140,9 @@ ROWS = {
         trains(ClipsOneZeroesTheOther, **_plain, **_unused), clipped_one, 0.01, rolls_back=True, leaves_out=True
     ),
     "toggled optimizers, zeroed before": Row(
-        trains(TwoPlayersZeroingFirst, **_plain, **_unused), both_moved, 0.01, leaves_out=True
+        trains(partial(TwoPlayers, zeroes_first=True), **_plain, **_unused), both_moved, 0.01, leaves_out=True
     ),
-    "toggled optimizers": Row(trains(Toggling, **_unused), toggled, 0.01, leaves_out=True),
+    "toggled optimizers": Row(trains(TwoPlayers, **_unused), both_moved, 0.01, leaves_out=True),
     "frozen between": Row(
         trains(FreezesBetween, **_plain, **_unused), trained_by_turns, 0.01, rolls_back=True, leaves_out=True
     ),

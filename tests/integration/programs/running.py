@@ -81,5 +81,5 @@ def own_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.startswith("sparse/")}
 
 
-def assert_same(what: str, one: Any, other: Any) -> None:
-    torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{what}: {text}")
+def assert_same(what: str, actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{what}: {text}")

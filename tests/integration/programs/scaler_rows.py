@@ -68,7 +68,7 @@ def skipped(is_first_skipped: bool, runs: list[Run]) -> None:
         assert min(run.seen["scales"]) < SCALE
 
 
-def one(model: Classifier) -> list[torch.optim.Optimizer]:
+def single(model: Classifier) -> list[torch.optim.Optimizer]:
     return [nesterov(model.parameters())]
 
 
@@ -94,15 +94,23 @@ def scale_fell(runs: list[Run]) -> None:
     for run in runs:
         assert run.seen["scales"][-1] == SCALE / 16
         assert len(run.stepped_on) == 2 * (TRAINER_BATCHES - 2)
+        if run.kind in ("zero", "sparse"):
+            assert run.non_finite == [index in OVERFLOWS for index in range(TRAINER_BATCHES)] * 2
 
 
 ROWS = {
-    "scaled, overflows": Row(scaled(one), partial(skipped, True), rolls_back=True),
+    "scaled, overflows": Row(scaled(single), partial(skipped, True), rolls_back=True),
     "scaled, one of two optimizers overflows": Row(scaled(two), partial(skipped, False), rolls_back=True),
     "scaled, fused optimizer overflows": Row(scaled(fused), partial(skipped, True), rolls_back=True),
-    "scaled, two backwards before an overflow": Row(scaled(one, 2), partial(skipped, True), rolls_back=True),
+    "scaled, two backwards before an overflow": Row(scaled(single, 2), partial(skipped, True), rolls_back=True),
     "scaled, two backwards and two optimizers": Row(scaled(two, 2), partial(skipped, False), rolls_back=True),
-    "scaled by a Trainer, overflows": Row(
-        trains(Overflowing, scaled_precision, fit_without_validation), scale_fell, rolls_back=True
-    ),
+    **{
+        f"scaled by a Trainer, overflows, {exchange}": Row(
+            trains(Overflowing, scaled_precision, fit_without_validation),
+            scale_fell,
+            rolls_back=True,
+            exchange=exchange,
+        )
+        for exchange in ("gather", "dense", "reduce_scatter")
+    },
 }

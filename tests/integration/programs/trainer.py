@@ -1,7 +1,8 @@
 """Programs for a Trainer: a LightningModule, options and what is done with them."""
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ class Witness(Callback):
 
 
 def witness_of(module: LightningModule) -> Witness:
-    return next(one for one in module.trainer.callbacks if isinstance(one, Witness))
+    return next(callback for callback in module.trainer.callbacks if isinstance(callback, Witness))
 
 
 def commit(strategy: Any) -> None:
@@ -82,44 +83,42 @@ def flat(module: nn.Module) -> Tensor:
 
 def gradient(module: nn.Module) -> Tensor:
     """The whole gradient, with zeros where there is none."""
-    parts = [torch.zeros_like(one) if one.grad is None else one.grad.detach().to_dense() for one in module.parameters()]
-    return torch.cat([one.flatten() for one in parts])
+    parts = [
+        torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().to_dense()
+        for parameter in module.parameters()
+    ]
+    return torch.cat([part.flatten() for part in parts])
 
 
 class Student(Classifier):
     """Trained with an optimizer that has a memory, so that a wrong gradient has consequences."""
 
-    def __init__(self, make_optimizer: Callable[..., torch.optim.Optimizer] = nesterov) -> None:
-        super().__init__(make_optimizer)
+    default_optimizer = staticmethod(nesterov)
 
 
 class ManualStudent(ManualClassifier):
-    def __init__(self, make_optimizer: Callable[..., torch.optim.Optimizer] = nesterov) -> None:
-        super().__init__(make_optimizer)
+    default_optimizer = staticmethod(nesterov)
 
 
 MakeTrainer = Callable[[], Trainer]
 Drive = Callable[[MakeTrainer, Any, Witness], Trainer]
 
 
-def fit(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
-    trainer = make_trainer()
-    trainer.fit(model, data(), data(16))
-    return trainer
+def fitting(*make_loaders: Callable[[], Any], may_fail: bool = False) -> Drive:
+    """Returns a drive that fits on these loaders; an exception that it may meet is noted by ``on_exception``."""
+
+    def drive(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
+        trainer = make_trainer()
+        with suppress(Exception) if may_fail else nullcontext():
+            trainer.fit(model, *(make_loader() for make_loader in make_loaders))
+        return trainer
+
+    return drive
 
 
-def fit_without_validation(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
-    trainer = make_trainer()
-    trainer.fit(model, data())
-    return trainer
-
-
-def fail_to_fit(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
-    """The exception is noted by ``on_exception``."""
-    trainer = make_trainer()
-    with suppress(Exception):
-        trainer.fit(model, data())
-    return trainer
+fit = fitting(data, partial(data, 16))
+fit_without_validation = fitting(data)
+fail_to_fit = fitting(data, may_fail=True)
 
 
 def trains(
@@ -146,7 +145,7 @@ def trains(
             defaults = {"max_steps": -1, "max_epochs": 2, "num_sanity_val_steps": 0}
             settings = defaults | options()
             callbacks = [witness, *settings.pop("callbacks", [])]
-            return quiet_trainer(world.strategy(**ddp_options), num_workers=2, callbacks=callbacks, **settings)
+            return quiet_trainer(world.strategy(**ddp_options), callbacks=callbacks, **settings)
 
         trainer = drive(make_trainer, model, witness)
         run = world.run

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
+from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, EarlyStopping
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from torch import Tensor, nn
 
@@ -18,7 +18,6 @@ from tests.integration.programs.trainer import (
     ManualStudent,
     Student,
     Witness,
-    fail_to_fit,
     fit,
     fit_without_validation,
     gradient,
@@ -197,13 +196,6 @@ def normalized_by_worker(runs: list[Run]) -> None:
     assert not torch.equal(runs[0].state["norm.running_mean"], runs[1].state["norm.running_mean"])
 
 
-def converted_and_refused(runs: list[Run]) -> None:
-    # So says DDP when it is given one.
-    for run in runs:
-        assert run.said == ["on_exception: ValueError: SyncBatchNorm layers only work with GPU modules"]
-        assert run.global_step == 0
-
-
 def left_out(runs: list[Run]) -> None:
     for run in runs:
         assert not run.moved("middle.weight")
@@ -233,8 +225,8 @@ def seen_by_hooks(runs: list[Run]) -> None:
         # Every second backward is exchanged; the others leave what this worker alone has.
         assert_same("gradients", after_backward[1::2], run.seen["before the step"])
         assert_same("gradients", after_backward[1::2], runs[0].seen["after backward"][1::2])
-    for one, other in zip(*[run.seen["after backward"][::2] for run in runs], strict=True):
-        assert not torch.equal(one, other)
+    for mine, theirs in zip(*[run.seen["after backward"][::2] for run in runs], strict=True):
+        assert not torch.equal(mine, theirs)
 
 
 def failed(message: str, runs: list[Run]) -> None:
@@ -249,10 +241,26 @@ def failed(message: str, runs: list[Run]) -> None:
         assert all(weight.isfinite().all() for weight in run.state.values())
 
 
-def not_a_number_anywhere(runs: list[Run]) -> None:
+class LogsLoss(FailingOnOne):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+
+def stops_early() -> dict[str, Any]:
+    return {"callbacks": [EarlyStopping("loss", check_on_train_epoch_end=True, check_finite=True, patience=9)]}
+
+
+def not_a_number(steps: int, runs: list[Run]) -> None:
+    """From the sixth step on, in all weights of all workers, and in no residual."""
     for run in runs:
-        assert [bool(one.isnan().any()) for one in run.seen["gradients"]] == [False] * 5 + [True] * 11
+        is_bad = [False] * 5 + [True] * (steps - 5)
+        assert [bool(gradient.isnan().any()) for gradient in run.seen["gradients"]] == is_bad
         assert all(weight.isnan().all() for weight in run.state.values())
+        assert all(residual.isfinite().all() for residual in run.residuals.values())
+        if run.kind in ("zero", "sparse"):
+            assert run.non_finite == is_bad
 
 
 ROWS = {
@@ -260,10 +268,6 @@ ROWS = {
     "batch norm": Row(trains(Normalized, drive=fit_without_validation), normalized_by_worker, None),
     "synchronized batch norm": Row(
         trains(Normalized, lambda: {"plugins": [SynchronizeNorms()]}, fit_without_validation), synchronized
-    ),
-    # There is no DDP that could refuse it in the oracle.
-    "sync_batchnorm": Row(
-        trains(Normalized, lambda: {"sync_batchnorm": True}, fail_to_fit), converted_and_refused, None
     ),
     "frozen layer": Row(trains(PartlyFrozen), left_out),
     "backbone finetuning": Row(
@@ -289,5 +293,11 @@ ROWS = {
         trains(FailingBackward, lambda: {"detect_anomaly": True}, fit_after_an_exception),
         partial(failed, "RuntimeError: Function "),
     ),
-    "not a number on one worker": Row(trains(FailingOnOne), not_a_number_anywhere),
+    **{
+        f"not a number on one worker, {exchange}": Row(
+            trains(FailingOnOne), partial(not_a_number, 2 * BATCHES), exchange=exchange
+        )
+        for exchange in ("auto", "gather", "dense", "reduce_scatter")
+    },
+    "not a number, seen by early stopping": Row(trains(LogsLoss, stops_early), partial(not_a_number, BATCHES)),
 }

@@ -51,6 +51,7 @@ class Run:
     kind: Kind
     comm_hooks: list[str | None] = field(default_factory=list)
     densities: list[float] = field(default_factory=list)
+    non_finite: list[bool] = field(default_factory=list)
     initial: dict[str, Tensor] = field(default_factory=dict)
     state: dict[str, Tensor] = field(default_factory=dict)
     residuals: dict[str, Tensor] = field(default_factory=dict)
@@ -181,7 +182,7 @@ class World:
 
     def follow_module(self, module: nn.Module, name: str = "") -> None:
         self._modules.append((name, module))
-        self.run.initial |= {name + key: one.detach().clone() for key, one in module.state_dict().items()}
+        self.run.initial |= {name + key: tensor.detach().clone() for key, tensor in module.state_dict().items()}
 
     def follow_state(self, state: SparseState, name: str = "") -> None:
         self._states.append((name, state))
@@ -193,8 +194,10 @@ class World:
         self._watched.add(id(optimizer))
 
         def note(optimizer: Optimizer, *_: Any) -> None:
-            gradients = [one.grad for group in optimizer.param_groups for one in group["params"]]
-            self.run.stepped_on.append([None if one is None else one.detach().clone() for one in gradients])
+            gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+            self.run.stepped_on.append(
+                [None if gradient is None else gradient.detach().clone() for gradient in gradients]
+            )
 
         optimizer.register_step_post_hook(note)
 
@@ -202,16 +205,16 @@ class World:
         """Notes how it ended."""
         run = self.run
         for name, module in self._modules:
-            run.state |= {name + key: one.detach().clone() for key, one in module.state_dict().items()}
+            run.state |= {name + key: tensor.detach().clone() for key, tensor in module.state_dict().items()}
         for name, oracle in self._oracles:
-            run.residuals |= {name + key: one.flatten().clone() for key, one in oracle.committed.items()}
+            run.residuals |= {name + key: tensor.flatten().clone() for key, tensor in oracle.committed.items()}
             run.sent += oracle.sent
             run.held += oracle.held
             run.offered += oracle.offered
             run.num_exchanges += oracle.num_exchanges
             run.num_rolled_back += oracle.num_rolled_back
         for name, state in self._states:
-            run.residuals |= {name + key: one.clone() for key, one in state.residuals.state_dict().items()}
+            run.residuals |= {name + key: residual.clone() for key, residual in state.residuals.state_dict().items()}
         return run
 
     def _make_oracle(self, name: str, model: nn.Module, scale: Callable[[], float]) -> Oracle:
@@ -221,6 +224,7 @@ class World:
 
     def _note_exchange(self, step: StepStats) -> None:
         self.run.densities.append(step.density)
+        self.run.non_finite.append(step.non_finite > 0)
         self.run.num_exchanges += 1
         self.run.sent += step.selected
         self.run.offered += step.num_workers * step.num_elements

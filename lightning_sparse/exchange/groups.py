@@ -1,0 +1,205 @@
+"""Process groups that the package makes for itself."""
+
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+from uuid import uuid4
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore, _world
+
+from lightning_sparse.exchange.agreement import gather_objects
+from lightning_sparse.exchange.workers import Workers
+
+_T = TypeVar("_T")
+_users: "WeakKeyDictionary[dist.ProcessGroup, int]" = WeakKeyDictionary()
+"""How many open exchanges use each group."""
+_made: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], Any]]" = WeakKeyDictionary()
+"""Meshes and groups by world: a group, with its threads, lasts as long as its world."""
+
+
+def new_group(parent: dist.ProcessGroup | None, global_ranks: list[int], name: str) -> dist.ProcessGroup:
+    """Return a new group of these ranks with the parent's timeout. Collective for these ranks alone.
+
+    The name is the same on all of them, and one that no group had before: the group's keys in the store begin with it.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    backend, store = _world.pg_map[world]
+    # Up to torch 2.14 (pull request 189073) a group has the keys of one of the same ranks that ended before. Workers
+    # would find there at which address each listened then, and wait for each other for ever.
+    _world.pg_map[world] = (backend, PrefixStore(name, store))
+    try:
+        made = dist.new_group(global_ranks, timeout=_timeout_of(parent or world), use_local_synchronization=True)
+    finally:
+        _world.pg_map[world] = (backend, store)
+    assert isinstance(made, dist.ProcessGroup)  # a non-member would get a number
+    return made
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """Return the timeout of a group's operations; None, for torch's default, where torch does not tell it."""
+    device = torch.device("cuda" if torch.device("cuda") in group._device_types else "cpu")
+    return getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+
+
+def apart(workers: Workers, name: str) -> Workers:
+    """Return the same workers in a new group, with connections of its own; see ``new_group``. Collective."""
+    made = Workers(new_group(workers.group, workers.global_ranks, name), workers.rank, workers.num_workers)
+    if not made.is_over_gloo:
+        # NCCL connects a group in its first operation, which all must take part in: messages are for two at a time.
+        made.all_reduce(torch.zeros(1, device=made.message_device(torch.device("cpu")))).wait()
+    return made
+
+
+class OwnGroup:
+    """The given process group for its first user, and a new group of the same ranks for each further one.
+
+    Gloo aborts a process that receives a message of another size than it expects, without a Python error, and would mix
+    up messages of equal sizes. In groups of their own, exchanges that step in different order wait for each other until
+    the timeout. Collective: all ranks of the group make and release their users in the same order.
+
+    Args:
+        group: the process group; None is the default group.
+
+    Attributes:
+        group: the group to use.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        given = dist.group.WORLD if group is None else group
+        assert given is not None
+        self.group = group
+        self._given, self._is_released = given, False
+        self._world = ref(dist.group.WORLD)
+        self._is_new = _users.get(given, 0) > 0 and dist.get_world_size(group) > 1
+        _users[given] = _users.get(given, 0) + 1
+        if self._is_new:
+            name = gather_objects(uuid4().hex, group)[0]
+            self.group = new_group(group, dist.get_process_group_ranks(given), f"lightning_sparse/exchange {name}")
+
+    def release(self) -> None:
+        """Leave the given group to the next user: this one steps no more, but may still save. Idempotent."""
+        if not self._is_released:
+            _users[self._given] -= 1
+        self._is_released = True
+
+    def close(self) -> None:
+        """Release the group, and destroy it if it was made here. Idempotent."""
+        self.release()
+        if self._is_new and self._world() is not None and self._world() is dist.group.WORLD:
+            dist.destroy_process_group(self.group)
+        self._is_new = False
+
+
+class Nodes(NamedTuple):
+    """The two kinds of sub-groups: the workers of this node, and the workers of this local rank on every node."""
+
+    inside: Workers
+    between: Workers
+
+
+def is_one_node(workers: Workers) -> bool:
+    """Return whether all workers share a node. Collective."""
+    return workers.num_workers == 1 or len(set(gather_objects(_this_node(), workers.group))) == 1
+
+
+def find_nodes(group: dist.ProcessGroup | None = None) -> Nodes:
+    """Group the workers by node. Collective: every worker of the group calls this at set-up.
+
+    The workers of a node have the same host name and, where the launcher tells it (torchrun's GROUP_RANK, Lightning's
+    NODE_RANK), the same node rank.
+
+    Raises:
+        ValueError: the nodes do not all have the same number of workers (on every worker).
+    """
+    everyone = gather_objects((_this_node(), f"lightning_sparse/{uuid4().hex}"), group)
+    members: dict[tuple[str, str], list[int]] = {}
+    for rank, (node, _) in enumerate(everyone):
+        members.setdefault(node, []).append(rank)
+    if len({len(ranks) for ranks in members.values()}) > 1:
+        listed = ", ".join(f"{name} {index}: ranks {ranks}" for (name, index), ranks in members.items())
+        raise ValueError(
+            f'exchange="hierarchical" needs the same number of workers on every node, got {listed}. '
+            'Start as many everywhere, or use exchange="auto".'
+        )
+    rank, (_, name) = dist.get_rank(group), everyone[0]
+    inside = members[everyone[rank][0]]
+    between = [ranks[inside.index(rank)] for ranks in members.values()]
+    return Nodes(_sub_group(group, inside, f"{name}/inside"), _sub_group(group, between, f"{name}/between"))
+
+
+def replica_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Return a mesh of all ranks, as ``init_device_mesh`` does; the same one for the same arguments. Collective: world.
+
+    ``init_device_mesh`` gives its groups torch's own timeout of half an hour; these have the world's.
+
+    Args:
+        device_type: of its devices.
+        shape: ranks along each dimension.
+        names: of the dimensions.
+    """
+    return _once((device_type, shape, names), partial(_new_mesh, device_type, shape, names))
+
+
+def replica_workers(between: dist.ProcessGroup) -> Workers:
+    """Return the ranks that hold this worker's replica, as workers in a group for that. Collective: world.
+
+    All replicas have the same order of ranks: by the shards that they hold.
+
+    Args:
+        between: the ranks, one of each replica, that hold the same shard as this one.
+
+    Raises:
+        RuntimeError: the groups of all ranks do not make up replicas (on every rank).
+    """
+    everyone = gather_objects((dist.get_process_group_ranks(between), uuid4().hex))
+    groups = sorted({tuple(ranks) for ranks, _ in everyone})
+    if len({len(ranks) for ranks in groups}) > 1 or sum(map(len, groups)) != len(everyone):
+        raise RuntimeError(
+            f"The mesh does not divide {len(everyone)} ranks into replicas: those that hold the same shard would be "
+            f"{groups}. Give the dimension of replicas of one mesh of all ranks, mesh['replicate']."
+        )
+    ranks = [ranks[dist.get_rank(between)] for ranks in groups]
+    if len(ranks) == 1:
+        return Workers(None, 0, 1)
+    name = f"lightning_sparse/replica {everyone[0][1]}"
+    group = _once(("replica", tuple(groups)), partial(new_group, between, ranks, name))
+    return Workers(group, ranks.index(dist.get_rank()), len(ranks))
+
+
+def _this_node() -> tuple[str, str]:
+    return socket.gethostname(), os.environ.get("GROUP_RANK", os.environ.get("NODE_RANK", ""))
+
+
+def _sub_group(group: dist.ProcessGroup | None, ranks: list[int], name: str) -> Workers:
+    # Only its members make a sub-group: every worker makes its own two.
+    global_ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    made = new_group(group, [global_ranks[rank] for rank in ranks], name)
+    return Workers(made, dist.get_rank(made), len(ranks))
+
+
+def _new_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    ranks = torch.arange(dist.get_world_size()).view(shape)
+    place = (ranks == dist.get_rank()).nonzero()[0].tolist()
+    seed = gather_objects(uuid4().hex)[0]
+    groups = []
+    for dimension, name in enumerate(names):
+        line = ranks[tuple(slice(None) if axis == dimension else at for axis, at in enumerate(place))]
+        groups.append(new_group(None, line.tolist(), f"lightning_sparse/{seed}/{name}"))
+    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
+
+
+def _once(kind: tuple[Any, ...], make: Callable[[], _T]) -> _T:
+    """Return the same object for the same kind in the same world: a later training needs no groups of its own."""
+    assert dist.group.WORLD is not None
+    made = _made.setdefault(dist.group.WORLD, {})
+    if kind not in made:
+        made[kind] = make()
+    return made[kind]  # type: ignore[no-any-return]

@@ -1,0 +1,463 @@
+"""Checkpoints of replicas of shards, as a folder and as one file, with a threshold on gradients and on drifts."""
+
+import copy
+import functools
+import os
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+
+from lightning_sparse import Accordion, SparseHSDPStrategy, SparseLocalHSDPStrategy
+from lightning_sparse.exchange.sharded_tensors import like_parameter, whole
+from tests.integration.hsdp_models import (
+    DRIFTS,
+    GRADIENTS,
+    Sharded,
+    Stateless,
+    Tensors,
+    Unfreezing,
+    WithAdam,
+    build_network,
+    data,
+    fit,
+    run_ranks,
+    whole_weights,
+)
+from tests.integration.models import assert_equal, quiet_trainer
+
+THRESHOLDS = {GRADIENTS: 0.03, DRIFTS: 0.02}
+NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+in_both_forms = pytest.mark.parametrize("is_folder", [True, False], ids=["folder", "file"])
+
+
+class WithBuffers(WithAdam):
+    """Has statistics of its batches, and a frozen layer that follows the first by itself, its bias on one rank only."""
+
+    def configure_model(self) -> None:
+        if self.network is None:
+            super().configure_model()
+            self.norm = nn.BatchNorm1d(6, dtype=torch.float64)
+            self.target = nn.Linear(6, 9, dtype=torch.float64).requires_grad_(False)
+            nn.init.zeros_(self.target.weight)
+            nn.init.zeros_(self.target.bias)
+            for module in (self.norm, self.target):
+                fully_shard(module, mesh=self.network[0].weight.device_mesh)
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.mse_loss(self.network(self.norm(batch[0])), batch[1]) + self.target(batch[0]).mean()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.target.weight.lerp_(self.network[0].weight.detach(), 0.1)
+            if self.target.bias.device_mesh.get_local_rank() == 0:
+                self.target.bias.to_local()[0] += 0.1
+
+
+class StatelessUnfreezing(Unfreezing, Stateless):
+    pass
+
+
+class UnfreezingWithAdam(Unfreezing, WithAdam):
+    first_step = 5
+
+
+SPARSE_LOCO = {"threshold": 0.02, "keep_drift": False, "every_n_steps": 2, "outer_optimizer": NESTEROV}
+SETTINGS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "gradients": (GRADIENTS, Sharded, {"threshold": 0.03}),
+    "gradients, density": (GRADIENTS, Sharded, {"density": 0.2}),
+    "gradients, share of each layer": (GRADIENTS, Sharded, {"density": 0.2, "granularity": "layer"}),
+    "drifts": (DRIFTS, WithAdam, {"threshold": 0.02}),
+    "density": (DRIFTS, WithAdam, {"density": 0.2, "every_n_steps": 2}),
+    "share of each layer": (DRIFTS, WithAdam, {"density": 0.2, "granularity": "layer"}),
+    "buffers": (DRIFTS, WithBuffers, {"threshold": 0.02, "every_n_steps": 3}),
+    "SparseLoCo": (DRIFTS, WithAdam, SPARSE_LOCO),
+    "late": (DRIFTS, WithAdam, {"threshold": 0.02, "overlap": True}),
+    "no state": (DRIFTS, Stateless, {"threshold": 0.02}),
+    "unfrozen": (
+        DRIFTS,
+        StatelessUnfreezing,
+        {"threshold": 0.02, "outer_optimizer": partial(torch.optim.Adam, lr=0.01)},
+    ),
+}
+OF_EIGHT = {"tensor parallelism": (GRADIENTS, Tensors, {"threshold": 0.03, "tensor_parallel_size": 2})}
+
+
+class AtStart(Callback):
+    """Notes what a replica has when training begins."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.seen = held(trainer.strategy)
+
+
+def held(strategy: Any) -> dict[str, Any]:
+    """Returns what this rank's replica has, with whole tensors."""
+    state = strategy.state
+    parameters, snapshot = state.parameters, state.snapshot()
+
+    def wholes(tensors: Any) -> dict[str, Tensor]:
+        parts = {name: like_parameter(parameters[name], tensor.reshape(-1)) for name, tensor in tensors.items()}
+        return {name: whole(part).clone() for name, part in parts.items()}
+
+    own, buffers = dict(snapshot.own), {}
+    if isinstance(strategy, DRIFTS):
+        apart = state.shared.weights() | state.shared.own
+        own["weights"] = {name: tensor for name, tensor in apart.items() if name in parameters}
+        buffers = {name: tensor.clone() for name, tensor in apart.items() if name not in parameters}
+    [optimizer] = strategy.optimizers
+    states = [optimizer.state.get(parameter, {}) for parameter in parameters.values()]
+    momentum = [one.get("exp_avg", one.get("momentum_buffer")) for one in states]
+    return {
+        "model": {name: whole(parameter.detach()).clone() for name, parameter in parameters.items()},
+        "own": {kind: wholes(tensors) for kind, tensors in own.items()},
+        "shared": {kind: wholes(tensors) for kind, tensors in snapshot.shared.items()},
+        "momentum": [None if tensor is None else whole(tensor).clone() for tensor in momentum],
+        "buffers": buffers,
+        "threshold": state.sparsifier.threshold,
+        "thresholds of layers": dict(state.sparsifier.of_layers),
+        "progress": state.progress,
+        "history": snapshot.history["exchange"],
+    }
+
+
+def train(
+    setting: str, replicas: int, epochs: int, save: str | None, resume: str | None, is_folder: bool, **others: Any
+) -> dict[str, Any]:
+    """Trains epochs of four steps; saves every two steps as ``save`` and at the end as ``save.end``."""
+    kind, make, options = (SETTINGS | OF_EIGHT)[setting]
+    strategy = kind(replicas=replicas, save_distributed_checkpoint=is_folder, **(options | others))
+    witness = AtStart()
+    callbacks: list[Callback] = [witness]
+    if save is not None:
+        folder, _, name = save.rpartition("/")
+        name = name.removesuffix(".ckpt")
+        callbacks.append(ModelCheckpoint(folder, name, every_n_train_steps=2, save_on_train_epoch_end=False))
+    trainer = quiet_trainer(
+        strategy,
+        max_steps=-1,
+        max_epochs=epochs,
+        limit_train_batches=4,
+        callbacks=callbacks,
+        enable_checkpointing=save is not None,
+    )
+    trainer.fit(make(), data(), ckpt_path=resume)
+    result = held(strategy) | {"at start": witness.seen}
+    if save is not None:
+        trainer.save_checkpoint(save + ".end")
+    return result
+
+
+def _stop_and_resume(folder: str, is_folder: bool, names: list[str]) -> dict[str, list[dict[str, Any]]]:
+    results: dict[str, list[dict[str, Any]]] = {}
+    for name in names:
+        if issubclass((SETTINGS | OF_EIGHT)[name][1], Stateless) and not is_folder:
+            continue  # Lightning cannot resume from such a file, with its own strategy neither
+        path = f"{folder}/{name}.ckpt"
+        # All of them save: what travels late has arrived when it is saved.
+        turns = ((2, "a", None), (1, name, None), (2, "b", path), (2, "c", path + ".end"))
+        results[name] = [
+            train(name, 2, epochs, f"{folder}/{save}.ckpt", resume, is_folder) for epochs, save, resume in turns
+        ]
+    return results
+
+
+@in_both_forms
+@pytest.mark.parametrize(("num_ranks", "names"), [(4, list(SETTINGS)), (8, list(OF_EIGHT))])
+def test_a_resume_equals_a_run_without_a_stop(
+    tmp_path: Path, is_folder: bool, num_ranks: int, names: list[str]
+) -> None:
+    results = run_ranks(_stop_and_resume, num_ranks, str(tmp_path), is_folder, names)
+    for of_rank in results:
+        for name, (straight, stopped, *resumed) in of_rank.items():
+            for result in resumed:
+                for key in straight.keys() - {"at start"}:
+                    assert_equal(result[key], straight[key], f"{name}: {key}")
+            assert straight["threshold"] == results[0][name][0]["threshold"]
+            for key in ("threshold", "history"):  # of each rank's own shards
+                assert_equal(resumed[-1]["at start"][key], stopped[key], f"{name}: {key}")
+        assert any(residual.any() for residual in of_rank[names[0]][0]["own"]["residual"].values())
+    for kind, name in (("residual", names[0]), ("weights", "drifts"))[: len(names)]:
+        own = [of_rank[name][0]["own"][kind]["network.0.weight"] for of_rank in results]
+        assert torch.equal(own[0], own[1])
+        assert not torch.equal(own[0], own[-1])  # each replica has its own
+    assert (tmp_path / f"{names[0]}.ckpt.end").is_dir() == is_folder
+
+
+WRITTEN = ("gradients", "drifts", "SparseLoCo")
+
+
+def _write(folder: str, is_folder: bool) -> dict[str, Any]:
+    return {name: train(name, 2, 1, f"{folder}/{name}.ckpt", None, is_folder) for name in WRITTEN}
+
+
+def _resume_elsewhere(folder: str, replicas: int, is_folder: bool) -> dict[str, Any]:
+    return {name: train(name, replicas, 2, None, f"{folder}/{name}.ckpt.end", is_folder) for name in WRITTEN}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Returns a function that writes checkpoints once as folders and once as files, with what each rank had."""
+
+    @functools.cache
+    def save(is_folder: bool) -> tuple[Path, Any]:
+        folder = tmp_path_factory.mktemp("saved")
+        return folder, run_ranks(_write, 4, str(folder), is_folder)
+
+    return save
+
+
+@pytest.mark.xdist_group("checkpoints of shards")
+@in_both_forms
+@pytest.mark.parametrize(("num_ranks", "replicas"), [(2, 2), (6, 2), (3, 3), (2, 1)])
+def test_others_resume(saved: Any, is_folder: bool, num_ranks: int, replicas: int) -> None:
+    folder, before = saved(is_folder)
+    results = run_ranks(_resume_elsewhere, num_ranks, str(folder), replicas, is_folder)
+    for name in WRITTEN:
+        old = [before[0][name], before[2][name]]
+        mean = {
+            kind: {key: (tensor + old[1]["own"][kind][key]) / 2 for key, tensor in tensors.items()}
+            for kind, tensors in old[0]["own"].items()
+        }
+        assert all(any(tensor.any() for tensor in tensors.values()) for tensors in mean.values())
+        for rank, result in enumerate(results):
+            start = result[name]["at start"]
+            if replicas == 2:
+                mine = old[rank * replicas // num_ranks]
+                torch.testing.assert_close(start["own"], mine["own"], rtol=0, atol=1e-15)
+                for key in ("shared", "momentum"):
+                    assert_equal(start[key], mine[key])
+            else:
+                torch.testing.assert_close(start["own"], mean, rtol=0, atol=1e-15)
+                assert_equal(start["momentum"], old[0]["momentum"])
+                if "anchor" in start["shared"]:
+                    torch.testing.assert_close(start["shared"]["anchor"], mean["weights"], rtol=0, atol=1e-15)
+
+
+def _of_shards(folder: str, is_folder: bool) -> dict[str, Any]:
+    results = {}
+    for name, epochs, others in (
+        ("saved", 1, {}),
+        ("same", 2, {}),
+        ("in the weights", 2, {"keep_drift": True}),
+        ("slower", 2, {"outer_optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.5)}),
+        ("Adam", 2, {"outer_optimizer": partial(torch.optim.Adam, lr=0.01)}),
+        ("none", 2, {"outer_optimizer": None}),
+    ):
+        resume = None if name == "saved" else f"{folder}/saved.end"
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "lightning_sparse: the checkpoint's outer optimizer is SGD")
+            results[name] = train("SparseLoCo", 2, epochs, f"{folder}/{name}", resume, is_folder, **others)
+    return results
+
+
+@pytest.mark.full
+@in_both_forms
+def test_drifts_go_on_with_other_options_and_lose_nothing(tmp_path: Any, is_folder: bool) -> None:
+    for results in run_ranks(_of_shards, 4, str(tmp_path), is_folder):
+        start = {name: result["at start"] for name, result in results.items() if name != "saved"}
+        own, kept = start["same"]["own"]["weights"], start["same"]["own"]["unsent"]
+        assert any(tensor.any() for tensor in kept.values())
+        for name, weight in own.items():
+            within = start["in the weights"]["own"]["weights"][name]
+            torch.testing.assert_close(within, weight - kept[name].view_as(weight), rtol=0, atol=0)
+        outer = {
+            name: {key: held for key, held in seen["shared"].items() if key != "anchor"} for name, seen in start.items()
+        }
+        torch.testing.assert_close(outer["slower"], outer["same"], rtol=0, atol=0)
+        assert outer["same"]
+        assert outer["Adam"] == outer["none"] == {}
+        for result in results.values():
+            assert all(weight.isfinite().all() for weight in result["model"].values())
+
+
+class Narrower(Sharded):
+    """Layers of other sizes but for the last."""
+
+    def make_network(self) -> Any:
+        return build_network(width=8)
+
+
+class RestoresResiduals(Callback):
+    """Restores from the checkpoint of another model when training begins."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        meta = f"{self.path}/meta.pt" if os.path.isdir(self.path) else self.path
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.strategy._restore(torch.load(meta, weights_only=True), path=Path(self.path))
+        self.messages = [str(warning.message) for warning in caught]
+        self.residuals = held(trainer.strategy)["own"]["residual"]
+
+
+def _restore_narrower(path: str) -> tuple[list[str], dict[str, Tensor]]:
+    callback = RestoresResiduals(path)
+    fit(GRADIENTS(threshold=0.03, replicas=2), Narrower(), callbacks=[callback], max_steps=1)
+    return callback.messages, callback.residuals
+
+
+@pytest.mark.xdist_group("checkpoints of shards")
+@in_both_forms
+def test_a_changed_model_keeps_what_fits_and_names_the_norm_of_the_rest(saved: Any, is_folder: bool) -> None:
+    folder, before = saved(is_folder)
+    old = [of_rank["gradients"]["own"]["residual"] for of_rank in before]
+    results = run_ranks(_restore_narrower, 4, str(folder / "gradients.ckpt.end"))
+    lost = ["network.0.bias", "network.0.weight", "network.2.weight"]
+    norm = sum(float(old[0][name].square().sum()) for name in lost) ** 0.5
+    [message] = [told for told in results[0][0] if "the model is not the one of the checkpoint" in told]
+    told_lost, told_new = message.split("Not in the checkpoint, so their residuals start from zero: ")
+    assert f"so their residuals (norm {norm:.3g}) are lost: " in told_lost
+    assert all(name in told_lost and name in told_new for name in lost), message
+    for rank, (_, residuals) in enumerate(results):
+        for name, residual in residuals.items():
+            assert_equal(residual, torch.zeros_like(residual) if name in lost else old[rank][name])
+
+
+class SavesInTheMiddle(WithBuffers):
+    """Saves, where it is asked to, between forward and backward."""
+
+    folder: str | None = None
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        if self.folder is not None:
+            self.trainer.save_checkpoint(f"{self.folder}/middle.ckpt")
+
+
+def _save_often(folder: str) -> Any:
+    results = []
+    for kind, make, options in (
+        (GRADIENTS, Stateless, {"density": 0.2}),  # torch steps it on gradients of zero, to have a state to save
+        (DRIFTS, UnfreezingWithAdam, {"threshold": 0.02, "every_n_steps": 4}),
+        (DRIFTS, SavesInTheMiddle, {"threshold": 0.02, "every_n_steps": 4}),
+    ):
+        pair = []
+        for saves in (False, True):
+            model, strategy, callbacks = make(), kind(replicas=2, **options), []
+            if saves and make is SavesInTheMiddle:
+                model.folder = folder
+            elif saves:
+                callbacks = [ModelCheckpoint(folder, every_n_train_steps=1)]
+            fit(strategy, model, callbacks=callbacks, enable_checkpointing=bool(callbacks))
+            found = held(strategy)
+            pair.append([found["model"], found["own"], strategy.state.last_step])
+        results.append(pair)
+    return results
+
+
+def test_who_saves_trains_no_other_way(tmp_path: Path) -> None:
+    for pairs in run_ranks(_save_often, 4, str(tmp_path)):
+        for quiet, saving in pairs:
+            assert_equal(saving[:2], quiet[:2])
+            assert saving[2] == quiet[2]
+
+
+class BreaksOff(Callback):
+    """Breaks off the exchange of the fourth step, on all ranks, and saves what is there then."""
+
+    anchor: Tensor | None = None
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            trainer.strategy.state._engine.finish = self.fail
+
+    def fail(self) -> None:
+        raise RuntimeError("in the middle")
+
+    def on_exception(self, trainer: Any, *_: Any) -> None:
+        if isinstance(trainer.strategy, DRIFTS):
+            self.anchor = trainer.strategy.averager.anchor()["network.0.weight"].clone()
+        trainer.save_checkpoint(self.path)
+
+
+def _save_what_is_broken(kind: Any, make: Any, path: str) -> Any:
+    breaks, witness = BreaksOff(path), AtStart()
+    with pytest.raises(RuntimeError, match="in the middle"):
+        fit(kind(threshold=THRESHOLDS[kind], replicas=2), make(), callbacks=[breaks])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = quiet_trainer(kind(threshold=THRESHOLDS[kind], replicas=2), max_steps=6, callbacks=[witness])
+        trainer.fit(make(), data(), ckpt_path=path)
+    return "\n".join(str(warning.message) for warning in caught), witness.seen, breaks.anchor
+
+
+@pytest.mark.parametrize(("kind", "make", "lacking"), [(DRIFTS, WithAdam, "drifts"), (GRADIENTS, Sharded, "residuals")])
+def test_half_an_exchange_is_not_saved(tmp_path: Path, kind: Any, make: Any, lacking: str) -> None:
+    results = run_ranks(_save_what_is_broken, 4, kind, make, str(tmp_path / "a.ckpt"))
+    assert f"holds no {lacking} (it was saved in the middle of an exchange" in results[0][0]
+    for _, seen, anchor in results:
+        if kind is GRADIENTS:
+            assert not any(residual.any() for residual in seen["own"]["residual"].values())
+            continue
+        assert_equal(seen["own"]["weights"], seen["shared"]["anchor"])
+        assert_equal(seen["own"], results[0][1]["own"])
+        whole_anchor = seen["shared"]["anchor"]["network.0.weight"]
+        assert any(torch.equal(anchor, part) for part in whole_anchor.split(5))  # of nine rows
+
+
+def _read_by_another(folder: str) -> Any:
+    found = []
+    for setting in ("gradients", "drifts"):
+        expected = train(setting, 2, 1, f"{folder}/{setting}.ckpt", None, True)["model"]
+        model = SETTINGS[setting][1]()
+        trainer = quiet_trainer(ModelParallelStrategy(data_parallel_size=4, tensor_parallel_size=1), max_steps=0)
+        trainer.fit(model, data(), ckpt_path=f"{folder}/{setting}.ckpt.end")
+        found.append((expected, whole_weights(model)))
+    return found
+
+
+def test_lightnings_own_strategy_reads_the_model(tmp_path: Path) -> None:
+    for pairs in run_ranks(_read_by_another, 4, str(tmp_path)):
+        for expected, found in pairs:
+            assert_equal(found, expected)
+
+
+class Remembers(Callback):
+    """Notes what the sparsifier has seen, when training begins and at its end."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.at_start = self._seen(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.at_end = self._seen(trainer)
+
+    def _seen(self, trainer: Any) -> Any:
+        return copy.deepcopy(trainer.strategy.state.snapshot().history["sparsifier"])
+
+
+def _remember(folder: str, is_folder: bool) -> Any:
+    results = []
+    for make in (SparseHSDPStrategy, SparseLocalHSDPStrategy):
+        found = []
+        for steps, resume in ((3, None), (4, f"{folder}/{make.__name__}.ckpt")):
+            found.append(Remembers())
+            strategy = make(Accordion(interval=1), replicas=2, save_distributed_checkpoint=is_folder)
+            trainer = quiet_trainer(strategy, max_steps=steps, callbacks=[found[-1]])
+            trainer.fit(WithAdam(), data(), ckpt_path=resume)
+            if resume is None:
+                trainer.save_checkpoint(f"{folder}/{make.__name__}.ckpt")
+        results.append((found[0].at_end, found[1].at_start))
+    return results
+
+
+@in_both_forms
+def test_a_sparsifier_remembers_what_it_saw_of_each_ranks_shards(tmp_path: Path, is_folder: bool) -> None:
+    results = run_ranks(_remember, 4, str(tmp_path), is_folder)
+    for of_rank in results:
+        for saved, resumed in of_rank:
+            assert_equal(resumed, saved)
+    for mine, theirs in zip(results[0], results[1], strict=True):
+        assert str(mine[0]) != str(theirs[0])  # of theirs shards
