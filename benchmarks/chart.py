@@ -31,11 +31,11 @@ TICKS = [1, 1.5, 2, 3, 5, 10, 20, 50, 100]
 def draw(content: dict[str, Any]) -> Figure:
     """Returns a row of axes, one for each model; a line for each method, a point for each rate."""
     results = content["results"]
-    models = list(dict.fromkeys(one["model"] for one in results))
+    models = list(dict.fromkeys(result["model"] for result in results))
     figure = Figure(figsize=(1.5 + 5 * len(models), 4.2), layout="constrained")
     all_axes = figure.subplots(1, len(models), squeeze=False, sharey=True)[0]
     for axes, model in zip(all_axes, models, strict=True):
-        _lines(axes, [one for one in results if one["model"] == model])
+        _lines(axes, [result for result in results if result["model"] == model])
         axes.set_title(MODELS.get(model, model), fontsize="medium")
     all_axes[0].set_ylabel("step time, relative to no exchange at all")
     handles, labels = all_axes[-1].get_legend_handles_labels()
@@ -47,10 +47,10 @@ def draw(content: dict[str, Any]) -> Figure:
 
 
 def _lines(axes: Axes, results: list[dict[str, Any]]) -> None:
-    rates = [one["rate"] for one in results]
+    rates = [result["rate"] for result in results]
     highest = 1.0
     for method, (label, colour, style) in LABELS.items():
-        ratios = [one["methods"].get(method, {}).get("ratio", float("nan")) for one in results]
+        ratios = [result["methods"].get(method, {}).get("ratio", float("nan")) for result in results]
         known = [ratio for ratio in ratios if ratio == ratio]
         if known:
             axes.plot(rates, ratios, color=colour, linestyle=style, marker="o", markersize=3.5, label=label)

@@ -68,16 +68,15 @@ def kernels(options: argparse.Namespace) -> Section:
     """Walk, pack and decode against the bytes that they move."""
     rows, verdict = [], True
     for elements in options.elements:
-        arguments = argparse.Namespace(
-            device=options.device, elements=elements, wire_dtype="float32", warm_up=3, repetitions=15
-        )
+        arguments = argparse.Namespace(device=options.device, elements=elements, warm_up=3, repetitions=15)
         found = selection.measure(DENSITY, arguments)
         ways = {name: way["seconds"]["median"] for name, way in found["ways"].items()}
         rate = found["floor_bytes_per_second"]
         needed, took = 12 * elements / rate, ways["take_out"] + ways["average"]
         holds = took <= 1.3 * needed + MOST_SECONDS
         verdict &= holds
-        cells = [f"{1e6 * one:,.0f}" for one in (ways["take_out"], ways["take_out_masked"], ways["average"], needed)]
+        times = (ways["take_out"], ways["take_out_masked"], ways["average"], needed)
+        cells = [f"{1e6 * seconds:,.0f}" for seconds in times]
         rows.append([f"{elements:,}", f"{rate / 1e9:,.0f}", *cells, "yes" if holds else "no"])
     head = ["elements", "GB/s", "take out, µs", "masked, µs", "add up 2, µs", "12 bytes an element, µs", "in bounds"]
     bound = "Bound: take out + add up ≤ 1.3 x (12 bytes an element at the rate of a copy) + 50 µs, at 0.1 %."
@@ -216,10 +215,7 @@ def main() -> int:
     options.elements = [100_000_000, 6_500_000, 260_000] if on_gpu else [1_000_000, 260_000]
     options.width, options.depth, options.steps = (1024, 24, 30) if on_gpu else (64, 4, 8)
     options.long_steps = 1000 if on_gpu else 30
-    options.recipe, options.recipe_changes = (
-        "laptop",
-        ["--trainer.accelerator=gpu"] if on_gpu else ["--trainer.fast_dev_run=3"],
-    )
+    options.recipe_changes = ["--trainer.accelerator=gpu"] if on_gpu else ["--trainer.fast_dev_run=3"]
     started, sections = time.perf_counter(), list[Section]()
     try:
         write(options, sections, 0.0)  # before anything is measured that could not be kept

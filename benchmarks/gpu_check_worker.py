@@ -134,13 +134,13 @@ class Training:
 
     def checksum(self) -> float:
         """Of all weights, to tell whether replicas are the same."""
-        return sum(one.detach().double().square().sum().item() for one in self.ddp.parameters())
+        return sum(parameter.detach().double().square().sum().item() for parameter in self.ddp.parameters())
 
 
 def table(rank: int, num_workers: int, device: str, store: str, folder: str, options: dict[str, Any]) -> None:
     """Runs all configurations and lets the first worker write what it saw."""
     here = start(rank, num_workers, device, store)
-    rows = {one.name: _row(one, here, options) for one in CONFIGURATIONS}
+    rows = {configuration.name: _row(configuration, here, options) for configuration in CONFIGURATIONS}
     if rank == 0:
         torch.save(rows, f"{folder}/rows.pt")
     leave()

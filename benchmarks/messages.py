@@ -109,9 +109,10 @@ def main() -> None:
         lab.shape(rate=None if options.rate == "unshaped" else options.rate)
         outputs = lab.run([*command, *(["--busy"] if options.busy else [])])
     found = json.loads(outputs[0].strip().splitlines()[-1])
-    rows = [[f"{size:,}", *(f"{one[way]:.2f}" for way in WAYS)] for size, one in zip(options.bytes, found, strict=True)]
+    results = [{"bytes": size, "milliseconds": times} for size, times in zip(options.bytes, found, strict=True)]
+    rows = [[f"{row['bytes']:,}", *(f"{row['milliseconds'][way]:.2f}" for way in WAYS)] for row in results]
     print(table(["bytes", *WAYS], rows))
-    write(options, [{"bytes": size, "milliseconds": one} for size, one in zip(options.bytes, found, strict=True)])
+    write(options, results)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Several hosts on one machine: network namespaces on a bridge, with links of a chosen rate, delay and loss.
+"""Several hosts on one machine: network namespaces on a bridge, with links of a chosen rate.
 
     python -m benchmarks.network_lab --hosts 2 --rate 1gbit -- python script.py arguments
     python -m benchmarks.network_lab --clean
@@ -9,7 +9,7 @@ killed has left. Without root, `ip` or `tc`, the command runs on loopback, and a
     namespace …-host0                namespace …-bridge
     worker ─ uplink 10.77.0.1 ─────── port0 ─┐
     namespace …-host1                      bridge      rate: on uplink and port, so in both directions
-    worker ─ uplink 10.77.0.2 ─────── port1 ─┘         delay, loss: on port, so once between two hosts
+    worker ─ uplink 10.77.0.2 ─────── port1 ─┘
 
 The bridge has a namespace too: nothing is added to the machine's own network, and labs cannot collide.
 """
@@ -40,7 +40,7 @@ BURST_SECONDS, MIN_BURST_BYTES = 0.25e-3, 20_000
 # The longest frame TCP hands over. One longer than the burst would be cut into 1500 bytes, at the cost of processors.
 FRAME_BYTES = 16_384
 # Beyond the socket buffers of a few connections; a queue that is full drops, and TCP repairs.
-QUEUE_BYTES, QUEUE_FRAMES = 64_000_000, 1_000_000
+QUEUE_BYTES = 64_000_000
 
 # A program of classic BPF: few kernels have tc's own loss (netem).
 LOAD_RANDOM, JUMP_IF_GREATER, RETURN = "32 0 0 4294963256", "37 1 0", "6 0 0"
@@ -128,6 +128,19 @@ class Workers:
         finally:
             self.end()
 
+    def outputs(self, timeout: float | None = None) -> list[str]:
+        """Waits as `wait` does, and returns what each worker wrote, by rank.
+
+        Raises:
+            RuntimeError: If a worker fails; the others are ended.
+            TimeoutError: After `timeout` seconds; all workers are ended.
+        """
+        status = self.wait(timeout)
+        outputs = ["".join(lines) for lines in self.lines]
+        if self.failed_rank is not None:
+            raise RuntimeError(f"Rank {self.failed_rank} ended with {status=}:\n{outputs[self.failed_rank]}")
+        return outputs
+
     def end(self) -> None:
         """Ends the workers that still run: asks them, and kills those that are there five seconds later."""
         for number in (signal.SIGTERM, signal.SIGKILL):
@@ -169,8 +182,8 @@ class NetworkLab:
         self._cleanup = contextlib.ExitStack()
 
     @staticmethod
-    def unavailable_reason(delay: bool = False) -> str | None:
-        """A sentence that says why there can be no lab here, or none with a delay or loss; None if there can."""
+    def unavailable_reason() -> str | None:
+        """A sentence that says why there can be no lab here; None if there can."""
         if not shutil.which("ip") or not shutil.which("tc"):
             return "There is no ip or no tc (Linux's package iproute2)."
         if os.geteuid() != 0:
@@ -180,10 +193,8 @@ class NetworkLab:
             _run("ip", "netns", "add", probe)
             _configure("ip", probe, "link add name a type veth peer name b", "link add name c type bridge")
             _configure("tc", probe, "qdisc add dev a root tbf rate 1gbit burst 100000 limit 100000")
-            if delay:
-                _configure("tc", probe, "qdisc add dev b root netem delay 1ms")
         except RuntimeError as error:
-            return f"This machine does not allow {'delay and loss' if delay else 'a network of namespaces'}: {error}."
+            return f"This machine does not allow a network of namespaces: {error}."
         finally:
             _remove(probe)
         return None
@@ -246,24 +257,19 @@ class NetworkLab:
         """The command that becomes a command on a host, with the same process id."""
         return ["ip", "netns", "exec", self.namespace(host), *command]
 
-    def shape(self, rate: str | None = None, delay: str | None = None, loss: str | None = None) -> None:
-        """Gives every link a new shape, at once and also for open connections; without arguments, none at all.
+    def shape(self, rate: str | None = None) -> None:
+        """Gives every link a new rate, at once and also for open connections; without an argument, no limit.
 
         Args:
             rate: Of each direction of a link, such as "200mbit" or "2.5gbit". It counts Ethernet frames: with packets
                 of 1500 bytes TCP gets 95.6 % of it. After a pause up to 20 kB, or 0.25 ms, pass without waiting.
-            delay: From any host to another, such as "100us" or "5ms"; a round trip takes two.
-            loss: Probability that a frame of TCP's (up to 16 kB) does not arrive, such as "0.1%".
-
-        Raises:
-            RuntimeError: For a delay or loss where the kernel has no netem.
         """
         for host in range(self.hosts):
-            _configure("tc", self.namespace(host), *_shape(INTERFACE, rate))
-            _configure("tc", self._bridge, *_shape(f"port{host}", rate, delay, loss))
+            _configure("tc", self.namespace(host), _shape(INTERFACE, rate))
+            _configure("tc", self._bridge, _shape(f"port{host}", rate))
 
     def lose(self, share: float) -> None:
-        """Drops a share of the frames (up to 16 kB) that reach each host; also where the kernel has no netem.
+        """Drops a share of the frames (up to 16 kB) that reach each host.
 
         Raises:
             RuntimeError: The kernel has no BPF in tc.
@@ -314,18 +320,23 @@ class NetworkLab:
         return workers
 
     def run(self, command: Sequence[str], timeout: float | None = None, **options: Any) -> list[str]:
-        """Runs a command on every host as `start` does, and returns what each worker wrote, by rank.
+        """Runs a command on every host as `start` does, and returns `Workers.outputs`."""
+        return self.start(command, **options).outputs(timeout)
 
-        Raises:
-            RuntimeError: If a worker fails; the others are ended.
-            TimeoutError: After `timeout` seconds; all workers are ended.
-        """
-        workers = self.start(command, **options)
-        status = workers.wait(timeout)
-        outputs = ["".join(lines) for lines in workers.lines]
-        if workers.failed_rank is not None:
-            raise RuntimeError(f"Rank {workers.failed_rank} ended with {status=}:\n{outputs[workers.failed_rank]}")
-        return outputs
+
+def on_loopback(
+    command: Sequence[str],
+    hosts: int,
+    workers_per_host: int = 1,
+    env: Mapping[str, str] | None = None,
+    pin: bool = True,
+    echo: bool = False,
+) -> Workers:
+    """Starts a command as the workers of so many hosts, all on this machine; the arguments are those of `Workers`."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", **(env or {})}
+    return Workers([command] * hosts, workers_per_host, variables, pin, echo)
 
 
 def clean() -> list[str]:
@@ -338,24 +349,15 @@ def clean() -> list[str]:
     return left
 
 
-def _shape(device: str, rate: str | None, delay: str | None = None, loss: str | None = None) -> list[str]:
-    """Lines for `tc` that shape what leaves a device."""
-    kinds = {"rate": (rate, "[kmg]bit"), "delay": (delay, "(us|ms|s)"), "loss": (loss, "%")}
-    for name, (value, unit) in kinds.items():
-        if value is not None and not re.fullmatch(rf"\d+(\.\d+)?{unit}", value):
-            raise ValueError(f"Invalid {name}={value!r}. Must be a number and its unit: {unit}.")
-    lines, place = [], "root"
-    if delay or loss:
-        # Frames wait for their time in netem, then for their turn in tbf, which keeps the rate.
-        words = ["delay", delay] * bool(delay) + ["loss", loss] * bool(loss)
-        lines.append(f"qdisc replace dev {device} root noqueue")
-        lines.append(f"qdisc replace dev {device} root handle 1: netem {' '.join(words)} limit {QUEUE_FRAMES}")
-        place = "parent 1:"
-    if rate:
-        bytes_per_second = float(rate[:-4]) * UNITS[rate[-4]] / 8
-        burst = max(MIN_BURST_BYTES, int(BURST_SECONDS * bytes_per_second))
-        lines.append(f"qdisc replace dev {device} {place} tbf rate {rate} burst {burst} limit {QUEUE_BYTES}")
-    return lines or [f"qdisc replace dev {device} root noqueue"]
+def _shape(device: str, rate: str | None) -> str:
+    """A line for `tc` that shapes what leaves a device."""
+    if rate is None:
+        return f"qdisc replace dev {device} root noqueue"
+    if not re.fullmatch(r"\d+(\.\d+)?[kmg]bit", rate):
+        raise ValueError(f"Invalid {rate=}. Must be a number and its unit: kbit, mbit or gbit.")
+    bytes_per_second = float(rate[:-4]) * UNITS[rate[-4]] / 8
+    burst = max(MIN_BURST_BYTES, int(BURST_SECONDS * bytes_per_second))
+    return f"qdisc replace dev {device} root tbf rate {rate} burst {burst} limit {QUEUE_BYTES}"
 
 
 def _read(process: subprocess.Popen[str], lines: list[str], label: str | None) -> None:
@@ -401,8 +403,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--workers-per-host", type=int, default=1)
     parser.add_argument("--rate", help="of each direction of a link, such as 1gbit")
-    parser.add_argument("--delay", help="between two hosts, such as 0.1ms")
-    parser.add_argument("--loss", help="such as 0.1%%")
     parser.add_argument("--no-pin", action="store_true", help="let every worker use all processor cores")
     parser.add_argument("--clean", action="store_true", help="remove what killed labs have left, and do nothing else")
     parser.add_argument("command", nargs="*", help="program and arguments, after --")
@@ -417,14 +417,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if reason := NetworkLab.unavailable_reason():
             print(f"{reason} Running on loopback, unshaped.", file=sys.stderr)
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                port = str(free.getsockname()[1])
-            variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-            return Workers([options.command] * options.hosts, variables=variables, **start).wait()
-        if (options.delay or options.loss) and (reason := NetworkLab.unavailable_reason(delay=True)):
-            parser.error(reason)
+            return on_loopback(options.command, options.hosts, **start).wait()
         with NetworkLab(options.hosts) as lab:
-            lab.shape(options.rate, options.delay, options.loss)
+            lab.shape(options.rate)
             return lab.start(options.command, **start).wait()
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

@@ -28,8 +28,8 @@ from benchmarks.network_lab import NetworkLab
 from recipes.compare.variants import Variant, expanded
 from recipes.demo import Run, read
 
-BLOCK = 30
-"""Steps of one time, so that exchanges of every thirtieth step count: one in each."""
+BLOCK, BLOCKS = 30, 2
+"""Steps of one time, so that exchanges of every thirtieth step count, one in each; and times in a turn."""
 FLOOR = Variant(
     "no exchange",
     "no exchange",
@@ -47,14 +47,14 @@ def turn(lab: NetworkLab, variant: Variant, options: argparse.Namespace, common:
         command = [sys.executable, "-m", "recipes", "fit", f"--config={options.config}"]
         command += [f"--trainer.logger.save_dir={folder}", *common, *variant.arguments]
         command += ["--trainer.devices=1", f"--trainer.num_nodes={lab.hosts}", "--trainer.limit_val_batches=0"]
-        command += [f"--trainer.max_steps={BLOCK * (options.blocks + 1) + 5}"]
+        command += [f"--trainer.max_steps={BLOCK * (BLOCKS + 1) + 5}"]
         lab.run(command, timeout=600)
         return read(Path(folder))
 
 
-def timed(run: Run, blocks: int) -> tuple[list[float], list[float]]:
+def timed(run: Run) -> tuple[list[float], list[float]]:
     """Returns seconds a step, a mean for each block, and the density of those steps, if one was logged."""
-    end = BLOCK * (blocks + 1)
+    end = BLOCK * (BLOCKS + 1)
     seconds = run.values["step_time"][BLOCK:end]
     means = [fmean(seconds[first : first + BLOCK]) for first in range(0, len(seconds) - BLOCK + 1, BLOCK)]
     if "sparse/density" not in run.values:
@@ -69,14 +69,16 @@ def main() -> None:
     end = given.index("--")
     options, common = parse(given[:end]), given[end + 1 : -1]
     listed = yaml.safe_load(options.variants.read_text(encoding="utf-8"))
-    variants = [FLOOR, *(one for one in expanded(listed, []) if options.only is None or one.label in options.only)]
+    variants = [FLOOR, *expanded(listed, [])]
+    if options.only is not None:
+        variants = [FLOOR, *(variant for variant in variants[1:] if variant.label in options.only)]
     seconds: dict[str, list[float]] = {variant.label: [] for variant in variants}
     densities: dict[str, list[float]] = {variant.label: [] for variant in variants}
     with NetworkLab(hosts=2) as lab:
         lab.shape(options.rate)
         for number in range(options.rounds):
             for variant in variants:
-                means, of_steps = timed(turn(lab, variant, options, common), options.blocks)
+                means, of_steps = timed(turn(lab, variant, options, common))
                 seconds[variant.label] += means
                 densities[variant.label] += of_steps
                 print(f"{number + 1} of {options.rounds}  {variant.label}: {1e3 * fmean(means):.1f} ms", flush=True)
@@ -87,11 +89,11 @@ def main() -> None:
         for label, some in seconds.items()
     }
     rows = []
-    for label, one in found.items():
-        low, high = one["seconds"]["quartiles"]
-        share = f"{one['density']:.3%}" if "density" in one else ""
-        cells = [label, f"{1e3 * one['seconds']['median']:.1f}", f"{1e3 * low:.1f} - {1e3 * high:.1f}"]
-        rows.append([*cells, f"{one['ratio']:.2f}", share])
+    for label, result in found.items():
+        low, high = result["seconds"]["quartiles"]
+        share = f"{result['density']:.3%}" if "density" in result else ""
+        cells = [label, f"{1e3 * result['seconds']['median']:.1f}", f"{1e3 * low:.1f} - {1e3 * high:.1f}"]
+        rows.append([*cells, f"{result['ratio']:.2f}", share])
     print(f"\n{options.config}, 2 hosts, {options.rate}")
     print(report.table(["", "ms", "quartiles", "x no exchange", "density"], rows))
     options.config, options.variants = str(options.config), str(options.variants)
@@ -106,7 +108,6 @@ def parse(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="LABEL", help="of the variants")
     parser.add_argument("--rate", default="200mbit", help="of each direction of a link")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--blocks", type=int, default=2, help=f"of {BLOCK} steps that are timed in a turn")
     parser.add_argument("--output", type=Path, help="by default in benchmarks/results")
     options = parser.parse_args(given)
     if reason := NetworkLab.unavailable_reason():

@@ -55,7 +55,12 @@ from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.selection.numbers import FIXED_FIELDS
 
 WORKERS = [2**power for power in range(1, 11)]
-CHECK_WORKERS, CHECK_NODE = (2, 4, 8), 2
+FLOAT = Wire(torch.float32)
+INSIDE_BANDWIDTH, INSIDE_LATENCY = 1000.0, 5.0
+"""Gbit/s of a worker inside its node, and microseconds from worker to worker."""
+CHECK_WORKERS, CHECK_NODE, CHECK_STEPS = (2, 4, 8), 2, 3
+CHECK_ELEMENTS, CHECK_RATE = 4_000_000, "100mbit"
+"""A slow link, so that the network and not the cores decide."""
 MODES = ("gather", "reduce_scatter", "dense", "hierarchical")
 HEADER_BYTES, SIZE_BYTES, FLOAT_BYTES = 8 * FIXED_FIELDS, 8, 4
 TCP_SHARE = 1448 / 1514
@@ -92,7 +97,7 @@ def likely_largest(mean: float, candidates: int) -> float:
 
 def costs_of(num_workers: int, num_elements: int) -> Costs:
     """The package's costs of a bucket of so many float32 elements."""
-    fixed_bytes = PayloadFormat(num_elements, Wire(torch.float32)).fixed_bytes
+    fixed_bytes = PayloadFormat(num_elements, FLOAT).fixed_bytes
     return Costs(num_workers, num_elements, FLOAT_BYTES, FLOAT_BYTES, fixed_bytes)
 
 
@@ -138,21 +143,19 @@ def simulate(density: float, network: Network, options: argparse.Namespace) -> l
     for n in WORKERS:
         costs = costs_of(n, options.elements)
         traffic = traffic_of(costs, selected, options.node if options.shards == 1 else n)
-        seconds = {mode: network.seconds(one) for mode, one in traffic.items()}
-        taken = costs.cheapest(
-            selected, largest_of_slices(selected, n), speeds(options.bandwidth, on_gpu=options.on_gpu)
-        )
+        seconds = {mode: network.seconds(needed) for mode, needed in traffic.items()}
+        taken = costs.cheapest(selected, largest_of_slices(selected, n), speeds(options.bandwidth, on_gpu=False))
         fastest = min((mode for mode in traffic if mode != "hierarchical"), key=lambda mode: seconds[mode])
         cells = [str(n)]
         for mode in MODES:
-            one = traffic.get(mode)
-            outer = f" ({one.outer_bytes / 1e6:,.2f})" if one and mode == "hierarchical" else ""
-            megabytes = options.shards * (one.outer_bytes + one.inner_bytes) / 1e6 if one else 0.0
-            cells.append(f"{megabytes:,.2f}{outer}" if one else "")
-            cells.append(f"{1e3 * seconds[mode]:,.1f}{'*' if mode == taken else ' '}" if one else "")
+            needed = traffic.get(mode)
+            outer = f" ({needed.outer_bytes / 1e6:,.2f})" if needed and mode == "hierarchical" else ""
+            megabytes = options.shards * (needed.outer_bytes + needed.inner_bytes) / 1e6 if needed else 0.0
+            cells.append(f"{megabytes:,.2f}{outer}" if needed else "")
+            cells.append(f"{1e3 * seconds[mode]:,.1f}{'*' if mode == taken else ' '}" if needed else "")
         gain = seconds[taken] / seconds[fastest]
         lines.append([*cells, f"{fastest} takes 1/{gain:.2f}" if gain > 1.005 else ""])
-        modes = {mode: {**one._asdict(), "seconds": seconds[mode]} for mode, one in traffic.items()}
+        modes = {mode: {**needed._asdict(), "seconds": seconds[mode]} for mode, needed in traffic.items()}
         found.append({"workers": n, "density": density, "taken": taken, "fastest_of_auto": fastest, "modes": modes})
     head = [cell for mode in (*MODES[:3], f"hierarchical, L = {options.node}") for cell in (mode, "ms ")]
     print(report.table(["workers" if options.shards == 1 else "nodes", *head, ""], lines))
@@ -165,39 +168,39 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
     dist.init_process_group("gloo")
     n, rank = dist.get_world_size(), dist.get_rank()
     os.environ["GROUP_RANK"] = str(rank // CHECK_NODE)  # what the hierarchical mode takes for a node
-    out = torch.empty(options.check_elements)
+    out = torch.empty(CHECK_ELEMENTS)
     found = {}
     for density in options.densities:
-        selection = random_selection(options.check_elements, round(density * options.check_elements), seed=rank)
+        selection = random_selection(CHECK_ELEMENTS, round(density * CHECK_ELEMENTS), seed=rank)
         for mode in MODES if n > CHECK_NODE else MODES[:3]:
             exchange = Exchange(mode)
             # The sparse modes' capacities take some steps to settle; the others have none.
             for _ in range(40 if mode in ("gather", "reduce_scatter") else 1):
-                exchange_once(exchange, selection, out, torch.float32)
+                exchange_once(exchange, selection, out, FLOAT)
             dist.barrier()
             before, times = interface_bytes()[0], []
             dist.barrier()  # nobody sends before all have read
-            for _ in range(options.check_steps):
+            for _ in range(CHECK_STEPS):
                 started = time.perf_counter()
-                exchange_once(exchange, selection, out, torch.float32)
+                exchange_once(exchange, selection, out, FLOAT)
                 times.append(time.perf_counter() - started)
-            received = (interface_bytes()[0] - before) / options.check_steps
+            received = (interface_bytes()[0] - before) / CHECK_STEPS
             found[f"{mode} {density}"] = {"bytes": received, "seconds": times}
     return found
 
 
 def check(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Runs all modes among 2, 4 and 8 hosts, prints and returns what was measured beside what was predicted."""
-    rate = float(options.check_rate[:-4]) * UNITS[options.check_rate[-4]] / 8 * TCP_SHARE
+    rate = float(CHECK_RATE[:-4]) * UNITS[CHECK_RATE[-4]] / 8 * TCP_SHARE
     network = Network(rate, options.latency / 1e6, rate, options.latency / 1e6)
     found, lines = [], []
     for n in CHECK_WORKERS:
         with NetworkLab(hosts=n) as lab:
-            lab.shape(rate=options.check_rate)
+            lab.shape(rate=CHECK_RATE)
             workers = read_results(lab.run([sys.executable, "-m", "benchmarks.scaling", *sys.argv[1:], "--worker"]))
         for density in options.densities:
-            costs = costs_of(n, options.check_elements)
-            for mode, traffic in traffic_of(costs, density * options.check_elements, CHECK_NODE).items():
+            costs = costs_of(n, CHECK_ELEMENTS)
+            for mode, traffic in traffic_of(costs, density * CHECK_ELEMENTS, CHECK_NODE).items():
                 cases = [worker[f"{mode} {density}"] for worker in workers]
                 steps = [max(step) for step in zip(*(case["seconds"] for case in cases), strict=True)]
                 bytes_ = statistics.mean(case["bytes"] for case in cases), traffic.outer_bytes + traffic.inner_bytes
@@ -209,7 +212,7 @@ def check(options: argparse.Namespace) -> list[dict[str, Any]]:
                 for unit, (measured, predicted) in ((1e6, bytes_), (1e-3, seconds)):
                     cells += [f"{measured / unit:,.3f}", f"{predicted / unit:,.3f}", f"{measured / predicted - 1:+.1%}"]
                 lines.append(cells)
-    print(f"\nMeasured at {options.check_rate} with {options.check_elements:,} elements, nodes of {CHECK_NODE}")
+    print(f"\nMeasured at {CHECK_RATE} with {CHECK_ELEMENTS:,} elements, nodes of {CHECK_NODE}")
     print(report.table(["mode", "workers", "density", "MB", "predicted", "", "ms", "predicted", ""], lines))
     return found
 
@@ -223,13 +226,7 @@ def main() -> None:
     parser.add_argument("--latency", type=float, default=50.0, help="microseconds from worker to worker")
     parser.add_argument("--node", type=int, default=8, metavar="L", help="workers of a node, for hierarchical")
     parser.add_argument("--shards", type=int, default=1, metavar="S", help="ranks of a node that hold a model together")
-    parser.add_argument("--inside-bandwidth", type=float, default=1000.0, help="Gbit/s of a worker inside its node")
-    parser.add_argument("--inside-latency", type=float, default=5.0, help="microseconds inside a node")
-    parser.add_argument("--on-gpu", action="store_true", help="mark the mode that is taken for tensors on a GPU")
     parser.add_argument("--check", action="store_true", help="also measure among 2, 4 and 8 hosts")
-    parser.add_argument("--check-elements", type=int, default=4_000_000)
-    parser.add_argument("--check-rate", default="100mbit", help="slow, so that the network and not the cores decide")
-    parser.add_argument("--check-steps", type=int, default=3)
     parser.add_argument("--output", type=Path, default=report.RESULTS / "scaling.json")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -240,7 +237,7 @@ def main() -> None:
     if options.check and (reason := NetworkLab.unavailable_reason()):
         parser.error(reason)
     options.elements, options.bandwidth = -(-options.elements // options.shards), options.bandwidth / options.shards
-    bandwidths, latencies = (options.bandwidth, options.inside_bandwidth), (options.latency, options.inside_latency)
+    bandwidths, latencies = (options.bandwidth, INSIDE_BANDWIDTH), (options.latency, INSIDE_LATENCY)
     links = zip(bandwidths, latencies, strict=True)
     network = Network(*(value for pair in links for value in (pair[0] * 1e9 / 8 * TCP_SHARE, pair[1] / 1e6)))
     results = {"predicted": [row for density in options.densities for row in simulate(density, network, options)]}

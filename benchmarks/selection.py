@@ -34,7 +34,7 @@ from benchmarks import report
 from lightning_sparse.exchange import Buffers
 from lightning_sparse.exchange.payload import PayloadFormat, aligned
 from lightning_sparse.exchange.routes import adding
-from lightning_sparse.exchange.wire import VALUE_DTYPES, ValueDtype, wire_of
+from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels import is_available
 from lightning_sparse.selection.bucket import FlatBucket
 from lightning_sparse.selection.extraction import Extraction
@@ -76,14 +76,14 @@ class Shipment:
         self.rest: Any = None
 
 
-def ways(start: Tensor, gradient: Tensor, selected: int, value_dtype: ValueDtype) -> dict[str, tuple[Way, float]]:
+def ways(start: Tensor, gradient: Tensor, selected: int) -> dict[str, tuple[Way, float]]:
     """Each way of selecting and the bytes that it cannot but move."""
     size = gradient.numel()
     layout = LayerLayout(("weight",), (size,))
     sparsifier = HardThreshold(threshold=THRESHOLD)
     out = torch.empty_like(gradient)
     compensated = torch.empty_like(gradient)
-    wire = wire_of(value_dtype, torch.float32, sparsifier)
+    wire = Wire(torch.float32)
     payload_format = PayloadFormat(size, wire)
 
     new_residual = torch.empty_like(gradient)
@@ -141,7 +141,7 @@ def measure(density: float, options: argparse.Namespace) -> dict[str, Any]:
     """Times all ways in turn at one density."""
     device = torch.device(options.device)
     start, gradient, selected = bucket(options.elements, density, device)
-    candidates = ways(start, gradient, selected, options.wire_dtype)
+    candidates = ways(start, gradient, selected)
     residual = start.clone()
     times: dict[str, list[float]] = {name: [] for name in candidates}
     faults: dict[str, list[float]] = {name: [] for name in candidates}
@@ -209,7 +209,6 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--elements", type=int, help="default: 11.17 million on a CPU (ResNet-18), 100 on a GPU")
     parser.add_argument("--densities", type=float, nargs="+", default=[1e-4, 1e-3, 1e-2, 1e-1])
-    parser.add_argument("--wire-dtype", default="float32", choices=VALUE_DTYPES)
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--warm-up", type=int, default=3, help="repetitions before those that count")
     parser.add_argument("--output", type=Path)

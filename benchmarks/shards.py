@@ -157,13 +157,13 @@ def main() -> None:
             rows = [
                 [
                     name,
-                    f"{1e3 * one['seconds']['median']:.0f}",
-                    " - ".join(f"{1e3 * quartile:.0f}" for quartile in one["seconds"]["quartiles"]),
-                    f"{one['ratio']:.2f}",
-                    f"{one['bytes']['median']:,.0f}",
-                    f"{one['density']['median']:.3%}",
+                    f"{1e3 * result['seconds']['median']:.0f}",
+                    " - ".join(f"{1e3 * quartile:.0f}" for quartile in result["seconds"]["quartiles"]),
+                    f"{result['ratio']:.2f}",
+                    f"{result['bytes']['median']:,.0f}",
+                    f"{result['density']['median']:.3%}",
                 ]
-                for name, one in methods.items()
+                for name, result in methods.items()
             ]
             print(f"\n2 replicas of 2 ranks, {rate}")
             print(

@@ -42,13 +42,12 @@ what is selected, handed to the hooks directly; only the first of the models.
 import argparse
 import json
 import re
-import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.network_lab import NetworkLab, Workers
+from benchmarks.network_lab import NetworkLab, on_loopback
 from benchmarks.payload import read_results
 
 UNSHAPED = "unshaped"
@@ -94,16 +93,9 @@ class Hosts:
         if self.lab is not None:
             self.lab.shape(None if rate == UNSHAPED else rate)
             return read_results(self.lab.run(command, timeout, env=self.variables)[:1])[0]
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = str(free.getsockname()[1])
-        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"} | self.variables
         hosts, each = (1, self.count) if self.on_gpus else (self.count, 1)
-        workers = Workers([command] * hosts, each, variables, pin=not self.on_gpus, echo=False)
-        status = workers.wait(timeout)
-        outputs = ["".join(lines) for lines in workers.lines]
-        if workers.failed_rank is not None:
-            raise RuntimeError(f"Rank {workers.failed_rank} ended with {status=}:\n{outputs[workers.failed_rank]}")
-        return read_results(outputs[:1])[0]
+        workers = on_loopback(command, hosts, each, self.variables, pin=not self.on_gpus)
+        return read_results(workers.outputs(timeout)[:1])[0]
 
 
 def measure(hosts: Hosts, model: str, rate: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -138,8 +130,8 @@ def measure(hosts: Hosts, model: str, rate: str, options: argparse.Namespace) ->
 def relate(methods: dict[str, Any]) -> None:
     """Adds each method's ratio to the floor of the same run, of medians."""
     floor = methods[FLOOR]["seconds"]["median"]
-    for one in methods.values():
-        one |= {"floor_seconds": floor, "ratio": one["seconds"]["median"] / floor}
+    for result in methods.values():
+        result |= {"floor_seconds": floor, "ratio": result["seconds"]["median"] / floor}
 
 
 def reason_of(error: Exception) -> str:
@@ -150,23 +142,23 @@ def reason_of(error: Exception) -> str:
 
 
 def show(model: str, rate: str, found: dict[str, Any], options: argparse.Namespace) -> None:
-    """Prints the table of one model at one rate."""
+    """Prints the table of one model at result rate."""
     print(f"\n{model}, {found['parameters']:,} parameters, {options.hosts} hosts, {rate}")
     rows, failures = [], []
-    for method, one in found["methods"].items():
-        if "failure" in one:
-            failures.append(f"{method} does not run here: {one['failure']}")
+    for method, result in found["methods"].items():
+        if "failure" in result:
+            failures.append(f"{method} does not run here: {result['failure']}")
             continue
-        median, (low, high) = one["seconds"]["median"], one["seconds"]["quartiles"]
+        median, (low, high) = result["seconds"]["median"], result["seconds"]["quartiles"]
         cells = [method, f"{1e3 * median:.1f}", f"{1e3 * low:.1f} - {1e3 * high:.1f}"]
-        cells += [] if options.exchange_only else [f"{one['ratio']:.3f}"]
-        if "density" in one:
-            density = one["density"]["mean"]
+        cells += [] if options.exchange_only else [f"{result['ratio']:.3f}"]
+        if "density" in result:
+            density = result["density"]["mean"]
             density_of, _, every = method.partition("_every_")
             aimed = float(density_of.rpartition("_")[2]) * int(every or 1)
             cells.append(f"{density:.4%}{'' if abs(density / aimed - 1) <= TOLERATED else '!'}")
-            cells.append(f"{one['payload_bytes']['median']:,.0f}")
-            cells += [] if options.exchange_only else [one["steps_with_more_collectives"]]
+            cells.append(f"{result['payload_bytes']['median']:,.0f}")
+            cells += [] if options.exchange_only else [result["steps_with_more_collectives"]]
         rows.append(cells)
     head = ["", "ms", "quartiles", *([] if options.exchange_only else ["x floor"]), "density", "payload bytes"]
     head += [] if options.exchange_only else ["second rounds"]
@@ -192,7 +184,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="by default in benchmarks/results")
     options = parser.parse_args()
     for name in ("models", "methods", "rates"):  # with commas as well as spaces between them
-        setattr(options, name, [one for text in getattr(options, name) for one in text.split(",") if one])
+        setattr(options, name, [given for text in getattr(options, name) for given in text.split(",") if given])
     if unknown := set(options.models) - set(MODELS):
         parser.error(f"Unknown models {sorted(unknown)}. Known are {', '.join(MODELS)}.")
     pattern = "|".join([*METHODS[:5], r"(top_k|hard_threshold)_\d+(\.\d+)?", r"drift_\d+(\.\d+)?(_every_\d+)?"])

@@ -89,7 +89,7 @@ def exchange_alone(task: dict[str, Any], device: torch.device) -> dict[str, Any]
                 set_threshold(states[method], threshold)
                 # They leave (−λ, λ) as far beyond as they overshoot, on average.
                 reach = threshold + OVERSHOOT
-                residuals = {name: settled_residual(one.numel(), reach, generator) for one, name in names.items()}
+                residuals = {name: settled_residual(layer.numel(), reach, generator) for layer, name in names.items()}
                 states[method].residuals.load_state_dict(residuals)
 
     def exchange(method: str) -> float:

@@ -187,7 +187,7 @@ class Trainee:
         threshold = sqrt(self.squared_gradient_norm(self.module.no_sync) / (density * elements))
         set_threshold(self.state, threshold)
         layers = self.module.module.named_parameters()
-        residuals = {name: settled_residual(one.numel(), threshold, self.generator) for name, one in layers}
+        residuals = {name: settled_residual(layer.numel(), threshold, self.generator) for name, layer in layers}
         self.state.residuals.load_state_dict(residuals)
 
     def squared_gradient_norm(self, without_exchange: Callable[[], Any]) -> float:
@@ -207,7 +207,7 @@ class Trainee:
         assert self.state is not None
         set_threshold(self.state, factor * self.state.sparsifier.current_threshold)
         residuals = self.state.residuals.state_dict()
-        self.state.residuals.load_state_dict({name: one.mul_(factor) for name, one in residuals.items()})
+        self.state.residuals.load_state_dict({name: residual.mul_(factor) for name, residual in residuals.items()})
 
     def _mean(self, name: str) -> float:
         return statistics.fmean(float(row[name]) for row in self.logged)

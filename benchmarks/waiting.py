@@ -110,7 +110,7 @@ def main() -> None:
     rows = []
     for method in options.methods:
         medians = {situation: 1e3 * found[method]["median"] for situation, found in results.items()}
-        more = [f"{one:.1f} (+{one - medians['even']:.1f})" for name, one in medians.items() if name != "even"]
+        more = [f"{median:.1f} (+{median - medians['even']:.1f})" for name, median in medians.items() if name != "even"]
         rows.append([method, f"{medians['even']:.1f}", *more])
     print(report.table(["ms a step", *results], rows))
     report.write(options, results)

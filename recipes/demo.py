@@ -67,7 +67,7 @@ def read(folder: Path) -> Run:
     """Returns the scalars of the one TensorBoard run below a folder."""
     found = sorted(folder.rglob("events.out.tfevents.*"))
     if len(found) != 1:
-        told = ", ".join(one.parent.name for one in found) or "none"
+        told = ", ".join(file.parent.name for file in found) or "none"
         sys.exit(f"{folder} must hold one run, and holds {len(found)} ({told}). Take away what does not belong there.")
     (event_file,) = found
     events = EventAccumulator(str(event_file), size_guidance={"scalars": 0})

@@ -21,7 +21,7 @@ READ_TIMEOUT_SECONDS = 30.0
 CHUNK_BYTES = 1 << 16
 
 
-def fetch(url: str, path: Path, *, md5: str | None = None, user_agent: str | None = None) -> Path:
+def fetch(url: str, path: Path, *, md5: str | None = None) -> Path:
     """Returns ``path`` once the file is there, whole and right; fetches it from ``url`` only if it is not there.
 
     1. A file that is there is taken if its md5 is right (without ``md5``: as it is), without a connection.
@@ -38,7 +38,6 @@ def fetch(url: str, path: Path, *, md5: str | None = None, user_agent: str | Non
         url: where the file is, http or https.
         path: where to put it; missing folders are made.
         md5: of the whole file, in hexadecimal.
-        user_agent: how to call ourselves to the server.
 
     Raises:
         MissingDataError: the file could not be fetched, or is there and is not the right one. One line that says which
@@ -52,7 +51,7 @@ def fetch(url: str, path: Path, *, md5: str | None = None, user_agent: str | Non
                 # It may have come while this process waited for the lock.
                 if not path.exists():
                     if md5 is None or _md5(part) != md5:
-                        _complete(url, file, md5, user_agent or USER_AGENT)
+                        _complete(url, file, md5)
                     os.fsync(file.fileno())
                     part.replace(path)
                     _version_file(part).unlink(missing_ok=True)
@@ -95,7 +94,7 @@ def _locked(part: Path) -> Iterator[BinaryIO]:
                 return
 
 
-def _complete(url: str, file: BinaryIO, md5: str | None, user_agent: str) -> None:
+def _complete(url: str, file: BinaryIO, md5: str | None) -> None:
     """Fetches what the file lacks; if the result is wrong because of what it began with, the whole of it."""
     if md5 is None and not _version_file(Path(file.name)).exists():
         file.truncate(0)
@@ -103,7 +102,7 @@ def _complete(url: str, file: BinaryIO, md5: str | None, user_agent: str) -> Non
     found = None
     for start in (offset, 0) if offset else (0,):
         try:
-            _download(url, file, start, user_agent)
+            _download(url, file, start)
         except urllib.error.HTTPError as error:
             error.close()
             if start and error.code == 416:  # range not satisfiable: the server's file is shorter than this one
@@ -116,9 +115,9 @@ def _complete(url: str, file: BinaryIO, md5: str | None, user_agent: str) -> Non
     raise HTTPException(f"what the server sends has md5 {found}, expected {md5}")
 
 
-def _download(url: str, file: BinaryIO, offset: int, user_agent: str) -> None:
+def _download(url: str, file: BinaryIO, offset: int) -> None:
     """Appends to the first ``offset`` bytes of the file what follows them, or all of it if the server sends all."""
-    headers = {"User-Agent": user_agent, "Accept-Encoding": "identity"}
+    headers = {"User-Agent": USER_AGENT, "Accept-Encoding": "identity"}
     version_file = _version_file(Path(file.name))
     if offset:
         headers["Range"] = f"bytes={offset}-"

@@ -2,6 +2,39 @@
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from math import ceil
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch.optim.lr_scheduler import LambdaLR
+
+
+def scheduled_by_epoch(module: LightningModule, optimizer: torch.optim.Optimizer) -> OptimizerLRScheduler:
+    """Return an optimizer with the schedule of a module's hyperparameters, for ``configure_optimizers``.
+
+    Args:
+        module: has the hyperparameters ``learning_rate``, ``warmup_from``, ``warmup_epochs`` and ``milestones``.
+        optimizer: its optimizer.
+    """
+    options, epoch_length = module.hparams, steps_per_epoch(module)
+
+    def rate(step: int) -> float:
+        return relative_learning_rate(
+            step / epoch_length,
+            warmup_from=options["warmup_from"] / options["learning_rate"],
+            warmup_epochs=options["warmup_epochs"],
+            milestones=options["milestones"],
+        )
+
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, rate), "interval": "step"}}
+
+
+def steps_per_epoch(module: LightningModule) -> int:
+    """Return the optimizer steps of an epoch of the module's Trainer."""
+    # Reading it makes the Trainer load the training data, without which num_training_batches is still infinite.
+    _ = module.trainer.estimated_stepping_batches
+    return ceil(module.trainer.num_training_batches / module.trainer.accumulate_grad_batches)
 
 
 def relative_learning_rate(
@@ -19,6 +52,8 @@ def relative_learning_rate(
         >>> schedule = dict(warmup_from=1 / 16, warmup_epochs=5, milestones=(150, 250))
         >>> [round(1.6 * relative_learning_rate(epoch, **schedule), 4) for epoch in (0, 2.5, 5, 149.9, 150, 250)]
         [0.1, 0.85, 1.6, 1.6, 0.16, 0.016]
+        >>> relative_learning_rate(0, warmup_from=0.5, warmup_epochs=0, milestones=())
+        1.0
     """
     if epoch < warmup_epochs:
         return warmup_from + (1 - warmup_from) * epoch / warmup_epochs

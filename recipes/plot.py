@@ -27,10 +27,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m recipes.plot", description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="LABEL=FOLDER", type=labelled_folder)
     parser.add_argument("--output", type=Path, required=True, help="the picture to write, for example curves.png")
-    parser.add_argument("--title", default="")
     arguments = parser.parse_args()
     runs = {label: read(folder) for label, folder in arguments.runs}
-    draw(runs, arguments.title).savefig(arguments.output, dpi=120)
+    draw(runs).savefig(arguments.output, dpi=120)
 
 
 def labelled_folder(text: str) -> tuple[str, Path]:
@@ -45,10 +44,9 @@ def labelled_folder(text: str) -> tuple[str, Path]:
     return label, Path(folder)
 
 
-def draw(runs: dict[str, Run], title: str = "") -> Figure:
+def draw(runs: dict[str, Run]) -> Figure:
     """Returns one row of axes per scalar, one colour per run: each step in pale, the mean of ten in full."""
     figure = Figure(figsize=(8, 6.5), layout="constrained")
-    figure.suptitle(title, fontsize="medium")
     for axes, (name, label, scale) in zip(figure.subplots(len(ROWS), sharex=True), ROWS, strict=True):
         for number, (run_label, run) in enumerate(runs.items()):
             if name in run.values:

@@ -47,9 +47,9 @@ def validate(folder: Path, arguments: list[str]) -> dict[str, dict[str, float]]:
     found = {}
     with tempfile.TemporaryDirectory() as temporary:
         for name, state in variants(saved).items():
-            one = Path(temporary, f"{name}.ckpt")
-            torch.save({**saved, "state_dict": state}, one)
-            command = ["recipes", "validate", f"--config={config}", f"--ckpt_path={one}"]
+            checkpoint = Path(temporary, f"{name}.ckpt")
+            torch.save({**saved, "state_dict": state}, checkpoint)
+            command = ["recipes", "validate", f"--config={config}", f"--ckpt_path={checkpoint}"]
             command += ["--trainer.strategy=auto", "--trainer.devices=1", "--trainer.logger=false"]
             command += ["--trainer.callbacks=null", "--trainer.enable_progress_bar=false"]
             command += [f"--trainer.default_root_dir={temporary}"]

@@ -1,4 +1,4 @@
-"""The part of a checkpoint that a sparse strategy writes: its format, and what a resume says that it loses.
+"""The format of checkpoints, their options, and messages about state that a checkpoint lacks.
 
 All strategies write the same fields under one key, plain containers and tensors that ``weights_only=True`` loads::
 
@@ -6,7 +6,7 @@ All strategies write the same fields under one key, plain containers and tensors
     version         of the format
     world_size      number of workers, or of replicas
     ranks           number of ranks in each replica; 1 if the model is not sharded
-    unsent_norm     sqrt((1/n) Σ_i ‖e_i‖²) of the unsent values that it holds; None where it holds none
+    unsent_norm     sqrt((1/n) Σ_i ‖e_i‖²) of the workers' unsent values; None if they have none or none are saved
     numbers         ``Snapshot.numbers``; None where no state could be saved
     histories       for every rank of a replica its ``Snapshot.history``
     shared          ``Snapshot.shared``, whole tensors
@@ -14,18 +14,26 @@ All strategies write the same fields under one key, plain containers and tensors
     extras          for every rank of a replica a list with every worker's ``Snapshot.extra``
     has_folder      whether ``shared`` and ``workers`` are in the folder ``FOLDER`` instead, written by all ranks
     why_incomplete  None, or why tensors are missing that were asked for
-    seal            see ``lightning_sparse.engine.state.saved_state``
+    seal            see ``lightning_sparse.engine.snapshot``
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor
 
-from lightning_sparse.engine.state.saved_state import DamagedStateError, unsent_norm
+from lightning_sparse.engine.snapshot import DamagedStateError
+from lightning_sparse.engine.transport_options import require_word
+
+ResidualCheckpoint = Literal["full", "mean", "none"]
+OnWorldSizeChange = Literal["mean", "reset", "error"]
+DriftCheckpoint = Literal["full", "mean"]
+OptimizerCheckpoint = Literal["full", "mean", "first"]
 
 KEY = FOLDER = "lightning_sparse"
+SHARED, OPTIMIZERS = "shared", "optimizers"
+"""Names of the tensors that all workers share, and of a worker's optimizer states as nested dicts."""
 VERSION = 1
 WRITERS = {
     "gradients": "a ddp_* or hsdp_* strategy or simulated workers",
@@ -37,34 +45,35 @@ STARTS = {
 }
 UNSENT = {"gradients": "residual", "drifts": "unsent"}
 """The kind of tensors that hold unsent values."""
-UNSENT_WORDS = {"gradients": "residuals", "drifts": "unsent drifts"}
-MOST_LISTED = 8
 
 
-def empty_content(kind: str, world_size: int, ranks: int, why_incomplete: str | None) -> dict[str, Any]:
-    """Return all fields but the seal, without any state."""
-    return {
-        "kind": kind,
-        "version": VERSION,
-        "world_size": world_size,
-        "ranks": ranks,
-        "unsent_norm": None,
-        "numbers": None,
-        "histories": [],
-        "shared": {},
-        "workers": [],
-        "extras": [],
-        "has_folder": False,
-        "why_incomplete": why_incomplete,
-    }
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """Options of checkpoints, which strategies document; those of the other kind of averaging have no effect.
+
+    Args:
+        is_sharded: whether replicas are sharded, for which there are no means.
+
+    Raises:
+        ValueError: a word that is not allowed.
+    """
+
+    residual_checkpoint: ResidualCheckpoint = "full"
+    on_world_size_change: OnWorldSizeChange = "mean"
+    drift_checkpoint: DriftCheckpoint = "full"
+    optimizer_checkpoint: OptimizerCheckpoint = "full"
+    is_sharded: bool = False
+
+    def __post_init__(self) -> None:
+        full = ("full",) if self.is_sharded else ("full", "mean")
+        require_word("residual_checkpoint", self.residual_checkpoint, (*full, "none"))
+        require_word("on_world_size_change", self.on_world_size_change, ("mean", "reset", "error"))
+        require_word("drift_checkpoint", self.drift_checkpoint, ("full", "mean"))
+        require_word("optimizer_checkpoint", self.optimizer_checkpoint, (*full, "first"))
 
 
 def own_content(content: Any, kind: str) -> Mapping[str, Any] | None:
-    """Return what a strategy of this kind saved; None, saying what is lost, for the checkpoint of another one.
-
-    Args:
-        content: what a checkpoint has under ``KEY``; None if it has nothing.
-        kind: of the averaging that resumes.
+    """Return a checkpoint's entry under ``KEY`` if averaging of this kind saved it, else None after a message.
 
     Raises:
         DamagedStateError: no version of this package wrote the content.
@@ -106,14 +115,8 @@ def say_incomplete(kind: str, why: str) -> None:
         rank_zero_warn(f"lightning_sparse: the checkpoint holds no drifts ({why}). {STARTS[kind]}")
 
 
-def warn_of_incomplete(kind: str, why: str, weights: str) -> None:
-    """Warn that a checkpoint is written without tensors of workers.
-
-    Args:
-        kind: of averaging.
-        why: the reason.
-        weights: for drifts, the owner of the weights in the file: ``"anchor's"`` or ``"mean of the workers'"``.
-    """
+def warn_of_incomplete(kind: str, why: str, weights: str = "mean of the workers'") -> None:
+    """Warn that a checkpoint is written without tensors of workers, for drifts with the weights of this owner."""
     if kind == "gradients":
         rank_zero_warn(
             f"lightning_sparse: the checkpoint is written without residuals: {why}. A run that resumes from it begins "
@@ -124,28 +127,3 @@ def warn_of_incomplete(kind: str, why: str, weights: str) -> None:
             f"lightning_sparse: the checkpoint is written with the {weights} weights and without drifts: {why}. It "
             "lacks what workers did since the last exchange, and unsent values."
         )
-
-
-def say_changed_model(lost: Mapping[str, Tensor], new: Sequence[str], what: str) -> None:
-    """Warn of saved parameters that the model no longer has, and of parameters that were not saved.
-
-    Args:
-        lost: unsent values by name.
-        new: names.
-        what: the unsent values, in words.
-    """
-    if not (lost or new):
-        return
-    said = ["lightning_sparse: the model is not the one of the checkpoint."]
-    if lost:
-        norm = unsent_norm([lost])
-        said.append(f"Not in the model, or of another size, so their {what} (norm {norm:.3g}) are lost: {_list(lost)}.")
-    if new:
-        said.append(f"Not in the checkpoint, so their {what} start from zero: {_list(new)}.")
-    rank_zero_warn(" ".join(said))
-
-
-def _list(names: Mapping[str, Tensor] | Sequence[str]) -> str:
-    listed = list(names)
-    more = len(listed) - MOST_LISTED
-    return ", ".join(listed[:MOST_LISTED]) + (f" and {more} more" if more > 0 else "")

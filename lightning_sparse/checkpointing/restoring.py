@@ -7,28 +7,39 @@ from typing import Any
 import torch
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from lightning_sparse.checkpointing.content import (
     FOLDER,
+    OPTIMIZERS,
+    SHARED,
     UNSENT,
-    UNSENT_WORDS,
+    CheckpointOptions,
+    OnWorldSizeChange,
     own_content,
-    say_changed_model,
     say_incomplete,
 )
-from lightning_sparse.checkpointing.options import AnyCheckpointOptions, OnWorldSizeChange
-from lightning_sparse.checkpointing.sources import SHARED, FileSource, FolderSource, Source
+from lightning_sparse.checkpointing.saving import mean_of
 from lightning_sparse.engine.averager import Averager
-from lightning_sparse.engine.messages import warn_of_forgotten
-from lightning_sparse.engine.state.saved_state import require_seal
-from lightning_sparse.engine.state.snapshot import Snapshot
+from lightning_sparse.engine.grouping import as_real, kept_dtype, local, real_numel
+from lightning_sparse.engine.snapshot import (
+    DamagedStateError,
+    Snapshot,
+    Tensors,
+    require_seal,
+    unsent_norm,
+    warn_of_forgotten,
+)
 from lightning_sparse.exchange import raised_together
+from lightning_sparse.exchange.sharded_tensors import like_parameter, own_part, read_folder, shapes_in_folder
+
+MOST_LISTED = 8
 
 
 def restore(
     averagers: Sequence[Averager],
     content: Any,
-    options: AnyCheckpointOptions,
+    options: CheckpointOptions,
     *,
     path: Path | None = None,
     module: Any = None,
@@ -37,9 +48,9 @@ def restore(
     """Replace all state of this process's averagers by a checkpoint's. Collective: all ranks.
 
     Args:
-        averagers: between two steps; one but for simulated workers.
+        averagers: between two steps; several only for simulated workers.
         content: the result of ``collect``, from this strategy or another; None if the checkpoint has no such content.
-        options: how to treat a checkpoint of another number of workers.
+        options: of which ``on_world_size_change`` counts.
         path: of the checkpoint.
         module: the module of sharded optimizers.
         optimizers: sharded optimizers, whose states the content holds for each replica.
@@ -52,37 +63,129 @@ def restore(
             ``on_world_size_change="error"``. On every rank, before anything was loaded.
     """
     first = averagers[0]
-    kind, here = first.kind, first.workers.num_workers
+    num_workers, on_change = first.workers.num_workers, options.on_world_size_change
     with raised_together():
-        saved = own_content(content, kind)
+        saved = own_content(content, first.kind)
         if saved is not None:
             require_seal(saved, but=_parts_of_others(saved, averagers))
-            _require_world_size(saved["world_size"], here, options.on_world_size_change)
+            if saved["world_size"] != num_workers and on_change == "error":
+                raise RuntimeError(
+                    f"The checkpoint is of {saved['world_size']} workers, this run has {num_workers}, and "
+                    "on_world_size_change is 'error'. Start as many workers, or use on_world_size_change='mean', which "
+                    "keeps the pending update."
+                )
     for averager in averagers:
         averager.reset()
     if saved is None:
         return {}
     if saved["numbers"] is None:
-        say_incomplete(kind, saved["why_incomplete"])
+        say_incomplete(first.kind, saved["why_incomplete"])
         return {}
-    is_same = saved["world_size"] == here
-    source = _source(saved, path, kind)
+    is_same = saved["world_size"] == num_workers
+    saved, source = _opened(saved, path, first.kind)
     if not is_same:
-        _say_world_size(first, saved["world_size"], options.on_world_size_change)
+        _say_world_size(first, saved["world_size"], on_change)
+    has_own = is_same or on_change == "mean"
+    if has_own:
+        _say_changed_model(source, first)
+        if first.forgets:
+            warn_of_forgotten(saved["unsent_norm"])
     extra: dict[str, Any] = {}
     for averager in averagers:
-        snapshot = Snapshot(saved["numbers"], _history(saved, averager, is_same=is_same))
-        if source is not None:
-            tells = averager is first
-            kinds = saved["shared"].keys() if is_same else [name for name in saved["shared"] if name != "anchor"]
-            snapshot.shared = {name: _parts(source, (SHARED, name), averager) for name in kinds}
-            if is_same or options.on_world_size_change == "mean":
-                snapshot.own = _own(source, saved, averager, is_same=is_same, tells=tells)
-            extra = snapshot.extra = _extra(saved, averager) if is_same else {}
+        history, extra = _of_rank(saved, averager, is_same=is_same)
+        kinds = [kind for kind in saved["shared"] if is_same or kind != "anchor"]
+        snapshot = Snapshot(saved["numbers"], history, extra=extra)
+        snapshot.shared = {kind: _parts(source, SHARED, kind, averager) for kind in kinds}
+        if has_own and not averager.forgets:
+            snapshot.own = _own(source, averager, is_same=is_same)
         averager.restore(snapshot)
-        if source is not None and is_same and optimizers:
-            source.load_optimizers(averager.workers.rank, module, optimizers)
+    for at, optimizer in enumerate(optimizers):
+        worker = str(first.workers.rank)
+        if is_same and any(f"{name}.".startswith(f"{at}.") for name in source.shapes(worker, OPTIMIZERS)):
+            tree: dict[str, Any] = {str(at): get_optimizer_state_dict(module, optimizer)}
+            source.read(worker, OPTIMIZERS, tree)
+            set_optimizer_state_dict(module, optimizer, tree[str(at)])
     return extra
+
+
+class SavedTensors:
+    """The tensors of a checkpoint: whole in its content, or in a folder. There ``read`` is collective.
+
+    Args:
+        content: of the checkpoint.
+        folder: that all ranks have written.
+
+    Attributes:
+        num_workers: the number of workers whose tensors are saved.
+
+    Raises:
+        FileNotFoundError: the folder is missing.
+    """
+
+    def __init__(self, content: Mapping[str, Any], folder: Path | None = None) -> None:
+        self.num_workers = content["world_size"] if folder is not None else len(content["workers"])
+        self._folder = folder
+        self._held = {SHARED: content["shared"]} | {str(rank): own for rank, own in enumerate(content["workers"])}
+        self._shapes = {} if folder is None else shapes_in_folder(folder)
+
+    def shapes(self, worker: str, kind: str) -> dict[str, torch.Size]:
+        """Return the shape of each tensor by name.
+
+        Args:
+            worker: a worker's number, or ``SHARED``.
+            kind: of the tensors.
+        """
+        prefix = f"{worker}.{kind}."
+        held = self._held.get(worker, {}).get(kind, {})
+        whole = {name: getattr(entry, "shape", torch.Size()) for name, entry in held.items()}
+        parts = {path[len(prefix) :]: shape for path, shape in self._shapes.items() if path.startswith(prefix)}
+        return whole | parts
+
+    def read(self, worker: str, kind: str, tree: dict[str, Any]) -> None:
+        """Fill nested containers in place with this rank's parts of the tensors, and with other saved values."""
+        if self._folder is None:
+            tree |= {name: _filled(entry, self._held[worker][kind][name]) for name, entry in tree.items()}
+            return
+        problem = read_folder({worker: {kind: tree}}, self._folder) if tree else None
+        if problem is not None:
+            raise DamagedStateError(str(self._folder), f"cannot be read ({problem})")
+        with raised_together():
+            for name, tensor in tree.items() if kind in UNSENT.values() else ():
+                if not bool(local(tensor).isfinite().all()):
+                    path = f"{self._folder}, {worker}.{kind}.{name}"
+                    raise DamagedStateError(path, "has values that are NaN or infinite")
+
+
+def _filled(target: Any, saved: Any) -> Any:
+    if isinstance(target, Tensor):
+        if isinstance(saved, Tensor):
+            local(target).copy_(own_part(target, saved).view(local(target).shape))
+        return target
+    if isinstance(target, Mapping) and isinstance(saved, Mapping):
+        return {name: _filled(entry, saved[name]) if name in saved else entry for name, entry in target.items()}
+    return saved
+
+
+def _opened(saved: Mapping[str, Any], path: Path | None, kind: str) -> tuple[Mapping[str, Any], SavedTensors]:
+    """Return the content and its tensors; after a warning without any if they are missing."""
+    if not saved["has_folder"]:
+        has_steps = saved["numbers"]["last_step"] is not None
+        if kind == "gradients" and not saved["workers"] and has_steps:
+            say_incomplete(kind, saved["why_incomplete"] or "residual_checkpoint='none'")
+        return saved, SavedTensors(saved)
+    # A file that was consolidated from a folder has no folder beside it.
+    folder = None if path is None else path / FOLDER
+    try:
+        if folder is not None:
+            return saved, SavedTensors(saved, folder)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    starts = "Residuals start from zero; unsent values are lost."
+    if kind == "drifts":
+        starts = "All begin with the checkpoint's weights as the anchor; each worker's own state is lost."
+    rank_zero_warn(f"lightning_sparse: the checkpoint's folder {folder or FOLDER} is missing. {starts}")
+    saved = {**saved, "shared": {}, "workers": [], "extras": []}
+    return saved, SavedTensors(saved)
 
 
 def _parts_of_others(saved: Mapping[str, Any], averagers: Sequence[Averager]) -> tuple[str, ...]:
@@ -91,17 +194,8 @@ def _parts_of_others(saved: Mapping[str, Any], averagers: Sequence[Averager]) ->
     held = saved.get("workers")
     if saved.get("world_size") != count or not isinstance(held, list) or len(held) != count:
         return ()
-    ranks = range(averagers[0].replica.num_workers)
-    places = ["workers", *(f"extras/{rank}" for rank in ranks)]
+    places = ["workers", *(f"extras/{rank}" for rank in range(averagers[0].replica.num_workers))]
     return tuple(f"{place}/{rank}" for place in places for rank in range(count) if rank not in own)
-
-
-def _require_world_size(saved: int, now: int, on_world_size_change: OnWorldSizeChange) -> None:
-    if saved != now and on_world_size_change == "error":
-        raise RuntimeError(
-            f"The checkpoint is of {saved} workers, this run has {now}, and on_world_size_change is 'error'. Start as "
-            "many workers, or use on_world_size_change='mean', which keeps the pending update."
-        )
 
 
 def _say_world_size(averager: Averager, saved: int, on_world_size_change: OnWorldSizeChange) -> None:
@@ -117,90 +211,63 @@ def _say_world_size(averager: Averager, saved: int, on_world_size_change: OnWorl
         rank_zero_info(f"lightning_sparse: the number of workers is {now} instead of {saved}: {becomes}.")
 
 
-def _source(saved: Mapping[str, Any], path: Path | None, kind: str) -> Source | None:
-    """Return where tensors are; None, saying so, if there are none."""
-    if saved["has_folder"]:
-        # A file that was consolidated from a folder has no folder beside it.
-        folder = None if path is None else path / FOLDER
-        try:
-            if folder is not None:
-                return FolderSource(folder)
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        starts = "Residuals start from zero; unsent values are lost."
-        if kind == "drifts":
-            starts = "All begin with the checkpoint's weights as the anchor; each worker's own state is lost."
-        rank_zero_warn(f"lightning_sparse: the checkpoint's folder {folder or FOLDER} is missing. {starts}")
-        return None
-    has_steps = saved["numbers"]["last_step"] is not None
-    if kind == "gradients" and not saved["workers"] and has_steps:
-        say_incomplete(kind, saved["why_incomplete"] or "residual_checkpoint='none'")
-    return FileSource(saved)
-
-
-def _history(saved: Mapping[str, Any], averager: Averager, *, is_same: bool) -> dict[str, Any]:
-    """Return what is known of the exchange if there were as many workers, and of the sparsifier for the same shards."""
+def _of_rank(saved: Mapping[str, Any], averager: Averager, *, is_same: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return this rank's history and extra values, as far as they fit the numbers of workers and of ranks."""
     if saved["ranks"] != averager.replica.num_workers:
-        return {}
+        return {}, {}
     history: dict[str, Any] = saved["histories"][averager.replica.rank]
-    return history if is_same else {"sparsifier": history["sparsifier"]}
+    if not is_same:
+        return {"sparsifier": history["sparsifier"]}, {}
+    extras = saved["extras"][averager.replica.rank] if saved["extras"] else {}
+    return history, extras[averager.workers.rank] if extras else {}
 
 
-def _extra(saved: Mapping[str, Any], averager: Averager) -> dict[str, Any]:
-    if saved["ranks"] != averager.replica.num_workers or not saved["extras"]:
-        return {}
-    extra: dict[str, Any] = saved["extras"][averager.replica.rank][averager.workers.rank]
-    return extra
-
-
-def _own(
-    source: Source, saved: Mapping[str, Any], averager: Averager, *, is_same: bool, tells: bool
-) -> dict[str, dict[str, Tensor]]:
+def _own(source: SavedTensors, averager: Averager, *, is_same: bool) -> Tensors:
     """Return a worker's own tensors, or the mean of the unsent ones over all workers of the checkpoint."""
-    unsent = UNSENT[averager.kind]
-    count = saved["world_size"] if saved["has_folder"] else len(saved["workers"])
-    rank = averager.workers.rank
-    wanted = [rank] if is_same and count == averager.workers.num_workers else list(range(count))
-    if tells and (wanted or averager.kind == "drifts"):
-        _say_changed_model(source, wanted[0] if wanted else 0, averager)
-    if averager.forgets:
-        warn_of_forgotten(saved["unsent_norm"])
-    if averager.forgets or not wanted:
+    own, unsent = str(averager.workers.rank), UNSENT[averager.kind]
+    is_own = is_same and source.num_workers == averager.workers.num_workers
+    workers = [own] if is_own else [str(worker) for worker in range(source.num_workers)]
+    parts = [_parts(source, worker, unsent, averager) for worker in workers]
+    if not parts:
         return {}
-    own = {unsent: _mean([_parts(source, (str(worker), unsent), averager) for worker in wanted])}
-    if is_same and averager.kind == "drifts":
-        own["weights"] = _parts(source, (str(rank), "weights"), averager)
-    return own
+    mean = parts[0] if len(parts) == 1 else mean_of(parts)
+    return {unsent: mean, "weights": _parts(source, own, "weights", averager) if is_same else {}}
 
 
-def _parts(source: Source, place: tuple[str, str], averager: Averager) -> dict[str, Tensor]:
-    """Return this rank's parts of the saved tensors that still have their parameter's size."""
-    sizes = source.sizes(place)
-    fitting = {
-        name: parameter for name, parameter in averager.parameters.items() if sizes.get(name) == _size(parameter)
-    }
-    return source.parts(place, fitting)
+def _parts(source: SavedTensors, worker: str, kind: str, averager: Averager) -> dict[str, Tensor]:
+    """Return this rank's parts, flat, of the saved tensors that still have their parameter's size."""
+    shapes = source.shapes(worker, kind)
+    parts = {}
+    for name, parameter in averager.parameters.items():
+        if name in shapes and shapes[name].numel() == real_numel(parameter):
+            held = as_real(local(parameter))
+            dtype = held.dtype if kind == "weights" else kept_dtype(parameter)
+            parts[name] = like_parameter(parameter, torch.empty(held.numel(), dtype=dtype, device=held.device))
+    source.read(worker, kind, parts)
+    return {name: local(part).flatten() for name, part in parts.items()}
 
 
-def _size(parameter: Tensor) -> int:
-    return parameter.numel() * (2 if parameter.is_complex() else 1)
+def _say_changed_model(source: SavedTensors, averager: Averager) -> None:
+    """Warn of saved parameters that the model no longer has, and of parameters that were not saved."""
+    unsent = source.shapes("0", UNSENT[averager.kind])
+    sizes = {name: shape.numel() for name, shape in (unsent or source.shapes(SHARED, "anchor")).items()}
+    held = {name: real_numel(parameter) for name, parameter in averager.parameters.items()}
+    lost = [name for name, size in sizes.items() if held.get(name) != size]
+    new = [name for name in averager.parameter_sizes if sizes.get(name) != held[name]]
+    values = {name: torch.zeros(unsent[name]) for name in lost if name in unsent}
+    source.read("0", UNSENT[averager.kind], values)
+    if not sizes or not (lost or new):
+        return
+    what = {"gradients": "residuals", "drifts": "unsent drifts"}[averager.kind]
+    said = ["lightning_sparse: the model is not the one of the checkpoint."]
+    if lost:
+        norm = unsent_norm([values])
+        said.append(f"Not in the model, or of another size, so their {what} (norm {norm:.3g}) are lost: {_list(lost)}.")
+    if new:
+        said.append(f"Not in the checkpoint, so their {what} start from zero: {_list(new)}.")
+    rank_zero_warn(" ".join(said))
 
 
-def _say_changed_model(source: Source, worker: int, averager: Averager) -> None:
-    unsent = (str(worker), UNSENT[averager.kind])
-    sizes = source.sizes(unsent)
-    known = sizes or source.sizes((SHARED, "anchor"))
-    held = {name: _size(parameter) for name, parameter in averager.parameters.items()}
-    lost = [name for name, size in known.items() if held.get(name) != size]
-    new = [name for name in averager.parameter_sizes if known.get(name) != held[name]]
-    values = source.whole(unsent, [name for name in lost if name in sizes])
-    say_changed_model({name: values.get(name, torch.zeros(1)) for name in lost}, new, UNSENT_WORDS[averager.kind])
-
-
-def _mean(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    if len(parts) == 1:
-        return dict(parts[0])
-    names = [name for name in parts[0] if all(name in part for part in parts)]
-    return {
-        name: torch.stack([part[name].double() for part in parts]).mean(0).to(parts[0][name].dtype) for name in names
-    }
+def _list(names: list[str]) -> str:
+    more = len(names) - MOST_LISTED
+    return ", ".join(names[:MOST_LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -5,17 +5,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
-from lightning.pytorch.strategies import Strategy
+from lightning.fabric.plugins import TorchCheckpointIO
 from typing_extensions import override
 
 
 class WholeFileCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint beside its place and puts it there when it is whole, so that a kill leaves the one before.
+    """Writes a checkpoint beside its place and renames it when it is complete, so that a kill leaves the old one.
 
-    Lightning's own writes below TMPDIR and moves the file. From another file system that is a copy over the former
-    checkpoint of that name, and a kill in its middle leaves neither. Addresses such as ``s3://…`` go its way.
+    Lightning writes below TMPDIR and moves the file. From another file system that copies over the old checkpoint, and
+    a kill in the middle leaves neither. Addresses such as ``s3://…`` are left to Lightning.
     """
 
     @override
@@ -23,51 +21,20 @@ class WholeFileCheckpointIO(TorchCheckpointIO):
         if "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        folder, name = os.path.split(path)
-        part = os.path.join(folder, f".{name}.part")
+        part = part_of(Path(path))
         super().save_checkpoint(checkpoint, part, storage_options)
         os.replace(part, path)
 
 
-class WholeFiles(Strategy):
-    """A strategy whose files are written whole: in place of no plugin for that, or inside of one that wraps another."""
-
-    _reads_folders = False
-
-    @override
-    def load_checkpoint(self, checkpoint_path: str | Path, *others: Any, **options: Any) -> dict[str, Any]:
-        # The further arguments differ between versions of Lightning.
-        if not self._reads_folders and Path(checkpoint_path).is_dir():
-            raise ValueError(
-                f"The checkpoint {str(checkpoint_path)!r} is a folder, and {type(self).__name__} reads files. Folders "
-                "come from hsdp_* and local_hsdp_* strategies: resume with one of these, or have it save one file, "
-                "save_distributed_checkpoint=False."
-            )
-        return super().load_checkpoint(checkpoint_path, *others, **options)
-
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        if self._checkpoint_io is None:
-            self._checkpoint_io = WholeFileCheckpointIO()
-        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
-            self._checkpoint_io.checkpoint_io = WholeFileCheckpointIO()  # keeps to what the user has put inside, if any
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
-
-
 def part_of(path: Path) -> Path:
-    """Returns the folder in which a checkpoint becomes whole that is a folder."""
+    """Return the temporary name of a checkpoint that is a folder, while ranks write it."""
     return path.with_name(f".{path.name}.part")
 
 
 def put_in_place(path: Path) -> None:
-    """Gives a checkpoint that is whole its name, and removes the one before; does nothing where there is none.
+    """Give a complete folder its name and remove the old checkpoint; do nothing if there is no such folder.
 
-    A kill leaves one of the two, in the instant when they change places both: ``.NAME.whole`` and ``.NAME.old``.
+    A kill leaves one of the two, or both between the renames: ``.NAME.whole`` and ``.NAME.old``.
     """
     whole, old = (path.with_name(f".{path.name}.{ending}") for ending in ("whole", "old"))
     shutil.rmtree(whole, ignore_errors=True)

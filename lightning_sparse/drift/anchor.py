@@ -1,30 +1,39 @@
-"""The anchor: the weights that all workers share, beside which each worker's own have drifted."""
+"""The anchor: the weights that all workers share, and the outer optimizer that moves it."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_sparse.engine.grouping import as_real, kept_dtype, local
-from lightning_sparse.engine.parameter_bucket import ParameterBucket, bucketed
+from lightning_sparse.engine.grouping import ParameterBucket, as_real, local
+from lightning_sparse.engine.snapshot import Tensors
+
+PREFIX = "outer."
+"""Begins the kinds of the outer optimizer's tensors in a ``Snapshot``."""
 
 
 @dataclass
 class AnchorBucket(ParameterBucket):
-    """Parameters, and the flat tensors that belong to them; all of shape (layout.num_elements,).
+    """Parameters and their flat tensors, all of shape (layout.num_elements,).
 
     Attributes:
         anchor: x, the same bits on all workers: float32, or float64 where parameters are.
-        drift: where x − θ is formed, and after it the average.
+        drift: holds x − θ, and after the exchange the average.
         kept: unsent values.
-        zeros: as many, or more.
     """
 
-    anchor: Tensor
-    drift: Tensor
-    kept: Tensor
-    zeros: Tensor
+    anchor: Tensor = field(init=False)
+    drift: Tensor = field(init=False)
+    kept: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.anchor, self.drift, self.kept = (self.zeros() for _ in range(3))
+        self.read(self.anchor)
 
     def read(self, out: Tensor) -> Tensor:
         """Copy the parameters into a flat tensor, each in the order of its indices."""
@@ -38,50 +47,122 @@ class AnchorBucket(ParameterBucket):
 
     @torch.no_grad()
     def form_drift(self) -> None:
-        """Make ``drift`` x − θ."""
-        if self.anchor.device.type == "cpu":  # what counts is how often memory is passed
-            parts = (self.shaped_parts(self.anchor), self._thetas(), self.shaped_parts(self.drift))
-            for x, theta, drift in zip(*parts, strict=True):
-                torch.sub(x, theta, out=drift)
-        else:  # the number of launches
+        """Set ``drift`` to x − θ."""
+        if self.anchor.device.type == "cpu":  # fewer passes over memory
+            self._anchor_less(self._thetas(), self.shaped_parts(self.drift))
+        else:  # fewer launches
             torch.sub(self.anchor, self.read(self.drift), out=self.drift)
 
     @torch.no_grad()
-    def write_less(self, kept: Tensor) -> None:
-        """Make the parameters x less a flat tensor of the same layout."""
+    def write_anchor_less_kept(self) -> None:
+        """Set the parameters to x − e."""
         if self.anchor.device.type == "cpu":
-            parts = (self.shaped_parts(self.anchor), self._thetas(), self.shaped_parts(kept))
-            for x, theta, part in zip(*parts, strict=True):
-                torch.sub(x, part, out=theta)
+            self._anchor_less(self.shaped_parts(self.kept), self._thetas())
         else:
-            self.write(torch.sub(self.anchor, kept, out=self.drift))
+            self.write(torch.sub(self.anchor, self.kept, out=self.drift))
+
+    def _anchor_less(self, subtrahends: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+        for x, subtrahend, difference in zip(self.shaped_parts(self.anchor), subtrahends, out, strict=True):
+            torch.sub(x, subtrahend, out=difference)
 
     def _thetas(self) -> list[Tensor]:
         return [as_real(local(parameter)) for parameter in self.parameters]
 
 
-def lay_out(parameters: Mapping[str, Tensor], first_index: int = 0) -> list[AnchorBucket]:
-    """Return buckets for parameters, with anchors that are what they are now.
+def drifting(named: Mapping[str, Tensor], *, but: Collection[str] = ()) -> dict[str, Tensor]:
+    """Return the parameters that training changes, apart from those with the given names."""
+    return {
+        name: parameter
+        for name, parameter in named.items()
+        if parameter.requires_grad and parameter.numel() and name not in but
+    }
 
-    Args:
-        parameters: by name, in the same order on all workers.
-        first_index: of the first bucket.
+
+def outer_state(outer: Optimizer | None, buckets: Sequence[AnchorBucket]) -> tuple[Tensors, dict[str, Any]]:
+    """Return an outer optimizer's tensors, and its kind and numbers.
+
+    Tensors as large as the anchor are flat views by ``PREFIX`` + key and by name. All else is a number: a copy by name
+    and key, under ``"numbers"``.
     """
-    buckets: list[AnchorBucket] = []
-    zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-    for bucket in bucketed(parameters, first_index, kept_dtype):
-        first = local(bucket.parameters[0])
-        size, dtype, device = bucket.layout.num_elements, kept_dtype(first), first.device
-        if zeros.get((dtype, device), torch.empty(0)).numel() < size:
-            zeros[dtype, device] = torch.zeros(size, dtype=dtype, device=device)
-        anchor, drift, kept = (torch.zeros(size, dtype=dtype, device=device) for _ in range(3))
-        buckets.append(AnchorBucket(**vars(bucket), anchor=anchor, drift=drift, kept=kept, zeros=anchor))
-        buckets[-1].read(anchor)
+    tensors: Tensors = {}
+    numbers: dict[str, dict[str, Any]] = {}
+    for bucket in buckets if outer is not None else ():
+        assert outer is not None
+        for key, value in outer.state.get(bucket.anchor, {}).items():
+            if isinstance(value, Tensor) and value.shape == bucket.anchor.shape:
+                tensors.setdefault(PREFIX + key, {}).update(bucket.by_name(value))
+            else:
+                number = value.cpu().clone() if isinstance(value, Tensor) else value
+                for name in bucket.layout.names:
+                    numbers.setdefault(name, {})[key] = number
+    return tensors, {"kind": _kind_of(outer), "numbers": numbers}
+
+
+def load_outer(
+    outer: Optimizer | None,
+    buckets: Sequence[AnchorBucket],
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    saved: Mapping[str, Any],
+) -> None:
+    """Load the results of ``outer_state``; missing parts of a tensor become zero.
+
+    Ignores tensors without ``PREFIX``. Warns, and loads nothing, if the state is of another kind of optimizer.
+    """
+    now = _kind_of(outer)
+    if saved["kind"] is not None and saved["kind"] != now:
+        rank_zero_warn(
+            f"lightning_sparse: the checkpoint's outer optimizer is {saved['kind']}, that of now "
+            f"{'none' if now is None else now + ', which begins anew'}: what the other has gathered is dropped."
+        )
+        return
+    if outer is None:
+        return
+    outer.state.clear()
     for bucket in buckets:
-        bucket.zeros = zeros[bucket.anchor.dtype, bucket.anchor.device]
-    return buckets
+        state: dict[str, Any] = {}
+        for name in bucket.layout.names:
+            for key, value in saved["numbers"].get(name, {}).items():
+                state.setdefault(key, value.clone() if isinstance(value, Tensor) else value)
+        for kind, of_names in tensors.items():
+            if kind.startswith(PREFIX) and of_names.keys() & set(bucket.layout.names):
+                flat = state[kind.removeprefix(PREFIX)] = torch.zeros_like(bucket.anchor)
+                for name, part in bucket.by_name(flat).items():
+                    if name in of_names and of_names[name].numel() == part.numel():
+                        part.copy_(of_names[name])
+        if state:
+            outer.state[bucket.anchor] = state
 
 
-def drifting(named: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the parameters that training moves, each once."""
-    return {name: parameter for name, parameter in named if parameter.requires_grad and parameter.numel()}
+def _kind_of(outer: Optimizer | None) -> str | None:
+    return None if outer is None else type(outer).__qualname__
+
+
+_owners = WeakTensorKeyDictionary()
+"""The ``WeightOwnership`` of each weight."""
+
+
+class WeightOwnership:
+    """An averager's right to step, until it is closed or another averager takes any of its weights."""
+
+    def __init__(self) -> None:
+        self._why_not: str | None = None
+
+    def take(self, weights: Iterable[Tensor]) -> None:
+        """Take weights; their previous owners must not step any more."""
+        for weight in weights:
+            before = _owners.get(weight)  # type: ignore[no-untyped-call]
+            if before is not None and before is not self:
+                before._why_not = (
+                    "Another averager has been made for the same weights since, and the two would undo each other's "
+                    "work. Make one averager for a model, and call step() of the newest."
+                )
+            _owners[weight] = self
+
+    def close(self) -> None:
+        """Give the right up for good."""
+        self._why_not = "The averager was closed: what has drifted since would stay each worker's own. Make a new one."
+
+    def require(self) -> None:
+        """Raise RuntimeError if the averager must not step."""
+        if self._why_not is not None:
+            raise RuntimeError(self._why_not)

@@ -1,15 +1,14 @@
-"""Every worker steps its own optimizer; what is exchanged is how far its weights have drifted from what all share.
+"""Local training: every worker steps its own optimizer, and workers exchange how far their weights have drifted.
 
 All workers share an anchor x. Every ``every_n_steps`` optimizer steps, on worker i::
 
-    p_i = x − θ_i                    its drift: what it did on its own, and what it has not sent yet
+    p_i = x − θ_i                    its drift: its own progress and its unsent values
     sent_i = p_i where |p_i| >= λ    e_i = p_i − sent_i
     x ← x − outer((1/n) Σ_j sent_j)  the same bits on all workers
-    θ_i ← x − e_i                    nobody waits for what it has not sent
+    θ_i ← x − e_i                    unsent values stay in the worker's own weights
 
-So after an exchange no worker's weight is λ or more from the anchor, and nothing is lost: what was not sent is in the
-worker's own weights. A threshold on gradients hands Adam rare large lumps, which it normalises away; here Adam sees its
-own worker's gradients as they come.
+So after an exchange no worker's weight is λ or more from the anchor, and nothing is lost. A threshold on gradients
+gives Adam rare large values, which it normalises away; here Adam sees its own worker's gradients as they come.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,14 +25,11 @@ from lightning_sparse.drift.anchor import drifting
 from lightning_sparse.drift.drift_exchange import DriftExchange
 from lightning_sparse.drift.observed_steps import LOST_STEP, ObservedSteps
 from lightning_sparse.drift.options import DriftOptions
-from lightning_sparse.drift.outer_state import is_of_kind, kind_of, load_outer, outer_by_name
 from lightning_sparse.drift.shared_weights import SharedWeights
-from lightning_sparse.drift.untrained_tensors import ignored_names
+from lightning_sparse.drift.untrained_tensors import ignored_names, named_tensors
 from lightning_sparse.engine import Averager, Engine, warm_up_steps
-from lightning_sparse.engine.averager import BROKEN_OFF
-from lightning_sparse.engine.grouping import as_real, kept_dtype, local, require_one_device
-from lightning_sparse.engine.parameter_bucket import sizes_by_name
-from lightning_sparse.engine.state.snapshot import Snapshot
+from lightning_sparse.engine.grouping import as_real, kept_dtype, local, real_numel, require_one_device
+from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.exchange import (
     OwnGroup,
     SaveBarrier,
@@ -44,14 +40,11 @@ from lightning_sparse.exchange import (
 )
 from lightning_sparse.sparsifiers import Sparsifier
 
-OUTER = "outer."
-"""What the kinds of the outer optimizer's tensors begin with."""
-
 
 class SparseModelAverager(Averager):
     """Local training with a sparse exchange, for a module that is *not* wrapped in DistributedDataParallel.
 
-    Call `step` after every optimizer step, on all workers alike, also where a worker's own step was skipped.
+    Call `step` after every optimizer step, on all workers alike, also if a worker's own step was skipped.
 
     Example::
 
@@ -65,8 +58,8 @@ class SparseModelAverager(Averager):
             validate(model)
 
     Args:
-        module: the model, on its device. All workers take the first one's weights and buffers. Collective.
-        sparsifier: chooses what is sent of drifts, λ in the parameters' own units; copied.
+        module: the model, on its device. All workers take rank 0's weights and buffers. Collective.
+        sparsifier: selects the values of drifts to send, λ in the parameters' own units; copied.
         options: see `DriftOptions`.
         group: the process group; None is the default group.
         per_layer_stats: whether to report density and error of every layer.
@@ -76,7 +69,7 @@ class SparseModelAverager(Averager):
         observed_steps: the steps of optimizers on the module's parameters.
         device: of the module's first parameter.
         own_group: the process group in which drifts are exchanged.
-        shared: what gives the module weights that all workers share.
+        shared: gives the module weights that all workers share.
 
     Raises:
         RuntimeError: workers disagree on the settings or the model (on every worker).
@@ -96,19 +89,17 @@ class SparseModelAverager(Averager):
         group: dist.ProcessGroup | None = None,
         per_layer_stats: bool = False,
     ) -> None:
-        if not isinstance(options, (DriftOptions, type(None))):
-            raise TypeError(f"Expected DriftOptions(every_n_steps=…), for example, got {options!r}.")
-        self.options = DriftOptions() if options is None else options
-        if any(isinstance(one, nn.parallel.DistributedDataParallel) for one in module.modules()):
+        self.options = checked(options)
+        if any(isinstance(part, nn.parallel.DistributedDataParallel) for part in module.modules()):
             raise ValueError("The module is wrapped in DistributedDataParallel, which averages gradients. Unwrap it.")
-        if any(nn.parameter.is_lazy(one) for one in (*module.parameters(), *module.buffers())):
+        if any(nn.parameter.is_lazy(tensor) for tensor in named_tensors(module).values()):
             raise ValueError("The module has parameters that are not initialised. Run a forward pass of it first.")
-        if not self.is_sharded and any(isinstance(one, DTensor) for one in module.parameters()):
+        if not self.is_sharded and any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             raise ValueError(
                 "The module is sharded (fully_shard, or tensor parallelism). For replicas of shards use "
                 "ShardModelAverager(module, mesh['replicate'], …), or LocalHSDPHardThresholdStrategy."
             )
-        weights = drifting(list(module.named_parameters()))
+        weights = drifting(dict(module.named_parameters()))
         if not weights:
             raise ValueError("The module has no parameter that requires a gradient: there is nothing to average.")
         require_one_device(weights)
@@ -121,11 +112,10 @@ class SparseModelAverager(Averager):
                 Engine(sparsifier, self.options, group=self.own_group.group, per_layer_stats=per_layer_stats), weights
             )
             self.save_barrier = SaveBarrier(self.workers)
-            ignored = ignored_names(module)
-            held = [*module.named_parameters(), *module.named_buffers()]
-            self.workers.broadcast([local(one) for name, one in held if name not in ignored])
-        held_here = {name: local(one) for name, one in weights.items()}
-        warm_up_steps(self._engine, {name: one.new_empty(0, dtype=kept_dtype(one)) for name, one in held_here.items()})
+            ignored, held = ignored_names(module), named_tensors(module)
+            self.workers.broadcast([local(tensor) for name, tensor in held.items() if name not in ignored])
+        empty = {name: local(weight).new_empty(0, dtype=kept_dtype(weight)) for name, weight in weights.items()}
+        warm_up_steps(self._engine, empty)
         self._exchange = DriftExchange(module, self._engine, self.options, may_change=not self.is_sharded)
         self.shared = SharedWeights(module, self._exchange, self.workers)
         self.num_steps = 0
@@ -139,7 +129,7 @@ class SparseModelAverager(Averager):
     @property
     def parameter_sizes(self) -> dict[str, int]:
         """By name, how many real numbers this worker exchanges of each parameter."""
-        return sizes_by_name(self._exchange.buckets)
+        return {name: real_numel(local(parameter)) for name, parameter in self._exchange.anchored.items()}
 
     @property
     def is_exchanging(self) -> bool:
@@ -148,8 +138,8 @@ class SparseModelAverager(Averager):
 
     @property
     def is_sent_off(self) -> bool:
-        """Whether something travels that has not been applied."""
-        return self._exchange.is_sent_off
+        """Whether values travel that have not been applied."""
+        return bool(self._exchange.flight)
 
     @property
     def largest_drift(self) -> float:
@@ -157,11 +147,11 @@ class SparseModelAverager(Averager):
         return self._exchange.largest_drift
 
     def own_metrics(self) -> dict[str, float]:
-        """Returns what is logged with the last exchange beside `StepStats`."""
+        """Return the metrics that are logged with the last exchange beside `StepStats`."""
         return {"sparse/largest_drift": self.largest_drift} | super().own_metrics()
 
     def close(self) -> None:
-        """Ends groups of the averager's own. With ``overlap=True`` call `flush` before it, on all workers."""
+        """End the averager's own groups. With ``overlap=True`` call `flush` before it, on all workers."""
         self._exchange.ownership.close()
         self.observed_steps.close()
         self._engine.close()
@@ -171,35 +161,39 @@ class SparseModelAverager(Averager):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def step(self) -> None:
-        """Counts an optimizer step, and exchanges drifts after every ``every_n_steps`` of them. Collective.
+        """Count an optimizer step, and exchange drifts after every ``every_n_steps`` of them. Collective.
 
         Raises:
             RuntimeError: the module has the mean of all workers' weights, and the step would be lost; or the averager
                 was closed, or another has been made for the same weights.
         """
+        self._prepare()
         self._exchange.ownership.require()
         if self.shared.is_shown:
             raise RuntimeError(LOST_STEP)
         self.observed_steps.averager_stepped()
         self.num_steps += 1
         self._exchange.land()
-        if self.num_steps % self.options.every_n_steps:
-            return
-        self._exchange.depart()
-        if not self.options.overlap:
-            self._exchange.land()
+        if self.num_steps % self.options.every_n_steps == 0:
+            self._exchange.depart()
+            if not self.options.overlap:
+                self._exchange.land()
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Applies what is still travelling with ``overlap=True``. Collective."""
+        """Apply values that still travel with ``overlap=True``. Collective."""
+        self._prepare()
         self._exchange.land()
+
+    def _prepare(self) -> None:
+        """Do nothing; a sharded model frees its gathered parameters."""
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Within it all workers have the same weights, the mean of theirs; after it their own again. Collective.
+        """Give all workers the mean of their weights inside the context, and their own after it. Collective.
 
-        For validation, test, predict and what is saved. One dense exchange of weights and floating-point buffers.
-        Within another such block it changes nothing.
+        For validation, test, predict and saving. One dense exchange of weights and floating-point buffers. A nested
+        context changes nothing.
         """
         if self.shared.is_shown:
             yield
@@ -213,19 +207,15 @@ class SparseModelAverager(Averager):
     # State.
 
     def snapshot(self, workers: Workers | None = None) -> Snapshot:
-        """Return this worker's state; weights and buffers only where they differ from those at set-up.
+        """Return this worker's state; weights and buffers only if they differ from those at set-up.
 
-        Args:
-            workers: for a checkpoint that all workers share: the group in which they agree on what has changed.
-                Collective if given, and with ``overlap=True``.
+        Collective with ``overlap=True``, and if ``workers`` are given, who agree on the changed tensors.
         """
         self.flush()
         snapshot = self._engine.snapshot()
-        tensors, numbers = outer_by_name(self._exchange.outer, self._exchange.buckets)
-        snapshot.numbers |= {"num_steps": self.num_steps, "layout": self._exchange.layout}
-        snapshot.numbers["outer"] = {"kind": kind_of(self._exchange.outer), "numbers": numbers}
-        snapshot.shared = {"anchor": self._exchange.views(lambda bucket: bucket.anchor)}
-        snapshot.shared |= {OUTER + key: parts for key, parts in tensors.items()}
+        snapshot.shared, numbers = self._exchange.state()
+        unsent = snapshot.shared.pop("kept")
+        snapshot.numbers |= {"num_steps": self.num_steps} | numbers
         held = self.shared.weights() | self._exchange.untrained.changed(workers) | self.shared.own
         parameters = self.parameters
         names = [name for name in parameters if name in held]
@@ -234,7 +224,7 @@ class SparseModelAverager(Averager):
             names = [name for name, flag in zip(parameters, flags, strict=True) if flag]
         snapshot.own["weights"] = {name: as_real(held.get(name, local(parameters[name]))).reshape(-1) for name in names}
         if not self.options.keep_drift:
-            snapshot.own["unsent"] = self._exchange.views(lambda bucket: bucket.kept)
+            snapshot.own["unsent"] = unsent
         snapshot.extra["buffers"] = {name: held[name] for name in held.keys() - parameters.keys()}
         return snapshot
 
@@ -242,31 +232,26 @@ class SparseModelAverager(Averager):
     def restore(self, snapshot: Snapshot) -> None:
         """Replace all state by a snapshot of another run, as far as it fits the model. Not collective.
 
-        The module keeps the weights that it has, until ``shared.give_back`` gives it its own. Without an anchor in the
-        snapshot these weights are the anchor.
+        The module keeps its current weights until ``shared.give_back`` gives it its own. They become the anchor if the
+        snapshot has none.
         """
         self.reset()
         self._engine.restore(snapshot)
         self.num_steps = snapshot.numbers["num_steps"]
         self._exchange.take_in_as(snapshot.numbers["layout"])
-        self._exchange.copy_by_name(snapshot.shared.get("anchor", {}), lambda bucket: bucket.anchor)
-        outer = snapshot.numbers["outer"]
-        if is_of_kind(self._exchange.outer, outer["kind"]) and self._exchange.outer is not None:
-            tensors = {key[len(OUTER) :]: parts for key, parts in snapshot.shared.items() if key.startswith(OUTER)}
-            load_outer(self._exchange.outer, self._exchange.buckets, tensors, outer["numbers"])
-        unsent = snapshot.own.get("unsent", {})
-        weights = {
-            name: _shaped(flat, local(self.parameters[name]))
-            for name, flat in snapshot.own.get("weights", {}).items()
-            if name in self.parameters and flat.numel() == as_real(local(self.parameters[name])).numel()
-        }
-        if self.options.keep_drift:  # values that another run kept apart belong to the weights
-            for name, held in self.shared.weights().items():
-                if name in unsent and unsent[name].numel() == as_real(held).numel():
-                    weights[name] = weights.get(name, held).to(held.device, copy=True)
-                    as_real(weights[name]).sub_(unsent[name].to(held.device).view(as_real(held).shape))
-        else:
-            self._exchange.copy_by_name(unsent, lambda bucket: bucket.kept)
+        saved, unsent = snapshot.own.get("weights", {}), snapshot.own.get("unsent", {})
+        kept = {} if self.options.keep_drift else {"kept": unsent}
+        self._exchange.load(snapshot.shared | kept, snapshot.numbers["outer"])
+        weights: dict[str, Tensor] = {}
+        for name, parameter in self.parameters.items():
+            held = local(parameter)
+            if name in saved and saved[name].numel() == real_numel(held):
+                weights[name] = torch.empty_like(held, memory_format=torch.contiguous_format)
+                as_real(weights[name]).copy_(saved[name].view(as_real(held).shape))
+            if self.options.keep_drift and name in unsent and unsent[name].numel() == real_numel(held):
+                # Values that another run kept apart belong to the weights.
+                weight = weights.setdefault(name, held.clone())
+                as_real(weight).sub_(unsent[name].to(held.device).view(as_real(held).shape))
         self.shared.set_apart(weights | snapshot.extra.get("buffers", {}))
 
     def reset(self) -> None:
@@ -277,12 +262,9 @@ class SparseModelAverager(Averager):
         self.num_steps = 0
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continue from what ``state_dict`` returned on the worker of the same rank; gives the module its weights.
+        """Continue from the result of ``state_dict`` on the worker of the same rank; gives the module its weights.
 
-        Values that are under way with ``overlap=True`` are dropped.
-
-        Raises:
-            RuntimeError: the state belongs to another rank or another number of workers, or is damaged.
+        Drops values that travel with ``overlap=True``. Raises as `SparseState.load_state_dict` does.
         """
         super().load_state_dict(saved)
         self.shared.give_back()
@@ -292,26 +274,22 @@ class SparseModelAverager(Averager):
         """How often `step` was called."""
         return self.num_steps
 
-    def obstacles(self) -> list[str]:
-        """Return why no weights can be saved at this moment."""
-        return [BROKEN_OFF] if self._exchange.is_changing else []
-
     def anchor(self) -> dict[str, Tensor]:
-        """Returns x by parameter name: the weights' shapes, views of what later exchanges change."""
-        return self._exchange.anchor()
+        """Return x by parameter name: views in the weights' shapes, complex ones as real; exchanges change them."""
+        return self._exchange.anchors()
 
 
-def _shaped(flat: Tensor, like: Tensor) -> Tensor:
-    """Return a copy of flat real numbers with shape, dtype and device of a tensor."""
-    shaped = torch.empty_like(like, memory_format=torch.contiguous_format)
-    as_real(shaped).copy_(flat.view(as_real(shaped).shape))
-    return shaped
+def checked(options: DriftOptions | None) -> DriftOptions:
+    """Return options, or the default for None; raise TypeError for anything else."""
+    if not isinstance(options, (DriftOptions, type(None))):
+        raise TypeError(f"Expected DriftOptions(every_n_steps=…), for example, got {options!r}.")
+    return DriftOptions() if options is None else options
 
 
 def drift_settings(
     module: nn.Module, sparsifier: Sparsifier, options: DriftOptions, per_layer_stats: bool
 ) -> dict[str, Any]:
-    """Returns what must be the same on all workers, as plain values."""
+    """Return the settings that must be the same on all workers, as plain values."""
     versions = {"lightning_sparse": __version__, "torch": str(torch.__version__)}
     own = sparsifier.settings() | options.settings() | {"per_layer_stats": per_layer_stats}
     return parameter_settings(module) | own | versions

@@ -1,4 +1,4 @@
-"""Steps of optimizers on a module that an averager averages, and whether a loop calls ``averager.step()`` for each."""
+"""Steps of optimizers on an averaged module, and whether a loop calls ``averager.step()`` for each."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -10,14 +10,11 @@ from torch.optim import Optimizer
 
 from lightning_sparse.drift.shared_weights import SharedWeights
 from lightning_sparse.engine.optimizer_steps import Arguments, StepObserver, changes_weights
-from lightning_sparse.engine.weak_method import weak_method
 
 MOST_UNSEEN = 20
 """An optimizer's steps without a call before the warning."""
 ENOUGH_CALLS = 40
 """Calls before the warning that there are too many of them."""
-
-
 LOST_STEP = (
     "An optimizer's step while the model has the mean of all workers' weights (in averaged_weights(), in validation) "
     "would be lost: each worker's own weights come back after it. Step before or after."
@@ -25,37 +22,29 @@ LOST_STEP = (
 
 
 class ObservedSteps:
-    """Observes steps, refuses those that would be lost, and passes each on to a strategy or to a ledger.
+    """Refuses steps that would be lost, notifies a strategy of others or counts them, and warns of missing calls.
 
-    Args:
-        module: the model.
-        shared: says whether the model has other weights than the worker's own.
-        may_change: whether layers of the model may be replaced.
+    ``may_change`` tells whether layers of the module may be replaced.
 
     Attributes:
-        on_step: called after each step, where a strategy calls ``averager.step()``; None where the loop calls it.
+        on_step: called after each step if a strategy calls ``averager.step()``; None if the loop calls it.
     """
 
     def __init__(self, module: nn.Module, shared: SharedWeights, *, may_change: bool) -> None:
         self.on_step: Callable[[], None] | None = None
         self._module, self._shared, self._may_change = module, shared, may_change
-        self._ledger = _StepLedger()
         self._ids = {id(parameter) for parameter in module.parameters()}
-        self._observer = StepObserver(
-            weak_method(self.holds_any_of), weak_method(self._before), weak_method(self._after)
-        )
+        self._steps_since_call: Counter[int] = Counter()
+        self._calls = self._idle_calls = self._steps = 0
+        self._has_warned = False
+        self._observer = StepObserver(self.holds_any_of, self._before, self._after)
 
     def close(self) -> None:
-        """Observes no more steps."""
+        """Stop observing steps."""
         self._observer.close()
 
-    def averager_stepped(self) -> None:
-        """Notes a call of ``averager.step()``."""
-        self._observer.forget()
-        self._ledger.averager_stepped()
-
     def holds_any_of(self, param_groups: Iterable[Mapping[str, Any]]) -> bool:
-        """Returns whether an optimizer with these groups steps on parameters of the module."""
+        """Return whether an optimizer with these groups steps on parameters of the module."""
         stepped = {id(parameter) for group in param_groups for parameter in group["params"]}
         if self._may_change and self._ids.isdisjoint(stepped):
             self._ids = {id(parameter) for parameter in self._module.parameters()}  # a layer may be new
@@ -68,33 +57,23 @@ class ObservedSteps:
     def _after(self, optimizer: Optimizer) -> None:
         if self.on_step is not None:
             self.on_step()
-        elif changes_weights(optimizer):
-            self._ledger.optimizer_stepped(optimizer)
-
-
-class _StepLedger:
-    """Counts optimizer steps and calls of ``averager.step()``, and warns once where they do not fit."""
-
-    def __init__(self) -> None:
-        self._since_call: Counter[int] = Counter()
-        self._calls = self._idle_calls = self._steps = 0
-        self._has_warned = False
-
-    def optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """Counts a step of an optimizer on the model's parameters."""
+            return
+        if not changes_weights(optimizer):
+            return
         self._steps += 1
-        self._since_call[id(optimizer)] += 1
-        if self._since_call[id(optimizer)] == MOST_UNSEEN:
+        self._steps_since_call[id(optimizer)] += 1
+        if self._steps_since_call[id(optimizer)] == MOST_UNSEEN:
             self._warn(
                 f"{type(optimizer).__name__} took {MOST_UNSEEN} steps without a call of averager.step(), so workers "
                 "exchange nothing and their weights differ. Call it after each optimizer step"
             )
 
     def averager_stepped(self) -> None:
-        """Counts a call. Without any optimizer's step, as where weights are updated by hand, calls are not judged."""
+        """Count a call of ``averager.step()``. Ignores calls before any optimizer's step: weights updated by hand."""
+        self._observer.forget()
         self._calls += 1
-        self._idle_calls += self._steps > 0 and not self._since_call
-        self._since_call.clear()
+        self._idle_calls += self._steps > 0 and not self._steps_since_call
+        self._steps_since_call.clear()
         if self._calls >= ENOUGH_CALLS and 5 * self._idle_calls >= 2 * self._calls:
             self._warn(
                 f"averager.step() was called {self._calls} times for {self._steps} optimizer steps, and every_n_steps "

@@ -1,28 +1,25 @@
-"""Replicas of a sharded model that step optimizers of their own, and exchange how far their weights have drifted.
+"""Local training of replicas of a sharded model, which exchange how far their weights have drifted.
 
-As local training (`SparseModelAverager`), with a replica of FSDP2 in the place of a worker: gradients are averaged over
-the ranks of a replica, by FSDP2, and its optimizer steps on their shards. Between replicas the ranks that hold the same
-shard exchange the drift of that shard from the anchor that all replicas have.
+A replica of FSDP2 takes the place of a worker in `SparseModelAverager`. Inside a replica, FSDP2 averages gradients and
+the optimizer steps on shards. Between replicas, the ranks that hold the same shard exchange its drift from the anchor.
 """
 
 from dataclasses import replace
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_sparse.drift import DriftOptions, SparseModelAverager
-from lightning_sparse.drift.averager import drift_settings
-from lightning_sparse.engine.sharding.resharded import Resharded, reshard
-from lightning_sparse.engine.sharding.sharding import Sharding
+from lightning_sparse.drift.averager import checked, drift_settings
+from lightning_sparse.engine.sharding import Resharded, Sharding, reshard
 from lightning_sparse.sparsifiers import Dense, Sparsifier
 
 
 class ShardModelAverager(SparseModelAverager):
     """Local training of replicas that ``fully_shard`` shards, with a sparse exchange of their drifts.
 
-    Call `step` after every optimizer step, on all ranks alike. All that `SparseModelAverager` has goes for a replica
-    here; numbers are those of the whole model.
+    Call `step` after every optimizer step, on all ranks alike. A replica takes the place of a worker of
+    `SparseModelAverager`; numbers are those of the whole model.
 
     Example::
 
@@ -31,20 +28,14 @@ class ShardModelAverager(SparseModelAverager):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         options = DriftOptions(every_n_steps=8)
         averager = ShardModelAverager(model, mesh["replicate"], HardThreshold(density=0.01), options)
-        for batch in loader:
-            loss_of(model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            averager.step()
-        with averager.averaged_weights():
-            validate(model)
+        # then as with SparseModelAverager
 
     Args:
-        module: the model, sharded over the ranks of a replica and no further. All replicas take the first one's weights
-            and buffers. Collective: all ranks.
+        module: the model, sharded over the ranks of a replica and no further. All replicas take the first replica's
+            weights and buffers. Collective: all ranks.
         mesh: the dimension of replicas, one rank each, of a mesh of all ranks.
-        sparsifier: chooses what is sent of drifts, λ in the parameters' own units and one for the whole model; copied.
-            A number of coordinates, as of `TopK`, is each shard's own.
+        sparsifier: selects the values of drifts to send, with one λ for the whole model in the parameters' own units;
+            copied. A number of coordinates, as of `TopK`, is each shard's own.
         options: see `DriftOptions`.
         per_layer_stats: whether to report density and error of every layer.
 
@@ -67,9 +58,7 @@ class ShardModelAverager(SparseModelAverager):
         *,
         per_layer_stats: bool = False,
     ) -> None:
-        if not isinstance(options, (DriftOptions, type(None))):
-            raise TypeError(f"Expected DriftOptions(every_n_steps=…), for example, got {options!r}.")
-        options = DriftOptions() if options is None else options
+        options = checked(options)
         if not isinstance(sparsifier, Sparsifier):
             raise TypeError(f"Expected a sparsifier such as HardThreshold(density=0.01), got {sparsifier!r}.")
         reshard(module)
@@ -78,23 +67,10 @@ class ShardModelAverager(SparseModelAverager):
         if sharding.is_alone:
             sparsifier, options = Dense(), replace(options, value_dtype="float32")
         super().__init__(Resharded(module), sparsifier, options, group=sharding.group, per_layer_stats=per_layer_stats)
-        sharding.add_up(self._engine)
+        self._engine.of_whole_model = sharding.of_all_shards
         replica, device = self.replica, self.device  # without self: no reference cycle
         self._exchange.of_whole_model = lambda number: float(replica.gather_numbers([number], device).max())
-        self._whole, self._place_in_world = module, sharding.place
+        self._whole, self.place = module, sharding.place
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    @torch.no_grad()
-    def step(self) -> None:
-        """Counts an optimizer step; exchanges drifts after every ``every_n_steps`` of them. Collective: all ranks."""
+    def _prepare(self) -> None:
         reshard(self._whole)
-        super().step()
-
-    @torch.no_grad()
-    def flush(self) -> None:
-        """Applies what is still travelling with ``overlap=True``. Collective: all ranks."""
-        reshard(self._whole)
-        super().flush()
-
-    def _place(self) -> dict[str, int]:
-        return dict(self._place_in_world)

@@ -1,4 +1,4 @@
-"""The same weights on all workers wherever somebody looks: in validation, in files, at the end."""
+"""The same weights on all workers, for validation, for files and after training."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_sparse.drift.drift_exchange import DriftExchange
+from lightning_sparse.drift.untrained_tensors import fingerprints, named_tensors
 from lightning_sparse.engine.grouping import as_real, local
 from lightning_sparse.exchange import Workers
 
@@ -15,19 +16,14 @@ from lightning_sparse.exchange import Workers
 class SharedWeights:
     """Gives a module the mean of the workers' weights, or the anchor's, and its own back.
 
-    Args:
-        module: this worker's.
-        exchange: of its drifts.
-        workers: all of them.
-
     Attributes:
-        own: by name, this worker's own weights and buffers, kept apart while the module has others; else empty.
+        own: by name, this worker's own weights and buffers while the module has shared ones; else empty.
     """
 
     def __init__(self, module: nn.Module, exchange: DriftExchange, workers: Workers) -> None:
         self._module, self._exchange, self._workers = module, exchange, workers
         self.own: dict[str, Tensor] = {}
-        self._marks_of_all: list[tuple[int, int]] = []
+        self._marks_of_shared: list[tuple[int, int]] = []
 
     @property
     def is_shown(self) -> bool:
@@ -36,132 +32,118 @@ class SharedWeights:
 
     @property
     def was_written_to(self) -> bool:
-        """Whether somebody has changed the weights that all share."""
-        return self.is_shown and self._marks_of_all != self._marks()
+        """Whether the shared weights have been changed."""
+        return self.is_shown and self._marks_of_shared != self._marks()
 
     @torch.no_grad()
     def take_mean(self) -> None:
-        """Gives the module the mean of all workers' weights and buffers, and keeps its own apart. Collective.
-
-        Does nothing where the module has other weights than its own already.
-        """
-        if self.is_shown:
-            return
-        tensors = self._averaged(self._workers)
-        self.own = {name: one.clone() for name, one in tensors.items()}
-        try:
-            self._workers.average(list(tensors.values()))
-        except BaseException:  # a worker died, or Ctrl-C: no mean, and none in part
-            self.give_back()
-            raise
-        self._marks_of_all = self._marks()
+        """Give the module the mean of all workers' weights and buffers, unless it has shared ones. Collective."""
+        if not self.is_shown:
+            self._keep_apart(self.mean(self._workers))
 
     @torch.no_grad()
     def take_anchor(self) -> None:
-        """Gives the module the anchor's weights, and keeps its own apart. Not collective.
-
-        Does nothing where the module has other weights than its own already.
-        """
+        """Give the module the anchor's weights, unless it has shared ones. Not collective."""
         if not self.is_shown:
-            self.own = {name: one.clone() for name, one in self.weights().items()}
-            for bucket in self._exchange.buckets:
-                bucket.write(bucket.anchor)
-            self._marks_of_all = self._marks()
+            self._keep_apart(self.anchor())
+
+    def _keep_apart(self, shared: dict[str, Tensor]) -> None:
+        """Exchange the module's tensors with shared ones, one by one: that needs no memory for both."""
+        held = self._held()
+        for name in list(shared):
+            tensor = shared.pop(name)
+            if name in held and held[name].shape == tensor.shape:
+                self.own[name] = held[name].clone()
+                held[name].copy_(tensor)
+        self._marks_of_shared = self._marks()
 
     @torch.no_grad()
     def give_back(self) -> None:
-        """Gives the module its own weights and buffers back, where it has not."""
+        """Give the module its own weights and buffers back."""
         held = self._held()
         for name, own in self.own.items():
             if name in held and held[name].shape == own.shape:
                 held[name].copy_(own)
-        self.forget_own()
+        self.own = {}
 
     def forget_own(self) -> None:
-        """Leaves the module what it has, for good."""
+        """Leave the module its current weights for good."""
         self.own = {}
 
     def set_apart(self, saved: Mapping[str, Tensor]) -> None:
-        """Leaves the module what it has, and keeps saved weights apart as its own, as far as it still has such."""
+        """Keep saved weights apart as the module's own, as far as they fit; its current weights become shared."""
         held = self._held()
         self.own = {
-            name: one.to(held[name].device)
-            for name, one in saved.items()
-            if name in held and held[name].shape == one.shape
+            name: tensor.to(held[name].device)
+            for name, tensor in saved.items()
+            if name in held and held[name].shape == tensor.shape
         }
-        self._marks_of_all = self._marks()
+        self._marks_of_shared = self._marks()
 
-    # Copies, and a module that has them without having been written to.
+    # Copies, and a module that shows them without being written to.
 
     @torch.no_grad()
     def mean(self, workers: Workers) -> dict[str, Tensor]:
-        """Returns the mean of all workers' weights and of what else differs, by name. Collective.
-
-        Args:
-            workers: the same, perhaps in another group.
-        """
-        tensors = {name: one.clone() for name, one in self._averaged(workers).items()}
+        """Return the mean of all workers' weights and of other tensors that differ, by name. Collective."""
+        tensors = {name: tensor.clone() for name, tensor in self._averaged(workers).items()}
         workers.average(list(tensors.values()))
         return tensors
 
     @torch.no_grad()
     def anchor(self) -> dict[str, Tensor]:
-        """Returns copies of the anchor by parameter name, each like the parameter.
+        """Return copies of the anchor by parameter name, each like the parameter.
 
         A parameter that has another size since the last exchange has no anchor: its copy is its own value.
         """
-        anchor = self._exchange.views(lambda bucket: bucket.anchor)
-        copies = {name: one.clone() for name, one in self.weights().items()}
-        for name, one in copies.items():
-            if anchor[name].numel() == as_real(one).numel():
-                as_real(one).copy_(anchor[name].view(as_real(one).shape))
+        anchors = self._exchange.anchors()
+        copies = {name: weight.clone() for name, weight in self.weights().items()}
+        for name, copy in copies.items():
+            if anchors[name].shape == as_real(copy).shape:
+                as_real(copy).copy_(anchors[name])
         return copies
 
     @contextmanager
     def shown(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Within it the module has these tensors, after it its own again, which nothing has written to.
+        """Give the module these tensors inside the context, without writing to its own.
 
-        A signal may ask for a checkpoint in the middle of a backward, which fails where weights were written to.
-
-        Args:
-            tensors: by name, as large as the module's own.
+        A signal may ask for a checkpoint in the middle of a backward, which fails if weights were written to.
         """
-        held = {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
+        held = named_tensors(self._module)
         shards = {name: local(held[name]).clone() for name in tensors if isinstance(held[name], DTensor)}
         own = {name: held[name].data for name in tensors.keys() - shards.keys()}
         try:
-            for name, one in tensors.items():
+            for name, tensor in tensors.items():
                 if name in shards:
-                    local(held[name]).copy_(one)  # a backward needs what was gathered of them
+                    local(held[name]).copy_(tensor)  # a backward needs the gathered parameters, not the shards
                 else:
-                    held[name].data = one
+                    held[name].data = tensor
             yield
         finally:
-            for name, one in shards.items():
-                local(held[name]).copy_(one)
-            for name, one in own.items():
-                held[name].data = one
+            for name, shard in shards.items():
+                local(held[name]).copy_(shard)
+            for name, data in own.items():
+                held[name].data = data
 
     def weights(self) -> dict[str, Tensor]:
-        """Returns the parameters that have an anchor, by name, detached."""
+        """Return the parameters that have an anchor, by name, detached."""
         named = self._module.named_parameters()
-        return {name: local(one) for name, one in named if name in self._exchange.anchored}
+        return {name: local(parameter) for name, parameter in named if name in self._exchange.anchored}
 
     def _averaged(self, workers: Workers) -> dict[str, Tensor]:
-        """The module's tensors that are averaged where all are to have the same. Collective."""
-        # What has been unfrozen since the last exchange is untrained until the next: looking changes nothing.
+        """Return the module's tensors whose mean is shared. Collective."""
+        # Parameters unfrozen since the last exchange are untrained until the next: looking changes nothing.
         self._exchange.land()
         untrained = self._exchange.untrained
         untrained.take_in_new()
-        mine = untrained.prints(only_buffers=False)
+        told = untrained.floating(only_buffers=False)
+        mine = fingerprints([*told.values()])
         prints = mine.new_zeros(workers.num_workers, mine.numel())
-        if mine.numel():
+        if told:
             workers.all_gather(prints.view(-1), mine).wait()
-        return self.weights() | untrained.differing(prints.cpu(), only_buffers=False)
+        return self.weights() | untrained.differing(told, prints.cpu())
 
     def _held(self) -> dict[str, Tensor]:
-        named = [*self._module.named_parameters(), *self._module.named_buffers()]
-        return {name: local(one) for name, one in named}
+        return {name: local(tensor) for name, tensor in named_tensors(self._module).items()}
 
     def _marks(self) -> list[tuple[int, int]]:
-        return [(one.data_ptr(), one._version) for one in self.weights().values()]
+        return [(weight.data_ptr(), weight._version) for weight in self.weights().values()]

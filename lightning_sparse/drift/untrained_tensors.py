@@ -1,113 +1,170 @@
-"""What a module has beside the weights that training moves: buffers, and frozen parameters that code updates itself."""
+"""A module's tensors beside its trained weights: buffers, and frozen parameters that code updates itself."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from math import nan
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
-from lightning_sparse.drift.fingerprints import fingerprints
-from lightning_sparse.engine.grouping import local
-from lightning_sparse.exchange import Workers
+from lightning_sparse.engine.grouping import as_real, local
+from lightning_sparse.exchange import Workers, without_wait
+
+WORD_BYTES = 8
+SMALL_BYTES = 2**16
+"""Tensors of up to so many bytes are hashed together, such as a hundred statistics of batch norm."""
+BLOCK_ELEMENTS = 2**22
+"""So many words of larger tensors are hashed at a time, which needs as much memory again."""
+_SPREAD, _FIRST, _SECOND = (number - 2**64 for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's parameters and buffers by name."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def ignored_names(module: nn.Module) -> set[str]:
-    """Returns the parameters and buffers that live on one worker each, as DDP is told (experts of a mixture)."""
+    """Return the parameters and buffers that DDP is told to ignore, such as a worker's own experts."""
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
+@dataclass
+class _Known:
+    is_buffer: bool
+    is_floating: bool
+    at_first: Tensor
+    """Its fingerprint at set-up."""
+
+
 class UntrainedTensors:
-    """Buffers, and parameters that require no gradient. What differs between workers is averaged, nothing else.
+    """Buffers, and parameters that require no gradient. Only tensors that differ between workers are averaged.
 
-    So constants stay what they are to the last bit, and a statistic (batch norm) or a target network (a moving average
-    of weights) that each worker has made from its own weights is shared. Only what was there at set-up, and only where
-    it still has one size everywhere. Integers and truth values, by what they were at set-up, stay each worker's own.
-
-    Args:
-        module: whose.
+    So constants keep their bits, and workers share a statistic (batch norm) or a target network (a moving average of
+    weights) that each has computed from its own weights. This concerns only tensors that have the same size everywhere.
+    Tensors of integers or truth values at set-up stay each worker's own.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._buffers: list[str] = []
-        self._names: list[str] = []
-        self._kinds: dict[str, bool] = {}
-        self._at_first: dict[str, Tensor] = {}
-        self._told: dict[bool, dict[str, Tensor]] = {}
-        self._is_set_up = False
-        self.take_in_new()
-        self._is_set_up = True
+        self._known: dict[str, _Known] = {}
+        self._take_in(is_set_up=True)
 
     def take_in_new(self) -> None:
-        """Takes in new buffers, and frozen parameters of new layers; at set-up all of them."""
-        known, is_set_up = set(self._names), self._is_set_up
-        buffers = [name for name, _ in self._module.named_buffers()]
-        if is_set_up and known.issuperset(buffers):
-            return  # frozen parameters come with buffers, or are handled when they train
-        ignored = ignored_names(self._module)
-        frozen = [name for name, one in self._module.named_parameters() if not one.requires_grad]
-        self._buffers += [name for name in buffers if name not in ignored | known]
-        self._names += [name for name in (*frozen, *buffers) if name not in ignored | known]
-        for name, one in self._tensors([name for name in self._names if name not in known]).items():
-            self._kinds[name] = one.is_floating_point() or one.is_complex()
-            # A new one differs from what it was at set-up, so that files hold each worker's.
-            self._at_first[name] = torch.full((2,), nan) if is_set_up else fingerprints([one])
+        """Take in new buffers and the frozen parameters that came with them; others become known when they train."""
+        if any(name not in self._known for name, _ in self._module.named_buffers()):
+            self._take_in(is_set_up=False)
 
-    def prints(self, *, only_buffers: bool) -> Tensor:
-        """Returns what tells whether workers have the same: float64, two numbers each, on the tensors' device.
+    def _take_in(self, *, is_set_up: bool) -> None:
+        ignored, buffers = ignored_names(self._module), dict(self._module.named_buffers())
+        frozen = {name: held for name, held in self._module.named_parameters() if not held.requires_grad}
+        for name, tensor in {**frozen, **buffers}.items():
+            if name not in ignored and name not in self._known:
+                # A new tensor counts as changed since set-up, so that files hold each worker's.
+                at_first = fingerprints([local(tensor)]) if is_set_up else torch.full((2,), nan)
+                is_floating = tensor.is_floating_point() or tensor.is_complex()
+                self._known[name] = _Known(name in buffers, is_floating, at_first)
 
-        Args:
-            only_buffers: leaves frozen parameters out, which may be large.
+    def floating(self, *, only_buffers: bool) -> dict[str, Tensor]:
+        """Return the tensors that workers may average, by name; only buffers, or frozen parameters too."""
+        known = self._known.items()
+        return self._tensors([name for name, of in known if of.is_floating and (of.is_buffer or not only_buffers)])
+
+    def differing(self, told: Mapping[str, Tensor], prints: Tensor) -> dict[str, Tensor]:
+        """Return by name the tensors that differ between workers and have one size; the same names on all workers.
+
+        Takes an earlier result of ``floating`` and all workers' ``fingerprints`` of it, shape (n, numbers), on the CPU.
+        A tensor that has changed its size since, or is gone, is replaced by its old value.
         """
-        self._told[only_buffers] = self._floating(only_buffers)
-        tensors = list(self._told[only_buffers].values())
-        return fingerprints(tensors) if tensors else torch.zeros(0, dtype=torch.float64)
-
-    def average(self, workers: Workers, prints: Tensor, *, only_buffers: bool) -> None:
-        """Averages what differs between workers. Collective.
-
-        Args:
-            workers: all of them.
-            prints: everybody's ``prints``, shape (n, numbers), on the CPU.
-            only_buffers: as for those.
-        """
-        workers.average(list(self.differing(prints, only_buffers=only_buffers).values()))
-
-    def differing(self, prints: Tensor, *, only_buffers: bool) -> dict[str, Tensor]:
-        """Returns by name what differs between workers and has one size; the same names on all of them.
-
-        By what they told each other. What has another size by now, or has gone, takes part as it was then, for nothing.
-        """
-        if not prints.numel():
+        if not told:
             return {}
         rows = prints.view(len(prints), -1, 2)
         is_same = (rows == rows[:1]).all(0)
-        told, floating = self._told[only_buffers], self._floating(only_buffers)
         return {
-            name: one if one.numel() == told[name].numel() and one.dtype == told[name].dtype else told[name]
-            for (name, one), (has_one_hash, has_one_size) in zip(floating.items(), is_same.tolist(), strict=True)
+            name: now if now.numel() == told[name].numel() and now.dtype == told[name].dtype else told[name]
+            for (name, now), (has_one_hash, has_one_size) in zip(
+                self._tensors(told).items(), is_same.tolist(), strict=True
+            )
             if has_one_size and not has_one_hash
         }
 
     def changed(self, workers: Workers | None = None) -> dict[str, Tensor]:
-        """Returns by name, of any dtype, what is not as it was at set-up.
+        """Return by name the tensors of any dtype that have changed since set-up.
 
-        Args:
-            workers: on any of them; None on this one alone. Collective if given.
+        On any of the workers, if they are given: then collective. Else on this worker.
         """
-        now = self._tensors(self._names)
-        flags = [not torch.equal(fingerprints([one]), self._at_first[name]) for name, one in now.items()]
+        now = self._tensors(self._known)
+        flags = [not torch.equal(fingerprints([held]), self._known[name].at_first) for name, held in now.items()]
         if workers is not None and flags:
             counts = torch.tensor(flags, dtype=torch.int32, device=next(iter(now.values())).device)
             workers.all_reduce(counts).wait()
             flags = counts.bool().tolist()
-        return {name: one for (name, one), flag in zip(now.items(), flags, strict=True) if flag}
+        return {name: held for (name, held), flag in zip(now.items(), flags, strict=True) if flag}
 
-    def _floating(self, only_buffers: bool) -> dict[str, Tensor]:
-        names = self._buffers if only_buffers else self._names
-        return self._tensors([name for name in names if self._kinds[name]])
-
-    def _tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """By name; nothing in place of what has gone, and what requires a gradient by now has an anchor."""
-        held = dict(self._module.named_parameters()) | dict(self._module.named_buffers())
+    def _tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return tensors by name, and an empty tensor for those that are gone."""
+        held = named_tensors(self._module)
         return {name: local(held[name]) if name in held else torch.zeros(0) for name in names}
+
+
+def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
+    """Return hash and size of each tensor: float64, shape (2 · len(tensors),), on the first tensor's device.
+
+    The hash is the sum, modulo 2⁶⁴, of SplitMix64 (Steele et al., 2014) of each word of 8 bytes and its place, in the
+    order of indices, so that it also detects permutations and other signs. The result has 53 bits of it. Known sizes
+    need no wait for a GPU.
+    """
+    if not tensors:
+        return torch.zeros(0, dtype=torch.float64)
+    device = tensors[0].device
+    octets = [as_real(tensor).flatten().contiguous().view(torch.uint8) for tensor in tensors]
+    small = [place for place, own in enumerate(octets) if own.numel() <= SMALL_BYTES and own.device == device]
+    together = dict(zip(small, _hash_together([octets[place] for place in small]), strict=True))
+    hashes = [together[place] if place in together else _hash(own).to(device) for place, own in enumerate(octets)]
+    sizes = _sizes(tuple(tensor.numel() for tensor in tensors), device)
+    return torch.stack([(torch.stack(hashes) >> 11).double(), sizes], 1).flatten()
+
+
+def _hash_together(octets: Sequence[Tensor]) -> Sequence[Tensor]:
+    if not octets:
+        return []
+    device = octets[0].device
+    counts = tuple(-(-own.numel() // WORD_BYTES) for own in octets)
+    nothing = torch.zeros(WORD_BYTES, dtype=torch.uint8, device=device)
+    pieces = [piece for own in octets for piece in (own, nothing[: -own.numel() % WORD_BYTES])]
+    places, owners = _places(counts, device)
+    mixed = _mixed(torch.cat(pieces).view(torch.int64), places.clone())
+    return torch.zeros(len(octets), dtype=torch.int64, device=device).index_add_(0, owners, mixed).unbind()
+
+
+def _hash(octets: Tensor) -> Tensor:
+    if octets.numel() % WORD_BYTES or octets.storage_offset() % WORD_BYTES:
+        octets = pad(octets, (0, -octets.numel() % WORD_BYTES))
+    words = octets.view(torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=octets.device)
+    for start in range(0, words.numel(), BLOCK_ELEMENTS):
+        block = words[start : start + BLOCK_ELEMENTS]
+        total += _mixed(block, torch.arange(start + 1, start + 1 + block.numel(), device=block.device)).sum()
+    return total
+
+
+def _mixed(words: Tensor, places: Tensor) -> Tensor:
+    """Return SplitMix64 of words and their places, in the memory of the places."""
+    mixed = places.mul_(_SPREAD).add_(words)
+    for shift, factor in ((30, _FIRST), (27, _SECOND)):
+        mixed = mixed.bitwise_xor_(mixed >> shift).mul_(factor)
+    return mixed.bitwise_xor_(mixed >> 31)
+
+
+@lru_cache(maxsize=64)
+def _places(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return for every word its place in its own tensor, from 1 on, and the tensor's index."""
+    owners = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    places = torch.cat([torch.arange(1, count + 1) for count in counts])
+    return without_wait(places, device), without_wait(owners, device)
+
+
+@lru_cache(maxsize=64)
+def _sizes(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    return without_wait(torch.tensor(sizes, dtype=torch.float64), device)

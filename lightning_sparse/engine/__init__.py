@@ -2,7 +2,7 @@
 
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.engine import Engine
-from lightning_sparse.engine.state.memory import ResidualMemory, Residuals
+from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.step_stats import LayerStats, StepStats
 from lightning_sparse.engine.warmup import warm_up_steps
 from lightning_sparse.selection.bucket import FlatBucket
@@ -13,7 +13,6 @@ __all__ = [
     "FlatBucket",
     "LayerStats",
     "ResidualMemory",
-    "Residuals",
     "StepStats",
     "warm_up_steps",
 ]

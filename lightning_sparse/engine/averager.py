@@ -1,27 +1,29 @@
-"""The base of all averagers: brings buckets to an engine, whatever is averaged."""
+"""The base of all averagers, which bring buckets to an engine."""
 
+import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
+from fnmatch import fnmatchcase
 from operator import index
 from typing import Any, ClassVar
 
+from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_sparse.engine.engine import Engine
-from lightning_sparse.engine.messages import warn_of_patterns
-from lightning_sparse.engine.state.saved_state import require_seal, sealed
-from lightning_sparse.engine.state.snapshot import Snapshot
+from lightning_sparse.engine.grouping import real_numel
+from lightning_sparse.engine.snapshot import Snapshot, copied, require_seal, sealed
 from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.exchange import Workers
-from lightning_sparse.sparsifiers import HardThreshold, Sparsifier
+from lightning_sparse.sparsifiers import HardThreshold
 
 BROKEN_OFF = "it was saved in the middle of an exchange, which an exception has broken off"
 """Why a checkpoint lacks tensors of workers."""
 
 
 class Averager(ABC):
-    """The base of all averagers, which hand buckets to an engine.
+    """The base of all averagers, which bring buckets to an engine.
 
     Args:
         engine: the averager's own.
@@ -29,22 +31,24 @@ class Averager(ABC):
 
     Attributes:
         kind: the averaged tensors: ``"gradients"`` or ``"drifts"``.
+        forgets: whether unsent values are thrown away, so that saved ones are lost.
+        workers: the workers that take part.
+        sparsifier: the averager's own; holds the calibrated λ once calibration has ended.
         replica: the ranks among which a model is sharded; this rank alone if it is not.
+        place: this rank's place among all ranks, as ``state_dict`` holds it.
     """
 
     kind: ClassVar[str]
+    forgets = False
     replica = Workers(None, 0, 1)
     _advice_for_others = "begin without it"
 
     def __init__(self, engine: Engine, names: Collection[str]) -> None:
         self._engine = engine
+        self.workers, self.sparsifier = engine.workers, engine.sparsifier
+        self.place = {"world_size": self.workers.num_workers, "rank": self.workers.rank}
         if isinstance(engine.sparsifier, HardThreshold):
             warn_of_patterns(engine.sparsifier.layer_thresholds, names)
-
-    @property
-    @abstractmethod
-    def parameter_sizes(self) -> dict[str, int]:
-        """By name, how many real numbers this worker exchanges of each parameter; two for a complex element."""
 
     @property
     @abstractmethod
@@ -52,19 +56,14 @@ class Averager(ABC):
         """The parameters by name; distributed tensors if they are sharded."""
 
     @property
+    def parameter_sizes(self) -> dict[str, int]:
+        """By name, how many real numbers this worker exchanges of each parameter; two for a complex element."""
+        return {name: real_numel(parameter) for name, parameter in self.parameters.items()}
+
+    @property
     def num_elements(self) -> int:
-        """How many numbers are exchanged of the whole model; for shards, as if all were as large as this rank's."""
+        """The number of exchanged elements of the whole model; counts all shards as large as this rank's."""
         return self.replica.num_workers * sum(self.parameter_sizes.values())
-
-    @property
-    def workers(self) -> Workers:
-        """The workers that take part."""
-        return self._engine.workers
-
-    @property
-    def sparsifier(self) -> Sparsifier:
-        """The averager's own sparsifier; a calibrated λ is in it once calibration has ended."""
-        return self._engine.sparsifier
 
     @property
     def last_step(self) -> StepStats | None:
@@ -73,22 +72,22 @@ class Averager(ABC):
 
     @property
     def wait_seconds(self) -> float:
-        """How long this worker waited for the last exchange, once it had handed over its last bucket."""
+        """How long this worker waited for the last exchange after handing over its last bucket."""
         return self._engine.wait_seconds
 
     def own_metrics(self) -> dict[str, float]:
-        """Returns what is logged with the last exchange beside `StepStats`; this worker's own."""
+        """Return this worker's own metrics, which are logged with the last exchange."""
         return {"sparse/exchange_wait_ms": 1e3 * self.wait_seconds}
 
     def begin_epoch(self, epoch: int, learning_rates: Sequence[float]) -> None:
-        """Tells the sparsifier that an epoch begins; ACCORDION needs to know. With a Trainer the strategy does it.
+        """Tell the sparsifier that an epoch begins, as ACCORDION needs. With a Trainer the strategy calls it.
 
         Args:
-            epoch: its number from 0, the same on all workers; again with the same is harmless.
+            epoch: its number from 0, the same on all workers; you may repeat a call.
             learning_rates: of all parameter groups of all optimizers.
 
         Raises:
-            TypeError: an epoch that is no whole number, or learning rates that are no list of numbers.
+            TypeError: the epoch is no whole number, or the learning rates are no list of numbers.
         """
         try:
             number = index(epoch)
@@ -98,25 +97,26 @@ class Averager(ABC):
                 f"Got begin_epoch({epoch!r}, {learning_rates!r}). Give the number of the epoch, and the learning rates "
                 "of all parameter groups in a list."
             ) from None
-        self._engine.begin_epoch(number, rates)
+        self._engine.epoch = number
+        self.sparsifier.begin_epoch(number, rates)
 
     @property
     def epoch(self) -> int | None:
-        """The last that the sparsifier was told of; None where it does not know of any."""
+        """The epoch of the last ``begin_epoch``; None if unknown."""
         return self._engine.epoch
 
     def subscribe(self, receiver: Callable[[StepStats], None]) -> None:
-        """Calls the receiver with the numbers of every exchange from now on, when it is over.
+        """Call the receiver with the numbers of every exchange from now on, when it is over.
 
         It may run inside backward, on every worker: it must be quick and must not communicate.
         """
-        self._engine.subscribe(receiver)
+        self._engine.subscribers.append(receiver)
 
     def set_threshold(self, threshold: float) -> None:
-        """Sets λ from the next step on: the same on all workers. With a density, calibration is over with that.
+        """Set λ from the next step on, to the same value on all workers; ends a calibration.
 
         Args:
-            threshold: λ ≥ 0, in the units of what is averaged.
+            threshold: λ ≥ 0, in the units of the averaged tensors.
 
         Raises:
             TypeError: the sparsifier is no hard threshold.
@@ -128,11 +128,11 @@ class Averager(ABC):
 
     @abstractmethod
     def snapshot(self, workers: Workers | None = None) -> Snapshot:
-        """Return what this worker needs to go on exactly.
+        """Return the state from which this worker continues exactly.
 
         Args:
-            workers: for a checkpoint that all workers share: the group in which they agree on what is in it.
-                Collective if given.
+            workers: for a checkpoint that all workers share: the group in which they agree on its content. Collective
+                if given.
         """
 
     @abstractmethod
@@ -155,58 +155,42 @@ class Averager(ABC):
 
     @property
     def has_own_state(self) -> bool:
-        """Whether any worker can have unsent values, as far as all workers know alike."""
+        """Whether any worker can have unsent values; the same on all workers."""
         return True
-
-    @property
-    def forgets(self) -> bool:
-        """Whether unsent values are thrown away, so that saved ones are lost."""
-        return False
 
     def obstacles(self) -> list[str]:
         """Return why no checkpoint can hold this worker's tensors at this moment."""
-        return []
+        return [BROKEN_OFF] if self.is_exchanging else []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that this worker needs to go on exactly, for loops without a Trainer: save one file per worker.
+        """Return the state from which this worker continues exactly. Without a Trainer, save one file per worker.
 
         Plain containers and copies, which ``torch.load(weights_only=True)`` reads. Collective only for averagers of
         drifts with ``overlap=True``.
         """
-        return sealed(self._place() | self.snapshot().copied())
+        return sealed(self.place | copied(vars(self.snapshot())))
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continue from what ``state_dict`` returned on the worker of the same rank, before the first step.
+        """Continue from the result of ``state_dict`` on the worker of the same rank, before the first step.
 
         Raises:
             RuntimeError: the state belongs to another rank or another number of workers, or is damaged.
         """
         names = [field.name for field in fields(Snapshot)]
-        self._require_own(saved, names)
-        self.restore(Snapshot(**{name: saved[name] for name in names}))
-
-    def _place(self) -> dict[str, int]:
-        return {"world_size": self.workers.num_workers, "rank": self.workers.rank}
-
-    def _require_own(self, saved: Mapping[str, Any], parts: Sequence[str]) -> None:
-        """Raise RuntimeError if a state was saved by another worker, or has changed since.
-
-        Args:
-            saved: what ``state_dict`` returned.
-            parts: what it holds beside this worker's place.
-        """
-        here = self._place()
-        if not saved.keys() >= {*here, *parts}:
+        missing = [name for name in (*self.place, *names) if name not in saved]
+        if missing:
             raise RuntimeError(
                 f"This is no state of a {type(self).__name__}: it has {', '.join(map(str, saved)) or 'nothing'}, and "
-                f"not {', '.join(name for name in (*here, *parts) if name not in saved)}."
+                f"not {', '.join(missing)}."
             )
-        if {name: saved[name] for name in here} != here:
+        if any(saved[name] != here for name, here in self.place.items()):
             raise RuntimeError(
                 f"This state is of rank {saved['rank']} of {saved['world_size']} workers, and this is rank "
-                f"{here['rank']} of {here['world_size']}. Load the file of the same rank, or {self._advice_for_others}."
+                f"{self.place['rank']} of {self.place['world_size']}. Load the file of the same rank, or "
+                f"{self._advice_for_others}."
             )
         require_seal(saved)
+        self.restore(Snapshot(**{name: saved[name] for name in names}))
 
     def __reduce_ex__(self, protocol: object) -> Any:
         """Raises TypeError: it is part of a process group, and cannot be copied or pickled."""
@@ -214,3 +198,14 @@ class Averager(ABC):
             f"{type(self).__name__} cannot be copied or pickled: it belongs to this process and its process group. "
             "Save state_dict(), and load it into a new one."
         )
+
+
+def warn_of_patterns(patterns: Collection[str], names: Collection[str]) -> None:
+    """Warn of patterns that match no name and so have no effect."""
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            like = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or sorted(names)[:3]
+            rank_zero_warn(
+                f"lightning_sparse: layer_thresholds[{pattern!r}] matches no parameter and does nothing. Names are "
+                f"{', '.join(map(repr, like))}, …; a pattern may hold *, as in '*.bias'."
+            )

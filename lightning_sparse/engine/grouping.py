@@ -1,18 +1,21 @@
-"""What of a parameter is in a flat bucket: its local part, as real numbers."""
+"""Parameters in flat buckets: the local part of each, as real numbers in a fixed order."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_sparse.sparsifiers import LayerLayout
+
+BUCKET_ELEMENTS = 25 * 2**18
+"""25 MiB of float32, as DDP's buckets. A larger parameter has a bucket of its own: no parameter is cut."""
+
 
 def require_one_device(tensors: Mapping[str, Tensor]) -> None:
-    """Raises where a process has its share of a model on several devices: all buckets' numbers travel together.
-
-    Raises:
-        ValueError: names the devices, and a parameter on each.
-    """
+    """Raise ValueError if a process has parameters on several devices: its buckets share one header."""
     first: dict[torch.device, str] = {}
     for name, tensor in tensors.items():
         first.setdefault(tensor.device, name)
@@ -25,16 +28,133 @@ def require_one_device(tensors: Mapping[str, Tensor]) -> None:
 
 
 def kept_dtype(tensor: Tensor) -> torch.dtype:
-    """Returns float64 where a tensor is that or complex128, else float32, also for half precisions."""
+    """Return the dtype of a tensor's residual: float64 for double precision, else float32."""
     return torch.float64 if tensor.dtype in (torch.float64, torch.complex128) else torch.float32
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Returns a view with a last dimension of two more where the tensor is complex."""
+    """Return a view with real numbers; complex tensors get a last dimension of two."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
+def real_numel(tensor: Tensor) -> int:
+    """Return how many real numbers a tensor holds: two per complex element."""
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
+
+
 def local(tensor: Tensor) -> Tensor:
-    """Returns what this rank holds of a tensor, detached: the memory itself. All of it, where it is not sharded."""
+    """Return this rank's part of a tensor, detached; shares its memory."""
     held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return held.detach()
+
+
+# DDP lays gradients out as their parameters lie in memory. Checkpoints hold the order of indices.
+
+
+def require_strides(names: Sequence[str], parameters: Sequence[Tensor], strides: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise RuntimeError if a parameter's memory format has changed since the buckets were made."""
+    for name, parameter in zip(names, parameters, strict=True):
+        if parameter.stride() != strides.get(name, parameter.stride()):
+            raise RuntimeError(
+                f"The parameter {name!r} has strides {tuple(parameter.stride())}, and had {tuple(strides[name])} when "
+                "training was set up. Change the memory format before that: in __init__, configure_model or "
+                "setup, or before fit."
+            )
+
+
+def in_logical_order(residual: Tensor, parameter: Tensor) -> Tensor:
+    """Return a flat residual in the order of its parameter's indices, whatever the memory format."""
+    if not _has_memory_order(parameter):
+        return residual
+    return _as_laid_out(residual, parameter).flatten(0, parameter.dim() - 1).flatten()
+
+
+def in_memory_order(residual: Tensor, parameter: Tensor) -> Tensor:
+    """Return a residual as DDP lays it out in a bucket; the inverse of ``in_logical_order``."""
+    if not _has_memory_order(parameter):
+        return residual
+    laid_out = torch.empty_like(residual)
+    view = _as_laid_out(laid_out, parameter)
+    view.copy_(residual.view(view.shape))
+    return laid_out
+
+
+def as_parameter(flat: Tensor, parameter: Tensor) -> Tensor:
+    """Return a view of a bucket's part with a real parameter's shape and strides."""
+    return _as_laid_out(flat, parameter) if _has_memory_order(parameter) else flat.view(parameter.shape)
+
+
+def _has_memory_order(parameter: Tensor) -> bool:
+    """Return whether a parameter fills its memory without gaps or overlaps, but not in the order of its indices."""
+    if parameter.is_contiguous():
+        return False
+    expected = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _as_laid_out(flat: Tensor, parameter: Tensor) -> Tensor:
+    """Return a view of shape parameter.shape, with a last dimension of two if the parameter is complex."""
+    if parameter.is_complex():
+        strides = [2 * stride for stride in parameter.stride()]
+        return flat.as_strided([*parameter.shape, 2], [*strides, 1])
+    return flat.as_strided(parameter.shape, parameter.stride())
+
+
+@dataclass
+class ParameterBucket:
+    """Parameters of one device, each with a part of a flat tensor.
+
+    Attributes:
+        index: its place in the order that all workers keep to.
+        layout: the parameters' names and sizes on this rank; a complex number is two coordinates.
+        parameters: the module's own; distributed tensors count with their local part.
+    """
+
+    index: int
+    layout: LayerLayout
+    parameters: list[Tensor]
+
+    def zeros(self) -> Tensor:
+        """Return a flat tensor of zeros: float32, or float64 where parameters are."""
+        first = local(self.parameters[0])
+        return torch.zeros(self.layout.num_elements, dtype=kept_dtype(first), device=first.device)
+
+    def by_name(self, flat: Tensor) -> dict[str, Tensor]:
+        """Return the parts of a flat tensor by parameter name: flat views, in the order of the indices."""
+        return {name: flat[start:end] for name, start, end in self.layout.spans()}
+
+    def shaped_parts(self, flat: Tensor) -> list[Tensor]:
+        """Return views of the parts of a flat tensor in the parameters' shapes, complex ones as real."""
+        shapes = (as_real(local(parameter)).shape for parameter in self.parameters)
+        parts = torch.split(flat, list(self.layout.sizes))
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+_Bucket = TypeVar("_Bucket", bound=ParameterBucket)
+
+
+def bucketed(
+    kind: type[_Bucket], parameters: Mapping[str, Tensor], first_index: int, dtype_of: Callable[[Tensor], torch.dtype]
+) -> list[_Bucket]:
+    """Group parameters into buckets of one dtype and device, in the order given: the same on all workers."""
+    groups: dict[tuple[torch.dtype, torch.device], list[list[str]]] = {}
+    sizes = {name: real_numel(local(parameter)) for name, parameter in parameters.items()}
+    for name, parameter in parameters.items():
+        runs = groups.setdefault((dtype_of(parameter), local(parameter).device), [[]])
+        if runs[-1] and sizes[name] + sum(sizes[other] for other in runs[-1]) > BUCKET_ELEMENTS:
+            runs.append([])
+        runs[-1].append(name)
+    names_of_buckets = [names for runs in groups.values() for names in runs]
+    return [
+        kind(
+            index,
+            LayerLayout(tuple(names), tuple(sizes[name] for name in names)),
+            [parameters[name] for name in names],
+        )
+        for index, names in enumerate(names_of_buckets, first_index)
+    ]

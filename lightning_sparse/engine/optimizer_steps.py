@@ -1,7 +1,7 @@
 """Observes the steps of torch optimizers, by one pair of global hooks for all observers.
 
-torch calls its hooks one after the other and fails if one is removed meanwhile, and an observer may be collected at any
-moment. So each observer is held by a weak reference, and the hooks stay until the last observer is closed.
+torch fails if a hook is removed while its hooks run, and an observer may be collected at any moment. So each observer
+is held by a weak reference, and the hooks stay until the last observer is closed.
 """
 
 import weakref
@@ -22,7 +22,6 @@ class Follower(Protocol):
     """An object that is notified of steps."""
 
     def _step_begins(self, optimizer: Optimizer, arguments: Arguments) -> Arguments | None: ...
-
     def _step_ends(self, optimizer: Optimizer) -> None: ...
 
 
@@ -31,7 +30,7 @@ _hooks: list[torch.utils.hooks.RemovableHandle] = []
 
 
 def follow_steps(follower: Follower) -> None:
-    """Notifies an object of steps for as long as it lives, or until ``follow_no_steps``."""
+    """Notify an object of steps for as long as it lives, or until ``follow_no_steps``."""
     _followers[:] = [known for known in _followers if known() is not None] + [weakref.ref(follower)]
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_steps_begin))
@@ -39,7 +38,7 @@ def follow_steps(follower: Follower) -> None:
 
 
 def follow_no_steps(follower: Follower) -> None:
-    """Notifies an object of no more steps."""
+    """Stop notifying an object."""
     _followers[:] = [known for known in _followers if known() not in (None, follower)]
     if not _followers:
         for hook in _hooks:
@@ -63,16 +62,32 @@ def _steps_end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             follower._step_ends(optimizer)
 
 
+def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a method without keeping its object alive, and returns None once that is gone.
+
+    A state in a reference cycle would keep an ended process group until the cycle collector finds it. That may be in a
+    forked process, where the group's threads are missing when it is destroyed.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> Any:
+        bound = reference()
+        return None if bound is None else bound(*arguments)
+
+    return call
+
+
 class StepObserver:
     """Calls back before and after each step that any optimizer takes on given parameters.
 
-    An optimizer around another (Lookahead, SAM) counts as one. Steps inside a backward, as hooks of single parameters
-    take them, count together as one step, once that backward has ended.
+    An optimizer around another (Lookahead, SAM) counts as one optimizer. Steps inside a backward, which hooks of single
+    parameters take, count together as one step when that backward ends. All arguments are methods; the observer does
+    not keep their objects alive.
 
     Args:
         holds_any_of: returns whether parameter groups have one of the parameters.
         before: called with optimizer and arguments; may return other arguments.
-        after: called with the optimizer; inside a backward only once, at its end, with the first one.
+        after: called with the optimizer; inside a backward only once, at its end, with the first optimizer.
     """
 
     def __init__(
@@ -81,17 +96,18 @@ class StepObserver:
         before: Callable[[Optimizer, Arguments], Arguments | None],
         after: Callable[[Optimizer], None],
     ) -> None:
-        self._holds_any_of, self._before, self._after = holds_any_of, before, after
+        self._holds_any_of = weak_method(holds_any_of)
+        self._before, self._after = weak_method(before), weak_method(after)
         self._outer: Optimizer | None = None
         self._awaited_backward = -1
         follow_steps(self)
 
     def close(self) -> None:
-        """Observes no more steps."""
+        """Stop observing steps."""
         follow_no_steps(self)
 
     def forget(self) -> None:
-        """Forgets a step that an exception broke off: the next step is not inside of it."""
+        """Forget a step that an exception broke off: the next step is not inside of it."""
         self._outer = None
 
     def _step_begins(self, optimizer: Optimizer, arguments: Arguments) -> Arguments | None:
@@ -99,7 +115,8 @@ class StepObserver:
         if is_inner or not self._holds_any_of(optimizer.param_groups):
             return None
         self._outer = optimizer
-        return self._before(optimizer, arguments)
+        changed: Arguments | None = self._before(optimizer, arguments)
+        return changed
 
     def _step_ends(self, optimizer: Optimizer) -> None:
         if self._outer is not optimizer:
@@ -116,11 +133,8 @@ class StepObserver:
 class UnexchangedParameters:
     """Finds parameters of a module on which an optimizer steps although they are not exchanged.
 
-    They were frozen or absent when the module was set up, or their layer was replaced since.
-
-    Args:
-        module: whose; not kept alive.
-        exchanged: parameters that are exchanged, or are known to be each worker's own.
+    They were frozen or absent when the module was set up, or their layer was replaced since. ``exchanged`` holds also
+    parameters that are known to be each worker's own. The module is not kept alive.
     """
 
     def __init__(self, module: nn.Module, exchanged: Iterable[Tensor]) -> None:
@@ -129,28 +143,30 @@ class UnexchangedParameters:
         self._of_others = WeakTensorKeyDictionary()
 
     def first_with_gradient(self) -> str | None:
-        """Returns the name of the first such parameter that has a gradient, whoever steps on it."""
-        module = self._module()
-        for name, parameter in () if module is None else module.named_parameters():
+        """Return the name of the first such parameter that has a gradient, or None."""
+        for name, parameter in self._named():
             if id(parameter) not in self._exchanged and parameter.grad is not None:
                 return name
         return None
 
     def first_of(self, optimizer: Optimizer) -> str | None:
-        """Returns the name of the first such parameter that has a gradient; None where there is none."""
+        """Return the name of the first such parameter of an optimizer that has a gradient, or None."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if id(parameter) in self._exchanged or parameter in self._of_others or parameter.grad is None:
                     continue
-                module = self._module()
-                for name, held in () if module is None else module.named_parameters():
+                for name, held in self._named():
                     if held is parameter:
                         return name
                 self._of_others[parameter] = True
         return None
 
+    def _named(self) -> Iterable[tuple[str, Tensor]]:
+        module = self._module()
+        return () if module is None else module.named_parameters()
+
 
 def changes_weights(optimizer: Optimizer) -> bool:
-    """Returns whether a step can change weights: torch steps with a rate of 0 to create an optimizer's state."""
+    """Return whether a step can change weights: torch steps with a rate of 0 to create an optimizer's state."""
     rates = [group.get("lr") for group in optimizer.param_groups]
     return any(rate is None or float(rate) != 0 for rate in rates)

@@ -28,11 +28,6 @@ class LayerStats:
     density: float
     squared_error: float
 
-    @property
-    def keeps_nothing(self) -> bool:
-        """Whether every residual of the layer is zero after the step."""
-        return self.squared_error == 0
-
 
 @dataclass(frozen=True)
 class StepStats:
@@ -45,11 +40,11 @@ class StepStats:
         selected: Σ_i k_i over all workers.
         squared_error: (1/n) Σ_i ‖e_i‖² after the step, in gradient units squared.
         squared_gradient_norm: (1/n) Σ_i ‖g_i‖² of the unscaled gradients; 0 when no calibration asked for it.
-        non_finite: NaN and infinite values sent by all workers together.
-        payload_bytes: bytes that one worker handed to collectives in this step.
+        non_finite: NaN and infinite values that all workers sent together.
+        payload_bytes: bytes that each worker handed to collectives in this step.
         dense_bytes: bytes of the gradient itself, which plain DDP hands to its all-reduce.
         threshold: λ in gradient units, None for a sparsifier without one.
-        dense_elements: those of buckets that travelled whole, because so many were selected or while calibrating.
+        dense_elements: elements of buckets that travelled whole, because so many were selected or while calibrating.
         is_calibration: whether everything was sent to find λ.
         layers: per parameter name, if per-layer numbers were asked for; else empty.
     """
@@ -78,55 +73,21 @@ class StepStats:
         """sqrt((1/n) Σ_i ‖e_i‖²) after the step, in gradient units."""
         return sqrt(self.squared_error)
 
-    @property
-    def keeps_nothing(self) -> bool:
-        """Whether every residual is zero after the step, as all values but zeros were sent or nothing is ever kept."""
-        return self.squared_error == 0
 
-
-def step_stats(
-    step: int,
-    layouts: Sequence[LayerLayout],
-    headers: Sequence[Tensor],
-    *,
-    payload_bytes: int,
-    dense_bytes: int,
-    dense_elements: int,
-    threshold: float | None,
-    is_calibration: bool,
-) -> StepStats:
-    """Returns the numbers of a step from the headers of its buckets.
-
-    Args:
-        step: how many exchanges came before.
-        layouts: the layout of each bucket.
-        headers: for each bucket all workers' headers, on the CPU: float64, shape (n, H).
-        payload_bytes: bytes that this worker handed to collectives.
-        dense_bytes: bytes of the gradient.
-        dense_elements: those of buckets that travelled whole.
-        threshold: λ in force.
-        is_calibration: whether everything was sent to find λ.
-    """
+def numbers_of_headers(layouts: Sequence[LayerLayout], headers: Sequence[Tensor]) -> dict[str, Any]:
+    """Return the fields of `StepStats` that headers hold: of each bucket, float64 on the CPU, shape (n, H)."""
     num_workers = headers[0].shape[0]
     fields = torch.cat([header[:, :FIXED_FIELDS] for header in headers])
     totals = zip(HEADER, combined(fields, HEADER, "workers", num_workers), strict=True)
-    of_headers: dict[str, Any] = {number.name: total for number, total in totals if number.workers}
     layers: dict[str, LayerStats] = {}
     for layout, header in zip(layouts, headers, strict=True):
         if header.shape[1] > FIXED_FIELDS:
             layers |= _of_layers(layout, header[:, FIXED_FIELDS:])
-    return StepStats(
-        step=step,
-        num_workers=num_workers,
-        num_elements=sum(layout.num_elements for layout in layouts),
-        payload_bytes=payload_bytes,
-        dense_bytes=dense_bytes,
-        threshold=threshold,
-        dense_elements=dense_elements,
-        is_calibration=is_calibration,
-        layers=layers,
-        **of_headers,
-    )
+    return {number.name: total for number, total in totals if number.workers} | {
+        "num_workers": num_workers,
+        "num_elements": sum(layout.num_elements for layout in layouts),
+        "layers": layers,
+    }
 
 
 def _of_layers(layout: LayerLayout, fields: Tensor) -> dict[str, LayerStats]:
@@ -140,14 +101,7 @@ def _of_layers(layout: LayerLayout, fields: Tensor) -> dict[str, LayerStats]:
 
 
 def layer_stats(numbers: Sequence[StepNumber], values: Sequence[Any], num_workers: int, **others: Any) -> LayerStats:
-    """Returns the numbers of a layer, with the density that follows from them.
-
-    Args:
-        numbers: which numbers of the layer are given.
-        values: their values, in the same order.
-        num_workers: n.
-        others: further numbers by name.
-    """
+    """Return the numbers of a layer, given as values and by name, with the density that follows from them."""
     of_layer = dict(zip((number.name for number in numbers), values, strict=True)) | others
     num_coordinates = num_workers * of_layer["num_elements"]
     density = of_layer["selected"] / num_coordinates if num_coordinates else 0.0
@@ -155,7 +109,7 @@ def layer_stats(numbers: Sequence[StepNumber], values: Sequence[Any], num_worker
 
 
 def of_exchanges(steps: Sequence[StepStats]) -> StepStats:
-    """Returns the numbers of several exchanges of the same workers as those of one."""
+    """Return the numbers of several exchanges of the same workers as those of a single exchange."""
     if len(steps) == 1:
         return steps[0]
     numbers = [number for number in STEP_NUMBERS if number.exchanges]

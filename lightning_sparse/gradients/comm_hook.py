@@ -1,12 +1,15 @@
-"""DDP's communication hook, and its registration on a module."""
+"""DDP's communication hook, its registration on a module, and its part in ``DistributedDataParallel.join``."""
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the types themselves.
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -14,7 +17,6 @@ from lightning_sparse._version import __version__
 from lightning_sparse.engine.grouping import require_one_device
 from lightning_sparse.exchange import ExchangeMode, current_device, require_agreement
 from lightning_sparse.exchange.wire import ValueDtype
-from lightning_sparse.gradients.join import follow_join
 from lightning_sparse.gradients.options import (
     DensityControlMode,
     ErrorFeedback,
@@ -24,20 +26,14 @@ from lightning_sparse.gradients.options import (
 from lightning_sparse.gradients.sparse_state import SparseState
 from lightning_sparse.sparsifiers import Sparsifier
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import GradBucket
-else:
-    from torch.distributed import GradBucket
-
-
 _DDP_SETTINGS = ("bucket_bytes_cap", "find_unused_parameters", "static_graph")
-"""Attributes of a DDP module on which it depends which buckets come when."""
+"""Attributes of a DDP module that decide the order of buckets."""
 
 
-# An optimizer whose step is compiled calls backward in its closure: the exchange must stay out of that graph.
+# A compiled optimizer step calls backward in its closure: the exchange must stay out of that graph.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def sparse_hook(state: SparseState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """The communication hook: exchanges one bucket sparsely. Collective; DDP calls it.
+    """Exchange a bucket sparsely, as DDP's communication hook. Collective; DDP calls it.
 
     Returns:
         A future of the bucket's buffer holding S · (1/n) Σ_i out_i, the same bits on every worker.
@@ -48,11 +44,7 @@ def sparse_hook(state: SparseState, bucket: GradBucket) -> torch.futures.Future[
 
 
 def refuse_capture(device: torch.device) -> None:
-    """Raises where a CUDA graph is being recorded: how much is sent differs from step to step, and a replay would not.
-
-    Raises:
-        RuntimeError: says what can be recorded instead.
-    """
+    """Raise RuntimeError while a CUDA graph is recorded: a replay would always send as much as the recorded step."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "A sparse exchange cannot be part of a CUDA graph: what is sent differs from step to step, and the host "
@@ -75,28 +67,26 @@ def register_comm_hook(
     grad_scaler: torch.amp.GradScaler | None = None,
     per_layer_stats: bool = False,
 ) -> SparseState:
-    """Makes a DistributedDataParallel module exchange its gradients sparsely. Collective: every worker calls this.
+    """Make a DistributedDataParallel module exchange its gradients sparsely. Collective: every worker calls this.
 
     For the Lightning Trainer use a strategy instead; this is for plain PyTorch and for Fabric.
 
     Args:
-        ddp_module: a ``DistributedDataParallel``, or what ``Fabric(strategy="ddp").setup(...)`` returns. It must not
-            have a communication hook yet.
-        sparsifier: chooses what is sent; copied.
+        ddp_module: a ``DistributedDataParallel``, or the result of ``Fabric(strategy="ddp").setup(...)``, without a
+            communication hook.
+        sparsifier: selects coordinates; copied.
         error_feedback: ``"gradient"`` keeps residuals in gradient units, ``"learning_rate"`` rescales them as learning
-            rates change (and needs ``optimizer``), ``"none"`` throws away what is not sent.
+            rates change (and needs ``optimizer``), ``"none"`` throws unsent values away.
         local_clip_norm: clips this worker's whole gradient to this norm before it is sent; None does not clip.
-        value_dtype: what a value travels in, as in `SparseDDPStrategy`.
-        exchange: ``"gather"``, ``"reduce_scatter"``, ``"dense"``, ``"hierarchical"`` or ``"auto"``, which are those of
-            `SparseDDPStrategy`.
-        density_control: ``"hold"`` (None stands for it) corrects a λ that was calibrated to a density, ``"calibrate"``
-            leaves it constant.
-        link_gbit_s: the rate of a worker's link between nodes, in Gbit/s and one direction; None is that of
-            `SparseDDPStrategy`.
+        value_dtype: dtype in which values travel, as in `SparseDDPStrategy`.
+        exchange: the route, as in `SparseDDPStrategy`.
+        density_control: ``"hold"`` (the meaning of None) corrects a λ that was calibrated to a density,
+            ``"calibrate"`` leaves it constant.
+        link_gbit_s: rate of a worker's link between nodes, in Gbit/s and one direction, as in `SparseDDPStrategy`.
         optimizer: the optimizer or optimizers, whose learning rates ``error_feedback="learning_rate"`` needs.
-        grad_scaler: the scaler that scales the losses, if one does, so that thresholds and residuals are in units of
-            the unscaled gradient.
-        per_layer_stats: whether to report density and error of every layer; two numbers a layer travel with each step.
+        grad_scaler: the scaler of the losses, if they are scaled, so that thresholds and residuals are in units of the
+            unscaled gradient.
+        per_layer_stats: whether to report density and error of every layer; adds two numbers per layer to each step.
 
     Returns:
         The state, whose ``last_step`` holds the numbers of the last step.
@@ -137,7 +127,7 @@ def attach(
     optimizers: Callable[[], Sequence[Optimizer]],
     per_layer_stats: bool,
 ) -> SparseState:
-    """Registers ``sparse_hook`` with a fresh state, for optimizers and a scaler that may be made later."""
+    """Register ``sparse_hook`` with a new state, for optimizers and a scaler that may be made later."""
     ddp_module = _unwrapped(ddp_module)
     if not isinstance(ddp_module, DistributedDataParallel):
         raise TypeError(
@@ -174,7 +164,8 @@ def attach(
             options,
             names,
             group=ddp_module.process_group,
-            loss_scale=lambda: loss_scale_of(grad_scaler()),
+            # The public get_scale() synchronises. A disabled scaler has no such tensor, and a new scaler has None.
+            loss_scale=lambda: getattr(grad_scaler(), "_scale", None),
             optimizers=optimizers,
             per_layer_stats=per_layer_stats,
             allows_unused_parameters=bool(ddp_module.find_unused_parameters or ddp_module.static_graph),
@@ -189,11 +180,7 @@ def attach(
 
 
 def refuse_sparse_gradients(module: torch.nn.Module) -> None:
-    """Raises if a layer makes sparse gradients, which DDP's buckets hold in another way than all others.
-
-    Raises:
-        ValueError: names the layer and says what to do.
-    """
+    """Raise ValueError if a layer makes sparse gradients, which DDP's buckets hold in another form."""
     for name, layer in module.named_modules():
         is_sparse = isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.sparse
         if is_sparse and layer.weight.requires_grad:
@@ -205,9 +192,9 @@ def refuse_sparse_gradients(module: torch.nn.Module) -> None:
 
 
 def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """Returns what Fabric (``_forward_module``) and ``torch.compile`` (``_orig_mod``) have wrapped."""
+    """Return the module inside of wrappers by Fabric (``_forward_module``) and ``torch.compile`` (``_orig_mod``)."""
     while not isinstance(module, DistributedDataParallel):
-        held = vars(module)["_modules"]  # not by attribute: a compiled module hands out those of what it holds
+        held = vars(module)["_modules"]  # a compiled module returns attributes of the module inside
         inner = held.get("_forward_module", held.get("_orig_mod"))
         if inner is None:
             break
@@ -215,7 +202,46 @@ def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-def loss_scale_of(grad_scaler: torch.amp.GradScaler | None) -> Tensor | None:
-    """Returns the scaler's S as a tensor of one element, None without a scaler or with one that is disabled."""
-    # The public get_scale() waits for the device. A disabled scaler has no such tensor, a new one has None.
-    return getattr(grad_scaler, "_scale", None)
+class SparseJoinHook(JoinHook):
+    """DDP's own hook of ``Join`` for workers that have run out of batches, which also notifies the state.
+
+    Such a worker answers each exchange of the others with zeros and keeps its residual for its next backward: it takes
+    no step, so sent values would be rolled back and sent again. It does not see on which exchanges the others step, and
+    λ and the number of the next step depend on that. When all have run out, it receives both from a worker that saw
+    these steps.
+    """
+
+    def __init__(self, hook: JoinHook, state: SparseState, device: torch.device | None) -> None:
+        self._hook, self._state, self._device = hook, state, device
+
+    def main_hook(self) -> None:
+        """Take part in a step of the workers that go on."""
+        self._state.is_idle = True
+        try:
+            self._hook.main_hook()
+        finally:
+            self._state.is_idle = False
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """End the context, on all workers: each has the weights of a worker that ran out last."""
+        self._hook.post_hook(is_last_joiner)
+        with current_device(self._device):
+            self._state.catch_up(knows=is_last_joiner)
+
+
+def follow_join(module: DistributedDataParallel, state: SparseState) -> None:
+    """Notify the state of every ``Join`` context that this module is in, from now on."""
+    own_module, own_state = weakref.ref(module), weakref.ref(state)  # a reference cycle would not be freed at once
+
+    def join_hook(**options: Any) -> JoinHook:
+        if not options.get("divide_by_initial_world_size", True):
+            raise ValueError(
+                "Invalid divide_by_initial_world_size=False. With a communication hook averages are over all workers, "
+                "also those that have run out of batches: leave it at True."
+            )
+        module, state = own_module(), own_state()
+        assert module is not None, "the caller holds it"
+        hook = type(module).join_hook(module, **options)  # type: ignore[no-untyped-call]
+        return hook if state is None else SparseJoinHook(hook, state, module.device)
+
+    vars(module)["join_hook"] = join_hook

@@ -1,4 +1,4 @@
-"""The learning rates of the last steps, for residuals that are kept in units of the learning rate."""
+"""The learning rates of the last steps, for residuals in units of the learning rate."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,7 +10,7 @@ from lightning_sparse.selection.residual import Residual, rescale
 
 
 def learning_rates_of(optimizers: Sequence[Optimizer]) -> dict[Tensor, float]:
-    """Returns the learning rate in force for every parameter of the optimizers.
+    """Return the current learning rate of every parameter of the optimizers.
 
     Raises:
         ValueError: an optimizer has no learning rate, such as Adafactor with ``lr=None``.
@@ -31,11 +31,8 @@ def learning_rates_of(optimizers: Sequence[Optimizer]) -> dict[Tensor, float]:
 class LastLearningRates:
     """Remembers lr_{t-1} by parameter name, where t counts the steps that an optimizer made on that parameter.
 
-    Algorithm 1 of Sahu et al. (NeurIPS 2021) keeps residuals in units of lr · gradient; in gradient units that is to
-    multiply them by lr_{t-1} / lr_t. Like a residual, a new rate is pending until its backward is committed.
-
-    Args:
-        parameter_names: the name of every parameter whose rate counts.
+    Algorithm 1 of Sahu et al. (NeurIPS 2021) keeps residuals in units of lr · gradient. In gradient units they are
+    multiplied by lr_{t-1} / lr_t. Like a residual, a new rate is pending until its backward is committed.
     """
 
     def __init__(self, parameter_names: Mapping[Tensor, str]) -> None:
@@ -45,7 +42,7 @@ class LastLearningRates:
         self._ratios: dict[str, float] = {}
 
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
-        """Takes lr_{t-1} / lr_t for a backward on which these optimizers will step; 1 for a first step.
+        """Note lr_{t-1} / lr_t for a backward on which these optimizers will step; 1 for a first step.
 
         A rate of 0 has no ratio: such a step leaves the residual and lr_{t-1} alone.
         """
@@ -57,25 +54,25 @@ class LastLearningRates:
                 self._pending[name] = rate
 
     def rescale(self, bucket: FlatBucket) -> None:
-        """Brings a bucket's residual into units of this backward's rates, if they are not those of the last step."""
+        """Rescale a bucket's residual into units of this backward's rates, if they have changed since the last step."""
         if any(ratio != 1.0 for ratio in self._ratios.values()):
             before, after = bucket.residual
             rescaled: Tensor = rescale(after.copy_(before), bucket.layout, self._ratios)
             bucket.residual = Residual(rescaled, rescaled)
 
     def commit(self, names: set[str]) -> None:
-        """Makes the pending rates of these parameters those of their last step."""
+        """Make the pending rates of these parameters those of their last step."""
         self._committed |= {name: self._pending.pop(name) for name in names & self._pending.keys()}
 
     def roll_back(self, names: set[str]) -> None:
-        """Forgets the pending rates of these parameters."""
+        """Forget the pending rates of these parameters."""
         for name in names & self._pending.keys():
             del self._pending[name]
 
     def state_dict(self) -> dict[str, float]:
-        """Returns the committed rates."""
+        """Return the committed rates."""
         return dict(self._committed)
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Replaces all rates."""
+        """Replace all rates."""
         self._committed, self._pending = dict(state), {}

@@ -6,7 +6,7 @@ from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 
 
 def say_dropped(names: Collection[str]) -> None:
-    """Says of which parameters gradients were dropped before an optimizer stepped on them."""
+    """Say that gradients were dropped before an optimizer stepped on them."""
     listed = ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")
     rank_zero_info(
         f"lightning_sparse: gradients were dropped before an optimizer stepped on them ({listed}): they do not train, "
@@ -16,7 +16,7 @@ def say_dropped(names: Collection[str]) -> None:
 
 
 def warn_of_no_steps(num_backwards: int) -> None:
-    """Warns that so many backwards were dropped, and no optimizer has ever stepped."""
+    """Warn that so many backwards were dropped without any optimizer step."""
     rank_zero_warn(
         f"lightning_sparse: the gradients of {num_backwards} backwards were dropped, and no torch.optim.Optimizer has "
         "stepped on these parameters: what was not sent of them is lost. If you update weights without an optimizer, "
@@ -26,7 +26,7 @@ def warn_of_no_steps(num_backwards: int) -> None:
 
 
 def warn_of_unexchanged(name: str) -> None:
-    """Warns that an optimizer steps on a parameter that DDP does not exchange."""
+    """Warn that an optimizer steps on a parameter that DDP does not exchange."""
     rank_zero_warn(
         f"lightning_sparse: an optimizer steps on {name!r}, which DDP does not exchange, so it differs between "
         "workers, as under plain DDP. It was frozen or absent when DDP wrapped the model, or its layer was replaced. "
@@ -35,7 +35,7 @@ def warn_of_unexchanged(name: str) -> None:
 
 
 def warn_of_unowned(names: Sequence[str], steps: int) -> None:
-    """Warns of parameters that get gradients on which no optimizer steps."""
+    """Warn of parameters that get gradients on which no optimizer steps."""
     listed = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
     rank_zero_warn(
         f"lightning_sparse: {len(names)} parameters get gradients, and no optimizer stepped on them in {steps} steps "

@@ -1,4 +1,4 @@
-"""What can be chosen about the exchange beside the sparsifier: the words that are allowed, checked early."""
+"""Options of an exchange of gradients beside the sparsifier, checked when they are made."""
 
 from dataclasses import dataclass
 from math import isfinite
@@ -12,7 +12,7 @@ DensityControlMode = Literal["hold", "calibrate"]
 
 
 def require_density_control(sparsifier: Sparsifier, density_control: DensityControlMode | None) -> None:
-    """Raises ValueError where a density is to be held and there is none to which λ could be corrected."""
+    """Raise ValueError if the option does not fit the sparsifier."""
     has_density = isinstance(sparsifier, HardThreshold) and (sparsifier.density is not None or not sparsifier.threshold)
     if density_control == "hold" and not has_density:
         what = "a constant threshold" if isinstance(sparsifier, HardThreshold) else type(sparsifier).__name__
@@ -29,18 +29,16 @@ def require_density_control(sparsifier: Sparsifier, density_control: DensityCont
 
 @dataclass(frozen=True)
 class ExchangeOptions(TransportOptions):
-    """How gradients are exchanged, apart from the sparsifier; checked when made.
+    """Options of an exchange of gradients. ``TransportOptions`` documents the others.
 
     Args:
         error_feedback: ``"gradient"`` keeps residuals in gradient units; ``"learning_rate"`` multiplies them by
             lr_{t-1} / lr_t before each step (Algorithm 1 of Sahu et al., NeurIPS 2021); ``"none"`` keeps nothing.
         local_clip_norm: clips this worker's whole gradient to this norm before it is compensated. The norm needs all
-            buckets, so nothing is sent before backward has ended: the exchange no longer overlaps with it.
-        density_control: what becomes of a λ that was asked for by a density. ``"hold"``, which None stands for,
-            corrects it slowly, so that the average volume after calibration meets the density
-            (``lightning_sparse.engine.control.density_control``); ``"calibrate"`` leaves it constant after its
-            calibration, as the theory has it.
-        value_dtype: see ``TransportOptions``, also for ``exchange`` and ``link_gbit_s``.
+            buckets, so the exchange does not overlap with backward.
+        density_control: for a λ that is calibrated to a density. ``"hold"`` (the meaning of None) corrects it slowly,
+            so that the average volume meets the density (``lightning_sparse.engine.density_control``);
+            ``"calibrate"`` leaves it constant, as in the theory.
 
     Raises:
         ValueError: a word or a number that is not allowed.
@@ -66,5 +64,5 @@ class ExchangeOptions(TransportOptions):
 
     @property
     def holds_density(self) -> bool:
-        """Whether a λ that was asked for by a density is corrected after its calibration."""
+        """Whether a λ that was calibrated to a density is corrected afterwards."""
         return self.density_control != "calibrate"

@@ -1,17 +1,16 @@
-"""When a gradient becomes part of training: the one place where that is decided, for every kind of loop.
+"""When a gradient becomes part of training, decided in this place for every kind of loop.
 
-Plain DDP has no memory: a gradient counts if an optimizer steps on it and is gone if none does. Error feedback has one,
-so what a backward put into residuals, and what it took out to send, must share the fate of its gradient:
+Under plain DDP a gradient counts if an optimizer steps on it. With error feedback a backward also changes residuals,
+and these changes must share the fate of its gradient:
 
-1. A backward has exchanged gradients: what it did is *pending*, for each parameter that it reached.
-2. An optimizer that owns the parameter steps: it is *committed*, part of training for good.
-3. The next backward finds the gradient gone (``zero_grad``, a step skipped because losses overflowed, a backward that
-   an exception broke off): it is *rolled back*, as if that backward had never been.
-4. The next backward finds it still there, and adds to it: both together stay pending.
+1. A backward has exchanged gradients: its changes are *pending*, for each parameter that it reached.
+2. An optimizer that owns the parameter steps: the changes are *committed*.
+3. The next backward finds no gradient (``zero_grad``, a step skipped because losses overflowed, a backward that an
+   exception broke off): the changes are *rolled back*, as if there had been no such backward.
+4. The next backward finds the gradient and adds to it: the changes of both stay pending.
 
-Steps are seen by hooks that torch calls for every optimizer. Gradients that are gone are looked for only if a forward
-or a backward begins while something is pending, as between two optimizers, and before the backward adds to the first of
-them. Usually nothing is pending then, and all that this costs is a note of each gradient's version.
+torch calls hooks for the steps of every optimizer. A search for missing gradients runs only if a forward or a backward
+begins while something is pending, as between two optimizers. Otherwise the cost is a note of each gradient's version.
 """
 
 import weakref
@@ -25,21 +24,21 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.optimizer_steps import Arguments, UnexchangedParameters, follow_no_steps, follow_steps
-from lightning_sparse.engine.state.memory import ResidualMemory
 from lightning_sparse.gradients.learning_rates import LastLearningRates
 from lightning_sparse.gradients.messages import warn_of_no_steps, warn_of_unexchanged, warn_of_unowned
 
 ROLLED_BACK_WITHOUT_A_STEP = 20
-"""After so many backwards that were rolled back, and no step ever, it is likely that the steps cannot be seen."""
+"""Backwards that were rolled back without any step before the warning that steps may be invisible."""
 STEPS_UNTIL_OWNED = 20
-"""After so many optimizer steps each parameter with a gradient should have had one."""
+"""Optimizer steps before the warning of parameters with gradients on which no optimizer steps."""
 CAREFUL_EXCHANGES = 2
-"""The norms of gradients are noted after the first exchanges, and later if a gradient ever waited for its step."""
+"""Exchanges after which the norms of gradients are noted; later only if a gradient ever waited for its step."""
 
 
 class _Mark(NamedTuple):
-    """By which is known whether anybody has written to a gradient, and to its weights."""
+    """Tells whether a gradient and its weights have been written to."""
 
     address: int
     version: int
@@ -59,9 +58,9 @@ class PendingGradients:
 
     Attributes:
         is_stepping: whether an optimizer's step runs, which may call backward several times and keep the last (LBFGS).
-        on_step: called after every step that concerns these parameters, with the names of those of which any worker's
-            gradient met it; the same on all workers.
-        on_drop: called with the names of parameters whose gradients are gone, after their backwards were rolled back.
+        on_step: called after every step on these parameters, with the names of those of which any worker had a
+            gradient; the same on all workers.
+        on_drop: called after a roll-back with the names of the parameters without a gradient.
     """
 
     def __init__(
@@ -72,7 +71,6 @@ class PendingGradients:
         self.is_stepping = False
         self.on_step: list[Callable[[set[str]], None]] = []
         self.on_drop: list[Callable[[set[str]], None]] = []
-        self._names = {id(parameter): name for parameter, name in parameters.items()}
         self._parameters = {name: parameter for parameter, name in parameters.items()}
         self._memories = memories
         self._pending: set[str] = set()
@@ -90,7 +88,7 @@ class PendingGradients:
         follow_steps(self)
 
     def follow(self, module: DistributedDataParallel) -> None:
-        """Observes every forward of this module."""
+        """Observe every forward of a module."""
         ignored = [weight for name, weight in module.module.named_parameters() if name in module.parameters_to_ignore]
         exchanged = [weight for weight in self._parameters.values() if weight.requires_grad]
         self._unexchanged = UnexchangedParameters(module.module, [*exchanged, *ignored])
@@ -101,8 +99,8 @@ class PendingGradients:
             if own is not None and torch.is_grad_enabled():
                 own.expect_backward()
                 if module.gradient_as_bucket_view and own._pending and module.reducer._rebuild_buckets():
-                    # Gradients lie elsewhere now. DDP does this next, once in its life; only here can it be told from
-                    # what the user does: Lightning's whole training_step is inside of the forward.
+                    # Gradients lie elsewhere now. DDP would rebuild next, once in its life. Later that looks like a
+                    # change by the user, as Lightning's whole training_step is inside of the forward.
                     module._has_rebuilt_buckets = True
                     own.backward_is_prepared()
 
@@ -110,28 +108,25 @@ class PendingGradients:
         self._hooks.append(module.register_forward_pre_hook(hook))
 
     def close(self) -> None:
-        """Follows no more steps."""
+        """Follow no more steps."""
         _remove(self._watch)
         follow_no_steps(self)
         _remove(self._hooks)
 
     @property
     def is_certain(self) -> bool:
-        """Whether what is committed now belongs to the weights as they are now.
+        """Whether the committed changes belong to the current weights.
 
-        Not so once an optimizer's step has changed some of the weights, until it has ended, nor while committing.
+        False once an optimizer's step has changed some of the weights, until it has ended, and while committing.
         """
         if self._is_changing or not (self.is_stepping and self._pending):
             return not self._is_changing
-        versions = [(self._parameters[name]._version, self._marks.get(name)) for name in self._pending]
-        return bool(self._marks) and all(mark is None or mark.weight_version == version for version, mark in versions)
+        marks = [(self._parameters[name], self._marks.get(name)) for name in self._pending]
+        return bool(self._marks) and all(mark is None or mark.weight_version == held._version for held, mark in marks)
 
     @property
     def progress(self) -> int:
-        """The sum over all parameters of the number of the exchange that was committed last.
-
-        The same on all workers whose parameters have seen the same steps.
-        """
+        """The sum over parameters of the last committed exchange's number: equal on workers after the same steps."""
         return sum(self._committed_at.values())
 
     @property
@@ -140,15 +135,15 @@ class PendingGradients:
         return frozenset(self._pending)
 
     def expect_backward(self) -> None:
-        """Called before DDP prepares for a backward: looks for gradients that are gone, again at its first gradient."""
+        """Look for missing gradients before DDP prepares for a backward, and again at its first gradient."""
         if not self._pending:
             return
         self._has_waited = True
         self._look()
         self._has_looked = False
         if not self._watch:
-            # On all parameters: before the first gradient is added, and before DDP deals with those that get none. Not
-            # on the tensors: their hooks are called by torch.autograd.grad too, which adds nothing.
+            # On all parameters: before the first gradient is added, and before DDP handles unused parameters. Not on
+            # the tensors: torch.autograd.grad calls their hooks too, and adds nothing.
             self._watch += [
                 get_gradient_edge(parameter).node.register_prehook(self._gradient_comes)
                 for parameter in self._parameters.values()
@@ -156,26 +151,23 @@ class PendingGradients:
             ]
 
     def backward_is_prepared(self) -> None:
-        """Called right after DDP has prepared: it may have put gradients into other buckets."""
-        if self._pending:
-            self._mark()
+        """Note gradients anew right after DDP has prepared, as it may have moved them to other buckets."""
+        self._mark()
 
     def backward_has_ended(self) -> None:
-        """Called after a backward in which no callback could be queued for its end."""
+        """Note gradients after a backward in which no callback could be queued for its end."""
         if self._pending and not self._marks:
             self._note()
 
     def begin_exchange(self) -> None:
-        """Called with the first bucket: rolls back pending gradients that are gone."""
+        """Roll back pending changes without a gradient, at the first bucket."""
         if self._pending and not self._has_looked:
             self._look()  # this backward reached none of it
 
     def end_exchange(self, used: set[str], used_by_any: set[str]) -> None:
-        """Called when all gradients have been exchanged: those of the parameters in use are pending.
+        """Make the changes pending when all gradients have been exchanged.
 
-        Args:
-            used: names of parameters that this worker's backward reached.
-            used_by_any: of those that any worker's reached.
+        The names are those of parameters that the backward of this worker, and of any worker, has reached.
         """
         _remove(self._watch)
         self._num_exchanges += 1
@@ -183,28 +175,28 @@ class PendingGradients:
         self._waiting |= used_by_any
         self._marks.clear()
         self._norms.clear()
-        # In a static graph's first iteration Lightning has DDP flush its buckets after the backward.
+        # In a static graph's first iteration Lightning flushes DDP's buckets after the backward.
         with suppress(RuntimeError):
-            # DDP puts the averages in place at the end of backward, by a callback that it asks for after this one.
+            # DDP puts the averages in place at the end of backward, by a callback that it queues after this one.
             _at_end_of_backward(lambda: _at_end_of_backward(self._note))
 
     def commit_all(self) -> None:
-        """Makes everything pending part of training."""
+        """Make everything pending part of training."""
         self._change(set(self._pending), commits=True)
         self._advance(set(self._waiting))
 
     def roll_back_all(self) -> None:
-        """Rolls back everything pending, also of a backward that was broken off in its middle."""
+        """Roll back everything pending, also of a backward that was broken off."""
         self._change(set(self._parameters), commits=False)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _note(self) -> None:
-        """Notes all that is pending, when DDP has put the averages in place."""
+        """Note all pending gradients when DDP has put the averages in place."""
         self._mark()
         if self._has_waited or self._num_exchanges <= CAREFUL_EXCHANGES:
             gradients = {name: self._parameters[name].grad for name in self._pending}
             held = {name: gradient.detach() for name, gradient in gradients.items() if gradient is not None}
-            # Read, and waited for on a GPU, only if one of them turns out to be zero later on.
+            # Read, with a synchronisation on a GPU, only if a gradient is zero later on.
             self._norms = dict(zip(held, torch._foreach_norm(list(held.values())), strict=True)) if held else {}
 
     def _mark(self) -> None:
@@ -217,11 +209,11 @@ class PendingGradients:
     def _gradient_comes(self, _: Any) -> None:
         if not self._has_looked:
             self._look()
-            # Without an exchange (``no_sync``) the gradient is added to what is there, which is no change by the user.
+            # Without an exchange (``no_sync``) autograd adds to the gradient, which is no change by the user.
             _at_end_of_backward(self._mark)
 
     def _look(self) -> None:
-        """Rolls back what is pending for parameters whose gradient is gone."""
+        """Roll back pending changes of parameters whose gradient is gone."""
         self._has_looked = True
         gone: set[str] = set()
         changed: dict[int | None, dict[str, Tensor]] = {}
@@ -244,18 +236,19 @@ class PendingGradients:
                 warn_of_no_steps(ROLLED_BACK_WITHOUT_A_STEP)
 
     def _zeroed(self, changed: dict[str, Tensor]) -> set[str]:
-        """Returns which of an optimizer's gradients that were written to in place were set to zero, not scaled."""
+        """Return which of an optimizer's gradients, written to in place, were set to zero and not scaled."""
         with torch.no_grad():
             zero = {name for name, gradient in changed.items() if not gradient.any()}
         were_zero = {name for name in zero if name in self._norms and not bool(self._norms[name])}
-        # An average that was zero before tells nothing. Another tensor in its place is a copy of it; if it was written
-        # to, the optimizer's other gradients tell.
-        written = {name for name in changed if name not in were_zero or self._is_in_place(name)}
+        # An average that was zero before tells nothing. A new tensor in its place is a copy; if it was written to, the
+        # optimizer's other gradients tell.
+        in_place = {
+            name
+            for name, gradient in changed.items()
+            if name in self._marks and self._marks[name].address == gradient.data_ptr()
+        }
+        written = (changed.keys() - were_zero) | in_place
         return zero & written if zero - were_zero or written <= zero else set()
-
-    def _is_in_place(self, name: str) -> bool:
-        gradient, mark = self._parameters[name].grad, self._marks.get(name)
-        return gradient is not None and mark is not None and gradient.data_ptr() == mark.address
 
     def _step_begins(self, optimizer: Optimizer, _: Arguments) -> None:
         self.is_stepping = True
@@ -265,14 +258,14 @@ class PendingGradients:
 
     def _step_ends(self, optimizer: Optimizer) -> None:
         self.is_stepping = False
-        of_optimizer = (self._names.get(id(weight)) for group in optimizer.param_groups for weight in group["params"])
-        owned = {name for name in of_optimizer if name is not None}
+        ids = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+        owned = {name for name, parameter in self._parameters.items() if id(parameter) in ids}
         # A fused optimizer receives an overflow as found_inf and skips the step by itself.
         found_inf = getattr(optimizer, "found_inf", None)
         if not owned or (isinstance(found_inf, Tensor) and bool(found_inf)):
             return
         self._owners.update(dict.fromkeys(owned, id(optimizer)))
-        # An optimizer passes over what has no gradient; some drop gradients themselves after the update.
+        # An optimizer skips parameters without a gradient; some drop gradients themselves after the update.
         stepped = {name for name in self._pending & owned if not self._was_passed_over(name)}
         self._change(stepped, commits=True)
         self._advance(self._waiting & owned)
@@ -285,7 +278,6 @@ class PendingGradients:
         self._committed_at.update(dict.fromkeys(names, self._num_exchanges))
         self._waiting -= names
         self._num_steps += 1
-        # Gradients pile up where no optimizer steps on them and none sets them to zero.
         if self._num_steps == STEPS_UNTIL_OWNED and (unowned := sorted(self._pending - self._owners.keys())):
             warn_of_unowned(unowned, STEPS_UNTIL_OWNED)
         for call in self.on_step:

@@ -1,20 +1,20 @@
-"""Replicas of a sharded model that exchange the gradients of their shards sparsely, once an optimizer step.
+"""Replicas of a sharded model that exchange the gradients of their shards sparsely, once per optimizer step.
 
-FSDP2 shards the parameters of a replica over its ranks, and leaves on each the mean gradient of its shard over the
-replica's data. Between replicas nothing is exchanged by FSDP2 itself: the ranks that hold the same shard are workers of
-a sparse exchange, one group of them for every shard. ::
+FSDP2 shards the parameters of a replica over its ranks, and leaves on each rank the mean gradient of its shard over the
+replica's data. The ranks that hold the same shard are the workers of a sparse exchange, with a group for every shard::
 
-    replica 0    rank 0: shard 0 ──┐   rank 1: shard 1 ──┐      reduce-scatter and all-gather inside: torch's own
+    replica 0    rank 0: shard 0 ──┐   rank 1: shard 1 ──┐      inside: torch's own reduce-scatter and all-gather
     replica 1    rank 2: shard 0 ──┘   rank 3: shard 1 ──┘      between: the engine, on each shard
 
-λ is one for the whole model, or for a whole layer: the numbers of all shards are added up before it follows from them.
+λ is one for the whole model, or for a whole layer, and follows from the sums of all shards' numbers.
 
-When a gradient becomes part of training: when `ShardExchange.average_gradients` takes it, which is between backward
-and an optimizer's step. Gradients that are dropped before that have never been in a residual.
+A gradient becomes part of training when `ShardExchange.average_gradients` takes it, between backward and an optimizer's
+step. Gradients that are dropped before that have never been in a residual.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Any
 
 import torch
@@ -23,24 +23,56 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_sparse._version import __version__
 from lightning_sparse.engine import Averager, Engine, FlatBucket, warm_up_steps
-from lightning_sparse.engine.averager import BROKEN_OFF
-from lightning_sparse.engine.grouping import as_real, local
-from lightning_sparse.engine.parameter_bucket import sizes_by_name
-from lightning_sparse.engine.sharding.resharded import reshard
-from lightning_sparse.engine.sharding.sharding import Sharding
-from lightning_sparse.engine.state.snapshot import Snapshot
-from lightning_sparse.exchange import (
-    ExchangeMode,
-    OwnGroup,
-    Workers,
-    current_device,
-    parameter_settings,
-)
+from lightning_sparse.engine.grouping import ParameterBucket, as_real, bucketed, local, real_numel
+from lightning_sparse.engine.sharding import Sharding, reshard
+from lightning_sparse.engine.snapshot import Snapshot
+from lightning_sparse.exchange import ExchangeMode, OwnGroup, Workers, current_device, parameter_settings
 from lightning_sparse.exchange.wire import ValueDtype, require_wire
 from lightning_sparse.gradients.options import DensityControlMode, ExchangeOptions, require_density_control
-from lightning_sparse.gradients.shard_bucket import ShardBucket, lay_out
 from lightning_sparse.gradients.steps_on_averages import StepsOnAverages
+from lightning_sparse.selection.residual import Residual
 from lightning_sparse.sparsifiers import Dense, Sparsifier
+
+
+@dataclass
+class ShardBucket(ParameterBucket):
+    """This rank's shards of some parameters, and unsent values of their gradients.
+
+    Attributes:
+        residual: e, shape (layout.num_elements,): float32, or float64 where gradients are.
+    """
+
+    residual: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.residual = self.zeros()
+
+    def bring(self, gradients: Mapping[str, Tensor], *, is_last: bool, notes: Tensor) -> FlatBucket:
+        """Return the bucket for a step, with a copy of the gradients; nothing of other parameters is sent."""
+        first = local(self.parameters[0])
+        flat = torch.empty(self.layout.num_elements, dtype=first.dtype.to_real(), device=first.device)
+        parts = dict(zip(self.layout.names, self.shaped_parts(flat), strict=True))
+        if gradients:
+            torch._foreach_copy_([parts[name] for name in gradients], [*gradients.values()])
+        if unused := [part for name, part in parts.items() if name not in gradients]:
+            torch._foreach_zero_(unused)
+        left_out = [(start, end) for name, start, end in self.layout.spans() if name not in gradients and end > start]
+        residual = Residual(self.residual, self.residual)
+        return FlatBucket(self.index, self.layout, flat, residual, is_last, left_out=left_out, notes=notes)
+
+    def give_back(self, average: Tensor, used_by_any: Collection[bool]) -> list[Tensor]:
+        """Make the average the gradient of every parameter that any replica used; return these parameters.
+
+        The average is flat, shape (layout.num_elements,), and ``used_by_any`` has an entry for each parameter.
+        """
+        used = list(compress(self.parameters, used_by_any))
+        for parameter in used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        if used:
+            gradients = [as_real(local(parameter.grad)) for parameter in used if parameter.grad is not None]
+            torch._foreach_copy_(gradients, list(compress(self.shaped_parts(average), used_by_any)))
+        return used
 
 
 class ShardExchange(Averager):
@@ -53,6 +85,7 @@ class ShardExchange(Averager):
     """
 
     kind = "gradients"
+    is_exchanging = False
     _advice_for_others = "begin with residuals of zero"
 
     def __init__(
@@ -70,22 +103,21 @@ class ShardExchange(Averager):
         require_wire(sparsifier, options.value_dtype)
         reshard(module)
         settings = parameter_settings(module) | sparsifier.settings() | vars(options)
-        versions = {"lightning_sparse": __version__, "torch": str(torch.__version__)}
-        sharding = Sharding(module, mesh, settings | {"per_layer_stats": per_layer_stats} | versions)
+        settings |= {"lightning_sparse": __version__, "torch": str(torch.__version__)}
+        sharding = Sharding(module, mesh, settings | {"per_layer_stats": per_layer_stats})
         named, self.device, self.replica = sharding.named, sharding.device, sharding.replica
         if sharding.is_alone:
             sparsifier, options = Dense(), replace(options, value_dtype="float32")
         with current_device(self.device):
             self.own_group = OwnGroup(sharding.group)
-            super().__init__(
-                Engine(sparsifier, options, group=self.own_group.group, per_layer_stats=per_layer_stats), named
-            )
-            buffers = [one for one in module.buffers() if not one.is_meta]
+            engine = Engine(sparsifier, options, group=self.own_group.group, per_layer_stats=per_layer_stats)
+            super().__init__(engine, named)
+            buffers = [buffer for buffer in module.buffers() if not buffer.is_meta]
             self.workers.broadcast([*map(local, named.values()), *map(local, buffers)])
-            sharding.add_up(self._engine)
-        self._is_exchanging = self._is_closed = False
-        self._ids = {id(one) for one in named.values()}
-        self._place_in_world = sharding.place
+            self._engine.of_whole_model = sharding.of_all_shards
+        self._is_closed = False
+        self._ids = set(map(id, named.values()))
+        self.place = sharding.place
         self._parameters = named
         self._steps = StepsOnAverages(module, named.values(), self.holds_any_of)
         self._buckets: list[ShardBucket] = []
@@ -97,7 +129,7 @@ class ShardExchange(Averager):
         warm_up_steps(self._engine, trained, has_unused=True)
 
     def close(self) -> None:
-        """Ends groups of the exchange's own; those that others of these ranks use, too, end with the world."""
+        """End groups of the exchange's own; groups that other exchanges of these ranks use end with the world."""
         self._is_closed = True
         self._steps.close()
         self._engine.close()
@@ -106,11 +138,11 @@ class ShardExchange(Averager):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def average_gradients(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Replaces gradients by their sparse average over the replicas. Collective: all ranks of all replicas.
+        """Replace gradients by their sparse average over the replicas. Collective: all ranks of all replicas.
 
-        Call it once an optimizer step: after the last backward, before gradients are clipped and the optimizer steps.
-        A gradient is None on all ranks of a replica or on none; where it is None on some replicas and not on others it
-        becomes the average, and where it is None on all it stays None.
+        Call it once per optimizer step: after the last backward, before gradients are clipped and the optimizer steps.
+        A gradient is None on all ranks of a replica or on none. If it is None on some replicas only, it becomes the
+        average; if it is None on all, it stays None.
 
         Args:
             parameters: those whose gradients are exchanged, such as one optimizer's; None for all of the module.
@@ -120,85 +152,74 @@ class ShardExchange(Averager):
         """
         if self._is_closed:
             raise RuntimeError("The exchange was closed: gradients would stay each replica's own. Make a new one.")
-        chosen = None if parameters is None else {id(one) for one in parameters}
-        self._steps.require_new(one for one in self._parameters.values() if chosen is None or id(one) in chosen)
-        self._is_exchanging = True
+        chosen = self._ids if parameters is None else set(map(id, parameters))
+        self._steps.require_new(parameter for parameter in self._parameters.values() if id(parameter) in chosen)
+        self.is_exchanging = True
         self._take_in_new()
         self._engine.begin()
         flight: list[FlatBucket] = []
 
         def departing() -> Iterator[FlatBucket]:
             for bucket in self._buckets:
-                used = {
-                    name
+                gradients = {
+                    name: as_real(local(parameter.grad))
                     for name, parameter in zip(bucket.layout.names, bucket.parameters, strict=True)
-                    if parameter.grad is not None and (chosen is None or id(parameter) in chosen)
+                    if parameter.grad is not None and id(parameter) in chosen
                 }
                 is_last = bucket is self._buckets[-1]
-                flight.append(bucket.bring(used, is_last=is_last, notes=self._marks_of(bucket, used)))
+                flight.append(bucket.bring(gradients, is_last=is_last, notes=self._marks_of(bucket, gradients)))
                 yield flight[-1]
 
         self._engine.add_all(departing())
         notes = self._engine.finish() if flight else []
-        reached: list[Tensor] = []
-        for bucket, one, marks in zip(self._buckets, flight, notes, strict=True):
-            counts = marks.sum(0).tolist()
-            names = {name for name, count in zip(bucket.layout.names, counts, strict=True) if count}
-            bucket.give_back(one.average, names)
-            reached += [
-                parameter
-                for name, parameter in zip(bucket.layout.names, bucket.parameters, strict=True)
-                if name in names
-            ]
+        for bucket, flat, marks in zip(self._buckets, flight, notes, strict=True):
+            self._steps.averaged(bucket.give_back(flat.average, marks.any(0).tolist()))
         if flight:
             self._engine.account()
-        self._steps.averaged(reached)
-        self._is_exchanging = False
+        self.is_exchanging = False
 
     def holds_any_of(self, param_groups: Iterable[Mapping[str, Any]]) -> bool:
-        """Returns whether an optimizer with these groups steps on parameters of the module."""
-        return any(id(one) in self._ids for group in param_groups for one in group["params"])
+        """Return whether an optimizer with these groups steps on parameters of the module."""
+        return any(id(parameter) in self._ids for group in param_groups for parameter in group["params"])
 
-    def _marks_of(self, bucket: ShardBucket, used: set[str]) -> Tensor:
-        """Which parameters of a bucket this replica used, on the device: hardly ever other than in the step before."""
+    def _marks_of(self, bucket: ShardBucket, used: Collection[str]) -> Tensor:
+        """Return marks of the parameters of a bucket that this replica used, on the device; they hardly ever change."""
         marks = [name in used for name in bucket.layout.names]
         if bucket.index not in self._marks or self._marks[bucket.index][0] != marks:
             self._marks[bucket.index] = marks, torch.tensor(marks, dtype=torch.float64).to(bucket.residual.device)
         return self._marks[bucket.index][1]
 
     def _take_in_new(self) -> None:
-        """Lays out parameters that require a gradient by now. The same on all ranks."""
-        new = {name: one for name, one in self._parameters.items() if one.requires_grad and name not in self._taken}
-        if new:
-            added = lay_out(new, len(self._buckets))
-            self._buckets += added
-            self._taken |= new.keys()
-            self._fill(added)
+        """Lay out parameters that require a gradient by now. The same on all ranks."""
+        new = {name: held for name, held in self._parameters.items() if held.requires_grad and name not in self._taken}
+        for bucket in bucketed(ShardBucket, new, len(self._buckets), lambda parameter: parameter.dtype):
+            self._buckets.append(bucket)
+            self._fill(bucket)
+        self._taken |= new.keys()
 
-    def _fill(self, buckets: Iterable[ShardBucket]) -> None:
-        for bucket in buckets:
-            for name, part in bucket.by_name(bucket.residual).items():
-                if name in self._loaded and self._loaded[name].numel() == part.numel():
-                    part.copy_(self._loaded.pop(name))
+    def _fill(self, bucket: ShardBucket) -> None:
+        for name, part in bucket.by_name(bucket.residual).items():
+            if name in self._loaded and self._loaded[name].numel() == part.numel():
+                part.copy_(self._loaded.pop(name))
 
     # What is saved.
 
     @property
     def parameter_sizes(self) -> dict[str, int]:
         """By name, how many real numbers this rank exchanges of each parameter."""
-        return sizes_by_name(self._buckets)
+        return {name: real_numel(local(held)) for name, held in self._parameters.items() if name in self._taken}
 
     @property
     def parameters(self) -> Mapping[str, Tensor]:
-        """The module's parameters by name, as it has them when they are sharded."""
+        """The sharded parameters of the module by name."""
         return self._parameters
 
     def snapshot(self, workers: Workers | None = None) -> Snapshot:
         """Return this rank's state; residuals only of parameters that required a gradient so far. Not collective."""
         snapshot = self._engine.snapshot()
-        snapshot.own["residual"] = {
-            name: part for bucket in self._buckets for name, part in bucket.by_name(bucket.residual).items()
-        }
+        snapshot.own["residual"] = {}
+        for bucket in self._buckets:
+            snapshot.own["residual"] |= bucket.by_name(bucket.residual)
         return snapshot
 
     @torch.no_grad()
@@ -207,7 +228,8 @@ class ShardExchange(Averager):
         self.reset()
         self._engine.restore(snapshot)
         self._loaded = dict(snapshot.own.get("residual", {}))
-        self._fill(self._buckets)
+        for bucket in self._buckets:
+            self._fill(bucket)
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -216,19 +238,7 @@ class ShardExchange(Averager):
         for bucket in self._buckets:
             bucket.residual.zero_()
         self._engine.reset()
-        self._is_exchanging = False
-
-    @property
-    def is_exchanging(self) -> bool:
-        """Whether an exchange has begun and has not ended or was broken off, so that residuals are of no use."""
-        return self._is_exchanging
-
-    def obstacles(self) -> list[str]:
-        """Return why residuals cannot be saved at this moment."""
-        return [BROKEN_OFF] if self.is_exchanging else []
-
-    def _place(self) -> dict[str, int]:
-        return dict(self._place_in_world)
+        self.is_exchanging = False
 
 
 def shard_exchange(
@@ -242,10 +252,10 @@ def shard_exchange(
     link_gbit_s: float | None = None,
     per_layer_stats: bool = False,
 ) -> ShardExchange:
-    """Has replicas of a model that ``fully_shard`` shards exchange gradients sparsely. Collective: all ranks.
+    """Make replicas of a model that ``fully_shard`` shards exchange gradients sparsely. Collective: all ranks.
 
-    For the Lightning Trainer use `HSDPHardThresholdStrategy`; this is for plain PyTorch. All replicas take the first
-    one's weights and buffers.
+    For the Lightning Trainer use `HSDPHardThresholdStrategy`; this is for plain PyTorch. All replicas take the weights
+    and buffers of the first.
 
     Example::
 
@@ -262,13 +272,12 @@ def shard_exchange(
     Args:
         module: the model, sharded over the ranks of a replica and no further.
         mesh: the dimension of replicas, one rank each, of a mesh of all ranks.
-        sparsifier: chooses what is sent; copied. λ is one for the whole model, or for a whole layer; a number of
+        sparsifier: selects coordinates; copied. λ is one for the whole model, or for a whole layer; a number of
             coordinates, as of `TopK`, is each shard's own.
-        value_dtype: what a value travels in, as in `SparseDDPStrategy`.
+        value_dtype: dtype in which values travel, as in `SparseDDPStrategy`.
         exchange: the route between replicas, as in `SparseDDPStrategy`.
         density_control: as in `register_comm_hook`.
-        link_gbit_s: the rate of a rank's link between replicas, in Gbit/s and one direction; None is that of
-            `SparseDDPStrategy`.
+        link_gbit_s: rate of a rank's link between replicas, in Gbit/s and one direction, as in `SparseDDPStrategy`.
         per_layer_stats: whether to report density and error of every layer.
 
     Raises:

@@ -1,65 +1,59 @@
-"""What a DDP module's communication hook keeps, and the way of DDP's buckets through it.
+"""The state of DDP's communication hook, and the way of DDP's buckets through it.
 
 DDP brings the buckets one by one, in the same order on all workers, while backward runs. Each gets its residual and
-goes to the engine. In the hook of the last bucket the averages, times S, replace the gradients in all of them. The
+goes to the engine. In the hook of the last bucket the averages, times S, replace the gradients in all buckets. The
 changes are pending until an optimizer steps on the gradients, and are rolled back if none does
 (``lightning_sparse.gradients.pending_gradients``).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
 from torch.optim import Optimizer
 
 from lightning_sparse.engine import Engine, FlatBucket
 from lightning_sparse.engine.averager import Averager
-from lightning_sparse.engine.messages import warn_of_forgotten
-from lightning_sparse.engine.state.memory import ResidualMemory
-from lightning_sparse.engine.state.memory_format import real_numel
-from lightning_sparse.engine.state.saved_state import unsent_norm
-from lightning_sparse.engine.state.snapshot import Snapshot
+from lightning_sparse.engine.memory import ResidualMemory
+from lightning_sparse.engine.optimizer_steps import weak_method
+from lightning_sparse.engine.snapshot import Snapshot, unsent_norm, warn_of_forgotten
 from lightning_sparse.engine.warmup import warm_up_steps
-from lightning_sparse.engine.weak_method import weak_method
 from lightning_sparse.exchange import SaveBarrier, Workers
-from lightning_sparse.gradients.buckets import Averaged, DDPBucket, DDPBuckets
+from lightning_sparse.gradients.buckets import Averaged, DDPBucket, DDPBuckets, ParameterUse
 from lightning_sparse.gradients.learning_rates import LastLearningRates
 from lightning_sparse.gradients.messages import say_dropped
 from lightning_sparse.gradients.options import ExchangeOptions
-from lightning_sparse.gradients.parameter_use import ParameterUse
 from lightning_sparse.gradients.pending_gradients import PendingGradients
 from lightning_sparse.selection.bucket import clip_norm
 from lightning_sparse.sparsifiers import Sparsifier
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import GradBucket
-
 
 class SparseState(Averager):
-    """Everything that one worker keeps between steps; the state of the communication hook.
+    """Everything that a worker keeps between steps; the state of the communication hook.
 
     Args:
-        sparsifier: chooses what is sent. Copied, so that calibration never changes the caller's own.
-        options: how gradients are exchanged.
+        sparsifier: selects coordinates. Copied, so that calibration never changes the caller's own.
+        options: of the exchange.
         parameter_names: the name of every parameter that DDP may bring.
         group: DDP's process group.
-        loss_scale: returns S of the running step as a tensor of one element, or None where losses are not scaled.
+        loss_scale: returns S of the running step as a tensor of one element, or None if losses are not scaled.
         optimizers: returns those that will step; called only with ``error_feedback="learning_rate"``.
         per_layer_stats: whether `StepStats` holds numbers of every layer.
         allows_unused_parameters: whether a backward may leave parameters out.
         is_static_graph: whether DDP has ``static_graph=True``.
 
     Attributes:
-        residuals: what was not sent so far.
-        pending_gradients: decides which of its changes are part of training.
+        residuals: unsent values.
+        pending_gradients: decides which changes of residuals are part of training.
         save_barrier: where workers wait for each other before rank 0 saves a checkpoint.
         is_exchanging: whether a backward has begun to exchange gradients and has not ended, or was broken off.
+        is_idle: whether this worker has no more batches; see ``SparseJoinHook``.
     """
 
     kind = "gradients"
-    is_exchanging = False
+    is_exchanging = is_idle = False
     _advice_for_others = "give residuals.load_state_dict the mean of all files' residuals"
 
     def __init__(
@@ -75,14 +69,13 @@ class SparseState(Averager):
         allows_unused_parameters: bool = False,
         is_static_graph: bool = False,
     ) -> None:
-        super().__init__(
-            Engine(sparsifier, options, group=group, per_layer_stats=per_layer_stats),
-            parameter_names.values(),
-        )
+        engine = Engine(sparsifier, options, group=group, per_layer_stats=per_layer_stats)
+        super().__init__(engine, parameter_names.values())
         self.options = options
-        # As of now: a layer frozen later on stays in DDP.
+        # A layer that is frozen later stays in DDP.
         self._parameters = {name: weight for weight, name in parameter_names.items() if weight.requires_grad}
-        self.residuals = ResidualMemory(self._parameters, forgets=not options.keeps_rest)
+        self.forgets = not options.keeps_rest
+        self.residuals = ResidualMemory(self._parameters, forgets=self.forgets)
         self.save_barrier = SaveBarrier(self.workers)
         self._loss_scale = loss_scale
         self._optimizers = optimizers
@@ -91,7 +84,7 @@ class SparseState(Averager):
         self.pending_gradients = PendingGradients(parameter_names, [self.residuals, self._rates])
         self._ddp_buckets = DDPBuckets(parameter_names, is_static_graph=is_static_graph)
         self._use = ParameterUse(parameter_names, allows_unused=allows_unused_parameters)
-        self._is_moving = self._is_idle = False
+        self._is_moving = False
         self._scale: Tensor | None = None
         self._buckets: list[FlatBucket] = []
         self._unused: set[str] = set()
@@ -101,14 +94,11 @@ class SparseState(Averager):
         self.pending_gradients.on_drop.append(weak_method(self._say_dropped))
 
     def warm_up(self, *, is_scaled: bool) -> None:
-        """Builds the kernels that steps will need; see ``lightning_sparse.engine.warm_up_steps``."""
+        """Build the kernels that steps will need; see ``lightning_sparse.engine.warm_up_steps``."""
         warm_up_steps(self._engine, self._parameters, is_scaled=is_scaled, has_unused=self._use.allows_unused)
 
     def close(self) -> None:
-        """Takes off the model what this state put there, apart from the hook itself, which DDP cannot remove.
-
-        No backward may follow.
-        """
+        """Remove this state from the model, except the hook, which DDP cannot remove. No backward may follow."""
         self._engine.close()
         self.pending_gradients.close()
         self.save_barrier.close()
@@ -120,34 +110,26 @@ class SparseState(Averager):
         return self._parameters
 
     @property
-    def parameter_sizes(self) -> dict[str, int]:
-        """By name, how many elements the parameter's residual has; a complex parameter's has two for each."""
-        return {name: real_numel(parameter) for name, parameter in self._parameters.items()}
-
-    @property
     def is_certain(self) -> bool:
-        """Whether what is committed belongs to the weights as they are now.
-
-        Not in the middle of an optimizer's step. In the middle of a backward it does: that of the last whole step.
-        """
+        """Whether the committed state belongs to the current weights, as it does but in an optimizer's step."""
         return self.pending_gradients.is_certain and not self._is_moving
 
     def commit(self) -> None:
-        """Makes all that backwards have exchanged so far part of training, as an optimizer's step does.
+        """Make all that backwards have exchanged so far part of training, as an optimizer's step does.
 
-        For loops in which no ``torch.optim.Optimizer`` steps on the module's own parameters (weights updated by hand,
-        an optimizer with copies of them): call it after each update. And for those that keep gradients aside, drop
-        them and use them all the same: call it after each backward, before ``zero_grad``.
+        Call it after each update if no ``torch.optim.Optimizer`` steps on the module's own parameters (you update
+        weights by hand, or an optimizer holds copies of them). If you keep gradients aside, drop them and use them
+        later, call it after each backward, before ``zero_grad``.
         """
         self.pending_gradients.commit_all()
 
     @property
     def has_own_state(self) -> bool:
-        """Whether any residual can differ from zero, as far as all workers know; within the first step none does."""
+        """Whether any residual can differ from zero, as far as all workers know; false within the first step."""
         return self.pending_gradients.progress > 0 or self.residuals.was_loaded or not self.is_certain
 
     def reset(self) -> None:
-        """Returns to the state before the first step: no residuals, no history, a calibration that begins anew."""
+        """Return to the state before the first step: no residuals, no history, a new calibration."""
         self.pending_gradients.roll_back_all()
         self.residuals.load_state_dict({})
         self._engine.reset()
@@ -158,10 +140,10 @@ class SparseState(Averager):
 
     def snapshot(self, workers: Workers | None = None) -> Snapshot:
         """Return the state as of the last optimizer step. Not collective."""
-        snapshot = self._engine.snapshot(self._numbers, self._exchange_history)
-        layout = [list(names) for names in self._layout]
-        snapshot.numbers |= {"layout": layout, "learning_rates": self._rates.state_dict()}
-        # Of all parameters for a checkpoint: in the first step workers may have laid out different buckets already.
+        snapshot = self._engine.snapshot(self._mark)
+        if self.options.error_feedback == "learning_rate":
+            snapshot.numbers["learning_rates"] = self._rates.state_dict()
+        # A checkpoint has all parameters: in the first step workers may have laid out different buckets.
         residuals = self.residuals.layers() if workers is None else self.residuals.all_layers()
         snapshot.own["residual"] = dict(sorted(residuals.items()))
         return snapshot
@@ -171,38 +153,33 @@ class SparseState(Averager):
         self.reset()
         self._engine.restore(snapshot)
         self._rates.load_state_dict(snapshot.numbers.get("learning_rates", {}))
-        if snapshot.history.get("exchange"):  # of as many workers: with others, the last bits of sums differ anyway
+        if snapshot.history.get("exchange"):  # of as many workers; with others, the last bits of sums differ anyway
             self._ddp_buckets.regroup_as(snapshot.numbers.get("layout", []))
         self._note_numbers()
         residuals = snapshot.own.get("residual", {})
-        if self.residuals.forgets:
+        if self.forgets:
             warn_of_forgotten(unsent_norm([residuals]))
         else:
             self.residuals.load_state_dict(residuals)
 
     @property
     def progress(self) -> object:
-        """Where training is, as optimizer steps have it."""
+        """The progress of training, as optimizer steps count it."""
         return self.pending_gradients.progress
-
-    @property
-    def forgets(self) -> bool:
-        """Whether unsent values are thrown away, so that saved ones are lost."""
-        return self.residuals.forgets
 
     def obstacles(self) -> list[str]:
         """Return why residuals cannot be saved at this moment."""
         return [] if self.is_certain else ["the workers are in the middle of an optimizer's step"]
 
-    def receive(self, grad_bucket: "GradBucket") -> Averaged:
-        """Takes one of DDP's buckets through the step. Collective: every worker calls this for the same bucket."""
+    def receive(self, grad_bucket: GradBucket) -> Averaged:
+        """Take a bucket of DDP through the step. Collective: every worker calls this for the same bucket."""
         ddp_bucket, future = self._ddp_buckets.read(grad_bucket)
         if ddp_bucket.index == 0:
             self._begin_step()
         for ready in self._ddp_buckets.ready(ddp_bucket):
             bucket = self._flat_bucket(ready)
             self._buckets.append(bucket)
-            needs_all = self.options.local_clip_norm is not None or self._engine.needs_survey
+            needs_all = self.options.local_clip_norm is not None or self.sparsifier.needs_survey
             if not needs_all:
                 self._add([bucket])
             elif bucket.is_last:
@@ -212,12 +189,12 @@ class SparseState(Averager):
         return future
 
     def _begin_step(self) -> None:
-        if self.is_exchanging:  # an exception has broken off the last backward in its middle
+        if self.is_exchanging:  # an exception has broken off the last backward
             self.pending_gradients.roll_back_all()
             self.residuals.abandon()
         self.pending_gradients.begin_exchange()
         # Exchanges without an optimizer step do not count, as in a run that resumes.
-        self._engine.next_step = self._numbers["next_step"]
+        self._engine.next_step = self._mark["next_step"]
         self.is_exchanging = True
         self._use.forget_old()
         self._engine.begin()
@@ -233,7 +210,7 @@ class SparseState(Averager):
         self._is_moving = True
         residual = self.residuals.bucket(bucket.index, layout, gradient)
         self._is_moving = False
-        if self._is_idle:  # the buffer holds zeros, and no gradients of before
+        if self.is_idle:  # the buffer holds zeros, and no old gradients
             unused = {name: (start, end) for name, start, end in layout.spans()}
         else:
             unused = self._use.set_aside(layout, gradient)
@@ -255,9 +232,7 @@ class SparseState(Averager):
             clip_norm(buckets, self.options.local_clip_norm)
         for bucket in buckets:
             self._rates.rescale(bucket)
-        self._engine.survey(buckets)
-        for bucket in buckets:
-            self._engine.add(bucket)
+        self._engine.add_all(buckets)
 
     def _end_step(self) -> None:
         buckets, self._buckets = self._buckets, []
@@ -279,39 +254,24 @@ class SparseState(Averager):
         self.is_exchanging = False
         self.pending_gradients.end_exchange(set().union(*self._bucket_names) - self._unused, used_by_any)
         self._ddp_buckets.resolve_futures()
-        # It counts once an optimizer steps on it, of which an idle worker will see nothing.
-        self._engine.account(more_bytes=more_bytes, counts=self._is_idle)
-
-    @contextmanager
-    def idle(self) -> Iterator[None]:
-        """Within it, buckets come of a worker that has no more batches; see ``lightning_sparse.gradients.join``."""
-        self._is_idle = True
-        try:
-            yield
-        finally:
-            self._is_idle = False
+        # It counts once an optimizer steps on it, which an idle worker will not see.
+        self._engine.account(more_bytes=more_bytes, counts=self.is_idle)
 
     def _note_numbers(self) -> None:
-        """Keep what a checkpoint holds of the step that has just counted; a later backward may be rolled back."""
-        self._numbers: dict[str, Any] = self._engine.numbers()
-        self._exchange_history: dict[str, Any] = self._engine.exchange_history()
-        self._layout: list[tuple[str, ...]] = self._bucket_names
+        """Keep the numbers of the step that has just counted, for checkpoints; a later backward may be rolled back."""
+        self._mark: dict[str, Any] = {**self._engine.mark(), "layout": self._bucket_names}
 
     def catch_up(self, *, knows: bool) -> None:
-        """Receive from a worker with batches to the end which of the last exchanges have trained. Collective.
-
-        Args:
-            knows: whether this worker had batches to the end.
-        """
+        """Receive the committed numbers from a worker that had batches to the end, and knows. Collective."""
         own: Any = None
         if knows:
             running = self._engine.snapshot()
-            running.history["sparsifier"] = self._engine.sparsifier.state_dict(self._numbers["next_step"])
-            own = self._numbers, self._exchange_history, self._layout, running
+            running.history["sparsifier"] = self._engine.sparsifier.state_dict(self._mark["next_step"])
+            own = self._mark, running
         received = self.workers.first_object(own)
         if not knows:
             last_step, epoch = self._engine.last_step, self._engine.epoch
-            self._numbers, self._exchange_history, self._layout, running = received
+            self._mark, running = received
             self._engine.restore(running)
             self._engine.last_step, self._engine.epoch = last_step, epoch  # this worker took part in every exchange
 
@@ -321,8 +281,7 @@ class SparseState(Averager):
 
     def _say_dropped(self, names: set[str]) -> None:
         has_overflowed = self._scale is not None and self.last_step is not None and self.last_step.non_finite
-        # LBFGS drops all gradients of a step but the last, also under plain DDP.
-        is_search = self.pending_gradients.is_stepping
+        is_search = self.pending_gradients.is_stepping  # LBFGS drops all gradients of a step but the last, as under DDP
         if not (has_overflowed or self._has_said_dropped or self.is_exchanging or is_search):
             self._has_said_dropped = True
             say_dropped(names)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.engine import StepStats
 from lightning_sparse.engine.averager import Averager
-from lightning_sparse.engine.control.layer_control import share_of_layer
+from lightning_sparse.engine.density_control import share_of_layer
 from lightning_sparse.exchange.estimate import estimate
 from lightning_sparse.sparsifiers import Dense, HardThreshold, Sparsifier
 

@@ -11,8 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sparse.checkpointing.collecting import collect_without_workers
-from lightning_sparse.checkpointing.together import NO_WORKER, collect_together, is_launcher_process, patience_of
+from lightning_sparse.checkpointing.saving import collect_together, content_of_launcher
 from lightning_sparse.exchange import parameter_settings, require_agreement
 from lightning_sparse.gradients.comm_hook import attach
 from lightning_sparse.gradients.options import ErrorFeedback, ExchangeOptions
@@ -171,10 +170,9 @@ class SparseDDPStrategy(AveragesGradients, DDPStrategy):
 
     @override
     def _content(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any] | None:
-        if self.state is not None:
-            patience = patience_of(self._timeout)
-            return collect_together(self.state, self.state.save_barrier, self._checkpoint_options, patience)
-        return collect_without_workers("gradients", self.world_size, NO_WORKER) if is_launcher_process(self) else None
+        if self.state is None:
+            return content_of_launcher(self, "gradients")
+        return collect_together(self.state, self._checkpoint_options, self._timeout)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -12,14 +12,12 @@ from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from typing_extensions import override
 
-from lightning_sparse.checkpointing.collecting import collect_without_workers, mean_of
 from lightning_sparse.checkpointing.content import warn_of_incomplete
-from lightning_sparse.checkpointing.together import (
-    NO_WORKER,
+from lightning_sparse.checkpointing.saving import (
     collect_together,
+    content_of_launcher,
     is_in_trouble,
-    is_launcher_process,
-    patience_of,
+    mean_of,
     why_not_together,
 )
 from lightning_sparse.drift import DriftOptions, SparseModelAverager
@@ -127,7 +125,7 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
         if averager.shared.is_shown:  # while validation looks at the mean
             return copy.deepcopy(super().lightning_module_state_dict())
         weights = None
-        self._why_not = why_not_together(averager, averager.save_barrier, patience_of(self._timeout), self._obstacles())
+        self._why_not = why_not_together(averager, self._timeout, self._obstacles())
         if self._why_not is None:
             try:
                 weights = averager.shared.mean(averager.save_barrier.workers_apart())
@@ -157,7 +155,7 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
     @override
     def _content(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any] | None:
         if self.state is None:
-            return collect_without_workers("drifts", self.world_size, NO_WORKER) if is_launcher_process(self) else None
+            return content_of_launcher(self, "drifts")
         word = self._checkpoint_options.optimizer_checkpoint
         extra = {} if word == "first" else {"optimizer_states": checkpoint["optimizer_states"]}
         if word == "full" and self._precision_key in checkpoint:
@@ -165,9 +163,8 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
         why_not, self._why_not = self._why_not, None
         content = collect_together(
             self.state,
-            self.state.save_barrier,
             self._checkpoint_options,
-            patience_of(self._timeout),
+            self._timeout,
             obstacles=self._obstacles(),
             why_not=why_not,
             extra=extra,

@@ -9,9 +9,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sparse.checkpointing.options import DriftCheckpointOptions
 from lightning_sparse.drift import DriftOptions, SparseModelAverager
-from lightning_sparse.engine.weak_method import weak_method
+from lightning_sparse.engine.optimizer_steps import weak_method
 from lightning_sparse.strategies.options import AveragesDrifts
 
 _OWN_WEIGHTS = ("WeightAveraging", "StochasticWeightAveraging", "ModelPruning")  # the first from Lightning 2.6 on
@@ -23,7 +22,6 @@ class LocalTraining(AveragesDrifts):
     averages = "drifts"
     state: SparseModelAverager | None
     _options: DriftOptions
-    _checkpoint_options: DriftCheckpointOptions
     _call_each_step = "step() after"
     _has_ended = False
 

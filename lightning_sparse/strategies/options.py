@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from lightning_sparse.checkpointing.options import (
+from lightning_sparse.checkpointing.content import (
     CheckpointOptions,
     DriftCheckpoint,
-    DriftCheckpointOptions,
     OnWorldSizeChange,
     OptimizerCheckpoint,
     ResidualCheckpoint,
@@ -57,7 +56,9 @@ class AveragesGradients(WithInheritedOptions):
         on_world_size_change: OnWorldSizeChange = "mean",
         **kwargs: Any,
     ) -> None:
-        self._checkpoint_options = CheckpointOptions(residual_checkpoint, on_world_size_change, self._is_sharded)
+        self._checkpoint_options = CheckpointOptions(
+            residual_checkpoint, on_world_size_change, is_sharded=self._is_sharded
+        )
         self._options = ExchangeOptions(
             value_dtype=value_dtype, exchange=exchange, density_control=density_control, link_gbit_s=link_gbit_s
         )
@@ -111,7 +112,9 @@ class AveragesDrifts(WithInheritedOptions):
         optimizer_checkpoint: OptimizerCheckpoint = "full",
         **kwargs: Any,
     ) -> None:
-        self._checkpoint_options = DriftCheckpointOptions(drift_checkpoint, optimizer_checkpoint, self._is_sharded)
+        self._checkpoint_options = CheckpointOptions(
+            drift_checkpoint=drift_checkpoint, optimizer_checkpoint=optimizer_checkpoint, is_sharded=self._is_sharded
+        )
         self._options = DriftOptions(
             every_n_steps,
             keep_drift,

@@ -16,12 +16,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sparse.checkpointing.collecting import collect
 from lightning_sparse.checkpointing.content import warn_of_incomplete
-from lightning_sparse.checkpointing.together import is_in_trouble, patience_of, shortened
+from lightning_sparse.checkpointing.saving import collect, kinds_of, patience_of
 from lightning_sparse.checkpointing.whole_files import part_of, put_in_place
 from lightning_sparse.engine.averager import BROKEN_OFF
-from lightning_sparse.engine.sharding.resharded import reshard
+from lightning_sparse.engine.sharding import reshard
 from lightning_sparse.exchange import SaveBarrier, Workers, require_agreement
 from lightning_sparse.exchange.groups import replica_mesh
 from lightning_sparse.sparsifiers import Sparsifier
@@ -58,7 +57,6 @@ class ReplicaStrategy(WithInheritedOptions, ModelParallelStrategy):
     """
 
     _is_sharded: ClassVar[bool] = True
-    _reads_folders = True
     _save_barrier: SaveBarrier | None = None
     _why_not: str | None = None
 
@@ -180,9 +178,8 @@ class ReplicaStrategy(WithInheritedOptions, ModelParallelStrategy):
         return self._module_state()
 
     def _why_not_together(self, barrier: SaveBarrier, step: int) -> str | None:
-        patience = patience_of(self._timeout)
         try:
-            return barrier.wait({"step": step}, shortened(patience) if is_in_trouble() else patience)
+            return barrier.wait({"step": step}, patience_of(self._timeout))
         except dist.DistNetworkError:  # of the store, which ends with the first worker
             return "the first worker is gone"
 
@@ -214,13 +211,12 @@ class ReplicaStrategy(WithInheritedOptions, ModelParallelStrategy):
     def _content(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any] | None:
         if self.state is None:
             return None
-        optimizers = self._own_optimizers(checkpoint)
-        kinds = self._checkpoint_options.kinds
-        if self._why_not is None and kinds:
+        optimizers, options = self._own_optimizers(checkpoint), self._checkpoint_options
+        if self._why_not is None and kinds_of(self.state, options):
             self._why_not = self._why_broken("anchor's")
         why_not, self._why_not = self._why_not, None
         folder = path if self._save_distributed_checkpoint else None
-        return collect(self.state, self.state.workers, kinds, why_not=why_not, folder=folder, optimizers=optimizers)
+        return collect(self.state, self.state.workers, options, why_not=why_not, folder=folder, optimizers=optimizers)
 
     def _own_optimizers(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return the states of optimizers that differ between replicas, by their place."""

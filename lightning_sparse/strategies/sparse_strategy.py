@@ -6,18 +6,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
+from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities import rank_zero_warn
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sparse.checkpointing.content import KEY
-from lightning_sparse.checkpointing.options import AnyCheckpointOptions
+from lightning_sparse.checkpointing.content import KEY, CheckpointOptions
 from lightning_sparse.checkpointing.restoring import restore
-from lightning_sparse.checkpointing.whole_files import WholeFiles
+from lightning_sparse.checkpointing.whole_files import WholeFileCheckpointIO
 from lightning_sparse.drift.options import DriftOptions
 from lightning_sparse.engine import Averager
-from lightning_sparse.engine.state.saved_state import sealed
+from lightning_sparse.engine.snapshot import sealed
 from lightning_sparse.exchange.wire import require_wire
 from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.sparsifiers import Sparsifier
@@ -28,7 +29,7 @@ MOST_BATCHES = 200
 """Batches without an exchange before the warning; at least twice as many as gradients are accumulated over."""
 
 
-class SparseStrategy(WholeFiles, Strategy):
+class SparseStrategy(Strategy):
     """The base of all strategies. Subclasses set ``_options`` and ``_checkpoint_options`` before ``__init__``.
 
     Args:
@@ -49,8 +50,9 @@ class SparseStrategy(WholeFiles, Strategy):
     """``"gradients"``, ``"gradients of shards"`` or ``"drifts"``."""
     state: Any
     _is_sharded: ClassVar[bool] = False
+    """Whether replicas are sharded. Only their checkpoints may be folders."""
     _options: ExchangeOptions | DriftOptions
-    _checkpoint_options: AnyCheckpointOptions
+    _checkpoint_options: CheckpointOptions
     _by_threshold: ClassVar[str] = "HardThreshold"
     """The class that takes a threshold alone."""
     _call_each_step: ClassVar[str | None] = None
@@ -146,6 +148,30 @@ class SparseStrategy(WholeFiles, Strategy):
             )
 
     # Checkpoints.
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = WholeFileCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = WholeFileCheckpointIO()  # no effect if the user has set it
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, *others: Any, **options: Any) -> dict[str, Any]:
+        # The other arguments differ between versions of Lightning.
+        if not self._is_sharded and Path(checkpoint_path).is_dir():
+            raise ValueError(
+                f"The checkpoint {str(checkpoint_path)!r} is a folder, and {type(self).__name__} reads files. Folders "
+                "come from hsdp_* and local_hsdp_* strategies: resume with one of these, or have it save one file, "
+                "save_distributed_checkpoint=False."
+            )
+        return super().load_checkpoint(checkpoint_path, *others, **options)
 
     @override
     def save_checkpoint(

@@ -66,7 +66,7 @@ def _compare(runs: Runs, variants: list[Variant], options: argparse.Namespace) -
         tried: dict[str, dict[str, float]] = {}
         for variant in variants:
             found = {
-                value: runs.tuned(variant, value, lambda one, choice: progress.outcome(one, choice, grid_seeds[0]))
+                value: runs.tuned(variant, value, lambda tuned, choice: progress.outcome(tuned, choice, grid_seeds[0]))
                 for value in ([None] if grid is None else grid.values)
             }
             best = None
@@ -82,7 +82,7 @@ def _compare(runs: Runs, variants: list[Variant], options: argparse.Namespace) -
         for seed in options.seeds:
             for variant, choice in choices.items():
                 outcomes[variant].append(progress.outcome(variant, choice, seed))
-    print(table({variant.label: some for variant, some in outcomes.items()}, runs.metric, options.against))
+    print(table({variant.label: some for variant, some in outcomes.items()}, runs.metric))
     if grid is not None:
         print(f"\n{grid_table(grid, tried, runs.metric, grid_seeds)}")
     folder = runs.output / runs.config.parent.name
@@ -99,18 +99,18 @@ def _rows(
     runs: Runs, choices: dict[Variant, Choice], outcomes: dict[Variant, list[Outcome]], seeds: list[int]
 ) -> Iterator[dict[str, object]]:
     for variant, choice in choices.items():
-        for seed, one in zip(seeds, outcomes[variant], strict=True):
+        for seed, outcome in zip(seeds, outcomes[variant], strict=True):
             yield {
                 "variant": variant.name,
                 "asked_density": variant.density,
                 "grid": None if runs.grid is None else f"{runs.grid.argument}={choice.of_grid}",
                 "tuned": choice.tuned,
                 "seed": seed,
-                runs.metric: one.metric,
-                "density": one.density,
-                "payload_bytes": one.payload_bytes,
-                "dense_bytes": one.dense_bytes,
-                "median_step_seconds": one.step_time,
+                runs.metric: outcome.metric,
+                "density": outcome.density,
+                "payload_bytes": outcome.payload_bytes,
+                "dense_bytes": outcome.dense_bytes,
+                "median_step_seconds": outcome.step_time,
                 "command": runs.command_again(variant, choice, seed),
             }
 

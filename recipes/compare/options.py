@@ -75,7 +75,8 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(f"What is best of {options.metric}? Say --mode min, or max.")
     for name, kinds in (("seeds", int), ("densities", (int, float))):
         some = getattr(options, name)
-        if not isinstance(some, list) or not all(isinstance(one, kinds) and not isinstance(one, bool) for one in some):
+        are_numbers = isinstance(some, list) and all(isinstance(number, kinds) for number in some)
+        if not are_numbers or any(isinstance(number, bool) for number in some):
             raise ValueError(f"Invalid {name} {some!r}. Must be a list of numbers: [1, 2, 3].")
         if several := _several(some):
             raise ValueError(f"The {name} {several} are given more than once: a run that counts twice proves nothing.")
@@ -86,30 +87,30 @@ def _check(options: argparse.Namespace) -> None:
 def _only(variants: list[Variant], options: argparse.Namespace) -> list[Variant]:
     labels = {variant.label for variant in variants} | {variant.name for variant in variants}
     if unknown := set(options.only or ()) - labels:
-        raise ValueError(f"Unknown variants {sorted(unknown)}. There are {', '.join(one.label for one in variants)}.")
-    variants = [one for one in variants if options.only is None or {one.label, one.name} & set(options.only)]
+        known = ", ".join(variant.label for variant in variants)
+        raise ValueError(f"Unknown variants {sorted(unknown)}. There are {known}.")
+    if options.only is not None:
+        variants = [variant for variant in variants if {variant.label, variant.name} & set(options.only)]
     if not variants:
         raise ValueError("There is nothing to compare: give a --variant or a file of --variants.")
-    if options.against is not None and options.against not in {one.label for one in variants}:
-        raise ValueError(
-            f"Unknown --against {options.against!r}. There are {', '.join(one.label for one in variants)}."
-        )
     return variants
 
 
 def _check_variants(variants: list[Variant], common: Sequence[str]) -> None:
-    if several := _several([folder_name(one.label) for one in variants]):
-        told = ", ".join(repr(one.label) for one in variants if folder_name(one.label) in several)
+    if several := _several([folder_name(variant.label) for variant in variants]):
+        told = ", ".join(repr(variant.label) for variant in variants if folder_name(variant.label) in several)
         raise ValueError(f"The runs of {told} would be kept in one folder. Give them labels of other words.")
-    for arguments in (common, *(one.arguments for one in variants)):
-        for one in arguments:
-            name = one.partition("=")[0]
+    for arguments in (common, *(variant.arguments for variant in variants)):
+        for argument in arguments:
+            name = argument.partition("=")[0]
             if any(name == own or name.startswith(f"{own}.") for own in OWN):
-                raise ValueError(f"Got {one!r}, which is set for each run. Use --seeds, --output, or another recipe.")
+                raise ValueError(
+                    f"Got {argument!r}, which is set for each run. Use --seeds, --output, or another recipe."
+                )
 
 
 def _several(some: Sequence[Any]) -> list[Any]:
-    return [one for one, count in Counter(some).items() if count > 1]
+    return [value for value, count in Counter(some).items() if count > 1]
 
 
 class _OneOfEach(yaml.SafeLoader):
@@ -152,7 +153,6 @@ def _parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--grid", metavar="NAME=VALUE,VALUE", help="every variant takes what is best for it")
     parser.add_argument("--grid-seeds", type=int, default=1, help="the grid is tried with so many of the seeds")
     parser.add_argument("--mode", choices=["min", "max"], help="what is best of the metric: max if not said")
-    parser.add_argument("--against", metavar="LABEL", help="tell differences from this one")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--output", type=Path, default=REPOSITORY / "comparison")
     parser.epilog = "Arguments of all runs follow after --"

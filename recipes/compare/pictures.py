@@ -25,11 +25,11 @@ def draw_volume(outcomes: Mapping[Variant, Sequence[Outcome]], metric: str) -> F
     names = list(dict.fromkeys(variant.name for variant in outcomes))
     for number, name in enumerate(names):
         own = [runs for variant, runs in outcomes.items() if variant.name == name]
-        own.sort(key=lambda runs: fmean([one.payload_bytes for one in runs]))
+        own.sort(key=lambda runs: fmean([run.payload_bytes for run in runs]))
         axes.errorbar(
-            [fmean([one.payload_bytes for one in runs]) / 1e6 for runs in own],
-            [fmean([one.metric for one in runs]) for runs in own],
-            [stdev([one.metric for one in runs]) if len(runs) > 1 else 0.0 for runs in own],
+            [fmean([run.payload_bytes for run in runs]) / 1e6 for runs in own],
+            [fmean([run.metric for run in runs]) for runs in own],
+            [stdev([run.metric for run in runs]) if len(runs) > 1 else 0.0 for runs in own],
             color=f"C{number}",
             marker="o",
             capsize=3,
@@ -38,7 +38,7 @@ def draw_volume(outcomes: Mapping[Variant, Sequence[Outcome]], metric: str) -> F
     axes.set_xscale("log")
     axes.set_xlabel("MB sent per worker in the whole training")
     axes.set_ylabel(metric)
-    axes.set_yscale(_scale([fmean([one.metric for one in runs]) for runs in outcomes.values()]))
+    axes.set_yscale(_scale([fmean([run.metric for run in runs]) for runs in outcomes.values()]))
     _finish(axes)
     figure.legend(loc="outside right upper", frameon=False)
     return figure
@@ -49,13 +49,18 @@ def draw_steps(runs: Mapping[str, Sequence[Run]], metric: str) -> Figure:
     rows: tuple[tuple[str, str, str | None, Callable[[list[float]], list[float]]], ...] = (
         (metric, metric, None, list),
         ("sparse/error_norm", "error norm ‖e‖\n(units of what is sent)", None, list),
-        ("sparse/error_norm", "total error Σ ‖e‖²", "log", lambda norms: list(accumulate(one * one for one in norms))),
+        (
+            "sparse/error_norm",
+            "total error Σ ‖e‖²",
+            "log",
+            lambda norms: list(accumulate(norm * norm for norm in norms)),
+        ),
         ("sparse/density", "density k / d", "log", list),
     )
     figure = Figure(figsize=(8.5, 9), layout="constrained")
     for axes, (name, title, scale, made) in zip(figure.subplots(len(rows), sharex=True), rows, strict=True):
         curves = {label: _mean_curve(some, name, made) for label, some in runs.items()}
-        scale = scale or _scale([one for _, means in curves.values() for one in means if one])
+        scale = scale or _scale([mean for _, means in curves.values() for mean in means if mean])
         for number, (label, (steps, means)) in enumerate(curves.items()):
             if means and (scale == "linear" or any(means)):
                 axes.plot(steps, means, color=f"C{number}", linewidth=1.2, label=label)

@@ -131,7 +131,7 @@ class Runs:
     def kept(self, variant: Variant) -> list[Path]:
         """Runs of a variant that are there."""
         whole = self.output / self.config.parent.name / folder_name(variant.label)
-        return [one.parent for one in whole.rglob("version_*") if UNFINISHED not in str(one)]
+        return [folder.parent for folder in whole.rglob("version_*") if UNFINISHED not in str(folder)]
 
     def tuned(self, variant: Variant, of_grid: str | None, outcome: Callable[[Variant, Choice], Outcome]) -> Choice:
         """Returns what a variant takes for ``{tuned}``, so that its average density is the one that was asked for.
@@ -155,7 +155,7 @@ class Runs:
             if len({off for _, off in tried}) == 1 and len(tried) == FLAT_TRIALS:
                 break  # it does not depend on it
             at += off / next_slope(tried)
-        told = ", ".join(f"{math.exp(one):.4g}: {variant.density / math.exp(off):.3g}" for one, off in tried)
+        told = ", ".join(f"{math.exp(value):.4g}: {variant.density / math.exp(off):.3g}" for value, off in tried)
         sys.exit(f"{variant.label}: no value came within {CLOSE:.0%} of {variant.density:g} ({told}).")
 
 

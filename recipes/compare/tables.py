@@ -1,39 +1,32 @@
 """Markdown tables of what runs came to, and a CSV with one row a run."""
 
 import csv
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
-
-from scipy.stats import ttest_ind
 
 from recipes.compare.runs import Outcome
 from recipes.compare.variants import Grid
 
 
-def table(outcomes: Mapping[str, Sequence[Outcome]], metric: str, against: str | None = None) -> str:
-    """Returns a Markdown table: mean and standard deviation over the seeds.
+def table(outcomes: Mapping[str, Sequence[Outcome]], metric: str) -> str:
+    """Return a Markdown table: mean and standard deviation over the seeds.
 
     Args:
         outcomes: of each variant, seed by seed.
         metric: its name.
-        against: a variant from which the differences of all others are told, with the p of Welch's t-test.
     """
-    several = against is not None and all(len(runs) > 1 for runs in outcomes.values())
-    head = [metric, *([f"less {against} (p)"] if several else [])]
-    head += ["average density", "MB sent per worker", "times fewer", "median step"]
+    head = [metric, "average density", "MB sent per worker", "times fewer", "median step"]
     lines = [f"| | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
     for label, runs in outcomes.items():
-        sent = fmean([one.payload_bytes for one in runs])
-        cells = [_cell(label), spread([one.metric for one in runs], 4)]
-        if several and against is not None:
-            cells.append("–" if label == against else difference(runs, outcomes[against]))
-        cells += [
-            f"{spread([100 * one.density for one in runs], 2)} %",
+        sent = fmean([run.payload_bytes for run in runs])
+        cells = [
+            _cell(label),
+            spread([run.metric for run in runs], 4),
+            f"{spread([100 * run.density for run in runs], 2)} %",
             f"{sent / 1e6:,.1f}",
-            f"{fmean([one.dense_bytes for one in runs]) / sent:.1f}",
-            f"{1000 * fmean([one.step_time for one in runs]):.0f} ms",
+            f"{fmean([run.dense_bytes for run in runs]) / sent:.1f}",
+            f"{1000 * fmean([run.step_time for run in runs]):.0f} ms",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -47,13 +40,6 @@ def spread(values: Sequence[float], digits: int) -> str:
     return f"{fmean(values):.{digits}f}{deviation}"
 
 
-def difference(runs: Sequence[Outcome], others: Sequence[Outcome]) -> str:
-    """Returns the difference of the means of the metric, and how likely one as large is where there is none."""
-    first, second = ([one.metric for one in some] for some in (runs, others))
-    p = float(ttest_ind(first, second, equal_var=False).pvalue)
-    return f"{fmean(first) - fmean(second):+.4g} ({'–' if math.isnan(p) else f'{p:.2g}'})"
-
-
 def grid_table(grid: Grid, tried: dict[str, dict[str, float]], metric: str, seeds: list[int]) -> str:
     """Returns a Markdown table of what each value of the grid came to, the best in bold."""
     of_seeds = f"{'seed' if len(seeds) == 1 else 'mean of seeds'} {', '.join(map(str, seeds))}"
@@ -63,7 +49,7 @@ def grid_table(grid: Grid, tried: dict[str, dict[str, float]], metric: str, seed
     ]
     for label, metrics in tried.items():
         best = grid.best(metrics)
-        cells = [f"**{one:.4f}**" if value == best else f"{one:.4f}" for value, one in metrics.items()]
+        cells = [f"**{metric:.4f}**" if value == best else f"{metric:.4f}" for value, metric in metrics.items()]
         lines.append(f"| {_cell(label)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

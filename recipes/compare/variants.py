@@ -61,7 +61,7 @@ class Variant:
 
     def with_tuned(self, value: str | None) -> list[str]:
         """Returns the arguments with what was found in its place."""
-        return [one.replace(TUNED, value or "") for one in self.arguments]
+        return [argument.replace(TUNED, value or "") for argument in self.arguments]
 
 
 def labelled(text: str) -> tuple[str, str]:
@@ -87,7 +87,7 @@ def expanded(listed: Mapping[str, object], densities: Sequence[float]) -> list[V
     Raises:
         ValueError: a variant asks for a density or is to be tuned, and there is none to take.
     """
-    if wrong := [one for one in densities if not (isinstance(one, (int, float)) and 0 < one <= 1)]:
+    if wrong := [density for density in densities if not (isinstance(density, (int, float)) and 0 < density <= 1)]:
         raise ValueError(f"Invalid densities {wrong}. Must be within (0, 1].")
     variants = []
     for name, given in listed.items():
@@ -113,7 +113,7 @@ def expanded(listed: Mapping[str, object], densities: Sequence[float]) -> list[V
         for density in densities:
             # The density of a hard threshold goes about with 1 / λ².
             begin = None if start is None else start * math.sqrt(densities[0] / density)
-            own = tuple(one.replace(DENSITY, f"{density:g}") for one in arguments)
+            own = tuple(argument.replace(DENSITY, f"{density:g}") for argument in arguments)
             label = f"{name}, {100 * density:g} %" if len(densities) > 1 else name
             variants.append(Variant(label, name, own, density, begin))
     return variants

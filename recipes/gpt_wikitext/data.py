@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from recipes import MissingDataError
 from recipes.lstm_wikitext2.corpus import FILES, FOLDER, CorpusError, builtin_corpus, fetch_wikitext2, read_wikitext2
-from recipes.missing_data import fail_together
+from recipes.missing_data import failing_together, fetch_error
 
 NUM_BYTES = 256
 
@@ -83,11 +83,7 @@ class GPTDataModule(LightningDataModule):
     def prepare_data(self) -> None:
         """Fetches WikiText-2 unless its files are there; Lightning calls this on one process per node."""
         if self.source == "wikitext2":
-            try:
-                fetch_wikitext2(self.root)
-            except MissingDataError as error:
-                # Raised here it would leave the other workers waiting; setup fails on all of them, and says why.
-                self._failure = error
+            self._failure = fetch_error("WikiText-2", lambda: fetch_wikitext2(self.root))
 
     @override
     def setup(self, stage: str) -> None:
@@ -98,12 +94,12 @@ class GPTDataModule(LightningDataModule):
         """
         if self._texts:
             return
-        try:
-            self._texts = self._read()
-        except MissingDataError as error:
-            fail_together(self._failure or error)
-            raise (self._failure or error) from None
-        fail_together(None)
+        with failing_together():
+            try:
+                texts = self._read()
+            except MissingDataError as error:
+                raise (self._failure or error) from None
+        self._texts = texts
 
     def _read(self) -> dict[str, Tensor]:
         if self.tokenizer == "bytes":

@@ -62,18 +62,18 @@ def draw_curves(frame: pd.DataFrame) -> Figure:
     for sharding, row in zip(shardings, figure.subplots(len(shardings), 3, squeeze=False), strict=True):
         own = frame[frame["sharding"] == sharding]
         for number, method in enumerate(own["method"].unique()):
-            one = own[own["method"] == method]
+            subset = own[own["method"] == method]
             colour, label = f"C{number}", LABELS[method]
             # Dashed and above the others, which may coincide with it.
             style = {"linestyle": (0, (4, 3)), "zorder": 3} if method == "dense" else {}
-            _band(row[0], one, "epoch", "suboptimality", colour, label, **style)
+            _band(row[0], subset, "epoch", "suboptimality", colour, label, **style)
             # Without the seeds' spread, which is that on the left.
-            across, means = _mean(one[one["iteration"] > 0], "kilobits", "suboptimality")
+            across, means = _mean(subset[subset["iteration"] > 0], "kilobits", "suboptimality")
             row[1].plot(across, means, color=colour, label=label, linewidth=1.2, **style)
             if method != "dense":
-                _band(row[2], one, "iteration", "error_norm", colour, label)
+                _band(row[2], subset, "iteration", "error_norm", colour, label)
             if method == "hard_threshold":
-                row[2].axhline(one["bound"].iloc[0], color=colour, linestyle="--", label="λ √d")
+                row[2].axhline(subset["bound"].iloc[0], color=colour, linestyle="--", label="λ √d")
         row[0].set(xlabel="epochs", ylabel=f"f(x) − f*, {sharding} shards", yscale="log")
         row[1].set(xlabel="kilobits sent by a worker", ylabel="f(x) − f*", yscale="log", xscale="log")
         row[2].set(xlabel="iterations", ylabel="‖e‖, gradient units")
@@ -94,9 +94,9 @@ def draw_bound(frame: pd.DataFrame) -> Figure:
     ):
         own = frame[frame["sharding"] == sharding]
         for number, threshold in enumerate(own["threshold"].unique()):
-            one = own[own["threshold"] == threshold]
-            _band(axes, one, "iteration", "average_suboptimality", f"C{number}", f"λ = {threshold:.3g}")
-            axes.plot(*_mean(one, "iteration", "bound"), color=f"C{number}", linestyle="--")
+            subset = own[own["threshold"] == threshold]
+            _band(axes, subset, "iteration", "average_suboptimality", f"C{number}", f"λ = {threshold:.3g}")
+            axes.plot(*_mean(subset, "iteration", "bound"), color=f"C{number}", linestyle="--")
         axes.set(xlabel="iterations", title=f"{sharding} shards", yscale="log")
         axes.legend(fontsize="small")
         _plain(axes)
@@ -117,13 +117,13 @@ def curves_table(frame: pd.DataFrame) -> str:
         "| of all | λ √d |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for (sharding, method), one in frame.groupby(["sharding", "method"], sort=False):
-        at_end = one[one["iteration"] > (1 - TENTH) * last].groupby("seed")["suboptimality"].mean()
-        final = one[one["iteration"] == last]
-        errors = one.groupby("iteration")["squared_error"].mean()
+    for (sharding, method), subset in frame.groupby(["sharding", "method"], sort=False):
+        at_end = subset[subset["iteration"] > (1 - TENTH) * last].groupby("seed")["suboptimality"].mean()
+        final = subset[subset["iteration"] == last]
+        errors = subset.groupby("iteration")["squared_error"].mean()
         tenth = (errors.index - TENTH * last).to_series().abs().argmin()
         norms = [error**0.5 for error in (errors.iloc[tenth], errors.iloc[-1], errors.max(), errors.mean())]
-        bound = one["squared_error_bound"].iloc[0] ** 0.5
+        bound = subset["squared_error_bound"].iloc[0] ** 0.5
         lines.append(
             f"| {sharding} | {LABELS[method]} | {_spread(at_end)} | {100 * final['density'].mean():.2f} % "
             f"| {final['bits'].mean() / 1e3:,.0f} | {' | '.join(map(_number, norms))} "
@@ -139,13 +139,13 @@ def bound_table(frame: pd.DataFrame) -> str:
         "| shards | λ | density | mean of f(x_t) − f* | bound | of the start | of the noise | of the threshold | ‖ē‖ |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for (sharding, threshold), one in final.groupby(["sharding", "threshold"], sort=False):
+    for (sharding, threshold), subset in final.groupby(["sharding", "threshold"], sort=False):
         parts = " | ".join(
-            _number(one[name].mean()) for name in ("bound", "start_term", "noise_term", "threshold_term")
+            _number(subset[name].mean()) for name in ("bound", "start_term", "noise_term", "threshold_term")
         )
         lines.append(
-            f"| {sharding} | {threshold:.3g} | {100 * one['density'].mean():.2f} % "
-            f"| {_spread(one['average_suboptimality'])} | {parts} | {one['squared_shift'].mean() ** 0.5:.3g} |"
+            f"| {sharding} | {threshold:.3g} | {100 * subset['density'].mean():.2f} % "
+            f"| {_spread(subset['average_suboptimality'])} | {parts} | {subset['squared_shift'].mean() ** 0.5:.3g} |"
         )
     return "\n".join(lines)
 

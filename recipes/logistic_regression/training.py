@@ -112,7 +112,7 @@ def training(
 
 def _selection(sparsifier: Sparsifier, num_workers: int, num_elements: int) -> Callable[[Tensor], Tensor]:
     """Returns a function from p of all workers, (n, d), to the places of what is selected in it, read row by row."""
-    one = LayerLayout(("x",), (num_elements,))
+    layout = LayerLayout(("x",), (num_elements,))
     # For a sparsifier that looks at layers one by one, workers are layers of one bucket: a tenth of the time.
     all_workers = LayerLayout(tuple(map(str, range(num_workers))), (num_elements,) * num_workers)
 
@@ -120,7 +120,7 @@ def _selection(sparsifier: Sparsifier, num_workers: int, num_elements: int) -> C
         return sparsifier.select(compensated.view(-1), all_workers).indices
 
     def one_by_one(compensated: Tensor) -> Tensor:
-        selected = [sparsifier.select(row, one).indices for row in compensated]
+        selected = [sparsifier.select(row, layout).indices for row in compensated]
         return torch.cat([worker * num_elements + indices for worker, indices in enumerate(selected)])
 
     return one_by_one if sparsifier.needs_survey else together

@@ -1,7 +1,5 @@
 """The paper's LSTM language model, its optimizer, its learning-rate schedule, and the state that it carries along."""
 
-from functools import partial
-from math import ceil
 from typing import Any, Literal
 
 import torch
@@ -12,11 +10,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric, Metric
 from typing_extensions import override
 
-from recipes.learning_rate import relative_learning_rate
+from recipes.learning_rate import scheduled_by_epoch
 from recipes.lstm_wikitext2.data import IGNORED
 
 WIKITEXT2_VOCABULARY_SIZE = 33_278
@@ -272,19 +269,4 @@ class LSTMLanguageModel(LightningModule):
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        options = self.hparams
-        optimizer = torch.optim.SGD(self.parameters(), lr=options["learning_rate"])
-        rate = partial(
-            relative_learning_rate,
-            warmup_from=options["warmup_from"] / options["learning_rate"],
-            warmup_epochs=options["warmup_epochs"],
-            milestones=options["milestones"],
-        )
-        steps_per_epoch = self._steps_per_epoch()
-        schedule = LambdaLR(optimizer, lambda step: rate(step / steps_per_epoch))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    def _steps_per_epoch(self) -> int:
-        # Reading it makes the Trainer load the training data, without which num_training_batches is still infinite.
-        _ = self.trainer.estimated_stepping_batches
-        return ceil(self.trainer.num_training_batches / self.trainer.accumulate_grad_batches)
+        return scheduled_by_epoch(self, torch.optim.SGD(self.parameters(), lr=self.hparams["learning_rate"]))

@@ -21,7 +21,7 @@ def article_starts(tokens: Tensor, end_of_line: int, heading: int) -> Tensor:
     """
     ends = (tokens == end_of_line).nonzero().flatten()
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), ends[:-1] + 1])
-    starts, ends = (one[ends - starts > 2] for one in (starts, ends))
+    starts, ends = (edge[ends - starts > 2] for edge in (starts, ends))
     return starts[(tokens[starts] == heading) & (tokens[starts + 1] != heading) & (tokens[ends - 1] == heading)]
 
 
@@ -45,5 +45,5 @@ def by_topic(tokens: Tensor, end_of_line: int, heading: int) -> Tensor:
     topic = np.linalg.eigh((weights @ weights.T).toarray()).eigenvectors[:, -2]
     topic *= np.sign(topic[np.abs(topic).argmax()])  # which is left open, and must be the same on all workers
     order = topic.argsort(kind="stable")
-    pieces = [tokens[starts[one] : ends[one]] for one in order]
+    pieces = [tokens[starts[article] : ends[article]] for article in order]
     return torch.cat([tokens[: starts[0]], *pieces])

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from recipes import MissingDataError
-from recipes.missing_data import fail_together
+from recipes.missing_data import failing_together, fetch_error
 from recipes.ncf_movielens.archive import SERVER, fetch_ratings, ratings_file
 from recipes.ncf_movielens.low_rank import low_rank_ratings
 from recipes.ncf_movielens.ratings import Ratings, load_ratings
@@ -68,7 +68,7 @@ class MovieLensDataModule(LightningDataModule):
         self.heterogeneous = heterogeneous
         self.ratings: Ratings | None = None
         self.best_hit_rate: float | None = None
-        self._fetch_error: MissingDataError | None = None
+        self._failure: MissingDataError | None = None
 
     @property
     def num_users(self) -> int:
@@ -83,13 +83,8 @@ class MovieLensDataModule(LightningDataModule):
     @override
     def prepare_data(self) -> None:
         """Fetches the ratings unless they are there, and makes their cache; Lightning calls this once per node."""
-        if self.source == "builtin":
-            return
-        # What is raised here would leave the other workers waiting; setup fails on all of them instead.
-        try:
-            load_ratings(fetch_ratings(self.root, self.dataset))
-        except MissingDataError as error:
-            self._fetch_error = error
+        if self.source != "builtin":
+            self._failure = fetch_error("MovieLens", lambda: load_ratings(fetch_ratings(self.root, self.dataset)))
 
     @override
     def setup(self, stage: str) -> None:
@@ -106,19 +101,15 @@ class MovieLensDataModule(LightningDataModule):
             self.ratings, self.best_hit_rate = known.ratings, known.best_hit_rate()
             rank_zero_info(f"The best HR@10 that a model can be expected to reach is {self.best_hit_rate:.3f}.")
             return
-        try:
+        with failing_together():
             ratings = self._read()
-        except MissingDataError as error:
-            fail_together(error)
-            raise
-        fail_together(None)
         self.ratings = ratings
 
     def _read(self) -> Ratings:
         path = ratings_file(self.root, self.dataset)
         if path.exists():
             return load_ratings(path)
-        raise self._fetch_error or MissingDataError(
+        raise self._failure or MissingDataError(
             f"{path.absolute()} is not there. Put {self.dataset}.zip from {SERVER}/{self.dataset}.zip into "
             f"{self.root.absolute()}, or try the recipe with --data.source=builtin."
         )

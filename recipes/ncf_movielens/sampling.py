@@ -60,12 +60,12 @@ def make_shard(
     positives = len(ratings.users)
     if heterogeneous:
         total = positives * (1 + negatives)
-        start, end = (total * one // world_size for one in (rank, rank + 1))
+        start, end = (total * edge // world_size for edge in (rank, rank + 1))
         largest = ceil(total / world_size)
         own = torch.arange(min(start, positives), min(end, positives))
         of_negatives = torch.arange(max(start, positives), max(end, positives)) % positives
     else:
-        start, end = (positives * one // world_size for one in (rank, rank + 1))
+        start, end = (positives * edge // world_size for edge in (rank, rank + 1))
         largest = ceil(positives / world_size) * (1 + negatives)
         # On the CPU, whose generator gives all workers the same order; GPUs of two kinds might not.
         shuffled = torch.randperm(positives, generator=torch.Generator().manual_seed(derived_seed(seed)))

@@ -7,7 +7,6 @@ The images lie in memory as bytes and are cut, flipped and normalised a batch at
 """
 
 import os
-import tarfile
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +20,7 @@ from torchvision.transforms import v2
 from typing_extensions import override
 
 from recipes import MissingDataError
-from recipes.missing_data import fail_together
+from recipes.missing_data import failing_together, fetch_error
 from recipes.resnet18_cifar10.images import ImageBatches, digits, filled_up, first, read, slice_by_label, unpack
 
 Source = Literal["cifar10", "cifar100", "builtin"]
@@ -102,16 +101,8 @@ class CIFARDataModule(LightningDataModule):
     @override
     def prepare_data(self) -> None:
         """Fetches and unpacks CIFAR unless it is there; Lightning calls this on one process per node."""
-        self._failure = None
-        if self.source == "builtin":
-            return
-        try:
-            unpack(DATASETS[self.source], self.root)
-        except MissingDataError as error:
-            # Raised here it would leave the other workers waiting; setup fails on all of them, and says why.
-            self._failure = error
-        except (OSError, tarfile.TarError) as error:
-            self._failure = MissingDataError(f"{TITLES[self.source]} could not be unpacked: {error}")
+        if self.source != "builtin":
+            self._failure = fetch_error(TITLES[self.source], lambda: unpack(DATASETS[self.source], self.root))
 
     @override
     def setup(self, stage: str) -> None:
@@ -122,12 +113,8 @@ class CIFARDataModule(LightningDataModule):
                 the message names it.
             ValueError: more images asked for than there are.
         """
-        try:
+        with failing_together():
             train, val = self._read()
-        except MissingDataError as error:
-            fail_together(error)
-            raise
-        fail_together(None)
         self.train_images = first(train, self.num_train_images, "num_train_images")
         self.val_images = first(val, self.num_val_images, "num_val_images")
 

@@ -1,7 +1,5 @@
 """Image classification with the paper's networks, its optimizer and its learning-rate schedule."""
 
-from functools import partial
-from math import ceil
 from typing import Any, Literal
 
 import torch
@@ -9,12 +7,11 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 from typing_extensions import override
 
-from recipes.learning_rate import relative_learning_rate
+from recipes.learning_rate import scheduled_by_epoch
 from recipes.resnet18_cifar10.architectures import PAPER_WIDTH, Architecture, build_network, group_normalised
 from recipes.resnet18_cifar10.images import IGNORED_LABEL
 
@@ -127,20 +124,7 @@ class ImageClassifier(LightningModule):
             momentum=options["momentum"],
             nesterov=options["momentum"] > 0,
         )
-        rate = partial(
-            relative_learning_rate,
-            warmup_from=options["warmup_from"] / options["learning_rate"],
-            warmup_epochs=options["warmup_epochs"],
-            milestones=options["milestones"],
-        )
-        steps_per_epoch = self._steps_per_epoch()
-        schedule = LambdaLR(optimizer, lambda step: rate(step / steps_per_epoch))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    def _steps_per_epoch(self) -> int:
-        # Reading it makes the Trainer load the training data, without which num_training_batches is still infinite.
-        _ = self.trainer.estimated_stepping_batches
-        return ceil(self.trainer.num_training_batches / self.trainer.accumulate_grad_batches)
+        return scheduled_by_epoch(self, optimizer)
 
 
 class MeanLoss(Metric):
@@ -174,9 +158,9 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
     """Returns the optimizer's groups: ``decayed``, and ``normalisation`` (scale and shift) without."""
     normalisation = {
         parameter
-        for one in module.modules()
-        if isinstance(one, (_BatchNorm, nn.GroupNorm))
-        for parameter in one.parameters(recurse=False)
+        for layer in module.modules()
+        if isinstance(layer, (_BatchNorm, nn.GroupNorm))
+        for parameter in layer.parameters(recurse=False)
     }
     decayed = [parameter for parameter in module.parameters() if parameter not in normalisation]
     # In the model's order and not in the set's, which differs between workers.

@@ -167,7 +167,7 @@ def play(case):
                 averager.subscribe(lambda stats: thresholds.append(stats.threshold))
         history.append((before, after, anchor, seen, largest))
     averager.flush()
-    return history, thresholds, averager.snapshot().copied()["own"].get("unsent", {}), averager.last_step
+    return history, thresholds, averager.state_dict()["own"].get("unsent", {}), averager.last_step
 
 
 def reach(case):

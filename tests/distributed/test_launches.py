@@ -26,7 +26,7 @@ from lightning_sparse import (
     StochasticRounding,
     TopK,
 )
-from lightning_sparse.engine.state import memory
+from lightning_sparse.engine import memory
 from lightning_sparse.exchange import ExchangeMode, buffers
 from lightning_sparse.exchange import exchange as exchange_module
 from lightning_sparse.exchange.pending import Pending

@@ -18,12 +18,12 @@ import lightning.pytorch.trainer.connectors.signal_connector as signal_connector
 import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 
-from lightning_sparse.checkpointing import together, whole_files
+from lightning_sparse.checkpointing import saving, whole_files
 from lightning_sparse.drift import SparseModelAverager
 from lightning_sparse.drift.drift_exchange import DriftExchange
 from lightning_sparse.drift.shared_weights import SharedWeights
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.state.memory import ResidualMemory
+from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.exchange import save_barrier
 from lightning_sparse.exchange.exchange import Exchange
 from lightning_sparse.exchange.pending import Pending
@@ -56,8 +56,8 @@ PARTS: list[tuple[Any, str]] = [
     (PendingGradients, "_step_ends"),
     (save_barrier.SaveBarrier, "wait"),
     (save_barrier.SaveBarrier, "workers_apart"),
-    (together, "why_not_together"),
-    (together, "collect"),
+    (saving, "why_not_together"),
+    (saving, "collect"),
     (Workers, "sum_on_first"),
     (DriftExchange, "depart"),
     (DriftExchange, "land"),

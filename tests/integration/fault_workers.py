@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_sparse import HardThreshold, SparseDDPStrategy, SparseLocalStrategy
-from lightning_sparse.checkpointing import together
+from lightning_sparse.checkpointing import saving
 from lightning_sparse.exchange.routes import gather
 from lightning_sparse.sparsifiers import LayerLayout, Selection
 from tests.integration.fault_points import Fault, Injector, Point, Watcher
@@ -174,7 +174,7 @@ def _be_a_worker(case: Case, folder: str, function: Callable[..., None], args: A
         "GROUP_RANK": str(rank * case.hosts // case.num_workers),
     }
     tempfile.tempdir = folder  # where Lightning begins a file, which a kill leaves there
-    together.PATIENCE, together.PATIENCE_IN_TROUBLE = PATIENCE, PATIENCE_IN_TROUBLE
+    saving.PATIENCE, saving.PATIENCE_IN_TROUBLE = PATIENCE, PATIENCE_IN_TROUBLE
     function(rank, case, Path(folder), *args)
 
 

@@ -1,13 +1,19 @@
 """Runs of recipes by their command line."""
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from lightning_sparse import StepStats
 from recipes import MissingDataError
 from recipes.__main__ import main
+from recipes.lstm_wikitext2 import corpus
+from recipes.ncf_movielens import archive
+from recipes.resnet18_cifar10 import images
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 RESNET, NCF, LSTM, GPT_FOLDER = "resnet18_cifar10", "ncf_movielens", "lstm_wikitext2", "gpt_wikitext"
@@ -31,9 +37,18 @@ SMALL = {
 """Arguments for a run of two steps on two workers, without a download."""
 
 
+DATA = Path(os.environ.get("LIGHTNING_SPARSE_DATA", ""))
+
+
+def needs_data(name: str) -> pytest.MarkDecorator:
+    """Return the mark of a test that reads a file or folder of real data."""
+    reason = f"set LIGHTNING_SPARSE_DATA to a folder that holds {name} to test with real data"
+    return pytest.mark.skipif(not (DATA / name).exists(), reason=reason)
+
+
 @dataclass
 class Fit:
-    """How a recipe's training ended on one worker.
+    """The end of a recipe's training on one worker.
 
     Attributes:
         exchanged: the last step of the sparse exchange, None under plain DDP.
@@ -49,7 +64,7 @@ class Fit:
 
 
 def fit_recipe(*arguments: str) -> Fit | str | int:
-    """Returns how a recipe's training ended, or the exit code or message of a run that ended before."""
+    """Train a recipe; return how it ended, or the exit code or message if it ended before training."""
     sys.argv = ["recipes", "fit", *arguments]
     try:
         trainer = main().trainer
@@ -68,6 +83,17 @@ def fit_recipe(*arguments: str) -> Fit | str | int:
 
 
 def refuse_to_fetch(url: str, path: Path, **_: Any) -> None:
-    """Fails as a download does without a network."""
+    """Raise the error of a download without a network."""
     reason = "is missing and could not be fetched: no route to host"
     raise MissingDataError(f"{path.name} {reason}. Put the file from {url} at {path}.")
+
+
+def fit_without_network(folder: str, root: str) -> Fit | str | int:
+    """Train a dense recipe with the files below a root, in which RANK stands for the rank, and without a network."""
+    root = root.replace("RANK", os.environ["RANK"])
+    source = {RESNET: "cifar10", NCF: "movielens", LSTM: "wikitext2"}[folder]
+    with pytest.MonkeyPatch.context() as patches:
+        for module in (images, archive, corpus):
+            patches.setattr(module, "fetch", refuse_to_fetch)
+        arguments = (*SMALL[folder], f"--data.source={source}", f"--data.root={root}")
+        return fit_recipe(f"--config={CONFIGS[f'{folder}/dense']}", *arguments)

@@ -20,7 +20,7 @@ from lightning_sparse import (
     SparseLocalStrategy,
     TopK,
 )
-from lightning_sparse.checkpointing.options import CheckpointOptions
+from lightning_sparse.checkpointing.content import CheckpointOptions
 from lightning_sparse.checkpointing.restoring import restore
 from tests.integration.models import (
     SMALL_BUCKETS_MB,
@@ -171,7 +171,7 @@ class End(Callback):
             "scale": scaler and scaler.get_scale(),
             "threshold": state.sparsifier.current_threshold,
         }
-        snapshot = state.snapshot().copied()  # applies what still travels
+        snapshot = state.state_dict()  # applies what still travels
         self.seen |= {"tensors": snapshot["own"] | snapshot["shared"]}
 
 
@@ -250,7 +250,7 @@ class Start(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if self.seen is None:
-            snapshot = trainer.strategy.state.snapshot().copied()
+            snapshot = trainer.strategy.state.state_dict()
             self.seen = {"weights": clones(pl_module.named_parameters()), **snapshot["shared"]}
             self.seen |= {kind: tensors for kind, tensors in snapshot["own"].items() if kind != "weights"}
 

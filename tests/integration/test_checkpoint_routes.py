@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import HardThreshold, register_comm_hook
-from lightning_sparse.checkpointing.options import CheckpointOptions
-from lightning_sparse.checkpointing.together import collect_together
+from lightning_sparse.checkpointing.content import CheckpointOptions
+from lightning_sparse.checkpointing.saving import collect_together
 from tests.integration.models import (
     SMALL_BUCKETS_MB,
     WEIGHTS_ONLY,
@@ -152,7 +152,7 @@ def _collect_and_go_on() -> tuple[Any, Any]:
     for _ in range(2):  # after the first step DDP lays its buckets out anew, and residuals move to other memory
         torch.nn.functional.cross_entropy(model(inputs), labels).backward()
         state.commit()
-    content = collect_together(state, state.save_barrier, CheckpointOptions(), 60.0)
+    content = collect_together(state, CheckpointOptions(), None)
     before = copy.deepcopy(content and content["workers"])
     for _ in range(2):
         torch.nn.functional.cross_entropy(model(inputs), labels).backward()
@@ -173,7 +173,7 @@ def _peak_while_collecting(kind: str) -> tuple[int, int]:
     state.residuals.load_state_dict({f"layers.{index}": torch.ones(MILLION) for index in range(25)})
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = memory("VmHWM")
-    content = collect_together(state, state.save_barrier, CheckpointOptions(kind), 60.0)
+    content = collect_together(state, CheckpointOptions(kind), None)
     grown = memory("VmHWM") - before
     of_workers = [] if content is None else content["workers"]
     return grown, sum(tensor.nbytes for worker in of_workers for tensor in worker["residual"].values())

@@ -1,3 +1,5 @@
+"""``recipes.compare``: variants, grids, tuned values, kept runs, tables and pictures."""
+
 import csv
 import re
 import signal
@@ -24,7 +26,7 @@ VALUES = {"dense": (0.9, 1.0, 1.1), "other": (1.4, 1.5, 1.6), "same": (0.9, 1.0,
 
 @pytest.fixture
 def call(monkeypatch, capsys):
-    """Calls a module's ``main`` with arguments; returns what it printed and what it said."""
+    """Calls a module's ``main`` with arguments; returns its stdout and stderr."""
     monkeypatch.chdir(PROJECT)
 
     def call_main(main, *arguments):
@@ -36,7 +38,7 @@ def call(monkeypatch, capsys):
 
 
 def arguments_of_comparison(output):
-    arguments = ["recipes/resnet18_cifar10/demo.yaml", "--seeds", "1", "--metric", "val/accuracy", "--output", output]
+    arguments = [DEMO, "--seeds", "1", "--metric", "val/accuracy", "--output", output]
     arguments += ["--variant", "dense: --trainer.strategy=ddp"]
     (output / "variants.yaml").write_text("hard threshold, λ = 1: --trainer.strategy.threshold=1.0\nother: --wrong=1")
     arguments += ["--variants", output / "variants.yaml", "--only", "dense", "hard threshold, λ = 1"]
@@ -81,14 +83,7 @@ def test_a_comparison_runs_every_variant_once_and_can_be_drawn(tmp_path, call):
 @pytest.mark.full
 @pytest.mark.long
 def test_a_variant_that_fails_shows_what_the_run_said_and_leaves_nothing(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "recipes.compare",
-        "recipes/resnet18_cifar10/demo.yaml",
-        "--metric",
-        "val/accuracy",
-    ]
+    command = [sys.executable, "-m", "recipes.compare", DEMO, "--metric", "val/accuracy"]
     command += ["--output", str(tmp_path), "--variant", "wrong: --trainer.strategy.threshold=-1"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=PROJECT, check=False)
     assert done.returncode == 1
@@ -108,13 +103,9 @@ def test_a_grid_takes_the_best_and_never_a_run_that_diverged(mode, best):
     assert grid == Grid("model.learning_rate", ["0.01", "0.1", "1"], mode)
     metrics = {"1": float("nan"), "0.01": 1.5, "0.1": 2.0}
     assert grid.best(metrics) == best
-    first, _, last = grid_table(
-        grid, {"dense": {"0.01": 1.5, "0.1": 2.0, "1": float("nan")}}, "loss", [1, 2]
-    ).splitlines()
+    first, _, last = grid_table(grid, {"dense": dict(sorted(metrics.items()))}, "loss", [1, 2]).splitlines()
     assert first == "| loss by model.learning_rate, mean of seeds 1, 2 | 0.01 | 0.1 | 1 |"
-    assert last == (
-        "| dense | **1.5000** | 2.0000 | nan |" if mode == "min" else "| dense | 1.5000 | **2.0000** | nan |"
-    )
+    assert last == f"| dense | {'**1.5000** | 2.0000' if mode == 'min' else '1.5000 | **2.0000**'} | nan |"
 
 
 @pytest.mark.parametrize(
@@ -132,12 +123,12 @@ def test_a_variant_is_a_label_and_arguments(text, expected):
 def test_a_variant_that_asks_for_a_density_is_one_for_each():
     listed = {"a": "--x={density}", "b": {"arguments": "--y={tuned}", "tuned": 0.02}, "c": "--z"}
     variants = expanded(listed, [0.01, 0.0001])
-    assert [one.label for one in variants] == ["a, 1 %", "a, 0.01 %", "b, 1 %", "b, 0.01 %", "c"]
-    assert [one.name for one in variants] == ["a", "a", "b", "b", "c"]
-    assert [one.arguments for one in variants[:2]] == [("--x=0.01",), ("--x=0.0001",)]
-    assert [one.start for one in variants] == [None, None, 0.02, pytest.approx(0.2), None]
+    assert [variant.label for variant in variants] == ["a, 1 %", "a, 0.01 %", "b, 1 %", "b, 0.01 %", "c"]
+    assert [variant.name for variant in variants] == ["a", "a", "b", "b", "c"]
+    assert [variant.arguments for variant in variants[:2]] == [("--x=0.01",), ("--x=0.0001",)]
+    assert [variant.start for variant in variants] == [None, None, 0.02, pytest.approx(0.2), None]
     assert variants[2].with_tuned("0.5") == ["--y=0.5"]
-    assert [one.label for one in expanded(listed, [0.01])] == ["a", "b", "c"]
+    assert [variant.label for variant in expanded(listed, [0.01])] == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(
@@ -177,10 +168,9 @@ def test_what_is_tuned_comes_to_the_density_asked_for_by_runs_that_are_kept(powe
 def test_what_cannot_be_tuned_ends_with_what_was_tried(tmp_path):
     variant = Variant("a", "a", ("--x={tuned}",), density=0.01, start=1.0)
     made = []
+    runs = Runs(tmp_path / "x.yaml", tmp_path, "loss", [], None)
     with pytest.raises(SystemExit, match=r"a: no value came within 10% of 0.01 \(1: 0.5, 7.071: 0.5, .*: 0.5\)"):
-        Runs(tmp_path / "x.yaml", tmp_path, "loss", [], None).tuned(
-            variant, None, lambda *_: made.append(1) or Outcome(0.0, 0.5, 1.0, 1.0, 1.0)
-        )
+        runs.tuned(variant, None, lambda *_: made.append(1) or Outcome(0.0, 0.5, 1.0, 1.0, 1.0))
     assert len(made) == 3
 
 
@@ -213,11 +203,13 @@ def test_what_cannot_be_tuned_ends_with_what_was_tried(tmp_path):
         ("a: --trainer.logger=false", "which is set for each run"),
         ("a: --config=x.yaml", "which is set for each run"),
         ("[a, b]: --x", "cannot be read: a key is no text"),
+        ("λ: --x".encode("utf-16"), "cannot be read"),
     ],
 )
 def test_a_file_that_cannot_be_is_refused(content, message, tmp_path, call, capsys):
-    (tmp_path / "variants.yaml").write_text(content)
-    given = [] if "metric:" in content else ["--metric", "accuracy"]
+    content = content if isinstance(content, bytes) else content.encode()
+    (tmp_path / "variants.yaml").write_bytes(content)
+    given = [] if b"metric:" in content else ["--metric", "accuracy"]
     with pytest.raises(SystemExit) as ended:
         call(compare.main, DEMO, *given, "--variants", tmp_path / "variants.yaml")
     assert re.search(message, f"{ended.value}\n{capsys.readouterr().err}")
@@ -232,65 +224,70 @@ def test_a_file_that_cannot_be_is_refused(content, message, tmp_path, call, caps
         (["--variant", "a: --x", "--seeds", "1", "1"], "The seeds [1] are given more than once"),
         (["--variant", "a: --x", "--only", "b"], "Unknown variants ['b']"),
         (["--variant", "a: --x", "--", "--seed_everything=1"], "which is set for each run"),
+        (["nowhere.yaml", "--variant", "a: --x"], "There is no recipe nowhere.yaml"),
     ],
 )
 def test_a_command_that_cannot_be_is_refused(arguments, message, call, capsys):
+    recipe = [] if arguments[0].endswith(".yaml") else [DEMO]
     with pytest.raises(SystemExit):
-        call(compare.main, DEMO, "--metric", "accuracy", *arguments)
+        call(compare.main, "--metric", "accuracy", *recipe, *arguments)
     assert message in capsys.readouterr().err
 
 
-def fit(command):
-    """In place of a training: leaves the folder that it would log to."""
-    (folder,) = [one.partition("=")[2] for one in command if one.startswith("--trainer.logger.save_dir=")]
-    Path(folder).mkdir(parents=True)
-    return 0, ""
+CHOICE = Choice(None, None)
 
 
-def runs_of(folder):
-    (folder / "recipe").mkdir()
-    (folder / "recipe" / "x.yaml").write_text("model: {rate: 0.1} # a recipe")
-    return Runs(folder / "recipe" / "x.yaml", folder, "loss", [], None)
+@pytest.fixture
+def without_training(monkeypatch, tmp_path):
+    """Runs of a recipe that only make their log folder, and the commands of the runs that were made."""
+    made = []
 
+    def fit(command):
+        (folder,) = [word.partition("=")[2] for word in command if word.startswith("--trainer.logger.save_dir=")]
+        Path(folder).mkdir(parents=True)
+        made.append(command)
+        return 0, ""
 
-def test_a_kept_run_of_another_recipe_is_not_taken_for_this_one(monkeypatch, tmp_path):
     monkeypatch.setattr("recipes.compare.runs.outcome_of", lambda folder, metric: folder)
     monkeypatch.setattr("recipes.compare.runs._run", fit)
-    runs, choice, variant = runs_of(tmp_path), Choice(None, None), Variant("a", "a", ("--x=1",))
-    folder = runs.outcome(variant, choice, 1)
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "x.yaml").write_text("model: {rate: 0.1} # a recipe")
+    return Runs(tmp_path / "recipe" / "x.yaml", tmp_path, "loss", [], None), made
+
+
+def test_a_kept_run_of_another_recipe_is_not_taken_for_this_one(without_training):
+    (runs, _), variant = without_training, Variant("a", "a", ("--x=1",))
+    folder = runs.outcome(variant, CHOICE, 1)
     runs.config.write_text("model: {rate: 0.1} # said otherwise")
-    assert runs.outcome(variant, choice, 1) == folder
+    assert runs.outcome(variant, CHOICE, 1) == folder
     runs.config.write_text("model: {rate: 0.2}")
     with pytest.raises(SystemExit, match=r"holds a run of another x.yaml: see recipe.yaml there"):
-        runs.outcome(variant, choice, 1)
+        runs.outcome(variant, CHOICE, 1)
 
 
-def test_what_a_killed_comparison_left_is_in_nobodys_way(monkeypatch, tmp_path):
-    monkeypatch.setattr("recipes.compare.runs.outcome_of", lambda folder, metric: folder)
-    monkeypatch.setattr("recipes.compare.runs._run", fit)
-    runs, choice, variant = runs_of(tmp_path), Choice(None, None), Variant("a", "a", ("--x=1",))
+def test_a_kept_run_of_other_arguments_is_not_taken_for_this_one(without_training, tmp_path):
+    runs, _ = without_training
+    first, other = Variant("c d", "c d", ("--x=1",)), Variant("c-d", "c-d", ("--x=2",))
+    folder = runs.outcome(first, CHOICE, 1)
+    assert runs.outcome(first, CHOICE, 1) == folder
+    assert "--x=1" in (folder / "arguments.txt").read_text()
+    with pytest.raises(SystemExit, match="holds a run of other arguments"):
+        runs.outcome(other, CHOICE, 1)
+    away = runs.outcome(Variant("..", "..", ("--x=3",)), CHOICE, 1)
+    assert away.is_relative_to(tmp_path / "recipe")
+    assert away != folder
+
+
+def test_what_a_killed_comparison_left_is_in_nobodys_way(without_training, tmp_path):
+    (runs, made), variant = without_training, Variant("a", "a", ("--x=1",))
     orphan = tmp_path / "recipe" / "a" / "1.unfinished-00000000"
     orphan.mkdir(parents=True)
-    made = []
-    monkeypatch.setattr("recipes.compare.runs._run", lambda command: made.append(command) or fit(command))
-    folder = runs.outcome(variant, choice, 1)
+    folder = runs.outcome(variant, CHOICE, 1)
     assert orphan.name not in str(made[0])
     orphan.mkdir()  # its training goes on, and writes there again
-    assert runs.outcome(variant, choice, 1) == folder
+    assert runs.outcome(variant, CHOICE, 1) == folder
     assert len(made) == 1
-    assert sorted(one.name for one in folder.iterdir()) == ["arguments.txt", "recipe.yaml"]
-
-
-def test_a_recipe_that_is_not_there_is_refused(call, capsys):
-    with pytest.raises(SystemExit):
-        call(compare.main, "nowhere.yaml", "--metric", "accuracy", "--variant", "a: --x")
-    assert "There is no recipe nowhere.yaml" in capsys.readouterr().err
-
-
-def test_a_file_of_other_letters_is_refused(tmp_path, call):
-    (tmp_path / "variants.yaml").write_bytes("λ: --x".encode("utf-16"))
-    with pytest.raises(SystemExit, match="cannot be read"):
-        call(compare.main, DEMO, "--metric", "accuracy", "--variants", tmp_path / "variants.yaml")
+    assert sorted(file.name for file in folder.iterdir()) == ["arguments.txt", "recipe.yaml"]
 
 
 @pytest.mark.full
@@ -341,7 +338,7 @@ def test_two_comparisons_do_not_make_runs_in_one_folder(tmp_path):
 def test_the_command_of_a_run_does_not_write_where_the_run_is_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     runs = Runs(Path("recipes/a/x.yaml"), tmp_path, "loss", ["--data.root=d"], None)
-    command = runs.command_again(Variant("a b", "a b", ("--x=[1, 2]",)), Choice(None, None), 3)
+    command = runs.command_again(Variant("a b", "a b", ("--x=[1, 2]",)), CHOICE, 3)
     assert command == (
         "OMP_NUM_THREADS=2 python -m recipes fit --config=recipes/a/x.yaml --seed_everything=3 "
         "--data.root=d '--x=[1, 2]'"
@@ -356,21 +353,6 @@ def test_a_folder_of_several_runs_is_refused(tmp_path):
         read(tmp_path)
 
 
-def test_a_kept_run_of_other_arguments_is_not_taken_for_this_one(monkeypatch, tmp_path):
-    monkeypatch.setattr("recipes.compare.runs.outcome_of", lambda folder, metric: folder)
-    monkeypatch.setattr("recipes.compare.runs._run", fit)
-    runs, choice = runs_of(tmp_path), Choice(None, None)
-    first, other = Variant("c d", "c d", ("--x=1",)), Variant("c-d", "c-d", ("--x=2",))
-    folder = runs.outcome(first, choice, 1)
-    assert runs.outcome(first, choice, 1) == folder
-    assert "--x=1" in (folder / "arguments.txt").read_text()
-    with pytest.raises(SystemExit, match="holds a run of other arguments"):
-        runs.outcome(other, choice, 1)
-    away = runs.outcome(Variant("..", "..", ("--x=3",)), choice, 1)
-    assert away.is_relative_to(tmp_path / "recipe")
-    assert away != folder
-
-
 def test_a_slope_is_that_of_the_last_two_within_reason():
     assert next_slope([(0.0, 1.0)]) == -2.0
     assert next_slope([(9.0, 9.0), (0.0, 3.0), (1.0, 6.0)]) == -3.0
@@ -378,42 +360,27 @@ def test_a_slope_is_that_of_the_last_two_within_reason():
     assert next_slope([(0.0, 3.0), (1.0, 3.0)]) == -0.25
 
 
-def test_differences_come_with_a_test():
-    runs = {label: [Outcome(one, 1.0, 1e6, 1e6, 0.03) for one in some] for label, some in VALUES.items()}
-    lines = table(runs, "loss", "dense").splitlines()
-    assert lines[0].startswith("| | loss | less dense (p) | average density |")
-    assert "| dense | 1.0000 ± 0.1000 | – | 100.0 ± 0.0 % |" in lines[2]
-    # t = 0.5 / sqrt(2 * 0.01 / 3) with 4 degrees of freedom
-    assert "| other | 1.5000 ± 0.1000 | +0.5 (0.0036) |" in lines[3]
-    assert "| same | 1.0000 ± 0.1000 | +0 (1) |" in lines[4]
-    assert "less" not in table({label: some[:1] for label, some in runs.items()}, "loss", "dense")
-
-
 def test_pictures_have_a_line_for_each_and_say_what_they_show():
     outcomes = {
         Variant(f"{name}, {density:g}", name, (), density): [
-            Outcome(one, density, 1e8 * density, 1e8, 0.03) for one in some
+            Outcome(loss, density, 1e8 * density, 1e8, 0.03) for loss in some
         ]
         for name, some in VALUES.items()
         for density in (0.01, 0.1)
     }
     (axes,) = draw_volume(outcomes, "val/loss").axes
-    assert [one.get_label() for one in axes.containers] == list(VALUES)
+    assert [container.get_label() for container in axes.containers] == list(VALUES)
     for container, (_, some) in zip(axes.containers, VALUES.items(), strict=True):
-        assert container.lines[0].get_xydata().tolist() == [
-            [1.0, pytest.approx(sum(some) / 3)],
-            [10.0, pytest.approx(sum(some) / 3)],
-        ]
-    steps = {"val/loss": [9, 19], "sparse/error_norm": list(range(1000)), "sparse/density": list(range(1000))}
-    sparse = Run(
-        Path(), steps, {"val/loss": [2.0, 1.0], "sparse/error_norm": [3.0] * 1000, "sparse/density": [0.1] * 1000}
-    )
+        mean = pytest.approx(sum(some) / 3)
+        assert container.lines[0].get_xydata().tolist() == [[1.0, mean], [10.0, mean]]
+    values = {"val/loss": [2.0, 1.0], "sparse/error_norm": [3.0] * 1000, "sparse/density": [0.1] * 1000}
+    sparse = Run(Path(), {name: list(range(1000)) for name in values} | {"val/loss": [9, 19]}, values)
     dense = Run(Path(), {"val/loss": [9, 19]}, {"val/loss": [1.5, 0.5]})
     figure = draw_steps({"sparse": [sparse, sparse], "dense": [dense]}, "val/loss")
     metric, norm, total, density = figure.axes
-    assert [len(one.lines) for one in figure.axes] == [2, 1, 1, 1]
+    assert [len(axes.lines) for axes in figure.axes] == [2, 1, 1, 1]
     assert metric.lines[0].get_xydata().tolist() == [[9.0, 2.0], [19.0, 1.0]]
     assert norm.lines[0].get_ydata().tolist() == [3.0] * 200
     assert total.lines[0].get_ydata()[-1] == pytest.approx(9 * 998)  # of the last five steps the mean
     assert density.get_xlabel() == "step"
-    assert all(one.get_ylabel() for one in figure.axes)
+    assert all(axes.get_ylabel() for axes in figure.axes)

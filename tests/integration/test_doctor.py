@@ -57,19 +57,16 @@ def test_what_follows_from_a_link() -> None:
     )
     assert "link_gbit_s=0.94" in lines[0]
     assert lines[1].startswith("10,000,000 elements, 8 workers, 0.94 Gbit/s each")
+    [fast, *_] = doctor.verdict(LinkSpeed(2437.0, 3e-5), 8, 10_000_000, 0.01, on_gpu=True)
+    assert fast.startswith("Link: 2440 Gbit/s")
+    assert "(link_gbit_s=2400 tells it to a strategy)" in fast
 
 
 def test_a_group_of_workers_is_as_fast_on_all() -> None:
-    speeds = run_workers(_measure, 2)
+    speeds = run_workers(doctor.measure_link, 2, torch.device("cpu"))
     assert speeds[0] == speeds[1]
     assert speeds[0].gbit_s > 0
     assert 0 < speeds[0].round_seconds < 10
-
-
-def _measure() -> LinkSpeed:
-    from lightning_sparse.doctor import measure_link
-
-    return measure_link(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("arguments", [["--density", "2"], ["--density", "0"], ["--parameters", "0"]])
@@ -88,9 +85,3 @@ def test_who_has_named_an_interface_is_not_told_to(monkeypatch: pytest.MonkeyPat
     assert any("127.0.1.1, which is this machine alone; name the interface" in line for line in doctor.described())
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
     assert any("alone; GLOO_SOCKET_IFNAME says which interface" in line for line in doctor.described())
-
-
-def test_a_fast_link_is_told_in_figures_that_can_be_copied() -> None:
-    [line, *_] = doctor.verdict(LinkSpeed(2437.0, 3e-5), 8, 10_000_000, 0.01, on_gpu=True)
-    assert line.startswith("Link: 2440 Gbit/s")
-    assert "(link_gbit_s=2400 tells it to a strategy)" in line

@@ -1,3 +1,5 @@
+"""Fetching a data set's file: whole, resumed, or refused with one line on what to do."""
+
 import hashlib
 import os
 import re
@@ -16,7 +18,7 @@ MD5 = hashlib.md5(CONTENT).hexdigest()
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Serves the server's content; what it does wrong is set on the server."""
+    """Serves the server's content, with the faults that are set on the server."""
 
     def do_GET(self):
         server = self.server
@@ -88,11 +90,6 @@ def test_whole(server, path, md5, capfd):
     assert "Range" not in server.requests[0]
 
 
-def test_user_agent(server, path):
-    fetch(server.url, path, user_agent="curl/8")
-    assert server.requests[0]["User-Agent"] == "curl/8"
-
-
 class TestAlreadyThere:
     @pytest.mark.parametrize("md5", [MD5, None])
     def test_is_taken_without_a_request(self, server, path, md5):
@@ -120,79 +117,50 @@ class TestAlreadyThere:
         assert names(path) == ["data.bin"]
 
 
-class TestBrokenConnection:
-    def break_once(self, server, path):
-        server.break_after = 300_000
-        with pytest.raises(MissingDataError, match=r"ended after 300,000 of 1,048,576 bytes.* first 300,000 bytes"):
+BROKEN = {
+    # md5, the server's ETag, whether it sends ranges, what it serves later, the range that is asked for then
+    "md5": (MD5, None, True, {}, "bytes=300000-"),
+    "md5, no ranges": (MD5, None, False, {}, "bytes=300000-"),
+    "the same version": (None, '"first"', True, {}, "bytes=300000-"),
+    "another version": (None, '"first"', True, {"etag": '"second"', "content": CONTENT[::-1]}, "bytes=300000-"),
+    "a weak version": (None, 'W/"first"', True, {}, None),
+    "no version": (None, None, True, {"content": CONTENT[::-1]}, None),
+}
+
+
+@pytest.mark.parametrize(("md5", "etag", "ranges", "later", "asked"), BROKEN.values(), ids=BROKEN)
+def test_a_broken_download_is_completed_where_both_halves_are_known_to_be_of_one_file(
+    server, path, md5, etag, ranges, later, asked
+):
+    server.etag, server.ranges, server.break_after = etag, ranges, 300_000
+    with pytest.raises(MissingDataError, match="ended after 300,000 of 1,048,576 bytes") as caught:
+        fetch(server.url, path, md5=md5)
+    assert ("The first 300,000 bytes are in data.bin.part" in str(caught.value)) == (asked is not None)
+    assert not path.exists()
+    server.break_after = None
+    vars(server).update(later)
+    assert fetch(server.url, path, md5=md5).read_bytes() == server.content
+    assert [request.get("Range") for request in server.requests] == [None, asked]
+    assert names(path) == ["data.bin"]
+
+
+def test_is_resumed_more_than_once(server, path):
+    for first, last in ((300_000, 300_000), (200_000, 500_000)):
+        server.break_after = first
+        with pytest.raises(MissingDataError, match=f"ended after {last:,} of 1,048,576 bytes"):
             fetch(server.url, path, md5=MD5)
         assert names(path) == ["data.bin.part"]
-        server.break_after = None
+    server.break_after = None
+    assert fetch(server.url, path, md5=MD5).read_bytes() == CONTENT
+    assert server.requests[-1]["Range"] == "bytes=500000-"
 
-    def test_is_resumed(self, server, path):
-        self.break_once(server, path)
-        assert fetch(server.url, path, md5=MD5).read_bytes() == CONTENT
-        assert [request.get("Range") for request in server.requests] == [None, "bytes=300000-"]
-        assert names(path) == ["data.bin"]
 
-    def test_is_resumed_more_than_once(self, server, path):
-        self.break_once(server, path)
-        server.break_after = 200_000
-        with pytest.raises(MissingDataError, match="ended after 500,000 of 1,048,576 bytes"):
-            fetch(server.url, path, md5=MD5)
-        server.break_after = None
-        assert fetch(server.url, path, md5=MD5).read_bytes() == CONTENT
-        assert server.requests[-1]["Range"] == "bytes=500000-"
-
-    def test_starts_again_where_the_server_ignores_ranges(self, server, path):
-        server.ranges = False
-        self.break_once(server, path)
-        assert fetch(server.url, path, md5=MD5).read_bytes() == CONTENT
-        assert len(server.requests) == 2
-
-    def test_starts_again_when_the_half_was_of_another_file(self, server, path):
-        path.parent.mkdir()
-        part_of(path).write_bytes(b"old" * 1000)
-        assert fetch(server.url, path, md5=MD5).read_bytes() == CONTENT
-        assert [request.get("Range") for request in server.requests] == ["bytes=3000-", None]
-
-    def test_starts_again_when_the_half_is_longer_than_the_file(self, server, path):
-        path.parent.mkdir()
-        part_of(path).write_bytes(CONTENT + b"more")
-        assert fetch(server.url, path, md5=MD5).read_bytes() == CONTENT
-        assert [request.get("Range") for request in server.requests] == [f"bytes={len(CONTENT) + 4}-", None]
-
-    def test_is_resumed_without_md5_where_the_server_names_its_version(self, server, path):
-        server.etag, server.break_after = '"one"', 300_000
-        with pytest.raises(MissingDataError, match=r"The first 300,000 bytes are in data\.bin\.part"):
-            fetch(server.url, path)
-        server.break_after = None
-        assert fetch(server.url, path).read_bytes() == CONTENT
-        assert server.requests[-1]["Range"] == "bytes=300000-"
-        assert names(path) == ["data.bin"]
-
-    def test_starts_again_without_md5_where_the_server_has_another_version(self, server, path):
-        server.etag, server.break_after = '"one"', 300_000
-        with pytest.raises(MissingDataError):
-            fetch(server.url, path)
-        server.break_after, server.etag, server.content = None, '"two"', CONTENT[::-1]
-        assert fetch(server.url, path).read_bytes() == CONTENT[::-1]
-
-    def test_is_not_resumed_without_md5_by_a_weak_version(self, server, path):
-        server.etag, server.break_after = 'W/"one"', 300_000
-        with pytest.raises(MissingDataError):
-            fetch(server.url, path)
-        server.break_after = None
-        fetch(server.url, path)
-        assert "Range" not in server.requests[-1]
-
-    def test_is_not_resumed_without_md5(self, server, path):
-        server.break_after = 300_000
-        with pytest.raises(MissingDataError, match=r"ended after 300,000 of 1,048,576 bytes"):
-            fetch(server.url, path)
-        assert not path.exists()
-        server.break_after, server.content = None, CONTENT[::-1]
-        assert fetch(server.url, path).read_bytes() == CONTENT[::-1]
-        assert "Range" not in server.requests[-1]
+@pytest.mark.parametrize("left", [b"old" * 1000, CONTENT + b"more"], ids=["of another file", "longer than the file"])
+def test_starts_again_when_the_half_is(left, server, path):
+    path.parent.mkdir()
+    part_of(path).write_bytes(left)
+    assert fetch(server.url, path, md5=MD5).read_bytes() == CONTENT
+    assert [request.get("Range") for request in server.requests] == [f"bytes={len(left)}-", None]
 
 
 class TestFailure:

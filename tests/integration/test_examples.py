@@ -1,3 +1,5 @@
+"""The scripts of docs/examples, started with the commands in their headers."""
+
 import importlib.util
 import os
 import re
@@ -41,7 +43,7 @@ def test_an_example_runs_as_its_header_says_and_learns_with_few_coordinates(comm
 
 
 def on_two_workers(max_steps, folder):
-    """The processes of docs/examples/cluster.py; nobody watches over them."""
+    """Start two processes of docs/examples/cluster.py without an agent."""
     script = PROJECT / "docs" / "examples" / "cluster.py"
     command = [sys.executable, str(script), "--devices=2", f"--max-steps={max_steps}"]
     return scripts(command, folder, {**os.environ, "OMP_NUM_THREADS": "1"})
@@ -62,13 +64,13 @@ def test_the_example_for_clusters_saves_between_steps_when_one_worker_has_a_sign
             time.sleep(0.05)
         workers[1].send_signal(signal.SIGUSR1)
         printed = end_of(workers, tmp_path)
-    assert not any("without residuals" in one for one in printed)
+    assert not any("without residuals" in text for text in printed)
     saved = torch.load(tmp_path / "requeue-none.ckpt", weights_only=True)
     steps = saved["global_step"]
     assert 100 < steps < 1_000_000
     assert steps % 10 == 0
     first, second = (worker["residual"] for worker in saved["lightning_sparse"]["workers"])
-    assert any(not torch.equal(one, second[name]) for name, one in first.items())
+    assert any(not torch.equal(residual, second[name]) for name, residual in first.items())
     with on_two_workers(steps + 25, tmp_path) as workers:
         printed = end_of(workers, tmp_path)
     for rank in range(2):

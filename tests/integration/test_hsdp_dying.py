@@ -13,7 +13,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from lightning_sparse.checkpointing import together
+from lightning_sparse.checkpointing import saving
 from lightning_sparse.checkpointing.whole_files import part_of, put_in_place
 from tests.integration.hsdp_models import DRIFTS, GRADIENTS, STEPS, Sharded, data, run_ranks, whole_weights
 from tests.integration.models import assert_equal, quiet_trainer
@@ -179,7 +179,7 @@ def test_a_folder_that_is_whole_takes_the_place_of_what_was_there(tmp_path: Path
 
 
 def _train_and_raise(folder: str, kind: Any, is_folder: bool, ranks: list[int]) -> None:
-    together.PATIENCE_IN_TROUBLE = 2.0
+    saving.PATIENCE_IN_TROUBLE = 2.0
     train(folder, kind, raising=ranks, keeps_last=True, save_distributed_checkpoint=is_folder)
 
 

@@ -1,11 +1,10 @@
-"""What W&B and MLflow hold of a training on two workers with both monitors. TensorBoard, CSV: test_monitors.py."""
+"""The numbers that W&B and MLflow hold after training on two workers with both monitors."""
 
 import importlib.util
 import json
 import struct
 from collections.abc import Callable, Iterator
 from functools import partial
-from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ import pytest
 import torch
 from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
 
-from lightning_sparse import DDPHardThresholdStrategy, DensityMonitor, ErrorMonitor, StepStats
-from tests.integration.models import SMALL_BUCKETS_MB, Classifier, Recorder, data, quiet_trainer
+from tests.integration.models import SMALL_BUCKETS_MB, Classifier
+from tests.integration.test_step_log import Batches, expected_rows, fit, gradients
 from tests.workers import run_workers
 
 STEPS = 6
@@ -26,30 +25,21 @@ def _needs(package: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=reason)
 
 
-def train(make_logger: Callable[[str], Logger], folder: str, every: int) -> list[StepStats]:
-    recorder = Recorder()
-    trainer = quiet_trainer(
-        DDPHardThresholdStrategy(threshold=0.15, bucket_cap_mb=SMALL_BUCKETS_MB),
-        num_workers=2,
-        max_steps=STEPS,
-        logger=make_logger(folder),
-        log_every_n_steps=every,
-        callbacks=[recorder, DensityMonitor(), ErrorMonitor(per_layer=True)],
-    )
-    trainer.fit(Classifier(partial(torch.optim.SGD, lr=0.1)), data())
-    return recorder.steps
+def train(make_logger: Callable[[str], Logger], folder: str, every: int) -> Batches:
+    model, options = Classifier(partial(torch.optim.SGD, lr=0.1)), {"max_steps": STEPS, "log_every_n_steps": every}
+    return fit(model, gradients(bucket_cap_mb=SMALL_BUCKETS_MB), 1000, make_logger(folder), **options).of_batches
 
 
 def wandb_logger(folder: str) -> Logger:
     return WandbLogger(project="sparse", save_dir=folder, offline=True)
 
 
-def train_with_wandb(folder: str, every: int) -> list[StepStats]:
+def train_with_wandb(folder: str, every: int) -> Batches:
     import wandb
 
-    steps = train(wandb_logger, folder, every)
+    of_batches = train(wandb_logger, folder, every)
     wandb.finish()  # as at the end of a program
-    return steps
+    return of_batches
 
 
 def mlflow_logger(folder: str) -> Logger:
@@ -57,12 +47,12 @@ def mlflow_logger(folder: str) -> Logger:
 
 
 def make_database(folder: str) -> None:
-    """Of workers that all begin at once, each would lay out the tables, and all but one fail (docs/loggers.md)."""
+    """Create the tables first: of workers that start together, all but one would fail (docs/loggers.md)."""
     mlflow_logger(folder)
 
 
 def read_wandb(folder: str) -> list[dict[str, Points]]:
-    """The numbers in the files of each run, by name, with Lightning's step."""
+    """Return the points of each run by name, from its file."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     runs = []
@@ -79,7 +69,7 @@ def read_wandb(folder: str) -> list[dict[str, Points]]:
 
 
 def _records(content: bytes) -> Iterator[bytes]:
-    """What is in a log of LevelDB's format: blocks of 32 KiB, in each pieces behind checksum, length and kind."""
+    """Yield the records of a LevelDB log: blocks of 32 KiB hold pieces, each after its checksum, length and kind."""
     position, pieces = 7, b""  # after W&B's own header
     while position + 7 <= len(content):
         room = 32768 - position % 32768
@@ -94,7 +84,7 @@ def _records(content: bytes) -> Iterator[bytes]:
 
 
 def read_mlflow(folder: str) -> list[dict[str, Points]]:
-    """The same of MLflow's."""
+    """Return the points of each run by name, from the database."""
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
@@ -103,31 +93,8 @@ def read_mlflow(folder: str) -> list[dict[str, Points]]:
     runs = []
     for run in client.search_runs([experiment.experiment_id]):
         histories = {name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics}
-        runs.append({name: [(one.step, one.value) for one in history] for name, history in histories.items()})
+        runs.append({name: [(point.step, point.value) for point in history] for name, history in histories.items()})
     return runs
-
-
-def expected_of(steps: list[StepStats], every: int) -> dict[str, Points]:
-    """What the numbers of the exchanges come to: names, Lightning's steps, values."""
-    shown = [number for number in range(STEPS) if (number + 1) % every == 0]
-    selected, elements, errors = [0], [0], [0.0]
-    for step in steps:
-        selected.append(selected[-1] + step.selected)
-        elements.append(elements[-1] + step.num_workers * step.num_elements)
-        errors.append(errors[-1] + step.squared_error)
-    expected = {
-        "sparse/density": [(number, steps[number].density) for number in shown],
-        "sparse/error_norm": [(number, steps[number].error_norm) for number in shown],
-        "sparse/payload_bytes": [(number, steps[number].payload_bytes) for number in shown],
-        "sparse/threshold": [(number, 0.15) for number in shown],
-        "sparse/average_density": [(number, selected[number + 1] / elements[number + 1]) for number in shown],
-        "sparse/total_error": [(number, errors[number + 1]) for number in shown],
-    }
-    for name in steps[0].layers:
-        layers = [(number, steps[number].layers[name]) for number in shown]
-        expected[f"sparse/layer_density/{name}"] = [(number, layer.density) for number, layer in layers]
-        expected[f"sparse/layer_error_norm/{name}"] = [(number, sqrt(layer.squared_error)) for number, layer in layers]
-    return expected
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -139,17 +106,18 @@ def expected_of(steps: list[StepStats], every: int) -> dict[str, Points]:
     ],
 )
 def test_a_logger_holds_what_the_exchanges_were(
-    prepare: Any, train_with: Callable[[str, int], list[StepStats]], read: Any, every: int, tmp_path: Path
+    prepare: Any, train_with: Callable[[str, int], Batches], read: Any, every: int, tmp_path: Path
 ) -> None:
     if prepare is not None:
         run_workers(prepare, 1, str(tmp_path), process_group=False, new=True)
-    steps = run_workers(train_with, 2, str(tmp_path), every, process_group=False, new=True)[0]
-    assert len(steps) == STEPS
+    of_batches = run_workers(train_with, 2, str(tmp_path), every, process_group=False, new=True)[0]
+    assert [len(steps) for _, steps in of_batches] == [1] * STEPS
     [runs] = run_workers(read, 1, str(tmp_path), process_group=False, new=True)
     [found] = runs  # the first worker's, and no other's
-    found = {name: points for name, points in found.items() if name.startswith("sparse/")}
-    expected = expected_of(steps, every)
-    assert found.keys() == expected.keys()
-    for name, points in expected.items():
-        assert [number for number, _ in found[name]] == [number for number, _ in points], name
-        assert [value for _, value in found[name]] == pytest.approx([value for _, value in points], rel=1e-5), name
+    # Times differ from run to run.
+    found = {name: points for name, points in found.items() if name.startswith("sparse/") and name[-3:] != "_ms"}
+    rows = expected_rows(of_batches, every, waits=False)
+    assert found.keys() == rows[every - 1].keys()
+    for name, points in found.items():
+        assert [step for step, _ in points] == list(rows), name
+        assert [value for _, value in points] == pytest.approx([row[name] for row in rows.values()], rel=1e-5), name

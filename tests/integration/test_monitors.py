@@ -1,10 +1,11 @@
-"""The callbacks, against numbers worked out again from each worker's gradients, and what they promise to cost."""
+"""The monitors: their numbers, tables and pictures, and that they issue no collective."""
 
 import io
+import pickle
 import re
 import warnings
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from math import sqrt
 from pathlib import Path
@@ -13,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor
 
@@ -24,135 +26,88 @@ from lightning_sparse import (
     LocalHardThresholdStrategy,
     SparseDDPStrategy,
     StepStats,
-    TopK,
 )
 from lightning_sparse.engine.step_stats import LayerStats
 from tests.integration.models import (
     SMALL_BUCKETS_MB,
     Classifier,
-    Recorder,
     TwoPlayers,
     data,
     gradients,
     messages_of,
     quiet_trainer,
 )
-from tests.integration.test_checkpoint import ResumableData
+from tests.integration.test_checkpoint import ResumableData, SaveAt
+from tests.integration.test_step_log import columns, density_of
 from tests.workers import run_workers
 
 THRESHOLD = 0.15
-SENDS_NONE = 1000.0  # so that no step has more than was forecast, and needs a second round
+SENDS_NONE = 1000.0  # so that no payload exceeds its capacity and needs a second round
+NUM_ELEMENTS = sum(parameter.numel() for parameter in Classifier().parameters())
+SIZES = {name: parameter.numel() for name, parameter in Classifier().named_parameters()}
 
 
 @dataclass
 class Watched:
-    """What one worker saw of a training with monitors."""
+    """The record of a training with monitors on one worker."""
 
     steps: list[StepStats]
     own_gradients: list[dict[str, Tensor]]
     callback_metrics: dict[str, float]
     printed: str
-    messages: list[str] = field(default_factory=list)
+    messages: list[str]
 
 
-def watch(
-    callbacks: list[Callback],
-    logger: Any = False,
-    strategy: Any = None,
-    make_model: Any = None,
-    max_steps: int = 6,
-    **options: Any,
+def watch(callbacks: list[Callback], *, num_workers: int = 2, **options: Any) -> list[Watched]:
+    """Train and return each worker's record; by default six steps with a hard threshold and fixed weights."""
+    # Bytes: a pipe would let all workers share the tensors of a monitor.
+    given = pickle.dumps((callbacks, {"num_workers": num_workers, **options}))
+    return run_workers(_watch_pickled, num_workers, given, process_group=False)
+
+
+def _watch_pickled(given: bytes) -> Watched:
+    callbacks, options = pickle.loads(given)
+    return _watch(callbacks, **options)
+
+
+def _watch(
+    callbacks: list[Callback], *, strategy: Any = None, model: Any = None, ckpt_path: str | None = None, **options: Any
 ) -> Watched:
     # Weights that stand still make every gradient known from the start.
-    model = make_model() if make_model else Classifier(partial(torch.optim.SGD, lr=0.0))
-    recorder, told, printed = Recorder(), [], io.StringIO()
-    if strategy is None:
-        strategy = DDPHardThresholdStrategy(threshold=THRESHOLD, bucket_cap_mb=SMALL_BUCKETS_MB)
-    trainer = quiet_trainer(
-        strategy,
-        num_workers=2,
-        max_steps=max_steps,
-        logger=logger,
-        callbacks=[recorder, *callbacks],
-        **{"log_every_n_steps": 1, **options},
-    )
-    with redirect_stdout(printed), messages_of(told):
-        trainer.fit(model, data())
+    model = model or Classifier(partial(torch.optim.SGD, lr=0.0))
+    strategy = strategy or DDPHardThresholdStrategy(threshold=THRESHOLD, bucket_cap_mb=SMALL_BUCKETS_MB)
+    options = {"max_steps": 6, "log_every_n_steps": 1, **options}
+    steps, messages, printed = [], [], io.StringIO()
+    trainer = quiet_trainer(strategy, callbacks=[_Steps(steps), *callbacks], **options)
+    with redirect_stdout(printed), messages_of(messages), warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*barebones.*configured")
+        trainer.fit(model, data(), ckpt_path=ckpt_path)
     untrained = Classifier()
-    own_gradients: list[dict[str, Tensor]] = []
-    if isinstance(model, Classifier):
-        own_gradients = [gradients(untrained, partial(untrained.loss, batch)) for batch in model.batches]
+    batches = model.batches if isinstance(model, Classifier) else []
+    own_gradients = [gradients(untrained, partial(untrained.loss, batch)) for batch in batches]
     metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
-    return Watched(recorder.steps, own_gradients, metrics, printed.getvalue(), told)
+    return Watched(steps, own_gradients, metrics, printed.getvalue(), messages)
 
 
-@dataclass
-class Expected:
-    """Counts and squared errors of one step by layer: selected by all workers, and (1/n) Σ_i ‖e_i‖²."""
+class _Steps(Callback):
+    """Collects the numbers of each exchange."""
 
-    selected: dict[str, int]
-    squared_error: dict[str, float]
+    def __init__(self, steps: list[StepStats]) -> None:
+        self.steps = steps
 
-
-def recompute(workers: list[Watched]) -> list[Expected]:
-    """The hard threshold with error feedback in a few lines of its own."""
-    names = list(workers[0].own_gradients[0])
-    residuals = [dict.fromkeys(names, 0.0) for _ in workers]
-    expected = []
-    for step in range(len(workers[0].own_gradients)):
-        selected, squared_error = dict.fromkeys(names, 0), dict.fromkeys(names, 0.0)
-        for worker, residual in zip(workers, residuals, strict=True):
-            for name in names:
-                compensated = residual[name] + worker.own_gradients[step][name]
-                sent = compensated.abs() >= THRESHOLD
-                residual[name] = compensated.masked_fill(sent, 0.0)
-                selected[name] += int(sent.sum())
-                squared_error[name] += float(residual[name].double().square().sum()) / len(workers)
-        expected.append(Expected(selected, squared_error))
-    return expected
-
-
-def average_densities(expected: list[Expected], num_elements: int) -> list[float]:
-    averages, selected = [], 0
-    for step, one in enumerate(expected, start=1):
-        selected += sum(one.selected.values())
-        averages.append(selected / (2 * num_elements * step))
-    return averages
-
-
-NUM_ELEMENTS = sum(parameter.numel() for parameter in Classifier().parameters())
-SIZES = {name: parameter.numel() for name, parameter in Classifier().named_parameters()}
-
-
-def test_step_stats_are_those_of_an_independent_recomputation() -> None:
-    workers = run_workers(_watch_layers, 2, process_group=False)
-    expected = recompute(workers)
-    assert 0 < sum(expected[-1].selected.values()) < 2 * NUM_ELEMENTS
-    for worker in workers:
-        for step, one in zip(worker.steps, expected, strict=True):
-            assert step.num_elements == NUM_ELEMENTS
-            assert {name: layer.selected for name, layer in step.layers.items()} == one.selected
-            assert step.error_norm == pytest.approx(sqrt(sum(one.squared_error.values())), rel=1e-5)
-            for name, layer in step.layers.items():
-                assert layer.density == pytest.approx(one.selected[name] / (2 * SIZES[name]))
-                assert layer.squared_error == pytest.approx(one.squared_error[name], rel=1e-5)
-
-
-def _watch_layers() -> Watched:
-    return watch([DensityMonitor()])
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if isinstance(trainer.strategy, SparseDDPStrategy | LocalHardThresholdStrategy):
+            trainer.strategy.state.subscribe(self.steps.append)
 
 
 @pytest.fixture(scope="module")
 def tensorboard_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Watched], dict[str, Any]]:
     folder = tmp_path_factory.mktemp("tensorboard")
-    workers = run_workers(_watch_with_tensorboard, 2, str(folder), process_group=False)
+    monitors = [DensityMonitor(), ErrorMonitor(per_layer=True)]
+    workers = watch(monitors, logger=TensorBoardLogger(str(folder)))
     # In a process of its own: reading event files warns about protobuf.
     [events] = run_workers(_read_events, 1, str(folder), process_group=False)
     return workers, events
-
-
-def _watch_with_tensorboard(folder: str) -> Watched:
-    return watch([DensityMonitor(), ErrorMonitor(per_layer=True)], TensorBoardLogger(folder))
 
 
 def _read_events(folder: str) -> dict[str, Any]:
@@ -164,97 +119,79 @@ def _read_events(folder: str) -> dict[str, Any]:
     accumulator.Reload()
     tags = accumulator.Tags()
     return {
-        "scalars": {tag: [(one.step, one.value) for one in accumulator.Scalars(tag)] for tag in tags["scalars"]},
+        "scalars": {tag: [(point.step, point.value) for point in accumulator.Scalars(tag)] for tag in tags["scalars"]},
         "histograms": {
-            tag: [(one.step, one.histogram_value.num, one.histogram_value.sum) for one in accumulator.Histograms(tag)]
+            tag: [(point.step, point.histogram_value.num, point.histogram_value.sum) for point in points]
             for tag in tags["histograms"]
+            for points in [accumulator.Histograms(tag)]
         },
-        "images": {
-            tag: [(one.step, one.width, one.height) for one in accumulator.Images(tag)] for tag in tags["images"]
-        },
+        "images": {tag: [(image.width, image.height) for image in accumulator.Images(tag)] for tag in tags["images"]},
     }
 
 
-def test_tensorboard_shows_the_running_average_and_the_total(tensorboard_run: Any) -> None:
-    workers, events = tensorboard_run
-    expected = recompute(workers)
-    averages = average_densities(expected, NUM_ELEMENTS)
-    errors = [sum(one.squared_error.values()) for one in expected]
-    totals = [sum(errors[: step + 1]) for step in range(len(errors))]
-    for tag, values in (
-        ("sparse/density", [sum(one.selected.values()) / (2 * NUM_ELEMENTS) for one in expected]),
-        ("sparse/average_density", averages),
-        ("sparse/error_norm", [sqrt(error) for error in errors]),
-        ("sparse/total_error", totals),
-    ):
-        assert [step for step, _ in events["scalars"][tag]] == list(range(6))
-        assert [value for _, value in events["scalars"][tag]] == pytest.approx(values, rel=1e-5)
-    for worker in workers:
-        assert worker.callback_metrics["sparse/average_density"] == pytest.approx(averages[-1], rel=1e-5)
-        assert worker.callback_metrics["sparse/total_error"] == pytest.approx(totals[-1], rel=1e-5)
+def test_step_stats_are_those_of_an_independent_recomputation(tensorboard_run: Any) -> None:
+    workers, _ = tensorboard_run
+    residuals = [dict.fromkeys(SIZES, 0.0) for _ in workers]
+    for number, steps in enumerate(zip(*(worker.steps for worker in workers), strict=True)):
+        selected, squared_error = dict.fromkeys(SIZES, 0), dict.fromkeys(SIZES, 0.0)
+        for worker, residual in zip(workers, residuals, strict=True):
+            for name in SIZES:
+                compensated = residual[name] + worker.own_gradients[number][name]
+                sent = compensated.abs() >= THRESHOLD
+                residual[name] = compensated.masked_fill(sent, 0.0)
+                selected[name] += int(sent.sum())
+                squared_error[name] += float(residual[name].double().square().sum()) / 2
+        assert 0 < sum(selected.values()) < 2 * NUM_ELEMENTS
+        for step in steps:
+            assert step.num_elements == NUM_ELEMENTS
+            assert {name: layer.selected for name, layer in step.layers.items()} == selected
+            assert step.error_norm == pytest.approx(sqrt(sum(squared_error.values())), rel=1e-5)
+            for name, layer in step.layers.items():
+                assert layer.density == pytest.approx(selected[name] / (2 * SIZES[name]))
+                assert layer.squared_error == pytest.approx(squared_error[name], rel=1e-5)
 
 
-def test_tensorboard_shows_a_histogram_of_the_layers_densities(tensorboard_run: Any) -> None:
+def test_tensorboard_shows_averages_totals_and_error_norms_of_layers(tensorboard_run: Any) -> None:
     workers, events = tensorboard_run
-    found = events["histograms"]["sparse/layer_density"]
-    for (_, count, total), one in zip(found, recompute(workers), strict=True):
-        assert count == len(SIZES)
-        assert total == pytest.approx(sum(one.selected[name] / (2 * size) for name, size in SIZES.items()), rel=1e-5)
-    assert [step for step, *_ in found] == [step for step, _ in events["scalars"]["sparse/density"]]
-    # A scalar a layer is for other loggers; in TensorBoard it would bury everything else.
+    steps = workers[0].steps
+    rows = [columns([step], steps[: number + 1]) for number, step in enumerate(steps)]
+    # A scalar per layer is for other loggers; in TensorBoard it would bury everything else.
     assert not any(tag.startswith("sparse/layer_density") for tag in events["scalars"])
+    for tag in [tag for tag in rows[0] if not tag.startswith("sparse/layer_density")]:
+        assert [step for step, _ in events["scalars"][tag]] == list(range(6)), tag
+        values = [value for _, value in events["scalars"][tag]]
+        assert values == pytest.approx([row[tag] for row in rows], rel=1e-5, abs=1e-7), tag
+    for worker in workers:
+        for tag in ("sparse/average_density", "sparse/total_error"):
+            assert worker.callback_metrics[tag] == pytest.approx(rows[-1][tag], rel=1e-5)
 
 
-def test_tensorboard_shows_one_picture_of_layers_against_steps(tensorboard_run: Any) -> None:
-    _, events = tensorboard_run
+def test_tensorboard_shows_densities_of_layers_in_a_histogram_and_a_picture(tensorboard_run: Any) -> None:
+    workers, events = tensorboard_run
+    histograms = events["histograms"]["sparse/layer_density"]
+    for (number, count, total), step in zip(histograms, workers[0].steps, strict=True):
+        assert (number, count) == (step.step, len(SIZES))
+        assert total == pytest.approx(sum(layer.density for layer in step.layers.values()), rel=1e-5)
     assert events["images"].keys() == {"sparse/log10_layer_density"}
-    [(_, width, height)] = events["images"]["sparse/log10_layer_density"]
+    [(width, height)] = events["images"]["sparse/log10_layer_density"]
     assert width > 500
     assert height > 100
 
 
-def test_error_norms_of_the_layers_are_shown_on_request(tensorboard_run: Any) -> None:
-    workers, events = tensorboard_run
-    expected = recompute(workers)
-    for name in SIZES:
-        found = events["scalars"][f"sparse/layer_error_norm/{name}"]
-        assert [step for step, _ in found] == list(range(6))
-        assert [value for _, value in found] == pytest.approx(
-            [sqrt(one.squared_error[name]) for one in expected], rel=1e-5, abs=1e-7
-        )
-
-
 def test_barebones_the_monitors_count_and_log_nothing() -> None:
-    for printed in run_workers(_watch_barebones, 2, process_group=False)[:1]:
-        assert re.search(r"steps exchanged +4", printed)
-
-
-def _watch_barebones() -> str:
     monitors = [DensityMonitor(), ErrorMonitor(per_layer=True)]
-    trainer = Trainer(
-        strategy=DDPHardThresholdStrategy(threshold=THRESHOLD),
-        accelerator="cpu",
-        devices=2,
-        max_steps=4,
-        callbacks=monitors,
-        barebones=True,
-    )
-    with warnings.catch_warnings(), redirect_stdout(io.StringIO()) as printed:
-        warnings.filterwarnings("error", message=".*barebones.*configured")
-        trainer.fit(Classifier(), data())
-    return printed.getvalue()
+    first, _ = watch(monitors, barebones=True, log_every_n_steps=0, max_steps=4)
+    assert re.search(r"steps exchanged +4", first.printed)
 
 
 @pytest.mark.parametrize("per_layer", [True, False])
 def test_without_a_logger_the_table_remains_and_only_the_first_worker_prints_it(per_layer: bool) -> None:
-    workers = run_workers(_watch_without_logger, 2, per_layer, process_group=False)
-    expected = recompute(workers)
-    first, second = workers
+    first, second = watch([DensityMonitor(per_layer)])
     assert second.printed == ""
     assert all(bool(step.layers) == per_layer for step in first.steps)
     rows = dict(re.findall(r"^  (.+?)  +(.+)$", first.printed, re.MULTILINE))
     assert rows["steps exchanged"] == "6"
-    assert rows["average density"] == f"{100 * average_densities(expected, NUM_ELEMENTS)[-1]:.4g} %"
+    assert rows["average density"] == f"{100 * density_of(first.steps):.4g} %"
     sent = sum(step.payload_bytes for step in first.steps)
     dense = 6 * 4 * NUM_ELEMENTS
     assert rows["bytes sent per worker"] == f"{sent / 1000:.4g} kB"
@@ -263,53 +200,27 @@ def test_without_a_logger_the_table_remains_and_only_the_first_worker_prints_it(
     assert first.printed.startswith("Sparse gradient exchange\n")
     assert ("densest layers (elements)\n" in first.printed) == per_layer
     layers = {name.strip(): value for name, value in rows.items() if name.endswith(")")}
-    averages = {name: sum(one.selected[name] for one in expected) / (12 * size) for name, size in SIZES.items()}
-    densest = sorted(averages, key=averages.get, reverse=True)[:3] if per_layer else []
+    averages = {name: sum(step.layers[name].density for step in first.steps) / 6 for name in first.steps[0].layers}
+    densest = sorted(averages, key=averages.get, reverse=True)[:3]
     assert layers == {f"{name} ({SIZES[name]:,})": f"{100 * averages[name]:.4g} %" for name in densest}
 
 
-def _watch_without_logger(per_layer: bool) -> Watched:
-    return watch([DensityMonitor(per_layer)])
+def test_the_table_names_drifts() -> None:
+    table = watch([DensityMonitor()], strategy=LocalHardThresholdStrategy(threshold=1.0), max_steps=3)[0].printed
+    assert table.startswith("Sparse drift exchange\n")
 
 
-class _WithLongNames(Classifier):
-    """Has parameters of names such as those that PEFT gives to a GPT's adapters."""
-
-    PREFIXES = tuple(f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_A.default" for layer in (0, 31))
-
-    def __init__(self) -> None:
-        super().__init__()
-        for prefix in self.PREFIXES:
-            *path, last = prefix.split(".")
-            module: torch.nn.Module = self
-            for name in path:
-                if not hasattr(module, name):
-                    module.add_module(name, torch.nn.Module())
-                module = getattr(module, name)
-            module.add_module(last, torch.nn.Linear(4096, 8, bias=False))
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        weights = [self.get_parameter(f"{prefix}.weight") for prefix in self.PREFIXES]
-        return super().loss(batch) + 100 * sum(weight.sum() for weight in weights)
-
-
-def _watch_drifts(model: Any) -> str:
+def test_the_table_keeps_within_80_columns_and_shortens_names_of_layers_in_the_middle() -> None:
+    """The names are those that PEFT gives to adapters of a GPT."""
+    name = "base_model.model.model.layers.{}.self_attn.q_proj.lora_A.default.weight"
+    layers = {name.format(layer): LayerStats(32_768, 2, 0.5, 1.0) for layer in (0, 31)}
     monitor = DensityMonitor()
-    trainer = quiet_trainer(LocalHardThresholdStrategy(threshold=1.0), num_workers=2, max_steps=3, callbacks=[monitor])
-    with redirect_stdout(io.StringIO()):
-        trainer.fit(model, data())
-    return monitor.table()
-
-
-def test_the_table_names_drifts_and_keeps_within_80_columns() -> None:
-    table = run_workers(_watch_drifts, 2, _WithLongNames(), process_group=False)[0]
-    lines = table.splitlines()
-    assert lines[0] == "Sparse drift exchange"
-    assert max(map(len, lines)) <= 80, table
+    monitor.take_in(StepStats(0, 2, 2 * 32_768, 4, 1.0, 1.0, 0, 60, 400, 0.1, layers=layers))
+    table = monitor.table()
+    assert max(map(len, table.splitlines())) <= 80, table
     for layer in (0, 31):
-        assert re.search(
-            rf"^    base_mod….*{layer}\.self_attn.q_proj.lora_A.default.weight \(32,768\)  ", table, re.M
-        ), table
+        row = rf"^    base_mod….*{layer}\.self_attn.q_proj.lora_A.default.weight \(32,768\)  "
+        assert re.search(row, table, re.M), table
 
 
 def test_the_table_of_a_resumed_run_says_since_when_it_knows_of_layers() -> None:
@@ -324,7 +235,8 @@ def test_the_table_of_a_resumed_run_says_since_when_it_knows_of_layers() -> None
 
 
 def test_the_table_tells_calibration_and_what_travelled_whole_from_the_rest() -> None:
-    first, second = run_workers(_watch_calibration, 2, process_group=False)
+    strategy = DDPHardThresholdStrategy(density=0.05, calibration_steps=10, bucket_cap_mb=SMALL_BUCKETS_MB)
+    first, second = watch([DensityMonitor(per_layer=False)], strategy=strategy, max_steps=12)
     assert second.printed == ""
     rows = dict(re.findall(r"^ +(\S.+?)  +(.+)$", first.printed, re.MULTILINE))
     number = sum(step.is_calibration for step in first.steps)
@@ -332,9 +244,8 @@ def test_the_table_tells_calibration_and_what_travelled_whole_from_the_rest() ->
     assert 3 <= number < 10  # it ends when the mean of ‖g‖² is known, not with calibration_steps
     assert all(step.is_calibration and step.dense_elements == NUM_ELEMENTS for step in calibrating)
     assert all(step.density == 1 for step in calibrating)
-    assert all(
-        step.dense_elements == 0 and step.density < 1 for step in later[1:]
-    )  # auto knows nothing before the first
+    # exchange="auto" knows nothing before the first of them.
+    assert all(step.dense_elements == 0 and step.density < 1 for step in later[1:])
     assert rows["steps exchanged"] == "12"
     assert rows["for calibration"] == f"{number}"
     assert rows["travelled whole"] == f"{sum(step.dense_elements for step in first.steps) / NUM_ELEMENTS:.4g}"
@@ -345,40 +256,21 @@ def test_the_table_tells_calibration_and_what_travelled_whole_from_the_rest() ->
     assert rows["times fewer after calibration"] == f"{fewer:.1f}"
 
 
-def _watch_calibration() -> Watched:
-    strategy = DDPHardThresholdStrategy(density=0.05, calibration_steps=10, bucket_cap_mb=SMALL_BUCKETS_MB)
-    return watch([DensityMonitor(per_layer=False)], strategy=strategy, max_steps=12)
-
-
 @pytest.mark.parametrize("every", [1, 3])
 def test_what_loggers_leave_out_is_told(tmp_path: Path, every: int) -> None:
-    first, _ = run_workers(_watch_in_csv, 2, str(tmp_path), every, process_group=False)
+    first, _ = watch([DensityMonitor()], logger=CSVLogger(str(tmp_path)), log_every_n_steps=every)
     told = [text for text in first.messages if text.startswith("DensityMonitor: loggers show one step in 3")]
     assert len(told) == (every == 3)
 
 
-def _watch_in_csv(folder: str, every: int) -> Watched:
-    return watch([DensityMonitor()], CSVLogger(folder), log_every_n_steps=every)
-
-
 def test_a_worker_that_is_alone_has_no_table() -> None:
-    [printed] = run_workers(_watch_alone, 1, process_group=False)
-    assert printed == ""
-
-
-def _watch_alone() -> str:
-    printed = io.StringIO()
-    trainer = quiet_trainer(
-        DDPHardThresholdStrategy(threshold=0.1), num_workers=1, max_steps=3, callbacks=[DensityMonitor()]
-    )
-    with redirect_stdout(printed):
-        trainer.fit(Classifier(), data())
-    return printed.getvalue()
+    [alone] = watch([DensityMonitor()], num_workers=1)
+    assert alone.printed == ""
 
 
 def test_the_error_monitors_last_line_is_printed_by_the_first_worker() -> None:
-    workers = run_workers(_watch_errors, 2, process_group=False)
-    errors = [sum(one.squared_error.values()) for one in recompute(workers)]
+    workers = watch([ErrorMonitor()])
+    errors = [step.squared_error for step in workers[0].steps]
     assert workers[1].printed == ""
     [line] = workers[0].printed.splitlines()
     numbers = [float(number) for number in re.findall(r"\d+\.?\d*(?:e[-+]\d+)?", line)]
@@ -386,12 +278,8 @@ def test_the_error_monitors_last_line_is_printed_by_the_first_worker() -> None:
     assert not any(step.layers for step in workers[0].steps)
 
 
-def _watch_errors() -> Watched:
-    return watch([ErrorMonitor()])
-
-
 def test_under_plain_ddp_the_monitors_are_idle_and_say_so() -> None:
-    workers = run_workers(_watch_plain_ddp, 2, process_group=False)
+    workers = watch([DensityMonitor(), ErrorMonitor(per_layer=True)], strategy="ddp")
     for worker in workers:
         assert worker.printed == ""
         assert not any(name.startswith("sparse/") for name in worker.callback_metrics)
@@ -401,34 +289,15 @@ def test_under_plain_ddp_the_monitors_are_idle_and_say_so() -> None:
     assert not any("is idle" in message for message in workers[1].messages)
 
 
-def _watch_plain_ddp() -> Watched:
-    return watch([DensityMonitor(), ErrorMonitor(per_layer=True)], strategy="ddp")
-
-
-def test_with_top_k_the_monitors_show_its_fixed_density() -> None:
-    worker = run_workers(_watch_top_k, 2, process_group=False)[0]
-    expected = sum(max(1, int(0.1 * size)) for size in SIZES.values()) / NUM_ELEMENTS
-    assert worker.callback_metrics["sparse/average_density"] == pytest.approx(expected)
-
-
-def _watch_top_k() -> Watched:
-    return watch([DensityMonitor(), ErrorMonitor()], strategy=SparseDDPStrategy(TopK(0.1)))
-
-
 def test_two_exchanges_in_a_batch_both_count() -> None:
-    worker = run_workers(_watch_two_players, 2, process_group=False)[0]
+    strategy = DDPHardThresholdStrategy(threshold=0.01, find_unused_parameters=True)
+    worker = watch([DensityMonitor(), ErrorMonitor()], strategy=strategy, model=TwoPlayers())[0]
     assert len(worker.steps) == 6
-    selected = sum(step.selected for step in worker.steps)
-    elements = sum(step.num_workers * step.num_elements for step in worker.steps)
-    assert worker.callback_metrics["sparse/average_density"] == pytest.approx(selected / elements, rel=1e-5)
+    average = pytest.approx(density_of(worker.steps), rel=1e-5)
+    assert worker.callback_metrics["sparse/average_density"] == average
     total = sum(step.squared_error for step in worker.steps)
     assert worker.callback_metrics["sparse/total_error"] == pytest.approx(total, rel=1e-5)
     assert re.search(r"steps exchanged +6$", worker.printed, re.MULTILINE)
-
-
-def _watch_two_players() -> Watched:
-    strategy = DDPHardThresholdStrategy(threshold=0.01, find_unused_parameters=True)
-    return watch([DensityMonitor(), ErrorMonitor()], strategy=strategy, make_model=TwoPlayers)
 
 
 @pytest.mark.parametrize("exchange", ["gather", "dense"])
@@ -449,32 +318,25 @@ def _count_collectives(exchange: str) -> tuple[list[str], list[str], list[str]]:
         for name in COLLECTIVES:
             setattr(module, name, partial(_call, getattr(dist, name), name, calls))
     runs = []
+    marks = LambdaCallback(
+        on_train_start=lambda *_: calls.append("train start"), on_train_end=lambda *_: calls.append("train end")
+    )
     for callbacks in ([], [DensityMonitor(per_layer=True), ErrorMonitor(per_layer=True)]):
         calls.clear()
         strategy = DDPHardThresholdStrategy(threshold=SENDS_NONE, exchange=exchange, bucket_cap_mb=SMALL_BUCKETS_MB)
-        watch([*callbacks, _StepsOnly(calls)], strategy=strategy)
+        _watch([*callbacks, marks], strategy=strategy, num_workers=2)
         runs.append(calls.copy())
     start, end = runs[0].index("train start"), runs[0].index("train end")
     return runs[0], runs[1], runs[0][start + 1 : end]
 
 
-COLLECTIVES = (
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "all_to_all",
-    "barrier",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "gather_object",
-    "isend",
-    "monitored_barrier",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-)
+COLLECTIVES = [
+    name
+    for name in dist.distributed_c10d.__all__
+    if re.search("gather|reduce|all_to_all|barrier|broadcast|scatter|isend", name)
+    and name.islower()
+    and name != "reduce_op"
+]
 
 
 def _call(collective: Any, name: str, calls: list[str], *args: Any, **kwargs: Any) -> Any:
@@ -482,59 +344,23 @@ def _call(collective: Any, name: str, calls: list[str], *args: Any, **kwargs: An
     return collective(*args, **kwargs)
 
 
-class _StepsOnly(Callback):
-    """Marks where the steps begin and end among the calls."""
-
-    def __init__(self, calls: list[str]) -> None:
-        self.calls = calls
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 0:
-            self.calls.append("train start")
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 5:
-            self.calls.append("train end")
-
-
 def test_averages_and_totals_continue_when_a_checkpoint_is_resumed(tmp_path: Path) -> None:
-    for first, second, untouched in run_workers(_resume, 2, str(tmp_path / "half.ckpt"), process_group=False):
-        steps = [*first.steps, *second.steps]
-        assert [len(first.steps), len(second.steps)] == [3, 3]
-        average = sum(step.selected for step in steps) / (2 * NUM_ELEMENTS * 6)
-        total = sum(step.squared_error for step in steps)
-        assert second.callback_metrics["sparse/average_density"] == pytest.approx(average, rel=1e-5)
-        assert second.callback_metrics["sparse/total_error"] == pytest.approx(total, rel=1e-5)
-        # The same steps without the checkpoint's callback state would say something else.
-        assert untouched != pytest.approx(average, rel=1e-3)
-        if second.printed:
-            assert re.search(r"steps exchanged +6$", second.printed, re.MULTILINE)
-            sent = sum(step.payload_bytes for step in steps)
-            assert f"{sent / 1000:.4g} kB" in second.printed
-    assert (tmp_path / "half.ckpt").exists()
-
-
-def _resume(path: str) -> tuple[Watched, Watched, float]:
-    first = watch([DensityMonitor(), ErrorMonitor(), _Saver(path)], max_steps=3)
-    model, recorder, printed = Classifier(partial(torch.optim.SGD, lr=0.0)), Recorder(), io.StringIO()
+    path = str(tmp_path / "half.ckpt")
+    before = watch([DensityMonitor(), ErrorMonitor(), SaveAt(3, path)], max_steps=3)
     # Another threshold, so that the two halves differ.
     strategy = DDPHardThresholdStrategy(threshold=THRESHOLD / 3, bucket_cap_mb=SMALL_BUCKETS_MB)
-    callbacks = [recorder, DensityMonitor(), ErrorMonitor()]
-    trainer = quiet_trainer(strategy, num_workers=2, max_steps=6, callbacks=callbacks)
-    with redirect_stdout(printed):
-        trainer.fit(model, data(), ckpt_path=path)
-    metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
-    second = Watched(recorder.steps, [], metrics, printed.getvalue())
-    untouched = sum(step.selected for step in second.steps) / (2 * NUM_ELEMENTS * 3)
-    return first, second, untouched
-
-
-class _Saver(Callback):
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        trainer.save_checkpoint(self.path)
+    after = watch([DensityMonitor(), ErrorMonitor()], strategy=strategy, ckpt_path=path)
+    for first, second in zip(before, after, strict=True):
+        steps = [*first.steps, *second.steps]
+        assert [len(first.steps), len(second.steps)] == [3, 3]
+        average, total = density_of(steps), sum(step.squared_error for step in steps)
+        assert second.callback_metrics["sparse/average_density"] == pytest.approx(average, rel=1e-5)
+        assert second.callback_metrics["sparse/total_error"] == pytest.approx(total, rel=1e-5)
+        # Without the checkpoint's callback state the same steps have another average.
+        assert density_of(second.steps) != pytest.approx(average, rel=1e-3)
+    assert re.search(r"steps exchanged +6$", after[0].printed, re.MULTILINE)
+    sent = sum(step.payload_bytes for half in (before, after) for step in half[0].steps)
+    assert f"{sent / 1000:.4g} kB" in after[0].printed
 
 
 @pytest.mark.parametrize("columns", [0, 1, -3])
@@ -543,22 +369,26 @@ def test_a_picture_of_too_few_columns_is_refused(columns: int) -> None:
         DensityMonitor(image_columns=columns)
 
 
+class _PrintsPicture(Callback):
+    """Prints the columns of a monitor's picture."""
+
+    def __init__(self, monitor: DensityMonitor) -> None:
+        self.monitor = monitor
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        history = self.monitor._history
+        print(len(history.columns), history.steps_per_column, history.columns[0]["middle.weight"])
+
+
 def test_a_run_longer_than_the_picture_is_wide_is_averaged_into_it() -> None:
-    results = run_workers(_watch_narrow, 2, process_group=False)
-    columns, steps_per_column = results[0][1]
-    assert len(columns) < 4
-    assert steps_per_column == 4
-    expected = recompute([watched for watched, _ in results])
-    first_column = sum(one.selected["middle.weight"] for one in expected[:4]) / (4 * 2 * SIZES["middle.weight"])
-    assert first_column > 0
-    assert columns[0]["middle.weight"] == pytest.approx(first_column)
-
-
-def _watch_narrow() -> tuple[Watched, tuple[Any, ...]]:
     monitor = DensityMonitor(image_columns=4)
-    watched = watch([monitor], max_steps=8)
-    history = monitor._history
-    return watched, (history.columns, history.steps_per_column)
+    workers = watch([monitor, _PrintsPicture(monitor)], max_steps=8)
+    columns, steps_per_column, density = workers[1].printed.split()
+    assert int(columns) < 4
+    assert steps_per_column == "4"
+    first = sum(step.layers["middle.weight"].density for step in workers[1].steps[:4]) / 4
+    assert first > 0
+    assert float(density) == pytest.approx(first)
 
 
 def _resume_between_exchanges(path: str) -> list[bool]:

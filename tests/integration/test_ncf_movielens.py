@@ -1,14 +1,17 @@
+"""The NeuMF recipe: its model, its samples, its metrics, its files."""
+
 import os
 import re
 import zipfile
+from itertools import product
 from math import log2
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import LambdaCallback
 from torchmetrics.retrieval import RetrievalHitRate, RetrievalNormalizedDCG
 
 from lightning_sparse import DDPHardThresholdStrategy, DensityMonitor
@@ -18,19 +21,14 @@ from recipes.ncf_movielens.data import MovieLensDataModule
 from recipes.ncf_movielens.low_rank import low_rank_ratings
 from recipes.ncf_movielens.metrics import NDCG, HitRate, pessimistic_ranks
 from recipes.ncf_movielens.model import NCFRecommender, NeuMF
-from recipes.ncf_movielens.ratings import (
-    InvalidRatingsError,
-    last_interactions,
-    load_ratings,
-    parse_ratings,
-    split,
-    unrated_items,
-)
+from recipes.ncf_movielens.ratings import InvalidRatingsError, load_ratings, parse_ratings, split, unrated_items
 from recipes.ncf_movielens.sampling import Shard, TrainingBatches, derived_seed, make_shard, ranking_batches
-from tests.integration.recipe_runs import CONFIGS, NCF, SMALL, fit_recipe, refuse_to_fetch
+from tests.integration.models import quiet_trainer
+from tests.integration.recipe_runs import DATA, needs_data, refuse_to_fetch
 from tests.workers import run_workers
 
 HEADER = "userId,movieId,rating,timestamp"
+ON_A_GPU = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 def write_ratings(path, rows, header=HEADER):
@@ -40,7 +38,7 @@ def write_ratings(path, rows, header=HEADER):
 
 
 def some_rows():
-    """Thirteen users, of ids 5, 10, 20, …, rate ten movies each, of ids 7, 14, … up to 910, in no order of time."""
+    """Ratings of 13 users (ids 5, 10, 20, …), each of ten movies (ids 7, 14, … 910), in no order of time."""
     generator = np.random.default_rng(0)
     rated = np.arange(1, 131).reshape(13, 10)
     return [
@@ -60,52 +58,15 @@ def ratings(known):
     return known.ratings
 
 
-class TestFit:
-    @pytest.mark.parametrize(
-        ("rows", "message"),
-        [
-            (["1,2,3.0,4", "1,3,4.0,5", "1,two,4.0,6"], r"ratings\.csv, row 4: movieId 'two' is not a whole number"),
-            (None, r"ml-20m\.zip is missing and could not be fetched"),
-        ],
-        ids=["invalid", "missing"],
-    )
-    def test_all_workers_end_with_one_line_before_training(self, rows, message, tmp_path):
-        if rows:
-            write_ratings(tmp_path / "ml-20m" / "ratings.csv", rows)
-        first, second = run_workers(fit_without_network, 2, str(tmp_path), process_group=False)
-        assert re.search(message, first)
-        assert "\n" not in first
-        assert second == 1
-
-
-def fit_without_network(root):
-    with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(archive, "fetch", refuse_to_fetch)
-        arguments = (*SMALL[NCF], "--data.source=movielens", f"--data.root={root}")
-        return fit_recipe(f"--config={CONFIGS[f'{NCF}/dense']}", *arguments)
-
-
 def save_checkpoint(folder):
     model = NCFRecommender(factors=2, mlp_sizes=(4, 4))
-    trainer = Trainer(
-        accelerator="cpu",
-        max_steps=1,
-        limit_val_batches=0,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
+    options = {"enable_checkpointing": True, "default_root_dir": folder, "limit_val_batches": 0}
+    trainer = quiet_trainer("auto", num_workers=1, max_steps=1, **options)
     trainer.fit(model, MovieLensDataModule(source="builtin", batch_size=1000))
     return trainer.checkpoint_callback.best_model_path, model.network.user_factors.weight.detach()
 
 
 class TestModel:
-    def test_number_of_parameters_is_the_papers(self):
-        with torch.device("meta"):
-            network = NeuMF(num_users=138_493, num_items=26_744)
-        assert sum(parameter.numel() for parameter in network.parameters()) == 31_832_577
-
     def test_is_a_product_beside_a_perceptron(self):
         torch.manual_seed(0)
         network = NeuMF(5, 7, factors=3, mlp_sizes=(4, 6, 2), dropout=0.5).eval()
@@ -151,28 +112,31 @@ def shards(ratings, world_size, **options):
     return [make_shard(ratings, rank=rank, world_size=world_size, **options) for rank in range(world_size)]
 
 
-def epoch_batches(ratings, shard, rank=0, epoch=0, seed=1):
-    batches = TrainingBatches(shard, ratings.num_items, lambda: epoch, (seed, rank), torch.device("cpu"))
+def epoch_batches(ratings, shard, rank=0, epoch=0, seed=1, device="cpu"):
+    batches = TrainingBatches(shard, ratings.num_items, lambda: epoch, (seed, rank), torch.device(device))
     listed = list(batches)
     assert len(listed) == len(batches)
     return listed
 
 
 class TestSampling:
-    @pytest.mark.parametrize("heterogeneous", [False, True])
-    @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-    def test_every_positive_once_an_epoch_over_all_workers(self, ratings, world_size, heterogeneous):
+    @pytest.mark.parametrize(
+        ("world_size", "heterogeneous", "device"),
+        [*product((1, 2, 3, 8), (False, True), ("cpu",)), pytest.param(1, False, "cuda", marks=ON_A_GPU)],
+    )
+    def test_every_positive_once_an_epoch_over_all_workers(self, ratings, world_size, heterogeneous, device):
         seen, sizes, labels = [], [], []
         for rank, shard in enumerate(shards(ratings, world_size, heterogeneous=heterogeneous)):
-            batches = epoch_batches(ratings, shard, rank)
+            batches = epoch_batches(ratings, shard, rank, device=device)
             sizes.append([len(users) for users, _, _ in batches])
             for users, items, label in batches:
+                assert users.device.type == items.device.type == label.device.type == device
                 seen += list(zip(users[label == 1].tolist(), items[label == 1].tolist(), strict=True))
                 labels.append(label)
         assert sorted(seen) == sorted(zip(ratings.users.tolist(), ratings.items.tolist(), strict=True))
-        assert len({len(one) for one in sizes}) == 1
+        assert len({len(own) for own in sizes}) == 1
         assert max(map(max, sizes)) <= 100
-        assert all(max(one) - min(one) <= 1 for one in sizes)
+        assert all(max(own) - min(own) <= 1 for own in sizes)
         # Four negatives a positive, whoever has them.
         assert torch.cat(labels).mean().item() == pytest.approx(0.2)
         assert len(torch.cat(labels)) == 5 * len(ratings.users)
@@ -189,7 +153,7 @@ class TestSampling:
 
     def test_heterogeneous_shards_are_slices_by_label(self, ratings):
         eight = shards(ratings, 8, heterogeneous=True)
-        positives, total = len(ratings.users), 5 * len(ratings.users)
+        total = 5 * len(ratings.users)
         shares = [len(shard.positive_items) / len(shard.users) for shard in eight]
         assert shares[0] == 1
         assert shares[1] == pytest.approx(0.6, abs=0.01)
@@ -198,7 +162,6 @@ class TestSampling:
         together = torch.cat([shard.users for shard in eight])
         assert torch.equal(together, ratings.users.repeat(5))
         assert torch.equal(torch.cat([shard.positive_items for shard in eight]), ratings.items)
-        assert positives == sum(len(shard.positive_items) for shard in eight)
 
     def test_negatives_are_drawn_anew_each_epoch_from_the_seed(self, ratings):
         shard = shards(ratings, 1)[0]
@@ -228,103 +191,62 @@ class TestSampling:
         batches = epoch_batches(ratings, shards(ratings, 1)[0])
         # 20 of 100 samples, with a deviation of 4.
         assert all(5 <= labels.sum() <= 40 for _, _, labels in batches)
-
-    def test_types(self, ratings):
-        users, items, labels = epoch_batches(ratings, shards(ratings, 2)[1])[0]
-        assert (users.dtype, items.dtype, labels.dtype) == (torch.int32, torch.int32, torch.float32)
+        assert {tuple(part.dtype for part in batch) for batch in batches} == {(torch.int32, torch.int32, torch.float32)}
 
     def test_refuses_more_workers_than_samples_for_their_batches(self, ratings):
         few = SimpleNamespace(users=ratings.users[:2], items=ratings.items[:2])
         with pytest.raises(ValueError, match="Cannot give each of 3 workers 1 batches of at most 100 samples: there"):
             shards(few, 3)
 
-    @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
-    def test_every_user_is_ranked_on_one_worker(self, ratings, world_size):
-        parts = [
-            list(ranking_batches(ratings.candidates, batch_size=1010, rank=rank, world_size=world_size))
-            for rank in range(world_size)
-        ]
-        assert len({len(part) for part in parts}) == 1
+    @pytest.mark.parametrize(
+        ("num_users", "batch_size", "world_size"), [(60, 10, 1), (60, 10, 2), (60, 10, 3), (60, 10, 7), (2, 1, 3)]
+    )
+    def test_every_user_is_ranked_on_one_worker(self, ratings, num_users, batch_size, world_size):
+        candidates = ratings.candidates[:num_users]
+        options = {"batch_size": 101 * batch_size, "world_size": world_size}
+        parts = [list(ranking_batches(candidates, rank=rank, **options)) for rank in range(world_size)]
+        assert len({len(part) for part in parts}) == 1  # where users are fewer than workers, empty batches
         ranked = [user for part in parts for users, _ in part for user in users.tolist()]
-        assert sorted(ranked) == list(range(ratings.num_users))
+        assert sorted(ranked) == list(range(num_users))
         for part in parts:
-            for users, candidates in part:
-                assert len(users) <= 10
-                assert torch.equal(candidates, ratings.candidates[users])
-
-    def test_fewer_users_than_workers_leave_empty_batches(self, ratings):
-        parts = [
-            list(ranking_batches(ratings.candidates[:2], batch_size=1, rank=rank, world_size=3)) for rank in range(3)
-        ]
-        assert [[len(users) for users, _ in part] for part in parts] == [[1], [1], [0]]
+            for users, own in part:
+                assert len(users) <= batch_size
+                assert torch.equal(own, candidates[users])
 
     def test_derived_seeds_differ(self):
         assert len({derived_seed(*parts) for parts in np.ndindex(5, 5, 5)}) == 125
 
-    @pytest.mark.cuda
-    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-    def test_draws_on_the_device(self, ratings):
-        batches = TrainingBatches(shards(ratings, 1)[0], ratings.num_items, lambda: 0, (1, 0), torch.device("cuda"))
-        batch = [torch.cat(parts) for parts in zip(*batches, strict=True)]
-        assert all(part.is_cuda for part in batch)
-        users, items, labels = (part.cpu() for part in batch)
-        seen = sorted(zip(users[labels == 1].tolist(), items[labels == 1].tolist(), strict=True))
-        assert seen == sorted(zip(ratings.users.tolist(), ratings.items.tolist(), strict=True))
-
-
-class SeenSamples(Callback):
-    def __init__(self):
-        self.epochs = []
-
-    def on_train_epoch_start(self, trainer, pl_module):
-        self.epochs.append([])
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.epochs[-1].append(torch.stack([batch[0], batch[1], batch[2].int()]).clone())
-
 
 def see_samples(max_epochs=2):
     seed_everything(5)
-    seen = SeenSamples()
-    data = MovieLensDataModule(source="builtin", batch_size=30_000)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy="ddp",
-        max_epochs=max_epochs,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[seen],
+    epochs = []
+    listener = LambdaCallback(
+        on_train_epoch_start=lambda *_: epochs.append([]),
+        on_train_batch_start=lambda trainer, module, batch, index: epochs[-1].append(
+            torch.stack([batch[0], batch[1], batch[2].int()])
+        ),
     )
+    data = MovieLensDataModule(source="builtin", batch_size=30_000)
+    trainer = quiet_trainer("ddp", num_workers=2, max_steps=-1, max_epochs=max_epochs, callbacks=[listener])
     trainer.fit(NCFRecommender(factors=2, mlp_sizes=(4, 4)), data)
-    return [torch.cat(epoch, dim=1) for epoch in seen.epochs], {
-        name: value.item() for name, value in trainer.callback_metrics.items()
-    }
+    metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    return [torch.cat(epoch, dim=1) for epoch in epochs], metrics
 
 
-class TestTrainer:
-    def test_epochs_of_two_workers(self):
-        (first, metrics), (second, others) = run_workers(see_samples, 2, process_group=False)
-        ratings = low_rank_ratings().ratings
-        positives = sorted(zip(ratings.users.tolist(), ratings.items.tolist(), strict=True))
-        for ours, theirs in zip(first, second, strict=True):
-            together = torch.cat([ours, theirs], dim=1)
-            assert sorted(map(tuple, together[:2, together[2] == 1].T.tolist())) == positives
-            assert together.shape[1] == 5 * len(positives)
-        negatives = [sorted(map(tuple, epoch[:2, epoch[2] == 0].T.tolist())) for epoch in first]
-        assert negatives[0] != negatives[1]
-        assert metrics["val/hr10"] == pytest.approx(others["val/hr10"])
+def test_epochs_of_two_workers():
+    (first, metrics), (second, others) = run_workers(see_samples, 2, process_group=False)
+    ratings = low_rank_ratings().ratings
+    positives = sorted(zip(ratings.users.tolist(), ratings.items.tolist(), strict=True))
+    for ours, theirs in zip(first, second, strict=True):
+        together = torch.cat([ours, theirs], dim=1)
+        assert sorted(map(tuple, together[:2, together[2] == 1].T.tolist())) == positives
+        assert together.shape[1] == 5 * len(positives)
+    negatives = [sorted(map(tuple, epoch[:2, epoch[2] == 0].T.tolist())) for epoch in first]
+    assert negatives[0] != negatives[1]
+    assert metrics["val/hr10"] == pytest.approx(others["val/hr10"])
 
 
 class TestSplit:
-    def test_last_of_each_user_is_held_out(self):
-        users = np.array([0, 1, 0, 2, 1, 2, 0])
-        timestamps = np.array([5, 1, 9, 4, 0, 4, -3])
-        # The third user's two ratings are equally late: the later in the file is the last.
-        assert last_interactions(users, timestamps, 3).tolist() == [2, 1, 5]
-
     def test_held_out_and_training(self, tmp_path):
         rows = some_rows()
         ratings = parse_ratings(write_ratings(tmp_path / "ratings.csv", rows))
@@ -340,14 +262,9 @@ class TestSplit:
             assert sorted([*trained, held_out]) == sorted(own[:, 1])
             # In the order of the file.
             assert trained == [item for item in own[:, 1] if item != held_out]
-
-    def test_candidates_are_distinct_and_unrated(self, ratings):
-        assert ratings.candidates.shape == (60, 101)
-        for user, (held_out, *negatives) in enumerate(ratings.candidates.tolist()):
-            rated = {held_out, *ratings.items[ratings.users == user].tolist()}
-            assert len(rated) == 8
-            assert len(set(negatives)) == 100
-            assert rated.isdisjoint(negatives)
+            negatives = {*item_ids[ratings.candidates[user, 1:]].tolist()}
+            assert len(negatives) == 100
+            assert negatives.isdisjoint(own[:, 1])
 
     @pytest.mark.parametrize("num_items", [1000, 120, 104])
     def test_candidates_are_uniform(self, num_items):
@@ -418,25 +335,18 @@ def learn_low_rank(world_size, strategy):
     seed_everything(1)
     data = MovieLensDataModule(source="builtin", batch_size=4096 // world_size)
     model = NCFRecommender(factors=8, mlp_sizes=(16, 16, 8), dropout=0.0, learning_rate=0.02, betas=(0.9, 0.999))
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=world_size,
-        strategy=DDPHardThresholdStrategy(threshold=1e-4) if strategy == "sparse" else strategy,
-        max_epochs=5,
-        limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[density := DensityMonitor()],
-    )
+    density = DensityMonitor()
+    if strategy == "sparse":
+        strategy = DDPHardThresholdStrategy(threshold=1e-4)
+    options = {"max_steps": -1, "max_epochs": 5, "limit_val_batches": 0, "callbacks": [density]}
+    trainer = quiet_trainer(strategy, num_workers=world_size, **options)
     trainer.fit(model, data)
     trainer.test(model, data, verbose=False)
     return SimpleNamespace(
         hit_rate=trainer.callback_metrics["test/hr10"].item(),
         best=data.best_hit_rate,
         num_users=data.num_users,
-        density=density.average_density.compute().item() if strategy == "sparse" else 1.0,
+        density=density.average_density.compute().item(),
     )
 
 
@@ -456,7 +366,6 @@ class TestLowRank:
     @pytest.mark.parametrize(("world_size", "strategy", "share"), [(1, "auto", 0.88), (2, "sparse", 0.75)])
     def test_model_learns_it_and_does_not_exceed_the_best(self, world_size, strategy, share):
         learned, *others = run_workers(learn_low_rank, world_size, world_size, strategy, process_group=False)
-        print(learned)
         assert learned.hit_rate > share * learned.best
         assert learned.hit_rate < learned.best + 3 * (learned.best * (1 - learned.best) / learned.num_users) ** 0.5
         assert all(other.hit_rate == learned.hit_rate for other in others)
@@ -475,11 +384,9 @@ class TestFile:
             ("userId,movieId,rating\n1,2,3\n", "row 1: no column timestamp. The header is userId,movieId,rating,"),
             ("1,2,3.0,4\n1,3,4.0,5\n", "row 1: no column userId, movieId, rating, timestamp"),
             (["1,x,3.0,5"], "row 4: movieId 'x' is not a whole number"),
-            (["1,2.5,3.0,5"], "row 4: movieId '2.5' is not a whole number"),
             (["1,9,three,5"], "row 4: rating 'three' is not a number"),
             (["1,9,nan,5"], "row 4: rating 'nan' is not a number"),
             (["1,9,1e999,5"], "row 4: rating is not a finite number"),
-            (["1,9,,5"], "row 4: rating '' is not a number"),
             (["", "1,9,,5"], "row 5: rating '' is not a number"),
             (["1,9,4.0"], "row 4: timestamp '' is not a whole number"),
             (["1,9,4,0,5"], "row 4: 5 fields, expected 4"),
@@ -489,10 +396,6 @@ class TestFile:
             (["2147483648,9,4.0,5"], "row 4: userId 2147483648 is not within 0…2147483647"),
             (["1,2147483648,4.0,5"], "row 4: movieId 2147483648 is not within 0…2147483647"),
             (["1,-9,4.0,5"], "row 4: movieId -9 is not within"),
-            (
-                ["1,99999999999999999999,4.0,5"],
-                "row 4: movieId '99999999999999999999' is not a whole number of 64 bits",
-            ),
             (["1,9,4.0,9223372036854775808"], "row 4: timestamp '9223372036854775808' is not a whole number of 64"),
             (["1,3,4.0,9"], "row 4: user 1 has rated movie 3 in an earlier row already"),
             (["8,3,4.0,9", "9,3,4.0,9"], "row 4: user 8 has this rating only"),
@@ -520,7 +423,7 @@ class TestFile:
         columns = [row.split(",") for row in rows]
         other = write_ratings(
             tmp_path / "other.csv",
-            [line for one in columns for line in (f"{one[3]},x,{one[1]},{one[0]},{one[2]}\r", "")],
+            [line for row in columns for line in (f"{row[3]},x,{row[1]},{row[0]},{row[2]}\r", "")],
             header="timestamp,comment,movieId,userId,rating\r",
         )
         again = parse_ratings(other)
@@ -531,26 +434,23 @@ class TestFile:
     def test_is_read_once(self, tmp_path, monkeypatch):
         path = write_ratings(tmp_path / "ratings.csv", some_rows())
         first = load_ratings(path)
-        assert {one.name for one in tmp_path.iterdir()} == {"ratings.csv", "ratings.csv.cache.pt"}
+        assert {file.name for file in tmp_path.iterdir()} == {"ratings.csv", "ratings.csv.cache.pt"}
         monkeypatch.setattr("recipes.ncf_movielens.ratings.parse_ratings", None)
         again = load_ratings(path)
         for name in ("users", "items", "candidates"):
             assert torch.equal(getattr(first, name), getattr(again, name))
         assert (first.num_users, first.num_items) == (again.num_users, again.num_items)
 
-    @pytest.mark.parametrize("change", ["size", "time"])
-    def test_is_read_again_when_it_has_changed(self, tmp_path, change):
+    def test_is_read_again_when_its_size_or_its_time_has_changed(self, tmp_path):
         path = write_ratings(tmp_path / "ratings.csv", rows := some_rows())
         positives = len(load_ratings(path).users)
-        if change == "size":
-            write_ratings(path, rows[1:])
-            assert len(load_ratings(path).users) == positives - 1
-        else:
-            modified = path.stat().st_mtime_ns
-            path.write_text(path.read_text().replace("\n10,", "\n11,").replace("\n20,", "\n11,"))
-            os.utime(path, ns=(modified, modified + 1))
-            with pytest.raises(InvalidRatingsError, match="has rated movie"):
-                load_ratings(write_ratings(path, [*rows, rows[0]]))
+        write_ratings(path, rows[1:])
+        assert len(load_ratings(path).users) == positives - 1
+        modified = path.stat().st_mtime_ns
+        path.write_text(path.read_text().replace("3.5", "x.5", 1))
+        os.utime(path, ns=(modified, modified + 1))
+        with pytest.raises(InvalidRatingsError, match=r"rating 'x\.5' is not a number"):
+            load_ratings(path)
 
     @pytest.mark.parametrize("content", [b"", b"no cache", b"PK\x03\x04 half of one"])
     def test_broken_cache_is_replaced(self, tmp_path, content):
@@ -575,12 +475,9 @@ class TestFile:
             split(np.array([0, 0, 1]), np.array([0, 1, 0]), np.array([0, 1, 2]))
 
     @pytest.mark.full
-    @pytest.mark.skipif(
-        not (Path(os.environ.get("LIGHTNING_SPARSE_DATA", "")) / "ml-latest-small" / "ratings.csv").exists(),
-        reason="set LIGHTNING_SPARSE_DATA to a folder that holds ml-latest-small/ratings.csv to test with real ratings",
-    )
+    @needs_data("ml-latest-small/ratings.csv")
     def test_real_ratings(self):
-        ratings = parse_ratings(Path(os.environ["LIGHTNING_SPARSE_DATA"]) / "ml-latest-small" / "ratings.csv")
+        ratings = parse_ratings(DATA / "ml-latest-small" / "ratings.csv")
         assert (ratings.num_users, ratings.num_items) == (610, 9_724)
         assert len(ratings.users) == len(ratings.items) == 100_836 - 610
         assert ratings.candidates.shape == (610, 101)
@@ -593,10 +490,10 @@ class TestFile:
 class TestArchive:
     @pytest.fixture
     def server(self, tmp_path, monkeypatch):
-        """Stands in for the network: what is asked for, and a good archive."""
+        """The requests to a server that sends a good archive."""
         asked = []
 
-        def serve(url, path, *, md5=None, user_agent=None):
+        def serve(url, path, *, md5=None):
             asked.append((url, path.name, md5))
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -617,22 +514,13 @@ class TestArchive:
         assert path.read_text() == "rows"
         url = "https://files.grouplens.org/datasets/movielens/ml-20m.zip"
         assert server == [(f"{url}.md5", "ml-20m.zip.md5", None), (url, "ml-20m.zip", "0f" * 16)]
-        assert [one.name for one in path.parent.iterdir()] == ["ratings.csv"]
+        assert [file.name for file in path.parent.iterdir()] == ["ratings.csv"]
         archive.fetch_ratings(tmp_path / "data", "ml-20m")
         assert len(server) == 2
 
     def test_other_data_set(self, server, tmp_path):
         assert archive.fetch_ratings(tmp_path, "ml-latest-small").read_text() == "few rows"
         assert [name for _, name, _ in server] == ["ml-latest-small.zip"]
-
-    def test_says_what_to_put_where_without_a_network(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(archive, "fetch", refuse_to_fetch)
-        with pytest.raises(
-            MissingDataError, match=r"ml-20m\.zip is missing .* Put the file from https://\S+ at"
-        ) as caught:
-            archive.fetch_ratings(tmp_path, "ml-20m")
-        assert str(tmp_path / "ml-20m.zip") in str(caught.value)
-        assert "\n" not in str(caught.value)
 
     def test_takes_an_archive_that_was_put_there_by_hand(self, tmp_path, monkeypatch, server):
         serve = archive.fetch
@@ -654,9 +542,8 @@ class TestArchive:
             "flipped": content.replace(b"rows", b"rots", 1),
         }
         path.write_bytes(damaged[damage])
-        with pytest.raises(
-            MissingDataError, match=rf"{re.escape(str(path))} is broken: .*Delete it to have it fetched"
-        ):
+        message = rf"{re.escape(str(path))} is broken: .*Delete it to have it fetched"
+        with pytest.raises(MissingDataError, match=message):
             archive.fetch_ratings(tmp_path, "ml-20m")
         assert not list((tmp_path / "ml-20m").iterdir())
 

@@ -18,13 +18,12 @@ SHOW_ENVIRONMENT = "import json, os; print(json.dumps([dict(os.environ), sorted(
 
 KNOCK = """
 # Rank 1 knocks at a port of host 0 at which nobody listens: who is there refuses.
-import os, socket, sys, time
+import os, socket, sys
 if os.environ["RANK"] == "1":
-    started = time.perf_counter()
     try:
         socket.create_connection((os.environ["MASTER_ADDR"], 9), timeout=float(sys.argv[1]))
     except ConnectionRefusedError:
-        print("refused", time.perf_counter() - started)
+        print("refused")
     except OSError:
         print("lost")
 """
@@ -53,16 +52,6 @@ while received < size:
     received += len(connection.recv(1 << 20))
 print(time.perf_counter() - started, connection.getsockname()[0])
 sender.join()
-"""
-
-ALL_REDUCE = """
-import torch
-from torch import distributed
-distributed.init_process_group("gloo")
-ranks = torch.tensor([distributed.get_rank() + 1.0])
-distributed.all_reduce(ranks)
-print(ranks.item())
-distributed.destroy_process_group()
 """
 
 COMMAND_LINE = """
@@ -126,32 +115,11 @@ def test_a_link_keeps_its_rate_in_both_directions_and_counts(lab):
     assert "tbf" not in root.stdout
 
 
-def test_a_round_trip_takes_twice_the_delay(lab):
-    if reason := NetworkLab.unavailable_reason(delay=True):
-        with pytest.raises(RuntimeError, match="netem"):
-            lab.shape(delay="50ms")
-        pytest.skip(reason)
-    lab.shape(rate="1gbit", delay="50ms")
-    word, seconds = lab.run([sys.executable, "-c", KNOCK, "20"])[1].split()
-    lab.shape()
-    assert word == "refused"
-    assert float(seconds) > 0.1
-
-
 def test_a_link_can_be_cut_and_mended(lab):
     lab.link_down(1)
-    assert lab.run([sys.executable, "-c", KNOCK, "0.3"])[1].split()[0] == "lost"
+    assert lab.run([sys.executable, "-c", KNOCK, "0.3"])[1] == "lost\n"
     lab.link_up(1)
-    assert lab.run([sys.executable, "-c", KNOCK, "20"])[1].split()[0] == "refused"
-
-
-@pytest.mark.full
-def test_gloo_reduces_across_hosts(lab):
-    before = lab.bytes_sent(1)
-    outputs = lab.run([sys.executable, "-c", ALL_REDUCE], timeout=120)
-    # Before them, torch may say that there is no name server for the address of the other.
-    assert [output.splitlines()[-1] for output in outputs] == ["3.0", "3.0"]
-    assert lab.bytes_sent(1) > before
+    assert lab.run([sys.executable, "-c", KNOCK, "20"])[1] == "refused\n"
 
 
 def test_a_worker_that_fails_ends_the_others(lab):
@@ -164,22 +132,6 @@ def test_a_worker_that_fails_ends_the_others(lab):
         lab.run(command)
     with pytest.raises(TimeoutError, match=r"Workers \[0, 1\] still run after 0.1 s"):
         lab.run(["sleep", "60"], timeout=0.1)
-
-
-def test_nothing_is_left_after_an_exception(available):
-    lab = NetworkLab(hosts=1)
-    started = []
-
-    def fail_within():
-        with lab:
-            started.append(lab.start(["sleep", "60"]))
-            assert lab.namespace(0) in namespaces(os.getpid())
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail_within()
-    assert lab.namespace(0) not in namespaces(os.getpid())
-    assert started[0].processes[0].returncode == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -225,10 +177,10 @@ def test_a_command_that_cannot_start_ends_those_that_did():
         Workers([["sleep", "60"], ["/nowhere"]], 1, {}, pin=True, echo=False)
 
 
-@pytest.mark.parametrize("shape", [{"rate": "1 gigabit"}, {"delay": "5"}, {"loss": "0.1"}])
-def test_a_shape_is_a_number_and_its_unit(lab, shape):
-    with pytest.raises(ValueError, match=r"Invalid \w+='.*'\. Must be a number and its unit"):
-        lab.shape(**shape)
+@pytest.mark.parametrize("rate", ["1 gigabit", "5", "1mbps"])
+def test_a_rate_is_a_number_and_its_unit(lab, rate):
+    with pytest.raises(ValueError, match=r"Invalid rate='.*'\. Must be a number and its unit"):
+        lab.shape(rate)
 
 
 def test_a_lab_has_1_to_254_hosts():

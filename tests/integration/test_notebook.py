@@ -1,4 +1,4 @@
-"""The cells of "Notebooks" in docs/clusters.md, in a kernel of Jupyter, and what they leave behind."""
+"""The cells of "Notebooks" in docs/clusters.md, run in a Jupyter kernel, and the checkpoints that they write."""
 
 import importlib.util
 from pathlib import Path

@@ -1,6 +1,7 @@
-"""Two workers of a Trainer that share one GPU, over Gloo: train, save, resume; on a CPU the same, to test the test."""
+"""Two workers that share one GPU over Gloo train, save and resume. Some rows run on CPUs, to test the test."""
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,46 +22,43 @@ from tests.integration.test_checkpoint import ResumableData, SaveAt
 from tests.workers import run_workers
 
 STOP, END = 4, 9
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training; ``is_exact`` if a resumed run equals a run without a stop to the last bit."""
+
+    strategy: type
+    options: dict[str, Any]
+    make_optimizer: Any = nesterov
+    num_workers: int = 2
+    precision: Any = "32-true"
+    is_exact: bool = True
+
+
+DDP, LOCAL = DDPHardThresholdStrategy, LocalHardThresholdStrategy
 DENSITY: dict[str, Any] = {"density": 0.1, "calibration_steps": 2}
-CASES: dict[str, dict[str, Any]] = {
-    "gathered": {"strategy": DDPHardThresholdStrategy, "options": {"threshold": 0.01, "exchange": "gather"}},
-    "reduce scatter": {"strategy": DDPHardThresholdStrategy, "options": {**DENSITY, "exchange": "reduce_scatter"}},
-    "by layer": {"strategy": DDPHardThresholdStrategy, "options": {**DENSITY, "granularity": "layer"}},
-    "unused": {"strategy": DDPHardThresholdStrategy, "options": {**DENSITY, "find_unused_parameters": True}},
-    "float8": {"strategy": DDPHardThresholdStrategy, "options": {"threshold": 0.01, "value_dtype": "float8"}},
-    "16-mixed": {"strategy": DDPHardThresholdStrategy, "options": DENSITY, "precision": "16-mixed"},
-    "bf16-true": {"strategy": DDPHardThresholdStrategy, "options": DENSITY, "precision": "bf16-true"},
-    "mean residuals": {
-        "strategy": DDPHardThresholdStrategy,
-        "options": {"threshold": 0.01, "residual_checkpoint": "mean"},
-        "is_exact": False,
-    },
-    "top-k": {"strategy": SparseDDPStrategy, "options": {"sparsifier": TopK(0.1)}},
-    "top-k of the model": {"strategy": SparseDDPStrategy, "options": {"sparsifier": TopK(0.1, granularity="model")}},
-    "drift": {"strategy": LocalHardThresholdStrategy, "options": DENSITY, "optimizer": adam},
-    "drift, overlapping": {
-        "strategy": LocalHardThresholdStrategy,
-        "options": {**DENSITY, "overlap": True, "every_n_steps": 2},
-        "optimizer": adam,
-        "is_exact": False,
-    },
-    "drift, means": {
-        "strategy": LocalHardThresholdStrategy,
-        "options": {**DENSITY, "drift_checkpoint": "mean", "optimizer_checkpoint": "mean"},
-        "optimizer": adam,
-        "is_exact": False,
-    },
-    "simulated": {
-        "strategy": SimulatedWorkersStrategy,
-        "options": {"sparsifier": TopK(0.1), "num_workers": 3},
-        "num_workers": 1,
-        "optimizer": sgd,
-    },
+MEANS = {"drift_checkpoint": "mean", "optimizer_checkpoint": "mean"}
+CASES = {
+    "gathered": Case(DDP, {"threshold": 0.01, "exchange": "gather"}),
+    "reduce scatter": Case(DDP, {**DENSITY, "exchange": "reduce_scatter"}),
+    "by layer": Case(DDP, {**DENSITY, "granularity": "layer"}),
+    "unused": Case(DDP, {**DENSITY, "find_unused_parameters": True}),
+    "float8": Case(DDP, {"threshold": 0.01, "value_dtype": "float8"}),
+    "16-mixed": Case(DDP, DENSITY, precision="16-mixed"),
+    "bf16-true": Case(DDP, DENSITY, precision="bf16-true"),
+    "mean residuals": Case(DDP, {"threshold": 0.01, "residual_checkpoint": "mean"}, is_exact=False),
+    "top-k": Case(SparseDDPStrategy, {"sparsifier": TopK(0.1)}),
+    "top-k of the model": Case(SparseDDPStrategy, {"sparsifier": TopK(0.1, granularity="model")}),
+    "drift": Case(LOCAL, DENSITY, adam),
+    "drift, overlapping": Case(LOCAL, {**DENSITY, "overlap": True, "every_n_steps": 2}, adam, is_exact=False),
+    "drift, means": Case(LOCAL, {**DENSITY, **MEANS}, adam, is_exact=False),
+    "simulated": Case(SimulatedWorkersStrategy, {"sparsifier": TopK(0.1), "num_workers": 3}, sgd, num_workers=1),
 }
 
 
 class Normalised(Classifier):
-    """With a batch norm, whose statistics are each worker's own."""
+    """A classifier with a batch norm, whose statistics differ between workers."""
 
     def __init__(self, make_optimizer: Any) -> None:
         super().__init__(make_optimizer)
@@ -71,10 +69,10 @@ class Normalised(Classifier):
 
 
 class Last(Callback):
-    """The weights at the end of training, and where they were."""
+    """The weights at the end of training, and the type of their device."""
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.weights = {name: one.cpu() for name, one in clones(pl_module.named_parameters()).items()}
+        self.weights = {name: weight.cpu() for name, weight in clones(pl_module.named_parameters()).items()}
         self.device = next(pl_module.parameters()).device.type
 
 
@@ -83,15 +81,15 @@ def _fit(name: str, device: str, save: str | None, resume: str | None) -> tuple[
     if device == "cuda":  # each is a node of its own, so that all may have the same GPU
         os.environ["GROUP_RANK"], os.environ["LOCAL_RANK"] = os.environ["RANK"], "0"
     num_workers = int(os.environ["WORLD_SIZE"])
-    options = case["options"]
-    if case["strategy"] is not SimulatedWorkersStrategy:
+    options = case.options
+    if case.strategy is not SimulatedWorkersStrategy:
         options = {"process_group_backend": "gloo", **options}
     trainer = Trainer(
-        strategy=case["strategy"](**options),
+        strategy=case.strategy(**options),
         accelerator="gpu" if device == "cuda" else "cpu",
         devices=1 if device == "cuda" else num_workers,
         num_nodes=num_workers if device == "cuda" else 1,
-        precision=case.get("precision", "32-true"),
+        precision=case.precision,
         max_steps=END,
         callbacks=[last, *([SaveAt(STOP, save)] if save else [])],
         use_distributed_sampler=False,
@@ -100,10 +98,7 @@ def _fit(name: str, device: str, save: str | None, resume: str | None) -> tuple[
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    if "unused" in name:
-        model: LightningModule = Classifier(case.get("optimizer", nesterov))
-    else:
-        model = Normalised(case.get("optimizer", nesterov))
+    model = (Classifier if "unused" in name else Normalised)(case.make_optimizer)
     trainer.fit(model, ResumableData(1000), ckpt_path=resume, **WEIGHTS_ONLY)
     return last.weights, last.device
 
@@ -121,17 +116,16 @@ ON_A_GPU = [
 )
 def test_a_resumed_run_equals_one_that_never_stopped(name: str, device: str, tmp_path: Path) -> None:
     case, path = CASES[name], str(tmp_path / "stop.ckpt")
-    num_workers = case.get("num_workers", 2)
-    straight = run_workers(_fit, num_workers, name, device, path, None, process_group=False)
-    resumed = run_workers(_fit, num_workers, name, device, None, path, process_group=False)
+    straight = run_workers(_fit, case.num_workers, name, device, path, None, process_group=False)
+    resumed = run_workers(_fit, case.num_workers, name, device, None, path, process_group=False)
     start = Normalised(sgd).state_dict()
-    for (one, place), (other, _) in zip(straight, resumed, strict=True):
+    for (weights, place), (others, _) in zip(straight, resumed, strict=True):
         assert place == device
-        assert any(not torch.equal(weight.float(), start[key]) for key, weight in one.items())
-        for key, weight in one.items():
+        assert any(not torch.equal(weight.float(), start[key]) for key, weight in weights.items())
+        for key, weight in weights.items():
             assert weight.isfinite().all()
-            assert other[key].isfinite().all()
-            if case.get("is_exact", True):
-                torch.testing.assert_close(other[key], weight, rtol=0, atol=0 if device == "cpu" else 1e-6)
-            if case["strategy"] is not LocalHardThresholdStrategy:
+            assert others[key].isfinite().all()
+            if case.is_exact:
+                torch.testing.assert_close(others[key], weight, rtol=0, atol=0 if device == "cpu" else 1e-6)
+            if case.strategy is not LOCAL:
                 assert torch.equal(weight, straight[0][0][key])

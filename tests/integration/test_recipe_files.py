@@ -1,13 +1,15 @@
-"""What all recipes have in common: YAML files, a short training on two workers, examples in docstrings, refusals."""
+"""Tables over all recipes: YAML files, sizes, schedules, a short training on two workers, bad input."""
 
 import doctest
 import importlib
 import math
 import re
 import sys
-from functools import reduce
+from functools import partial, reduce
+from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from lightning.pytorch.strategies import DDPStrategy
 
@@ -16,13 +18,14 @@ from recipes.__main__ import main
 from recipes.compare.variants import expanded
 from recipes.gpt_wikitext.data import GPTDataModule
 from recipes.gpt_wikitext.model import GPT, GPTLanguageModel
+from recipes.logistic_regression.data import load as load_examples
 from recipes.lstm_wikitext2.data import WikiText2DataModule
 from recipes.lstm_wikitext2.markov_chain import MarkovChain
-from recipes.lstm_wikitext2.model import TiedLSTM
+from recipes.lstm_wikitext2.model import LSTMLanguageModel, TiedLSTM
 from recipes.ncf_movielens.data import MovieLensDataModule
 from recipes.ncf_movielens.metrics import HitRate
 from recipes.ncf_movielens.model import NeuMF
-from recipes.resnet18_cifar10.architectures import PAPER_NUM_PARAMETERS
+from recipes.resnet18_cifar10.architectures import build_network
 from recipes.resnet18_cifar10.data import CIFARDataModule
 from recipes.resnet18_cifar10.model import ImageClassifier
 from tests.integration.recipe_runs import (
@@ -35,6 +38,7 @@ from tests.integration.recipe_runs import (
     RESNET,
     SMALL,
     fit_recipe,
+    fit_without_network,
 )
 from tests.workers import run_workers
 
@@ -54,7 +58,7 @@ EXAMPLES = sorted(path.relative_to(RECIPES.parent) for path in RECIPES.rglob("*.
 
 @pytest.fixture
 def parsed(capsys, monkeypatch):
-    """What the command line makes of a recipe: names are imported and arguments checked against signatures."""
+    """A function that returns the configuration that the command line makes of a recipe."""
 
     def parse(recipe, *overrides):
         monkeypatch.setattr(sys, "argv", ["recipes", "fit", f"--config={recipe}", *overrides, "--print_config"])
@@ -75,7 +79,7 @@ def test_a_recipe_parses_and_its_header_names_its_own_command(name, parsed):
     assert all(word in header for word in ("# Data", "# Hardware", "# Expect"))
     folder, recipe = name.split("/")
     if folder in (RESNET, NCF, LSTM) and recipe in COMPARED[folder]:
-        callbacks = {one["class_path"].rsplit(".", 1)[-1] for one in config["trainer"]["callbacks"]}
+        callbacks = {entry["class_path"].rsplit(".", 1)[-1] for entry in config["trainer"]["callbacks"]}
         assert callbacks >= {"DensityMonitor", "ErrorMonitor", "StepTimer", "ModelCheckpoint"}
         assert ("LearningRateMonitor" in callbacks) == (folder != NCF)
         assert config["trainer"]["logger"]["class_path"].endswith("TensorBoardLogger")
@@ -89,7 +93,7 @@ def test_a_variant_of_a_comparison_parses(variant, parsed):
     strategy = parsed(recipe, *arguments)["trainer"]["strategy"]
     options = {} if strategy == "ddp" else strategy["init_args"]
     given = [options.get(name) for name in ("threshold", "density", "sparsifier")]
-    assert sum(one is not None for one in given) == (strategy != "ddp")  # a recipe's own density may be in the way
+    assert sum(value is not None for value in given) == (strategy != "ddp")  # a recipe's own density may be in the way
 
 
 @pytest.mark.parametrize("folder", COMPARED)
@@ -174,18 +178,14 @@ def test_the_papers_setting(folder, parsed):
     assert {place: value_at(config, place) for place in PAPER[folder]} == PAPER[folder]
 
 
-SPARSIFIER = "trainer.strategy.init_args.sparsifier.init_args"
-
-
 @pytest.mark.parametrize(
     ("recipe", "arguments", "expected"),
     [
-        (f"{RESNET}/hard_threshold", ["--trainer.strategy=ddp"], {"trainer.strategy": "ddp"}),
         (f"{RESNET}/hard_threshold", ["--trainer.strategy=ddp_topk"], {"trainer.strategy": "ddp_topk"}),
         (
             f"{RESNET}/dense",
-            ["--data.source=cifar100", "--model.num_classes=100"],
-            {"model.init_args.num_classes": 100},
+            ["--data.source=cifar100", "--model.num_classes=100", "--model.architecture=senet18"],
+            {"model.init_args.num_classes": 100, "model.init_args.architecture": "senet18"},
         ),
         (
             f"{NCF}/laptop",
@@ -197,21 +197,11 @@ SPARSIFIER = "trainer.strategy.init_args.sparsifier.init_args"
                 "data.init_args.dataset": "ml-latest-small",
             },
         ),
-        (f"{NCF}/top_k", [], {f"{SPARSIFIER}.density": 0.095}),
         (
-            f"{LSTM}/laptop",
-            [
-                "--trainer.strategy.class_path=lightning_sparse.SparseDDPStrategy",
-                "--trainer.strategy.init_args.sparsifier.class_path=lightning_sparse.TopK",
-                f"--{SPARSIFIER}.density=0.01",
-                "--trainer.strategy.init_args.local_clip_norm=0.4",
-            ],
-            {SPARSIFIER: {"density": 0.01, "granularity": "layer"}, "trainer.strategy.init_args.local_clip_norm": 0.4},
+            f"{NCF}/top_k",
+            ["--trainer.strategy.init_args.local_clip_norm=0.4"],
+            {"trainer.strategy.init_args.sparsifier.init_args.density": 0.095},
         ),
-        *[
-            (f"{RESNET}/top_k", [f"--model.architecture={name}"], {"model.init_args.architecture": name})
-            for name in PAPER_NUM_PARAMETERS
-        ],
     ],
 )
 def test_the_command_line_overrides_a_recipe(recipe, arguments, expected, parsed):
@@ -233,13 +223,22 @@ STRATEGIES = {
 }
 
 
+OTHER_NETWORKS = [
+    ("--model.architecture=googlenet", "--model.width=64", "--data.device_augmentation=true"),
+    ("--model.architecture=senet18", "--data.device_augmentation=true"),
+]
+
+
 @pytest.mark.parametrize(
-    ("folder", "recipe"),
-    [(folder, recipe) for folder in SMALL for recipe in (*COMPARED[folder], "laptop")] + [(RESNET, "demo")],
+    ("folder", "recipe", "arguments"),
+    [(folder, recipe, ()) for folder in SMALL for recipe in (*COMPARED[folder], "laptop")]
+    + [(RESNET, "demo", ()), *((RESNET, "hard_threshold", arguments) for arguments in OTHER_NETWORKS)],
+    ids=lambda given: given if isinstance(given, str) else "".join(given[:1]),
 )
-def test_a_recipe_trains_on_two_workers(folder, recipe):
+def test_a_recipe_trains_on_two_workers(folder, recipe, arguments):
     strategy = DDPHardThresholdStrategy if (folder, recipe) == (LSTM, "dense") else STRATEGIES[recipe]
-    fits = run_workers(fit_recipe, 2, f"--config={CONFIGS[f'{folder}/{recipe}']}", *SMALL[folder], process_group=False)
+    command = (f"--config={CONFIGS[f'{folder}/{recipe}']}", *SMALL[folder], *arguments)
+    fits = run_workers(fit_recipe, 2, *command, process_group=False)
     for fit in fits:
         assert fit.strategy is strategy
         assert (fit.world_size, fit.steps) == (2, 2)
@@ -259,18 +258,94 @@ def test_a_recipe_trains_on_two_workers(folder, recipe):
         if folder == NCF:  # the data module says how large the embeddings are
             assert (fit.hparams["num_users"], fit.hparams["num_items"]) == (1000, 400)
             assert fit.num_parameters == 1400 * 8 + (8 * 8 + 8) + (8 * 4 + 4) + (8 + 1)
+        if arguments:
+            assert f"--model.architecture={fit.hparams['architecture']}" == arguments[0]
     first, second = (fit.metrics for fit in fits)
     for name in METRICS_OF_ALL[folder]:
         assert first[name] == pytest.approx(second[name])
     assert first["train/local_loss"] != pytest.approx(second["train/local_loss"])
 
 
-def test_a_threshold_from_the_command_line_is_in_force():
-    arguments = (*SMALL[RESNET], "--trainer.devices=1", "--trainer.strategy.threshold=0")
-    [fit] = run_workers(
-        fit_recipe, 1, f"--config={CONFIGS[f'{RESNET}/hard_threshold']}", *arguments, process_group=False
-    )
-    assert (fit.exchanged.threshold, fit.exchanged.density) == (0, 1)
+@pytest.mark.parametrize(
+    ("make", "number"),
+    [
+        (partial(build_network, "resnet18"), 11_173_962),
+        (partial(build_network, "googlenet"), 6_166_250),
+        (partial(build_network, "senet18"), 11_260_354),
+        (partial(NeuMF, num_users=138_493, num_items=26_744), 31_832_577),
+        (TiedLSTM, 31_819_578),
+        # With the words of torchtext's basic_english: the paper's "about 28.9 M".
+        (partial(TiedLSTM, vocabulary_size=28_783), 28_893_333),
+        (GPT, 279_168),
+    ],
+)
+def test_number_of_parameters(make, number):
+    with torch.device("meta"):
+        network = make()
+    assert sum(parameter.numel() for parameter in network.parameters()) == number
+
+
+@pytest.mark.parametrize(
+    ("make", "expected", "momentum"),
+    [
+        (
+            partial(ImageClassifier, width=1),
+            {0: 0.1, 2.5: 0.85, 5: 1.6, 149.75: 1.6, 150: 0.16, 249.75: 0.16, 250: 0.016},
+            {"momentum": 0.9, "nesterov": True},
+        ),
+        (
+            partial(LSTMLanguageModel, vocabulary_size=5, hidden_size=2, num_layers=1),
+            {0: 1.25, 2.5: 10.625, 5: 20, 59.75: 20, 60: 2, 79.75: 2, 80: 0.2, 89.75: 0.2},
+            {"momentum": 0, "weight_decay": 0},
+        ),
+    ],
+    ids=[RESNET, LSTM],
+)
+def test_learning_rate_by_epoch(make, expected, momentum, monkeypatch):
+    steps_per_epoch = 4
+    monkeypatch.setattr("recipes.learning_rate.steps_per_epoch", lambda module: steps_per_epoch)
+    configured = make().configure_optimizers()
+    optimizer, schedule = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
+    assert configured["lr_scheduler"]["interval"] == "step"
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert all(group.items() >= momentum.items() for group in optimizer.param_groups)
+    rates = []
+    for _ in range(int(max(expected) + 1) * steps_per_epoch):
+        rates.append({group["lr"] for group in optimizer.param_groups})
+        optimizer.step()
+        schedule.step()
+    for epoch, rate in expected.items():
+        assert list(rates[int(epoch * steps_per_epoch)]) == [pytest.approx(rate)], epoch
+
+
+WORDS = {f"wikitext-2/wiki.{split}.tokens": "a b \n" * 200 for split in ("train", "valid", "test")}
+ELSEWHERE = {f"0/{name}": text for name, text in WORDS.items()} | {"1/wikitext-2/wiki.train.tokens": ""}
+"""Files of two workers, of which only those of the second cannot be used."""
+RATINGS = "userId,movieId,rating,timestamp\n1,2,3.0,4\n1,3,4.0,5\n1,two,4.0,6\n"
+MISSING = "is missing and could not be fetched"
+
+
+@pytest.mark.parametrize(
+    ("folder", "files", "message"),
+    [
+        (RESNET, {}, rf"^cifar-10-python\.tar\.gz {MISSING}.* Put the file from http\S+ at ROOT/cifar-10-p\S+\.gz\.$"),
+        (NCF, {}, rf"^ml-20m\.zip {MISSING}.* Put the file from https\S+ at ROOT/ml-20m\.zip\.$"),
+        (NCF, {"ml-20m/ratings.csv": RATINGS}, r"ratings\.csv, row 4: movieId 'two' is not a whole number"),
+        (LSTM, {}, rf"^wikitext-2-v1\.zip {MISSING}.* Put the file from https\S+ at ROOT/.*data\.source=builtin\.$"),
+        (LSTM, WORDS | {"wikitext-2/wiki.valid.tokens": ""}, r"ROOT/wikitext-2/wiki\.valid\.tokens is empty"),
+        pytest.param(LSTM, ELSEWHERE, "^Worker 1 has no data: .*is empty", marks=pytest.mark.representative),
+    ],
+    ids=["no images", "no ratings", "wrong ratings", "no text", "empty text", "empty text on worker 1"],
+)
+def test_data_that_cannot_be_used_end_all_workers_before_training_with_one_line(folder, files, message, tmp_path):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    root = tmp_path / "RANK" if "Worker 1" in message else tmp_path
+    first, second = run_workers(fit_without_network, 2, folder, str(root), process_group=False)
+    assert re.search(message.replace("ROOT", re.escape(str(tmp_path))), first), first
+    assert "\n" not in first
+    assert second == 1
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=str)
@@ -288,7 +363,7 @@ def test_the_examples_in_docstrings_are_true(path):
         (
             NeuMF,
             {"num_users": 3, "num_items": 3, "mlp_sizes": (5, 4)},
-            r"Invalid mlp_sizes=\(5, 4\)\. Must be positive and begin with an even one",
+            r"\(5, 4\)\. Must be positive and begin with an",
         ),
         (NeuMF, {"num_users": 3, "num_items": 3, "mlp_sizes": ()}, r"Invalid mlp_sizes=\(\)"),
         (NeuMF, {"num_users": 3, "num_items": 3, "dropout": 1.0}, r"Invalid dropout=1\.0\. Must be within \[0, 1\)"),
@@ -303,27 +378,15 @@ def test_the_examples_in_docstrings_are_true(path):
         (WikiText2DataModule, {"bptt": 0}, r"Invalid bptt=0\. Must be at least 1"),
         (WikiText2DataModule, {"vocabulary_size": 1}, r"Invalid vocabulary_size=1\. Must be at least 2"),
         (WikiText2DataModule, {"train_share": 0.0}, r"Invalid train_share=0\.0\. Must be within \(0, 1\]"),
-        (
-            WikiText2DataModule,
-            {"heterogeneous": True, "source": "builtin"},
-            r"Invalid heterogeneous=True with source='builtin'",
-        ),
-        (
-            WikiText2DataModule,
-            {"heterogeneous": True, "tokenizer": "basic_english"},
-            r"and tokenizer='basic_english'\. Only WikiText's",
-        ),
+        (WikiText2DataModule, {"heterogeneous": True, "source": "builtin"}, r"=True with source='builtin'"),
+        (WikiText2DataModule, {"heterogeneous": True, "tokenizer": "basic_english"}, r"english'\. Only WikiText's"),
         (ImageClassifier, {"width": 0}, r"Invalid width=0\. Must be at least 1"),
         (
             ImageClassifier,
             {"architecture": "googlenet", "width": 32},
             r"Invalid width=32 for googlenet.* Leave it at 64",
         ),
-        (
-            ImageClassifier,
-            {"architecture": "vgg"},
-            r"Invalid architecture='vgg'\. Must be one of resnet18, googlenet, senet18",
-        ),
+        (ImageClassifier, {"architecture": "vgg"}, r"'vgg'\. Must be one of resnet18, googlenet, senet18"),
         (ImageClassifier, {"num_classes": 0}, r"Invalid num_classes=0\. Must be at least 1"),
         (ImageClassifier, {"normalisation": "layer"}, r"Invalid normalisation='layer'\. Must be batch or group"),
         (CIFARDataModule, {"num_train_images": 0}, r"Invalid num_train_images=0\. Must be at least 1"),
@@ -333,6 +396,7 @@ def test_the_examples_in_docstrings_are_true(path):
         (GPT, {"width": 10, "num_heads": 4}, "multiple"),
         (GPT, {"num_layers": 0}, "num_layers=0"),
         (GPTLanguageModel, {"learning_rate": 0.0}, "learning_rate"),
+        (load_examples, {"root": Path(), "dataset": "iris"}, r"Invalid dataset='iris'\. Must be one of a9a, gisette"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(make, arguments, message):

@@ -1,4 +1,4 @@
-"""Rows of a logger: each exchange is in one of them at most, and who adds up bytes counts none twice."""
+"""Rows of a logger: each exchange is in at most one row, so that sums over rows count nothing twice."""
 
 import csv
 import io
@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 
 from lightning_sparse import (
@@ -30,12 +31,8 @@ from tests.workers import run_workers
 STEPS = 13
 
 
-class EveryThird(Classifier):
-    """Steps in every third batch only, by hand; the batches before it add to the gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+class EveryThird(ManualClassifier):
+    """Steps in every third batch only; the batches before it add to the gradient."""
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
         self.manual_backward(self.loss(batch))
@@ -45,7 +42,7 @@ class EveryThird(Classifier):
 
 
 class Exchanges(Callback):
-    """Which exchanges fell into which batch, of those in which an optimizer stepped."""
+    """Collects the exchanges of each batch in which an optimizer stepped."""
 
     def __init__(self) -> None:
         self.new: list[StepStats] = []
@@ -70,10 +67,10 @@ def gradients(**options: Any) -> Any:
 
 @dataclass(frozen=True)
 class Program:
-    """What trains.
+    """A training.
 
     Attributes:
-        waits: whether a gradient is exchanged in batches before the one whose step logs it.
+        waits: whether gradients are exchanged before the batch whose step logs them.
     """
 
     make_model: Callable[[], LightningModule]
@@ -100,66 +97,60 @@ PROGRAMS = {
 }
 
 
-def run(name: str, log_every: int, folder: str) -> list[tuple[int, list[StepStats]]]:
-    program = PROGRAMS[name]
+Batches = list[tuple[int, list[StepStats]]]
+
+
+def fit(model: LightningModule, strategy: Any, batches_per_epoch: int, logger: Logger, **options: Any) -> Exchanges:
+    """Train with both monitors and return the exchanges."""
     exchanges = Exchanges()
-    trainer = quiet_trainer(
-        program.make_strategy(),
-        num_workers=2,
-        max_steps=STEPS,
-        logger=CSVLogger(folder, flush_logs_every_n_steps=1),
-        log_every_n_steps=log_every,
-        accumulate_grad_batches=program.accumulate,
-        callbacks=[exchanges, DensityMonitor(), ErrorMonitor(per_layer=True)],
-    )
+    monitors = [DensityMonitor(), ErrorMonitor(per_layer=True)]
+    trainer = quiet_trainer(strategy, num_workers=2, logger=logger, callbacks=[exchanges, *monitors], **options)
     with redirect_stdout(io.StringIO()):
-        trainer.fit(program.make_model(), ResumableData(program.batches_per_epoch))
-    return exchanges.of_batches
+        trainer.fit(model, ResumableData(batches_per_epoch))
+    return exchanges
 
 
-@dataclass
-class LoggedRow:
-    """What a row must hold.
-
-    Attributes:
-        density: of the last batch with an exchange that has not been in a row.
-        payload_bytes: of the same batch.
-        newest: the last of the exchanges of that batch.
-        so_far: all exchanges up to that batch.
-    """
-
-    density: float
-    payload_bytes: float
-    newest: StepStats
-    so_far: list[StepStats]
-
-    def columns(self) -> dict[str, float]:
-        """Returns the value of each column, those of both monitors too."""
-        elements = sum(step.num_workers * step.num_elements for step in self.so_far)
-        of_layers = {f"sparse/layer_density/{name}": layer.density for name, layer in self.newest.layers.items()}
-        of_layers |= {
-            f"sparse/layer_error_norm/{name}": sqrt(layer.squared_error) for name, layer in self.newest.layers.items()
-        }
-        return {
-            "sparse/density": self.density,
-            "sparse/payload_bytes": self.payload_bytes,
-            "sparse/average_density": sum(step.selected for step in self.so_far) / elements,
-            "sparse/total_error": sum(step.squared_error for step in self.so_far),
-            **of_layers,
-        }
+def run(name: str, log_every: int, folder: str) -> Batches:
+    program = PROGRAMS[name]
+    options = {"max_steps": STEPS, "log_every_n_steps": log_every, "accumulate_grad_batches": program.accumulate}
+    logger = CSVLogger(folder, flush_logs_every_n_steps=1)
+    return fit(program.make_model(), program.make_strategy(), program.batches_per_epoch, logger, **options).of_batches
 
 
-def expected_rows(of_batches: list[tuple[int, list[StepStats]]], log_every: int, waits: bool) -> dict[int, LoggedRow]:
-    """The rows by step."""
-    rows: dict[int, LoggedRow] = {}
+def read_rows(folder: Path) -> list[dict[str, str]]:
+    with next(folder.rglob("metrics.csv")).open() as file:
+        return list(csv.DictReader(file))
+
+
+def columns(steps: list[StepStats], so_far: list[StepStats]) -> dict[str, float]:
+    """Return the values of a row from the exchanges of its batch and all exchanges so far."""
+    newest = steps[-1]
+    of_layers = {f"sparse/layer_density/{name}": layer.density for name, layer in newest.layers.items()}
+    of_layers |= {f"sparse/layer_error_norm/{name}": sqrt(layer.squared_error) for name, layer in newest.layers.items()}
+    return {
+        "sparse/density": density_of(steps),
+        "sparse/payload_bytes": sum(step.payload_bytes for step in steps),
+        "sparse/error_norm": newest.error_norm,
+        "sparse/threshold": newest.threshold,
+        "sparse/average_density": density_of(so_far),
+        "sparse/total_error": sum(step.squared_error for step in so_far),
+        **of_layers,
+    }
+
+
+def density_of(steps: list[StepStats]) -> float:
+    return sum(step.selected for step in steps) / sum(step.num_workers * step.num_elements for step in steps)
+
+
+def expected_rows(of_batches: Batches, log_every: int, waits: bool) -> dict[int, dict[str, float]]:
+    """Return the columns of each row by step; a row shows the last batch whose exchanges no earlier row shows."""
+    rows: dict[int, dict[str, float]] = {}
     row, waiting, so_far = None, [], []
     for batch, steps in of_batches:
         waiting += steps
         if waiting and (not waits or batch % 3 == 2):
-            elements = sum(step.num_workers * step.num_elements for step in waiting)
-            density, sent = sum(step.selected for step in waiting) / elements, sum(one.payload_bytes for one in waiting)
             so_far += waiting
-            row = LoggedRow(density, sent, waiting[-1], so_far.copy())
+            row = columns(waiting, so_far)
             waiting = []
         if (batch + 1) % log_every == 0 and row is not None:
             rows[batch], row = row, None
@@ -171,72 +162,56 @@ def expected_rows(of_batches: list[tuple[int, list[StepStats]]], log_every: int,
 def test_each_exchange_is_in_one_row_at_most(name: str, log_every: int, tmp_path: Path) -> None:
     of_batches = run_workers(run, 2, name, log_every, str(tmp_path), process_group=False)[0]
     expected = expected_rows(of_batches, log_every, PROGRAMS[name].waits)
-    with next(tmp_path.rglob("metrics.csv")).open() as file:
-        rows = list(csv.DictReader(file))
+    rows = read_rows(tmp_path)
     assert expected
-    columns = next(iter(expected.values())).columns()
+    names = next(iter(expected.values())).keys()
     if PROGRAMS[name].waits:  # monitors show an exchange when it is over, and not with the step that it waits for
-        columns = ("sparse/density", "sparse/payload_bytes")
+        names = ("sparse/density", "sparse/payload_bytes")
     # Averages are in all rows from the first exchange on; what is of one exchange is in one row.
-    for column in columns:
+    for column in names:
         found = {int(row["step"]): float(row[column]) for row in rows if row[column]}
         is_average = column in ("sparse/average_density", "sparse/total_error")
         assert found.keys() >= expected.keys() if is_average else found.keys() == expected.keys(), column
         for step, row in expected.items():
-            assert found[step] == pytest.approx(row.columns()[column], rel=1e-5, abs=1e-7), (column, step)
+            assert found[step] == pytest.approx(row[column], rel=1e-5, abs=1e-7), (column, step)
     if log_every == 1:
         logged = sum(step.payload_bytes for batch, steps in of_batches for step in steps if batch <= max(expected))
-        assert sum(row.payload_bytes for row in expected.values()) == pytest.approx(logged)
+        assert sum(row["sparse/payload_bytes"] for row in expected.values()) == pytest.approx(logged)
 
 
-class SeesAll(Classifier):
-    """Has a ``log`` of its own, as somebody has who renames what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[str, float]] = []
-
-    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        self.seen.append((name, float(value)))
-        super().log(name, value, *args, **kwargs)
+class Subclass(Classifier):
+    """A class whose ``log`` a test can replace."""
 
 
 def seen_of_log(where: str) -> tuple[list[tuple[str, float]], list[float]]:
-    """What ``log`` was called with in two epochs of five batches, and the density that callbacks saw in each."""
+    """Return the arguments of ``log`` in two epochs of five batches, and the density that callbacks saw."""
     densities: list[float] = []
     seen: list[tuple[str, float]] = []
+    watch = LambdaCallback(
+        on_train_batch_end=lambda trainer, *_: densities.append(float(trainer.callback_metrics["sparse/density"]))
+    )
+    model = Subclass() if where == "subclass" else Classifier()
+    # Whose log is replaced, and how many arguments precede the metric's name.
+    owners = {"lightning": (_ResultCollection, 2), "class": (LightningModule, 1), "subclass": (Subclass, 1)}
+    owner, at = owners.get(where, (model, 0))
+    log = owner.log
 
-    class Watch(Callback):
-        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-            densities.append(float(trainer.callback_metrics["sparse/density"]))
+    def record(*args: Any, **kwargs: Any) -> None:
+        seen.append((args[at], float(args[at + 1])))
+        log(*args, **kwargs)
 
-    def recorded(log: Callable[..., None], at: int) -> Callable[..., None]:
-        def record(*args: Any, **kwargs: Any) -> None:
-            seen.append((args[at], float(args[at + 1])))
-            log(*args, **kwargs)
-
-        return record
-
-    model = SeesAll() if where == "subclass" else Classifier()
     with pytest.MonkeyPatch.context() as patch:
-        if where == "lightning":
-            patch.setattr(_ResultCollection, "log", recorded(_ResultCollection.log, 2))
-        elif where == "class":
-            patch.setattr(LightningModule, "log", recorded(LightningModule.log, 1))
-        elif where == "instance":
-            model.log = recorded(model.log, 0)
-        trainer = quiet_trainer(
-            DDPHardThresholdStrategy(threshold=0.01), num_workers=2, max_steps=10, callbacks=[Watch()]
-        )
-        trainer.fit(model, ResumableData(5))
-    return getattr(model, "seen", seen), densities
+        patch.setattr(owner, "log", record)
+        strategy = DDPHardThresholdStrategy(threshold=0.01)
+        quiet_trainer(strategy, num_workers=2, max_steps=10, callbacks=[watch]).fit(model, ResumableData(5))
+    return seen, densities
 
 
 LOGGED = ("density", "error_norm", "payload_bytes", "threshold", "exchange_wait_ms")
 
 
 def test_lightning_works_out_once_how_a_number_is_logged() -> None:
-    """It takes a quarter of a millisecond for each: see the docstring of ``StepLog._log``."""
+    """Each call takes a quarter of a millisecond: see ``StepLog._log``."""
     for calls, densities in run_workers(seen_of_log, 2, "lightning", process_group=False):
         names = [name for name, _ in calls]
         assert names == [f"sparse/{name}" for name in LOGGED]
@@ -252,23 +227,20 @@ def test_a_log_of_the_users_own_sees_every_number(where: str) -> None:
         assert len(logged) == 10
 
 
-class NamesakeByHand(Classifier):
-    """Logs a metric that is named like one of ours, and optimizes by hand."""
+class NamesakeByHand(ManualClassifier):
+    """Logs a metric with the name of ours in manual optimization."""
 
     def __init__(self, **how: bool) -> None:
         super().__init__()
         self.how = how
-        self.automatic_optimization = False
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
         self.log("sparse/density", 100.0 + batch_idx, **self.how)
-        self.optimizers().zero_grad()
-        self.manual_backward(self.loss(batch))
-        self.optimizers().step()
+        super().training_step(batch, batch_idx)
 
 
 class Namesake(Classifier):
-    """Logs a metric of an epoch that is named like one of ours."""
+    """Logs an epoch's metric with the name of ours."""
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         self.log("sparse/density", 100.0 + batch_idx, on_step=False, on_epoch=True)
@@ -289,70 +261,49 @@ def test_a_metric_of_the_same_name_keeps_all_its_values_or_is_refused() -> None:
             run_workers(metrics_with_a_namesake, 2, NamesakeByHand(**how), process_group=False)
 
 
-class StepsTwice(Classifier):
-    """Steps in ``training_step`` but for the first batch, and again when the batch ends."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def _step(self, batch: list[torch.Tensor]) -> None:
-        self.optimizers().zero_grad()
-        self.manual_backward(self.loss(batch))
-        self.optimizers().step()
+class StepsTwice(ManualClassifier):
+    """Steps in ``training_step`` except for the first batch, and again when the batch ends."""
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
         if batch_idx:
-            self._step(batch)
+            super().training_step(batch, batch_idx)
 
     def on_train_batch_end(self, outputs: Any, batch: list[torch.Tensor], batch_idx: int) -> None:
-        self._step(batch)
+        super().training_step(batch, batch_idx)
 
 
-def rows_of(model: Classifier, folder: str, precision: str, batches: int) -> list[StepStats]:
-    steps: list[StepStats] = []
-
-    class Follow(Callback):
-        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            trainer.strategy.state.subscribe(steps.append)
-
-    trainer = quiet_trainer(
-        DDPHardThresholdStrategy(threshold=0.01),
-        num_workers=2,
-        max_steps=-1,
-        max_epochs=1,
-        logger=CSVLogger(folder, flush_logs_every_n_steps=1),
-        log_every_n_steps=1,
-        precision=precision,
-        callbacks=[Follow()],
-    )
-    trainer.fit(model, ResumableData(batches))
-    return steps
+def exchanges_in_rows(model: LightningModule, folder: str, precision: str, batches: int) -> list[StepStats]:
+    """Train an epoch with a row for each step and return the exchanges."""
+    options = {"max_steps": -1, "max_epochs": 1, "log_every_n_steps": 1, "precision": precision}
+    logger = CSVLogger(folder, flush_logs_every_n_steps=1)
+    exchanges = fit(model, DDPHardThresholdStrategy(threshold=0.01), batches, logger, **options)
+    return [step for _, steps in exchanges.of_batches for step in steps] + exchanges.new
 
 
-def read_rows(folder: Path) -> list[dict[str, str]]:
-    with next(folder.rglob("metrics.csv")).open() as file:
-        return [row for row in csv.DictReader(file) if row["sparse/payload_bytes"]]
+def rows_with_an_exchange(folder: Path) -> list[dict[str, str]]:
+    return [row for row in read_rows(folder) if row["sparse/payload_bytes"]]
 
 
 def test_a_row_holds_all_exchanges_of_its_batch_whoever_stepped(tmp_path: Path) -> None:
-    steps = run_workers(rows_of, 2, StepsTwice(), str(tmp_path), "32-true", 3, process_group=False)[0]
+    given = (StepsTwice(), str(tmp_path), "32-true", 3)
+    steps = run_workers(exchanges_in_rows, 2, *given, process_group=False)[0]
     assert len(steps) == 5
-    sent = [float(row["sparse/payload_bytes"]) for row in read_rows(tmp_path)]
+    sent = [float(row["sparse/payload_bytes"]) for row in rows_with_an_exchange(tmp_path)]
     assert sent == [sum(step.payload_bytes for step in some) for some in (steps[:1], steps[1:3], steps[3:])]
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
 def test_numbers_are_not_rounded_to_the_precision_of_the_training(precision: str, tmp_path: Path) -> None:
-    steps = run_workers(rows_of, 2, ManualClassifier(), str(tmp_path), precision, 2, process_group=False)[0]
-    for row, step in zip(read_rows(tmp_path), steps, strict=True):
+    given = (ManualClassifier(), str(tmp_path), precision, 2)
+    steps = run_workers(exchanges_in_rows, 2, *given, process_group=False)[0]
+    for row, step in zip(rows_with_an_exchange(tmp_path), steps, strict=True):
         assert float(row["sparse/density"]) == step.density
         assert float(row["sparse/threshold"]) == 0.01
         assert float(row["sparse/payload_bytes"]) == step.payload_bytes
 
 
 def metrics_of_the_progress_bar(make_strategy: Callable[[], Any]) -> tuple[set[str], set[str]]:
-    """The names that the progress bar shows after three steps, and all that were logged."""
+    """Return the names that the progress bar shows after three steps, and all logged names."""
     trainer = quiet_trainer(make_strategy(), num_workers=2, max_steps=3)
     trainer.fit(Classifier(), ResumableData(3))
     return set(trainer.progress_bar_metrics), set(trainer.callback_metrics)

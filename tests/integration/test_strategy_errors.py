@@ -27,7 +27,8 @@ from lightning_sparse import (
     SparseLocalStrategy,
     TopK,
 )
-from lightning_sparse.engine.messages import say_other_sparsifier, warn_of_patterns
+from lightning_sparse.engine.averager import warn_of_patterns
+from lightning_sparse.engine.engine import say_other_sparsifier
 from lightning_sparse.strategies import register_strategies
 
 DDP, LOCAL = DDPHardThresholdStrategy, LocalHardThresholdStrategy

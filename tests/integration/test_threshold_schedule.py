@@ -1,4 +1,4 @@
-"""λ that changes over a run: by step, by epoch and with the learning rate; resumed, and refused where it cannot be."""
+"""λ that changes by step, by epoch and with the learning rate; resumes, and configurations that are refused."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from tests.workers import run_workers
 
 
 class Thresholds(Callback):
-    """Notes the λ of every exchange."""
+    """Collects the λ of every exchange."""
 
     def __init__(self) -> None:
         self.seen: list[float] = []
@@ -85,7 +85,9 @@ def _train(name: str) -> list[float]:
 def test_a_resumed_run_goes_on_with_it(tmp_path: Any) -> None:
     for whole, halves, other in run_workers(_resume, 2, str(tmp_path / "half.ckpt"), process_group=False):
         assert halves == whole
-        assert other == [pytest.approx(0.5 * one / 0.2) for one in whole[3:]]  # of a strategy with another λ
+        assert other == [
+            pytest.approx(0.5 * threshold / 0.2) for threshold in whole[3:]
+        ]  # of a strategy with another λ
 
 
 def _resume(path: str) -> list[list[float]]:

@@ -1,4 +1,4 @@
-"""The wheel and the sdist, as `make release-check` sees them; it tries them in environments that begin empty."""
+"""The wheel and the sdist: contents, version, and a training from an environment of their own."""
 
 from pathlib import Path
 

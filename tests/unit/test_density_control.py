@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_sparse.engine.control.density_control import DensityControl, pace_of
+from lightning_sparse.engine.density_control import DensityControl, pace_of
 
 CALIBRATION_STEPS = 50
 

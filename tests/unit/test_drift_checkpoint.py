@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_sparse.checkpointing.collecting import mean_of
+from lightning_sparse.checkpointing.saving import mean_of
 
 
 def test_what_only_some_workers_have_trained_is_in_the_mean_of_optimizers():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lightning_sparse.engine.control.layer_control import LayerControl
+from lightning_sparse.engine.density_control import LayerControl
 from lightning_sparse.engine.step_stats import LayerStats
 
 DENSITY = 0.01

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_sparse import HardThreshold, ScaledIntegerRounding, StochasticRounding, TopK
-from lightning_sparse.engine.state.memory import ResidualMemory
-from lightning_sparse.engine.state.memory_format import in_logical_order, in_memory_order
+from lightning_sparse.engine.grouping import in_logical_order, in_memory_order
+from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.exchange.wire import wire_of
 from lightning_sparse.selection.residual import Residual, compensate, keep_rest
 from lightning_sparse.sparsifiers import LayerLayout

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sparse.engine.state.saved_state import DamagedStateError, require_seal, sealed, unsent_norm
+from lightning_sparse.engine.snapshot import DamagedStateError, require_seal, sealed, unsent_norm
 from tests.integration.test_damaged_checkpoints import damaged
 
 LEAVES = (

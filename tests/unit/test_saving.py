@@ -2,12 +2,13 @@
 
 from datetime import timedelta
 
-from lightning_sparse.checkpointing.together import is_in_trouble, patience_of, shortened
+from lightning_sparse.checkpointing.saving import is_in_trouble, patience_of
 
 
 def test_others_are_waited_for_less_long_where_they_may_not_come():
-    assert [patience_of(timeout) for timeout in (None, timedelta(seconds=40), timedelta(hours=1))] == [300, 40, 300]
-    assert [shortened(patience) for patience in (300.0, 40.0, 3.0)] == [15, 15, 3]
+    timeouts = (None, timedelta(seconds=40), timedelta(seconds=3))
+    assert [patience_of(timeout) for timeout in timeouts] == [300, 40, 3]
+    assert [patience_of(timeout, is_broken_off=True) for timeout in timeouts] == [15, 15, 3]
 
 
 def test_an_exception_that_is_being_handled_is_trouble():
@@ -16,4 +17,5 @@ def test_an_exception_that_is_being_handled_is_trouble():
         raise ValueError
     except ValueError:
         assert is_in_trouble()
+        assert patience_of(None) == 15
     assert not is_in_trouble()

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 
 from lightning_sparse import AverageDensity, StepStats, TotalError
-from lightning_sparse.engine.step_stats import LayerStats, step_stats
+from lightning_sparse.engine.step_stats import LayerStats, numbers_of_headers
 from lightning_sparse.exchange import LARGEST_SLICE, NUM_SELECTED
 from lightning_sparse.selection.numbers import (
     SLOTS,
@@ -92,7 +92,7 @@ def test_a_step_averages_over_workers_and_adds_up_buckets():
     ]
     headers = [torch.stack([of_worker[worker][bucket] for worker in range(2)]) for bucket in range(2)]
     numbers = {"payload_bytes": 70, "dense_bytes": 40, "dense_elements": 6, "threshold": 0.5, "is_calibration": False}
-    result = step_stats(5, layouts, headers, **numbers)
+    result = StepStats(step=5, **numbers, **numbers_of_headers(layouts, headers))
     assert {name: getattr(result, name) for name in numbers} == numbers
     assert (result.step, result.num_workers, result.num_elements, result.selected) == (5, 2, 10, 7)
     assert result.density == pytest.approx(7 / 20)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lightning_sparse import HardThreshold, StepStats, paper_threshold
-from lightning_sparse.engine.control.calibrator import Calibrator
+from lightning_sparse.engine.calibrator import Calibrator
 from lightning_sparse.engine.step_stats import LayerStats
 from lightning_sparse.sparsifiers.threshold_rules import ThresholdCalibration
 

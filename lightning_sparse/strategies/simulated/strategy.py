@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sparse.checkpointing.collecting import collect_here
-from lightning_sparse.checkpointing.options import CheckpointOptions, OnWorldSizeChange
+from lightning_sparse.checkpointing.content import CheckpointOptions, OnWorldSizeChange
+from lightning_sparse.checkpointing.saving import collect_here
 from lightning_sparse.engine import Averager
-from lightning_sparse.engine.weak_method import weak_method
+from lightning_sparse.engine.optimizer_steps import weak_method
 from lightning_sparse.exchange import ExchangeMode
 from lightning_sparse.exchange.wire import ValueDtype
 from lightning_sparse.gradients.options import DensityControlMode, ExchangeOptions, require_density_control

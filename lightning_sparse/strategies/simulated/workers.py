@@ -7,9 +7,9 @@ from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_sparse.engine import Averager, Engine, FlatBucket, warm_up_steps
-from lightning_sparse.engine.state.memory import ResidualMemory
-from lightning_sparse.engine.state.memory_format import as_parameter, in_memory_order, require_strides
-from lightning_sparse.engine.state.snapshot import Snapshot
+from lightning_sparse.engine.grouping import as_parameter, in_memory_order, require_strides
+from lightning_sparse.engine.memory import ResidualMemory
+from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.exchange import ThreadWorkers, Workers
 from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.selection.bucket import clip_norm
@@ -47,11 +47,6 @@ class SimulatedWorker(Averager):
     def parameters(self) -> Mapping[str, Tensor]:
         """The parameters by name."""
         return self._parameters
-
-    @property
-    def parameter_sizes(self) -> dict[str, int]:
-        """Elements of every parameter's residual, by name."""
-        return {name: parameter.numel() for name, parameter in self._parameters.items()}
 
     def own_metrics(self) -> dict[str, float]:
         """Returns nothing: a thread's wait is for the other threads."""
@@ -105,7 +100,6 @@ class SimulatedWorker(Averager):
     def snapshot(self, workers: Workers | None = None) -> Snapshot:
         """Return this worker's state. Not collective."""
         snapshot = self._engine.snapshot()
-        snapshot.numbers |= {"layout": [], "learning_rates": {}}
         snapshot.own["residual"] = self.residuals.layers()
         return snapshot
 

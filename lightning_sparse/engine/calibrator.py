@@ -6,8 +6,7 @@ from typing import Any
 
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_sparse.engine.control.density_control import DensityControl, pace_of
-from lightning_sparse.engine.control.layer_control import LayerControl
+from lightning_sparse.engine.density_control import DensityControl, LayerControl, pace_of
 from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.sparsifiers import HardThreshold, Sparsifier
 from lightning_sparse.sparsifiers.threshold_rules import ThresholdCalibration
@@ -33,12 +32,25 @@ class Calibrator:
         self._speaks = speaks
         self._holds_density = holds_density
         self._keeps_rest = keeps_rest
+        self.begin()
+
+    def begin(self) -> None:
+        """Discard a calibrated λ and start a new calibration."""
         self._running: ThresholdCalibration | None = None
-        self._observed_steps = 0
         self._control: DensityControl | None = None
         self._of_layers: LayerControl | None = None
         self._open: tuple[StepStats, StepStats | None] | None = None
-        self.begin()
+        self._observed_steps = 0
+        if self._sparsifier is not None and self._sparsifier.density is not None:
+            density = self._sparsifier.density
+            self._sparsifier.forget_calibration()
+            if self._holds_density and self._sparsifier.granularity == "layer":
+                self._of_layers = LayerControl(density, keeps_rest=self._keeps_rest)
+            elif self._holds_density:
+                self._control = DensityControl(density, pace_of(density))
+            self._running = ThresholdCalibration(
+                density, self._sparsifier.calibration_steps, until_stable=self._holds_density
+            )
 
     @property
     def is_running(self) -> bool:
@@ -50,53 +62,31 @@ class Calibrator:
         """Whether ``observe`` needs the numbers of every layer."""
         return self._of_layers is not None
 
-    def begin(self) -> None:
-        """Discards a calibrated λ and starts a new calibration."""
-        self._running = self._control = self._of_layers = self._open = None
-        self._observed_steps = 0
-        if self._sparsifier is not None and self._sparsifier.density is not None:
-            self._sparsifier.forget_calibration()
-            if self._holds_density and self._sparsifier.granularity == "layer":
-                self._of_layers = LayerControl(self._sparsifier.density, keeps_rest=self._keeps_rest)
-            elif self._holds_density:
-                self._control = DensityControl(self._sparsifier.density, pace_of(self._sparsifier.density))
-            self._running = ThresholdCalibration(
-                self._sparsifier.density, self._sparsifier.calibration_steps, until_stable=self._holds_density
-            )
-
     def set_threshold(self, threshold: float) -> None:
-        """Sets λ and ends calibration; if the density is held, the calibrator adjusts λ from this value.
-
-        Raises:
-            TypeError: if the sparsifier is not a ``HardThreshold``.
-            ValueError: if the threshold is negative, NaN or infinite.
-        """
-        self._hard_threshold.fix_threshold(threshold)
-        self._running = self._open = None
-
-    @property
-    def _hard_threshold(self) -> HardThreshold:
+        """Set λ and end calibration; if the density is held, λ is adjusted from this value."""
         if self._sparsifier is None:
             raise TypeError(f"{self._name} has no λ to set. Use HardThreshold.")
-        return self._sparsifier
+        self._sparsifier.fix_threshold(threshold)
+        self._running = self._open = None
 
-    def observe(self, stats: StepStats, before: StepStats | None) -> None:
-        """Uses the numbers of a step: for calibration until λ is fixed, after that to adjust λ.
+    def observe(self, stats: StepStats, before: StepStats | None, *, counts: bool = True) -> None:
+        """Use the numbers of a step: for calibration until λ is fixed, after that to adjust λ.
 
-        Args:
-            stats: the numbers of the step.
-            before: the numbers of the previous step. If nothing was sent and no residual changed since (a learning rate
-                of 0), λ stays.
+        λ stays if nothing was sent and no residual has changed since the previous step (a learning rate of 0). With
+        ``counts=False`` the step adjusts λ only once ``confirm`` is called, before the next step.
         """
         if self._sparsifier is None:
             return
         if self._running is None:
-            self._correct(stats, before, None)
+            if counts:
+                self._correct(stats, before, None)
+            else:
+                self._open = stats, before
             return
         self._running.observe(stats.squared_gradient_norm)
         self._observed_steps += 1
         if not self._running.is_complete and self._observed_steps == LATE * self._running.steps:
-            self._is_late(stats)
+            self._is_late(stats, self._running)
         if self._running.is_complete:
             calibration, self._running = self._running, None
             threshold = calibration.threshold(stats.num_elements)
@@ -107,8 +97,7 @@ class Calibrator:
                     f"steps, for a density of {calibration.density:g} of {stats.num_elements:,} elements."
                 )
 
-    def _is_late(self, stats: StepStats) -> None:
-        assert self._running is not None
+    def _is_late(self, stats: StepStats, calibration: ThresholdCalibration) -> None:
         if isinf(stats.squared_gradient_norm) and not stats.non_finite:
             raise RuntimeError(
                 f"No threshold can be calibrated: gradients are finite, and ‖g‖² overflowed in {self._observed_steps} "
@@ -117,24 +106,13 @@ class Calibrator:
         if self._speaks:
             rank_zero_warn(
                 f"lightning_sparse: no threshold after {self._observed_steps} steps, so everything is sent. "
-                f"Calibration needs {self._running.steps} steps with a finite ‖g‖², one of them above 0. It saw "
-                f"{self._running.measured_steps}, and the last ‖g‖² is {stats.squared_gradient_norm:g}. Look for "
+                f"Calibration needs {calibration.steps} steps with a finite ‖g‖², one of them above 0. It saw "
+                f"{calibration.measured_steps}, and the last ‖g‖² is {stats.squared_gradient_norm:g}. Look for "
                 "gradients that are zero, not finite or too small to square, or give threshold=… instead of density=…"
             )
 
-    def expect(self, stats: StepStats, before: StepStats | None) -> None:
-        """Stores the numbers of a step that counts only once ``confirm`` is called.
-
-        A previous step that was not confirmed does not count. Calibration counts every step.
-        """
-        self._open = None
-        if self._running is not None:
-            self.observe(stats, before)
-        else:
-            self._open = stats, before
-
     def confirm(self, names: Collection[str]) -> None:
-        """Adjusts λ for the stored step, which counts for these layers: an optimizer has stepped on them.
+        """Adjust λ for the stored step, which counts for these layers: an optimizer has stepped on them.
 
         A λ of its own is adjusted once per layer; a λ for all layers once per step.
         """
@@ -151,28 +129,26 @@ class Calibrator:
             return
         has_moved = stats.selected or before is None or stats.squared_error != before.squared_error
         if self._control is not None and (has_moved or not self._keeps_rest):
-            is_all = self._keeps_rest and stats.keeps_nothing
+            is_all = self._keeps_rest and stats.squared_error == 0
             sparsifier.fix_threshold(self._control.corrected(sparsifier.threshold, stats.density, is_all=is_all))
         if self._of_layers is not None:
             own = {name: layer for name, layer in stats.layers.items() if not sparsifier.is_given(name)}
             sparsifier.fix_layers(self._of_layers.corrected(own, sparsifier.threshold_of, names))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns λ, the running calibration and the controller; None for each that does not exist."""
-        return {
+        """Return λ, the running calibration and the controller; None for each that does not exist."""
+        state: dict[str, Any] = {
             "threshold": None if self._sparsifier is None else self._sparsifier.threshold,
             "calibration": None if self._running is None else self._running.state_dict(),
             "control": None if self._control is None else self._control.state_dict(),
-        } | self._state_of_layers()
-
-    def _state_of_layers(self) -> dict[str, Any]:
-        if self._of_layers is None or self._sparsifier is None:
-            return {}
-        thresholds = dict(self._sparsifier.of_layers)
-        return {"layers": {"thresholds": thresholds, "controls": self._of_layers.state_dict()}}
+        }
+        if self._of_layers is not None and self._sparsifier is not None:
+            thresholds = dict(self._sparsifier.of_layers)
+            state["layers"] = {"thresholds": thresholds, "controls": self._of_layers.state_dict()}
+        return state
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continues from the state of a calibrator whose sparsifier has the same settings."""
+        """Continue from the state of a calibrator whose sparsifier has the same settings."""
         self._open = None
         if self._sparsifier is not None and saved["threshold"] is not None:
             self._sparsifier.fix_threshold(saved["threshold"])

@@ -1,24 +1,20 @@
-"""Error-feedback memory: what earlier steps did not send, one residual per parameter, and how it was before."""
+"""Error-feedback memory: the residual of every parameter, committed and pending."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
-from lightning_sparse.engine.state.memory_format import in_logical_order, in_memory_order, zero_residual
+from lightning_sparse.engine.grouping import in_logical_order, in_memory_order, kept_dtype, real_numel
 from lightning_sparse.exchange import let_go
 from lightning_sparse.selection.residual import Residual
 from lightning_sparse.sparsifiers import LayerLayout
-
-Residuals = dict[str, Tensor]
-"""By parameter name, flat."""
 
 
 class ResidualMemory:
     """The residuals e of this worker, keyed by parameter name and held in two flat tensors per bucket.
 
-    DDP decides which parameters share a bucket and changes its mind after the first iteration. So the name is the key,
-    and a bucket's flat residuals are put together again from their layers whenever the bucket's layout is new::
+    DDP rebuilds its buckets after the first iteration. A bucket with a new layout takes its residuals over by name::
 
         iteration 0   [ conv1 | conv2 | fc ]          one bucket holds everything
                           │       │      │            views by name
@@ -26,41 +22,37 @@ class ResidualMemory:
 
     A backward must be rolled back if no optimizer ever steps on its gradient
     (``lightning_sparse.gradients.pending_gradients``). So it reads one tensor and writes the other, and the *committed*
-    residual stays as it was. A step swaps the two::
+    residual stays unchanged. A step swaps the two::
 
         backward      committed e ── + g, − out ──▶ pending e'
-        step          pending e' is what is committed now, and the next backward writes where e was
-        no step       e still is what is committed
+        step          e' is committed now, and the next backward writes to the memory of e
+        no step       e is still committed
 
-    Layer by layer, since parameters of one bucket may have different optimizers; only where those disagree is anything
-    copied. A further backward before the step goes on from e' in place.
+    Parameters of one bucket may have different optimizers; values are copied only where those disagree. A further
+    backward before the step continues from e' in place.
 
     Args:
-        parameters: by name; those whose memory format is not the usual one must be there.
+        parameters: by name; required for those with another memory format than the default.
         forgets: for a step that keeps nothing: one tensor of zeros, to which every bucket returns.
 
     Attributes:
+        forgets: whether every step starts from zero (``error_feedback="none"``).
         was_loaded: whether residuals came from elsewhere.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor] | None = None, *, forgets: bool = False) -> None:
         self._parameters = dict(parameters or {})
-        self._forgets = forgets
+        self.forgets = forgets
         self.was_loaded = False
         self._buckets: dict[int, _Bucket] = {}
         self._places: dict[str, tuple[_Bucket, int, int]] = {}
         self._loaded: dict[str, Tensor] = {}
 
     def bucket(self, index: int, layout: LayerLayout, gradient: Tensor) -> Residual:
-        """Begins a backward of a bucket: returns its residual, each tensor of shape (layout.num_elements,).
+        """Begin a backward of a bucket: return its residual, each tensor of shape (layout.num_elements,).
 
-        The second is the memory itself: what is written into it becomes what is pending once ``keep`` is called. A
-        parameter seen for the first time has a residual of zeros.
-
-        Args:
-            index: the bucket's place in DDP's order.
-            layout: its layers.
-            gradient: a tensor of the bucket's dtype and device.
+        The second tensor is the memory itself: ``keep`` makes its values pending. A parameter seen for the first time
+        has a residual of zeros. Dtype and device follow from the gradient.
         """
         held = self._buckets.get(index)
         if held is None or held.layout != layout or held.committed.device != gradient.device:
@@ -68,62 +60,53 @@ class ResidualMemory:
         return held.begin()
 
     def keep(self, index: int, unused: Iterable[str] = ()) -> None:
-        """Ends a backward of a bucket: its new residuals are pending, but for layers that it did not reach."""
+        """End a backward of a bucket: its new residuals are pending, except for layers that it did not reach."""
         self._buckets[index].keep(set(unused))
 
     def commit(self, names: set[str]) -> None:
-        """Makes what is pending for these parameters the committed residual."""
+        """Make the pending residuals of these parameters the committed ones."""
         for bucket in self._held():
             committed = bucket.pending & names
             bucket.pending -= committed
             bucket.in_back_buffer |= committed
 
     def roll_back(self, names: set[str]) -> None:
-        """Forgets what is pending for these parameters."""
+        """Forget the pending residuals of these parameters."""
         for bucket in self._held():
             bucket.pending -= names
 
     def abandon(self) -> None:
-        """Forgets everything pending, also of a backward that was broken off in its middle."""
+        """Forget everything pending, also of a backward that was broken off in its middle."""
         for bucket in self._held():
             bucket.pending.clear()
-            if self._forgets:
+            if self.forgets:
                 bucket.committed.zero_()
 
-    def layers(self) -> Residuals:
-        """Returns every parameter's committed residual by name: flat, in the order of the parameter's indices.
+    def layers(self) -> dict[str, Tensor]:
+        """Return every parameter's committed residual by name: flat, in the order of the parameter's indices.
 
-        Where that is the order in memory too it is the memory itself, which later steps change.
+        If the parameter has that order in memory, the result shares the memory, which later steps change.
         """
-        placed = {name: bucket.committed_part(name, *span) for name, (bucket, *span) in self._places.items()}
-        return self._in_logical_order(self._loaded | placed)
+        return self._by_name(_Bucket.committed_part)
 
-    def all_layers(self) -> Residuals:
-        """Returns what ``layers`` does, with zeros for parameters that no backward has brought yet."""
+    def all_layers(self) -> dict[str, Tensor]:
+        """Return the result of ``layers``, with zeros for parameters that no backward has reached yet."""
         held = self.layers()
-        missing = {name: one for name, one in self._parameters.items() if name not in held}
-        return held | {name: zero_residual(one) for name, one in missing.items()}
+        for name, parameter in self._parameters.items():
+            if name not in held:
+                held[name] = torch.zeros(real_numel(parameter), dtype=kept_dtype(parameter), device=parameter.device)
+        return held
 
-    def state_dict(self) -> Residuals:
-        """Returns what ``layers`` does as copies that later steps do not change."""
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the result of ``layers`` as copies that later steps do not change."""
         return {name: residual.clone() for name, residual in self.layers().items()}
 
-    def latest(self) -> Residuals:
-        """Returns what ``state_dict`` will return if optimizers step on all that is pending now."""
-        placed = {name: bucket.latest_part(name, *span) for name, (bucket, *span) in self._places.items()}
-        return {name: one.clone() for name, one in self._in_logical_order(self._loaded | placed).items()}
-
-    @property
-    def forgets(self) -> bool:
-        """Whether every step starts from zero (``error_feedback="none"``)."""
-        return self._forgets
+    def latest(self) -> dict[str, Tensor]:
+        """Return the future result of ``state_dict`` if optimizers step on everything that is pending."""
+        return {name: residual.clone() for name, residual in self._by_name(_Bucket.latest_part).items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Replaces all residuals; they are laid out into buckets when those are next asked for.
-
-        Args:
-            state: what ``state_dict`` returned, here or in another run.
-        """
+        """Replace all residuals by the result of ``state_dict``, here or in another run."""
         self.was_loaded = bool(state)
         self._buckets.clear()
         self._places.clear()
@@ -131,18 +114,20 @@ class ResidualMemory:
         for name in self._loaded.keys() & self._parameters.keys():
             self._loaded[name] = in_memory_order(self._loaded[name], self._parameters[name])
 
-    def _in_logical_order(self, residuals: Residuals) -> Residuals:
-        known = self._parameters
-        return {name: in_logical_order(one, known[name]) if name in known else one for name, one in residuals.items()}
+    def _by_name(self, part_of: Callable[["_Bucket", str, int, int], Tensor]) -> dict[str, Tensor]:
+        placed = {name: part_of(bucket, name, start, end) for name, (bucket, start, end) in self._places.items()}
+        return {
+            name: in_logical_order(residual, self._parameters[name]) if name in self._parameters else residual
+            for name, residual in (self._loaded | placed).items()
+        }
 
     def _lay_out(self, layout: LayerLayout, gradient: Tensor) -> "_Bucket":
-        dtype = torch.float64 if gradient.dtype == torch.float64 else torch.float32
         formers = {self._places[name][0] for name in layout.names if name in self._places}
-        self._buckets = {place: one for place, one in self._buckets.items() if one not in formers}
+        self._buckets = {index: bucket for index, bucket in self._buckets.items() if bucket not in formers}
         for former in formers:
             former.shrink()
-        committed = torch.zeros(layout.num_elements, dtype=dtype, device=gradient.device)
-        bucket = _Bucket(layout, committed, committed if self._forgets else torch.zeros_like(committed))
+        committed = torch.zeros(layout.num_elements, dtype=kept_dtype(gradient), device=gradient.device)
+        bucket = _Bucket(layout, committed, committed if self.forgets else torch.zeros_like(committed))
         for name, start, end in layout.spans():
             if name in self._loaded:
                 loaded = self._loaded.pop(name)
@@ -162,13 +147,10 @@ class ResidualMemory:
 
 
 class _Bucket:
-    """The two residuals of one bucket, and of which layers which of them holds.
+    """The two residuals of one bucket.
 
-    Args:
-        layout: its layers.
-        committed: what is committed, but for layers that are ``in_back_buffer``.
-        back_buffer: what is pending for the layers that are ``pending``, and committed for those that are
-            ``in_back_buffer``.
+    ``committed`` holds the committed residual, except of layers that are ``in_back_buffer``. ``back_buffer`` holds
+    these, and the pending residual of layers that are ``pending``.
     """
 
     def __init__(self, layout: LayerLayout, committed: Tensor, back_buffer: Tensor) -> None:
@@ -179,26 +161,26 @@ class _Bucket:
         self.in_back_buffer: set[str] = set()
 
     def shrink(self) -> None:
-        """Gives back the tensor that holds nothing of worth, before another bucket takes the layers over."""
-        if (
-            self.committed is self.back_buffer
-            or self.pending
-            or len(self.in_back_buffer) not in (0, len(self.layout.names))
-        ):
+        """Free the tensor that holds no values, before another bucket takes the layers over."""
+        if self.committed is self.back_buffer or self.pending:
             return
-        if self.in_back_buffer:
+        if self._swap() or not self.in_back_buffer:
+            let_go(self.committed)
+            let_go(self.back_buffer)
+            self.back_buffer = self.back_buffer.new_empty(0)
+
+    def _swap(self) -> bool:
+        """Swap the tensors if the back buffer holds all layers; return whether it did."""
+        is_all = len(self.in_back_buffer) == len(self.layout.names)
+        if is_all:
             self.committed, self.back_buffer = self.back_buffer, self.committed
             self.in_back_buffer.clear()
-        let_go(self.committed)
-        let_go(self.back_buffer)
-        self.back_buffer = self.back_buffer.new_empty(0)
+        return is_all
 
     def begin(self) -> Residual:
         if self.committed is self.back_buffer:
             return Residual(self.committed, self.committed)
-        if len(self.in_back_buffer) == len(self.layout.names):  # the usual step: nothing is copied
-            self.committed, self.back_buffer = self.back_buffer, self.committed
-            self.in_back_buffer.clear()
+        self._swap()  # the usual step: nothing is copied
         for name, start, end in self.layout.spans() if self.in_back_buffer else ():
             if name in self.in_back_buffer:
                 self.committed[start:end] = self.back_buffer[start:end]
@@ -213,7 +195,7 @@ class _Bucket:
     def keep(self, unused: set[str]) -> None:
         if self.committed is self.back_buffer:
             return
-        # Nothing was added to or sent of what was not reached: there is nothing to be rolled back, nor to wait for.
+        # The backward neither added to unreached layers nor sent of them: they wait for no step and no rollback.
         idle = (unused & set(self.layout.names)) - self.pending
         self.in_back_buffer = idle
         self.pending = set(self.layout.names) - idle
@@ -222,4 +204,4 @@ class _Bucket:
         return (self.back_buffer if name in self.in_back_buffer else self.committed)[start:end]
 
     def latest_part(self, name: str, start: int, end: int) -> Tensor:
-        return (self.back_buffer if name in self.in_back_buffer or name in self.pending else self.committed)[start:end]
+        return self.back_buffer[start:end] if name in self.pending else self.committed_part(name, start, end)

@@ -1,0 +1,287 @@
+"""Collecting the state of all workers for a checkpoint, if all of them come to save.
+
+A worker that raised an exception or got a signal may be alone, so workers first wait for each other at a
+``SaveBarrier``. Without all of them the checkpoint has no tensors of workers and says why.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from torch import Tensor
+
+from lightning_sparse.checkpointing.content import (
+    FOLDER,
+    OPTIMIZERS,
+    SHARED,
+    UNSENT,
+    VERSION,
+    CheckpointOptions,
+    warn_of_incomplete,
+)
+from lightning_sparse.drift import SparseModelAverager
+from lightning_sparse.engine.averager import Averager
+from lightning_sparse.engine.snapshot import Tensors, copied, unsent_norm
+from lightning_sparse.exchange import Workers
+from lightning_sparse.exchange.sharded_tensors import like_parameter, whole, write_folder
+from lightning_sparse.gradients import SparseState
+from lightning_sparse.selection.numbers import squared_norm
+
+PATIENCE = 300.0
+"""Seconds that a worker waits for all others to come and save. Validation may keep a worker that long."""
+PATIENCE_IN_TROUBLE = 15.0
+"""The same while an exception or a signal is handled: others may never come, and a job is soon killed."""
+CHUNK_BYTES = 2**24
+"""Size of the chunks in which rank 0 receives tensors; rank 0 needs four times as much memory."""
+
+
+def patience_of(timeout: timedelta | None, *, is_broken_off: bool = False) -> float:
+    """Return the seconds to wait for others, no more than a process group's timeout."""
+    patience = PATIENCE_IN_TROUBLE if is_broken_off or is_in_trouble() else PATIENCE
+    return patience if timeout is None else min(patience, timeout.total_seconds())
+
+
+def is_in_trouble() -> bool:
+    """Return whether an exception is being handled, or a signal by Lightning."""
+    if sys.exc_info()[0] is not None:
+        return True
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if str(frame.f_globals.get("__name__")).endswith("signal_connector"):
+            return True
+    return False
+
+
+def why_not_together(
+    averager: SparseState | SparseModelAverager, timeout: timedelta | None, obstacles: Sequence[str]
+) -> str | None:
+    """Wait for all workers to save; return None, or the reason why they cannot, the same on all that came.
+
+    Workers must agree on ``obstacles``: why this worker cannot save, beside the averager's own reasons.
+    """
+    patience = patience_of(timeout, is_broken_off=averager.is_exchanging)
+    obstacles = [*obstacles, *averager.obstacles()]
+    status = {"progress": averager.progress, "obstacles": obstacles}
+    return averager.save_barrier.wait(status, patience) or next(iter(obstacles), None)
+
+
+def collect_together(
+    averager: SparseState | SparseModelAverager,
+    options: CheckpointOptions,
+    timeout: timedelta | None,
+    *,
+    obstacles: Sequence[str] = (),
+    why_not: str | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> dict[str, Any] | None:
+    """Return the content of a file on rank 0, None elsewhere. Every worker should call this.
+
+    If a worker does not, or if workers are not at the same step, the content has no tensors of workers. Later steps do
+    not change the content's tensors, so they may be written while training goes on.
+
+    Args:
+        averager: this worker's.
+        options: of the checkpoint.
+        timeout: of the process group, the longest time to wait for others.
+        obstacles: why this worker cannot save, beside the averager's own.
+        why_not: why no tensors can be saved, if a warning has given the reason already.
+        extra: further plain values of this worker.
+    """
+    workers, barrier = averager.workers, averager.save_barrier
+    if why_not is None and kinds_of(averager, options):
+        why_not = "it was saved in the middle of another save"
+        if not barrier.is_saving:
+            why_not = why_not_together(averager, timeout, obstacles)
+        if why_not is None:
+            barrier.is_saving = True  # a signal may ask for another save in the middle of this one
+            try:
+                apart = barrier.workers_apart() if workers.num_workers > 1 else workers
+                return collect(averager, apart, options, extra=extra)
+            except RuntimeError as error:
+                if workers.rank != 0:
+                    raise
+                # A worker died or left. The file is worth having without residuals, as plain DDP's is.
+                barrier.give_up_apart()
+                why_not = f"gathering them failed: {str(error).splitlines()[0]}"
+            finally:
+                barrier.is_saving = False
+        if workers.rank == 0:
+            warn_of_incomplete(averager.kind, why_not)
+    return collect(averager, workers, options, why_not=why_not)
+
+
+def kinds_of(averager: Averager, options: CheckpointOptions) -> tuple[str, ...]:
+    """Return the kinds of a worker's own tensors that a checkpoint keeps."""
+    if averager.kind == "drifts":
+        return ("weights", "unsent") if options.drift_checkpoint == "full" else ("unsent",)
+    return ("residual",) if averager.has_own_state and options.residual_checkpoint != "none" else ()
+
+
+def collect(
+    averager: Averager,
+    workers: Workers,
+    options: CheckpointOptions,
+    *,
+    why_not: str | None = None,
+    folder: Path | None = None,
+    extra: Mapping[str, Any] | None = None,
+    optimizers: Mapping[str, Any] | None = None,
+) -> dict[str, Any] | None:
+    """Return the content of a checkpoint, without its seal, on rank 0; None on other ranks.
+
+    Collective for the ranks of a replica, and for all ranks if tensors of workers are kept. In one file rank 0 needs
+    the memory of the content, and beside it four times ``CHUNK_BYTES`` or the largest tensor.
+
+    Args:
+        averager: this rank's.
+        workers: the group in which state is gathered.
+        options: of the checkpoint.
+        why_not: why the content has no tensors of workers; None to save them.
+        folder: the checkpoint's folder, if all ranks write tensors there; None gathers them into one file.
+        extra: further plain values of this rank.
+        optimizers: this rank's optimizer states by their place, of distributed tensors.
+    """
+    replica = averager.replica
+    is_first = workers.rank == replica.rank == 0
+    content = _empty_content(averager.kind, workers.num_workers, replica.num_workers, why_not)
+    if why_not is not None and averager.kind == "drifts":
+        return content if is_first else None
+    kinds = kinds_of(averager, options) if why_not is None else ()
+    snapshot = averager.snapshot(workers if kinds else None)
+    content |= {"numbers": snapshot.numbers, "histories": replica.gather_objects_to_first(snapshot.history)}
+    if not kinds:
+        return content if is_first else None
+    kept = {kind: held for kind, held in snapshot.own.items() if kind in kinds}
+    square = sum(float(squared_norm(tensor)) for tensor in kept.get(UNSENT[averager.kind], {}).values())
+    extras = {**(snapshot.extra if "weights" in kinds else {}), **(extra or {})}
+    of_workers = workers.gather_objects_to_first((square, copied(extras)))
+    if workers.rank == 0:
+        of_ranks = replica.gather_objects_to_first(of_workers)
+        squares = [square for of_workers in of_ranks for square, _ in of_workers]
+        content["unsent_norm"] = sqrt(sum(squares) / workers.num_workers) or None
+        content["extras"] = [[extras for _, extras in of_workers] for of_workers in of_ranks]
+    shared, own = _laid_out(averager, snapshot.shared), _laid_out(averager, kept)
+    own |= {OPTIMIZERS: optimizers} if optimizers else {}
+    if folder is not None:
+        content |= {"has_folder": True, "shared": {kind: {} for kind in shared}}
+        write_folder({SHARED: shared, str(workers.rank): own}, folder / FOLDER)
+    else:
+        if workers.rank == 0:
+            content["shared"] = next(iter(_gathered(shared, Workers(None, 0, 1), replica)), {})
+        is_mean = options.residual_checkpoint == "mean"
+        content["workers"] = _gathered(own, workers, replica, is_mean=is_mean) if own else []
+    return content if is_first else None
+
+
+def collect_here(averagers: Sequence[Averager]) -> dict[str, Any]:
+    """Return the content of a checkpoint of workers that are all in this process."""
+    snapshots = [averager.snapshot() for averager in averagers]
+    content = _empty_content("gradients", len(averagers), 1, None)
+    content |= {"numbers": snapshots[0].numbers, "histories": [snapshots[0].history]}
+    content["workers"] = [copied(snapshot.own) for snapshot in snapshots]
+    content["unsent_norm"] = unsent_norm([snapshot.own["residual"] for snapshot in snapshots])
+    return content
+
+
+def content_of_launcher(strategy: ParallelStrategy, kind: str) -> dict[str, Any] | None:
+    """Return the content of a file that the process saves that forked or spawned the workers, as a notebook's.
+
+    Lightning brings that process weights, metrics and the best checkpoint's path, but neither optimizers nor the number
+    of steps. None in other processes.
+    """
+    if dist.is_initialized() or not isinstance(strategy.launcher, _MultiProcessingLauncher):
+        return None
+    why = "it is saved by a process that was no worker, and their optimizers and number of steps are not in it either"
+    warn_of_incomplete(kind, why)
+    return _empty_content(kind, strategy.world_size, 1, why)
+
+
+def _empty_content(kind: str, world_size: int, ranks: int, why_incomplete: str | None) -> dict[str, Any]:
+    """Return all fields but the seal, without any state."""
+    content: dict[str, Any] = {"kind": kind, "version": VERSION, "world_size": world_size, "ranks": ranks}
+    content |= {"unsent_norm": None, "numbers": None, "histories": [], "shared": {}, "workers": [], "extras": []}
+    return content | {"has_folder": False, "why_incomplete": why_incomplete}
+
+
+def _laid_out(averager: Averager, tensors: Tensors) -> dict[str, Any]:
+    """Return flat parts as parts of tensors that are sharded like their parameters."""
+    parameters = averager.parameters
+    return {
+        kind: {name: like_parameter(parameters.get(name, flat), flat) for name, flat in of_kind.items()}
+        for kind, of_kind in tensors.items()
+    }
+
+
+def _gathered(
+    own: Mapping[str, Any], workers: Workers, replica: Workers, *, is_mean: bool = False
+) -> list[dict[str, Any]]:
+    """Return every worker's tensors whole on rank 0, or one entry with their mean; an empty list on other ranks."""
+    of_workers: list[dict[str, Any]] = [{} for _ in range(1 if is_mean else workers.num_workers)]
+    for chunk in _chunks(own):
+        full = whole(chunk)
+        if replica.rank != 0:
+            continue
+        parts = [_mean_on_first(full, workers)] if is_mean else workers.gather_objects_to_first(copied(full))
+        for of_worker, entries in zip(of_workers, parts, strict=False):
+            for (kind, name), entry in entries.items():
+                of_worker.setdefault(kind, {})[name] = entry.flatten() if isinstance(entry, Tensor) else entry
+    return of_workers if workers.rank == replica.rank == 0 else []
+
+
+def _chunks(tree: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[tuple[str, str], Any]]:
+    """Yield chunks of entries by kind and name, equal on all workers, whose parameters have the same sizes."""
+    chunk: dict[tuple[str, str], Any] = {}
+    num_bytes = 0
+    for kind, of_kind in tree.items():
+        for name, entry in of_kind.items():
+            size = entry.nbytes if isinstance(entry, Tensor) else CHUNK_BYTES
+            if chunk and num_bytes + size > CHUNK_BYTES:
+                yield chunk
+                chunk, num_bytes = {}, 0
+            chunk[kind, name] = entry
+            num_bytes += size
+    if chunk:
+        yield chunk
+
+
+def _mean_on_first(tensors: Mapping[Any, Tensor], workers: Workers) -> dict[Any, Tensor]:
+    """Return the workers' mean of each tensor on the CPU of rank 0; nothing elsewhere. Collective."""
+    # One tensor for all sums: messages hold on to theirs for a while.
+    largest = max(tensors.values(), key=Tensor.numel)
+    room = torch.empty(largest.numel(), dtype=torch.float64, device=largest.device)
+    means = {}
+    for key, tensor in tensors.items():
+        total = room[: tensor.numel()].copy_(tensor.flatten())
+        workers.sum_on_first(total)
+        if workers.rank == 0:
+            means[key] = total.div_(workers.num_workers).to("cpu", tensor.dtype, copy=True)
+    return means
+
+
+def mean_of(of_workers: Sequence[Any]) -> Any:
+    """Return the mean of nested containers: of floating-point tensors over the workers that have them.
+
+    Every other value is the first worker's that has it. A layer may have trained on some workers only.
+    """
+    first = of_workers[0]
+    if isinstance(first, Tensor):
+        if not (first.is_floating_point() or first.is_complex()):
+            return first
+        wide = torch.complex128 if first.is_complex() else torch.float64
+        same = [tensor for tensor in of_workers if isinstance(tensor, Tensor) and tensor.shape == first.shape]
+        return (torch.stack([tensor.to(wide) for tensor in same]).sum(0) / len(same)).to(first.dtype)
+    if isinstance(first, Mapping):
+        held = [entry for entry in of_workers if isinstance(entry, Mapping)]
+        names = dict.fromkeys(name for entry in held for name in entry)
+        return {name: mean_of([entry[name] for entry in held if name in entry]) for name in names}
+    if isinstance(first, (list, tuple)):
+        return type(first)(mean_of(list(entries)) for entries in zip(*of_workers, strict=False))
+    return first

@@ -1,1 +1,0 @@
-"""Setting λ: calibration to a density, and its correction afterwards."""

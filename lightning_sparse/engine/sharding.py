@@ -1,0 +1,148 @@
+"""Models that FSDP2 shards: their requirements, the ranks of a replica, and the statistics of all shards."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lightning_sparse.engine.grouping import local
+from lightning_sparse.engine.step_stats import LayerStats, StepStats, layer_stats
+from lightning_sparse.exchange import current_device, require_agreement
+from lightning_sparse.exchange.agreement import differing
+from lightning_sparse.exchange.groups import replica_workers
+from lightning_sparse.selection.numbers import STEP_NUMBERS, combined
+
+OF_STEP = [number for number in STEP_NUMBERS if number.shards]
+OF_LAYER = [number for number in OF_STEP if number.per_layer]
+
+
+class Sharding:
+    """The ranks of a model that ``fully_shard`` shards. Collective: all ranks make it at set-up.
+
+    Args:
+        module: the model.
+        mesh: the dimension of replicas, one rank each, of a mesh of all ranks.
+        settings: plain values by name that all ranks must agree on.
+
+    Attributes:
+        named: the parameters by name, as the module has them when they are sharded.
+        device: this rank's.
+        group: the ranks that hold the same shard as this rank, one per replica.
+        is_alone: whether there is one replica, which has nothing to exchange.
+        replica: the ranks that hold this rank's replica.
+        place: this rank's place among all, which tells apart the states that ranks save.
+
+    Raises:
+        TypeError: not a mesh.
+        ValueError: a mesh of several dimensions, or a module that is not sharded as it must be.
+        RuntimeError: ranks disagree on the settings, or the mesh does not divide them into replicas (on every rank).
+    """
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, settings: dict[str, Any]) -> None:
+        reshard(module)
+        _require_shards(module, mesh)
+        self.named = dict(module.named_parameters())
+        self.device = local(next(iter(self.named.values()))).device
+        self.group = mesh.get_group()
+        self.is_alone = dist.get_world_size(self.group) == 1
+        shards = {f"shard of {name}": f"{list(local(held).shape)}, {held.dtype}" for name, held in self.named.items()}
+        with current_device(self.device):
+            # Shards are compared between ranks in the same place; all ranks are told where they differ.
+            different = differing(shards, self.group)
+            require_agreement(settings | {"shards that differ between replicas": different})
+            self.replica = replica_workers(self.group)
+        self.place = {"world_size": dist.get_world_size(), "rank": dist.get_rank()}
+
+    def of_all_shards(self, own: StepStats) -> StepStats:
+        """Return the statistics of the whole model. Collective: every rank of the replica calls this.
+
+        Bytes count what all ranks of the replica handed to collectives between replicas. A parameter of which several
+        ranks hold copies, as under tensor parallelism, counts once per copy.
+        """
+        if self.replica.num_workers == 1:
+            return own
+        names = list(self.named) if own.layers else []
+        layers = [own.layers.get(name, LayerStats(0, 0, 0.0, 0.0)) for name in names]
+        numbers = [getattr(own, number.name) for number in OF_STEP]
+        numbers += [getattr(layer, number.name) for layer in layers for number in OF_LAYER]
+        rows = self.replica.gather_numbers(numbers, self.device)
+        totals = iter(combined(rows, OF_STEP + OF_LAYER * len(layers), "shards"))
+        of_step = {number.name: next(totals) for number in OF_STEP}
+        of_layers = {name: layer_stats(OF_LAYER, [next(totals) for _ in OF_LAYER], own.num_workers) for name in names}
+        trained = {name: layer for name, layer in of_layers.items() if layer.num_elements}  # others are frozen
+        return replace(own, **of_step, layers=trained)
+
+
+def _require_shards(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Raise if gradients would be averaged over too many ranks, or over too few."""
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"Expected a mesh, mesh['replicate'] for example, got {mesh!r}.")
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"Expected the dimension of replicas alone, mesh['replicate'] for example, got a mesh of {mesh.ndim} "
+            f"dimensions: {mesh.mesh_dim_names}."
+        )
+    named = dict(module.named_parameters())
+    if not any(parameter.requires_grad for parameter in named.values()):
+        raise ValueError("The module has no parameter that requires a gradient: there is nothing to average.")
+    between = dist.get_process_group_ranks(mesh.get_group())
+    num_ranks = dist.get_world_size() // len(between)
+    is_distributed = any(isinstance(parameter, DTensor) for parameter in named.values())  # tensor parallelism, perhaps
+    is_sharded = any(isinstance(part, FSDPModule) for part in module.modules())
+    for name, parameter in named.items():
+        if local(parameter).is_meta:
+            raise ValueError(
+                f"{name} is on no device (meta). Call model.to_empty(device=…) and initialise it before this."
+            )
+        if isinstance(parameter, DTensor):
+            if parameter.device_mesh.device_type != local(parameter).device.type:
+                raise ValueError(
+                    f"{name} is on the {local(parameter).device.type}, and its mesh is of "
+                    f"{parameter.device_mesh.device_type}: gradients that are offloaded cannot be exchanged. Leave "
+                    "CPUOffloadPolicy out."
+                )
+            also = set(parameter.device_mesh.mesh.flatten().tolist()) & set(between)
+            if len(also) > 1:
+                raise ValueError(
+                    f"{name} is sharded over ranks of several replicas ({sorted(also)} hold the same shard). Give "
+                    "fully_shard the mesh of one replica, mesh['shard'] (with the strategy "
+                    "self.device_mesh['data_parallel']), and what exchanges that of replicas, mesh['replicate']."
+                )
+        elif num_ranks > 1 and parameter.requires_grad and (is_sharded or not is_distributed):
+            raise ValueError(
+                f"{name} is not sharded, so that its gradient would not be averaged inside a replica. Call "
+                "fully_shard(model, mesh=…) on the whole model too, after its blocks and before this."
+            )
+
+
+def reshard(module: nn.Module) -> None:
+    """Free the parameters that FSDP2 has gathered, so that the module shows its shards.
+
+    FSDP2 keeps the outermost module's gathered parameters after a forward without a backward. A later forward would not
+    see values written to the shards meanwhile.
+    """
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+class Resharded(nn.Module):
+    """A view of a sharded model whose tensors are its shards at any time between steps."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._of = [module]  # not a child, whose names would begin with its own
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the model's parameters, after ``reshard``."""
+        reshard(self._of[0])
+        return self._of[0].named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yield the model's buffers."""
+        return self._of[0].named_buffers(*args, **kwargs)

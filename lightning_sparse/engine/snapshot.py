@@ -1,0 +1,160 @@
+"""Snapshots: an averager's state as named tensors and plain numbers, and the seal that detects damage to it.
+
+A flipped bit, a value that became NaN or a missing entry would otherwise corrupt hours of training before anybody
+notices. The seal maps the path of each saved entry to a short description; a tensor's has its dtype, shape, norm and
+the sum of its bits. It finds damage and edits, but does not protect against forgery.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isclose, isnan, sqrt
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import rank_zero_warn
+from torch import Tensor
+
+from lightning_sparse.engine.grouping import as_real, local
+from lightning_sparse.selection.numbers import squared_norm
+
+Tensors = dict[str, dict[str, Tensor]]
+"""By kind, then by parameter name: flat, in the order of the parameter's indices, two numbers per complex element."""
+SEAL = "seal"
+NORM_TOLERANCE = 1e-4
+"""Relative. Another processor adds squares in another order."""
+
+
+@dataclass
+class Snapshot:
+    """The state of one averager between two optimizer steps.
+
+    Tensors may be the averager's own memory, which later steps change.
+
+    Attributes:
+        numbers: plain values that are equal on all ranks: settings, λ and its controller, counters, layouts.
+        history: earlier steps of this rank's buckets as seen by the exchange and the sparsifier, under ``"exchange"``
+            and ``"sparsifier"``. Equal on all workers.
+        shared: tensors that are equal on all workers: ``"anchor"``, and the outer optimizer's state as ``"outer.KEY"``.
+        own: tensors of this worker alone: ``"residual"``, or ``"weights"`` and ``"unsent"``.
+        extra: further state of this rank alone, such as ``"buffers"``; plain containers and tensors.
+    """
+
+    numbers: dict[str, Any]
+    history: dict[str, Any] = field(default_factory=dict)
+    shared: Tensors = field(default_factory=dict)
+    own: Tensors = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def copied(tree: Any) -> Any:
+    """Return nested containers with every tensor copied to the CPU."""
+    if isinstance(tree, Tensor):
+        return tree.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    if isinstance(tree, Mapping):
+        return {name: copied(entry) for name, entry in tree.items()}
+    return [copied(entry) for entry in tree] if isinstance(tree, list) else tree
+
+
+def unsent_norm(of_workers: Sequence[Mapping[str, Tensor]]) -> float | None:
+    """Return sqrt((1/n) Σ_i ‖e_i‖²) of the workers' unsent values by name; None of no workers."""
+    if not of_workers:
+        return None
+    squares = [float(squared_norm(tensor.flatten())) for worker in of_workers for tensor in worker.values()]
+    return sqrt(sum(squares) / len(of_workers))
+
+
+def warn_of_forgotten(norm: float | None) -> None:
+    """Warn that saved residuals are lost, as this run keeps none."""
+    if norm:
+        rank_zero_warn(
+            f"lightning_sparse: the saved residuals (norm {norm:.3g}) are lost: error_feedback='none' keeps none. "
+            "Resume with error_feedback='gradient' to keep them."
+        )
+
+
+class DamagedStateError(RuntimeError):
+    """Saved state that has changed since it was saved: the first such entry, and how it differs."""
+
+    def __init__(self, path: str, problem: str) -> None:
+        super().__init__(
+            f"lightning_sparse cannot resume: in the saved state, {path} {problem}. The state was edited or damaged "
+            "after it was saved. Resume from another checkpoint, or load its weights alone."
+        )
+
+
+def sealed(state: dict[str, Any]) -> dict[str, Any]:
+    """Return state, nested dicts and lists of tensors and plain values, with its seal."""
+    return {**state, SEAL: {path: _description(entry) for path, entry in _entries_of(state)}}
+
+
+def require_seal(state: Any, *, but: tuple[str, ...] = ()) -> None:
+    """Raise ``DamagedStateError`` if an entry has changed since ``sealed`` returned the state.
+
+    Leaves parts unchecked whose paths are in ``but``, such as ``workers/3``.
+    """
+    seal = state.get(SEAL) if isinstance(state, Mapping) else None
+    if not isinstance(seal, Mapping):
+        raise DamagedStateError("its seal", "is missing")
+
+    def counts(path: str) -> bool:
+        return not any(path.startswith(f"{part}/") for part in but)
+
+    held = {path: entry for path, entry in _entries_of(state) if counts(path)}
+    for path in (path for path in seal if counts(path) and path not in held):
+        raise DamagedStateError(path, "is missing")
+    for path, entry in held.items():
+        if path not in seal:
+            raise DamagedStateError(path, "was added")
+        now, then = _description(entry), seal[path]
+        if not _is_same(now, then):
+            raise DamagedStateError(path, f"is {_in_words(now)} and was {_in_words(then)}")
+
+
+def _entries_of(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield path and value of every entry, containers before their content."""
+    if path:
+        yield path, tree
+    if isinstance(tree, Mapping):
+        for name, entry in tree.items():
+            if path or name != SEAL:
+                key = name if isinstance(name, str) else repr(name)
+                yield from _entries_of(entry, f"{path}/{key}" if path else key)
+    elif isinstance(tree, (list, tuple)):
+        for place, entry in enumerate(tree):
+            yield from _entries_of(entry, f"{path}/{place}")
+
+
+def _description(entry: Any) -> Any:
+    if isinstance(entry, Tensor):
+        held = as_real(local(entry))
+        octets = held.contiguous().flatten().view(torch.uint8)
+        words = octets if octets.numel() % 4 else octets.view(torch.int32)
+        bits = int(words.sum(dtype=torch.int64))  # modulo 2⁶⁴: another number after any single change
+        return [str(entry.dtype), list(entry.shape), _norm(held), bits]
+    if isinstance(entry, (Mapping, list, tuple)):
+        return f"a {'dict' if isinstance(entry, Mapping) else 'list'} of {len(entry)}"
+    return repr(entry)
+
+
+def _is_same(now: Any, then: Any) -> bool:
+    if not (isinstance(now, list) and isinstance(then, list) and len(then) == len(now)):
+        return bool(now == then)
+    (*kind, norm, bits), (*kind_then, norm_then, bits_then) = now, then
+    if [*kind, bits] != [*kind_then, bits_then] or not isinstance(norm_then, float):
+        return False
+    return isclose(norm, norm_then, rel_tol=NORM_TOLERANCE) or (isnan(norm) and isnan(norm_then))
+
+
+def _in_words(description: Any) -> str:
+    if isinstance(description, list) and len(description) == 4:
+        dtype, shape, norm, _ = description
+        return f"a tensor of {dtype}, shape {shape} and norm {norm}"
+    return str(description)[:80]
+
+
+def _norm(held: Tensor) -> float:
+    if not held.is_floating_point():
+        held = held.double()
+    elif held.itemsize < 4:
+        held = held.float()
+    return float(squared_norm(held.flatten()).sqrt())

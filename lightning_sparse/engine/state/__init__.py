@@ -1,1 +1,0 @@
-"""State of averagers: residuals, snapshots, and seals of saved state."""
