@@ -6,8 +6,6 @@ import signal
 import pytest
 from hypothesis import settings
 
-from tests.warm_start import VARIABLE, warm_start
-
 gc.disable()  # until all is imported: to look through what stays anyway, over and over, takes a third of that time
 
 # No deadline: the machine may be busy. In continuous integration the examples are the same in every run, elsewhere new.
@@ -25,20 +23,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def pytest_configure(config):
-    """Commands of tests that run side by side need not import torch each for itself."""
     if config.getoption("numprocesses", None):
-        gc.enable()  # who collects no tests itself imports no more
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # for tests and what they start
-    if config.getoption("numprocesses", None) and "LIGHTNING_SPARSE_COLD_START" not in os.environ:
-        server = warm_start()
-        server.__enter__()
-        config.add_cleanup(lambda: server.__exit__(None, None, None))
-
-
-@pytest.fixture
-def cold_start(monkeypatch):
-    """What the test starts imports everything itself."""
-    monkeypatch.delenv(VARIABLE, raising=False)
+        gc.enable()  # this process collects no tests and imports no more
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # for tests and the commands that they start
 
 
 def pytest_itemcollected(item, begun=set()):  # noqa: B006  (a memory)

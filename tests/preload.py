@@ -3,14 +3,9 @@
 import contextlib
 import gc
 import importlib
+import importlib.metadata
 import os
-import sys
 
-from tests.warm_start.lookups import remember_entry_points, remember_number_of_gpus
-
-is_warm = "torch" in sys.modules  # a fork of the server, which has done so
-if not is_warm:
-    remember_entry_points()
 gc.disable()
 for _name in (
     "fsspec.implementations.chained",
@@ -27,41 +22,6 @@ for _name in (
 ):
     with contextlib.suppress(ImportError):  # a worker that needs it says so
         importlib.import_module(_name)
-if not is_warm:
-    remember_number_of_gpus()
-
-
-def _meet_lightning():
-    """Has a Trainer look up what it looks up once in a process. Backward is not for it: a fork could do none."""
-    import logging
-    import warnings
-    from unittest import mock
-
-    import torch
-    from lightning.pytorch import LightningModule, Trainer
-
-    class Model(LightningModule):
-        def validation_step(self, batch, batch_idx):
-            self.log("mean", batch.mean())
-
-    logger, state = logging.getLogger("lightning.pytorch"), torch.get_rng_state()
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    # To ask for GPUs would mark all forks as ones that may not use them.
-    with (
-        warnings.catch_warnings(),
-        mock.patch.object(torch.cuda, "is_available", return_value=False),
-        mock.patch.object(torch.cuda, "device_count", return_value=0),
-    ):
-        warnings.simplefilter("ignore")
-        trainer = Trainer(accelerator="cpu", devices=1, enable_model_summary=False, **quiet)
-        trainer.validate(Model(), torch.utils.data.DataLoader(torch.zeros(2, 1)), verbose=False)
-    logger.setLevel(level)
-    torch.set_rng_state(state)
-
-
-_meet_lightning()
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     with contextlib.suppress(ImportError):

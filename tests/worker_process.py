@@ -3,10 +3,8 @@
 import contextlib
 import functools
 import gc
-import io
 import logging
 import multiprocessing
-import operator
 import os
 import pickle
 import random
@@ -17,7 +15,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -100,7 +98,7 @@ def _answer(call: Call) -> None:
             store = f"file://{call.folder}/store"
             dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_workers)
             dist.barrier()  # who has nothing to do would close what another is still connecting to
-        save(call.function(*call.args), Path(f"{call.folder}/{rank}.result"))
+        Path(f"{call.folder}/{rank}.result").write_bytes(pickle.dumps(call.function(*call.args)))
         if dist.is_initialized() and (call.process_group or not call.is_last):
             dist.destroy_process_group()
     except BaseException:
@@ -118,44 +116,6 @@ def _set_random_states(python: Any, of_numpy: Any, of_torch: torch.Tensor) -> No
     torch.set_rng_state(of_torch)
 
 
-class _Pickler(pickle.Pickler):
-    """Writes a plain tensor as its bytes, for which ``torch.save`` takes many times as long; others as that does."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if not issubclass(type(value), torch.Tensor):  # some objects warn when they are asked for their class
-            return NotImplemented
-        if type(value) is torch.Tensor and _is_plain(value):
-            content = value.view(-1).view(torch.uint8).numpy().tobytes()
-            return _tensor_of, (content, value.dtype, value.shape, value.stride())
-        saved = io.BytesIO()
-        torch.save(value, saved)
-        return _load, (saved.getvalue(),)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    is_dense = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
-    return (
-        is_dense
-        and tensor.numel() > 0
-        and tensor.is_contiguous()
-        and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
-    )
-
-
-def _tensor_of(content: bytes, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> torch.Tensor:
-    return torch.frombuffer(bytearray(content), dtype=dtype).as_strided(shape, stride)
-
-
-def _load(saved: bytes) -> Any:
-    return torch.load(io.BytesIO(saved), weights_only=False)
-
-
-def save(result: Any, path: Path) -> None:
-    """Writes what ``pickle.load`` reads."""
-    with path.open("wb") as file:
-        _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(result)
-
-
 class _Traces:
     """What a call may leave for the next one to meet, as it is now."""
 
@@ -166,29 +126,38 @@ class _Traces:
     def have_changed(self) -> bool:
         return (
             _settings() != self._settings
-            or any(_module_has_changed(sys.modules.get(name), *found) for name, found in self._modules.items())
-            or any(_class_has_changed(*found) for found in self._classes)
+            or any(sys.modules.get(name) is not module for name, (module, _) in self._modules.items())
+            or any(vars(now).get(key) is not one for now, copy in self._modules.values() for key, one in copy.items())
+            or any(_methods(one) != methods for one, methods in self._classes)
         )
 
 
 @functools.cache
 def copies() -> tuple[dict[str, tuple[Any, dict[str, Any]]], list[tuple[type, dict[str, Any]]]]:
-    """Returns what our modules and their classes name; made by the fork server, so that no worker has to.
+    """Returns functions, classes, numbers and texts of our modules, and the methods of their classes.
 
-    Copies keep what they name: no other object has its place in memory.
+    All else may be a memory. Made by the fork server, so that no worker has to.
     """
     modules = {
-        name: (module, dict(vars(module)))
+        name: (module, {key: one for key, one in vars(module).items() if _is_fixed(one)})
         for name, module in list(sys.modules.items())
         if name.startswith("lightning_sparse") or name in _PATCHED
     }
     classes = [
-        (value, dict(vars(value)))
+        (one, _methods(one))
         for name, (_, copy) in modules.items()
-        for value in copy.values()
-        if issubclass(type(value), type) and value.__module__ == name
+        for one in copy.values()
+        if issubclass(type(one), type) and one.__module__ == name
     ]
     return modules, classes
+
+
+def _is_fixed(one: Any) -> bool:
+    return callable(one) or issubclass(type(one), (str, int, float))  # some objects warn when asked for their class
+
+
+def _methods(one: type) -> dict[str, Any]:
+    return {name: value for name, value in vars(one).items() if hasattr(value, "__get__")}
 
 
 def _settings() -> dict[str, Any]:
@@ -203,28 +172,3 @@ def _settings() -> dict[str, Any]:
         "children": multiprocessing.active_children(),
         "network": os.stat("/proc/self/ns/net").st_ino if sys.platform == "linux" else None,
     }
-
-
-def _module_has_changed(now: Any, module: Any, copy: dict[str, Any]) -> bool:
-    """Whether a function, class, number or text that was there is another; all else may be a memory."""
-    if now is not module:
-        return True
-    names = vars(module)
-    return not _is_same(names, copy) and any(
-        names.get(name) is not value
-        # Not isinstance: some objects warn when they are asked for their class.
-        for name, value in copy.items()
-        if callable(value) or issubclass(type(value), (str, int, float))
-    )
-
-
-def _class_has_changed(one: type, copy: dict[str, Any]) -> bool:
-    return not _is_same(vars(one), copy) and _methods(vars(one)) != _methods(copy)
-
-
-def _is_same(names: Mapping[str, Any], copy: dict[str, Any]) -> bool:
-    return list(names) == list(copy) and all(map(operator.is_, names.values(), copy.values()))
-
-
-def _methods(names: Mapping[str, Any]) -> list[tuple[str, int]]:
-    return [(name, id(value)) for name, value in names.items() if hasattr(value, "__get__")]

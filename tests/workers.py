@@ -7,7 +7,6 @@ notebook's kernel does, but those that failed or were left changed (``tests.work
 
 import atexit
 import contextlib
-import functools
 import multiprocessing
 import pickle
 import socket
@@ -81,7 +80,6 @@ def run_workers(
 
 
 def _start() -> _Worker:
-    _let_go_at_the_end()
     ours, theirs = _context.Pipe()
     process = _context.Process(target=serve, args=(theirs,))
     process.start()
@@ -89,11 +87,7 @@ def _start() -> _Worker:
     return _Worker(process, ours)
 
 
-@functools.cache
-def _let_go_at_the_end() -> None:
-    atexit.register(_let_go)
-
-
+@atexit.register
 def _let_go() -> None:
     for worker in _kept:
         worker.pipe.close()

@@ -2,12 +2,39 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 Select = Callable[[Tensor], Tensor]
 """Which elements of a flat drift are sent."""
+
+NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+CASES: dict[str, dict[str, Any]] = {
+    "every step": {},
+    "every third step": {"every_n_steps": 3},
+    "applied late": {"overlap": True},
+    "every third step, applied late": {"overlap": True, "every_n_steps": 3},
+    "back to the anchor": {"keep_drift": False},
+    "back to the anchor, decaying": {"keep_drift": False, "drift_decay": 0.5, "every_n_steps": 2},
+    "outer optimizer": {"outer_optimizer": NESTEROV, "every_n_steps": 2},
+    "outer optimizer, back to the anchor, late": {
+        "outer_optimizer": NESTEROV, "every_n_steps": 2, "keep_drift": False, "overlap": True,
+    },
+    "gather": {"exchange": "gather"},
+    "dense": {"exchange": "dense"},
+    "reduce_scatter": {"exchange": "reduce_scatter"},
+}  # fmt: skip
+"""Arguments of ``DriftOptions``."""
+
+
+def simulated(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns what ``Simulation`` calls these options."""
+    same = {name: one for name, one in options.items() if name in ("every_n_steps", "keep_drift", "drift_decay")}
+    outer = (0.7, 0.9) if "outer_optimizer" in options else None
+    return {**same, "is_late": options.get("overlap", False), "outer": outer}
 
 
 @dataclass

@@ -18,8 +18,6 @@ class Plan:
     clip_norm: float | None = None
     round_values: Callable[[Tensor], Tensor] = lambda values: values
     select_in_model: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None  # of one worker, in place of select
-    observe: Callable[[dict[str, Tensor]], None] = lambda average: None
-    begin_step: Callable[[int, float], None] = lambda step, rate: None
 
 
 @dataclass
@@ -45,9 +43,8 @@ def simulate(
     elements = sum(p.numel() for p in parameters.values())
     last_rate = optimizer.param_groups[0]["lr"]
     records = []
-    for place, step in enumerate(batches):
+    for step in batches:
         rate = optimizer.param_groups[0]["lr"]
-        plan.begin_step(place, rate)
         total = {name: torch.zeros_like(p) for name, p in parameters.items()}
         sent_count = dict.fromkeys(parameters, 0)
         for (inputs, targets), error in zip(step, errors, strict=True):
@@ -71,7 +68,6 @@ def simulate(
                 error[name] = torch.zeros_like(sent) if plan.feedback == "none" else compensated[name] - sent
         for name, p in parameters.items():
             p.grad = total[name] / num_workers
-        plan.observe({name: p.grad.clone() for name, p in parameters.items()})
         optimizer.step()
         last_rate = rate
         if scheduler is not None:

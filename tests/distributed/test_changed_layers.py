@@ -1,7 +1,6 @@
 """A model whose layers are replaced, added, removed or renamed during local training stays within λ of its anchor."""
 
 import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -49,14 +48,7 @@ def ties(net: nn.Sequential) -> None:
     net[3].weight = net[0].weight
 
 
-CHANGES: dict[str, Callable[[nn.Sequential], None]] = {
-    "replaced": replaces,
-    "of another size": resizes,
-    "added, with buffers": adds,
-    "removed": removes,
-    "of another name": renames,
-    "tied": ties,
-}
+CHANGES = (replaces, resizes, adds, removes, renames, ties)
 OPTIONS: dict[str, dict[str, Any]] = {
     "kept in the weights": {},
     "kept apart": {"keep_drift": False},
@@ -74,7 +66,7 @@ def batches() -> list[Tensor]:
 def _train(options: dict[str, Any], threshold: float) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor], bool]]:
     """Returns for each change weights, anchor, and whether the last layer was trained after it."""
     found = {}
-    for name, change in CHANGES.items():
+    for change in CHANGES:
         net = build()
         averager = SparseModelAverager(net, HardThreshold(threshold=threshold), DriftOptions(**options))
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -91,7 +83,7 @@ def _train(options: dict[str, Any], threshold: float) -> dict[str, tuple[dict[st
         averager.flush()
         weights = {key: value.detach().clone() for key, value in net.named_parameters()}
         anchor = {key: value.clone() for key, value in averager.anchor().items()}
-        found[name] = weights, anchor, not torch.equal(new, [*net.parameters()][-1])
+        found[change.__name__] = weights, anchor, not torch.equal(new, [*net.parameters()][-1])
         averager.close()
     return found
 
@@ -99,7 +91,7 @@ def _train(options: dict[str, Any], threshold: float) -> dict[str, tuple[dict[st
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_replicas_stay_within_the_threshold_of_an_anchor_that_they_share(options: dict[str, Any]) -> None:
     first, second = run_workers(_train, 2, options, LAMBDA)
-    for name in CHANGES:
+    for name in first:
         (weights, anchor, trained), (other, other_anchor, _) = first[name], second[name]
         assert trained, name
         assert weights.keys() == anchor.keys() == other_anchor.keys(), name
@@ -109,13 +101,6 @@ def test_replicas_stay_within_the_threshold_of_an_anchor_that_they_share(options
             assert torch.equal(anchor[key], other_anchor[key]), (name, key)
             assert (one - anchor[key]).abs().max() < LAMBDA + own_steps, (name, key)
             assert (other[key] - anchor[key]).abs().max() < LAMBDA + own_steps, (name, key)
-
-
-def test_all_weights_are_the_same_where_everything_is_sent() -> None:
-    first, second = run_workers(_train, 2, {}, 0.0)
-    for name in CHANGES:
-        for key, one in first[name][0].items():
-            torch.testing.assert_close(one, second[name][0][key], rtol=0, atol=0)
 
 
 class Statistic(nn.Module):

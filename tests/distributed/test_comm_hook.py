@@ -1,4 +1,3 @@
-import copy
 import gc
 import weakref
 
@@ -12,7 +11,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
 )
 
-import lightning_sparse
 from lightning_sparse import GaussianK, HardThreshold, LayerLayout, TopK, register_comm_hook
 from lightning_sparse.engine import warmup
 from tests.workers import run_workers
@@ -54,93 +52,6 @@ def step(model, first, second, sometimes=None):
 ZERO3, ZERO2 = [0.0] * 3, [0.0] * 2
 
 
-def _train_with_scaler(scaled, overflow_at):
-    """SGD on fixed gradients; with a scaler, losses are multiplied by S and one worker overflows once."""
-    model = Wide()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3, enabled=scaled)
-    ddp, state = wrapped(HardThreshold(threshold=0.5), model, grad_scaler=scaler)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    statistics, around_overflow = [], None
-    for index in range(12):
-        gradients = [torch.randn(size, generator=generator) for size in (4, 3, 2)]
-        overflows = index == overflow_at
-        if overflows and not scaled:
-            continue
-        before = copy.deepcopy(state.residuals.state_dict())
-        if overflows and dist.get_rank() == 1:
-            gradients[0][2] = float("inf")
-        optimizer.zero_grad()
-        scaler.scale(ddp(*gradients)).backward()
-        if overflows:
-            weight = model.first.detach().clone()
-        scaler.step(optimizer)
-        scaler.update()
-        if overflows:
-            after = state.residuals.state_dict()
-            around_overflow = before, after, weight, model.first.detach().clone()
-        else:
-            statistics.append((state.last_step.density, state.last_step.error_norm))
-    return [p.detach() for p in model.parameters()], statistics, around_overflow
-
-
-def test_a_loss_scale_changes_no_number_and_an_overflowed_step_is_undone():
-    scaled = run_workers(_train_with_scaler, 2, True, 5)
-    plain = run_workers(_train_with_scaler, 2, False, 5)
-    for (weights, statistics, around), (plain_weights, plain_statistics, _) in zip(scaled, plain, strict=True):
-        assert statistics == plain_statistics
-        for one, other in zip(weights, plain_weights, strict=True):
-            assert torch.equal(one, other)
-        before, after, weight_before, weight_after = around
-        assert torch.equal(weight_before, weight_after)  # skipped on both workers, though only rank 1 overflowed
-        assert any(residual.any() for residual in before.values())
-        for name, residual in before.items():
-            torch.testing.assert_close(after[name], residual, rtol=0, atol=0)
-
-
-def _disagreement():
-    try:
-        wrapped(TopK(0.1) if dist.get_rank() else HardThreshold(threshold=0.1))
-    except RuntimeError as error:
-        return str(error)
-
-
-def test_workers_that_disagree_are_told_so_on_every_rank():
-    messages = run_workers(_disagreement, 2)
-    assert messages[0] == messages[1]
-    assert "sparsifier: rank 0: 'HardThreshold', rank 1: 'TopK'" in messages[0]
-
-
-def _payload_bytes(exchange):
-    # Seven steps: everything is sent, then almost nothing, then everything again.
-    torch.manual_seed(0)
-    model = torch.nn.Linear(300, 10, bias=False)
-    ddp, state = wrapped(HardThreshold(threshold=1.0), model, bucket_cap_mb=25, exchange=exchange)
-    payload_bytes = []
-    for size in (2.0, 2.0, 1e-3, 1e-3, 1e-3, 2.0, 2.0):
-        ddp.zero_grad()
-        (ddp(torch.full((1, 300), size))).sum().backward()
-        payload_bytes.append(state.last_step.payload_bytes)
-    return payload_bytes, state.last_step.dense_bytes
-
-
-def test_auto_gathers_what_is_sparse_and_reduces_what_is_not():
-    for payload_bytes, dense_bytes in run_workers(_payload_bytes, 2, "auto"):
-        first, everything, nothing_yet, nothing, still, jump, everything_again = payload_bytes
-        assert first == everything == nothing_yet == everything_again
-        assert dense_bytes <= first <= dense_bytes + 100
-        assert nothing == still < 200
-        assert dense_bytes < jump < dense_bytes + 300  # what was gathered did not hold it: it goes again, dense
-
-
-def test_a_forced_exchange_is_kept_to():
-    for payload_bytes, dense_bytes in run_workers(_payload_bytes, 2, "dense"):
-        assert all(dense_bytes <= sent <= dense_bytes + 100 for sent in payload_bytes)
-    for payload_bytes, dense_bytes in run_workers(_payload_bytes, 2, "gather"):
-        # The third step still has the room that the second needed.
-        assert [sent > dense_bytes for sent in payload_bytes] == [True, True, True, False, False, True, True]
-
-
 def _payload_bytes_of_a_calibration(exchange):
     torch.manual_seed(0)
     sparsifier = HardThreshold(density=0.001, calibration_steps=3)
@@ -180,52 +91,15 @@ def _errors():
         reduced = DistributedDataParallel(torch.nn.Linear(2, 2))
     with pytest.raises(RuntimeError, match="python_reducer"):
         register_comm_hook(reduced, HardThreshold(threshold=0.1))
-    state = register_comm_hook(ddp, HardThreshold(threshold=0.1))
+    with pytest.raises(ValueError, match="density_control='hold' with GaussianK"):
+        register_comm_hook(ddp, GaussianK(0.1), density_control="hold")
+    register_comm_hook(ddp, HardThreshold(threshold=0.1))
     with pytest.raises(RuntimeError, match="register_comm_hook"):
         register_comm_hook(ddp, HardThreshold(threshold=0.1))
-    return isinstance(state, lightning_sparse.SparseState)
 
 
 def test_a_module_that_cannot_take_the_hook_is_refused():
-    assert run_workers(_errors, 1) == [True]
-
-
-def _the_callers_sparsifier_stays_as_it_was():
-    sparsifier = HardThreshold(density=0.5, calibration_steps=1)
-    model, state = wrapped(sparsifier)
-    step(model, [1.0] * 4, [1.0] * 3, ZERO2)
-    return sparsifier.threshold, state.sparsifier.threshold
-
-
-def test_calibration_does_not_change_the_callers_sparsifier():
-    [(original, calibrated)] = run_workers(_the_callers_sparsifier_stays_as_it_was, 1)
-    assert original is None
-    assert calibrated == pytest.approx((7 / (0.5 * 9)) ** 0.5)
-
-
-def _metrics_on_one_worker():
-    model, state = wrapped(HardThreshold(threshold=1.0))
-    average_density, total_error = lightning_sparse.AverageDensity(), lightning_sparse.TotalError()
-    state.subscribe(average_density.update)
-    state.subscribe(total_error.update)
-    step(model, [2.0, 0.5, 0.0, 0.0], ZERO3, ZERO2)
-    if dist.get_rank() == 1:
-        return None  # a synchronising metric would now wait for this worker
-    return average_density.compute().item(), total_error.compute().item()
-
-
-def test_metrics_can_be_computed_on_one_worker_alone():
-    results = run_workers(_metrics_on_one_worker, 2)
-    assert results[0] == (pytest.approx(1 / 9), pytest.approx(0.25))
-
-
-def _hold_a_density_that_is_not_there():
-    with pytest.raises(ValueError, match="density_control='hold' with GaussianK"):
-        wrapped(GaussianK(0.1), density_control="hold")
-
-
-def test_a_density_that_cannot_be_held_is_refused():
-    run_workers(_hold_a_density_that_is_not_there, 2)
+    run_workers(_errors, 1)
 
 
 def _held_back_and_idle():
@@ -245,22 +119,13 @@ def test_what_is_held_back_of_an_idle_layer_is_not_among_the_largest_of_the_mode
         assert held_back.tolist() == pytest.approx([0.9, 0.8])
 
 
-class MixedPrecision(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.coarse = torch.nn.Parameter(torch.zeros(4))
-        self.fine = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
-
-    def forward(self, coarse, fine):
-        return (self.coarse * coarse).sum().double() + (self.fine * fine).sum()
-
-
 def _largest_of_both_precisions():
-    model = DistributedDataParallel(MixedPrecision())
-    register_comm_hook(model, TopK(3 / 7, granularity="model"))
-    close = [1.0 + 1e-12, 1.0 + 3e-12, 1.0 + 2e-12]  # alike in float32
-    model(torch.tensor([0.1, 5.0, -1.0, 1.0]), torch.tensor(close, dtype=torch.float64)).backward()
-    return model.module.coarse.grad.tolist(), model.module.fine.grad.tolist()
+    model = Wide()
+    model.second = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    ddp, _ = wrapped(TopK(3 / 9, granularity="model"), model)
+    close = torch.tensor([1.0 + 1e-12, 1.0 + 3e-12, 1.0 + 2e-12], dtype=torch.float64)  # alike in float32
+    ddp(torch.tensor([0.1, 5.0, -1.0, 1.0]), close, torch.zeros(2)).backward()
+    return model.first.grad.tolist(), model.second.grad.tolist()
 
 
 def test_the_largest_of_the_model_are_found_among_float32_and_float64_alike():
@@ -383,48 +248,28 @@ def test_a_held_threshold_takes_no_notice_of_what_is_not_finite(granularity, ski
         assert found == expected
 
 
-def _thresholds_of_two_players(granularity):
-    """One player's backward leaves large gradients on the other, which are dropped."""
-    model, state = wrapped(HardThreshold(density=0.3, calibration_steps=1, granularity=granularity))
-    first = torch.optim.SGD([model.module.first], lr=0.1)
-    second = torch.optim.SGD([model.module.second, model.module.sometimes], lr=0.1)
-    generator, before_and_after = torch.Generator().manual_seed(dist.get_rank()), []
-    for _ in range(20):
-        model.zero_grad()
-        model(
-            *(torch.randn(size, generator=generator) * scale for size, scale in ((4, 1), (3, 1e6), (2, 1e6)))
-        ).backward()
-        before = state.sparsifier.threshold_of("second")
-        first.step()
-        before_and_after.append((before, state.sparsifier.threshold_of("second")))
-        model.zero_grad()
-        model(*(torch.randn(size, generator=generator) for size in (4, 3, 2))).backward()
-        second.step()
-    return before_and_after[1:], [state.sparsifier.threshold_of(name) for name in ("first", "second")]
-
-
-def test_gradients_that_are_dropped_move_no_layers_threshold():
-    (moved, thresholds), others = run_workers(_thresholds_of_two_players, 2, "layer")
-    assert (moved, thresholds) == others
-    assert all(before == after for before, after in moved)
-    assert len({before for before, _ in moved}) > 10  # by its own steps
-
-
-def _backwards_before_a_step(num_backwards):
-    model, state = wrapped(HardThreshold(density=0.2, calibration_steps=1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def _thresholds_of_several_backwards(granularity):
+    """Steps on ``first`` after three backwards; the last leaves large gradients elsewhere, which are dropped."""
+    sparsifier = HardThreshold(density=0.3, calibration_steps=1, granularity=granularity)
+    model, state = wrapped(sparsifier)
+    optimizer = torch.optim.SGD([model.module.first], lr=0.1)
     generator, thresholds = torch.Generator().manual_seed(dist.get_rank()), []
-    for _ in range(10):
-        model.zero_grad()
-        for _ in range(num_backwards):  # each exchanges its gradients
-            model(*(torch.randn(size, generator=generator) for size in (4, 3, 2))).backward()
-            thresholds.append(state.sparsifier.threshold)
+    for _ in range(20):
+        for scale in (1.0, 1.0, 1e6):
+            thresholds.append([state.sparsifier.threshold_of(name) for name in ("first", "second")])
+            model(*(torch.randn(n, generator=generator) * by for n, by in ((4, 1.0), (3, scale), (2, 1.0)))).backward()
         optimizer.step()
+        model.zero_grad()
+    assert sparsifier.threshold is None  # the caller's own
     return thresholds
 
 
-def test_between_optimizer_steps_a_held_threshold_is_constant():
-    for thresholds in run_workers(_backwards_before_a_step, 2, 3):
-        of_steps = [set(thresholds[place : place + 3]) for place in range(3, 30, 3)]
-        assert all(len(one) == 1 for one in of_steps)
-        assert len(set.union(*of_steps)) > 5
+@pytest.mark.parametrize("granularity", ["layer", "model"])
+def test_a_held_threshold_moves_with_the_steps_of_its_layer_only(granularity):
+    thresholds, others = run_workers(_thresholds_of_several_backwards, 2, granularity)
+    assert thresholds == others
+    calibrated = thresholds[3:]
+    assert granularity == "model" or len({second for _, second in calibrated}) == 1
+    of_steps = [{first for first, _ in calibrated[place : place + 3]} for place in range(0, len(calibrated), 3)]
+    assert all(len(one) == 1 for one in of_steps)
+    assert len(set.union(*of_steps)) > 10

@@ -1,18 +1,20 @@
 """The same step on a GPU. Skipped, with the reason, where there is none."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import HardThreshold, TopK, register_comm_hook
+from lightning_sparse import HardThreshold, TopK
 from lightning_sparse.exchange import Workers
 from lightning_sparse.exchange.groups import apart
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.wire import Wire
-from tests.distributed.plain_exchange import packed
-from tests.distributed.simulation import Plan, simulate
-from tests.distributed.training import OPTIMIZERS, STEPS, build_batches, build_model
+from tests.distributed.simulation import Plan
+from tests.distributed.test_against_simulation import THRESHOLD, assert_matches_simulation, reaches
+from tests.distributed.training import train
+from tests.unit.strategies import packed
 from tests.workers import run_workers
 
 pytestmark = [
@@ -37,37 +39,12 @@ def test_selection_and_payload_are_the_same_on_both_devices(sparsifier):
         torch.testing.assert_close(part, other, rtol=0, atol=0, equal_nan=True)
 
 
-def _train_on_cuda(exchange):
-    model = DistributedDataParallel(build_model().cuda(), device_ids=[0], bucket_cap_mb=0.0005)
-    optimizer = OPTIMIZERS["nesterov"](model.parameters())
-    state = register_comm_hook(model, HardThreshold(threshold=0.05), exchange=exchange)
-    densities = []
-    state.subscribe(lambda stats: densities.append(stats.density))
-    for batches in build_batches(dist.get_world_size()):
-        inputs, targets = batches[dist.get_rank()]
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(model(inputs.cuda()), targets.cuda()).backward()
-        optimizer.step()
-    return {name: p.detach().cpu() for name, p in model.module.named_parameters()}, densities
-
-
 @pytest.mark.parametrize(("backend", "num_workers"), [("gloo", 2), ("nccl", 1)])
 @pytest.mark.parametrize("exchange", ["gather", "reduce_scatter", "dense", "auto"])
 def test_training_on_a_gpu_matches_the_simulation_and_keeps_replicas_equal(exchange, backend, num_workers):
-    results = run_workers(_on_backend, num_workers, backend, _train_on_cuda, exchange)
-    model = build_model()
-    records = simulate(
-        model,
-        OPTIMIZERS["nesterov"](model.parameters()),
-        build_batches(num_workers),
-        Plan(lambda name, p: ~(p.abs() < 0.05)),
-    )
-    for weights, densities in results:
-        assert len(densities) == STEPS
-        assert densities == pytest.approx([record.density for record in records], rel=1e-9)
-        for name, p in model.named_parameters():
-            torch.testing.assert_close(weights[name], p.data, rtol=1e-8, atol=1e-10)
-            assert torch.equal(weights[name], results[0][0][name])
+    on_cuda = partial(train, HardThreshold(threshold=THRESHOLD), exchange=exchange, device="cuda")
+    results = run_workers(_on_backend, num_workers, backend, on_cuda)
+    assert_matches_simulation(results, "nesterov", Plan(reaches(THRESHOLD)), rtol=1e-8)
 
 
 def _gather_to_first():

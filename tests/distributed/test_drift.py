@@ -1,9 +1,8 @@
-"""Local training: anchors, drifts and what is exchanged of them, against n workers in plain tensors."""
+"""Local training: what the laws do not draw (test_drift_laws.py)."""
 
 import copy
 import gc
 import weakref
-from functools import partial
 
 import pytest
 import torch
@@ -12,13 +11,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import DriftOptions, HardThreshold, SparseModelAverager, TopK
-from tests.distributed.drift_simulation import Simulation, at_least, flat
+from lightning_sparse import DriftOptions, HardThreshold, SparseModelAverager
+from tests.distributed.drift_simulation import CASES, flat
 from tests.workers import run_workers
 
 STEPS = 13
 THRESHOLD = 0.02
-NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
 
 class Net(nn.Module):
@@ -51,202 +49,42 @@ def loss_of(model, rank, step):
     return F.cross_entropy(model(inputs), classes)
 
 
-def train(make_optimizer, sparsifier, options, steps=STEPS):
-    """Returns what a worker has in the end, and after each step its weights, the anchor and the numbers."""
-    rank = dist.get_rank()
-    model = Net().double()
-    optimizer = make_optimizer(model.parameters())
-    averager = SparseModelAverager(model, sparsifier, DriftOptions(**options))
-    history = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        optimizer.step()
-        averager.step()
-        anchor = torch.cat([one.flatten() for one in averager.anchor().values()]).clone()
-        history.append((flat(model), anchor, averager.last_step, averager.largest_drift))
-    with averager.averaged_weights():
-        mean = flat(model)
-    return history, mean, flat(model), averager.last_step
-
-
-def simulated(num_workers, make_optimizer, **options):
-    models = [Net().double() for _ in range(num_workers)]
-    simulation = Simulation(models, [make_optimizer(one.parameters()) for one in models], **options)
-    history = []
-    for step in range(STEPS):
-        losses = [partial(loss_of, rank=rank, step=step) for rank in range(num_workers)]
-        simulation.step(losses)
-        history.append(([flat(one) for one in models], simulation.anchor))
-    return simulation, history
-
-
-CASES = {
-    "every step": ({}, {}),
-    "every third step": ({"every_n_steps": 3}, {"every_n_steps": 3}),
-    "applied late": ({"overlap": True}, {"is_late": True}),
-    "every third step, applied late": (
-        {"overlap": True, "every_n_steps": 3},
-        {"is_late": True, "every_n_steps": 3},
-    ),
-    "back to the anchor": ({"keep_drift": False}, {"keep_drift": False}),
-    "back to the anchor, decaying": (
-        {"keep_drift": False, "drift_decay": 0.5, "every_n_steps": 2},
-        {"keep_drift": False, "drift_decay": 0.5, "every_n_steps": 2},
-    ),
-    "outer optimizer": (
-        {"outer_optimizer": NESTEROV, "every_n_steps": 2},
-        {"outer": (0.7, 0.9), "every_n_steps": 2},
-    ),
-    "outer optimizer, back to the anchor, late": (
-        {"outer_optimizer": NESTEROV, "every_n_steps": 2, "keep_drift": False, "overlap": True},
-        {"outer": (0.7, 0.9), "every_n_steps": 2, "keep_drift": False, "is_late": True},
-    ),
-    "gather": ({"exchange": "gather"}, {}),
-    "dense": ({"exchange": "dense"}, {}),
-    "reduce_scatter": ({"exchange": "reduce_scatter"}, {}),
-}
-
-
-def assert_as_simulated(results, simulation, expected):
-    """Weights are those of the simulation; anchors, the mean and all numbers have the same bits on all workers."""
-    first, first_mean = results[0][:2]
-    for rank, (history, mean, own, _) in enumerate(results):
-        for seen, (all_weights, expected_anchor), of_first in zip(history, expected, first, strict=True):
-            weights, anchor, numbers, largest_drift = seen
-            torch.testing.assert_close(weights, all_weights[rank], rtol=0, atol=1e-12)
-            torch.testing.assert_close(anchor, expected_anchor, rtol=0, atol=1e-12)
-            assert torch.equal(anchor, of_first[1])
-            assert (numbers, largest_drift) == of_first[2:]
-        assert torch.equal(mean, first_mean)
-        torch.testing.assert_close(mean, simulation.mean(), rtol=0, atol=1e-12)
-        torch.testing.assert_close(own, flat(simulation.models[rank]), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_training_is_that_of_workers_in_plain_tensors(case):
-    options, simulation_options = CASES[case]
-    results = run_workers(train, 3, adam, HardThreshold(threshold=THRESHOLD), options)
-    simulation, expected = simulated(3, adam, select=at_least(THRESHOLD), **simulation_options)
-    assert_as_simulated(results, simulation, expected)
-    for _, mean, _, last in results:
-        assert 0.02 < last.density < 0.98
-        assert simulation.sent[-1] == last.selected
-        assert last.dense_bytes == options.get("every_n_steps", 1) * mean.nbytes  # what DDP sends in the same steps
-
-
-def largest(density):
-    def select(drift):
-        k = max(1, int(density * drift.numel()))
-        return drift.abs() >= drift.abs().sort(descending=True).values[k - 1]
-
-    return select
-
-
-@pytest.mark.parametrize("case", ["every step", "back to the anchor, decaying", "gather", "dense"])
-def test_top_k_of_the_model_is_that_of_the_whole_drift(case):
-    options, simulation_options = CASES[case]
-    results = run_workers(train, 3, adam, TopK(0.1, granularity="model"), options)
-    simulation, expected = simulated(3, adam, select=largest(0.1), **simulation_options)
-    assert_as_simulated(results, simulation, expected)
-    for _, mean, _, last in results:
-        assert simulation.sent[-1] == last.selected == 3 * int(0.1 * mean.numel())
-
-
-def ddp(make_optimizer):
-    model = DistributedDataParallel(Net().double())
-    optimizer = make_optimizer(model.parameters())
-    for step in range(STEPS):
+def train(model, optimizer, steps, averager=None):
+    for step in steps:
         optimizer.zero_grad()
         loss_of(model, dist.get_rank(), step).backward()
         optimizer.step()
-    return flat(model)
+        if averager is not None:
+            averager.step()
+
+
+def anchor_of(averager):
+    return torch.cat([one.flatten() for one in averager.anchor().values()])
+
+
+def with_ddp_and_without():
+    ddp = DistributedDataParallel(Net().double())
+    train(ddp, sgd(ddp.parameters()), range(STEPS))
+    model = Net().double()
+    averager = SparseModelAverager(model, HardThreshold(threshold=0.0))
+    train(model, sgd(model.parameters()), range(STEPS), averager)
+    return flat(ddp), flat(model)
 
 
 def test_with_sgd_and_a_threshold_of_zero_it_is_ddp():
-    [expected, *_] = run_workers(ddp, 3, sgd)
-    for _, mean, own, _ in run_workers(train, 3, sgd, HardThreshold(threshold=0.0), {}):
-        torch.testing.assert_close(own, expected, rtol=0, atol=1e-14)
-        torch.testing.assert_close(mean, expected, rtol=0, atol=1e-14)
-
-
-@pytest.mark.parametrize("value_dtype", ["float32", "bfloat16", "float16"])
-def test_other_sparsifiers_and_half_precisions_lose_nothing(value_dtype):
-    results = run_workers(train, 2, adam, TopK(0.1), {"value_dtype": value_dtype, "exchange": "gather"})
-    for history, *_ in results:
-        assert all(step.selected == 2 * (24 + 2 + 8 + 1) for _, _, step, _ in history)
-    (first, mean, *_), (other, *_) = results
-    torch.testing.assert_close((first[-1][0] + other[-1][0]) / 2, mean, rtol=0, atol=1e-14)
-    assert torch.equal(first[-1][1], other[-1][1])
-
-
-def holds_density(density):
-    rank, steps = dist.get_rank(), 400
-    model = Net().double()
-    optimizer = adam(model.parameters())
-    averager = SparseModelAverager(model, HardThreshold(density=density, calibration_steps=10))
-    seen = []
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = 0.01 * min(1.0, (step + 1) / 50)
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        optimizer.step()
-        averager.step()
-        seen.append((averager.last_step.density, averager.last_step.threshold))
-    return seen
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("density", [0.05, 0.3])
-def test_the_average_volume_is_that_asked_for_also_with_a_warm_up(density):
-    first, other = run_workers(holds_density, 2, density)
-    assert first == other
-    assert all(threshold == 0 for _, threshold in first[:10])
-    after = [one for one, _ in first[10:]]
-    assert 1 / 1.2 < sum(after) / len(after) / density < 1.2
-    assert len({threshold for _, threshold in first[10:]}) > 300
-
-
-def stands_still():
-    """Nothing moves in steps 100 to 400."""
-    model = Net().double()
-    optimizer = adam(model.parameters())
-    averager = SparseModelAverager(model, HardThreshold(density=0.1, calibration_steps=10))
-    seen = []
-    for step in range(600):
-        for group in optimizer.param_groups:
-            group["lr"] = 0.0 if 100 <= step < 400 else 0.01
-        optimizer.zero_grad()
-        loss_of(model, dist.get_rank(), step).backward()
-        optimizer.step()
-        averager.step()
-        seen.append((averager.last_step.density, averager.last_step.threshold))
-    return seen
-
-
-@pytest.mark.full
-def test_a_held_threshold_stays_while_nothing_moves():
-    seen, _ = run_workers(stands_still, 2)
-    # What was left is sent, and then nothing changes any more.
-    assert {density for density, _ in seen[300:400]} == {0.0}
-    [threshold] = {threshold for _, threshold in seen[301:400]}
-    assert threshold > 1e-6
-    assert all(density < 0.3 for density, _ in seen[430:])
+    for expected, found in run_workers(with_ddp_and_without, 3):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
 
 
 def sends_shares():
     """Trains with a share of each layer; returns thresholds, largest distances from the anchor and mean densities."""
-    rank = dist.get_rank()
     model = Net().double()
     optimizer = adam(model.parameters())
     options = {"density": 0.2, "calibration_steps": 2, "granularity": "layer", "layer_thresholds": {"last.bias": 0.0}}
     averager = SparseModelAverager(model, HardThreshold(**options))
     densities, excess = [], []
     for step in range(150):
-        optimizer.zero_grad()
-        loss_of(model, rank, step % STEPS).backward()
-        optimizer.step()
+        train(model, optimizer, [step % STEPS])
         used = {name: averager.sparsifier.threshold_of(name) for name, _ in model.named_parameters()}
         averager.step()
         anchor = averager.anchor()
@@ -273,35 +111,25 @@ def test_each_layer_sends_its_share_by_a_threshold_of_its_own():
             assert density == pytest.approx(0.2, rel=0.2)
 
 
-def resumes(make_optimizer, options, stop):
+def resumes(options, stop):
     """Trains in one go, and again in two pieces; returns both ends."""
-    rank = dist.get_rank()
 
     def begin():
         model = Net().double()
-        optimizer = make_optimizer(model.parameters())
         sparsifier = HardThreshold(density=0.2, calibration_steps=4)
-        return model, optimizer, SparseModelAverager(model, sparsifier, DriftOptions(**options))
-
-    def run(model, optimizer, averager, steps):
-        for step in steps:
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
-            optimizer.step()
-            averager.step()
+        return model, adam(model.parameters()), SparseModelAverager(model, sparsifier, DriftOptions(**options))
 
     ends = []
     for is_resumed in (False, True):
         model, optimizer, averager = begin()
-        run(model, optimizer, averager, range(stop))
+        train(model, optimizer, range(stop), averager)
         saved = copy.deepcopy((averager.state_dict(), optimizer.state_dict()))
         if is_resumed:
             model, optimizer, averager = begin()
             averager.load_state_dict(saved[0])
             optimizer.load_state_dict(saved[1])
-        run(model, optimizer, averager, range(stop, STEPS))
-        anchor = torch.cat([one.flatten() for one in averager.anchor().values()])
-        ends.append((flat(model), anchor.clone(), averager.last_step))
+        train(model, optimizer, range(stop, STEPS), averager)
+        ends.append((flat(model), anchor_of(averager).clone(), averager.last_step))
     return ends
 
 
@@ -310,7 +138,7 @@ def resumes(make_optimizer, options, stop):
     "case", ["every step", "every third step, applied late", "back to the anchor, decaying", "outer optimizer"]
 )
 def test_a_resumed_loop_equals_one_that_never_stopped(case, stop):
-    for whole, resumed in run_workers(resumes, 2, adam, CASES[case][0], stop):
+    for whole, resumed in run_workers(resumes, 2, CASES[case], stop):
         assert torch.equal(whole[0], resumed[0])
         assert torch.equal(whole[1], resumed[1])
         assert whole[2] == resumed[2]
@@ -403,68 +231,42 @@ def test_what_is_not_finite_is_seen_by_all_in_that_exchange():
         assert step.non_finite == 2
 
 
-def step_within():
-    averager = SparseModelAverager(Net(), HardThreshold(threshold=0.1))
-    with averager.averaged_weights():
-        averager.step()
-
-
-def step_after_close():
-    averager = SparseModelAverager(Net(), HardThreshold(threshold=0.1))
-    averager.close()
-    averager.step()
-
-
-def step_of_the_older():
+def refuses():
+    fixed = HardThreshold(threshold=0.1)
+    closed, within = (SparseModelAverager(Net(), fixed) for _ in range(2))
+    closed.close()
     model = Net()
-    averagers = [SparseModelAverager(part, HardThreshold(threshold=0.1)) for part in (model, model.last)]
-    averagers[1].step()
-    averagers[0].step()
-
-
-def step_of_one_whose_layer_was_unfrozen():
+    older, newer = (SparseModelAverager(part, fixed) for part in (model, model.last))
+    newer.step()
     model = Net()
     model.first.requires_grad_(False)
-    whole = SparseModelAverager(model, HardThreshold(threshold=0.1))
+    whole = SparseModelAverager(model, fixed)
     model.first.requires_grad_(True)
-    part = SparseModelAverager(model.first, HardThreshold(threshold=0.1))
-    whole.step()  # which anchors it
-    part.step()
-
-
-def refuses():
-    messages = []
-    for make in (
-        lambda: SparseModelAverager(DistributedDataParallel(Net()), TopK(0.1)),
-        lambda: SparseModelAverager(Net().requires_grad_(False), TopK(0.1)),
-        lambda: SparseModelAverager(
-            Net(), HardThreshold(threshold=0.1), DriftOptions(every_n_steps=1 + dist.get_rank())
-        ),
-        lambda: DriftOptions(every_n_steps=0),
-        lambda: DriftOptions(drift_decay=0.5),
-        lambda: DriftOptions(keep_drift=False, drift_decay=1.5),
-        lambda: DriftOptions(exchange="fast"),
-        lambda: DriftOptions(outer_optimizer=0.7),
-        lambda: DriftOptions(overlap="yes"),
-        lambda: DriftOptions(drift_decay="0.5", keep_drift=False),
-        step_within,
-        step_after_close,
-        step_of_the_older,
-        step_of_one_whose_layer_was_unfrozen,
+    part = SparseModelAverager(model.first, fixed)
+    whole.step()  # which anchors the layer too
+    for make, word in (
+        (lambda: SparseModelAverager(DistributedDataParallel(Net()), fixed), "Unwrap"),
+        (lambda: SparseModelAverager(Net().requires_grad_(False), fixed), "nothing to average"),
+        (lambda: SparseModelAverager(Net(), fixed, DriftOptions(every_n_steps=1 + dist.get_rank())), "every_n_steps"),
+        (lambda: DriftOptions(every_n_steps=0), "at least 1"),
+        (lambda: DriftOptions(drift_decay=0.5), "keep_drift=False"),
+        (lambda: DriftOptions(keep_drift=False, drift_decay=1.5), r"\(0, 1\]"),
+        (lambda: DriftOptions(keep_drift=False, drift_decay="0.5"), r"\(0, 1\]"),
+        (lambda: DriftOptions(exchange="fast"), "'gather'"),
+        (lambda: DriftOptions(outer_optimizer=0.7), r"partial\(torch.optim.SGD"),
+        (lambda: DriftOptions(overlap="yes"), "True or False"),
+        (closed.step, "was closed"),
+        (older.step, r"step\(\) of the newest"),
+        (part.step, r"step\(\) of the newest"),
     ):
-        with pytest.raises((ValueError, RuntimeError)) as caught:
+        with pytest.raises((ValueError, RuntimeError), match=word):
             make()
-        messages.append(str(caught.value))
-    return messages
+    with within.averaged_weights(), pytest.raises(RuntimeError, match="Step before or after"):
+        within.step()
 
 
 def test_what_cannot_be_is_told_with_what_to_do():
-    for messages in run_workers(refuses, 2):
-        wanted = ["Unwrap", "nothing to average", "every_n_steps", "at least 1", "keep_drift=False", "(0, 1]"]
-        wanted += ["'gather'", "partial(torch.optim.SGD", "True or False", "(0, 1]", "Step before or after"]
-        wanted += ["was closed", "step() of the newest", "step() of the newest"]
-        for message, word in zip(messages, wanted, strict=True):
-            assert word in message
+    run_workers(refuses, 2)
 
 
 def _goes_by_counting(options):
@@ -492,12 +294,7 @@ def drops_what_travels(drops):
         model = Net().double()
         options = DriftOptions(overlap=overlaps, exchange="gather")
         averager = SparseModelAverager(model, HardThreshold(threshold=THRESHOLD), options)
-        optimizer = adam(model.parameters())
-        for step in range(4):
-            optimizer.zero_grad()
-            loss_of(model, dist.get_rank(), step).backward()
-            optimizer.step()
-            averager.step()
+        train(model, adam(model.parameters()), range(4), averager)
         del averager
     return flat(model)
 
@@ -545,31 +342,25 @@ def test_a_state_may_be_loaded_while_something_travels():
 
 def is_replaced(restarts):
     """An averager is replaced, or begins anew, while something travels."""
-    rank = dist.get_rank()
     model = Net().double()
     optimizer = adam(model.parameters())
     options = DriftOptions(overlap=True)
     old = averager = SparseModelAverager(model, HardThreshold(threshold=THRESHOLD), options)
-    for step in range(STEPS):
-        if step == 4:
-            assert averager.is_sent_off
-            if restarts:
-                averager.reset()
-            else:
-                averager = SparseModelAverager(model, HardThreshold(threshold=THRESHOLD), options)
-                before = flat(model)
-                for call in (old.flush, old.step, old.state_dict):
-                    with pytest.raises(RuntimeError, match="Another averager has been made for the same weights"):
-                        call()
-                assert torch.equal(flat(model), before)
-                old.close()
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        optimizer.step()
-        averager.step()
+    train(model, optimizer, range(4), averager)
+    assert averager.is_sent_off
+    if restarts:
+        averager.reset()
+    else:
+        averager = SparseModelAverager(model, HardThreshold(threshold=THRESHOLD), options)
+        before = flat(model)
+        for call in (old.flush, old.step, old.state_dict):
+            with pytest.raises(RuntimeError, match="Another averager has been made for the same weights"):
+                call()
+        assert torch.equal(flat(model), before)
+        old.close()
+    train(model, optimizer, range(4, STEPS), averager)
     averager.flush()
-    anchor = torch.cat([one.flatten() for one in averager.anchor().values()])
-    return (flat(model) - anchor).abs().max()
+    return (flat(model) - anchor_of(averager)).abs().max()
 
 
 @pytest.mark.parametrize("restarts", [True, False])
@@ -580,7 +371,6 @@ def test_who_is_replaced_or_restarted_while_something_travels_does_no_harm(resta
 
 def unfreezes(looks_at):
     """Unfreezes a layer, between two exchanges; looks at the mean of the weights after some steps."""
-    rank = dist.get_rank()
     model = Net().double()
     frozen = next(model.parameters())
     frozen.requires_grad_(False)
@@ -589,10 +379,7 @@ def unfreezes(looks_at):
     for step in range(STEPS):
         if step == 5:
             frozen.requires_grad_(True)
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        optimizer.step()
-        averager.step()
+        train(model, optimizer, [step], averager)
         if step in looks_at:
             with averager.averaged_weights():
                 mean = flat(model)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_sparse import DriftOptions, HardThreshold, SparseModelAverager, TopK
-from tests.distributed.drift_simulation import Simulation, at_least, flat
+from tests.distributed.drift_simulation import NESTEROV, Simulation, at_least, flat
 from tests.workers import run_workers
 
 WIRES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -32,6 +32,7 @@ class Case:
         silent: workers that never move.
         events: by step.
         density: for which λ is calibrated and held; None where the threshold is given.
+        top_k: of what the largest quarter is sent, "layer" or "model"; None where a threshold decides.
     """
 
     num_workers: int = 2
@@ -46,7 +47,7 @@ class Case:
     has_outer: bool = False
     exchange: str = "auto"
     value_dtype: str = "float32"
-    is_top_k: bool = False
+    top_k: str | None = None
     silent: frozenset[int] = frozenset()
     events: tuple[tuple[int, str], ...] = ()
 
@@ -71,7 +72,7 @@ def cases(draw):
         has_outer=draw(st.booleans()),
         exchange=draw(st.sampled_from(["auto", "gather", "dense", "reduce_scatter"])),
         value_dtype=draw(st.sampled_from(["float32", "float32", *WIRES])),
-        is_top_k=draw(st.sampled_from([False, False, True])),
+        top_k=draw(st.sampled_from([None, None, "layer", "model"])),
         silent=draw(st.frozensets(st.integers(0, num_workers - 1), max_size=num_workers)),
         events=tuple(
             draw(st.lists(st.tuples(st.integers(0, steps - 1), st.sampled_from(EVENTS)), max_size=3, unique=True))
@@ -93,19 +94,18 @@ def loss_of(model, case, rank, step):
 
 
 def begin(case, seed=11):
-    outer = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True) if case.has_outer else None
     options = DriftOptions(
         every_n_steps=case.every_n_steps,
         keep_drift=case.keep_drift,
         drift_decay=case.drift_decay,
         overlap=case.is_late,
-        outer_optimizer=outer,
+        outer_optimizer=NESTEROV if case.has_outer else None,
         value_dtype=case.value_dtype,
         exchange=case.exchange,
     )
     sparsifier = HardThreshold(threshold=case.threshold)
-    if case.is_top_k:
-        sparsifier = TopK(0.25)
+    if case.top_k is not None:
+        sparsifier = TopK(0.25, granularity=case.top_k)
     elif case.density is not None:
         sparsifier = HardThreshold(density=case.density, calibration_steps=2)
     model = module(case, seed)
@@ -171,9 +171,12 @@ def play(case):
 
 
 def reach(case):
-    """The largest quarter of each parameter, one at least."""
+    """The largest quarter, one at least, of each parameter or of the model."""
 
     def select(drift):
+        if case.top_k == "model":
+            largest = drift.abs().sort(descending=True).values
+            return (drift.abs() >= largest[max(1, drift.numel() // 4) - 1]) & (drift != 0)
         parts = []
         for part in torch.split(drift, list(case.sizes)):
             mask = torch.zeros_like(part, dtype=torch.bool)
@@ -189,6 +192,8 @@ def reach(case):
 @example(Case(threshold=0.0, is_late=True, every_n_steps=2))
 @example(Case(num_workers=3, keep_drift=False, drift_decay=0.25, has_outer=True, is_late=True, events=((1, "reload"),)))
 @example(Case(num_workers=1, threshold=2.5, steps=9))
+@example(Case(num_workers=3, top_k="model", keep_drift=False, sizes=(7, 1000), every_n_steps=2))
+@example(Case(top_k="model", exchange="gather", sizes=(128, 2, 1000), silent=frozenset({1})))
 @example(Case(num_workers=1, threshold=0.0, steps=2, sizes=(70000,), exchange="auto", value_dtype="float16"))
 @example(Case(steps=9, density=0.3, sizes=(1000,), events=((4, "reload elsewhere"), (6, "look"))))
 def test_laws(case):
@@ -229,7 +234,7 @@ def test_laws(case):
             drifts = torch.stack([anchor - weights for _, weights, anchor, *_ in states])
             pending = torch.stack([anchor_before - before for before, *_ in states])
             assert {largest for *_, largest in states} == {pending.abs().max().item()}
-            if not case.is_top_k:  # up to the last bit of a weight, or of what travels
+            if case.top_k is None:  # up to the last bit of a weight, or of what travels
                 assert (drifts.abs() < threshold + 1e-12 + smallest + rounding * pending.abs()).all()
             if not case.has_outer:  # nothing is lost: what was pending has moved the anchor, or is pending still
                 moved = anchor_before - states[0][2]
@@ -241,6 +246,8 @@ def test_laws(case):
                 torch.testing.assert_close(seen, simulation.mean(), rtol=0, atol=1e-11)
                 assert torch.equal(seen, states[0][3])
         anchor_before = states[0][2]
+    if simulation.sent:
+        assert results[0][3].dense_bytes == case.every_n_steps * flat(models[0]).nbytes  # DDP's in the same steps
     assert len({repr((thresholds, last)) for _, thresholds, _, last in results}) == 1
     simulation.land()
     if simulation.sent:

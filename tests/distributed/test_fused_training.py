@@ -1,12 +1,13 @@
 """Training with the fused kernels in the loop, in Triton's interpreter: the GPU's way through the whole step."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import DriftOptions, HardThreshold, SparseModelAverager, register_comm_hook
 from lightning_sparse.exchange import LARGEST_SLICE
-from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.routes import adding, gather
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels import launching
@@ -19,6 +20,7 @@ from tests.distributed.simulation import Plan
 from tests.distributed.test_against_simulation import SCENARIOS, THRESHOLD, assert_matches_simulation, reaches
 from tests.distributed.training import build_batches, build_model, train
 from tests.interpreter import INTERPRETED, run_in_interpreter
+from tests.unit.strategies import Shipment
 from tests.workers import run_workers
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
@@ -36,22 +38,18 @@ def test_the_whole_step_in_the_interpreter():
     run_in_interpreter(__file__)
 
 
-def fused(function, *args):
+def fused(function):
     """Calls the function with the kernels in place of the CPU's own way."""
     asked = []
     for module in (extraction, gather, adding):
         module.is_available = lambda device, name=module.__name__: asked.append(name) or True
-    result = function(*args)
+    result = function()
     assert {extraction.__name__, adding.__name__} <= set(asked)
     return result
 
 
-def _train(options, dtype):
-    return fused(train_with, options, dtype)
-
-
-def train_with(options, dtype):
-    return train(HardThreshold(threshold=THRESHOLD), "nesterov", dtype, steps=STEPS, **options)
+def training(dtype, options):
+    return partial(train, HardThreshold(threshold=THRESHOLD), "nesterov", dtype, steps=STEPS, **options)
 
 
 def _spy():
@@ -69,44 +67,31 @@ def _spy():
     return launched
 
 
-def _variants_of_drift(sparsifier, dtype, options):
-    """What was launched when local training was set up, and what in steps."""
-    launched = _spy()
-    model = build_model(dtype)
+def _variants(is_local, sparsifier, dtype, options):
+    """What was launched at set-up, and what in steps."""
+    launched, options = _spy(), dict(options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=options.pop("has_scaler", False))
+    has_unused = options.pop("find_unused_parameters", False)
+    module = model = build_model(dtype)
+    if is_local:
+        averager = SparseModelAverager(module, sparsifier, DriftOptions(**options))
+    else:
+        model = DistributedDataParallel(module, bucket_cap_mb=0.0005, find_unused_parameters=has_unused)
+        register_comm_hook(model, sparsifier, grad_scaler=scaler, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    averager = SparseModelAverager(model, sparsifier, DriftOptions(**options))
     warmed_up = launched.copy()
     launched.clear()
+    rank = torch.distributed.get_rank()
+    if has_unused and rank == 1:
+        module.forward = module[3:].forward
     for batches in build_batches(torch.distributed.get_world_size(), dtype, 5):
-        inputs, targets = batches[torch.distributed.get_rank()]
-        torch.nn.functional.mse_loss(model(inputs), targets).backward()
-        optimizer.step()
+        inputs, targets = batches[rank]
+        scaler.scale(torch.nn.functional.mse_loss(model(inputs), targets)).backward()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
-        averager.step()
-    return warmed_up, launched
-
-
-def _variants(sparsifier, dtype, options):
-    """What was launched when the hook was registered, and what in steps."""
-    launched = _spy()
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if options.pop("has_scaler", False) else None
-    ddp = {name: options.pop(name) for name in ("find_unused_parameters",) if name in options}
-    model = DistributedDataParallel(build_model(dtype), bucket_cap_mb=0.0005, **ddp)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    register_comm_hook(model, sparsifier, grad_scaler=scaler, **options)
-    warmed_up = launched.copy()
-    launched.clear()
-    for batches in build_batches(torch.distributed.get_world_size(), dtype, 5):
-        inputs, targets = batches[torch.distributed.get_rank()]
-        layers = list(model.module)
-        skips = ddp and torch.distributed.get_rank() == 1
-        model.module.forward = lambda x, layers=layers, skips=skips: (
-            layers[4](layers[3](x)) if skips else torch.nn.Sequential(*layers)(x)
-        )
-        loss = torch.nn.functional.mse_loss(model(inputs), targets)
-        (loss if scaler is None else scaler.scale(loss)).backward()
-        optimizer.step() if scaler is None else (scaler.step(optimizer), scaler.update())
-        optimizer.zero_grad()
+        if is_local:
+            averager.step()
     return warmed_up, launched
 
 
@@ -121,10 +106,11 @@ def _train_without_pack():
     uses_kernels = launching.is_available = lambda device: device not in launching._given_up
     for module in (extraction, gather, adding):
         module.is_available = uses_kernels
+    run = training(torch.float32, {"exchange": "gather"})
     with pytest.warns(UserWarning, match=f"rank {torch.distributed.get_rank()}: the fused kernels .* no compiler"):
-        weights = train_with({"exchange": "gather"}, torch.float32).weights
+        weights = run().weights
     assert not uses_kernels(device)
-    return weights, train_with({"exchange": "gather"}, torch.float32).weights
+    return weights, run().weights
 
 
 if INTERPRETED:
@@ -132,59 +118,44 @@ if INTERPRETED:
     @pytest.mark.parametrize("scenario", ["gathered", "bfloat16"])
     def test_training_matches_the_simulation(scenario):
         options, plan = SCENARIOS[scenario]
-        results = run_workers(_train, 2, options, torch.float64)
+        results = run_workers(fused, 2, training(torch.float64, options))
         assert_matches_simulation(results, "nesterov", Plan(reaches(THRESHOLD), **plan), steps=STEPS)
 
     @pytest.mark.parametrize("exchange", ["gather", "reduce_scatter"])
     def test_training_gives_the_bits_of_the_cpu(exchange):
-        results = run_workers(_train, 3, {"exchange": exchange}, torch.float32)
-        on_cpu = run_workers(train_with, 3, {"exchange": exchange}, torch.float32)
+        run = training(torch.float32, {"exchange": exchange})
+        results, on_cpu = run_workers(fused, 3, run), run_workers(run, 3)
         for one, other in zip(results, on_cpu, strict=True):
             for name, weight in one.weights.items():
                 assert torch.equal(weight, other.weights[name])
                 assert torch.equal(one.residuals[name], other.residuals[name])
 
-    @pytest.mark.parametrize(
-        ("sparsifier", "dtype", "options"),
-        [
-            (HardThreshold(threshold=THRESHOLD), torch.float32, {}),
-            (
-                HardThreshold(threshold=THRESHOLD),
-                torch.float64,
-                {"exchange": "reduce_scatter", "value_dtype": "bfloat16"},
-            ),
-            (HardThreshold(threshold=THRESHOLD), torch.bfloat16, {"exchange": "gather", "has_scaler": True}),
-            (HardThreshold(density=0.1, calibration_steps=2), torch.float32, {"find_unused_parameters": True}),
-            (HardThreshold(density=0.1, calibration_steps=2), torch.bfloat16, {"exchange": "dense"}),
-            (HardThreshold(threshold=THRESHOLD, layer_thresholds={"0.*": 0.2}), torch.float32, {"exchange": "gather"}),
-            (
-                HardThreshold(density=0.1, calibration_steps=2, granularity="layer"),
-                torch.float32,
-                {"exchange": "gather", "density_control": "hold"},
-            ),
-            (
-                HardThreshold(density=0.1, calibration_steps=2, granularity="layer"),
-                torch.float32,
-                {"exchange": "dense", "density_control": "hold"},
-            ),
-        ],
-    )
-    def test_no_kernel_is_first_built_in_a_backward(sparsifier, dtype, options):
-        for warmed_up, launched in run_workers(_variants, 2 + ("exchange" in options), sparsifier, dtype, options):
-            assert launched
-            assert launched <= warmed_up, launched - warmed_up
+    FIXED, HALF = HardThreshold(threshold=THRESHOLD), torch.bfloat16
+    CALIBRATED = HardThreshold(density=0.1, calibration_steps=2)
+    OF_LAYERS = HardThreshold(density=0.1, calibration_steps=2, granularity="layer")
+    WITH_OWN = HardThreshold(threshold=THRESHOLD, layer_thresholds={"0.*": 0.2})
+    HOLD = {"density_control": "hold"}
 
     @pytest.mark.parametrize(
-        ("sparsifier", "dtype", "options"),
+        ("is_local", "sparsifier", "dtype", "options"),
         [
-            (HardThreshold(threshold=0.02), torch.float32, {}),
-            (HardThreshold(threshold=0.02), torch.bfloat16, {"exchange": "gather", "value_dtype": "bfloat16"}),
-            (HardThreshold(density=0.1, calibration_steps=2), torch.float32, {"value_dtype": "float8"}),
-            (HardThreshold(density=0.1, calibration_steps=2, granularity="layer"), torch.float32, {}),
+            (False, FIXED, torch.float32, {}),
+            (False, FIXED, torch.float64, {"exchange": "reduce_scatter", "value_dtype": "bfloat16"}),
+            (False, FIXED, HALF, {"exchange": "gather", "has_scaler": True}),
+            (False, CALIBRATED, torch.float32, {"find_unused_parameters": True}),
+            (False, CALIBRATED, HALF, {"exchange": "dense"}),
+            (False, WITH_OWN, torch.float32, {"exchange": "gather"}),
+            (False, OF_LAYERS, torch.float32, HOLD | {"exchange": "gather"}),
+            (False, OF_LAYERS, torch.float32, HOLD | {"exchange": "dense"}),
+            (True, FIXED, torch.float32, {}),
+            (True, FIXED, HALF, {"exchange": "gather", "value_dtype": "bfloat16"}),
+            (True, CALIBRATED, torch.float32, {"value_dtype": "float8"}),
+            (True, OF_LAYERS, torch.float32, {}),
         ],
     )
-    def test_no_kernel_is_first_built_in_an_exchange_of_drifts(sparsifier, dtype, options):
-        for warmed_up, launched in run_workers(_variants_of_drift, 2, sparsifier, dtype, options):
+    def test_no_kernel_is_first_built_in_a_step(is_local, sparsifier, dtype, options):
+        num_workers = 2 + ("exchange" in options)
+        for warmed_up, launched in run_workers(_variants, num_workers, is_local, sparsifier, dtype, options):
             assert launched
             assert launched <= warmed_up, launched - warmed_up
 
@@ -192,13 +163,6 @@ if INTERPRETED:
         for weights in run_workers(_train_without_pack, 2):
             for name, weight in weights[0].items():
                 assert torch.equal(weight, weights[1][name])
-
-    class _Shipment:
-        def __init__(self, size, wire, capacity):
-            self.out = torch.zeros(size)
-            self.format = PayloadFormat(size, wire)
-            self.payload = torch.zeros(self.format.payload_bytes(capacity), dtype=torch.uint8)
-            self.rest = None
 
     @pytest.mark.parametrize("capacity", [0, 4, 400])
     @pytest.mark.parametrize(
@@ -213,7 +177,7 @@ if INTERPRETED:
         outcomes = []
         for uses_kernels in (True, False):
             monkeypatch.setattr(extraction, "is_available", lambda device, answer=uses_kernels: answer)
-            residual, shipment = torch.zeros(size), _Shipment(size, wire, capacity)
+            residual, shipment = torch.zeros(size), Shipment(wire, capacity, torch.zeros(size))
             memory, left_out = Residual(torch.zeros(size), residual), [(0, 2)] if capacity == 4 else []
             bucket = FlatBucket(0, layout, gradient.clone(), memory, is_last=True, left_out=left_out)
             header = Extraction(HardThreshold(threshold=1.0), num_slices=3, per_layer=True, keeps_rest=True).fill(

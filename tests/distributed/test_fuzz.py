@@ -1,13 +1,12 @@
 """Some of the random trainings of ``python -m tests.distributed.fuzz`` in every run of the tests."""
 
+import zlib
+
 import pytest
-import torch
 
 from lightning_sparse import HardThreshold
-from tests.distributed.fuzz import case as of_cases
 from tests.distributed.fuzz.case import draw_case
-from tests.distributed.fuzz.checker import Difference, require_close
-from tests.distributed.fuzz.runner import failure_message, run_cases
+from tests.distributed.fuzz.runner import run_cases
 from tests.distributed.fuzz.training import run_case
 from tests.workers import run_workers
 
@@ -40,18 +39,7 @@ KNOWN_SEEDS = {
     280: "a block of the CPU's filter with nothing large but NaN in it were passed over",
 }
 """What single seeds hold."""
-PINNED_SEED = 58
-PINNED = (
-    "Case(seed=58, num_workers=3, layers=(Layer(name='layers.0.weight', size=17, dtype='bfloat16', "
-    "scale=64.0),), bucket_cap_mb=0.001, gradient_as_bucket_view=True, unused='never', skips=(), "
-    "skips_late=False, zeroing='none', sparsifier='top_k', threshold=288.0, density=0.5, calibration_steps=2, "
-    "layer_thresholds=(), error_feedback='none', value_dtype='bfloat16', exchange='auto', workers_per_node=1, "
-    "local_clip_norm=None, micro_steps=3, step_scales=(0.0001, 1.0, 1.0, 1.0, 10000.0), silent=(), bad=None, "
-    "loss_scale=None, growth_interval=2, rates=((0.5, 0.25), (0.5, 0.5), (0.3, 0.5), (0.5, 0.5), (0.5, 0.5)), "
-    "edges=True, per_layer_stats=False, "
-    "attempts=((True, True), (True, True), (False, False), (True, True), (True, True)), "
-    "has_two_optimizers=False, keeps=False, discards=(), resumes=())"
-)
+CHECKSUM = 3417143407
 
 
 def assert_all_pass(seeds):
@@ -74,59 +62,9 @@ def test_seeds_that_found_something_pass():
     assert_all_pass(KNOWN_SEEDS)
 
 
-def test_a_thousand_seeds_draw_every_word_of_every_option():
-    cases = [draw_case(seed) for seed in range(1000)]
-    for name, words in (
-        ("num_workers", (1, 2, 3, 4)),
-        ("dtype", of_cases.DTYPE_CHOICES),
-        ("bucket_cap_mb", of_cases.BUCKET_CAPS_MB),
-        ("gradient_as_bucket_view", (False, True)),
-        ("unused", of_cases.UNUSED),
-        ("skips_late", (False, True)),
-        ("zeroing", of_cases.ZEROING),
-        ("sparsifier", of_cases.SPARSIFIERS),
-        ("error_feedback", of_cases.FEEDBACKS),
-        ("value_dtype", of_cases.VALUE_DTYPES),
-        ("exchange", of_cases.EXCHANGES),
-        ("micro_steps", (1, 2, 3)),
-        ("steps", tuple(range(4, 13))),
-        ("loss_scale", (None, *of_cases.LOSS_SCALES)),
-        ("edges", (False, True)),
-        ("per_layer_stats", (False, True)),
-    ):
-        assert {getattr(case, name) for case in cases} == set(words), name
-    assert {layer.size for case in cases for layer in case.layers} == {*of_cases.SIZES, *of_cases.LARGE_SIZES}
-    assert {len(case.layers) for case in cases} == set(range(1, 7))
-    assert {case.bad[3] for case in cases if case.bad is not None} == set(of_cases.BAD_VALUES)
-    assert {0.0, of_cases.HUGE} < {case.threshold for case in cases if case.sparsifier == "threshold"}
-    nodes = {(case.num_workers, case.workers_per_node) for case in cases if case.exchange == "hierarchical"}
-    assert nodes == {(1, 1), (2, 1), (2, 2), (3, 1), (3, 3), (4, 1), (4, 2), (4, 4)}
-    for holds in (
-        lambda case: case.local_clip_norm is not None,
-        lambda case: case.layer_thresholds,
-        lambda case: case.silent,
-        lambda case: case.bad is not None and case.loss_scale is not None,
-        lambda case: {1.0, 1e4, 1e-4} == set(case.step_scales),
-        lambda case: any(step >= 0 for step, _, _ in case.skips),
-        lambda case: any(step == -1 for step, _, _ in case.skips),
-        lambda case: 0.0 in {rate for rates in case.rates for rate in rates},
-    ):
-        assert 20 < sum(bool(holds(case)) for case in cases) < 980
-
-
-def test_a_seed_draws_the_case_that_it_always_drew():
-    assert repr(draw_case(PINNED_SEED)) == PINNED
-
-
-def test_a_failure_names_the_seed_the_case_the_place_and_the_command():
-    actual, expected = torch.tensor([1.0, 2.5, 7.0]), torch.tensor([1.0, 2.0, 7.0])
-    with pytest.raises(Difference) as caught:
-        require_close("step 2, worker 1, residual of w", actual, expected, torch.full((3,), 0.25))
-    message = failure_message(draw_case(17), str(caught.value))
-    first, *fields, last = message.splitlines()
-    assert first.startswith("seed 17: step 2, worker 1, residual of w[1]: 2.5 instead of 2.0, tolerance 0.25; 1 of 3")
-    assert f"    layers={draw_case(17).layers!r}" in fields
-    assert last.endswith("again: python -m tests.distributed.fuzz --seed 17")
+def test_a_thousand_seeds_draw_what_they_always_drew():
+    """Who changes that draws KNOWN_SEEDS anew, and sees to it that every option is drawn in all its words."""
+    assert zlib.crc32("".join(repr(draw_case(seed)) for seed in range(1000)).encode()) == CHECKSUM
 
 
 def _with_another_threshold(seed):

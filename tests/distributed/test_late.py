@@ -1,11 +1,99 @@
-"""Nobody looks at what a collective brings before it was waited for, nor writes what still travels."""
+"""Nobody looks at what a collective brings before it was waited for, nor writes what still travels.
+
+One process stands for n workers that all send the same. On a CPU a collective does nothing before it is waited for; on
+a GPU it runs in a stream of its own after a pause, as NCCL's does where others are late.
+"""
 
 import pytest
 import torch
 
 from lightning_sparse import HardThreshold, TopK
-from tests.distributed.late import train
+from lightning_sparse.engine import Engine, FlatBucket
+from lightning_sparse.engine.transport_options import TransportOptions
+from lightning_sparse.exchange import Workers, exchange
+from lightning_sparse.selection.residual import Residual
+from lightning_sparse.sparsifiers import LayerLayout
 from tests.workers import run_workers
+
+PAUSE_CYCLES = 10_000_000
+"""Some milliseconds: longer than a host takes to go through a step."""
+
+
+class _Late:
+    def __init__(self, run, device):
+        self._run, self._event = run, None
+        if device.type == "cuda":
+            side = _side_stream(device)
+            side.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(PAUSE_CYCLES)
+                run()
+                self._event = side.record_event()
+
+    def wait(self):
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+        elif self._run is not None:
+            self._run()
+        self._run = None
+
+
+class LateWorkers(Workers):
+    def all_gather(self, out, part):
+        places = out.view(self.num_workers, -1)
+        out.fill_(77)
+        return _Late(lambda: places.copy_(part.expand_as(places)), out.device)
+
+    def all_to_all(self, out, parts):
+        raise NotImplementedError("one process does not stand for workers with different slices")
+
+    def all_reduce(self, tensor):
+        return _Late(lambda: tensor.mul_(self.num_workers), tensor.device)
+
+
+_streams = {}
+
+
+def _side_stream(device):
+    return _streams.setdefault(device, torch.cuda.Stream(device))
+
+
+def train(sparsifier, mode, num_workers, device, dtype, *, per_layer=False, in_side_stream=False):
+    """Checks some steps of several buckets, sparse and full ones in turn, against the formula; returns densities."""
+    exchange.Workers = lambda group, rank, size: LateWorkers(group, rank, num_workers)
+    if in_side_stream:
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            return train(sparsifier, mode, num_workers, device, dtype, per_layer=per_layer)
+    engine = Engine(sparsifier, TransportOptions(exchange=mode), per_layer_stats=per_layer)
+    layouts = [LayerLayout(("a", "b"), (60_000, 50_000)), LayerLayout(("c",), (70,)), LayerLayout(("d",), (9_000,))]
+    kept = [torch.zeros(layout.num_elements) for layout in layouts]
+    memory = [Residual(*torch.zeros(2, layout.num_elements, device=device).unbind()) for layout in layouts]
+    generator, densities = torch.Generator().manual_seed(0), []
+    for scale in (0.3, 0.3, 0.2, 3.0, 0.1, 0.3, 0.3):
+        gradients = [(torch.randn(len(one), generator=generator) * scale).to(dtype) for one in kept]
+        engine.begin()
+        buckets = []
+        for place, (layout, gradient) in enumerate(zip(layouts, gradients, strict=True)):
+            bucket = FlatBucket(place, layout, gradient.to(device, copy=True), memory[place], place == len(layouts) - 1)
+            engine.add(bucket)
+            buckets.append(bucket)
+        engine.finish()
+        engine.account()
+        for place, (layout, gradient) in enumerate(zip(layouts, gradients, strict=True)):
+            compensated = kept[place] + gradient.float()
+            indices = sparsifier.select(compensated, layout).indices
+            sent = torch.zeros_like(compensated)
+            sent[indices] = compensated[indices]
+            kept[place] = compensated - sent
+            total = torch.zeros_like(sent)
+            for _ in range(num_workers):
+                total += sent
+            assert torch.equal(memory[place].after.cpu(), kept[place])
+            torch.testing.assert_close(buckets[place].average.cpu(), total / num_workers, rtol=1e-6, atol=1e-30)
+            memory[place] = Residual(memory[place].after, memory[place].before)
+        densities.append(engine.last_step.density)
+    return densities
+
 
 on_gpu = [
     pytest.mark.cuda,

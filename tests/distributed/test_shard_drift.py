@@ -10,8 +10,8 @@ from torch import nn
 
 from lightning_sparse import DriftOptions, HardThreshold, ShardModelAverager
 from lightning_sparse.exchange.sharded_tensors import like_parameter, whole
-from tests.distributed.drift_simulation import Simulation, at_least, flat
-from tests.distributed.test_drift import CASES
+from tests.distributed import drift_simulation
+from tests.distributed.drift_simulation import CASES, Simulation, at_least, flat
 from tests.distributed.test_shards import LAYOUTS, STEPS, build_batches, build_mesh, build_model, sharded
 from tests.workers import run_workers
 
@@ -28,22 +28,19 @@ def loss_of(model, batch):
     return nn.functional.mse_loss(model(batch[0]), batch[1])
 
 
-def train(mesh, options, sparsifier=None, steps=range(STEPS), before=None):
-    """Returns what a replica has after each step and in the end, whole: weights, anchor, the numbers; and the state."""
+def train(mesh, options):
+    """Returns what a replica has after each step and in the end, whole: weights, anchor, the numbers."""
     model = build_model()
-    if dist.get_rank() // mesh["shard"].size() and before is None:  # replicas that begin apart
+    if dist.get_rank() // mesh["shard"].size():  # replicas that begin apart
         for one in model.parameters():
             one.data.add_(1.0)
     sharded(model, mesh["shard"])
-    sparsifier = HardThreshold(threshold=THRESHOLD) if sparsifier is None else sparsifier
+    sparsifier = HardThreshold(threshold=THRESHOLD)
     averager = ShardModelAverager(model, mesh["replicate"], sparsifier, DriftOptions(**options), per_layer_stats=True)
     optimizer = adam(model.parameters())
-    if before is not None:
-        averager.load_state_dict(before["averager"])
-        optimizer.load_state_dict(before["optimizer"])
     history, looks = [], []
     batches = build_batches(dist.get_world_size())
-    for step in steps:
+    for step in range(STEPS):
         loss_of(model, batches[step][dist.get_rank()]).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -54,10 +51,9 @@ def train(mesh, options, sparsifier=None, steps=range(STEPS), before=None):
                 looks.append((weights_of(averager), model(batches[0][0][0])))
     with averager.averaged_weights():
         mean = weights_of(averager)
-    state = {"averager": averager.state_dict(), "optimizer": optimizer.state_dict()}
     own = weights_of(averager)
     averager.close()
-    return history, looks, mean, own, averager.last_step, state
+    return history, looks, mean, own, averager.last_step
 
 
 def weights_of(averager):
@@ -70,11 +66,12 @@ def anchor_of(averager):
     return torch.cat([whole(like_parameter(parameters[name], one.reshape(-1))).flatten() for name, one in named])
 
 
-def simulated(layout, **options):
+def simulated(layout, options):
     replicas, shards = layout
     models = [build_model() for _ in range(replicas)]
     select = at_least(THRESHOLD if replicas > 1 else 0.0)  # one replica has nobody to exchange with
-    simulation = Simulation(models, [adam(one.parameters()) for one in models], **({"select": select} | options))
+    optimizers = [adam(one.parameters()) for one in models]
+    simulation = Simulation(models, optimizers, select, **drift_simulation.simulated(options))
     history, looks = [], []
     steps = build_batches(replicas * shards)
     for step, ranks in enumerate(steps):
@@ -93,7 +90,7 @@ def simulated(layout, **options):
 
 def train_all(layout, cases):
     mesh = build_mesh(*layout)
-    return {case: train(mesh, CASES[case][0]) for case in cases}
+    return {case: train(mesh, CASES[case]) for case in cases}
 
 
 CASES_OF = {layout: list(CASES) if layout == (2, 2) else ["every third step", "applied late"] for layout in LAYOUTS}
@@ -109,9 +106,9 @@ def trained(layout, *cases):
 @pytest.mark.parametrize(("layout", "case"), [(one, case) for one in LAYOUTS for case in CASES_OF[one]], ids=str)
 def test_replicas_train_as_so_many_workers(layout, case, rows):
     ranks = trained(layout, *(row["case"] for row in rows if row["layout"] == layout))
-    simulation, expected, expected_looks = simulated(layout, **CASES[case][1])
+    simulation, expected, expected_looks = simulated(layout, CASES[case])
     for rank, of_cases in enumerate(ranks):
-        history, looks, mean, own, last, _ = of_cases[case]
+        history, looks, mean, own, last = of_cases[case]
         for (weights, anchor, _), (all_weights, expected_anchor) in zip(history, expected, strict=True):
             torch.testing.assert_close(weights, all_weights[rank // layout[1]], rtol=0, atol=1e-12)
             torch.testing.assert_close(anchor, expected_anchor, rtol=0, atol=1e-12)

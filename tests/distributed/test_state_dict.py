@@ -147,21 +147,6 @@ def test_an_epoch_is_told_of_anew_after_a_file_or_a_reset():
     run_workers(_told_of_an_epoch, 2)
 
 
-def _with_other_settings():
-    model, optimizer, state = begin(Accordion(0.05, 0.2, interval=1))
-    run(model, optimizer, build_batches(dist.get_world_size(), torch.float32, 2), state=state)
-    saved = state.state_dict()
-    assert saved["history"]["sparsifier"]["sums"]
-    *_, other = begin(Accordion(0.05, 0.2, interval=2))
-    fresh = other.sparsifier.state_dict(0)
-    other.load_state_dict(saved)
-    assert other.sparsifier.state_dict(0) == fresh
-
-
-def test_what_a_sparsifier_of_other_settings_has_seen_is_not_loaded():
-    run_workers(_with_other_settings, 2)
-
-
 class OfAnotherKind(HardThreshold):
     def state_dict(self, next_step):
         return [next_step]
@@ -206,34 +191,3 @@ def test_a_sparsifier_sees_the_average_that_trains_without_the_loss_scale(dtype,
     first, second = run_workers(_observed, 2, dtype, exchange)
     assert first == second
     assert any(any(one) for one in first.values())
-
-
-class TwoBranches(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = torch.nn.Linear(30, 1, bias=False), torch.nn.Linear(30, 1, bias=False)
-
-    def forward(self, inputs, uses):
-        return sum(getattr(self, name)(inputs).sum() for name in uses)
-
-
-def _branches():
-    torch.manual_seed(0)
-    model = DistributedDataParallel(TwoBranches(), find_unused_parameters=True)
-    state = register_comm_hook(model, RandomK(0.1))
-    optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in (model.module.a, model.module.b)]
-    numbers = []
-    for step in range(6):
-        if step == 2:  # each worker has another branch, and one gradient of two is dropped
-            model(torch.randn(2, 30), "ab"[dist.get_rank()]).backward()
-            optimizers[0].zero_grad()
-        model(torch.randn(2, 30), "ab").backward()
-        numbers.append(state.sparsifier._step)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    return numbers
-
-
-def test_the_number_of_a_step_is_the_same_on_all_workers_whatever_they_dropped():
-    assert run_workers(_branches, 2) == [list(range(6))] * 2

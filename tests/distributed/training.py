@@ -47,8 +47,6 @@ class Result:
     residuals: dict[str, torch.Tensor]
     steps: list[StepStats] = field(default_factory=list)
     buckets_per_step: list[int] = field(default_factory=list)
-    history: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = field(default_factory=list)
-    threshold: float | None = None
 
 
 def train(
@@ -58,13 +56,12 @@ def train(
     *,
     steps: int = STEPS,
     step_size: int | None = None,
-    record_history: bool = False,
-    epoch_steps: int | None = None,
     bucket_cap_mb: float = 0.0005,
+    device: str = "cpu",
     **options: Any,
 ) -> Result:
     """Trains as one worker of a process group with DDP and the package's hook."""
-    model = DistributedDataParallel(build_model(dtype), bucket_cap_mb=bucket_cap_mb)
+    model = DistributedDataParallel(build_model(dtype).to(device), bucket_cap_mb=bucket_cap_mb)
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size, 0.5) if step_size else None
     if options.get("error_feedback") == "learning_rate":
@@ -76,18 +73,8 @@ def train(
     calls: list[int] = []
     receive = state.receive
     state.receive = lambda bucket: (calls.append(bucket.index()), receive(bucket))[1]
-
-    def snapshot() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        weights = {name: p.detach().clone() for name, p in model.module.named_parameters()}
-        residuals = state.residuals.state_dict()
-        return weights, {name: residuals.get(name, torch.zeros(p.numel())).clone() for name, p in weights.items()}
-
-    for place, batches in enumerate(build_batches(dist.get_world_size(), dtype, steps)):
-        if epoch_steps:
-            state.begin_epoch(place // epoch_steps, [optimizer.param_groups[0]["lr"]])
-        if record_history:
-            result.history.append(snapshot())
-        inputs, targets = batches[dist.get_rank()]
+    for batches in build_batches(dist.get_world_size(), dtype, steps):
+        inputs, targets = (one.to(device) for one in batches[dist.get_rank()])
         optimizer.zero_grad()
         calls.clear()
         torch.nn.functional.mse_loss(model(inputs), targets).backward()
@@ -95,7 +82,6 @@ def train(
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
-    result.weights, result.residuals = snapshot()
-    result.history.append((result.weights, result.residuals))
-    result.threshold = state.sparsifier.current_threshold
+    result.weights = {name: p.detach().cpu() for name, p in model.module.named_parameters()}
+    result.residuals = state.residuals.state_dict()
     return result

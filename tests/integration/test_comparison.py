@@ -292,7 +292,7 @@ def test_what_a_killed_comparison_left_is_in_nobodys_way(without_training, tmp_p
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_who_stops_a_comparison_stops_its_training(number, tmp_path, cold_start):
+def test_who_stops_a_comparison_stops_its_training(number, tmp_path):
     (tmp_path / "x.yaml").touch()
     (tmp_path / "recipes.py").write_text(
         "import os, pathlib, subprocess, sys, time\n"

@@ -30,9 +30,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
     ],
     ids=["local", "torchrun", "sharded", "sharded local", "fabric"],
 )
-def test_an_example_runs_as_its_header_says_and_learns_with_few_coordinates(command, script, request):
-    if script == "plain_ddp.py":
-        request.getfixturevalue("cold_start")
+def test_an_example_runs_as_its_header_says_and_learns_with_few_coordinates(command, script):
     path = PROJECT / "docs" / "examples" / script
     done = subprocess.run([*command, str(path)], capture_output=True, text=True, cwd=PROJECT, check=False)
     assert done.returncode == 0, done.stderr

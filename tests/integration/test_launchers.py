@@ -63,11 +63,7 @@ def run_script(script: str, strategy: str, folder: Path) -> subprocess.Completed
 
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp_topk_fork", "ddp_hardthreshold_spawn", "ddp_hardthreshold"])
-def test_every_worker_that_a_launcher_starts_has_the_hook(
-    strategy: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    if strategy == "ddp_hardthreshold":
-        request.getfixturevalue("cold_start")
+def test_every_worker_that_a_launcher_starts_has_the_hook(strategy: str, tmp_path: Path) -> None:
     finished = run_script(SCRIPT, strategy, tmp_path)
     markers = [line for line in finished.stdout.splitlines() if line.startswith("<rank")]
     assert sorted(markers) == [f"<rank {rank} of 2: sparse_hook, 3 steps>" for rank in range(2)]

@@ -33,9 +33,7 @@ HARD_THRESHOLD = CONFIGS[f"{RESNET}/hard_threshold"]
 @pytest.mark.full
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["sparse", "dense"])
-def test_as_a_user_types_it(strategy, request):
-    if strategy == "sparse":
-        request.getfixturevalue("cold_start")
+def test_as_a_user_types_it(strategy):
     overrides = [] if strategy == "sparse" else ["--trainer.strategy=ddp"]
     command = [sys.executable, "-m", "recipes", "fit", "--config", str(HARD_THRESHOLD), *SMALL[RESNET], *overrides]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -1,8 +1,9 @@
-"""Hypothesis strategies: compensated buckets with the values that break things, and layouts that fit them."""
+"""Compensated buckets with the values that break things, layouts that fit them, and where they are sent."""
 
 import torch
 from hypothesis import strategies as st
 
+from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.sparsifiers import LayerLayout
 
 DTYPES = (torch.float32, torch.float64)
@@ -39,3 +40,38 @@ def buckets(draw, **kwargs):
 
 
 thresholds = st.one_of(st.sampled_from([0.0, 0.1, 1.0, 1e300]), st.floats(0, 20))
+
+
+def packed(payload_format, selection):
+    """Returns a payload just large enough, on the selection's device."""
+    num_bytes = payload_format.payload_bytes(selection.indices.numel())
+    payload = torch.zeros(num_bytes, dtype=torch.uint8, device=selection.indices.device)
+    payload_format.fill(payload, selection)
+    return payload
+
+
+class Shipment:
+    """Of a route that gathers payloads; without a capacity, of a masked one."""
+
+    divisor = 3
+
+    def __init__(self, wire, capacity, out):
+        self.format, self.out = PayloadFormat(out.numel(), wire), out
+        self.payload = self.rest = None
+        self.is_cleared = False
+        if capacity is not None:
+            self.payload = torch.full((self.format.payload_bytes(capacity),), 77, dtype=torch.uint8)
+
+    def sent(self, count):
+        """Returns what is sent, a payload's rest included, with zeros between."""
+        if self.payload is None:
+            return self.out.clone()
+        room = self.format.capacity(self.payload.numel())
+        parts = [self.format.unpack(self.payload, torch.float32, min(count, room))]
+        if count > room:
+            parts.append(self.rest())
+            assert parts[1].indices.numel() == count - room
+        sent = torch.zeros(self.out.numel())
+        for indices, values in parts:
+            sent[indices] = values.float()
+        return sent

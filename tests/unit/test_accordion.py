@@ -144,14 +144,6 @@ def test_of_an_epoch_that_is_told_of_twice_the_first_rates_hold():
     assert sparsifier.state_dict(0)["learning_rates"] == [0.1]
 
 
-def test_what_the_running_step_has_brought_is_forgotten_with_the_rest():
-    sparsifier = after([torch.ones(2)])
-    sparsifier.load_state_dict({})
-    sparsifier.begin_epoch(0, [0.1])
-    sparsifier.begin_step(1, 0)
-    assert sparsifier.state_dict(1)["sums"] == sparsifier.state_dict(1)["norms"] == {}
-
-
 def test_an_epoch_without_an_exchange_is_not_waited_for():
     sparsifier, layout, found = Accordion(0.1, 0.5, interval=2), LayerLayout(("weight",), (2,)), []
     for epoch in range(8):
@@ -161,16 +153,6 @@ def test_an_epoch_without_an_exchange_is_not_waited_for():
             sparsifier.observe(layout, torch.ones(2))
             found.append(sparsifier.density_of("weight"))
     assert found == [0.5, 0.5, 0.1, 0.1]  # 1 and 3 are compared once 3 is over
-
-
-def test_an_epoch_that_has_been_told_of_but_not_begun_goes_through_a_file():
-    sparsifier = Told(Accordion(0.1, 0.5, interval=1)).sparsifier
-    sparsifier.begin_epoch(3, [0.1])
-    resumed = Accordion(0.1, 0.5, interval=1)
-    resumed.load_state_dict(sparsifier.state_dict(7))
-    resumed.begin_step(7, 0)
-    assert resumed.state_dict(7)["epoch"] == 3
-    assert resumed.state_dict(7)["coming"] is None
 
 
 def test_a_layer_of_another_size_begins_anew():
@@ -221,8 +203,6 @@ def test_it_is_the_same_sparsifier_whatever_it_was_told_of():
         ({"interval": 0}, "Invalid interval=0. Must be a whole number of epochs"),
         ({"interval": True}, "Invalid interval=True"),
         ({"relative_change": 0.0}, "Invalid relative_change=0.0. Must be above 0"),
-        ({"relative_change": float("nan")}, "Invalid relative_change=nan"),
-        ({"relative_change": "x"}, "Invalid relative_change='x'"),
         ({"relative_change": True}, "Invalid relative_change=True"),
     ],
 )

@@ -1,10 +1,9 @@
 """Advice: each row is a run of exchanges and the messages that it must bring, or none."""
 
 import inspect
-import logging
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.sparsifiers import Dense
 from lightning_sparse.strategies import advice as advice_module
 from lightning_sparse.strategies.advice import Advice, _normalising
+from tests.integration.models import messages_of
 
 ELEMENTS, WORKERS = 1000, 2
 TINY, HUGE = 1.23456e-9, 1.23456e15
@@ -51,32 +51,30 @@ class Situation:
 
     Attributes:
         steps: its exchanges.
-        said: a pattern for each message that must come, in order.
-        sparsifier: the running one.
-        optimizer: of the training.
-        averages: gradients or drifts.
+        said: a pattern for each message that must come.
         planned: how many exchanges there will be.
-        workers: how many.
         holds: whether the density is held.
         keeps_rest: whether there is error feedback.
         trained: how many elements the model trains.
+        searched: exchanges of a search before it, whose objects train after it.
     """
 
     steps: list[StepStats]
     said: list[str] = field(default_factory=list)
     sparsifier: Sparsifier = field(default_factory=lambda: _calibrated(0.01))
-    optimizer: type[torch.optim.Optimizer] = torch.optim.SGD
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
     averages: str = "gradients"
     planned: float | None = 10_000
     workers: int = WORKERS
     holds: bool = False
     keeps_rest: bool = True
     trained: int = 1_000_000
+    searched: list[StepStats] = field(default_factory=list)
 
 
-def _calibrated(density: float) -> HardThreshold:
+def _calibrated(density: float, threshold: float = 1.0) -> HardThreshold:
     sparsifier = HardThreshold(density=density)
-    sparsifier.fix_threshold(1.0)
+    sparsifier.fix_threshold(threshold)
     return sparsifier
 
 
@@ -97,6 +95,7 @@ SITUATIONS = {
         sparsifier=HardThreshold(density=0.01, granularity="layer"),
         holds=True,
     ),
+    "as asked for after a search": Situation([step(10)] * 500, searched=[step(500)] * 300),
     "too early to say": Situation([step(40)] * 199),
     "calibration counts for nothing": Situation([CALIBRATION] * 50 + [step(10)] * 210),
     "off with a constant threshold": Situation([step(40)] * 300, sparsifier=HardThreshold(threshold=1.0)),
@@ -151,7 +150,9 @@ SITUATIONS = {
         [], [r"AdamW normalises gradients, .* Use 'local_hardthreshold'. See docs/local-training.md"],
         optimizer=torch.optim.AdamW,
     ),
-    "Adam, Top-k": Situation([], [r"Adam normalises gradients"], sparsifier=TopK(0.01), optimizer=torch.optim.Adam),
+    "an optimizer around Adam": Situation(
+        [], [r"Adam normalises gradients"], optimizer=lambda *_, **__: _wrapping("base", _optimizer("Adam"))
+    ),
     "Adam on shards": Situation(
         [], [r"Use 'local_hsdp_hardthreshold'. See docs/big-models.md"],
         optimizer=torch.optim.Adam, averages="gradients of shards",
@@ -170,31 +171,17 @@ SITUATIONS = {
         [CALIBRATION] * 20, ["one worker has nobody to exchange with: gradients pass through whole"],
         optimizer=torch.optim.Adam, planned=20, workers=1,
     ),
-    "one worker's drifts": Situation(
-        [], ["one worker has nobody to exchange with: drifts pass through whole"], workers=1, averages="drifts"
-    ),
-    "one worker, thrown away": Situation([CALIBRATION] * 20, planned=None, workers=1),
     "a small LoRA": Situation(
         [], [r"the model trains 768 elements: .* under 1 ms .* See docs/performance.md"], trained=768, planned=60
     ),
-    "a small LoRA of many workers": Situation([], ["the model trains 768 elements"], trained=768, workers=1024),
-    "a small LoRA's drifts": Situation([], ["the model trains 768 elements"], trained=768, averages="drifts"),
     "a small LoRA that sends everything": Situation([], trained=768, sparsifier=HardThreshold(threshold=0.0)),
-    "a small LoRA, thrown away": Situation([], trained=768, planned=None),
     "a small ResNet-18": Situation([], trained=176_402),
-    "a small ResNet-18 at a high density": Situation([], trained=176_402, sparsifier=_calibrated(0.5)),
     "a small ResNet-18 of many workers": Situation([], trained=176_402, workers=1024),
 }  # fmt: skip
 
 
 def listen(situation: Situation) -> list[str]:
     messages: list[str] = []
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            messages.append(record.getMessage())
-
-    logs, listener = [logging.getLogger(f"lightning.{name}") for name in ("fabric", "pytorch")], Listener()
     subscribers: list[Any] = []
     holder: Any = SimpleNamespace(
         sparsifier=situation.sparsifier,
@@ -202,22 +189,18 @@ def listen(situation: Situation) -> list[str]:
         num_elements=situation.trained,
         subscribe=subscribers.append,
     )
-    for log in logs:
-        log.addHandler(listener)
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            control: Any = None if situation.holds else "calibrate"
-            options = ExchangeOptions("gradient" if situation.keeps_rest else "none", density_control=control)
-            advice = Advice(situation.averages, holder, options)
-            advice.begin([situation.optimizer([torch.nn.Parameter(torch.ones(1))], lr=0.1)], situation.planned)
-            for number, exchange in enumerate(situation.steps):
+    optimizer = situation.optimizer([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    with messages_of(messages), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        control: Any = None if situation.holds else "calibrate"
+        options = ExchangeOptions("gradient" if situation.keeps_rest else "none", density_control=control)
+        advice = Advice(situation.averages, holder, options)
+        for planned, steps in ((None, situation.searched), (situation.planned, situation.steps)):
+            advice.begin([optimizer], planned)
+            for number, exchange in enumerate(steps):
                 for receive in subscribers:
                     receive(replace(exchange, step=number))
             advice.end()
-    finally:
-        for log in logs:
-            log.removeHandler(listener)
     return messages + [str(warning.message) for warning in caught]
 
 
@@ -242,12 +225,6 @@ def require_one_line(message: str) -> None:
 LONG_NAME = "base_model.model.transformer.h.0.attn.c_attn.lora_A.default.weight"
 
 
-def _fixed(density: float, threshold: float) -> HardThreshold:
-    sparsifier = HardThreshold(density=density)
-    sparsifier.fix_threshold(threshold)
-    return sparsifier
-
-
 class ScheduleFreeAdamWithAVeryLongName(torch.optim.Adam):
     pass
 
@@ -255,24 +232,24 @@ class ScheduleFreeAdamWithAVeryLongName(torch.optim.Adam):
 EXTREMES = [
     *(Situation([], averages=what, workers=1) for what in ("gradients", "drifts", "gradients of shards")),
     *(Situation([], trained=size) for size in (1, 26_000)),
-    *(Situation([], sparsifier=_fixed(TINY, 1.0), planned=planned) for planned in (1.0, 1.23456e6, 1.23456e9)),
+    *(Situation([], sparsifier=_calibrated(TINY, 1.0), planned=planned) for planned in (1.0, 1.23456e6, 1.23456e9)),
     *(
         Situation([], averages=what, optimizer=ScheduleFreeAdamWithAVeryLongName)
         for what in ("gradients", "gradients of shards")
     ),
     *(
-        Situation([replace(step(sent), num_elements=int(HUGE))] * 200, sparsifier=_fixed(density, λ), holds=holds)
+        Situation([replace(step(sent), num_elements=int(HUGE))] * 200, sparsifier=_calibrated(density, λ), holds=holds)
         for λ in (TINY, HUGE)
         for holds in (True, False)
         for sent, density in ((TINY * HUGE, 0.123456), (0.123456 * HUGE, TINY))
     ),
     *(
-        Situation([step(0, error=error * number) for number in range(200)], sparsifier=_fixed(TINY, λ), holds=holds)
+        Situation([step(0, error=error * n) for n in range(200)], sparsifier=_calibrated(TINY, λ), holds=holds)
         for error in (0.0, HUGE)
         for λ in (TINY, HUGE)
         for holds in (True, False)
     ),
-    Situation([step(0, error=0.0)] * 200, sparsifier=_fixed(TINY, TINY), keeps_rest=False),
+    Situation([step(0, error=0.0)] * 200, sparsifier=_calibrated(TINY, TINY), keeps_rest=False),
     Situation([replace(step(0.12 * HUGE), dense_elements=int(0.98 * HUGE), num_elements=int(HUGE))] * 200),
     Situation([step(100, layers={LONG_NAME + str(number): (0, HUGE) for number in range(1234)})] * 600),
     Situation([CALIBRATION] * 1234, sparsifier=HardThreshold(density=0.01)),
@@ -327,49 +304,9 @@ def test_an_optimizer_of_unknown_name_is_known_by_its_betas():
     assert _normalising(type("Mine", (torch.optim.AdamW,), {})([torch.nn.Parameter(torch.ones(1))])) == ["Mine"]
 
 
-class Lookahead(torch.optim.Optimizer):
-    """Has its inner optimizer's groups, as timm's has."""
-
-    def __init__(self, parameters: Any, lr: float) -> None:
-        self._base_optimizer = torch.optim.AdamW(parameters, lr)
-        self.param_groups, self.defaults = self._base_optimizer.param_groups, {}
-
-
-def test_the_message_names_the_optimizer_that_normalises():
-    [message] = listen(Situation([], optimizer=Lookahead))
-    assert "AdamW normalises gradients" in message
-
-
-@pytest.mark.parametrize("attribute", ["_base_optimizer", "optimizer", "inner", "optim"])
-def test_an_optimizer_inside_of_others_is_found(attribute):
+def test_an_optimizer_inside_of_others_is_found():
     innermost = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
-    nested = _wrapping("optimizer", _wrapping(attribute, innermost), "SAM")
+    nested = _wrapping("optimizer", _wrapping("_inner", innermost), "SAM")
     assert _normalising(nested) == ["AdamW"]
     innermost.outer = nested  # a cycle
     assert _normalising(nested) == ["AdamW"]
-
-
-def test_of_a_search_before_the_training_nothing_is_said_or_counted():
-    """Lightning's own, or one for a threshold: the same objects train after it."""
-    subscribers: list[Any] = []
-    holder: Any = SimpleNamespace(
-        sparsifier=_calibrated(0.01),
-        workers=SimpleNamespace(num_workers=2),
-        num_elements=1_000_000,
-        subscribe=subscribers.append,
-    )
-    optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)]
-    advice = Advice("gradients", holder, ExchangeOptions(density_control="calibrate"))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for planned, sent in ((None, 500), (10_000, 10)):
-            advice.begin(optimizers, planned)
-            for _ in range(300):
-                subscribers[0](step(sent))
-            advice.end()
-        assert not caught
-        advice.begin(optimizers, 10_000)
-        for _ in range(300):
-            subscribers[0](step(500))
-    [told] = caught
-    assert "density is 50 % after calibration, not 1 %" in str(told.message)

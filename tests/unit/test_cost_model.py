@@ -28,11 +28,6 @@ def test_a_steady_count_ends_without_padding():
     assert forecast.capacity(10**9) <= 10_000 + CAPACITY_STEP
 
 
-def test_a_fall_in_density_is_not_padded_for_long():
-    forecast = Forecast.first(1_000_000).after(1000)
-    assert forecast.capacity(10**9) <= 1700
-
-
 def test_a_restless_count_overflows_in_one_of_twenty_steps_for_little_padding():
     # k of a hard threshold over steps: noise of a few per cent around a slow trend.
     noise = random.Random(0)
@@ -54,29 +49,14 @@ def test_the_route_goes_from_gather_to_dense_as_density_grows(num_workers, on_gp
     for exponent in range(40):
         selected = 10**7 * 10 ** (-exponent / 8)
         route = costs.cheapest(selected, 1.2 * selected / num_workers, speeds(None, on_gpu=on_gpu))
+        received = costs.received_bytes(selected, selected / num_workers)
+        assert on_gpu or received[route] <= received["dense"]
         if not routes or routes[-1] != route:
             routes.append(route)
     expected = ["dense", "reduce_scatter", "gather"] if num_workers > 2 else ["dense", "gather"]
     assert routes in (expected, ["dense", "gather"])
     if num_workers >= 16:
         assert "reduce_scatter" in routes
-
-
-def test_a_route_is_never_chosen_that_brings_more_bytes_than_dense():
-    for num_workers in (2, 3, 8, 64, 1024):
-        costs = Costs(num_workers, 10**7, 4, 4)
-        for density in (1e-5, 1e-4, 1e-3, 1e-2, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0):
-            k = density * 10**7
-            route = costs.cheapest(k, k / num_workers, speeds(None, on_gpu=False))
-            received = costs.received_bytes(k, k / num_workers)
-            assert received[route] <= received["dense"]
-
-
-def test_the_union_of_independent_selections():
-    costs = Costs(3, 1000, 4, 4)
-    assert costs.independent_union(0) == 0
-    assert costs.independent_union(1000) == 1000
-    assert costs.independent_union(100) == pytest.approx(1000 * (1 - 0.9**3))
 
 
 @given(

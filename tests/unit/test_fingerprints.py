@@ -79,10 +79,3 @@ class _Launches(TorchDispatchMode):
         if alias is None or alias.is_write:
             self.names.append(func.name())
         return func(*args, **(kwargs or {}))
-
-
-def test_several_tensors_have_two_numbers_each():
-    tensors = [values(torch.float32, 5), torch.zeros(0), values(torch.int64, 3)]
-    apart = torch.cat([fingerprints([one]) for one in tensors])
-    assert torch.equal(fingerprints(tensors), apart)
-    assert apart[2:4].tolist() == [0.0, 0.0]

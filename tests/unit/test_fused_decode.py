@@ -96,12 +96,6 @@ def test_a_block_may_have_more_than_a_tile(count):
 
 
 @on_device
-@pytest.mark.parametrize("capacity", [0, 4, 500])
-def test_of_a_payload_that_was_too_small_what_is_there_is_added_and_nothing_beyond(capacity):
-    check(140_000, selections(140_000, [600, 20, 501]), capacity=capacity)
-
-
-@on_device
 @pytest.mark.parametrize(("size", "whole"), [(100, 250), (66_000, 130_001), (9, 10)])
 def test_neighbouring_parts_are_put_side_by_side(size, whole):
     payload_format, dense = PayloadFormat(size, AS_IT_IS), torch.zeros(3, size)
@@ -116,20 +110,6 @@ def test_neighbouring_parts_are_put_side_by_side(size, whole):
     decode(payload_format, payloads.to(DEVICE), out, None, len(payloads))
     same_bits(out, dense.flatten()[:whole])
     check_guards(out)
-
-
-def test_what_is_not_zero_is_packed_as_far_as_there_is_room():
-    payload_format = PayloadFormat(140_000, AS_IT_IS)
-    values = torch.zeros(140_000)
-    values[[3, 70_000, 70_001, 139_999]] = torch.tensor([1.0, float("nan"), -2.0, 3.0])
-    for capacity, held in [(8, [3, 70_000, 70_001, 139_999]), (4, [3, 70_000, 70_001, 139_999]), (0, [])]:
-        payload = torch.full((payload_format.payload_bytes(capacity),), 77, dtype=torch.uint8)
-        assert pack_nonzero(payload_format, values, payload) == 4
-        indices, found = payload_format.unpack(payload, FLOAT, min(4, capacity))
-        assert indices.tolist() == held
-        same_bits(found, values[held])
-    empty = PayloadFormat(0, AS_IT_IS)
-    assert pack_nonzero(empty, torch.zeros(0), torch.zeros(empty.payload_bytes(4), dtype=torch.uint8)) == 0
 
 
 @on_device

@@ -21,8 +21,7 @@ from lightning_sparse.kernels import decode, is_available, launching, threshold
 from lightning_sparse.selection import fused_threshold
 from lightning_sparse.selection.fused_threshold import Boundaries, FusedThreshold
 from lightning_sparse.selection.numbers import FIXED_FIELDS, SLOTS
-from lightning_sparse.selection.residual import Residual, compensate, keep_rest
-from lightning_sparse.sparsifiers import HardThreshold, LayerLayout, Selection
+from lightning_sparse.selection.residual import Residual
 from tests.interpreter import INTERPRETED, run_in_interpreter
 from tests.unit.test_sent_and_kept import THRESHOLDS, by_tensors, rows
 from tests.unit.test_sent_and_kept import WIRES as VALUE_WIRES
@@ -251,28 +250,6 @@ def test_an_empty_bucket():
 
 
 @on_device
-@pytest.mark.parametrize("dtype", [FLOAT, DOUBLE])
-def test_the_threshold_itself_is_selected_and_what_is_just_below_is_not(dtype):
-    threshold = torch.tensor(0.1, dtype=dtype)
-    below = torch.nextafter(threshold, torch.zeros_like(threshold))
-    residual = torch.stack([threshold, -threshold, below, -below, threshold * 0, -threshold * 0]).repeat(11)
-    expected = check_select(residual, torch.zeros(66), one_run(threshold.item(), 66), Wire(dtype))
-    assert expected.selected.tolist() == [True, True, False, False, False, False] * 11
-    check_mask(residual, torch.zeros(66, dtype=dtype), one_run(threshold.item(), 66), Wire(dtype))
-
-
-@on_device
-def test_a_threshold_of_zero_sends_everything_and_a_huge_one_only_what_is_not_finite():
-    residual, gradient = bucket(66_000)
-    residual[100:1000] = gradient[100:1000] = 0
-    assert check_select(residual, gradient, one_run(0.0, 66_000)).selected.all()
-    check_mask(residual, gradient, one_run(0.0, 66_000))
-    largest = torch.finfo(FLOAT).max
-    assert check_select(residual, gradient, one_run(largest, 66_000)).numbers[:2] == [3, 3]
-    check_mask(residual, gradient, one_run(largest, 66_000))
-
-
-@on_device
 @pytest.mark.parametrize(
     ("size", "starts"),
     [
@@ -334,54 +311,14 @@ def test_what_finds_no_room_stays_and_is_counted(size, spare, wire):
 
 
 @on_device
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("spare", [-70, 0, 5])
-def test_the_payload_has_the_bits_of_the_plain_step(wire, spare):
-    layout = LayerLayout(("weight", "bias", "head"), (66_000, 33, 70_001))
-    sparsifier = HardThreshold(threshold=2.0, layer_thresholds={"bias": 0.0, "head": 2.5})
-    runs = [(sparsifier.threshold_of(name), start, end) for name, start, end in layout.spans()]
-    residual, gradient = bucket(layout.num_elements)
-    kept, given_gradient = residual.to(DEVICE, copy=True), gradient.to(DEVICE)
-
-    compensate(Residual(residual, residual), gradient)
-    indices, values = sparsifier.select(residual, layout)
-    sent = wire.rounded(values)
-    payload_format = PayloadFormat(layout.num_elements, wire)
-    capacity = indices.numel() + spare
-    expected = torch.zeros(payload_format.payload_bytes(capacity), dtype=torch.uint8)
-    payload_format.fill(expected, Selection(indices, sent))
-    keep_rest(residual, Selection(indices[:capacity], values[:capacity]), wire)
-
-    payload = torch.zeros(payload_format.payload_bytes(capacity), dtype=torch.uint8, device=DEVICE)
-    parts = payload_format.parts(payload)
-    FusedThreshold().select(
-        Residual(kept, kept), given_gradient, runs, loss_scale=None, payload=parts, wire=wire, header=header_of()
-    )
-    for actual, plain in zip(parts, payload_format.parts(expected), strict=True):
-        same_bits(actual, plain)
-    same_bits(kept, residual)
-
-
-@on_device
 @pytest.mark.parametrize("threshold", THRESHOLDS)
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "float8"])
 def test_triton_sends_and_keeps_what_tensors_do(name, threshold):
     p, wire = rows(), VALUE_WIRES[name]
-    expected_sent, expected_kept = by_tensors(p, threshold, wire)
-    before, nothing, header = p.to(DEVICE), torch.full_like(p, -0.0, device=DEVICE), header_of()
-    sent, kept = torch.full_like(before, nan), torch.full_like(before, nan)
-    arguments = {"loss_scale": None, "wire": wire, "header": header}
-    FusedThreshold().mask(Residual(before, kept), nothing, one_run(threshold, p.numel()), **arguments, out=sent)
-    same_bits(sent, expected_sent)
-    same_bits(kept, expected_kept)
-
-    payload_format = PayloadFormat(p.numel(), wire)
-    payload = torch.zeros(payload_format.payload_bytes(p.numel()), dtype=torch.uint8, device=DEVICE)
-    parts, kept = payload_format.parts(payload), torch.full_like(before, nan)
-    FusedThreshold().select(Residual(before, kept), nothing, one_run(threshold, p.numel()), **arguments, payload=parts)
-    indices, values = payload_format.unpack(payload.cpu(), p.dtype, int(header[SLOTS["selected"]]))
-    same_bits(torch.zeros_like(p).index_put((indices,), values), expected_sent)
-    same_bits(kept, expected_kept)
+    nothing = torch.full_like(p, -0.0)
+    check_select(p, nothing, one_run(threshold, p.numel()), wire)
+    check_mask(p, nothing, one_run(threshold, p.numel()), wire, out=FLOAT)
+    same_bits(expect(p, nothing, one_run(threshold, p.numel()), wire).rest, by_tensors(p, threshold, wire)[1])
 
 
 @on_device

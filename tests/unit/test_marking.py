@@ -5,7 +5,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.selection.bucket import FlatBucket
 from lightning_sparse.selection.extraction import Extraction
@@ -18,20 +17,9 @@ from lightning_sparse.sparsifiers import (
     StochasticRounding,
     TopK,
 )
+from tests.unit.strategies import Shipment
 
 NAN, INF = float("nan"), float("inf")
-
-
-class Shipment:
-    """Of a route that gathers payloads, or of a masked one."""
-
-    divisor = 4
-
-    def __init__(self, size, wire, capacity):
-        self.format = PayloadFormat(size, wire)
-        self.out, self.payload, self.rest = torch.full((size,), 7.0), None, None
-        if capacity is not None:
-            self.payload = torch.zeros(self.format.payload_bytes(capacity), dtype=torch.uint8)
 
 
 SPARSIFIERS = (
@@ -51,22 +39,13 @@ WIRES = (
 
 def outcome(fill, values, layout, wire, capacity, unused, sparsifier=SPARSIFIERS[0]):
     """What is sent, densely; what is kept, and what the header tells."""
-    residual, shipment = torch.zeros(layout.num_elements), Shipment(layout.num_elements, wire, capacity)
+    residual = torch.zeros(layout.num_elements)
+    shipment = Shipment(wire, capacity, torch.full_like(residual, 7.0))
     extraction = Extraction(sparsifier, num_slices=3, per_layer=True, keeps_rest=True)
     memory = Residual(torch.zeros_like(residual), residual)
     bucket = FlatBucket(0, layout, values.clone(), memory, is_last=True, left_out=unused)
     header = fill(extraction, bucket, shipment).header(torch.device("cpu"))
-    sent = 4 * shipment.out
-    if capacity is not None:
-        sent = torch.zeros_like(residual)
-        held = min(int(header[0]), capacity)
-        parts = [shipment.format.unpack(shipment.payload, torch.float32, held)]
-        if header[0] > capacity:
-            parts.append(shipment.rest())
-            assert parts[1].indices.numel() == header[0] - capacity
-        for indices, found in parts:
-            sent[indices] = found.float()
-    return sent, residual, header
+    return shipment.sent(int(header[0])), residual, header
 
 
 @given(data=st.data())

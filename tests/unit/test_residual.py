@@ -9,7 +9,7 @@ from lightning_sparse import HardThreshold, ScaledIntegerRounding, StochasticRou
 from lightning_sparse.engine.grouping import in_logical_order, in_memory_order
 from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.exchange.wire import wire_of
-from lightning_sparse.selection.residual import Residual, compensate, keep_rest, rescale
+from lightning_sparse.selection.residual import Residual, compensate, keep_rest
 from lightning_sparse.sparsifiers import LayerLayout
 from tests.unit.strategies import DTYPES, layouts, thresholds, values
 
@@ -91,16 +91,6 @@ def test_no_residual_is_ever_nan_or_infinite(step, sparsifier, value_dtype):
     assert bool(kept.isfinite().all())
 
 
-@given(steps(finite=True), st.floats(0.01, 20))
-def test_a_zero_gradient_after_a_step_sends_nothing(step, threshold):
-    layout, residual, gradient = step
-    *_, kept, _, _ = run_step(layout, residual, gradient, HardThreshold(threshold=threshold))
-    indices, _ = HardThreshold(threshold=threshold).select(
-        compensate(Residual(kept, kept), torch.zeros_like(gradient)), layout
-    )
-    assert indices.numel() == 0
-
-
 @given(steps(finite=True), st.sampled_from([1.0, 256.0, 65536.0]))
 def test_a_loss_scale_changes_nothing_but_the_gradient_that_comes_in(step, scale):
     layout, residual, gradient = step
@@ -123,13 +113,6 @@ def test_a_value_beyond_float16_is_sent_in_parts_and_never_as_infinity():
     assert residual.item() < 1.0
 
 
-def test_a_bfloat16_gradient_is_compensated_in_float32():
-    residual = torch.full((1,), 1e-3)
-    compensate(Residual(residual, residual), torch.tensor([1.0], dtype=torch.bfloat16))
-    assert residual.dtype == torch.float32
-    assert residual.item() == pytest.approx(1.001, rel=1e-6)
-
-
 ONE = LayerLayout(("a", "b", "c"), (2, 3, 1))
 
 
@@ -137,26 +120,6 @@ def filled(memory, index, layout, values):
     """A backward that leaves these residuals in a bucket."""
     memory.bucket(index, layout, torch.zeros(len(values))).after.copy_(torch.tensor(values))
     memory.keep(index)
-
-
-def test_residuals_move_with_their_layer_when_buckets_change():
-    memory = ResidualMemory()
-    filled(memory, 0, ONE, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
-    memory.commit({"a", "b", "c"})
-    first, second = LayerLayout(("c", "a"), (1, 2)), LayerLayout(("b",), (3,))
-    assert memory.bucket(0, first, torch.zeros(3)).before.tolist() == [5.0, 0.0, 1.0]
-    assert memory.bucket(1, second, torch.zeros(3)).before.tolist() == [2.0, 3.0, 4.0]
-
-
-def test_a_bucket_that_is_asked_for_again_has_what_its_layers_have_become_elsewhere():
-    memory = ResidualMemory()
-    filled(memory, 0, ONE, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
-    memory.commit({"a", "b", "c"})
-    filled(memory, 1, LayerLayout(("b",), (3,)), [6.0, 7.0, 8.0])
-    memory.commit({"b"})
-    again = memory.bucket(0, ONE, torch.zeros(6))
-    assert again.before.tolist() == [0.0, 1.0, 6.0, 7.0, 8.0, 5.0]
-    assert again.after.shape == (6,)
 
 
 def test_a_step_turns_the_two_tensors_round_and_copies_nothing():
@@ -276,15 +239,3 @@ def test_state_survives_a_round_trip_and_is_a_copy():
     restored = ResidualMemory()
     restored.load_state_dict(state)
     assert restored.bucket(0, ONE, torch.zeros(6)).before.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-
-
-@pytest.mark.parametrize(
-    ("factors", "expected"),
-    [
-        ({}, [1.0] * 6),
-        ({"a": 2.0, "b": 2.0, "c": 2.0}, [2.0] * 6),
-        ({"a": 2.0, "c": 0.5}, [2.0, 2.0, 1.0, 1.0, 1.0, 0.5]),
-    ],
-)
-def test_each_layer_is_rescaled_by_its_own_factor(factors, expected):
-    assert rescale(torch.ones(6), ONE, factors).tolist() == expected

@@ -3,11 +3,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sparse import HardThreshold, TopK
-from lightning_sparse.sparsifiers import LayerLayout
+from lightning_sparse import Dense, GaussianK, HardThreshold, RandomK, TopK
+from lightning_sparse.sparsifiers import LayerLayout, WholeStep
 from tests.unit.strategies import buckets, thresholds
 
 NAN, INF = float("nan"), float("inf")
+SPARSIFIERS = (
+    HardThreshold(threshold=1e300),
+    *(TopK(0.001), TopK(0.001, granularity="model"), RandomK(0.001), GaussianK(0.001), Dense()),
+)
 LAYOUT = LayerLayout(("a.weight", "a.bias", "b.weight"), (3, 1, 2))
 
 
@@ -68,14 +72,10 @@ def test_top_k_selects_the_largest_of_every_layer_and_all_that_is_not_finite(buc
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
-@pytest.mark.parametrize("sparsifier", [HardThreshold(threshold=1e300), TopK(0.001)])
+@pytest.mark.parametrize("sparsifier", SPARSIFIERS)
 def test_what_is_not_finite_is_selected_whatever_the_setting(sparsifier, value):
     compensated = torch.tensor([value, value, 0.0, 1.0, value, 0.0])
     assert {0, 1, 4} <= set(sparsifier.select(compensated, LAYOUT).indices.tolist())
-
-
-def test_threshold_zero_selects_everything():
-    assert HardThreshold(threshold=0.0).select(torch.zeros(6), LAYOUT).indices.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("threshold", [0.1, 0.7])
@@ -88,9 +88,11 @@ def test_the_threshold_is_exact_although_float32_cannot_hold_it(threshold):
     assert HardThreshold(threshold=threshold).select(values, LayerLayout(("w",), (3,))).indices.tolist() == expected
 
 
-@pytest.mark.parametrize("sparsifier", [HardThreshold(threshold=1.0), TopK(0.5)])
+@pytest.mark.parametrize("sparsifier", SPARSIFIERS)
 @pytest.mark.parametrize("layout", [LayerLayout((), ()), LayerLayout(("empty",), (0,))])
 def test_an_empty_bucket_selects_nothing(sparsifier, layout):
+    sparsifier.begin_step(0, 0)
+    sparsifier.survey(WholeStep([lambda: torch.zeros(0)], 0, torch.float32))
     indices, values = sparsifier.select(torch.zeros(0), layout)
     assert indices.shape == values.shape == (0,)
     assert indices.dtype == torch.int64
@@ -145,30 +147,19 @@ def test_a_fixed_threshold_holds_for_buckets_seen_before():
         ({"threshold": 0.1, "density": 0.1}, "Got both threshold=0.1 and density=0.1"),
         ({"threshold": -1.0}, "Invalid threshold=-1.0. Must be a finite number of at least 0"),
         ({"threshold": NAN}, "Invalid threshold=nan"),
-        ({"threshold": INF}, "Invalid threshold=inf"),
         ({"density": 0.0}, r"Invalid density=0.0. Must be within \(0, 1\]"),
         ({"density": 1.01}, "Invalid density=1.01"),
-        ({"density": NAN}, "Invalid density=nan"),
         ({"density": "0.01"}, r"Invalid density='0.01'. Must be within \(0, 1\]"),
-        ({"density": True}, "Invalid density=True"),
-        ({"threshold": "0.01"}, "Invalid threshold='0.01'. Must be a finite number"),
         ({"threshold": True}, "Invalid threshold=True"),
         ({"calibration_steps": 0}, "Invalid calibration_steps=0. Must be a whole number of at least 1"),
         ({"granularity": "bucket"}, "Invalid granularity='bucket'. Must be one of 'layer', 'model'"),
         ({"granularity": "layer", "threshold": 1.0}, "What is held in each layer is a density: give density="),
-        ({"calibration_steps": 1.5}, "Invalid calibration_steps=1.5"),
         ({"layer_thresholds": {"conv*": -0.5}}, r"Invalid layer_thresholds\['conv\*'\]=-0.5"),
     ],
 )
 def test_a_bad_hard_threshold_is_refused_with_the_value_and_what_is_allowed(arguments, message):
     with pytest.raises(ValueError, match=message):
         HardThreshold(**arguments)
-
-
-@pytest.mark.parametrize("density", [0.0, -0.1, 1.5, NAN])
-def test_a_bad_top_k_density_is_refused(density):
-    with pytest.raises(ValueError, match=rf"Invalid density={density}. Must be within \(0, 1\]"):
-        TopK(density)
 
 
 def test_a_layout_whose_names_and_sizes_do_not_match_is_refused():

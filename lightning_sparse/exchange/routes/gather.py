@@ -72,7 +72,7 @@ class GatherShipment(Shipment):
         first     | header | ends | c values | c offsets |   one all-gather; k may be larger than c on some workers
         second             | ends | rest                 |   only then: one all-gather, as large as the largest rest
 
-    The result equals that of ``plain_average`` in tests/distributed/plain_exchange.py, to the last bit: all coordinates
+    The result equals that of ``plain_average`` in tests/distributed/test_exchange.py, to the last bit: all coordinates
     of a rank are added before any of the next.
 
     Args:

@@ -12,12 +12,7 @@ from torch import Tensor
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 WIRES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-DTYPE_CHOICES = ("float32", "float64", "bfloat16", "mixed")
-SPARSIFIERS = ("threshold", "density", "top_k")
-FEEDBACKS = ("gradient", "learning_rate", "none")
-VALUE_DTYPES = ("float32", "bfloat16", "float16", "float8")
 EXCHANGES = ("auto", "gather", "dense", "reduce_scatter", "hierarchical")
-UNUSED = ("never", "find", "static")
 ZEROING = ("none", "zeros", "used")
 SIZES = (1, 2, 3, 17, 127, 128, 129, 1000, 4099)
 LARGE_SIZES = (40_000, 65_535, 65_536, 65_537, 70_001)

@@ -140,10 +140,6 @@ class Simulation:
             one.clear()
         self.stale = {}
 
-    def resume(self) -> None:
-        """Everything but what is saved is gone."""
-        self.lose_open()
-
     def end_backward(self) -> None:
         """What the workers have done with their residuals is open, for layers that they reached."""
         for worker, latest in enumerate(self.latest):

@@ -3,6 +3,7 @@
 import copy
 import math
 import os
+import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import HardThreshold, TopK, register_comm_hook
-from tests.distributed.fuzz.case import DISCARDED, DTYPES, Case, gradient_of
+from tests.distributed.fuzz.case import DISCARDED, DTYPES, Case, draw_case, gradient_of
 from tests.distributed.fuzz.checker import Checker, Difference
 from tests.distributed.fuzz.simulation import error_dtype
 
@@ -211,6 +212,13 @@ def bits_of(values: Tensor) -> Tensor:
     """Returns the bits as integers; NaN is one value, whatever its bits."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return values.nan_to_num(123.0, math.inf, -math.inf).view(integers[values.itemsize])
+
+
+def run_seed(seed: int) -> tuple[str | None, Counter[str]]:
+    """Runs the case of a seed as one worker; see ``run_case``."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return run_case(draw_case(seed))
 
 
 def run_case(case: Case) -> tuple[str | None, Counter[str]]:
