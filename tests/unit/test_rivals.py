@@ -25,7 +25,7 @@ from lightning_sparse import (
     TopK,
 )
 from lightning_sparse.sparsifiers import WholeStep, in_order
-from lightning_sparse.sparsifiers.magnitudes import kth_largest_magnitude
+from lightning_sparse.sparsifiers.top_k import kth_largest_magnitude
 from tests.markdown import blocks
 from tests.unit.strategies import DTYPES, buckets, values
 
