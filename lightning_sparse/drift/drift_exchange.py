@@ -15,7 +15,7 @@ from lightning_sparse.drift.weight_ownership import WeightOwnership
 from lightning_sparse.engine import Engine, FlatBucket
 from lightning_sparse.engine.grouping import as_real, local
 from lightning_sparse.engine.messages import say_new_layers
-from lightning_sparse.selection.residual import Residual
+from lightning_sparse.selection.bucket import Residual
 
 T = TypeVar("T")
 

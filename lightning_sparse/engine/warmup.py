@@ -15,8 +15,7 @@ from lightning_sparse.engine.engine import Engine
 from lightning_sparse.exchange import Exchange, ExchangeMode, Workers
 from lightning_sparse.exchange.pending import Pending
 from lightning_sparse.kernels import native, warm_up
-from lightning_sparse.selection.bucket import FlatBucket
-from lightning_sparse.selection.residual import Residual
+from lightning_sparse.selection.bucket import FlatBucket, Residual
 from lightning_sparse.sparsifiers import LayerLayout
 
 

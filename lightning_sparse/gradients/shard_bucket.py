@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_sparse.engine import FlatBucket
 from lightning_sparse.engine.grouping import as_real, kept_dtype, local
 from lightning_sparse.engine.parameter_bucket import ParameterBucket, bucketed
-from lightning_sparse.selection.residual import Residual
+from lightning_sparse.selection.bucket import Residual
 
 
 @dataclass

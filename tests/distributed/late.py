@@ -9,7 +9,7 @@ import torch
 from lightning_sparse.engine import Engine, FlatBucket
 from lightning_sparse.engine.transport_options import TransportOptions
 from lightning_sparse.exchange import Workers, exchange
-from lightning_sparse.selection.residual import Residual
+from lightning_sparse.selection.bucket import Residual
 from lightning_sparse.sparsifiers import LayerLayout
 
 PAUSE_CYCLES = 10_000_000

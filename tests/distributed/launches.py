@@ -26,7 +26,7 @@ from lightning_sparse.gradients import buckets as ddp_buckets
 from lightning_sparse.gradients import sparse_state
 from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.selection import extraction, fused_threshold
-from lightning_sparse.selection.residual import Residual
+from lightning_sparse.selection.bucket import Residual
 from lightning_sparse.sparsifiers import LayerLayout, Sparsifier
 
 GPU = torch.device("cuda", 0)
@@ -267,6 +267,6 @@ def _let_go(engine: Engine) -> None:
     """Lets go of what belongs to the last step's fake device, so that what is made once is counted in each step."""
     engine._exchange._buffers._held.clear()
     engine._averages._held.clear()
-    engine._extraction._fused._space.clear()
+    engine._extraction._fused._space._held.clear()
     fused_threshold._threshold_tables.cache_clear()
     fused_threshold._edge_tables.cache_clear()

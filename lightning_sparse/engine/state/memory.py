@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_sparse.engine.state.memory_format import in_logical_order, in_memory_order, zero_residual
 from lightning_sparse.exchange import let_go
-from lightning_sparse.selection.residual import Residual
+from lightning_sparse.selection.bucket import Residual
 from lightning_sparse.sparsifiers import LayerLayout
 
 Residuals = dict[str, Tensor]
