@@ -36,9 +36,8 @@ from lightning_sparse.exchange.payload import PayloadFormat, aligned
 from lightning_sparse.exchange.routes import adding
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels import is_available
-from lightning_sparse.selection.bucket import FlatBucket
+from lightning_sparse.selection.bucket import FlatBucket, Residual, compensate, keep_rest
 from lightning_sparse.selection.extraction import Extraction
-from lightning_sparse.selection.residual import Residual, compensate, keep_rest
 from lightning_sparse.sparsifiers import HardThreshold, LayerLayout
 
 RESNET_18 = 11_173_962

@@ -14,7 +14,7 @@ from lightning_sparse.drift.untrained_tensors import UntrainedTensors, fingerpri
 from lightning_sparse.engine import Engine, FlatBucket
 from lightning_sparse.engine.grouping import bucketed, kept_dtype, local
 from lightning_sparse.engine.snapshot import Tensors
-from lightning_sparse.selection.residual import Residual
+from lightning_sparse.selection.bucket import Residual
 
 T = TypeVar("T")
 

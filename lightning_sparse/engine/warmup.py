@@ -17,8 +17,7 @@ from lightning_sparse.engine.grouping import kept_dtype
 from lightning_sparse.exchange import ExchangeMode, Workers
 from lightning_sparse.exchange.pending import Pending
 from lightning_sparse.kernels import native, warm_up
-from lightning_sparse.selection.bucket import FlatBucket
-from lightning_sparse.selection.residual import Residual
+from lightning_sparse.selection.bucket import FlatBucket, Residual
 from lightning_sparse.sparsifiers import HardThreshold, LayerLayout
 
 LAYER_ELEMENTS = 256

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparse.engine import FlatBucket
-from lightning_sparse.selection.residual import Residual, rescale
+from lightning_sparse.selection.bucket import Residual, rescale
 
 
 def learning_rates_of(optimizers: Sequence[Optimizer]) -> dict[Tensor, float]:

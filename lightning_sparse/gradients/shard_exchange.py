@@ -30,7 +30,7 @@ from lightning_sparse.exchange import ExchangeMode, OwnGroup, Workers, current_d
 from lightning_sparse.exchange.wire import ValueDtype, require_wire
 from lightning_sparse.gradients.options import DensityControlMode, ExchangeOptions, require_density_control
 from lightning_sparse.gradients.steps_on_averages import StepsOnAverages
-from lightning_sparse.selection.residual import Residual
+from lightning_sparse.selection.bucket import Residual
 from lightning_sparse.sparsifiers import Dense, Sparsifier
 
 

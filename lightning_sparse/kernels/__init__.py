@@ -1,4 +1,4 @@
-"""Kernels for GPUs, in Triton, and how they are launched. Whatever they do there is a plain way for as well."""
+"""Kernels in Triton and C. Tensor operations that give the same bits exist for each of them."""
 
 from lightning_sparse.kernels.launching import is_available, launch, tl, warm_up
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from lightning_sparse.kernels.launching import jit, tl
-from lightning_sparse.kernels.threshold import of_wire
+from lightning_sparse.kernels.threshold import divide, of_wire
 
 __all__ = ["add_payloads"]
 
@@ -15,10 +15,10 @@ def add_payloads(
     num_workers: tl.tensor, capacity: tl.tensor, ends_row: tl.tensor, values_row: tl.tensor, offsets_row: tl.tensor,
     num_elements: tl.tensor, scale: tl.tensor, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Adds all workers' coordinates of one block to zeros, in rank order, and divides what is there by their number.
+    """Adds all workers' coordinates of one block to zeros, in rank order, and divides the sums by their number.
 
-    The indices of one payload are unique, and no other program has this block: nothing is added in two places at once.
-    Programs of the second dimension have so many payloads each, and a part of ``out`` of so many elements.
+    The indices of one payload are unique, and no other program has this block: no two additions meet in one place.
+    Programs of the second dimension have ``num_workers`` payloads each, and ``num_elements`` of ``out``.
     """
     block = tl.program_id(0)
     group = tl.program_id(1).to(tl.int64)
@@ -35,7 +35,7 @@ def add_payloads(
             held = tl.load(out + at, mask=place < end, other=0.0)
             value = of_wire(tl.load(values + place, mask=place < end, other=0), scale, held.dtype)
             tl.store(out + at, held + value, mask=place < end)
-        tl.debug_barrier()  # what this worker sent is in memory before the next one's is added
+        tl.debug_barrier()  # this worker's sums are in memory before the next worker's are added
         row_ends += ends_row
         row_offsets += offsets_row
         values += values_row
@@ -47,7 +47,7 @@ def add_payloads(
             for first in range(begin, end, TILE):
                 place = first + tl.arange(0, TILE)
                 total = tl.load(out + _offsets(row_offsets, place, end), mask=place < end, other=0.0)
-                tl.store(row_quotients + place, _quotient(total, num_workers), mask=place < end)
+                tl.store(row_quotients + place, divide(total, num_workers.to(total.dtype)), mask=place < end)
             row_ends += ends_row
             row_offsets += offsets_row
             row_quotients += capacity
@@ -66,7 +66,7 @@ def add_payloads(
 
 @jit
 def _span(ends: tl.tensor, block: tl.tensor, capacity: tl.tensor) -> tl.tensor:
-    """Where a block's coordinates begin and end in a payload, as far as it holds them."""
+    """Returns where a block's coordinates begin and end in a payload, up to its capacity."""
     begin = tl.load(ends + block - 1, mask=block > 0, other=0)
     end = tl.load(ends + block)
     return begin, tl.minimum(end, capacity.to(tl.int32))
@@ -75,10 +75,3 @@ def _span(ends: tl.tensor, block: tl.tensor, capacity: tl.tensor) -> tl.tensor:
 @jit
 def _offsets(offsets: tl.tensor, place: tl.tensor, end: tl.tensor) -> tl.tensor:
     return tl.load(offsets + place, mask=place < end, other=0).to(tl.int32) & 0xFFFF
-
-
-@jit
-def _quotient(total: tl.tensor, num_workers: tl.tensor) -> tl.tensor:
-    # In float64 a plain / rounds to nearest, in float32 it does not.
-    divisor = tl.zeros_like(total) + num_workers.to(total.dtype)
-    return total / divisor if total.dtype == tl.float64 else tl.div_rn(total, divisor)

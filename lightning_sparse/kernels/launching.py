@@ -23,17 +23,17 @@ NUMBERS = {
     *("num_elements", "capacity", "programs", "num_layers", "num_slices", "num_workers", "divisor"),
     *("ends_row", "values_row", "offsets_row"),
 }
-"""Arguments of kernels of which Triton would compile each value that is 1 or a multiple of 16 for itself."""
+"""Arguments for which Triton would otherwise compile kernels anew if they are 1 or a multiple of 16."""
 
 
 def jit(kernel: Callable[..., Any]) -> Any:
-    """Makes a kernel of a function; None where there is no triton."""
+    """Makes a kernel of a function; None without triton."""
     if triton is None:
         return None
     names = kernel.__code__.co_varnames[: kernel.__code__.co_argcount]
     keep = {"do_not_specialize": [name for name in names if name in NUMBERS]}
-    # A load of bits that is not known to be aligned has them lie as the accesses to coordinates do, one a thread; else
-    # they go from thread to thread in every round. Parts of a payload begin anywhere.
+    # If the load of bits is not known to be aligned, each thread loads the bits of its own coordinates; else threads
+    # exchange them in every round. Parts of a payload begin anywhere.
     unaligned = ("bits", "values", "offsets", "ends")
     return triton.jit(kernel, **keep, do_not_specialize_on_alignment=[name for name in names if name in unaligned])
 
@@ -44,26 +44,25 @@ def _nothing(place: tl.tensor) -> None:
 
 
 def launch(kernel: Any, programs: int | tuple[int, int], *arguments: Any, **constants: Any) -> None:
-    """Launches so many programs of a kernel on the device of its first argument."""
+    """Launches a kernel on the device of its first argument."""
     grid = (programs,) if isinstance(programs, int) else programs
     with torch.cuda.device_of(arguments[0]):  # type: ignore[no-untyped-call]
         kernel[grid](*arguments, **constants)
 
 
 def is_available(device: torch.device) -> bool:
-    """Whether kernels run for tensors of this device: it is a GPU, triton is installed and can build them."""
+    """Whether kernels run on this device: it is a GPU, and triton is installed and can build them."""
     return triton is not None and device.type == "cuda" and device not in _given_up and _can_build(device)
 
 
 def warm_up(device: torch.device, run: Callable[[], None]) -> None:
-    """Does once what launches all kernels that will be needed, before it counts; does nothing without kernels.
+    """Builds kernels before training by launching them; does nothing without kernels.
 
-    Where one of them cannot be built none is used from then on, and this worker says so: the plain way gives the same
-    bits and takes longer.
+    If a kernel cannot be built, this worker warns and uses none: tensor operations give the same bits and take longer.
 
     Args:
-        device: where.
-        run: launches them, on memory that nobody needs.
+        device: where kernels run.
+        run: launches all kernels that training needs, on memory that nobody needs.
     """
     if not is_available(device):
         return
@@ -71,12 +70,12 @@ def warm_up(device: torch.device, run: Callable[[], None]) -> None:
         run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    except Exception as error:  # whatever stops a compiler
+    except Exception as error:  # a compiler may fail in any way
         give_up(device, error)
 
 
 def give_up(device: torch.device, error: Exception) -> None:
-    """Uses no kernels on a device any more, and says so."""
+    """Stops using kernels on a device, with a warning."""
     _given_up.add(device)
     rank = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
     warnings.warn(

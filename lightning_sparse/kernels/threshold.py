@@ -1,11 +1,11 @@
-"""The hard threshold's kernels; what they are for and how they go together is in ``selection/fused_threshold``."""
+"""The hard threshold's kernels; ``selection/fused_threshold`` explains and launches them."""
 
 # The annotations of the kernels stay strings, so that the module can be imported without triton.
 from __future__ import annotations
 
 from lightning_sparse.kernels.launching import jit, tl
 
-__all__ = ["of_wire", "pack_block", "summarise", "walk_block"]
+__all__ = ["divide", "of_wire", "pack_block", "summarise", "walk_block"]
 
 
 @jit
@@ -16,7 +16,7 @@ def walk_block(
     CLEARS: tl.constexpr, MEASURES: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
     NON_FINITE: tl.constexpr, SQUARED_GRADIENT_NORM: tl.constexpr, SQUARED_ERROR: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Forms p of a block; marks what is selected or, where there is an ``out``, writes it there and keeps the rest.
+    """Forms p of a block and marks selected coordinates, or with ``out`` writes them there and keeps the rest.
 
     ``numbers`` has a row of blocks for each number of a header, in the header's order.
     """
@@ -27,7 +27,7 @@ def walk_block(
     non_finite_of_word = tl.zeros([WORDS], tl.int32)
     squares_of_place = tl.zeros([WORDS, 32], residual.dtype.element_ty)  # added up a few at a time, then in float64
     gradient_of_place = tl.zeros([WORDS, 32], residual.dtype.element_ty)
-    # Whole words of 32 elements come first: their elements are loaded four at a time, as the mask is the same for all.
+    # Whole words of 32 elements come first: the mask is the same for all elements, so threads load four at a time.
     whole = length // 32 * 32
     for tile in range(0, whole, WORDS * 32):
         ones, wrong, g, kept = _walk_words(
@@ -74,7 +74,7 @@ def _walk_words(
     p = tl.load(former + begin + at, mask=inside, other=0.0)
     g = tl.load(gradient + begin + at, mask=inside, other=0.0).to(p.dtype)
     if loss_scale is not None:
-        g = _divide(g, tl.load(loss_scale).to(p.dtype))
+        g = divide(g, tl.load(loss_scale).to(p.dtype))
     p += g
     if run_starts is None:
         threshold = tl.load(thresholds)
@@ -91,10 +91,10 @@ def _walk_words(
     _, sent, kept = sent_and_kept(p, scale, WIRE, LIMIT)
     kept = tl.where(selected, kept, p)
     if out is None:
-        tl.store(residual + begin + at, p, mask=inside)  # what finds no room in the payload stays
+        tl.store(residual + begin + at, p, mask=inside)  # values that find no room in the payload stay
     else:
         tl.store(residual + begin + at, kept, mask=inside)
-        part = _divide(tl.where(selected, sent, 0.0), divisor.to(p.dtype))
+        part = divide(tl.where(selected, sent, 0.0), divisor.to(p.dtype))
         tl.store(out + begin + at, part.to(out.dtype.element_ty), mask=inside)
     if CLEARS:
         tl.store(gradient + begin + at, tl.zeros_like(p).to(gradient.dtype.element_ty), mask=inside)
@@ -111,7 +111,7 @@ def summarise(
     ROWS: tl.constexpr, SELECTED: tl.constexpr, LARGEST_SLICE: tl.constexpr, NON_FINITE: tl.constexpr,
     SQUARED_GRADIENT_NORM: tl.constexpr, SQUARED_ERROR: tl.constexpr, FIXED_FIELDS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Adds up what all blocks have: where each one's coordinates begin in a payload, and the header's numbers.
+    """Adds up the numbers of all blocks: where each block's coordinates begin in a payload, and the header.
 
     One program. ``starts`` has one place more than there are blocks. A payload has an end for every PER_END blocks.
     ``boundaries`` are those of layers, if any, and then those of slices, if any.
@@ -170,7 +170,7 @@ def _count_before(boundary: tl.tensor, bits: tl.tensor, starts: tl.tensor, BLOCK
     """Counts the selected coordinates before each boundary."""
     block = boundary // BLOCK
     word = tl.arange(0, BLOCK // 32)[None, :]
-    # Of the part of a word that is before the boundary.
+    # The length of the part of a word before the boundary.
     length = (boundary - block * BLOCK).to(tl.int32)[:, None] - word * 32
     marks = tl.load(bits + (block * (BLOCK // 32))[:, None] + word, mask=length > 0, other=0).to(
         tl.uint32, bitcast=True
@@ -220,7 +220,7 @@ def pack_block(
 
 @jit
 def _bit_count(words: tl.tensor) -> tl.tensor:
-    # Compilers know this for what it is: one instruction.
+    # Compilers turn this into one instruction.
     words = words - ((words >> 1) & 0x55555555)
     words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
     words = (words + (words >> 4)) & 0x0F0F0F0F
@@ -228,7 +228,8 @@ def _bit_count(words: tl.tensor) -> tl.tensor:
 
 
 @jit
-def _divide(values: tl.tensor, divisor: tl.tensor) -> tl.tensor:
+def divide(values: tl.tensor, divisor: tl.tensor) -> tl.tensor:
+    """Returns the quotients, rounded to nearest."""
     # In float64 a plain / rounds to nearest, in float32 it does not.
     return values / divisor if values.dtype == tl.float64 else tl.div_rn(values, tl.zeros_like(values) + divisor)
 
@@ -243,7 +244,7 @@ def _to_wire(p: tl.tensor, scale: tl.tensor, WIRE: tl.constexpr, LIMIT: tl.const
     # As Wire.rounded and Wire.encoded; uint8 is a float8.
     sent = p
     if tl.uint8 == WIRE:
-        scaled = tl.minimum(tl.maximum(_divide(p, scale), -LIMIT), LIMIT)
+        scaled = tl.minimum(tl.maximum(divide(p, scale), -LIMIT), LIMIT)
         sent = tl.where(_is_finite(p), _to_float8(scaled.to(tl.float32)), 0x7F).to(WIRE)
     elif p.dtype != WIRE:
         # Finite values stay finite. PyTorch, too, rounds float64 by way of float32.
@@ -254,7 +255,7 @@ def _to_wire(p: tl.tensor, scale: tl.tensor, WIRE: tl.constexpr, LIMIT: tl.const
 
 @jit
 def _to_float8(p: tl.tensor) -> tl.tensor:
-    """Returns the bits of the nearest e4m3 as an int32; not of what is beyond 448. No GPU need know the format."""
+    """Returns the bits of the nearest e4m3 as an int32, up to 448. The GPU need not know the format."""
     bits = p.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
@@ -266,7 +267,7 @@ def _to_float8(p: tl.tensor) -> tl.tensor:
 
 @jit
 def of_wire(sent: tl.tensor, scale: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Returns values as they come out at the other end; as Wire.decoded."""
+    """Returns the values at the other end, as Wire.decoded."""
     value = sent.to(dtype)
     if sent.dtype == tl.int8:
         value = tl.where(sent == -128, float("nan"), value * scale)
@@ -282,10 +283,10 @@ def of_wire(sent: tl.tensor, scale: tl.tensor, dtype: tl.constexpr) -> tl.tensor
 
 @jit
 def sent_and_kept(p: tl.tensor, scale: tl.tensor, WIRE: tl.constexpr, LIMIT: tl.constexpr) -> tl.tensor:
-    """Returns what a selected value is in the payload and at the other end, and what is kept of it.
+    """Returns a selected value in the payload and at the other end, and what is kept of it.
 
-    The rule of a selected value, for Triton. ``sent_and_kept`` in ``selection/residual.py`` and in ``native.c`` are the
-    same rule with the same bits.
+    The rule of a selected value for Triton. ``sent_and_kept`` in ``selection/bucket.py`` (tensors) and in ``native.c``
+    give the same bits.
     """
     encoded = _to_wire(p, scale, WIRE, LIMIT)
     sent = of_wire(encoded, scale, p.dtype)

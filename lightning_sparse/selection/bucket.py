@@ -1,14 +1,27 @@
-"""A flat bucket of named layers on its way through a step."""
+"""A flat bucket of named layers, and its error feedback: p = e + g / S and e' = p − out."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.selection.numbers import squared_norm
-from lightning_sparse.selection.residual import Residual, compensate
-from lightning_sparse.sparsifiers import LayerLayout
+from lightning_sparse.sparsifiers import LayerLayout, Selection
+
+
+class Residual(NamedTuple):
+    """A bucket's residual in a backward, flat: float32, or float64 if the gradient is.
+
+    Attributes:
+        before: e, which is read.
+        after: receives p = e + g / S and then e'; may be the same memory.
+    """
+
+    before: Tensor
+    after: Tensor
 
 
 @dataclass
@@ -16,14 +29,14 @@ class FlatBucket:
     """One bucket on its way through a step.
 
     Attributes:
-        index: its place in the order that all workers keep to.
+        index: its place in the order of all workers.
         layout: its layers.
         gradient: g · S, flat, shape (layout.num_elements,). The average may be formed in its memory.
         residual: e, and where e' is formed; float32, or float64 where the gradient is.
-        is_last: whether no bucket of this step comes after it.
+        is_last: whether this is the last bucket of the step.
         left_out: ``(start, end)`` of layers of which this worker sends nothing.
         loss_scale: S, one element on the same device; None is 1.
-        notes: numbers of the caller's own for all workers, float64, on the bucket's device: they ride in the header.
+        notes: the caller's numbers for all workers, float64, on the bucket's device; sent in the header.
         average: (1/n) Σ_i out_i, once the step is finished, in the residual's dtype; the gradient's memory if it fits.
     """
 
@@ -44,6 +57,62 @@ class FlatBucket:
         for start, end in self.left_out:
             whole[start:end] = 0
         return whole.to(dtype)
+
+
+def compensate(residual: Residual, gradient: Tensor, loss_scale: Tensor | None = None) -> Tensor:
+    """Returns the compensated gradient p = e + g / S, formed in ``residual.after``.
+
+    Args:
+        residual: e; shapes (m,).
+        gradient: g of the same bucket in any floating dtype, shape (m,). Not modified.
+        loss_scale: S, one element on the same device; None is 1.
+    """
+    unscaled = gradient if loss_scale is None else gradient.to(residual.before.dtype) / loss_scale
+    return torch.add(residual.before, unscaled, out=residual.after)
+
+
+def sent_and_kept(compensated: Tensor, values: Tensor, wire: Wire) -> tuple[Tensor, Tensor]:
+    """Returns what selected coordinates send and what they keep: out and e' = p − out, shapes (k,).
+
+    The rule of a selected value for tensors. ``sent_and_kept`` in ``kernels/native.c`` and in ``kernels/threshold.py``
+    give the same bits. A value that is not finite leaves a residual of 0.
+
+    Args:
+        compensated: p at the selected coordinates, float32 or float64, shape (k,).
+        values: p or the sparsifier's rounding of p, before it is rounded for the wire.
+        wire: how values are rounded.
+    """
+    sent = wire.rounded(values)
+    kept = compensated - sent
+    return sent, torch.where(kept.isfinite(), kept, 0)
+
+
+def keep_rest(compensated: Tensor, selected: Selection, wire: Wire) -> Selection:
+    """Returns the sent selection, and forms e' = p − out in the memory of p.
+
+    Args:
+        compensated: p, shape (m,). Becomes e'.
+        selected: unique indices, and the values to send there before they are rounded for the wire, shapes (k,).
+        wire: how values are rounded.
+    """
+    sent, kept = sent_and_kept(compensated.index_select(0, selected.indices), selected.values, wire)
+    compensated[selected.indices] = kept
+    return Selection(selected.indices, sent)
+
+
+def rescale(residual: Tensor, layout: LayerLayout, factors: Mapping[str, float]) -> Tensor:
+    """Multiplies the residual of each layer by its factor, in place; a layer without one keeps its residual.
+
+    Args:
+        residual: e of a bucket, shape (layout.num_elements,).
+        layout: its layers.
+        factors: a factor per parameter name, for example lr_{t-1} / lr_t (Algorithm 1 of Sahu et al., NeurIPS 2021,
+            keeps its residual in units of the learning rate).
+    """
+    for name, start, end in layout.spans():
+        if factors.get(name, 1.0) != 1.0:
+            residual[start:end].mul_(factors[name])
+    return residual
 
 
 def clip_norm(buckets: Sequence[FlatBucket], max_norm: float) -> None:

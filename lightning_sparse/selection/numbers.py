@@ -17,7 +17,7 @@ NORM_BLOCK = 1024
 
 @dataclass(frozen=True)
 class StepNumber:
-    """How one number of a step is combined and where it is shown.
+    """Tells how a number of a step is combined and where it is shown.
 
     Attributes:
         name: its field in `StepStats`; in ``LocalNumbers`` as well if a header holds it.
@@ -25,7 +25,7 @@ class StepNumber:
         in_header: whether every bucket's header holds it. Headers keep the order of the table.
         per_layer: whether ``LayerStats`` holds it for every layer, and the header as well if it holds the number.
         workers: the rule over the headers of all workers. ``"mean"`` is the mean of the workers' sums over buckets.
-            None for what no header holds, and for what only the exchange reads.
+            None for numbers that no header holds or that only the exchange reads.
         shards: the rule over the ranks of one replica; None if all of them have the same number.
         exchanges: the rule over several exchanges that are logged together; None takes the last.
         logged: the attribute of `StepStats` that every step logs as ``sparse/<attribute>``; None for no attribute.
@@ -59,8 +59,8 @@ STEP_NUMBERS = (
     StepNumber("threshold", logged="threshold"),
 )
 """Every number of a step. A new number needs a row here and a field in `StepStats`. If headers hold it, it also needs a
-field in ``LocalNumbers`` and three places that measure it: ``LocalNumbers.after_selection`` for tensors, ``native.c``
-(through ``native_threshold``) and ``kernels/threshold.py``, which takes the number's place in the header as a
+field in ``LocalNumbers`` and three places that measure it: ``Extraction._numbers`` for tensors, ``native.c`` with
+``Extraction._fill_natively``, and ``kernels/threshold.py``, which takes the number's place in the header as a
 constant."""
 HEADER = tuple(number for number in STEP_NUMBERS if number.in_header)
 LAYER_HEADER = tuple(number for number in HEADER if number.per_layer)
@@ -90,9 +90,9 @@ def combined(
 
     Args:
         rows: float64, shape (m, N), on the CPU.
-        numbers: what the N columns hold.
-        over: what the rows are: headers of ``num_workers`` workers, ranks of a replica, or exchanges.
-        num_workers: n, by which a mean over the workers divides.
+        numbers: of the N columns.
+        over: the rows: headers of ``num_workers`` workers, ranks of a replica, or exchanges.
+        num_workers: n, the divisor of a mean over the workers.
     """
     rules = [getattr(number, over) for number in numbers]
     totals = rows.sum(0).tolist()
@@ -123,17 +123,6 @@ class LocalNumbers:
     largest_slice: int | Tensor = 0
     squared_gradient_norm: float | Tensor = 0.0
     of_layers: Mapping[str, Tensor] | None = None
-
-    @classmethod
-    def after_selection(cls, residual: Tensor, *, selected: int | Tensor, non_finite: int | Tensor) -> "LocalNumbers":
-        """Returns the numbers of a bucket whose whole residual is formed.
-
-        Args:
-            residual: e' with nothing left to send, shape (m,).
-            selected: k.
-            non_finite: NaN and infinite values among the selected.
-        """
-        return cls(selected, non_finite, squared_norm(residual))
 
     def header(self, device: torch.device) -> Tensor:
         """Returns the header: float64, shape (H,), on the bucket's device, without a wait for the device."""
@@ -166,8 +155,8 @@ def layer_errors(residual: Tensor, layout: LayerLayout) -> Tensor:
 def squared_norm(values: Tensor) -> Tensor:
     """Returns ‖values‖² as a float64 tensor of one element, without a wait for the device.
 
-    Block by block in float32, the blocks in float64: one float32 sum over 11 million values is off by 6e-4 on a CPU,
-    and this is as fast.
+    Sums each block in float32 and all blocks in float64: a float32 sum over 11 million values is off by 6e-4 on a CPU,
+    and no faster.
 
     Args:
         values: any floating dtype, shape (m,), contiguous.
@@ -175,14 +164,9 @@ def squared_norm(values: Tensor) -> Tensor:
     if values.dtype == torch.float64:
         return _sum_of_squares(values, torch.float64)
     squared = _sum_of_squares(values, torch.float32)
-    if values.device.type != "cpu" or SMALLEST_SQUARES < float(squared) < inf or not values.numel():
+    if values.device.type != "cpu" or SMALLEST_SQUARES < float(squared) < inf or not values.any():
         return squared
-    # Beyond what float32 can square a CPU, which nobody waits for, looks again.
-    lowest, highest = torch.aminmax(values)
-    largest = torch.maximum(highest, -lowest).double()
-    if largest == 0 or not largest.isfinite():
-        return squared
-    return _sum_of_squares(values / largest, torch.float32) * largest.square()
+    return _sum_of_squares(values, torch.float64)  # beyond what float32 can square; nobody waits for a CPU
 
 
 def _sum_of_squares(values: Tensor, accumulate_in: torch.dtype) -> Tensor:

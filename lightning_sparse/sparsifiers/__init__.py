@@ -1,9 +1,8 @@
 """What to send: one module per sparsifier, pure tensors, no communication and no Lightning."""
 
 from lightning_sparse.sparsifiers.accordion import Accordion
-from lightning_sparse.sparsifiers.dense import Dense
 from lightning_sparse.sparsifiers.gaussian_k import GaussianK
-from lightning_sparse.sparsifiers.hard_threshold import HardThreshold, ThresholdRun
+from lightning_sparse.sparsifiers.hard_threshold import Dense, HardThreshold, ThresholdRun
 from lightning_sparse.sparsifiers.protocol import (
     LayerLayout,
     MarkingSparsifier,

@@ -1,38 +1,38 @@
-"""The ACCORDION sparsifier: Top-k of every layer with more in critical regimes than outside of them."""
+"""The ACCORDION sparsifier: Top-k of every layer, with a higher density in critical regimes."""
 
 from collections.abc import Mapping, Sequence
-from math import isnan
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_sparse.sparsifiers.protocol import LayerLayout, MarkingSparsifier, require_density
+from lightning_sparse.sparsifiers.protocol import LayerLayout, MarkingSparsifier, is_number, require_density
 from lightning_sparse.sparsifiers.top_k import TopK
 
 
 class Accordion(MarkingSparsifier):
-    """Selects Top-k of every layer: of high density while the layer is in a critical regime, of low density else.
+    """Selects Top-k of every layer, at the high density while the layer is in a critical regime.
 
     Agarwal et al., *ACCORDION: adaptive gradient communication via critical learning regime identification* (MLSys
-    2021), by the rule of its public code: let a layer's norm be that of the gradients summed over an epoch. After epoch
-    0, ``interval``, 2 · ``interval``, … it is compared with that of ``interval`` epochs before (where an epoch has no
-    exchange, the next that has one). The layer is critical until the next comparison if they differ by at least
-    ``relative_change`` of the older one, if that was zero, and after the first. Whenever an epoch begins with a lower
-    learning rate than the one before, all layers are.
+    2021), by the rule of its public code: a layer's norm is that of its gradients summed over an epoch. After epoch 0,
+    ``interval``, 2 · ``interval``, … it is compared with the norm of ``interval`` epochs before; an epoch without an
+    exchange leaves this to the next epoch. The layer is critical until the next comparison if the norms differ by at
+    least ``relative_change`` of the older norm, if that norm is zero, and after the first comparison. All layers are
+    critical if an epoch begins with a lower learning rate than the epoch before.
 
-    Unlike there, the norm is of the averages that train, which are the same bits on all workers, and not of the first
-    worker's own gradients: nothing is broadcast. And a layer of one dimension is a layer like others, not sent whole.
+    Unlike the public code, this takes the norm of the averages, which are the same bits on all workers, and not of rank
+    0's gradients: nothing is broadcast. It also treats layers of one dimension like others, and does not send them
+    whole.
 
-    Of an epoch that is compared, the sum is kept, and the last average: twice the model's memory. An average counts if
-    an optimizer stepped before the next exchange: what a backward brought that was dropped does not, and of several
-    backwards before a step the last does.
+    In an epoch that is compared, the sum and the last average take twice the model's memory. An average counts if an
+    optimizer stepped before the next exchange: the averages of dropped backwards do not count, and of several backwards
+    before a step only the last counts.
 
     Args:
         low_density: the share of a layer to send outside of critical regimes, in (0, 1].
-        high_density: the share within, at least the other.
+        high_density: the share of a layer to send in critical regimes, at least ``low_density``.
         interval: epochs from one comparison to the next, at least 1.
-        relative_change: by how much of the older norm the newer must differ, above 0.
+        relative_change: the smallest change of a critical layer's norm, as a share of the older norm, above 0.
 
     Raises:
         ValueError: a number outside its range.
@@ -65,8 +65,7 @@ class Accordion(MarkingSparsifier):
             raise ValueError(f"Invalid {low_density=}. Must be at most {high_density=}.")
         if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
             raise ValueError(f"Invalid {interval=}. Must be a whole number of epochs, at least 1.")
-        is_number = isinstance(relative_change, (int, float)) and not isinstance(relative_change, bool)
-        if not (is_number and 0 < relative_change < float("inf")):
+        if not (is_number(relative_change) and 0 < relative_change < float("inf")):
             raise ValueError(f"Invalid {relative_change=}. Must be above 0; 0.5 is the authors'.")
         self.low_density = low_density
         self.high_density = high_density
@@ -88,24 +87,24 @@ class Accordion(MarkingSparsifier):
         self._last.clear()
 
     def density_of(self, name: str) -> float:
-        """The share that is sent of the layer with this parameter name."""
+        """Returns the share of the layer with this parameter name that is sent."""
         return self.low_density if name in self._calm else self.high_density
 
     def begin_epoch(self, epoch: int, learning_rates: Sequence[float]) -> None:
-        """Is told of an epoch and its learning rates; see `Sparsifier.begin_epoch`."""
+        """Notes an epoch and its learning rates; see `Sparsifier.begin_epoch`."""
         known = self._epoch if self._coming is None else self._coming[0]
         if epoch != known:
             self._coming = epoch, tuple(learning_rates)
 
     def begin_step(self, step: int, rank: int) -> None:
-        """Counts what the last step brought, and compares where an epoch is over.
+        """Adds the averages of the last step, and compares norms if an epoch is over.
 
         Raises:
-            RuntimeError: nobody has said that an epoch begins.
+            RuntimeError: ``begin_epoch`` was not called.
         """
         if self._last and step > self._step:
             _add(self._sums, self._last)
-        self._last.clear()  # of a step that was undone, if it is not counted
+        self._last.clear()  # if not counted, the step was undone
         self._step = step
         if self._coming is not None:
             self._turn(*self._coming)
@@ -119,7 +118,7 @@ class Accordion(MarkingSparsifier):
 
     def _turn(self, epoch: int, rates: tuple[float, ...]) -> None:
         if self._sums:
-            found = torch.stack([_norm(total) for total in self._sums.values()])
+            found = torch.stack([torch.linalg.vector_norm(total, dtype=torch.float64) for total in self._sums.values()])
             norms = dict(zip(self._sums, found.tolist(), strict=True))
             self._calm = {name for name, norm in norms.items() if self._is_calm(self._norms.get(name, 0.0), norm)}
             self._norms, self._sums = norms, {}
@@ -129,11 +128,10 @@ class Accordion(MarkingSparsifier):
         self._epoch, self._rates = epoch, rates
 
     def _is_calm(self, before: float, after: float) -> bool:
-        change = abs(after - before) / before if before else float("nan")
-        return not isnan(change) and change < self.relative_change
+        return before > 0 and abs(after - before) / before < self.relative_change
 
     def observe(self, layout: LayerLayout, average: Tensor) -> None:
-        """Keeps an average of the running step, in an epoch that will be compared."""
+        """Keeps an average of the present step, in an epoch that will be compared."""
         if self._epoch >= self._due:
             copied = average.to(torch.promote_types(average.dtype, torch.float32), copy=True)
             self._last.update(zip(layout.names, torch.split(copied, list(layout.sizes)), strict=True))
@@ -165,7 +163,7 @@ class Accordion(MarkingSparsifier):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from what `state_dict` returned; from ``{}`` it begins anew."""
+        """Continues from the result of `state_dict`; ``{}`` starts anew."""
         self._forget()
         if state:
             self._epoch, self._due, coming = state["epoch"], state["due"], state["coming"]
@@ -177,7 +175,7 @@ class Accordion(MarkingSparsifier):
 
 def _add(sums: dict[str, Tensor], averages: Mapping[str, Tensor]) -> None:
     for name, average in averages.items():
-        if name in sums and sums[name].device != average.device:  # as a checkpoint has brought it
+        if name in sums and sums[name].device != average.device:  # a checkpoint's are on the CPU
             sums[name] = sums[name].to(average.device)
     known = [name for name in averages if name in sums and sums[name].shape == averages[name].shape]
     if known:
@@ -186,14 +184,9 @@ def _add(sums: dict[str, Tensor], averages: Mapping[str, Tensor]) -> None:
 
 
 def _sum(some: Tensor | None, more: Tensor | None) -> Tensor:
-    """Returns the sum of what is there, on the CPU and in memory of its own."""
+    """Returns the sum of the tensors that are not None, on the CPU and in memory of its own."""
     if some is not None and more is not None and some.shape == more.shape:
         return some.to(more.device).add(more).cpu()
     chosen = some if more is None else more  # of another size it is another layer
     assert chosen is not None
     return chosen.to("cpu", copy=True)
-
-
-def _norm(tensor: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
-    return norm

@@ -11,20 +11,19 @@ CORRECTIONS = 3
 TOO_FEW, TOO_MANY = 2 / 3, 4 / 3
 SMALLER, LARGER = 0.5, 1.5
 SMALLEST = 1e-300
-"""Share of a Gaussian's tail of which the quantile can be told."""
+"""The smallest share of a Gaussian's tail whose quantile is finite."""
 
 
 class GaussianK(MarkingSparsifier):
-    """Selects in every layer what is above the threshold that a Gaussian would have for k = ⌊density · size⌋.
+    """Selects what exceeds the threshold of a fitted Gaussian for k = ⌊density · size⌋ in every layer.
 
     Top-k without a sort (Shi, Chu, Cheung and See, *Understanding Top-k sparsification in distributed deep learning*,
     arXiv:1911.08772, Algorithm 1): t = abs(μ) + z σ of the layer's finite p, with z the quantile of 1 − density / 2.
-    Three times it is looked how many exceed t, and t is halved for less than 2/3 k, or multiplied by 1.5 for more than
-    4/3 k. What exceeds it then is sent, which may be many times k, and the largest if nothing does. k is at least 1.
+    Three times, t is halved if less than 2/3 k magnitudes exceed it, or multiplied by 1.5 if more than 4/3 k do. The
+    magnitudes that then exceed t are sent, which may be many times k, or the largest if none does. k is at least 1.
 
-    As of Top-k there is no bound on what stays unsent. (The authors' code takes μ with its sign, cuts off what is more
-    than k, and never sends a layer of equal magnitudes. Here neither sign nor place decides, and no layer waits for
-    ever.)
+    As with Top-k, unsent values have no bound. (The authors' code takes μ with its sign, sends at most k, and never
+    sends a layer of equal magnitudes. Here neither sign nor place decides, and no layer waits for ever.)
 
     Args:
         density: the share of each layer to aim at, in (0, 1].
@@ -41,7 +40,6 @@ class GaussianK(MarkingSparsifier):
     def __init__(self, density: float = 0.001) -> None:
         require_density(density, "about 0.1 % of each layer")
         self.density = density
-        self._wanted: dict[tuple[LayerLayout, torch.device], Tensor] = {}
 
     def mark(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
         """Marks what exceeds its layer's threshold and every non-finite one; see `MarkingSparsifier.mark`."""
@@ -55,10 +53,11 @@ class GaussianK(MarkingSparsifier):
         deviations, means = (torch.stack(some) for some in zip(*moments, strict=True))
         thresholds = means.abs() + -NormalDist().inv_cdf(max(self.density / 2, SMALLEST)) * deviations
         magnitude = finite.abs_()
-        wanted = self._k_of_layers(layout, compensated.device)
+        wanted = [max(1, int(self.density * size)) for size in layout.sizes if size]
         for _ in range(CORRECTIONS):
             exceed = [magnitude[span] > threshold for span, threshold in zip(spans, thresholds.unbind(), strict=True)]
-            share = torch.stack([marked.count_nonzero() for marked in exceed]) / wanted
+            shares = [marked.count_nonzero().double() / k for marked, k in zip(exceed, wanted, strict=True)]
+            share = torch.stack(shares)
             factors = torch.where(share < TOO_FEW, SMALLER, torch.where(share > TOO_MANY, LARGER, 1.0))
             thresholds = thresholds * factors.to(thresholds.dtype)
         largest = torch.stack([magnitude[span].amax() for span in spans])
@@ -66,10 +65,3 @@ class GaussianK(MarkingSparsifier):
         for span, threshold in zip(spans, thresholds.unbind(), strict=True):
             marks[span].logical_or_(magnitude[span] > threshold)
         return marks
-
-    def _k_of_layers(self, layout: LayerLayout, device: torch.device) -> Tensor:
-        key = (layout, device)
-        if key not in self._wanted:
-            k = [max(1, int(self.density * size)) for size in layout.sizes if size]
-            self._wanted[key] = torch.tensor(k, dtype=torch.float64).to(device, non_blocking=True)
-        return self._wanted[key]

@@ -1,4 +1,4 @@
-"""The hard-threshold sparsifier: send what reaches a constant magnitude."""
+"""The hard-threshold sparsifier, which sends what reaches a constant magnitude; and the dense one."""
 
 import struct
 from collections.abc import Mapping
@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sparse.sparsifiers.grid import power_of_two
 from lightning_sparse.sparsifiers.protocol import (
     Granularity,
     LayerLayout,
@@ -18,12 +17,13 @@ from lightning_sparse.sparsifiers.protocol import (
     require_density,
     require_granularity,
 )
+from lightning_sparse.sparsifiers.rounding import power_of_two
 
 DEFAULT_DENSITY = 0.001
 STEPS = 8
-"""Of a grid, at least so many up to λ: what is sent then has the four significant bits of a float8."""
+"""λ is at least so many steps of a grid: sent values then have the four significant bits of a float8."""
 REACH = 100
-"""Times the largest λ: beyond it values may be cut off."""
+"""Values up to so many times the largest λ must not be cut off."""
 
 
 class ThresholdRun(NamedTuple):
@@ -39,8 +39,8 @@ class HardThreshold(MarkingSparsifier):
 
     With error feedback this minimises the total error over a whole training for a given number of sent coordinates
     (Sahu et al., NeurIPS 2021, arXiv:2108.00951, section 4). After every step each unsent coordinate is below λ in
-    magnitude; how many are sent follows from the data and changes from step to step. What it does *not* do is keep
-    to a budget: a step in which all gradients are large sends all of them.
+    magnitude; how many are sent follows from the data and changes from step to step. It does *not* keep to a budget: a
+    step in which all gradients are large sends all of them.
 
     Give either a threshold or a density. A density is turned into a threshold by calibration: for the first
     ``calibration_steps`` steps everything is sent while the mean of ‖g‖² is measured, then λ is fixed
@@ -110,7 +110,7 @@ class HardThreshold(MarkingSparsifier):
         self._runs: dict[tuple[LayerLayout, torch.dtype, bool], tuple[ThresholdRun, ...]] = {}
 
     def settings(self) -> dict[str, object]:
-        """See `Sparsifier.settings`; without what older versions did not have, where that is not used."""
+        """See `Sparsifier.settings`; without an unused granularity, which checkpoints of older versions lack."""
         own = super().settings()
         if self.granularity == "model":
             del own["granularity"]
@@ -124,11 +124,10 @@ class HardThreshold(MarkingSparsifier):
     def grid_step(self, most_steps: int) -> float | None:
         """The largest power of two up to an eighth of the smallest λ; see `Sparsifier.grid_step`.
 
-        None while λ is not known, where one is 0 (what is sent may be as small as anything), and where so many steps do
-        not reach far beyond the largest: what is cut off there could pile up.
+        None while λ is unknown, if a λ is 0 (sent values have no smallest magnitude), and if ``most_steps`` do not
+        reach far beyond the largest λ: values that are cut off could pile up.
         """
-        of_model = [0.0 if self.threshold is None else self.threshold]
-        known = [*of_model, *self._of_layers.values(), *self.layer_thresholds.values()]
+        known = [self.current_threshold, *self._of_layers.values(), *self.layer_thresholds.values()]
         step = power_of_two(min(known) / STEPS) if min(known) > 0 else 0.0
         return step if 0 < step <= min(known) / STEPS and most_steps * step >= REACH * max(known) else None
 
@@ -155,34 +154,32 @@ class HardThreshold(MarkingSparsifier):
             )
 
     def fix_threshold(self, threshold: float) -> None:
-        """Sets λ of all layers from here on, as calibration does when it ends.
+        """Sets λ of all layers, as calibration does when it ends.
 
         Raises:
             ValueError: a threshold that is negative, NaN or infinite.
         """
         _check_threshold("threshold", threshold)
-        self.threshold = threshold
-        self._of_layers.clear()
-        self._runs.clear()
+        self._fix(threshold, {})
 
     def fix_layers(self, thresholds: Mapping[str, float]) -> None:
-        """Sets λ of single layers by name from here on; all others get the largest of these."""
+        """Sets λ of single layers by name; all other layers get the largest of them."""
         if thresholds:
-            self._of_layers = dict(thresholds)
-            self.threshold = max(self._of_layers.values())
-            self._runs.clear()
+            self._fix(max(thresholds.values()), thresholds)
+
+    def _fix(self, threshold: float | None, of_layers: Mapping[str, float]) -> None:
+        self.threshold, self._of_layers = threshold, dict(of_layers)
+        self._runs.clear()
 
     @property
     def of_layers(self) -> Mapping[str, float]:
-        """λ by name of layers that have one of their own, apart from ``layer_thresholds``."""
+        """λ by name of layers with a λ of their own, apart from ``layer_thresholds``."""
         return self._of_layers
 
     def forget_calibration(self) -> None:
-        """Returns to what the sparsifier was made with: with a density, λ is not known yet."""
+        """Forgets λ if it follows from a density."""
         if self.density is not None:
-            self.threshold = None
-            self._of_layers.clear()
-            self._runs.clear()
+            self._fix(None, {})
 
     def is_given(self, name: str) -> bool:
         """Whether ``layer_thresholds`` has a λ for the layer with this parameter name."""
@@ -190,25 +187,23 @@ class HardThreshold(MarkingSparsifier):
 
     def threshold_of(self, name: str) -> float:
         """λ of the layer with this parameter name, in gradient units."""
-        for pattern, value in self.layer_thresholds.items():
-            if fnmatchcase(name, pattern):
-                return value
-        return self._of_layers.get(name, self.current_threshold)
+        given = (value for pattern, value in self.layer_thresholds.items() if fnmatchcase(name, pattern))
+        return next(given, self._of_layers.get(name, self.current_threshold))
 
     def mark(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
         """Marks the coordinates for which not (abs(p) < λ); see `MarkingSparsifier.mark`."""
         below = torch.empty_like(compensated, dtype=torch.bool)
         for threshold, start, end in self.runs(layout, compensated.dtype):
-            # A comparison with NaN is false, so "not below" selects NaN as well as what reaches λ.
+            # A comparison with NaN is false, so "not below" selects NaN as well.
             torch.lt(compensated[start:end].abs(), threshold, out=below[start:end])
         return below.logical_not_()
 
     def runs(self, layout: LayerLayout, dtype: torch.dtype, *, by_layer: bool = False) -> tuple[ThresholdRun, ...]:
-        """Returns which λ holds where in a bucket: neighbouring layers with the same λ are one run.
+        """Returns the runs of a bucket: neighbouring layers with the same λ are one run.
 
         Args:
             layout: the layers of the bucket.
-            dtype: of the compensated gradient; λ is rounded up to it, so that comparing with it is exact.
+            dtype: of the compensated gradient; λ is rounded up to it, so that comparisons are exact.
             by_layer: whether every layer is a run of its own.
         """
         key = (layout, dtype, by_layer)
@@ -224,6 +219,18 @@ class HardThreshold(MarkingSparsifier):
         return self._runs[key]
 
 
+class Dense(HardThreshold):
+    """Selects every coordinate: the hard threshold at λ = 0, which is plain DDP up to the order of additions.
+
+    Example:
+        >>> Dense().select(torch.tensor([0.0, -1.0]), LayerLayout(("weight",), (2,))).indices.tolist()
+        [0, 1]
+    """
+
+    def __init__(self) -> None:
+        super().__init__(threshold=0.0)
+
+
 def _check_threshold(name: str, value: float) -> None:
     if not (is_number(value) and isfinite(value) and value >= 0):
         raise ValueError(
@@ -233,18 +240,18 @@ def _check_threshold(name: str, value: float) -> None:
 
 
 def _round_up(threshold: float, dtype: torch.dtype) -> float:
-    """The smallest number of this dtype that is not below λ.
+    """Returns the smallest number of this dtype that is not below λ.
 
-    PyTorch rounds a Python scalar to the tensor's dtype before it compares, to nearest. Rounded down it would select
-    values below λ, rounded up it is exact: for p of this dtype, abs(p) >= λ and abs(p) >= round_up(λ) are the same.
+    PyTorch rounds a Python scalar to the nearest number of the tensor's dtype before it compares. Rounded down it would
+    select values below λ; for p of this dtype, abs(p) >= λ and abs(p) >= round_up(λ) are the same.
     """
     if dtype != torch.float32:
         return threshold
     try:
-        bits = struct.pack("=f", threshold)  # to nearest; a tenth of the time of a tensor's way
+        bits = struct.pack("=f", threshold)  # to nearest; ten times as fast as with a tensor
     except OverflowError:
         return inf
     (rounded,) = struct.unpack("=f", bits)
-    if rounded < threshold:  # of numbers that are not negative the next larger one has the next larger bits
+    if rounded < threshold:  # the next larger positive number has the next larger bits
         (rounded,) = struct.unpack("=f", struct.pack("=I", struct.unpack("=I", bits)[0] + 1))
     return float(rounded)

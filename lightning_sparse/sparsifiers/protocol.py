@@ -1,9 +1,10 @@
-"""The protocol between a sparsifier and the rest: a compensated bucket and its layout in, a selection out."""
+"""The protocol of sparsifiers: a compensated bucket and its layout in, a selection out."""
 
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from itertools import accumulate
 from numbers import Real
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -18,8 +19,8 @@ class LayerLayout:
     """Which layer (parameter tensor) occupies which elements of a flat bucket.
 
     Args:
-        names: the layers' parameter names, in the order in which they lie in the bucket.
-        sizes: their numbers of elements, in the same order; a size may be 0.
+        names: parameter names, in bucket order.
+        sizes: numbers of elements, in bucket order; a size may be 0.
     """
 
     names: tuple[str, ...]
@@ -29,10 +30,7 @@ class LayerLayout:
     def __post_init__(self) -> None:
         if len(self.names) != len(self.sizes):
             raise ValueError(f"Got {len(self.names)} names for {len(self.sizes)} sizes. Give one size per name.")
-        boundaries = [0]
-        for size in self.sizes:
-            boundaries.append(boundaries[-1] + size)
-        object.__setattr__(self, "boundaries", tuple(boundaries))
+        object.__setattr__(self, "boundaries", tuple(accumulate(self.sizes, initial=0)))
 
     @property
     def num_elements(self) -> int:
@@ -48,8 +46,8 @@ class Selection(NamedTuple):
     """The coordinates of one bucket that this worker sends.
 
     Attributes:
-        indices: int64, shape (k,), positions in the bucket, each once; best ascending, else they are sorted.
-        values: shape (k,), dtype of the compensated gradient: its values there, or what is to be sent in their place.
+        indices: int64, shape (k,), unique positions in the bucket. If they do not ascend, the package sorts them.
+        values: shape (k,), dtype of the compensated gradient: its values at these positions, or roundings of them.
     """
 
     indices: Tensor
@@ -57,12 +55,12 @@ class Selection(NamedTuple):
 
 
 class WholeStep(NamedTuple):
-    """All that one worker has to send in a step, before anything of it is selected.
+    """All compensated gradients of one worker in a step, before anything is selected.
 
     Attributes:
-        buckets: each forms p of a bucket whenever it is called, shape (m,), with 0 where nothing may be sent.
+        buckets: each returns p of a bucket whenever it is called, shape (m,), with 0 where nothing may be sent.
         num_elements: of all buckets together.
-        dtype: of what they return, float32 or float64.
+        dtype: of the buckets, float32 or float64.
     """
 
     buckets: Sequence[Callable[[], Tensor]]
@@ -71,15 +69,15 @@ class WholeStep(NamedTuple):
 
 
 def in_order(selection: Selection, num_elements: int) -> Selection:
-    """Returns a selection with ascending indices, as the rest of the package needs them. Waits for a GPU.
+    """Returns the selection with ascending indices, which the package needs. Waits for a GPU.
 
     Args:
-        selection: of a sparsifier that may not keep to the order, such as ``compensated.abs().topk(k).indices``.
+        selection: of any order, such as ``compensated.abs().topk(k).indices``.
         num_elements: of its bucket.
 
     Raises:
-        TypeError: indices that are not int64, or indices and values that are no flat tensors of one length.
-        ValueError: an index outside the bucket, or one that is there twice.
+        TypeError: indices that are not int64, or indices and values that are not flat tensors of one length.
+        ValueError: an index outside the bucket, or a repeated index.
     """
     if not isinstance(selection, tuple) or len(selection) != 2:
         raise TypeError(f"A sparsifier selected {selection!r}. Return a Selection of indices and values.")
@@ -107,33 +105,32 @@ def in_order(selection: Selection, num_elements: int) -> Selection:
 class Sparsifier(ABC):
     """Chooses which coordinates of a compensated gradient are sent.
 
-    A sparsifier is a function of the bucket that it is shown and of what it was told of the step: it does not
-    communicate and does not change its input. What it leaves unselected stays in the worker's residual.
+    A sparsifier is a function of the bucket and of what it learned of the step: it does not communicate and does not
+    change its input. Unselected values stay in the worker's residual.
     """
 
     needs_averages: bool = False
-    """Whether `observe` is shown the averages of every step."""
+    """Whether the package calls `observe` with the averages of every step."""
 
     needs_survey: bool = False
-    """Whether `survey` must see a whole step before `select` is asked: no exchange begins before that."""
+    """Whether `survey` must see a whole step before `select` is called: no exchange begins before that."""
 
     def begin_step(self, step: int, rank: int) -> None:
-        """Is told of a step before it begins; does nothing unless a subclass needs to know.
+        """Prepares for a step; does nothing unless overridden.
 
         Args:
-            step: its number from 0, the same on all workers. A resumed run goes on counting. Counted are steps after
-                which an optimizer stepped: of several backwards before that, and of those that are dropped, the next
-                has the same number.
+            step: its number from 0, the same on all workers; a resumed run continues the count. It grows only after an
+                optimizer stepped: further and dropped backwards before that have the same number.
             rank: of this worker.
         """
         return
 
     def survey(self, step: "WholeStep") -> None:
-        """Is shown all that a step has to send, where ``needs_survey``."""
+        """Sees all that a step has to send, if ``needs_survey``."""
         return
 
     def begin_epoch(self, epoch: int, learning_rates: Sequence[float]) -> None:
-        """Is told of an epoch before its first step, perhaps more than once; does nothing unless overridden.
+        """Prepares for an epoch, perhaps more than once; does nothing unless overridden.
 
         Args:
             epoch: its number, the same on all workers.
@@ -142,36 +139,36 @@ class Sparsifier(ABC):
         return
 
     def observe(self, layout: LayerLayout, average: Tensor) -> None:
-        """Is shown what all workers' selections of a bucket come to, where ``needs_averages``: the same bits on all.
+        """Sees the average of a bucket, the same bits on all workers, if ``needs_averages``.
 
         Args:
             layout: the layers of the bucket.
-            average: (1/n) Σ_i out_i, flat, shape (layout.num_elements,). Not modified, nor kept: its memory is the
+            average: (1/n) Σ_i out_i, flat, shape (layout.num_elements,). Do not modify or keep it: its memory is the
                 gradient's.
         """
         return
 
     def state_dict(self, next_step: int) -> dict[str, Any]:
-        """Returns what a resumed run must know beside the settings, the same on every worker.
+        """Returns the state that a checkpoint must hold beside the settings, the same on every worker.
 
-        A dict of what ``torch.load(weights_only=True)`` reads: numbers of Python, strings, lists, dicts, tensors.
+        ``torch.load(weights_only=True)`` must read it: Python's numbers, strings, lists, dicts, tensors.
 
         Args:
-            next_step: the number of the next step for a run that resumes: what was observed in a step of this number or
-                a higher one does not count.
+            next_step: the number of the next step for a run that resumes: observations from steps of this number or a
+                higher number do not count.
         """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from what `state_dict` returned; from ``{}`` it begins anew."""
+        """Continues from the result of `state_dict`; ``{}`` starts anew."""
         return
 
     @abstractmethod
     def select(self, compensated: Tensor, layout: LayerLayout) -> Selection:
         """Returns the coordinates to send.
 
-        Every non-finite coordinate must be among them, so that a NaN or an infinity that arises on one worker is seen
-        by all workers in the same step and never hides in a residual.
+        Every non-finite coordinate must be among them, so that all workers see a NaN or an infinity of one worker in
+        the same step, and none hides in a residual.
 
         Args:
             compensated: p = e + g of one bucket; float32 or float64, shape (layout.num_elements,). Not modified.
@@ -180,21 +177,21 @@ class Sparsifier(ABC):
 
     @property
     def current_threshold(self) -> float | None:
-        """The λ in force for layers without one of their own, in gradient units; None if the sparsifier has none."""
+        """The present λ of layers without a λ of their own, in gradient units; None if the sparsifier has no λ."""
         return None
 
     def grid_step(self, most_steps: int) -> float | None:
-        """Returns ε of which values may travel as multiples: a power of two, the same on all workers.
+        """Returns ε, a power of two of which values may be sent as multiples, the same on all workers.
 
-        None where there is none, or not yet: values then travel as they are.
+        None if there is no ε, or not yet: values are then sent as they are.
 
         Args:
-            most_steps: the largest magnitude that would travel, in steps.
+            most_steps: the largest magnitude that can be sent, in steps.
         """
         return None
 
     def require_grid(self, value_dtype: str, most_steps: int) -> None:
-        """Raises ValueError where values cannot travel as multiples of a step, at most so many in magnitude."""
+        """Raises ValueError if values cannot be sent as multiples of a step, up to ``most_steps`` of them."""
         raise ValueError(
             f"Got value_dtype={value_dtype!r} with {type(self).__name__}, which has no step of which values could "
             "travel as multiples. Use value_dtype='bfloat16', or a sparsifier that has one: HardThreshold, "
@@ -202,10 +199,10 @@ class Sparsifier(ABC):
         )
 
     def settings(self) -> dict[str, object]:
-        """Everything that must be the same on all workers, as plain values: all attributes without a leading ``_``.
+        """Returns all attributes without a leading ``_`` as plain values. They must be the same on all workers.
 
-        What is no plain value is described: a tensor by shape, dtype and content, any other object by its class and,
-        if it is a sparsifier or a dataclass, by what it holds.
+        Tensors are described by shape, dtype and content, other objects by their class, and sparsifiers and dataclasses
+        also by their attributes.
         """
         own = {"needs_survey": True} if self.needs_survey else {}
         return {"sparsifier": type(self).__name__, **own} | {
@@ -214,51 +211,41 @@ class Sparsifier(ABC):
 
 
 class MarkingSparsifier(Sparsifier):
-    """A sparsifier that marks what it selects, so that on a GPU nobody waits for how much that is."""
+    """A sparsifier that selects by a mask: on a GPU the host need not wait for the number of coordinates."""
 
     @abstractmethod
     def mark(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
-        """Returns where `select` finds something: bool, the bucket's shape. Nothing may wait for the device.
-
-        Args:
-            compensated: as in `select`.
-            layout: likewise.
-        """
+        """Returns the mask of selected coordinates: bool, the bucket's shape. Must not wait for the device."""
 
     def values(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
-        """Returns what is sent of the coordinates that are marked: the bucket's shape. Nothing may wait for the device.
-
-        Args:
-            compensated: as in `select`.
-            layout: likewise.
-        """
+        """Returns the values to send where marked, in the bucket's shape. Must not wait for the device."""
         return compensated
 
     def select(self, compensated: Tensor, layout: LayerLayout) -> Selection:
-        """Returns the coordinates that are marked; see `Sparsifier.select`."""
+        """Returns the marked coordinates; see `Sparsifier.select`."""
         indices = self.mark(compensated, layout).nonzero().squeeze(1)
         return Selection(indices, self.values(compensated, layout)[indices])
 
 
 def is_number(value: object) -> bool:
-    """Whether this is a real number, also one of numpy's."""
+    """Whether this is a real number, of Python or NumPy."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def require_density(density: float, example: str, name: str = "density") -> None:
-    """Raises ValueError where this is no share of coordinates to send."""
+    """Raises ValueError unless this is a share of coordinates to send."""
     if not is_number(density) or not 0 < density <= 1:
         raise ValueError(f"Invalid {name}={density!r}. Must be within (0, 1]; for example 0.001 sends {example}.")
 
 
 def require_granularity(granularity: Granularity) -> None:
-    """Raises ValueError where this is no word for what a density is of."""
+    """Raises ValueError unless a density can be held in this unit."""
     if granularity not in get_args(Granularity):
         raise ValueError(f"Invalid {granularity=}. Must be one of {', '.join(map(repr, get_args(Granularity)))}.")
 
 
 def _described(value: object) -> object:
-    """Returns something that is equal on all workers exactly if the value is, as far as that can be told."""
+    """Returns a plain value that differs between workers if the value does, as far as can be seen."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):

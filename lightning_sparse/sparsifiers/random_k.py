@@ -10,11 +10,11 @@ from lightning_sparse.sparsifiers.random_source import RandomSource
 class RandomK(MarkingSparsifier):
     """Selects k = max(1, ⌊density · size⌋) coordinates of every layer, each as likely as any other.
 
-    Random-k with error feedback (Stich, Cordonnier and Jaggi, *Sparsified SGD with memory*, NeurIPS 2018): what is not
-    sent is kept, so nothing is scaled up. A coordinate waits size / k steps on average, however large it is.
+    Random-k with error feedback (Stich, Cordonnier and Jaggi, *Sparsified SGD with memory*, NeurIPS 2018): unsent
+    values are kept, so sent values are not scaled up. A coordinate waits size / k steps on average, at any magnitude.
 
-    Which ones follows from the seed, the number of the step and the layer's name, so that a resumed run picks what one
-    without a stop would have, on every kind of device and however DDP cuts its buckets.
+    The choice follows from the seed, the number of the step and the layer's name: a resumed run makes the same choices
+    as a run without a stop, on every kind of device and with any buckets of DDP.
 
     Args:
         density: the share to send, in (0, 1].
@@ -26,7 +26,6 @@ class RandomK(MarkingSparsifier):
         TypeError: a ``same_on_all`` that is neither True nor False.
 
     Example:
-        >>> import torch
         >>> layout = LayerLayout(names=("weight",), sizes=(8,))
         >>> RandomK(density=0.5).select(torch.ones(8), layout).indices.numel()
         4
@@ -43,7 +42,7 @@ class RandomK(MarkingSparsifier):
         self._random = RandomSource(seed)
 
     def begin_step(self, step: int, rank: int) -> None:
-        """Notes what this step's choice follows from."""
+        """Notes the number of the step and the rank."""
         self._step, self._rank = step, rank
 
     def mark(self, compensated: Tensor, layout: LayerLayout) -> Tensor:

@@ -1,4 +1,4 @@
-"""Random numbers that every worker, device and resumed run can repeat: one for each coordinate of each step."""
+"""Random numbers of each coordinate and step, which every worker, device and resumed run can repeat."""
 
 import hashlib
 
@@ -8,19 +8,14 @@ from torch import Tensor
 from lightning_sparse.sparsifiers.protocol import LayerLayout
 
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-"""2**64 divided by the golden ratio, odd: by so much the numbers of two steps are apart."""
+"""2**64 divided by the golden ratio, odd: the distance between the numbers of two steps."""
 
 
 class RandomSource:
     """Draws random bits that follow from a seed, the number of a step, a worker's rank and the layers' names.
 
-    So a resumed run draws what one without a stop would have, on every kind of device and however DDP cuts its buckets.
-
-    Args:
-        seed: at least 0.
-
     Raises:
-        ValueError: a seed that is no whole number of at least 0.
+        ValueError: a seed that is not a whole number of at least 0.
     """
 
     def __init__(self, seed: int) -> None:
@@ -37,7 +32,7 @@ class RandomSource:
         return _mixed(numbers)
 
     def _numbers_of_layers(self, layout: LayerLayout, device: torch.device, rank: int) -> tuple[Tensor, Tensor]:
-        """Returns what is added to an element's place in the bucket, and sizes: int64, shapes (L,), on the device."""
+        """Returns numbers to add to an element's place in the bucket, and sizes: int64, shapes (L,), on the device."""
         key = (layout, device, rank)
         if key not in self._starts:
             starts = torch.tensor([_digest(self._seed, rank, name) for name in layout.names], dtype=torch.int64)

@@ -1,14 +1,23 @@
-"""Rounding to a grid: absolute compressors that send whole numbers of steps, and nothing where that number is 0."""
+"""Rounding to a grid: absolute compressors that send multiples of a step other than 0."""
+
+from math import frexp, ldexp
 
 import torch
 from torch import Tensor
 
-from lightning_sparse.sparsifiers.grid import LARGEST_STEP, SMALLEST_STEP, power_of_two
-from lightning_sparse.sparsifiers.protocol import LayerLayout, MarkingSparsifier
+from lightning_sparse.sparsifiers.protocol import LayerLayout, MarkingSparsifier, is_number
 from lightning_sparse.sparsifiers.random_source import RandomSource
 
 BITS = 24
 """Random bits per element: as fine as float32 is between 1/2 and 1."""
+SMALLEST_STEP, LARGEST_STEP = 2.0**-126, 2.0**100
+"""Within these, 1 / ε and sums of multiples of ε are float32 numbers."""
+
+
+def power_of_two(largest: float) -> float:
+    """Returns the largest power of two up to this positive number, within the limits of a step."""
+    _, exponent = frexp(largest)
+    return min(max(ldexp(1.0, exponent - 1), SMALLEST_STEP), LARGEST_STEP)
 
 
 class ScaledIntegerRounding(MarkingSparsifier):
@@ -16,14 +25,14 @@ class ScaledIntegerRounding(MarkingSparsifier):
 
     Scaled integer rounding as in SwitchML (Sapio et al., NSDI 2021), an absolute compressor (Sahu et al., NeurIPS 2021,
     section 5): with error feedback no coordinate of the residual exceeds ε / 2. It is the hard threshold at ε / 2 whose
-    values travel on the grid. With ``value_dtype="int8"`` they travel as whole numbers. A value beyond 127 steps is
-    cut off at 127, and the rest goes out in the steps that follow.
+    values lie on the grid. With ``value_dtype="int8"`` they are sent as whole numbers. A value beyond 127 steps is cut
+    off at 127, and the rest is sent in the next steps.
 
     Args:
-        step: ε is the largest power of two that is no larger, so that sums of multiples are exact; in gradient units.
+        step: ε is the largest power of two up to this, so that sums of multiples are exact; in gradient units.
 
     Raises:
-        ValueError: a step that is no number of such a size.
+        ValueError: a step that is not a number between the smallest and the largest step.
 
     Example:
         >>> layout = LayerLayout(names=("weight",), sizes=(4,))
@@ -32,8 +41,7 @@ class ScaledIntegerRounding(MarkingSparsifier):
     """
 
     def __init__(self, step: float) -> None:
-        is_number = isinstance(step, (int, float)) and not isinstance(step, bool)
-        if not is_number or not SMALLEST_STEP <= step <= LARGEST_STEP:
+        if not is_number(step) or not SMALLEST_STEP <= step <= LARGEST_STEP:
             raise ValueError(
                 f"Invalid {step=}. Must be a number from {SMALLEST_STEP:.3g} to {LARGEST_STEP:.3g}, in gradient units, "
                 "such as 0.001."
@@ -45,7 +53,7 @@ class ScaledIntegerRounding(MarkingSparsifier):
         return power_of_two(self.step)
 
     def require_grid(self, value_dtype: str, most_steps: int) -> None:
-        """Does nothing: there is one; see `Sparsifier.require_grid`."""
+        """Does nothing: there always is a step; see `Sparsifier.require_grid`."""
 
     def mark(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
         """Marks what is not rounded to 0; see `MarkingSparsifier.mark`."""
@@ -65,19 +73,19 @@ class StochasticRounding(ScaledIntegerRounding):
     """Rounds every coordinate up or down to a multiple of a step ε, so that on average it is what it was.
 
     Stochastic rounding to a grid (Gupta et al., *Deep learning with limited numerical precision*, ICML 2015), an
-    absolute compressor (Sahu et al., NeurIPS 2021, section 5): of a coordinate x ε the next multiple above is sent with
-    the probability x − ⌊x⌋. With error feedback every coordinate of the residual stays below ε. Being unbiased it does
-    without, too: ``error_feedback="none"``.
+    absolute compressor (Sahu et al., NeurIPS 2021, section 5): a coordinate x ε is rounded up with probability x − ⌊x⌋.
+    With error feedback every coordinate of the residual stays below ε. It is unbiased, so it also works without:
+    ``error_feedback="none"``.
 
     The random bits follow from the seed, the number of the step, the worker and the layer's name: a resumed run rounds
-    as one without a stop would have, on every kind of device and however DDP cuts its buckets.
+    like a run without a stop, on every kind of device and with any buckets of DDP.
 
     Args:
-        step: as of `ScaledIntegerRounding`.
+        step: see `ScaledIntegerRounding`.
         seed: at least 0.
 
     Raises:
-        ValueError: a step that is no number of such a size, or a seed that is no whole number of at least 0.
+        ValueError: an invalid step, or a seed that is not a whole number of at least 0.
 
     Example:
         >>> layout = LayerLayout(names=("weight",), sizes=(1000,))
@@ -93,7 +101,7 @@ class StochasticRounding(ScaledIntegerRounding):
         self._step_number = self._rank = 0
 
     def begin_step(self, step: int, rank: int) -> None:
-        """Notes what this step's random bits follow from."""
+        """Notes the number of the step and the rank."""
         self._step_number, self._rank = step, rank
 
     def _whole(self, steps: Tensor, layout: LayerLayout) -> Tensor:

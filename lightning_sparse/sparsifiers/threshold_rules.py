@@ -4,14 +4,14 @@ from math import isfinite, sqrt
 
 FEWEST_STEPS = 3
 STABLE = 0.2
-"""A mean of ‖g‖² is known well enough, where λ is corrected later, once its standard error is this share of it."""
+"""If λ is adjusted later, calibration ends once the standard error of the mean ‖g‖² is this share of the mean."""
 
 
 def paper_threshold(density: float, num_elements: int) -> float:
     """Returns λ = 1 / (2√k) with k = density · num_elements, in gradient units.
 
-    The rule of Sahu et al. (NeurIPS 2021, arXiv:2108.00951, section 5). It knows nothing of the gradients' scale: on a
-    small ResNet on CIFAR-10 it missed the density asked for by a factor of 6. Prefer ``density=…``, which calibrates.
+    The rule of Sahu et al. (NeurIPS 2021, arXiv:2108.00951, section 5). It ignores the scale of the gradients: on a
+    small ResNet on CIFAR-10 it missed the density by a factor of 6. Prefer ``density=…``, which calibrates.
 
     Args:
         density: the share of coordinates to be sent on average, in (0, 1].
@@ -34,15 +34,15 @@ def paper_threshold(density: float, num_elements: int) -> float:
 class ThresholdCalibration:
     """Measures E‖g‖² over the first steps and turns a density into λ = sqrt(E‖g‖² / (density · d)).
 
-    A coordinate whose gradient is noise of variance σ² performs, in its residual, a random walk that restarts when it
-    leaves (−λ, λ), which takes about λ²/σ² steps. So the average density is about E‖g‖² / (λ² d). It is an estimate:
-    within 20 % below 1 % density on a small ResNet on CIFAR-10. Above some 10 % it promises too much (λ is then of the
-    order of σ and the walk overshoots), and a drift of the gradients' scale during training moves the density with it.
+    The residual of a coordinate with gradient noise of variance σ² is a random walk that restarts when it leaves
+    (−λ, λ), after about λ²/σ² steps. So the average density is about E‖g‖² / (λ² d). The estimate is within 20 % below
+    1 % density on a small ResNet on CIFAR-10. Above some 10 % it is too high, because the walk overshoots a λ of the
+    order of σ. The density follows changes of the gradients' scale during training.
 
     Args:
         density: the density to aim at, in (0, 1].
-        steps: how many steps to average over.
-        until_stable: whether to end earlier, when the mean is known to a fifth.
+        steps: the number of steps to average over.
+        until_stable: whether to end earlier, when the standard error of the mean is a fifth of it.
     """
 
     def __init__(self, density: float, steps: int, *, until_stable: bool = False) -> None:
@@ -53,12 +53,8 @@ class ThresholdCalibration:
         self._sum = self._sum_of_squares = 0.0
 
     def state_dict(self) -> dict[str, float]:
-        """Returns what has been measured so far."""
-        return {
-            "measured_steps": self.measured_steps,
-            "sum": self._sum,
-            "sum_of_squares": self._sum_of_squares,
-        }
+        """Returns the measurement so far."""
+        return {"measured_steps": self.measured_steps, "sum": self._sum, "sum_of_squares": self._sum_of_squares}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Continues a measurement."""
@@ -66,7 +62,7 @@ class ThresholdCalibration:
         self._sum_of_squares = state["sum_of_squares"]
 
     def observe(self, squared_gradient_norm: float) -> None:
-        """Adds one step's (1/n) Σ_i ‖g_i‖² (gradient units squared); a non-finite one is not counted."""
+        """Adds a step's (1/n) Σ_i ‖g_i‖² (gradient units squared), unless it is NaN or infinite."""
         if isfinite(squared_gradient_norm):
             self.measured_steps += 1
             self._sum += squared_gradient_norm
@@ -74,7 +70,7 @@ class ThresholdCalibration:
 
     @property
     def is_complete(self) -> bool:
-        """Whether enough steps were measured, at least one of them with a gradient that is not zero."""
+        """Whether enough steps were measured, at least one of them with a gradient other than zero."""
         return self._sum > 0 and (self.measured_steps >= self.steps or (self._until_stable and self._is_stable()))
 
     def _is_stable(self) -> bool:
@@ -88,7 +84,7 @@ class ThresholdCalibration:
         """Returns λ in gradient units, for a model of d = num_elements.
 
         Raises:
-            RuntimeError: called before the calibration is complete.
+            RuntimeError: the calibration is not complete.
         """
         if not self.is_complete:
             raise RuntimeError(

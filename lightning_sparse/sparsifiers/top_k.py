@@ -1,9 +1,10 @@
 """The Top-k sparsifiers: send a fixed share of every layer, or of the whole model."""
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
-from lightning_sparse.sparsifiers.magnitudes import kth_largest_magnitude
 from lightning_sparse.sparsifiers.protocol import (
     Granularity,
     LayerLayout,
@@ -13,6 +14,9 @@ from lightning_sparse.sparsifiers.protocol import (
     require_granularity,
 )
 
+DIGIT_BITS = 16
+_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
 
 class TopK(MarkingSparsifier):
     """Selects the k coordinates of largest magnitude of every layer, or of the whole model.
@@ -20,21 +24,20 @@ class TopK(MarkingSparsifier):
     The usual rival of the hard threshold (Aji and Heafield, EMNLP 2017; layer-wise as in the experiments of Sahu et
     al., NeurIPS 2021). k = max(1, ⌊density · size⌋) of a layer or of the model.
 
-    It has no bound on what stays unsent: the residual can build up for as long as gradients stay large. By layer, k
-    coordinates are sent also of a layer whose gradient is zero, and among equal magnitudes which ones are sent is up
-    to ``torch.topk``. Of the model, all that equal the k-th are sent, and nothing that is zero.
+    Unsent values have no bound: the residual can build up for as long as gradients stay large. By layer, even a layer
+    whose gradient is zero sends k coordinates, and ``torch.topk`` chooses among equal magnitudes. By model, all
+    magnitudes that equal the k-th are sent, and no zeros.
 
     Args:
         density: the share to send, in (0, 1].
-        granularity: ``"layer"``; or ``"model"``, which gives every layer what its magnitudes deserve in the whole.
-            Then no exchange can begin before backward has ended, and p is looked at twice more
-            (``lightning_sparse.sparsifiers.magnitudes.kth_largest_magnitude``).
+        granularity: ``"layer"`` or ``"model"``, which compares magnitudes of all layers.
+            Then no exchange can begin before backward has ended, and two more passes read p
+            (``lightning_sparse.sparsifiers.top_k.kth_largest_magnitude``).
 
     Raises:
         ValueError: a density outside (0, 1], or another granularity.
 
     Example:
-        >>> import torch
         >>> layout = LayerLayout(names=("weight", "bias"), sizes=(4, 1))
         >>> TopK(density=0.5).select(torch.tensor([0.1, -3.0, 2.0, 0.0, 0.5]), layout).indices.tolist()
         [1, 2, 4]
@@ -53,7 +56,7 @@ class TopK(MarkingSparsifier):
         return self.granularity == "model"
 
     def begin_step(self, step: int, rank: int) -> None:
-        """Forgets the magnitude of the last step."""
+        """Forgets the k-th magnitude of the last step."""
         self._kth = None
 
     def survey(self, step: WholeStep) -> None:
@@ -66,7 +69,7 @@ class TopK(MarkingSparsifier):
         if self.needs_survey:
             return self._mark_largest(compensated)
         magnitude = compensated.abs()
-        # topk counts NaN as largest, but a layer may hold more non-finite values than k: all of those are sent.
+        # topk counts NaN as largest, but a layer may hold more non-finite values than k, and all must be sent.
         selected = magnitude.isfinite().logical_not_()
         for _, start, end in layout.spans():
             if end > start:
@@ -78,11 +81,11 @@ class TopK(MarkingSparsifier):
         if not compensated.numel():
             return torch.zeros_like(compensated, dtype=torch.bool)
         kth = self._kth
-        if kth is None:  # nobody has shown more than this bucket
+        if kth is None:  # without a survey the bucket is the whole
             kth = kth_largest_magnitude([lambda: compensated], self._k(compensated.numel()), compensated.dtype)
-        # Nothing is below a NaN: where it is the k-th, what is finite stays.
+        # Nothing is below a NaN: if it is the k-th, finite values stay.
         kth = kth.to(compensated.device, non_blocking=True).nan_to_num(nan=torch.inf, posinf=torch.inf)
-        if kth.dtype != compensated.dtype:  # to which a comparison would round it: down would let in what is smaller
+        if kth.dtype != compensated.dtype:  # rounded down by the comparison, it would let in smaller magnitudes
             rounded = kth.to(compensated.dtype)
             kth = torch.where(rounded < kth, rounded.nextafter(torch.full_like(rounded, torch.inf)), rounded)
         magnitude = compensated.abs()
@@ -90,3 +93,50 @@ class TopK(MarkingSparsifier):
 
     def _k(self, num_elements: int) -> int:
         return max(1, int(self.density * num_elements))
+
+
+def kth_largest_magnitude(parts: Sequence[Callable[[], Tensor]], k: int, dtype: torch.dtype) -> Tensor:
+    """Returns the k-th largest magnitude of all parts together. Nothing waits for the device.
+
+    A radix selection: magnitudes are in the order of their bits, read as whole numbers. A histogram of their highest 16
+    bits gives those of the k-th, and a histogram of the next 16 bits of magnitudes that share them gives the next 16:
+    two passes over float32, four over float64. NaN counts as larger than infinity.
+
+    Args:
+        parts: each returns a tensor of shape (m,) whenever it is called.
+        k: from 1 to the number of all elements.
+        dtype: of the parts, float32 or float64.
+
+    Returns:
+        One element of this dtype, on the first part's device.
+    """
+    found: Tensor | None = None
+    place: Tensor | None = None
+    for shift in range(8 * dtype.itemsize - DIGIT_BITS, -1, -DIGIT_BITS):
+        histogram: Tensor | None = None
+        for part in parts:
+            words = part().abs().view(_INTEGERS[dtype])
+            counts = _histogram(words, shift, None if found is None else found.to(words.device, non_blocking=True))
+            histogram = counts if histogram is None else histogram.add_(counts.to(histogram.device, non_blocking=True))
+        assert histogram is not None
+        at_least = histogram.flip(0).cumsum(0)  # how many have the highest digit, one of the two highest, …
+        place = torch.full_like(at_least[0], k) if place is None else place
+        higher = (at_least < place).count_nonzero()  # digits above that of the k-th
+        place = place - torch.cat([at_least.new_zeros(1), at_least]).index_select(0, higher.view(1)).view(())
+        digit = len(at_least) - 1 - higher
+        found = digit if found is None else found << DIGIT_BITS | digit
+    assert found is not None
+    return found.to(_INTEGERS[dtype]).view(dtype)
+
+
+def _histogram(words: Tensor, shift: int, above: Tensor | None) -> Tensor:
+    """Counts the digits at ``shift`` of the words whose higher digits are those given: int64, shape (2**16,)."""
+    digits = words >> shift
+    if above is not None:
+        # All others count as a digit beyond the last, which is cut off.
+        digits = torch.where(digits >> DIGIT_BITS == above, digits & (1 << DIGIT_BITS) - 1, 1 << DIGIT_BITS)
+    size = (1 << DIGIT_BITS) + 1
+    if words.device.type == "cpu":
+        return digits.bincount(minlength=size)[:-1]
+    counts = torch.zeros(size, dtype=torch.int64, device=words.device)  # bincount would wait for a GPU
+    return counts.index_add_(0, digits, counts.new_ones(1).expand(digits.numel()))[:-1]

@@ -12,9 +12,8 @@ from lightning_sparse.exchange.routes import adding, gather
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels import launching
 from lightning_sparse.selection import extraction, fused_threshold
-from lightning_sparse.selection.bucket import FlatBucket
+from lightning_sparse.selection.bucket import FlatBucket, Residual
 from lightning_sparse.selection.extraction import Extraction
-from lightning_sparse.selection.residual import Residual
 from lightning_sparse.sparsifiers import LayerLayout
 from tests.distributed.simulation import Plan
 from tests.distributed.test_against_simulation import SCENARIOS, THRESHOLD, assert_matches_simulation, reaches

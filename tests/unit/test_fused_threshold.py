@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf, nan, nextafter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,9 +20,10 @@ from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat, Pay
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels import decode, is_available, launching, threshold
 from lightning_sparse.selection import fused_threshold
+from lightning_sparse.selection.bucket import FlatBucket, Residual
 from lightning_sparse.selection.fused_threshold import Boundaries, FusedThreshold
 from lightning_sparse.selection.numbers import FIXED_FIELDS, SLOTS
-from lightning_sparse.selection.residual import Residual
+from lightning_sparse.sparsifiers import LayerLayout
 from tests.interpreter import INTERPRETED, run_in_interpreter
 from tests.unit.test_sent_and_kept import THRESHOLDS, by_tensors, rows
 from tests.unit.test_sent_and_kept import WIRES as VALUE_WIRES
@@ -69,6 +71,29 @@ def guarded(tensor, dtype=None):
 def check_guards(*tensors):
     for tensor in tensors:
         assert (tensor._base[tensor.numel() :] == SENTINEL).all()
+
+
+def take_out(
+    fused,
+    residual,
+    gradient,
+    runs,
+    *,
+    wire,
+    header,
+    loss_scale=None,
+    payload=None,
+    dense=None,
+    divisor=1,
+    boundaries=None,
+    clears_gradient=False,
+    measures_gradient=False,
+):
+    layout = LayerLayout(("all",), (gradient.numel(),))
+    flat = FlatBucket(0, layout, gradient, residual, is_last=True, loss_scale=loss_scale)
+    form = SimpleNamespace(wire=wire, parts=lambda payload: payload)
+    shipment = SimpleNamespace(format=form, payload=payload, out=dense, divisor=divisor, is_cleared=clears_gradient)
+    fused.take_out(flat, shipment, runs, header, boundaries, measures_gradient=measures_gradient)
 
 
 @dataclass
@@ -133,7 +158,7 @@ def check_header(header, expected, gradient, scale, measures):
 def check_select(
     residual, gradient, runs, wire=AS_IT_IS, scale=None, capacity=None, fused=None, clears=False, measures=False
 ):
-    """Runs ``select`` on copies and compares everything it writes; returns what plain tensors expect."""
+    """Fills a payload from copies and compares everything it writes; returns what plain tensors expect."""
     expected = expect(residual, gradient, runs, wire, scale)
     indices = expected.selected.nonzero().flatten()
     capacity = indices.numel() + 3 if capacity is None else capacity
@@ -143,7 +168,8 @@ def check_select(
     given_gradient = guarded(gradient)
     ends, offsets = guarded(blocks, torch.int32), guarded(capacity, torch.int16)
     values, header = guarded(capacity, wire.storage), header_of()
-    (fused or FusedThreshold()).select(
+    take_out(
+        fused or FusedThreshold(),
         Residual(before, kept),
         given_gradient,
         runs,
@@ -174,10 +200,11 @@ def check_mask(residual, gradient, runs, wire=AS_IT_IS, scale=None, out=None, fu
     kept, given_gradient = guarded(residual), guarded(gradient)
     out = given_gradient if out is None else guarded(residual.numel(), out)
     loss_scale, header = None if scale is None else torch.tensor([scale], device=DEVICE), header_of()
-    (fused or FusedThreshold()).mask(
+    take_out(
+        fused or FusedThreshold(),
         *(Residual(kept, kept), given_gradient, runs),
         loss_scale=loss_scale,
-        out=out,
+        dense=out,
         wire=wire,
         header=header,
         divisor=divisor,
@@ -275,7 +302,8 @@ def test_a_gradient_that_begins_anywhere_is_cleared_after_it_was_read(dtype):
     payload_format = PayloadFormat(150_001, AS_IT_IS)
     payload = torch.zeros(payload_format.payload_bytes(0), dtype=torch.uint8, device=DEVICE)
     after = torch.empty_like(residual, device=DEVICE)
-    FusedThreshold().select(
+    take_out(
+        FusedThreshold(),
         Residual(residual.to(DEVICE), after),
         whole[1:],
         one_run(1e9, 150_001),
@@ -336,11 +364,11 @@ def test_coordinates_of_every_layer_and_slice_are_counted(size, masks):
         arguments = {"loss_scale": None, "header": header, "boundaries": Boundaries(*places, torch.device(DEVICE))}
         inputs = (Residual(kept, kept), gradient.to(DEVICE), one_run(limit, size))
         if masks:
-            fused.mask(*inputs, **arguments, out=torch.empty(size, device=DEVICE), wire=AS_IT_IS)
+            take_out(fused, *inputs, **arguments, dense=torch.empty(size, device=DEVICE), wire=AS_IT_IS)
         else:
             payload_format = PayloadFormat(size, AS_IT_IS)
             payload = torch.zeros(payload_format.payload_bytes(4), dtype=torch.uint8, device=DEVICE)
-            fused.select(*inputs, **arguments, payload=payload_format.parts(payload), wire=AS_IT_IS)
+            take_out(fused, *inputs, **arguments, payload=payload_format.parts(payload), wire=AS_IT_IS)
         check_header(header, expected, gradient, None, False)
         counts, of_slices = (
             [float(expected.selected[start:end].sum()) for start, end in pairwise(some)] for some in places
@@ -400,8 +428,10 @@ def test_no_call_but_the_first_waits_for_the_device():
         for mode in ("default", "error"):
             torch.cuda.set_sync_debug_mode(mode)
             for runs in (one_run(2.0, 200_000), [(2.0, 0, 70_000), (2.5, 70_000, 200_000)]):
-                fused.select(residual, gradient, runs, payload=payload_format.parts(payload), wire=WIRES[1], **scaled)
-                fused.mask(residual, gradient, runs, out=gradient, wire=WIRES[1], **scaled)
+                take_out(
+                    fused, residual, gradient, runs, payload=payload_format.parts(payload), wire=WIRES[1], **scaled
+                )
+                take_out(fused, residual, gradient, runs, dense=gradient, wire=WIRES[1], **scaled)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -437,7 +467,7 @@ def test_what_does_not_fit_together_is_refused_before_anything_is_launched(repla
         "header": torch.zeros(FIXED_FIELDS, dtype=DOUBLE),
     }
     with pytest.raises(ValueError, match=message):
-        FusedThreshold().select(**(arguments | replaced))
+        take_out(FusedThreshold(), **(arguments | replaced))
 
 
 def _import_again():

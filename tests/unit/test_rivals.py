@@ -19,7 +19,7 @@ from lightning_sparse import (
     TopK,
 )
 from lightning_sparse.sparsifiers import WholeStep, in_order
-from lightning_sparse.sparsifiers.magnitudes import kth_largest_magnitude
+from lightning_sparse.sparsifiers.top_k import kth_largest_magnitude
 from tests.unit.strategies import DTYPES, buckets, values
 
 NAN, INF = float("nan"), float("inf")

@@ -1,6 +1,7 @@
 """The rule of a selected value, (p, λ, wire) → (sent, kept): tensors against C; Triton in ``test_fused_threshold``."""
 
 from math import inf, nan
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from lightning_sparse import HardThreshold
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels import native
-from lightning_sparse.selection.residual import keep_rest
+from lightning_sparse.selection.bucket import FlatBucket, Residual, keep_rest
+from lightning_sparse.selection.extraction import Extraction
+from lightning_sparse.selection.numbers import SLOTS
 from lightning_sparse.sparsifiers import LayerLayout
 
 THRESHOLDS = (0.0, 0.5, 3.0)
@@ -66,18 +69,21 @@ def test_c_sends_and_keeps_what_tensors_do(name, threshold):
     expected = by_tensors(p, threshold, wire)
 
     kept, sent = torch.full_like(p, nan), torch.full_like(p, nan)
-    masked = native.NativeThreshold(p, kept, nothing, None, wire.dtype, wire.scale)
-    masked.take_out_masked(threshold, 0, p.numel(), sent, 1)
+    sparsifier = HardThreshold(threshold=threshold)
+    extraction = Extraction(sparsifier, num_slices=0, per_layer=False, keeps_rest=True)
+    payload_format = PayloadFormat(p.numel(), wire)
+    shipment = SimpleNamespace(format=payload_format, payload=None, out=sent, divisor=1, is_cleared=False)
+    bucket = FlatBucket(0, LayerLayout(("p",), (p.numel(),)), nothing, Residual(p, kept), is_last=True)
+    masked = extraction.fill(bucket, shipment)
     assert_same_bits((sent, kept), expected)
 
-    kept, sent = torch.full_like(p, nan), torch.zeros_like(p)
-    payload_format = PayloadFormat(p.numel(), wire)
-    payload = torch.zeros(payload_format.payload_bytes(p.numel()), dtype=torch.uint8)
-    into_payload = native.NativeThreshold(p, kept, nothing, None, wire.dtype, wire.scale)
-    into_payload.write_to(*payload_format.parts(payload)[1:])
-    into_payload.take_out(threshold, 0, p.numel(), clears_gradient=False)
-    indices, values = payload_format.unpack(payload, p.dtype, into_payload.selected)
+    kept.fill_(nan)
+    sent = torch.zeros_like(p)
+    shipment.payload = payload = torch.zeros(payload_format.payload_bytes(p.numel()), dtype=torch.uint8)
+    into_payload = extraction.fill(bucket, shipment)
+    indices, values = payload_format.unpack(payload, p.dtype, int(into_payload[SLOTS["selected"]]))
     sent[indices] = values
     assert_same_bits((sent, kept), expected)
-    assert masked.selected == into_payload.selected == int((p.abs() < threshold).logical_not().sum())
-    assert masked.non_finite == into_payload.non_finite == int(p.isfinite().logical_not().sum())
+    numbers = [int((p.abs() < threshold).logical_not().sum()), int(p.isfinite().logical_not().sum())]
+    for header in (masked, into_payload):
+        assert [int(header[SLOTS[name]]) for name in ("selected", "non_finite")] == numbers
