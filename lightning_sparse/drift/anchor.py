@@ -3,12 +3,12 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_sparse.engine.grouping import ParameterBucket, as_real, local
 from lightning_sparse.engine.snapshot import Tensors
@@ -137,8 +137,7 @@ def _kind_of(outer: Optimizer | None) -> str | None:
     return None if outer is None else type(outer).__qualname__
 
 
-_owners = WeakTensorKeyDictionary()
-"""The ``WeightOwnership`` of each weight."""
+_owners: WeakSet["WeightOwnership"] = WeakSet()
 
 
 class WeightOwnership:
@@ -146,17 +145,23 @@ class WeightOwnership:
 
     def __init__(self) -> None:
         self._why_not: str | None = None
+        # Not weak references to weights: torch refuses to move a sharded module that has any.
+        self._ids: set[int] = set()
+        _owners.add(self)
 
     def take(self, weights: Iterable[Tensor]) -> None:
-        """Take weights; their previous owners must not step any more."""
-        for weight in weights:
-            before = _owners.get(weight)  # type: ignore[no-untyped-call]
-            if before is not None and before is not self:
-                before._why_not = (
+        """Take these weights in place of those before; their previous owners must not step any more.
+
+        Args:
+            weights: all of the averager's, which keeps them alive.
+        """
+        self._ids = set(map(id, weights))
+        for owner in _owners:
+            if owner is not self and not owner._ids.isdisjoint(self._ids):
+                owner._why_not = (
                     "Another averager has been made for the same weights since, and the two would undo each other's "
                     "work. Make one averager for a model, and call step() of the newest."
                 )
-            _owners[weight] = self
 
     def close(self) -> None:
         """Give the right up for good."""

@@ -239,7 +239,7 @@ class DriftExchange:
         if self.anchored and not is_shared:
             self._engine.workers.average([local(parameter) for parameter in parameters.values()])
         self.anchored |= parameters
-        self.ownership.take(parameters.values())
+        self.ownership.take(self.anchored.values())
         new = bucketed(AnchorBucket, parameters, len(self.buckets), kept_dtype)
         self.buckets += new
         if self.options.outer_optimizer is not None:

@@ -201,6 +201,11 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
         super()._after_step()
 
     @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._is_in_a_step = False  # the last training_step may have returned None, which no backward follows
+        super().on_train_batch_start(batch, batch_idx)
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         self._is_in_a_step = True
         try:

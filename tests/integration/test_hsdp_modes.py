@@ -78,8 +78,7 @@ def _train_logged(name: str, folder: str) -> Any:
         log_every_n_steps=1,
         callbacks=[monitor, ErrorMonitor(per_layer=True), numbers],
     )
-    if kind is GRADIENTS:
-        trainer.validate(model, data(), verbose=False)
+    trainer.validate(model, data(), verbose=False)  # a validation after fit moves the module
     return {
         "thresholds": [step.threshold for step in numbers.steps],
         "densities": [step.density for step in numbers.steps if not step.is_calibration],
