@@ -53,11 +53,7 @@ class Accordion(MarkingSparsifier):
     needs_averages = True
 
     def __init__(
-        self,
-        low_density: float = 0.001,
-        high_density: float = 0.01,
-        interval: int = 10,
-        relative_change: float = 0.5,
+        self, low_density: float = 0.001, high_density: float = 0.01, interval: int = 10, relative_change: float = 0.5
     ) -> None:
         for name, value in (("low_density", low_density), ("high_density", high_density)):
             require_density(value, "0.1 % of each layer", name)
