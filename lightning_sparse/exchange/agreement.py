@@ -1,4 +1,4 @@
-"""Whether all workers were started alike, asked once at set-up."""
+"""Check at set-up that all workers were started alike."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
