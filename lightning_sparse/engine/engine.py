@@ -29,8 +29,8 @@ from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.engine.step_stats import StepStats, numbers_of_headers
 from lightning_sparse.engine.transport_options import TransportOptions
 from lightning_sparse.exchange import Buffers, Exchange, Workers
-from lightning_sparse.exchange.pending import LostWorkerError
 from lightning_sparse.exchange.wire import require_wire, wire_of
+from lightning_sparse.exchange.workers import LostWorkerError
 from lightning_sparse.selection.bucket import FlatBucket
 from lightning_sparse.selection.extraction import Extraction
 from lightning_sparse.selection.numbers import header_fields
