@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_sparse._version import __version__
+
 MOST_NAMED = 10
 _T = TypeVar("_T")
 
@@ -27,7 +29,7 @@ def gather_objects(own: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
 
 
 def require_agreement(settings: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
-    """Raise on every worker if the workers' settings differ. Collective: every worker calls this at set-up.
+    """Raise on every worker if settings or versions differ. Collective: every worker calls this at set-up.
 
     Args:
         settings: plain values by name.
@@ -36,7 +38,8 @@ def require_agreement(settings: dict[str, Any], group: dist.ProcessGroup | None 
     Raises:
         RuntimeError: names the settings that differ, the first ten of them, with the value of each rank.
     """
-    values_by_name = differing(settings, group)
+    versions = {"lightning_sparse": __version__, "torch": str(torch.__version__)}
+    values_by_name = differing(settings | versions, group)
     if values_by_name:
         lines = [
             f"  {name}: " + ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))

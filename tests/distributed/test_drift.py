@@ -343,7 +343,7 @@ def is_replaced(restarts):
     options = DriftOptions(overlap=True)
     old = averager = SparseModelAverager(model, HardThreshold(threshold=THRESHOLD), options)
     train(model, optimizer, range(4), averager)
-    assert averager.is_sent_off
+    assert averager.exchange.flight
     if restarts:
         averager.reset()
     else:

@@ -40,11 +40,6 @@ class SimulatedWorker(Averager):
         self._layouts = [LayerLayout(tuple(names), tuple(sizes[name] for name in names)) for names in by_dtype.values()]
         self.residuals = ResidualMemory(self._parameters)
 
-    @property
-    def parameters(self) -> Mapping[str, Tensor]:
-        """The parameters by name."""
-        return self._parameters
-
     def own_metrics(self) -> dict[str, float]:
         """Return nothing: a thread waits for other threads, not for a network."""
         return {}
