@@ -15,7 +15,6 @@ step. Gradients that are dropped before that have never been in a residual.
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import compress
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +81,7 @@ class ShardExchange(Averager):
         replica: the ranks that hold this rank's replica.
         device: this rank's.
         own_group: the process group in which gradients are exchanged.
+        steps: observes optimizers of these parameters.
     """
 
     kind = "gradients"
@@ -116,10 +116,9 @@ class ShardExchange(Averager):
             self.workers.broadcast([*map(local, named.values()), *map(local, buffers)])
             self._engine.of_whole_model = sharding.of_all_shards
         self._is_closed = False
-        self._ids = set(map(id, named.values()))
         self.place = sharding.place
         self._parameters = named
-        self._steps = StepsOnAverages(module, named.values(), self.holds_any_of)
+        self.steps = StepsOnAverages(module, named.values())
         self._buckets: list[ShardBucket] = []
         self._taken: set[str] = set()
         self._marks: dict[int, tuple[list[bool], Tensor]] = {}
@@ -131,7 +130,7 @@ class ShardExchange(Averager):
     def close(self) -> None:
         """End groups of the exchange's own; groups that other exchanges of these ranks use end with the world."""
         self._is_closed = True
-        self._steps.close()
+        self.steps.close()
         self._engine.close()
         self.own_group.close()
 
@@ -152,8 +151,8 @@ class ShardExchange(Averager):
         """
         if self._is_closed:
             raise RuntimeError("The exchange was closed: gradients would stay each replica's own. Make a new one.")
-        chosen = self._ids if parameters is None else set(map(id, parameters))
-        self._steps.require_new(parameter for parameter in self._parameters.values() if id(parameter) in chosen)
+        chosen = set(map(id, self._parameters.values() if parameters is None else parameters))
+        self.steps.require_new(parameter for parameter in self._parameters.values() if id(parameter) in chosen)
         self.is_exchanging = True
         self._take_in_new()
         self._engine.begin()
@@ -173,14 +172,10 @@ class ShardExchange(Averager):
         self._engine.add_all(departing())
         notes = self._engine.finish() if flight else []
         for bucket, flat, marks in zip(self._buckets, flight, notes, strict=True):
-            self._steps.averaged(bucket.give_back(flat.average, marks.any(0).tolist()))
+            self.steps.averaged(bucket.give_back(flat.average, marks.any(0).tolist()))
         if flight:
             self._engine.account()
         self.is_exchanging = False
-
-    def holds_any_of(self, param_groups: Iterable[Mapping[str, Any]]) -> bool:
-        """Return whether an optimizer with these groups steps on parameters of the module."""
-        return any(id(parameter) in self._ids for group in param_groups for parameter in group["params"])
 
     def _marks_of(self, bucket: ShardBucket, used: Collection[str]) -> Tensor:
         """Return marks of the parameters of a bucket that this replica used, on the device; they hardly ever change."""
