@@ -104,20 +104,24 @@ def own_content(content: Any, kind: str) -> Mapping[str, Any] | None:
         )
     if writer == kind:
         return fields
-    who = f"lightning_sparse: {WRITERS[writer]} wrote the checkpoint."
+    who = WRITERS[writer]
     if unsent:
-        rank_zero_warn(f"{who} The unsent {writer} (norm {unsent:.3g}) are lost. {STARTS[kind]}")
+        rank_zero_warn(
+            f"lightning_sparse: {who} wrote the checkpoint. The unsent {writer} (norm {unsent:.3g}) are lost. "
+            f"{STARTS[kind]}"
+        )
     else:
-        rank_zero_info(f"{who} It holds no unsent {writer}. {STARTS[kind]}")
+        rank_zero_info(f"lightning_sparse: {who} wrote the checkpoint. It holds no unsent {writer}. {STARTS[kind]}")
     return None
 
 
 def say_incomplete(kind: str, why: str) -> None:
     """Warn that a checkpoint of the right kind holds no tensors of workers."""
-    what, starts = "drifts", STARTS[kind]
     if kind == "gradients":
-        what, starts = "residuals", "Unsent values are lost, and residuals start from zero."
-    rank_zero_warn(f"lightning_sparse: the checkpoint holds no {what} ({why}). {starts}")
+        lost = "Unsent values are lost, and residuals start from zero."
+        rank_zero_warn(f"lightning_sparse: the checkpoint holds no residuals ({why}). {lost}")
+    else:
+        rank_zero_warn(f"lightning_sparse: the checkpoint holds no drifts ({why}). {STARTS[kind]}")
 
 
 def warn_of_incomplete(kind: str, why: str, weights: str = "mean of the workers'") -> None:

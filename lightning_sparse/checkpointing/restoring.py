@@ -185,13 +185,16 @@ def _parts_of_others(saved: Mapping[str, Any], averagers: Sequence[Averager]) ->
 
 
 def _say_world_size(averager: Averager, saved: int, on_world_size_change: OnWorldSizeChange) -> None:
-    starts = "residuals start from zero"
-    if averager.kind == "drifts":
-        starts = "all begin with the mean of the old weights as the anchor, and with the checkpoint's own optimizers"
-    elif on_world_size_change == "mean":
-        starts = "each starts from the mean of the old residuals"
     now = averager.workers.num_workers
-    rank_zero_info(f"lightning_sparse: the number of workers is {now} instead of {saved}: {starts}.")
+    if averager.kind == "drifts":
+        rank_zero_info(
+            f"lightning_sparse: the number of workers is {now} instead of {saved}: all begin with the mean of the old "
+            "weights as the anchor, and with the checkpoint's own optimizers."
+        )
+    else:
+        is_mean = on_world_size_change == "mean"
+        becomes = "each starts from the mean of the old residuals" if is_mean else "residuals start from zero"
+        rank_zero_info(f"lightning_sparse: the number of workers is {now} instead of {saved}: {becomes}.")
 
 
 def _of_rank(saved: Mapping[str, Any], averager: Averager, *, is_same: bool) -> tuple[dict[str, Any], dict[str, Any]]:
