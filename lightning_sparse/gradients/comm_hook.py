@@ -35,7 +35,8 @@ def sparse_hook(state: SparseState, bucket: GradBucket) -> torch.futures.Future[
     Returns:
         A future of the bucket's buffer holding S · (1/n) Σ_i out_i, the same bits on every worker.
     """
-    if bucket.index() == 0 and bucket.buffer().is_cuda and torch.cuda.is_current_stream_capturing():
+    # A replay would always send as much as the recorded step.
+    if bucket.index() == 0 and bucket.buffer().device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "A sparse exchange cannot be part of a CUDA graph: what is sent differs from step to step, and the host "
             "reads how much. Record what is before the exchange, as torch.cuda.make_graphed_callables does for parts "
