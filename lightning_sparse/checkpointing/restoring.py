@@ -1,6 +1,7 @@
 """Restoring averagers from a checkpoint, with messages about lost state."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -109,37 +110,24 @@ def restore(
 
 
 class SavedTensors:
-    """The tensors of a checkpoint: whole in its content, or in a folder. There ``read`` is collective.
+    """The tensors of a checkpoint: whole in its content, or in a folder that all ranks wrote.
 
-    Args:
-        content: of the checkpoint.
-        folder: that all ranks have written.
-
-    Attributes:
-        num_workers: the number of workers whose tensors are saved.
-
-    Raises:
-        FileNotFoundError: the folder is missing.
+    From a folder ``read`` is collective. Raises FileNotFoundError if the folder is missing.
     """
 
     def __init__(self, content: Mapping[str, Any], folder: Path | None = None) -> None:
         self.num_workers = content["world_size"] if folder is not None else len(content["workers"])
         self._folder = folder
         self._held = {SHARED: content["shared"]} | {str(rank): own for rank, own in enumerate(content["workers"])}
-        self._shapes = {} if folder is None else shapes_in_folder(folder)
+        self._in_folder = {} if folder is None else shapes_in_folder(folder)
 
     def shapes(self, worker: str, kind: str) -> dict[str, torch.Size]:
-        """Return the shape of each tensor by name.
-
-        Args:
-            worker: a worker's number, or ``SHARED``.
-            kind: of the tensors.
-        """
+        """Return the shape of each tensor of a worker, or of ``SHARED``, by name."""
+        if self._folder is None:
+            held = self._held.get(worker, {}).get(kind, {})
+            return {name: getattr(entry, "shape", torch.Size()) for name, entry in held.items()}
         prefix = f"{worker}.{kind}."
-        held = self._held.get(worker, {}).get(kind, {})
-        whole = {name: getattr(entry, "shape", torch.Size()) for name, entry in held.items()}
-        parts = {path[len(prefix) :]: shape for path, shape in self._shapes.items() if path.startswith(prefix)}
-        return whole | parts
+        return {path[len(prefix) :]: shape for path, shape in self._in_folder.items() if path.startswith(prefix)}
 
     def read(self, worker: str, kind: str, tree: dict[str, Any]) -> None:
         """Fill nested containers in place with this rank's parts of the tensors, and with other saved values."""
@@ -173,13 +161,11 @@ def _opened(saved: Mapping[str, Any], path: Path | None, kind: str) -> tuple[Map
         if kind == "gradients" and not saved["workers"] and has_steps:
             say_incomplete(kind, saved["why_incomplete"] or "residual_checkpoint='none'")
         return saved, SavedTensors(saved)
-    # A file that was consolidated from a folder has no folder beside it.
     folder = None if path is None else path / FOLDER
-    try:
-        if folder is not None:
+    if folder is not None:
+        # A file that was consolidated from a folder has no folder beside it.
+        with suppress(FileNotFoundError, NotADirectoryError):
             return saved, SavedTensors(saved, folder)
-    except (FileNotFoundError, NotADirectoryError):
-        pass
     starts = "Residuals start from zero; unsent values are lost."
     if kind == "drifts":
         starts = "All begin with the checkpoint's weights as the anchor; each worker's own state is lost."

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from math import sqrt
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -52,12 +53,8 @@ def is_in_trouble() -> bool:
     """Return whether an exception is being handled, or a signal by Lightning."""
     if sys.exc_info()[0] is not None:
         return True
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if str(frame.f_globals.get("__name__")).endswith("signal_connector"):
-            return True
-    return False
+    callers = [str(frame.f_globals.get("__name__")) for frame, _ in walk_stack(sys._getframe())]
+    return any(name.endswith("signal_connector") for name in callers)
 
 
 def why_not_together(

@@ -25,9 +25,6 @@ from lightning_sparse.gradients.options import (
 from lightning_sparse.gradients.sparse_state import SparseState
 from lightning_sparse.sparsifiers import Sparsifier
 
-_DDP_SETTINGS = ("bucket_bytes_cap", "find_unused_parameters", "static_graph")
-"""Attributes of a DDP module that decide the order of buckets."""
-
 
 # A compiled optimizer step calls backward in its closure: the exchange must stay out of that graph.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -37,19 +34,14 @@ def sparse_hook(state: SparseState, bucket: GradBucket) -> torch.futures.Future[
     Returns:
         A future of the bucket's buffer holding S · (1/n) Σ_i out_i, the same bits on every worker.
     """
-    if bucket.index() == 0:
-        refuse_capture(bucket.buffer().device)
-    return state.receive(bucket)
-
-
-def refuse_capture(device: torch.device) -> None:
-    """Raise RuntimeError while a CUDA graph is recorded: a replay would always send as much as the recorded step."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    # A replay would always send as much as the recorded step.
+    if bucket.index() == 0 and bucket.buffer().device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "A sparse exchange cannot be part of a CUDA graph: what is sent differs from step to step, and the host "
             "reads how much. Record what is before the exchange, as torch.cuda.make_graphed_callables does for parts "
             "of a model, or use Lightning's 'ddp'."
         )
+    return state.receive(bucket)
 
 
 def register_comm_hook(
@@ -150,12 +142,9 @@ def attach(
         for name, parameter in ddp_module.module.named_parameters()
         if name not in ddp_module.parameters_to_ignore
     }
-    settings = (
-        sparsifier.settings()
-        | asdict(options)
-        | {name: getattr(ddp_module, name) for name in _DDP_SETTINGS}
-        | {"per_layer_stats": per_layer_stats}
-    )
+    settings = sparsifier.settings() | asdict(options) | {"per_layer_stats": per_layer_stats}
+    decide_order_of_buckets = ("bucket_bytes_cap", "find_unused_parameters", "static_graph")
+    settings |= {name: getattr(ddp_module, name) for name in decide_order_of_buckets}
     with current_device(ddp_module.device):
         require_agreement(settings, ddp_module.process_group)
         state = SparseState(

@@ -1,4 +1,4 @@
-"""What can be chosen about the exchange beside the sparsifier: the words that are allowed, checked early."""
+"""Options of the exchange of gradients beside the sparsifier, checked when they are made."""
 
 from dataclasses import dataclass
 from math import isfinite
@@ -12,7 +12,7 @@ DensityControlMode = Literal["hold", "calibrate"]
 
 
 def require_density_control(sparsifier: Sparsifier, density_control: DensityControlMode | None) -> None:
-    """Raises ValueError where a density is to be held and there is none to which λ could be corrected."""
+    """Raise ValueError for a density control that the sparsifier cannot follow."""
     has_density = isinstance(sparsifier, HardThreshold) and (sparsifier.density is not None or not sparsifier.threshold)
     if density_control == "hold" and not has_density:
         what = "a constant threshold" if isinstance(sparsifier, HardThreshold) else type(sparsifier).__name__
@@ -29,7 +29,7 @@ def require_density_control(sparsifier: Sparsifier, density_control: DensityCont
 
 @dataclass(frozen=True)
 class ExchangeOptions(TransportOptions):
-    """How gradients are exchanged, apart from the sparsifier; checked when made.
+    """Options of the exchange of gradients, apart from the sparsifier.
 
     Args:
         error_feedback: units of the residual. ``"gradient"``; ``"learning_rate"``: multiplied by lr_{t-1} / lr_t

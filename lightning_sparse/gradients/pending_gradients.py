@@ -1,4 +1,4 @@
-"""When a gradient becomes part of training, decided in this place for every kind of loop.
+"""Decides when a gradient becomes part of training, for every kind of loop.
 
 Under plain DDP a gradient counts if an optimizer steps on it. With error feedback a backward also changes residuals,
 and these changes must share the fate of its gradient:
@@ -13,26 +13,29 @@ torch calls hooks for the steps of every optimizer. A search for missing gradien
 begins while something is pending, as between two optimizers. Otherwise the cost is a note of each gradient's version.
 """
 
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
+from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse.engine.memory import ResidualMemory
-from lightning_sparse.engine.optimizer_steps import Arguments, UnexchangedParameters, follow_no_steps, follow_steps
+from lightning_sparse.engine.optimizer_steps import (
+    Arguments,
+    UnexchangedParameters,
+    follow_no_steps,
+    follow_steps,
+    weak_method,
+)
 from lightning_sparse.gradients.learning_rates import LastLearningRates
-from lightning_sparse.gradients.messages import warn_of_no_steps, warn_of_unexchanged, warn_of_unowned
 
-ROLLED_BACK_WITHOUT_A_STEP = 20
-"""Backwards that were rolled back without any step before the warning that steps may be invisible."""
-STEPS_UNTIL_OWNED = 20
-"""Optimizer steps before the warning of parameters with gradients on which no optimizer steps."""
+PATIENCE = 20
+"""Backwards rolled back without any step, or steps with gradients that no optimizer uses, until a warning."""
 CAREFUL_EXCHANGES = 2
 """Exchanges after which the norms of gradients are noted; later only if a gradient ever waited for its step."""
 
@@ -57,23 +60,20 @@ class PendingGradients:
         memories: hold the changes of backwards; commit them or roll them back by parameter name.
 
     Attributes:
+        pending: names of parameters for which a backward of this worker is pending.
         is_stepping: whether an optimizer's step runs, which may call backward several times and keep the last (LBFGS).
         on_step: called after every step on these parameters, with the names of those of which any worker had a
             gradient; the same on all workers.
         on_drop: called after a roll-back with the names of the parameters without a gradient.
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[Tensor, str],
-        memories: Sequence[ResidualMemory | LastLearningRates],
-    ) -> None:
+    def __init__(self, parameters: Mapping[Tensor, str], *memories: ResidualMemory | LastLearningRates) -> None:
         self.is_stepping = False
         self.on_step: list[Callable[[set[str]], None]] = []
         self.on_drop: list[Callable[[set[str]], None]] = []
         self._parameters = {name: parameter for parameter, name in parameters.items()}
         self._memories = memories
-        self._pending: set[str] = set()
+        self.pending: set[str] = set()
         self._waiting: set[str] = set()
         self._committed_at: dict[str, int] = {}
         self._owners: dict[str, int] = {}
@@ -92,20 +92,17 @@ class PendingGradients:
         ignored = [weight for name, weight in module.module.named_parameters() if name in module.parameters_to_ignore]
         exchanged = [weight for weight in self._parameters.values() if weight.requires_grad]
         self._unexchanged = UnexchangedParameters(module.module, [*exchanged, *ignored])
-        this = weakref.ref(self)
-
-        def forward_begins(module: DistributedDataParallel, _: Any) -> None:
-            own = this()
-            if own is not None and torch.is_grad_enabled():
-                own.expect_backward()
-                if module.gradient_as_bucket_view and own._pending and module.reducer._rebuild_buckets():
-                    # Gradients lie elsewhere now. DDP would rebuild next, once in its life. Later that looks like a
-                    # change by the user, as Lightning's whole training_step is inside of the forward.
-                    module._has_rebuilt_buckets = True
-                    own.backward_is_prepared()
-
-        hook = torch.compiler.disable(forward_begins)  # type: ignore[no-untyped-call]
+        hook = torch.compiler.disable(weak_method(self._forward_begins))  # type: ignore[no-untyped-call]
         self._hooks.append(module.register_forward_pre_hook(hook))
+
+    def _forward_begins(self, module: DistributedDataParallel, _: Any) -> None:
+        if torch.is_grad_enabled():
+            self.expect_backward()
+            if module.gradient_as_bucket_view and self.pending and module.reducer._rebuild_buckets():
+                # Gradients lie elsewhere now. DDP would rebuild next, once in its life. Later that looks like a change
+                # by the user, as Lightning's whole training_step is inside of the forward.
+                module._has_rebuilt_buckets = True
+                self.note_gradients()
 
     def close(self) -> None:
         """Follow no more steps."""
@@ -119,9 +116,9 @@ class PendingGradients:
 
         False once an optimizer's step has changed some of the weights, until it has ended, and while committing.
         """
-        if self._is_changing or not (self.is_stepping and self._pending):
+        if self._is_changing or not (self.is_stepping and self.pending):
             return not self._is_changing
-        marks = [(self._parameters[name], self._marks.get(name)) for name in self._pending]
+        marks = [(self._parameters[name], self._marks.get(name)) for name in self.pending]
         return bool(self._marks) and all(mark is None or mark.weight_version == held._version for held, mark in marks)
 
     @property
@@ -129,14 +126,9 @@ class PendingGradients:
         """The sum over parameters of the last committed exchange's number: equal on workers after the same steps."""
         return sum(self._committed_at.values())
 
-    @property
-    def names(self) -> frozenset[str]:
-        """The parameters for which a backward of this worker is pending."""
-        return frozenset(self._pending)
-
     def expect_backward(self) -> None:
         """Look for missing gradients before DDP prepares for a backward, and again at its first gradient."""
-        if not self._pending:
+        if not self.pending:
             return
         self._has_waited = True
         self._look()
@@ -150,18 +142,21 @@ class PendingGradients:
                 if parameter.requires_grad
             ]
 
-    def backward_is_prepared(self) -> None:
-        """Note gradients anew right after DDP has prepared, as it may have moved them to other buckets."""
-        self._mark()
+    def note_gradients(self) -> None:
+        """Note address and version of pending gradients; again after DDP has moved them to other buckets."""
+        for name in self.pending:
+            parameter = self._parameters[name]
+            if parameter.grad is not None:
+                self._marks[name] = _mark_of(parameter, parameter.grad)
 
     def backward_has_ended(self) -> None:
         """Note gradients after a backward in which no callback could be queued for its end."""
-        if self._pending and not self._marks:
+        if self.pending and not self._marks:
             self._note()
 
     def begin_exchange(self) -> None:
         """Roll back pending changes without a gradient, at the first bucket."""
-        if self._pending and not self._has_looked:
+        if self.pending and not self._has_looked:
             self._look()  # this backward reached none of it
 
     def end_exchange(self, used: set[str], used_by_any: set[str]) -> None:
@@ -171,7 +166,7 @@ class PendingGradients:
         """
         _remove(self._watch)
         self._num_exchanges += 1
-        self._pending |= used
+        self.pending |= used
         self._waiting |= used_by_any
         self._marks.clear()
         self._norms.clear()
@@ -182,7 +177,7 @@ class PendingGradients:
 
     def commit_all(self) -> None:
         """Make everything pending part of training."""
-        self._change(set(self._pending), commits=True)
+        self._change(set(self.pending), commits=True)
         self._advance(set(self._waiting))
 
     def roll_back_all(self) -> None:
@@ -192,32 +187,26 @@ class PendingGradients:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _note(self) -> None:
         """Note all pending gradients when DDP has put the averages in place."""
-        self._mark()
+        self.note_gradients()
         if self._has_waited or self._num_exchanges <= CAREFUL_EXCHANGES:
-            gradients = {name: self._parameters[name].grad for name in self._pending}
+            gradients = {name: self._parameters[name].grad for name in self.pending}
             held = {name: gradient.detach() for name, gradient in gradients.items() if gradient is not None}
             # Read, with a synchronisation on a GPU, only if a gradient is zero later on.
             self._norms = dict(zip(held, torch._foreach_norm(list(held.values())), strict=True)) if held else {}
-
-    def _mark(self) -> None:
-        for name in self._pending:
-            parameter = self._parameters[name]
-            if parameter.grad is not None:
-                self._marks[name] = _mark_of(parameter, parameter.grad)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _gradient_comes(self, _: Any) -> None:
         if not self._has_looked:
             self._look()
             # Without an exchange (``no_sync``) autograd adds to the gradient, which is no change by the user.
-            _at_end_of_backward(self._mark)
+            _at_end_of_backward(self.note_gradients)
 
     def _look(self) -> None:
         """Roll back pending changes of parameters whose gradient is gone."""
         self._has_looked = True
         gone: set[str] = set()
         changed: dict[int | None, dict[str, Tensor]] = {}
-        for name in self._pending:
+        for name in self.pending:
             parameter, mark = self._parameters[name], self._marks.get(name)
             if parameter.grad is None:
                 gone.add(name)
@@ -232,8 +221,13 @@ class PendingGradients:
             call(gone)
         if not self.progress and not self.is_stepping:
             self._rolled_back_without_a_step += 1
-            if self._rolled_back_without_a_step == ROLLED_BACK_WITHOUT_A_STEP:
-                warn_of_no_steps(ROLLED_BACK_WITHOUT_A_STEP)
+            if self._rolled_back_without_a_step == PATIENCE:
+                rank_zero_warn(
+                    f"lightning_sparse: the gradients of {PATIENCE} backwards were dropped, and no "
+                    "torch.optim.Optimizer has stepped on these parameters: what was not sent of them is lost. If you "
+                    "update weights without an optimizer, or an optimizer holds copies of them, call state.commit() "
+                    "after each update (strategy.state, or what register_comm_hook returned)."
+                )
 
     def _zeroed(self, changed: dict[str, Tensor]) -> set[str]:
         """Return which of an optimizer's gradients, written to in place, were set to zero and not scaled."""
@@ -242,18 +236,19 @@ class PendingGradients:
         were_zero = {name for name in zero if name in self._norms and not bool(self._norms[name])}
         # An average that was zero before tells nothing. A new tensor in its place is a copy; if it was written to, the
         # optimizer's other gradients tell.
-        in_place = {
-            name
-            for name, gradient in changed.items()
-            if name in self._marks and self._marks[name].address == gradient.data_ptr()
-        }
+        addresses = {name: mark.address for name, mark in self._marks.items()}
+        in_place = {name for name, gradient in changed.items() if addresses.get(name) == gradient.data_ptr()}
         written = (changed.keys() - were_zero) | in_place
         return zero & written if zero - were_zero or written <= zero else set()
 
     def _step_begins(self, optimizer: Optimizer, _: Arguments) -> None:
         self.is_stepping = True
         if self._unexchanged is not None and (name := self._unexchanged.first_of(optimizer)) is not None:
-            warn_of_unexchanged(name)
+            rank_zero_warn(
+                f"lightning_sparse: an optimizer steps on {name!r}, which DDP does not exchange, so it differs between "
+                "workers, as under plain DDP. It was frozen or absent when DDP wrapped the model, or its layer was "
+                "replaced. Begin a new fit after the change, or freeze layers only after DDP has wrapped the model."
+            )
             self._unexchanged = None
 
     def _step_ends(self, optimizer: Optimizer) -> None:
@@ -266,7 +261,7 @@ class PendingGradients:
             return
         self._owners.update(dict.fromkeys(owned, id(optimizer)))
         # An optimizer skips parameters without a gradient; some drop gradients themselves after the update.
-        stepped = {name for name in self._pending & owned if not self._was_passed_over(name)}
+        stepped = {name for name in self.pending & owned if not self._was_passed_over(name)}
         self._change(stepped, commits=True)
         self._advance(self._waiting & owned)
 
@@ -278,8 +273,13 @@ class PendingGradients:
         self._committed_at.update(dict.fromkeys(names, self._num_exchanges))
         self._waiting -= names
         self._num_steps += 1
-        if self._num_steps == STEPS_UNTIL_OWNED and (unowned := sorted(self._pending - self._owners.keys())):
-            warn_of_unowned(unowned, STEPS_UNTIL_OWNED)
+        if self._num_steps == PATIENCE and (unowned := sorted(self.pending - self._owners.keys())):
+            listed = ", ".join(unowned[:3]) + (", …" if len(unowned) > 3 else "")
+            rank_zero_warn(
+                f"lightning_sparse: {len(unowned)} parameters get gradients, and no optimizer stepped on them in "
+                f"{PATIENCE} steps ({listed}). Their gradients add up, count in the density and in Top-k, and "
+                "make resumes inexact. Freeze them, requires_grad_(False), or give them to an optimizer."
+            )
         for call in self.on_step:
             call(names)
 
@@ -287,7 +287,7 @@ class PendingGradients:
         self._is_changing = True
         for memory in self._memories:
             (memory.commit if commits else memory.roll_back)(names)
-        self._pending -= names
+        self.pending -= names
         self._is_changing = False
 
 

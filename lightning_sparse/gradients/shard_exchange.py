@@ -80,6 +80,7 @@ class ShardExchange(Averager):
         replica: the ranks that hold this rank's replica.
         device: this rank's.
         own_group: the process group in which gradients are exchanged.
+        steps: observes optimizers of these parameters.
     """
 
     kind = "gradients"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from lightning.fabric.utilities import rank_zero_info
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.optim import Optimizer
@@ -23,7 +24,6 @@ from lightning_sparse.engine.warmup import warm_up_steps
 from lightning_sparse.exchange import SaveBarrier, Workers
 from lightning_sparse.gradients.buckets import Averaged, DDPBucket, DDPBuckets, ParameterUse
 from lightning_sparse.gradients.learning_rates import LastLearningRates
-from lightning_sparse.gradients.messages import say_dropped
 from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.gradients.pending_gradients import PendingGradients
 from lightning_sparse.selection.bucket import clip_norm
@@ -81,7 +81,7 @@ class SparseState(Averager):
         self._optimizers = optimizers
         self._has_said_dropped = False
         self._rates = LastLearningRates(parameter_names)
-        self.pending_gradients = PendingGradients(parameter_names, [self.residuals, self._rates])
+        self.pending_gradients = PendingGradients(parameter_names, self.residuals, self._rates)
         self._ddp_buckets = DDPBuckets(parameter_names, is_static_graph=is_static_graph)
         self._use = ParameterUse(parameter_names, allows_unused=allows_unused_parameters)
         self._is_moving = False
@@ -245,7 +245,7 @@ class SparseState(Averager):
         self._bucket_names = [layout.names for layout in layouts]
         for bucket in buckets:
             self.residuals.keep(bucket.index, self._unused)
-        self._rates.commit(self._unused - self.pending_gradients.names)
+        self._rates.commit(self._unused - self.pending_gradients.pending)
         self.is_exchanging = False
         self.pending_gradients.end_exchange(set().union(*self._bucket_names) - self._unused, used_by_any)
         self._ddp_buckets.resolve_futures()
@@ -279,4 +279,9 @@ class SparseState(Averager):
         is_search = self.pending_gradients.is_stepping  # LBFGS drops all gradients of a step but the last, as under DDP
         if not (has_overflowed or self._has_said_dropped or self.is_exchanging or is_search):
             self._has_said_dropped = True
-            say_dropped(names)
+            listed = ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")
+            rank_zero_info(
+                f"lightning_sparse: gradients were dropped before an optimizer stepped on them ({listed}): they do not "
+                "train, as under DDP. If you keep gradients aside and use them later, call state.commit() after each "
+                "backward. Said once; see docs/reliability.md."
+            )

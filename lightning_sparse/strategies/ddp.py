@@ -104,7 +104,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
             self.state.pending_gradients.expect_backward()
         super().pre_backward(closure_loss)
         if self.state is not None:
-            self.state.pending_gradients.backward_is_prepared()
+            self.state.pending_gradients.note_gradients()
 
     @override
     def post_backward(self, closure_loss: torch.Tensor) -> None:
