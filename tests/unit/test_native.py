@@ -32,8 +32,8 @@ pytestmark = pytest.mark.skipif(
 def outcome(has_native, monkeypatch, layout, residual, gradient, options):
     """All that a bucket leaves: what is sent, kept, told, and the gradient's memory."""
     monkeypatch.setattr(extraction, "is_native", native.is_native if has_native else lambda *_, **__: False)
-    wire, capacity, scale, unused, thresholds, in_place, per_layer, keeps_rest = options
-    sparsifier = HardThreshold(threshold=0.5, layer_thresholds=thresholds)
+    wire, capacity, scale, unused, thresholds, in_place, per_layer, keeps_rest, overshoot = options
+    sparsifier = HardThreshold(threshold=0.5, layer_thresholds=thresholds, overshoot=overshoot)
     gradient, before = gradient.clone(), residual.clone()
     after = before if in_place else torch.full_like(before, NAN)
     out = None if in_place else torch.full_like(residual, NAN)
@@ -85,6 +85,7 @@ def test_a_bucket_leaves_the_same(data):
         gradient.dtype == torch.float32 and data.draw(st.booleans()),
         data.draw(st.booleans()),
         data.draw(st.sampled_from([True, True, False])),
+        data.draw(st.sampled_from([0.0, 0.0, 0.3, 0.75])),
     )
     with pytest.MonkeyPatch.context() as monkeypatch:
         sent, after, header, left = outcome(True, monkeypatch, layout, residual, gradient, options)

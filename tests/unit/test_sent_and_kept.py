@@ -39,10 +39,12 @@ def rows():
     return torch.cat([values, -values, values, -values, values])
 
 
-def by_tensors(compensated, threshold, wire):
+def by_tensors(compensated, threshold, wire, overshoot=0.0):
     """What is sent, with zeros between, and what is kept."""
     kept = compensated.clone()
-    selected = HardThreshold(threshold=threshold).select(kept, LayerLayout(("p",), (kept.numel(),)))
+    selected = HardThreshold(threshold=threshold, overshoot=overshoot).select(
+        kept, LayerLayout(("p",), (kept.numel(),))
+    )
     indices, values = keep_rest(kept, selected, wire)
     sent = torch.zeros_like(kept)
     sent[indices] = values
@@ -59,17 +61,18 @@ def assert_same_bits(found, expected):
         assert not different.any(), (rows()[different], actual[different], wanted[different])
 
 
+@pytest.mark.parametrize("overshoot", [0.0, 0.6])
 @pytest.mark.parametrize("threshold", THRESHOLDS)
 @pytest.mark.parametrize("name", NATIVE)
-def test_c_sends_and_keeps_what_tensors_do(name, threshold):
+def test_c_sends_and_keeps_what_tensors_do(name, threshold, overshoot):
     wire, p = WIRES[name], rows()
     if not native.is_native(p, wire_dtype=wire.dtype):
         pytest.skip("no compiled functions here: no C compiler, or too many threads")
     nothing = torch.full_like(p, -0.0)  # p + -0.0 is p, also where p is -0.0
-    expected = by_tensors(p, threshold, wire)
+    expected = by_tensors(p, threshold, wire, overshoot)
 
     kept, sent = torch.full_like(p, nan), torch.full_like(p, nan)
-    sparsifier = HardThreshold(threshold=threshold)
+    sparsifier = HardThreshold(threshold=threshold, overshoot=overshoot)
     extraction = Extraction(sparsifier, num_slices=0, per_layer=False, keeps_rest=True)
     payload_format = PayloadFormat(p.numel(), wire)
     shipment = SimpleNamespace(format=payload_format, payload=None, out=sent, divisor=1, is_cleared=False)
