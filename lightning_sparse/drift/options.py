@@ -64,6 +64,11 @@ class DriftOptions(TransportOptions):
                 "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)."
             )
 
+    @property
+    def why_no_overshoot(self) -> str | None:
+        """See ``TransportOptions``."""
+        return "for drifts, where it would move a worker's own weights back"
+
     def settings(self) -> dict[str, object]:
         """Return the values that must be the same on all workers, as plain values."""
         return vars(self) | {"outer_optimizer": _described(self.outer_optimizer)}

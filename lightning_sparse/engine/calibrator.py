@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_sparse.engine.density_control import DensityControl, LayerControl, pace_of
+from lightning_sparse.engine.density_control import DensityControl, LayerControl, is_all_sent, pace_of
 from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.sparsifiers import HardThreshold, Sparsifier
 from lightning_sparse.sparsifiers.threshold_rules import ThresholdCalibration
@@ -45,11 +45,16 @@ class Calibrator:
             density = self._sparsifier.density
             self._sparsifier.forget_calibration()
             if self._holds_density and self._sparsifier.granularity == "layer":
-                self._of_layers = LayerControl(density, keeps_rest=self._keeps_rest)
+                self._of_layers = LayerControl(
+                    density, keeps_rest=self._keeps_rest, overshoot=self._sparsifier.overshoot
+                )
             elif self._holds_density:
                 self._control = DensityControl(density, pace_of(density))
             self._running = ThresholdCalibration(
-                density, self._sparsifier.calibration_steps, until_stable=self._holds_density
+                density,
+                self._sparsifier.calibration_steps,
+                until_stable=self._holds_density,
+                overshoot=self._sparsifier.overshoot,
             )
 
     @property
@@ -129,7 +134,8 @@ class Calibrator:
             return
         has_moved = stats.selected or before is None or stats.squared_error != before.squared_error
         if self._control is not None and (has_moved or not self._keeps_rest):
-            is_all = self._keeps_rest and stats.squared_error == 0
+            excess = sparsifier.overshoot * sparsifier.threshold
+            is_all = self._keeps_rest and is_all_sent(stats, self._control.density, excess)
             sparsifier.fix_threshold(self._control.corrected(sparsifier.threshold, stats.density, is_all=is_all))
         if self._of_layers is not None:
             own = {name: layer for name, layer in stats.layers.items() if not sparsifier.is_given(name)}

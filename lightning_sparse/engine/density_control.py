@@ -5,7 +5,7 @@ from math import exp, log
 
 from torch import finfo, float32
 
-from lightning_sparse.engine.step_stats import LayerStats
+from lightning_sparse.engine.step_stats import LayerStats, StepStats
 
 RECENT_STEPS = 10
 """The running density is averaged over about this many steps. This and the next two hold at a pace of 1."""
@@ -95,6 +95,20 @@ class DensityControl:
         self._recent, self._owed = state["recent"], state["owed"]
 
 
+def is_all_sent(stats: StepStats | LayerStats, density: float, excess: float) -> bool:
+    """Return whether a smaller λ would have sent no more: no residual is left but what sent values leave behind.
+
+    A sent value leaves κ λ. So many residuals of that size as the density asks for do not count: λ would fall for ever
+    where a density cannot be reached.
+
+    Args:
+        stats: of a step, or of a layer in it.
+        density: the density asked for.
+        excess: κ λ; without overshoot every residual must be zero.
+    """
+    return stats.squared_error <= density * stats.num_elements * excess**2
+
+
 def share_of_layer(density: float, num_elements: int) -> float:
     """Return the share of a layer with this many elements that is sent on average.
 
@@ -116,11 +130,13 @@ class LayerControl:
         density: the share of each layer to send on average, in (0, 1].
         keeps_rest: whether unsent values stay in the residual. If not, λ also falls while a layer is not used: the
             numbers of a layer that sent nothing are the same whether its gradient was zero or below λ.
+        overshoot: κ of the hard threshold.
     """
 
-    def __init__(self, density: float, *, keeps_rest: bool = True) -> None:
+    def __init__(self, density: float, *, keeps_rest: bool = True, overshoot: float = 0.0) -> None:
         self.density = density
         self._keeps_rest = keeps_rest
+        self._overshoot = overshoot
         # Not the pace of a layer's own density: λ of a layer that sends one coordinate every second step would jump.
         self._pace = pace_of(density)
         self._layers: dict[str, DensityControl] = {}
@@ -150,7 +166,8 @@ class LayerControl:
         layer.squared_error = stats.squared_error
         if not has_moved and self._keeps_rest:
             return threshold
-        return layer.corrected(threshold, stats.density, is_all=self._keeps_rest and stats.squared_error == 0)
+        is_all = self._keeps_rest and is_all_sent(stats, asked, self._overshoot * threshold)
+        return layer.corrected(threshold, stats.density, is_all=is_all)
 
     def state_dict(self) -> dict[str, dict[str, float]]:
         """Return the controller state of every layer."""

@@ -29,7 +29,7 @@ from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.engine.step_stats import StepStats, numbers_of_headers
 from lightning_sparse.engine.transport_options import TransportOptions
 from lightning_sparse.exchange import Buffers, Exchange, Workers
-from lightning_sparse.exchange.wire import require_wire, wire_of
+from lightning_sparse.exchange.wire import wire_of
 from lightning_sparse.exchange.workers import LostWorkerError
 from lightning_sparse.selection.bucket import FlatBucket
 from lightning_sparse.selection.extraction import Extraction
@@ -73,7 +73,7 @@ class Engine:
         per_layer_stats: bool = False,
         workers: Workers | None = None,
     ) -> None:
-        require_wire(sparsifier, options.value_dtype)
+        options.require(sparsifier)
         self.sparsifier = copy.deepcopy(sparsifier)
         self.options = options
         self.exchange = Exchange(options.exchange, group, options.link_gbit_s, workers)

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_sparse.exchange import EXCHANGE_MODES, ExchangeMode, require_link
-from lightning_sparse.exchange.wire import VALUE_DTYPES, ValueDtype
+from lightning_sparse.exchange.wire import VALUE_DTYPES, ValueDtype, require_wire
+from lightning_sparse.sparsifiers import Sparsifier
 
 
 def require_word(name: str, value: Any, allowed: Sequence[str | None]) -> None:
@@ -44,6 +45,18 @@ class TransportOptions:
     def holds_density(self) -> bool:
         """Whether a λ that was calibrated to a density is corrected afterwards."""
         return True
+
+    @property
+    def why_no_overshoot(self) -> str | None:
+        """Why sent values must not exceed the residual; None if they may."""
+        return None
+
+    def require(self, sparsifier: Sparsifier) -> None:
+        """Raise ValueError if the values that a sparsifier sends cannot be exchanged with these options."""
+        require_wire(sparsifier, self.value_dtype)
+        overshoot = getattr(sparsifier, "overshoot", 0.0)
+        if overshoot and self.why_no_overshoot is not None:
+            raise ValueError(f"Got {overshoot=} {self.why_no_overshoot}. Use overshoot=0.")
 
     @property
     def keeps_rest(self) -> bool:

@@ -58,6 +58,11 @@ class ExchangeOptions(TransportOptions):
             )
 
     @property
+    def why_no_overshoot(self) -> str | None:
+        """See ``TransportOptions``: without a residual nothing corrects the next value."""
+        return None if self.keeps_rest else "with error_feedback='none', which would enlarge every sent value for good"
+
+    @property
     def keeps_rest(self) -> bool:
         """Whether unsent values stay in the residual."""
         return self.error_feedback != "none"

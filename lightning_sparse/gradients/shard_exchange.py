@@ -25,7 +25,7 @@ from lightning_sparse.engine.grouping import ParameterBucket, as_real, bucketed,
 from lightning_sparse.engine.sharding import Sharding, reshard
 from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.exchange import ExchangeMode, OwnGroup, Workers, current_device, parameter_settings
-from lightning_sparse.exchange.wire import ValueDtype, require_wire
+from lightning_sparse.exchange.wire import ValueDtype
 from lightning_sparse.gradients.options import DensityControlMode, ExchangeOptions, require_density_control
 from lightning_sparse.gradients.steps_on_averages import StepsOnAverages
 from lightning_sparse.selection.bucket import Residual
@@ -99,7 +99,7 @@ class ShardExchange(Averager):
         if not isinstance(sparsifier, Sparsifier):
             raise TypeError(f"Expected a sparsifier such as HardThreshold(density=0.01), got {sparsifier!r}.")
         require_density_control(sparsifier, options.density_control)
-        require_wire(sparsifier, options.value_dtype)
+        options.require(sparsifier)
         reshard(module)
         settings = parameter_settings(module) | sparsifier.settings() | vars(options)
         sharding = Sharding(module, mesh, settings | {"per_layer_stats": per_layer_stats})

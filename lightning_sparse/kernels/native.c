@@ -113,11 +113,11 @@ INLINE float get(const void *values, int64_t place, int32_t wire, float scale) {
 
 /* The rule of a selected value: returns the value at the other end, and in kept the rest, 0 for a value that is not
    finite. sent_and_kept in selection/bucket.py (tensors) and in kernels/threshold.py (Triton) give the same bits. */
-INLINE float sent_and_kept(float p, int32_t wire, float scale, float *kept) {
-    float sent = p;
-    if (wire == WIRE_BFLOAT16) sent = of_bfloat16(to_bfloat16(p));
-    if (wire == WIRE_FLOAT16) sent = of_float16(to_float16(p));
-    if (wire == WIRE_FLOAT8) sent = of_float8(to_float8(p, scale), scale);
+INLINE float sent_and_kept(float p, float excess, int32_t wire, float scale, float *kept) {
+    float value = p > 0.0f ? p + excess : p - excess, sent = value;
+    if (wire == WIRE_BFLOAT16) sent = of_bfloat16(to_bfloat16(value));
+    if (wire == WIRE_FLOAT16) sent = of_float16(to_float16(value));
+    if (wire == WIRE_FLOAT8) sent = of_float8(to_float8(value, scale), scale);
     float rest = p - sent;
     *kept = isfinite(rest) ? rest : 0.0f;
     return sent;
@@ -134,9 +134,9 @@ INLINE void form(const step_t *step, int64_t begin, int64_t count, float *p) {
 }
 
 /* Writes a selected value into the payload, if there is room; returns what is kept once it is sent. */
-INLINE float send(step_t *step, float p, int64_t place) {
+INLINE float send(step_t *step, float p, float excess, int64_t place) {
     int64_t at = step->selected++;
-    float kept, sent = sent_and_kept(p, step->wire, step->scale, &kept);
+    float kept, sent = sent_and_kept(p, excess, step->wire, step->scale, &kept);
     step->non_finite += !isfinite(p);
     if (step->slice_elements) step->slices[place / step->slice_elements]++;
     if (at < step->capacity) {
@@ -156,7 +156,7 @@ INLINE void add_squares(double *sums, const float *group) {
 }
 
 /* Sends a group into the payload. A value that finds no room stays in e' as p. */
-INLINE void pack_group(step_t *step, int64_t begin, int64_t count, float threshold, double *squares) {
+INLINE void pack_group(step_t *step, int64_t begin, int64_t count, float threshold, float excess, double *squares) {
     float p[GROUP], below[GROUP];
     int all_below = 1;
     form(step, begin, count, p);
@@ -175,7 +175,7 @@ INLINE void pack_group(step_t *step, int64_t begin, int64_t count, float thresho
         for (int word = 0; word < GROUP / 8; word++) {
             for (uint64_t marks = words[word]; marks; marks &= marks - 1) {
                 int j = word * 8 + (__builtin_ctzll(marks) >> 3); /* bytes are 0 or 1, the first is the lowest */
-                double kept = send(step, p[j], begin + j);
+                double kept = send(step, p[j], excess, begin + j);
                 squares[0] += kept * kept;
             }
         }
@@ -184,14 +184,15 @@ INLINE void pack_group(step_t *step, int64_t begin, int64_t count, float thresho
 }
 
 /* Sends a group into the dense tensor, divided. */
-INLINE void mask_group(step_t *step, int64_t begin, int64_t count, float threshold, int32_t wire, double *squares) {
+INLINE void mask_group(step_t *step, int64_t begin, int64_t count, float threshold, float excess, int32_t wire,
+                       double *squares) {
     float p[GROUP], sent[GROUP] = {0};
     int selected = 0, non_finite = 0;
     form(step, begin, count, p);
     for (int j = 0; j < count; j++) selected += !(fabsf(p[j]) < threshold);
     if (selected) {
         for (int j = 0; j < count; j++) {
-            float kept, value = sent_and_kept(p[j], wire, step->scale, &kept) / step->divisor;
+            float kept, value = sent_and_kept(p[j], excess, wire, step->scale, &kept) / step->divisor;
             int hit = !(fabsf(p[j]) < threshold);
             non_finite += !isfinite(p[j]);
             sent[j] = hit ? value : 0.0f;
@@ -206,26 +207,26 @@ INLINE void mask_group(step_t *step, int64_t begin, int64_t count, float thresho
 }
 
 /* Walks through [start, end) group by group. */
-INLINE void walk(step_t *step, int64_t start, int64_t end, float threshold, int is_dense, int32_t wire) {
+INLINE void walk(step_t *step, int64_t start, int64_t end, float threshold, float excess, int is_dense, int32_t wire) {
     double squares[GROUP / 4] = {0};
     for (int64_t begin = start, count; begin < end; begin += count) {
         count = GROUP - begin % GROUP < end - begin ? GROUP - begin % GROUP : end - begin;
-        if (!is_dense && count == GROUP) pack_group(step, begin, GROUP, threshold, squares);
-        else if (!is_dense) pack_group(step, begin, count, threshold, squares);
-        else if (count == GROUP) mask_group(step, begin, GROUP, threshold, wire, squares);
-        else mask_group(step, begin, count, threshold, wire, squares);
+        if (!is_dense && count == GROUP) pack_group(step, begin, GROUP, threshold, excess, squares);
+        else if (!is_dense) pack_group(step, begin, count, threshold, excess, squares);
+        else if (count == GROUP) mask_group(step, begin, GROUP, threshold, excess, wire, squares);
+        else mask_group(step, begin, count, threshold, excess, wire, squares);
     }
     for (int j = 0; j < GROUP / 4; j++) step->squares += squares[j];
 }
 
-/* Takes what reaches the threshold out of the elements from start to end. */
-void take_out(step_t *step, int64_t start, int64_t end, float threshold) {
+/* Takes what reaches the threshold out of the elements from start to end; sent values exceed p by excess. */
+void take_out(step_t *step, int64_t start, int64_t end, float threshold, float excess) {
     const int32_t wire = step->wire; /* below a constant, for each of which compilers vectorise */
-    if (!step->dense) walk(step, start, end, threshold, 0, wire);
-    else if (wire == WIRE_FLOAT32) walk(step, start, end, threshold, 1, WIRE_FLOAT32);
-    else if (wire == WIRE_BFLOAT16) walk(step, start, end, threshold, 1, WIRE_BFLOAT16);
-    else if (wire == WIRE_FLOAT16) walk(step, start, end, threshold, 1, WIRE_FLOAT16);
-    else walk(step, start, end, threshold, 1, WIRE_FLOAT8);
+    if (!step->dense) walk(step, start, end, threshold, excess, 0, wire);
+    else if (wire == WIRE_FLOAT32) walk(step, start, end, threshold, excess, 1, WIRE_FLOAT32);
+    else if (wire == WIRE_BFLOAT16) walk(step, start, end, threshold, excess, 1, WIRE_BFLOAT16);
+    else if (wire == WIRE_FLOAT16) walk(step, start, end, threshold, excess, 1, WIRE_FLOAT16);
+    else walk(step, start, end, threshold, excess, 1, WIRE_FLOAT8);
 }
 
 /* Adds payloads to zeros, in rank order, and divides the sums by their number; block by block, as a block stays in the

@@ -56,9 +56,10 @@ def is_native(*tensors: Tensor, wire_dtype: torch.dtype) -> bool:
     )
 
 
-def take_out(step: Step, threshold: float, start: int, end: int) -> None:
-    """Takes the coordinates with not (abs(p) < λ) out of the elements from start to end."""
-    _library().take_out(ctypes.byref(step), ctypes.c_int64(start), ctypes.c_int64(end), ctypes.c_float(threshold))
+def take_out(step: Step, threshold: float, start: int, end: int, excess: float = 0.0) -> None:
+    """Takes the coordinates with not (abs(p) < λ) out of the elements from start to end; sends p + excess sign(p)."""
+    place = ctypes.c_int64(start), ctypes.c_int64(end)
+    _library().take_out(ctypes.byref(step), *place, ctypes.c_float(threshold), ctypes.c_float(excess))
 
 
 def average(

@@ -11,7 +11,8 @@ __all__ = ["divide", "of_wire", "pack_block", "summarise", "walk_block"]
 @jit
 def walk_block(
     former: tl.tensor, residual: tl.tensor, gradient: tl.tensor, loss_scale: tl.tensor, thresholds: tl.tensor,
-    run_starts: tl.tensor, first_run: tl.tensor, bits: tl.tensor, counts: tl.tensor, out: tl.tensor, numbers: tl.tensor,
+    excesses: tl.tensor, run_starts: tl.tensor, first_run: tl.tensor, bits: tl.tensor, counts: tl.tensor,
+    out: tl.tensor, numbers: tl.tensor,
     num_elements: tl.tensor, divisor: tl.tensor, scale: tl.tensor, WIRE: tl.constexpr, LIMIT: tl.constexpr,
     CLEARS: tl.constexpr, MEASURES: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
     NON_FINITE: tl.constexpr, SQUARED_GRADIENT_NORM: tl.constexpr, SQUARED_ERROR: tl.constexpr,
@@ -31,7 +32,7 @@ def walk_block(
     whole = length // 32 * 32
     for tile in range(0, whole, WORDS * 32):
         ones, wrong, g, kept = _walk_words(
-            former, residual, gradient, loss_scale, thresholds, run_starts, first_run, bits, out,
+            former, residual, gradient, loss_scale, thresholds, excesses, run_starts, first_run, bits, out,
             begin, tile // 32 + tl.arange(0, WORDS), whole, divisor, scale, WIRE, LIMIT, CLEARS,
         )  # fmt: skip
         selected_of_word += ones
@@ -45,7 +46,7 @@ def walk_block(
     of_gradient = tl.sum(tl.sum(gradient_of_place.to(tl.float64), 1), 0)
     if whole < length:
         ones, wrong, g, kept = _walk_words(
-            former, residual, gradient, loss_scale, thresholds, run_starts, first_run, bits, out,
+            former, residual, gradient, loss_scale, thresholds, excesses, run_starts, first_run, bits, out,
             begin, whole // 32 + tl.arange(0, 1), length, divisor, scale, WIRE, LIMIT, CLEARS,
         )  # fmt: skip
         selected += tl.sum(ones, 0)
@@ -63,9 +64,9 @@ def walk_block(
 @jit
 def _walk_words(
     former: tl.tensor, residual: tl.tensor, gradient: tl.tensor, loss_scale: tl.tensor, thresholds: tl.tensor,
-    run_starts: tl.tensor, first_run: tl.tensor, bits: tl.tensor, out: tl.tensor, begin: tl.tensor, word: tl.tensor,
-    length: tl.tensor, divisor: tl.tensor, scale: tl.tensor, WIRE: tl.constexpr, LIMIT: tl.constexpr,
-    CLEARS: tl.constexpr,
+    excesses: tl.tensor, run_starts: tl.tensor, first_run: tl.tensor, bits: tl.tensor, out: tl.tensor,
+    begin: tl.tensor, word: tl.tensor, length: tl.tensor, divisor: tl.tensor, scale: tl.tensor,
+    WIRE: tl.constexpr, LIMIT: tl.constexpr, CLEARS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Walks words of 32 elements; returns how many in each are selected and non-finite, g / S, and what is kept."""
     column = tl.arange(0, 32)[None, :]
@@ -76,19 +77,12 @@ def _walk_words(
     if loss_scale is not None:
         g = divide(g, tl.load(loss_scale).to(p.dtype))
     p += g
-    if run_starts is None:
-        threshold = tl.load(thresholds)
-    else:
-        first = tl.load(first_run + tl.program_id(0))
-        last = tl.load(first_run + tl.program_id(0) + 1)  # may begin with the next block and hold nowhere in this one
-        threshold = tl.zeros_like(p) + tl.load(thresholds + first)
-        for run in range(first + 1, last + 1):
-            start = (tl.load(run_starts + run) - begin).to(tl.int32)
-            threshold = tl.where(at >= start, tl.load(thresholds + run), threshold)
+    threshold = _of_run(thresholds, run_starts, first_run, begin, at, p)
+    excess = _of_run(excesses, run_starts, first_run, begin, at, p)
     # A comparison with NaN is false, so "not below" selects NaN as well.
     selected = ~(tl.abs(p) < threshold) & inside
     ones = selected.to(tl.int32)
-    _, sent, kept = sent_and_kept(p, scale, WIRE, LIMIT)
+    _, sent, kept = sent_and_kept(p, excess, scale, WIRE, LIMIT)
     kept = tl.where(selected, kept, p)
     if out is None:
         tl.store(residual + begin + at, p, mask=inside)  # values that find no room in the payload stay
@@ -101,6 +95,23 @@ def _walk_words(
     if bits is not None:
         tl.store(bits + begin // 32 + word, tl.sum(ones << column, 1), mask=word * 32 < length)
     return tl.sum(ones, 1), tl.sum((~_is_finite(p)).to(tl.int32), 1), g, kept
+
+
+@jit
+def _of_run(
+    numbers: tl.tensor, run_starts: tl.tensor, first_run: tl.tensor, begin: tl.tensor, at: tl.tensor, p: tl.tensor
+) -> tl.tensor:
+    """Returns the number of the run in which each place of this program's block lies."""
+    if run_starts is None:
+        number = tl.zeros_like(p) + tl.load(numbers)
+    else:
+        first = tl.load(first_run + tl.program_id(0))
+        last = tl.load(first_run + tl.program_id(0) + 1)  # may begin with the next block and hold nowhere in this one
+        number = tl.zeros_like(p) + tl.load(numbers + first)
+        for run in range(first + 1, last + 1):
+            start = (tl.load(run_starts + run) - begin).to(tl.int32)
+            number = tl.where(at >= start, tl.load(numbers + run), number)
+    return number
 
 
 @jit
@@ -189,9 +200,9 @@ def _difference(before: tl.tensor, place: tl.tensor, inside: tl.tensor) -> tl.te
 
 @jit
 def pack_block(
-    residual: tl.tensor, bits: tl.tensor, starts: tl.tensor, values: tl.tensor, offsets: tl.tensor,
-    num_elements: tl.tensor, capacity: tl.tensor, scale: tl.tensor, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
-    PER_END: tl.constexpr,
+    residual: tl.tensor, excesses: tl.tensor, run_starts: tl.tensor, first_run: tl.tensor, bits: tl.tensor,
+    starts: tl.tensor, values: tl.tensor, offsets: tl.tensor, num_elements: tl.tensor, capacity: tl.tensor,
+    scale: tl.tensor, LIMIT: tl.constexpr, BLOCK: tl.constexpr, PER_END: tl.constexpr,
 ) -> None:  # fmt: skip
     """Writes the marked coordinates of a block to their places in the payload, and keeps the rest."""
     block = tl.program_id(0)
@@ -210,7 +221,8 @@ def pack_block(
         at = word * 32 + _bit_count((marks ^ without_lowest) - 1)
         fits = marked & (place < room)
         p = tl.load(residual + begin + at, mask=fits, other=0.0)
-        encoded, _, kept = sent_and_kept(p, scale, values.dtype.element_ty, LIMIT)
+        excess = _of_run(excesses, run_starts, first_run, begin, at, p)
+        encoded, _, kept = sent_and_kept(p, excess, scale, values.dtype.element_ty, LIMIT)
         tl.store(values + earlier + place, encoded, mask=fits)
         tl.store(offsets + earlier + place, (first_offset + at).to(tl.int16), mask=fits)
         tl.store(residual + begin + at, kept, mask=fits)
@@ -282,13 +294,15 @@ def of_wire(sent: tl.tensor, scale: tl.tensor, dtype: tl.constexpr) -> tl.tensor
 
 
 @jit
-def sent_and_kept(p: tl.tensor, scale: tl.tensor, WIRE: tl.constexpr, LIMIT: tl.constexpr) -> tl.tensor:
+def sent_and_kept(
+    p: tl.tensor, excess: tl.tensor, scale: tl.tensor, WIRE: tl.constexpr, LIMIT: tl.constexpr
+) -> tl.tensor:
     """Returns a selected value in the payload and at the other end, and what is kept of it.
 
     The rule of a selected value for Triton. ``sent_and_kept`` in ``selection/bucket.py`` (tensors) and in ``native.c``
     give the same bits.
     """
-    encoded = _to_wire(p, scale, WIRE, LIMIT)
+    encoded = _to_wire(tl.where(p > 0, p + excess, p - excess), scale, WIRE, LIMIT)
     sent = of_wire(encoded, scale, p.dtype)
     kept = p - sent
     return encoded, sent, tl.where(_is_finite(kept), kept, 0.0)

@@ -26,6 +26,7 @@ from lightning_sparse.sparsifiers import (
     Selection,
     Sparsifier,
     ThresholdRun,
+    exceed,
     in_order,
 )
 
@@ -51,7 +52,7 @@ class Extraction:
             self._is_marking
             and isinstance(sparsifier, HardThreshold)
             and type(sparsifier).mark is HardThreshold.mark
-            and type(sparsifier).values is MarkingSparsifier.values
+            and type(sparsifier).values is HardThreshold.values
         )
         self._fused = FusedThreshold()
         self._known_boundaries: dict[tuple[LayerLayout, torch.device, bool], Boundaries] = {}
@@ -186,12 +187,16 @@ class Extraction:
         """Takes the values that found no room in a payload out of the residual. Waits for a GPU."""
         residual = bucket.residual.after
         first = payload_format.unpack(payload, residual.dtype, payload_format.num_selected(payload))
-        marks = self._marks(bucket)
-        if first.indices.numel():
-            # Coordinates ascend: up to the last in the payload, rounding left the values that reach λ.
-            marks[: int(first.indices[-1]) + 1] = False
-        indices = marks.nonzero().squeeze(1)
-        return keep_rest(residual, Selection(indices, residual[indices]), payload_format.wire)
+        # Coordinates ascend: up to the last in the payload, rounding left the values that reach λ.
+        begin = int(first.indices[-1]) + 1 if first.indices.numel() else 0
+        found = [Selection(first.indices[:0], residual[:0])]
+        for threshold, start, end, excess in self._runs(bucket):
+            if end > begin:  # not the whole bucket: that takes many times as long
+                place = max(start, begin)
+                part = residual[place:end]
+                indices = (part.abs() < threshold).logical_not_().nonzero().squeeze(1)
+                found.append(Selection(indices + place, exceed(part[indices], excess)))
+        return keep_rest(residual, Selection(*map(torch.cat, zip(*found, strict=True))), payload_format.wire)
 
     def _numbers(
         self,
@@ -234,7 +239,7 @@ class Extraction:
         if not unused:
             return runs
         # Nothing reaches the threshold of unused layers: their residuals are finite.
-        return [ThresholdRun(inf, *run[1:]) if run[1:] in unused else run for run in runs]
+        return [run._replace(threshold=inf) if (run.start, run.end) in unused else run for run in runs]
 
 
 def take_out_marked(residual: Residual, marks: Tensor, values: Tensor, shipment: Shipment) -> None:

@@ -27,9 +27,7 @@ from lightning_sparse.kernels import launch, tl
 from lightning_sparse.kernels.threshold import pack_block, summarise, walk_block
 from lightning_sparse.selection.bucket import FlatBucket
 from lightning_sparse.selection.numbers import FIXED_FIELDS, SLOTS
-
-Run = tuple[float, int, int]
-"""λ, exact in the residual's dtype, its first element, and the element after its last."""
+from lightning_sparse.sparsifiers import ThresholdRun
 
 BLOCK_ELEMENTS = 8192
 PER_END = ELEMENTS_PER_END // BLOCK_ELEMENTS
@@ -74,7 +72,7 @@ class FusedThreshold:
         self,
         bucket: FlatBucket,
         shipment: Shipment,
-        runs: Sequence[Run],
+        runs: Sequence[ThresholdRun],
         header: Tensor,
         boundaries: Boundaries | None = None,
         *,
@@ -140,7 +138,17 @@ class FusedThreshold:
         found = (counts, numbers, bits, places, counts_before, starts, ends, header)
         launch(summarise, 1, *found, blocks, num_layers, num_slices, MEASURES=measures_gradient, **_SUMMARISE)
         if parts is not None:
-            packed = (after, bits, starts, parts.values, parts.offsets, size, parts.values.numel(), wire.scale)
+            packed = (
+                after,
+                *tables[1:],
+                bits,
+                starts,
+                parts.values,
+                parts.offsets,
+                size,
+                parts.values.numel(),
+                wire.scale,
+            )
             launch(pack_block, blocks, *packed, LIMIT=wire.limit, **_PACK)
 
 
@@ -154,17 +162,20 @@ def _check_flat(size: int, **tensors: Tensor) -> None:
 
 @lru_cache(maxsize=4096)
 def _threshold_tables(
-    runs: tuple[Run, ...], size: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Returns λ and start of each run, and the run in which each block, and the end, begins."""
-    edges = [0, *(end for _, _, end in runs)]
-    if edges != [*(start for _, start, _ in runs), size]:
+    runs: tuple[ThresholdRun, ...], size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Returns λ, excess and start of each run, and the run in which each block, and the end, begins."""
+    edges = [0, *(run.end for run in runs)]
+    if edges != [*(run.start for run in runs), size]:
         raise ValueError(f"Invalid {runs=}. Each must begin where the one before it ends, from 0 to {size}.")
-    thresholds = [threshold for threshold, start, end in runs if start < end]
-    if len(set(thresholds)) == 1:
-        return torch.full((1,), thresholds[0], dtype=dtype, device=device), None, None  # filled on the device
-    tables = _edge_tables(tuple(start for _, start, end in runs if start < end), size, device)
-    return without_wait(torch.tensor(thresholds, dtype=dtype), device), *tables
+    numbers = [(run.threshold, run.excess) for run in runs if run.start < run.end]
+    if len(set(numbers)) == 1:
+        threshold, excess = (torch.full((1,), number, dtype=dtype, device=device) for number in numbers[0])
+        return threshold, excess, None, None  # filled on the device
+    thresholds, excesses = (
+        without_wait(torch.tensor(part, dtype=dtype), device) for part in zip(*numbers, strict=True)
+    )
+    return thresholds, excesses, *_edge_tables(tuple(run.start for run in runs if run.start < run.end), size, device)
 
 
 @lru_cache(maxsize=4096)

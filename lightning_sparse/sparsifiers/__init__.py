@@ -2,7 +2,7 @@
 
 from lightning_sparse.sparsifiers.accordion import Accordion
 from lightning_sparse.sparsifiers.gaussian_k import GaussianK
-from lightning_sparse.sparsifiers.hard_threshold import Dense, HardThreshold, ThresholdRun
+from lightning_sparse.sparsifiers.hard_threshold import Dense, HardThreshold, ThresholdRun, exceed
 from lightning_sparse.sparsifiers.protocol import (
     LayerLayout,
     MarkingSparsifier,
@@ -30,5 +30,6 @@ __all__ = [
     "ThresholdRun",
     "TopK",
     "WholeStep",
+    "exceed",
     "in_order",
 ]

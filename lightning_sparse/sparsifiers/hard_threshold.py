@@ -27,11 +27,19 @@ REACH = 100
 
 
 class ThresholdRun(NamedTuple):
-    """The elements from ``start`` up to ``end`` of a bucket share a threshold."""
+    """The elements from ``start`` up to ``end`` of a bucket share a threshold.
+
+    Attributes:
+        threshold: λ, rounded up to the residual's dtype.
+        start: the first element.
+        end: the element after the last.
+        excess: κ λ in the residual's dtype, by which a sent value exceeds p in magnitude.
+    """
 
     threshold: float
     start: int
     end: int
+    excess: float = 0.0
 
 
 class HardThreshold(MarkingSparsifier):
@@ -56,6 +64,9 @@ class HardThreshold(MarkingSparsifier):
         granularity: scope of a density. ``"model"``: one λ for all layers, so that some send much and others little;
             ``"layer"``: after calibration a λ per layer, corrected so that each layer sends its share on average, but
             at least about one coordinate per step.
+        overshoot: κ, in [0, 1). A sent value is p + κ λ sign(p), so the residual restarts at −κ λ sign(p) instead of 0.
+            Residuals stay below λ, and at equal density they lag behind the gradient by (1 − κ) / (1 + κ) times as many
+            steps (docs/theory.md). 0 is the rule of the paper. For gradients with error feedback only.
 
     Raises:
         ValueError: both threshold and density given, a number outside its range, or layers without a density to hold.
@@ -75,6 +86,7 @@ class HardThreshold(MarkingSparsifier):
         calibration_steps: int = 50,
         layer_thresholds: dict[str, float] | None = None,
         granularity: Granularity = "model",
+        overshoot: float = 0.0,
     ) -> None:
         require_granularity(granularity)
         if granularity == "layer" and threshold is not None:
@@ -99,6 +111,8 @@ class HardThreshold(MarkingSparsifier):
             raise TypeError(f"Invalid {layer_thresholds=}. Must be λ by pattern, such as {{'*.bias': 0.0}}, or None.")
         for pattern, value in (layer_thresholds or {}).items():
             _check_threshold(f"layer_thresholds[{pattern!r}]", value)
+        if not is_number(overshoot) or not 0 <= overshoot < 1:
+            raise ValueError(f"Invalid {overshoot=}. Must be within [0, 1); 0.5 sends 1.5 λ where p is λ.")
         if density == 1:
             threshold, density = 0.0, None  # nothing to find
         self.threshold = threshold
@@ -106,6 +120,7 @@ class HardThreshold(MarkingSparsifier):
         self.calibration_steps = calibration_steps
         self.layer_thresholds = dict(layer_thresholds or {})
         self.granularity = granularity
+        self.overshoot = float(overshoot)
         self._of_layers: dict[str, float] = {}
         self._runs: dict[tuple[LayerLayout, torch.dtype, bool], tuple[ThresholdRun, ...]] = {}
 
@@ -193,10 +208,19 @@ class HardThreshold(MarkingSparsifier):
     def mark(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
         """Marks the coordinates for which not (abs(p) < λ); see `MarkingSparsifier.mark`."""
         below = torch.empty_like(compensated, dtype=torch.bool)
-        for threshold, start, end in self.runs(layout, compensated.dtype):
+        for threshold, start, end, _ in self.runs(layout, compensated.dtype):
             # A comparison with NaN is false, so "not below" selects NaN as well.
             torch.lt(compensated[start:end].abs(), threshold, out=below[start:end])
         return below.logical_not_()
+
+    def values(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
+        """Returns p + κ λ sign(p) of every coordinate; see `MarkingSparsifier.values`."""
+        if self.overshoot == 0:
+            return compensated
+        values = torch.empty_like(compensated)
+        for _, start, end, excess in self.runs(layout, compensated.dtype):
+            values[start:end] = exceed(compensated[start:end], excess)
+        return values
 
     def runs(self, layout: LayerLayout, dtype: torch.dtype, *, by_layer: bool = False) -> tuple[ThresholdRun, ...]:
         """Returns the runs of a bucket: neighbouring layers with the same λ are one run.
@@ -212,9 +236,9 @@ class HardThreshold(MarkingSparsifier):
             for name, start, end in layout.spans():
                 threshold = _round_up(self.threshold_of(name), dtype)
                 if runs and runs[-1].threshold == threshold and not by_layer:
-                    runs[-1] = ThresholdRun(threshold, runs[-1].start, end)
+                    runs[-1] = runs[-1]._replace(end=end)
                 else:
-                    runs.append(ThresholdRun(threshold, start, end))
+                    runs.append(ThresholdRun(threshold, start, end, _product(self.overshoot, threshold, dtype)))
             self._runs[key] = tuple(runs)
         return self._runs[key]
 
@@ -229,6 +253,17 @@ class Dense(HardThreshold):
 
     def __init__(self) -> None:
         super().__init__(threshold=0.0)
+
+
+def exceed(compensated: Tensor, excess: float) -> Tensor:
+    """Returns p + excess · sign(p), with the same bits as in ``kernels/native.c`` and ``kernels/threshold.py``."""
+    return torch.where(compensated > 0, compensated + excess, compensated - excess)
+
+
+def _product(overshoot: float, threshold: float, dtype: torch.dtype) -> float:
+    """Returns κ λ, rounded to the dtype; 0 if λ is infinite."""
+    product = overshoot * threshold
+    return float(torch.tensor(product, dtype=dtype)) if product and isfinite(product) else 0.0
 
 
 def _check_threshold(name: str, value: float) -> None:

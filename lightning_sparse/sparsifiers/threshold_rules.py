@@ -43,10 +43,12 @@ class ThresholdCalibration:
         density: the density to aim at, in (0, 1].
         steps: the number of steps to average over.
         until_stable: whether to end earlier, when the standard error of the mean is a fifth of it.
+        overshoot: κ of the hard threshold, with which the density is E‖g‖² / (λ² d (1 − κ²)).
     """
 
-    def __init__(self, density: float, steps: int, *, until_stable: bool = False) -> None:
+    def __init__(self, density: float, steps: int, *, until_stable: bool = False, overshoot: float = 0.0) -> None:
         self.density = density
+        self._overshoot = overshoot
         self.steps = steps
         self.measured_steps = 0
         self._until_stable = until_stable
@@ -91,4 +93,4 @@ class ThresholdCalibration:
                 f"Calibration is not complete: {self.measured_steps} of {self.steps} steps measured, "
                 f"sum of squared gradient norms {self._sum}."
             )
-        return sqrt(self._sum / self.measured_steps / (self.density * num_elements))
+        return sqrt(self._sum / self.measured_steps / (self.density * num_elements * (1 - self._overshoot**2)))

@@ -18,7 +18,6 @@ from lightning_sparse.checkpointing.whole_files import WholeFileCheckpointIO
 from lightning_sparse.drift.options import DriftOptions
 from lightning_sparse.engine import Averager
 from lightning_sparse.engine.snapshot import sealed
-from lightning_sparse.exchange.wire import require_wire
 from lightning_sparse.gradients.options import ExchangeOptions, require_density_control
 from lightning_sparse.sparsifiers import Sparsifier
 from lightning_sparse.strategies.advice import Advice, exchanges_of
@@ -67,7 +66,7 @@ class SparseStrategy(TakesOptions):
                 f"For a threshold alone use {self._by_threshold}(threshold=0.01)."
             )
         require_density_control(sparsifier, getattr(self._options, "density_control", None))
-        require_wire(sparsifier, self._options.value_dtype)
+        self._options.require(sparsifier)
         kwargs = self._lightning_arguments(kwargs)
         super().__init__(**kwargs)
         self.sparsifier = sparsifier

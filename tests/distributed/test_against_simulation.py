@@ -40,7 +40,9 @@ SCENARIOS = {
 STEP = 2.0**-8
 """The step of float8: the largest power of two up to an eighth of THRESHOLD."""
 OF_A_THRESHOLD = SCENARIOS | {
-    "float8": ({"value_dtype": "float8"}, {"round_values": partial(through_float8, scale=512 * STEP)})
+    "overshoot": ({"exchange": "gather"}, {"round_values": lambda p: p + 0.5 * THRESHOLD * p.sign()}),
+    "overshoot, dense": ({"exchange": "dense"}, {"round_values": lambda p: p + 0.5 * THRESHOLD * p.sign()}),
+    "float8": ({"value_dtype": "float8"}, {"round_values": partial(through_float8, scale=512 * STEP)}),
 }
 
 
@@ -68,7 +70,8 @@ def assert_matches_simulation(results: list[Result], optimizer_name, plan, step_
 )
 def test_hard_threshold_in_float64_trains_as_the_simulation_does(scenario, optimizer_name):
     options, plan = OF_A_THRESHOLD[scenario]
-    results = run_workers(partial(train, HardThreshold(threshold=THRESHOLD), optimizer_name, **options), 3)
+    sparsifier = HardThreshold(threshold=THRESHOLD, overshoot=0.5 if "overshoot" in scenario else 0.0)
+    results = run_workers(partial(train, sparsifier, optimizer_name, **options), 3)
     assert_matches_simulation(results, optimizer_name, Plan(reaches(THRESHOLD), **plan), options.get("step_size"))
     assert results[0].buckets_per_step[0] == 1  # DDP rebuilds its buckets after the first step
     assert results[0].buckets_per_step[-1] > 2

@@ -24,7 +24,7 @@ from lightning_sparse.selection import fused_threshold
 from lightning_sparse.selection.bucket import FlatBucket, Residual, keep_rest
 from lightning_sparse.selection.fused_threshold import Boundaries, FusedThreshold
 from lightning_sparse.selection.numbers import FIXED_FIELDS, SLOTS
-from lightning_sparse.sparsifiers import LayerLayout
+from lightning_sparse.sparsifiers import LayerLayout, ThresholdRun
 from tests.distributed.simulation import through_float8
 from tests.interpreter import INTERPRETED, run_in_interpreter
 from tests.unit.strategies import EDGE_THRESHOLDS, edge_values
@@ -106,15 +106,16 @@ class Expected:
 
 def expect(residual, gradient, runs, wire, scale=None):
     compensated = residual + (gradient.to(residual.dtype) if scale is None else gradient.to(residual.dtype) / scale)
-    limits = torch.full_like(residual, nan)
-    for limit, start, end in runs:
-        limits[start:end] = limit
+    limits, excesses = torch.full_like(residual, nan), torch.zeros_like(residual)
+    for limit, start, end, excess in runs:
+        limits[start:end], excesses[start:end] = limit, excess
     selected = (compensated.abs() >= limits) | compensated.isnan()
+    values = torch.where(compensated > 0, compensated + excesses, compensated - excesses)
     if wire.dtype == torch.float8_e4m3fn:
-        rounded = through_float8(compensated, 512 * wire.step).to(residual.dtype)
+        rounded = through_float8(values, 512 * wire.step).to(residual.dtype)
         sent = torch.where(compensated.isfinite(), rounded, nan)
     else:
-        sent = compensated.to(wire.dtype).to(residual.dtype)
+        sent = values.to(wire.dtype).to(residual.dtype)
         overflown = sent.isinf() & compensated.isfinite()
         sent = torch.where(overflown, compensated.sign() * torch.finfo(wire.dtype).max, sent)
     sent = torch.where(selected, sent, 0.0)
@@ -213,8 +214,8 @@ def bucket(size, gradient_dtype=FLOAT, residual_dtype=FLOAT, seed=0):
     return residual, gradient
 
 
-def one_run(threshold, size):
-    return [(threshold, 0, size)]
+def one_run(threshold, size, excess=0.0):
+    return [ThresholdRun(threshold, 0, size, excess)]
 
 
 @on_device
@@ -226,6 +227,8 @@ def test_a_float32_residual(gradient_dtype, scale, wire):
     check_select(residual, gradient, one_run(2.0, 70_000), wire, scale, measures=True)
     check_mask(residual, gradient, one_run(2.0, 70_000), wire, scale, out=FLOAT, measures=True)
     check_mask(residual, gradient, one_run(2.0, 70_000), wire, scale, out=FLOAT, divisor=3)
+    check_select(residual, gradient, one_run(2.0, 70_000, excess=1.5), wire, scale)
+    check_mask(residual, gradient, one_run(2.0, 70_000, excess=1.5), wire, scale, out=FLOAT)
 
 
 @on_device
@@ -272,7 +275,10 @@ def test_an_empty_bucket():
 def test_a_threshold_for_every_run(size, starts):
     residual, gradient = bucket(size)
     limits = [1.0, 2.0, 0.5, 3.0, 0.0, 2.5, 1.5, 2.25, 0.25]
-    runs = [(limit, *span) for limit, span in zip(limits, pairwise([*starts, size]), strict=False)]
+    runs = [
+        ThresholdRun(limit, *span, excess=limit / 4)
+        for limit, span in zip(limits, pairwise([*starts, size]), strict=False)
+    ]
     check_select(residual, gradient, runs)
     check_mask(residual, gradient, runs)
 
@@ -304,9 +310,8 @@ def test_a_gradient_that_begins_anywhere_is_cleared_after_it_was_read(dtype):
 def test_runs_of_float64_keep_their_bits():
     threshold = 0.1
     residual = torch.full((64,), nextafter(threshold, 0), dtype=DOUBLE)
-    expected = check_select(
-        residual, torch.zeros(64), [(threshold, 0, 32), (nextafter(threshold, 0), 32, 64)], Wire(DOUBLE)
-    )
+    runs = [ThresholdRun(threshold, 0, 32), ThresholdRun(nextafter(threshold, 0), 32, 64)]
+    expected = check_select(residual, torch.zeros(64), runs, Wire(DOUBLE))
     assert expected.selected.tolist() == [False] * 32 + [True] * 32
 
 
@@ -384,14 +389,17 @@ def test_what_is_sent_and_what_is_kept_make_up_the_compensated_gradient(data):
     gradient = torch.tensor(data.draw(st.lists(floats, min_size=len(residual), max_size=len(residual))))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(residual)), max_size=4)))
     limits = st.sampled_from([0.0, 0.5, 1.0, 1e30]) | st.floats(0, 4, width=32)
-    runs = [(data.draw(limits), *span) for span in pairwise([0, *cuts, len(residual)])]
+    runs = []
+    for span in pairwise([0, *cuts, len(residual)]):
+        limit = data.draw(limits)
+        runs.append(ThresholdRun(limit, *span, excess=limit * data.draw(st.sampled_from([0.0, 0.0, 0.25, 0.5]))))
     wire = data.draw(st.sampled_from(WIRES))
     expected = check_select(residual, gradient, runs, wire, capacity=data.draw(st.integers(0, len(residual) + 1)))
     check_mask(residual, gradient, runs, wire, out=FLOAT)
     if wire == AS_IT_IS:
         finite = expected.compensated.isfinite()
         assert torch.equal((expected.sent + expected.rest)[finite], expected.compensated[finite])
-        for limit, start, end in runs:
+        for limit, start, end, _ in runs:
             assert (expected.rest[start:end].abs() < limit).all() or limit == 0 == expected.rest[start:end].abs().sum()
 
 
@@ -409,7 +417,7 @@ def test_no_call_but_the_first_waits_for_the_device():
     try:
         for mode in ("default", "error"):
             torch.cuda.set_sync_debug_mode(mode)
-            for runs in (one_run(2.0, 200_000), [(2.0, 0, 70_000), (2.5, 70_000, 200_000)]):
+            for runs in (one_run(2.0, 200_000), [ThresholdRun(2.0, 0, 70_000), ThresholdRun(2.5, 70_000, 200_000)]):
                 take_out(
                     fused, residual, gradient, runs, payload=payload_format.parts(payload), wire=WIRES[1], **scaled
                 )
@@ -434,8 +442,11 @@ def parts_of(ends=1, offsets=4):
         ),
         ({"payload": parts_of(ends=2)}, r"Invalid ends: .* Must be contiguous, of shape \(1,\)"),
         ({"payload": parts_of(offsets=3)}, r"Invalid offsets: .* of shape \(4,\)"),
-        ({"runs": [(1.0, 0, 9)]}, r"Invalid runs=.* from 0 to 10"),
-        ({"runs": [(1.0, 0, 4), (1.0, 5, 10)]}, r"Each must begin where the one before it ends"),
+        ({"runs": [ThresholdRun(1.0, 0, 9)]}, r"Invalid runs=.* from 0 to 10"),
+        (
+            {"runs": [ThresholdRun(1.0, 0, 4), ThresholdRun(1.0, 5, 10)]},
+            r"Each must begin where the one before it ends",
+        ),
     ],
 )
 def test_what_does_not_fit_together_is_refused_before_anything_is_launched(replaced, message):
@@ -490,7 +501,7 @@ def test_the_kernels_in_tritons_interpreter():
 
 
 TYPES = {
-    "*fp32": ("former", "residual", "loss_scale", "thresholds", "out", "quotients"),
+    "*fp32": ("former", "residual", "loss_scale", "thresholds", "excesses", "out", "quotients"),
     "*fp64": ("numbers", "header"),
     "*bf16": ("gradient", "values"),
     "*i64": ("run_starts", "starts", "boundaries", "before"),

@@ -33,8 +33,8 @@ pytestmark = pytest.mark.skipif(
 def outcome(has_native, monkeypatch, layout, residual, gradient, options):
     """All that a bucket leaves: what is sent, kept, told, and the gradient's memory."""
     monkeypatch.setattr(extraction, "is_native", native.is_native if has_native else lambda *_, **__: False)
-    wire, capacity, scale, unused, thresholds, in_place, per_layer, keeps_rest = options
-    sparsifier = HardThreshold(threshold=0.5, layer_thresholds=thresholds)
+    wire, capacity, scale, unused, thresholds, in_place, per_layer, keeps_rest, overshoot = options
+    sparsifier = HardThreshold(threshold=0.5, layer_thresholds=thresholds, overshoot=overshoot)
     gradient, before = gradient.clone(), residual.clone()
     after = before if in_place else torch.full_like(before, NAN)
     out = None if in_place else torch.full_like(residual, NAN)
@@ -86,6 +86,7 @@ def test_a_bucket_leaves_the_same(data):
         gradient.dtype == torch.float32 and data.draw(st.booleans()),
         data.draw(st.booleans()),
         data.draw(st.sampled_from([True, True, False])),
+        data.draw(st.sampled_from([0.0, 0.0, 0.3, 0.75])),
     )
     with pytest.MonkeyPatch.context() as monkeypatch:
         sent, after, header, left = outcome(True, monkeypatch, layout, residual, gradient, options)
@@ -98,15 +99,16 @@ def test_a_bucket_leaves_the_same(data):
     torch.testing.assert_close(header[3:], expected[2][3:], rtol=1e-4, atol=1e-70, equal_nan=True)
 
 
+@pytest.mark.parametrize("overshoot", [0.0, 0.6])
 @pytest.mark.parametrize("threshold", EDGE_THRESHOLDS)
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("capacity", [None, 400])
-def test_edge_values_are_sent_and_kept_with_the_same_bits(capacity, wire, threshold, monkeypatch):
+def test_edge_values_are_sent_and_kept_with_the_same_bits(capacity, wire, threshold, overshoot, monkeypatch):
     p = edge_values()
     assert native.is_native(p, wire_dtype=wire.dtype)
     monkeypatch.setattr(Shipment, "divisor", 1)
     nothing = torch.full_like(p, -0.0)  # p + -0.0 is p, also where p is -0.0
-    options = wire, capacity, None, [], {"p": threshold}, False, False, True
+    options = wire, capacity, None, [], {"p": threshold}, False, False, True, overshoot
     arguments = monkeypatch, LayerLayout(("p",), (p.numel(),)), p, nothing, options
     (sent, kept, header, _), expected = (outcome(has_native, *arguments) for has_native in (True, False))
     same((sent, kept, header[:3]), (*expected[:2], expected[2][:3]))

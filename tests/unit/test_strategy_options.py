@@ -16,6 +16,7 @@ THRESHOLD: dict[str, Any] = {
     "calibration_steps": 50,
     "layer_thresholds": None,
     "granularity": "model",
+    "overshoot": 0.0,
 }
 GRADIENTS: dict[str, Any] = {
     "value_dtype": "float32",

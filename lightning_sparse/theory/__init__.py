@@ -1,0 +1,39 @@
+"""The theory of a constant threshold as functions of measurable numbers.
+
+Sahu et al., *Rethinking gradient sparsification as total error minimization* (NeurIPS 2021, arXiv:2108.00951). Workers,
+n of them, minimise f = (1/n) Σ_i f_i by steps x ← x − γ (1/n) Σ_i out_i of a constant learning rate γ; worker i draws a
+gradient g_i = ∇f_i(x) + ξ_i, sends out_i of p_i = e_i + g_i, and keeps e_i = p_i − out_i. The numbers of a problem:
+
+    L       ‖∇f(x) − ∇f(y)‖ ≤ L ‖x − y‖                          how fast gradients change
+    M, σ²   E‖ξ_i‖² ≤ M ‖∇f_i(x)‖² + σ²                          how noisy they are
+    ζ²      (1/n) Σ_i ‖∇f_i(x) − ∇f(x)‖² ≤ ζ²                    how different the workers' data are
+
+The constants of the bounds are those of the proofs in docs/theory.md, which are short and complete.
+"""
+
+from lightning_sparse.theory.bounds import (
+    Problem,
+    convex_bound,
+    nonconvex_bound,
+    squared_error_bound,
+    threshold_of_equal_bound,
+    top_k_squared_error_bound,
+)
+from lightning_sparse.theory.lag import ResidualStatistics, residual_statistics
+from lightning_sparse.theory.measurement import measured_noise, measured_smoothness
+from lightning_sparse.theory.total_error import optimal_threshold, total_error
+
+__all__ = [
+    "Problem",
+    "ResidualStatistics",
+    "convex_bound",
+    "measured_noise",
+    "measured_smoothness",
+    "nonconvex_bound",
+    "optimal_threshold",
+    "residual_statistics",
+    "squared_error_bound",
+    "threshold_of_equal_bound",
+    "top_k_squared_error_bound",
+    "total_error",
+]

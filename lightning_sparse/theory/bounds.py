@@ -1,0 +1,138 @@
+"""Bounds of residuals and of convergence; docs/theory.md proves them."""
+
+from dataclasses import dataclass
+from math import sqrt
+
+from lightning_sparse.theory.arguments import require
+
+
+def squared_error_bound(num_elements: int, threshold: float, learning_rate: float = 1.0) -> float:
+    """Return γ² d λ², an upper bound of ‖γ e‖²: residuals stay below λ (Remark 5).
+
+    Args:
+        num_elements: d.
+        threshold: λ in gradient units.
+        learning_rate: γ; 1 bounds ‖e‖², in gradient units.
+
+    Raises:
+        ValueError: a number outside its range, as in all following functions.
+    """
+    require(num_elements=num_elements, threshold=threshold, learning_rate=learning_rate)
+    return learning_rate**2 * num_elements * threshold**2
+
+
+def top_k_squared_error_bound(density: float, squared_gradient_norm: float, learning_rate: float = 1.0) -> float:
+    """Return 4 γ² (1 − δ) G² / δ², an upper bound of E‖γ e_i‖² with Top-k of density δ.
+
+    The bound of a threshold depends on λ alone; this bound grows with the workers' own gradients, and so with ζ.
+
+    Args:
+        density: δ = k / d, in (0, 1].
+        squared_gradient_norm: G² ≥ E‖g_i‖² of a worker's own gradients.
+        learning_rate: γ.
+    """
+    require(density=density, squared_gradient_norm=squared_gradient_norm, learning_rate=learning_rate)
+    return 4 * learning_rate**2 * (1 - density) * squared_gradient_norm / density**2
+
+
+def threshold_of_equal_bound(density: float, squared_gradient_norm: float, num_elements: int) -> float:
+    """Return λ = 2 G √(1 − δ) / (δ √d), for which the bounds of threshold and Top-k are equal.
+
+    A smaller λ has the better bound. The data decide how much λ sends.
+
+    Args:
+        density: δ of Top-k, in (0, 1].
+        squared_gradient_norm: G² ≥ E‖g_i‖².
+        num_elements: d.
+    """
+    require(num_elements=num_elements)
+    return sqrt(top_k_squared_error_bound(density, squared_gradient_norm) / num_elements)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The numbers of a problem, as defined at the top of this module.
+
+    Attributes:
+        smoothness: L > 0.
+        num_workers: n.
+        noise: σ² ≥ 0.
+        heterogeneity: ζ² ≥ 0.
+        relative_noise: M ≥ 0.
+    """
+
+    smoothness: float
+    num_workers: int
+    noise: float
+    heterogeneity: float = 0.0
+    relative_noise: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(**vars(self))
+
+    @property
+    def variance_of_mean(self) -> float:
+        """(M ζ² + σ²) / n, the noise of the mean gradient without its share in ∇f."""
+        return (self.relative_noise * self.heterogeneity + self.noise) / self.num_workers
+
+    def largest_learning_rate(self, *, is_convex: bool) -> float:
+        """Return the largest γ for which the bound holds: 1 / (4 L (1 + M/n)) if f is convex, else twice that."""
+        return (1 if is_convex else 2) / (4 * self.smoothness * (1 + self.relative_noise / self.num_workers))
+
+
+def convex_bound(
+    problem: Problem, squared_distance: float, learning_rate: float, num_steps: int, squared_error: float
+) -> float:
+    """Return an upper bound of (1/T) Σ_t E f(x_t) − f* for convex f (similar to Theorem 6).
+
+    2 ‖x_0 − x*‖² / (γ T) + 2 γ (M ζ² + σ²) / n + 4 L B
+
+    Args:
+        problem: L, n and the noise.
+        squared_distance: ‖x_0 − x*‖² from the first iterate to a minimiser.
+        learning_rate: γ.
+        num_steps: T.
+        squared_error: B, of `squared_error_bound` with the same γ.
+
+    Raises:
+        ValueError: a learning rate for which the bound does not hold.
+    """
+    _require_rate(problem, learning_rate, is_convex=True)
+    require(num_steps=num_steps, squared_distance=squared_distance, squared_error=squared_error)
+    return (
+        2 * squared_distance / (learning_rate * num_steps)
+        + 2 * learning_rate * problem.variance_of_mean
+        + 4 * problem.smoothness * squared_error
+    )
+
+
+def nonconvex_bound(
+    problem: Problem, suboptimality: float, learning_rate: float, num_steps: int, squared_error: float
+) -> float:
+    """Return an upper bound of (1/T) Σ_t E‖∇f(x_t)‖² for any f (similar to Theorem 7).
+
+    4 (f(x_0) − f*) / (γ T) + 2 L γ (M ζ² + σ²) / n + 2 L² B
+
+    Args:
+        problem: L, n and the noise.
+        suboptimality: f(x_0) − f*.
+        learning_rate: γ.
+        num_steps: T.
+        squared_error: B, of `squared_error_bound` with the same γ.
+
+    Raises:
+        ValueError: a learning rate for which the bound does not hold.
+    """
+    _require_rate(problem, learning_rate, is_convex=False)
+    require(num_steps=num_steps, suboptimality=suboptimality, squared_error=squared_error)
+    return (
+        4 * suboptimality / (learning_rate * num_steps)
+        + 2 * problem.smoothness * learning_rate * problem.variance_of_mean
+        + 2 * problem.smoothness**2 * squared_error
+    )
+
+
+def _require_rate(problem: Problem, learning_rate: float, *, is_convex: bool) -> None:
+    largest = problem.largest_learning_rate(is_convex=is_convex)
+    if not 0 < learning_rate <= largest * (1 + 1e-12):
+        raise ValueError(f"Invalid {learning_rate=}. The bound holds above 0 and up to {largest:g} for this problem.")

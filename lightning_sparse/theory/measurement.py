@@ -1,0 +1,58 @@
+"""Estimates of a problem's constants from gradients."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.theory.arguments import require_real
+
+
+def measured_noise(gradients: Sequence[Tensor]) -> tuple[float, float]:
+    """Return estimates of σ² and ζ² at one x, with M = 0.
+
+    σ² is the mean over the workers, as the bounds need it. Both estimates are unbiased: the noise that remains in the
+    mean of a worker's draws is subtracted from ζ², which may be negative if workers hardly differ. Take the largest
+    estimates over the x that a training visits.
+
+    Args:
+        gradients: for each worker draws of g_i at the same x, shape (draws, d), at least two draws.
+
+    Raises:
+        ValueError: fewer than two draws of a worker, no worker, or another shape.
+    """
+    gradients = list(gradients)
+    if not gradients or any(draws.dim() != 2 or draws.shape[1:] != gradients[0].shape[1:] for draws in gradients):
+        shapes = [tuple(draws.shape) for draws in gradients]
+        raise ValueError(f"Got draws of shapes {shapes}. Give (draws, d) of every worker.")
+    if any(len(draws) < 2 for draws in gradients):
+        raise ValueError(f"Got {min(map(len, gradients))} draws of a worker. Give two or more: one has no variance.")
+    require_real(*gradients)
+    variances = torch.stack([draws.double().var(dim=0).sum() for draws in gradients])
+    means = torch.stack([draws.double().mean(dim=0) for draws in gradients])
+    counts = variances.new_tensor([len(draws) for draws in gradients])
+    left = float((variances / counts).mean()) * (1 - 1 / len(gradients))
+    spread = float(((means - means.mean(dim=0)) ** 2).sum(dim=1).mean())
+    return float(variances.mean()), spread - left
+
+
+def measured_smoothness(points: Tensor, gradients: Tensor) -> float:
+    """Return the largest ‖∇f(x) − ∇f(y)‖ / ‖x − y‖ of neighbouring points, a lower bound of L.
+
+    Args:
+        points: x along a path, shape (points, d), at least two of them different.
+        gradients: ∇f at these points, of the same shape.
+
+    Raises:
+        ValueError: other shapes, or points that are all the same.
+    """
+    if points.dim() != 2 or points.shape != gradients.shape:
+        raise ValueError(
+            f"Got points of shape {tuple(points.shape)}, gradients of {tuple(gradients.shape)}. Give (points, d) twice."
+        )
+    require_real(points, gradients)
+    steps = points.double().diff(dim=0).norm(dim=1)
+    changes = gradients.double().diff(dim=0).norm(dim=1)
+    if not bool((steps > 0).any()):
+        raise ValueError(f"Got {len(points)} points, all in one place. Give two that differ.")
+    return float((changes / steps)[steps > 0].max())
