@@ -4,7 +4,6 @@ import functools
 import os
 import signal
 import sys
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -76,9 +75,8 @@ PARTS: list[tuple[Any, str]] = [
     (whole_files.WholeFileCheckpointIO, "save_checkpoint"),
     (torch_io, "_atomic_save"),
 ]
-WINDOWS = ("set-up", "step 0", "step 1", "save 1", "step 2", "step 3", "save 2", "step 4", "step 5", "end")
-"""Of a training of six steps that saves after the second and the fourth."""
 SAVES = {2: "save 1", 4: "save 2"}
+"""The windows in which a training of six steps saves, by the step before them."""
 AFTERWARDS = "afterwards"
 """From the moment that a fault strikes, as while a checkpoint is saved because of it, to the next batch."""
 
@@ -151,7 +149,7 @@ class Injector:
             return
         way, _ = self.strokes.pop(0)
         self.window = AFTERWARDS
-        self.log.write_text(str(time.time()))
+        self.log.touch()
         if way == "raise":
             raise Injected(f"injected at {here}")
         os.kill(os.getpid(), getattr(signal, way))

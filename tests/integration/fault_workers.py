@@ -197,7 +197,7 @@ def save_all(rank: int, case: Case, folder: Path) -> None:
 def resume(rank: int, case: Case, folder: Path, paths: list[str]) -> None:
     for number, path in enumerate(paths):
         # Lightning finds the newest of these by itself.
-        number_of = {one: int(one.stem.rpartition("_")[2]) for one in Path(path).parent.glob("hpc_ckpt_*.ckpt")}
+        number_of = {file: int(file.stem.rpartition("_")[2]) for file in Path(path).parent.glob("hpc_ckpt_*.ckpt")}
         ckpt_path = "hpc" if Path(path) == max(number_of, key=number_of.__getitem__, default=None) else path
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -226,12 +226,12 @@ def run(case: Case, folder: Path, function: Callable[..., None], *args: Any, lim
         return Ended(time.monotonic() - started, [process.exitcode for process in running.processes])
 
 
-def trace(case: Case, fault: Fault | None = None) -> list[list[Point]]:
-    """Returns all points that each worker comes by, without a fault or with one that no worker dies of at once."""
+def trace(case: Case) -> list[list[Point]]:
+    """Returns all points that each worker passes."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        ended = run(case, folder, train, fault or Fault("none", (None,) * case.num_workers))
-        assert fault or ended.exit_codes == [0] * case.num_workers, (folder / "output of 0").read_text()
+        ended = run(case, folder, train, Fault("none", (None,) * case.num_workers))
+        assert ended.exit_codes == [0] * case.num_workers, (folder / "output of 0").read_text()
         return [
             [Point(**point) for point in json.loads((folder / f"trace of {rank}").read_text())]
             for rank in range(case.num_workers)
