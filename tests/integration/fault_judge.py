@@ -111,10 +111,16 @@ class Judge:
         except Exception as error:
             problems.append(f"{path.name} cannot be loaded: {error!r}")
             return None
+        if not saved["optimizer_states"]:
+            # An exception before there was an optimizer: nobody, plain ddp neither, resumes from such a file.
+            return File(path.name, None, saved["global_step"], "nothing yet", "")
+        if self.case.is_sparse and KEY not in saved:
+            problems.append(f"{path.name} has nothing under {KEY}")
+            return None
         return self.look_at(path.name, saved, problems)
 
-    def look_at(self, name: str, saved: dict[str, Any], problems: list[str]) -> File | None:
-        """Returns what a file holds, and what is wrong with it."""
+    def look_at(self, name: str, saved: dict[str, Any], problems: list[str]) -> File:
+        """Describes a checkpoint; notes what is wrong with it."""
         state = self.start(saved)
         steps = [
             step
@@ -122,9 +128,6 @@ class Judge:
             if same(state.weights, known.weights) and same(state.momentum, known.momentum)
         ]
         step = steps[0] if steps else None
-        if not saved["optimizer_states"]:
-            # An exception before there was an optimizer: nobody, plain ddp neither, resumes from such a file.
-            return File(name, step, saved["global_step"], "nothing yet", "")
         content = saved.get(KEY)
         holds, is_ahead = "ddp", False
         if self.case.is_sparse:
@@ -137,9 +140,6 @@ class Judge:
         return File(name, step, saved["global_step"], holds, digest.hexdigest(), is_ahead)
 
     def _residuals(self, content: Any, step: int | None, name: str, problems: list[str]) -> str:
-        if content is None:
-            problems.append(f"{name} has nothing under {KEY}")
-            return "nothing"
         residuals = [worker["residual"] for worker in content["workers"]]
         why_not = content["why_incomplete"]
         if why_not is not None:
@@ -197,10 +197,9 @@ class Judge:
 
     def strike(self, fault: Fault, folder: Path) -> Outcome:
         """Lets a fault happen and looks at what is left."""
-        ended = run(self.case, folder, train, fault)
-        outcome = Outcome(self.case, fault, ended.seconds, ended.exit_codes)
+        outcome = Outcome(self.case, fault, *run(self.case, folder, train, fault))
         outcome.has_struck = any(folder.glob("struck *"))
-        if None in ended.exit_codes:
+        if None in outcome.exit_codes:
             outcome.problems.append(f"hangs after {HANG} s")
         for path in sorted(folder.glob("*.ckpt")):
             file = self.read(path, outcome.problems)
@@ -210,7 +209,7 @@ class Judge:
                 is_said = without in (folder / "output of 0").read_text()
                 if self.case.is_sparse and file.holds not in ("residuals", "nothing yet") and not is_said:
                     outcome.problems.append(f"{file.name}: no warning")
-        if ended.exit_codes == [0] * self.case.num_workers:
+        if outcome.exit_codes == [0] * self.case.num_workers:
             outcome.finished = True
             for rank in range(self.case.num_workers):
                 result = torch.load(folder / f"result of {rank}", weights_only=True)
@@ -231,13 +230,13 @@ class Judge:
         if paths:
             with tempfile.TemporaryDirectory() as name:
                 folder = Path(name)
-                ended = run(self.case, folder, resume, list(map(str, paths)), limit=HANG + 3 * len(paths))
+                _, exit_codes = run(self.case, folder, resume, list(map(str, paths)), limit=HANG + 3 * len(paths))
                 for number, (content, path) in enumerate(chosen.items()):
                     try:
                         self.resumed[content] = self._check_resumed(path, folder, number)
                     except FileNotFoundError:
                         said = (folder / "output of 0").read_text()[-1500:]
-                        self.resumed[content] = [f"a resume from {path.name} failed: {ended.exit_codes} {said}"]
+                        self.resumed[content] = [f"a resume from {path.name} failed: {exit_codes} {said}"]
         for outcome, _ in outcomes:
             for file in outcome.files:
                 outcome.problems += self.resumed[file.content]
@@ -283,13 +282,8 @@ class LocalJudge(Judge):
     def prepare(self) -> None:
         """Needs no training of its own."""
 
-    def look_at(self, name: str, saved: dict[str, Any], problems: list[str]) -> File | None:
-        weights, content = saved["state_dict"], saved.get(KEY)
-        if not saved["optimizer_states"]:
-            return File(name, None, saved["global_step"], "nothing yet", "")
-        if content is None:
-            problems.append(f"{name} has nothing under {KEY}")
-            return None
+    def look_at(self, name: str, saved: dict[str, Any], problems: list[str]) -> File:
+        weights, content = saved["state_dict"], saved[KEY]
         why_not = content["why_incomplete"]
         if why_not is None:
             holds = "residuals"

@@ -182,16 +182,10 @@ class Injector:
 
         class Store(save_barrier.PrefixStore):
             def set(self, key: str, value: str) -> None:
-                name = key.split("/")[-1]
-                injector.tell(f"before store.set {name}")
-                super().set(key, value)
-                injector.tell(f"after store.set {name}")
+                injector.around(f"store.set {key.split('/')[-1]}", super().set)(key, value)
 
             def add(self, key: str, amount: int) -> int:
-                injector.tell("before store.add")
-                result = super().add(key, amount)
-                injector.tell("after store.add")
-                return result
+                return injector.around("store.add", super().add)(key, amount)
 
             def check(self, keys: list[str]) -> bool:
                 injector.tell("before store.check")
@@ -226,6 +220,8 @@ class Watcher(Callback):
 
     def __init__(self, injector: Injector, folder: Path) -> None:
         self.injector, self.path = injector, folder / "regular.ckpt"
+        for name in ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"):
+            setattr(self, name, lambda *_, name=name: injector.tell(name))
 
     def on_train_start(self, trainer: Trainer, *_: Any) -> None:
         state = getattr(trainer.strategy, "state", None)
@@ -235,18 +231,6 @@ class Watcher(Callback):
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         self.injector.window = f"step {trainer.global_step}"
         self.injector.tell("on_train_batch_start")
-
-    def on_before_backward(self, *_: Any) -> None:
-        self.injector.tell("on_before_backward")
-
-    def on_after_backward(self, *_: Any) -> None:
-        self.injector.tell("on_after_backward")
-
-    def on_before_optimizer_step(self, *_: Any) -> None:
-        self.injector.tell("on_before_optimizer_step")
-
-    def on_before_zero_grad(self, *_: Any) -> None:
-        self.injector.tell("on_before_zero_grad")
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         self.injector.tell("on_save_checkpoint")

@@ -184,13 +184,3 @@ class OneByOne(torch.optim.Optimizer):
             parameter.sub_(RATE * state["momentum"])
             self.tell("optimizer changed a weight")
         return loss
-
-
-class Endless:
-    """Batches that say nothing: what is trained on follows from the worker and the step."""
-
-    def __len__(self) -> int:
-        return 1_000_000
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(1_000_000))

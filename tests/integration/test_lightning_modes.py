@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, LearningRateFinder
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
@@ -51,12 +50,8 @@ def train(model: Any, strategy: Any, **options: Any) -> dict[str, Any]:
     return seen | {"global_step": trainer.global_step, "metrics": metrics}
 
 
-def _train(make_model: Any, strategy: Any, options: dict[str, Any]) -> dict[str, Any]:
-    return train(make_model(), strategy, **options)
-
-
-def train_workers(make_model: Any, strategy: Any, **options: Any) -> list[dict[str, Any]]:
-    return run_workers(_train, 2, make_model, strategy, options, process_group=False)
+def train_workers(model: Any, strategy: Any, **options: Any) -> list[dict[str, Any]]:
+    return run_workers(partial(train, **options), 2, model, strategy, process_group=False)
 
 
 def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
@@ -144,8 +139,8 @@ def test_residuals_hold_the_sum_of_each_workers_gradients(name: str) -> None:
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
 def test_threshold_zero_trains_as_stock_ddp_does_in_every_precision(precision: str) -> None:
     options = {"precision": precision, "max_steps": 5}
-    sparse = train_workers(partial(Classifier, nesterov), {"threshold": 0.0}, **options)
-    dense = train_workers(partial(Classifier, nesterov), DDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB), **options)
+    sparse = train_workers(Classifier(nesterov), {"threshold": 0.0}, **options)
+    dense = train_workers(Classifier(nesterov), DDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB), **options)
     for run, other in zip(sparse, dense, strict=True):
         assert (run["comm_hooks"], other["comm_hooks"]) == (["sparse_hook"], [None])
         # With bfloat16 gradients stock DDP adds in bfloat16 and the sparse exchange in float32: some roundings apart.
@@ -230,7 +225,7 @@ def _calibrate_twice() -> list[float | None]:
 def test_layer_thresholds_hold_for_the_layers_that_they_name() -> None:
     layer_thresholds = {"last.bias": NOTHING_IS_SENT, "*.bias": 0.0}
     strategy = {"threshold": NOTHING_IS_SENT, "layer_thresholds": layer_thresholds}
-    for run in train_workers(Classifier, strategy):
+    for run in train_workers(Classifier(), strategy):
         moved = {name for name, weight in run["weights"].items() if not torch.equal(weight, run["initial"][name])}
         assert moved == {"first.bias", "middle.bias"}
         assert [step.selected for step in run["steps"]] == [2 * 80] * 3
@@ -266,7 +261,7 @@ def _calibrate() -> tuple[list[Any], list[dict[str, Tensor]], list[str]]:
 def test_early_stopping_watches_the_density() -> None:
     stopper = EarlyStopping("sparse/density", stopping_threshold=0.9, patience=100, check_on_train_epoch_end=True)
     options = {"callbacks": [stopper], "max_steps": 50, "limit_train_batches": 1}
-    for run in train_workers(Classifier, {"density": 0.05, "calibration_steps": 2}, **options):
+    for run in train_workers(Classifier(), {"density": 0.05, "calibration_steps": 2}, **options):
         # Density is 1 throughout the two calibration steps, and below the stopping threshold from the third on.
         assert run["global_step"] == 3
         assert run["metrics"]["sparse/density"] < 0.9
@@ -276,19 +271,6 @@ def test_early_stopping_watches_the_density() -> None:
 
 OF_EPOCHS = {"ddp": SparseDDPStrategy, "local": SparseLocalStrategy}
 DENSITIES = (0.05, 0.3)
-
-
-class Epochs(Callback):
-    """The density of every step, epoch by epoch."""
-
-    def __init__(self) -> None:
-        self.densities: list[list[float]] = []
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.densities.append([])
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self.densities[-1].append(trainer.strategy.state.last_step.density)
 
 
 class SlowingDown(Classifier):
@@ -304,13 +286,18 @@ class SlowingDown(Classifier):
 
 
 def _fit_epochs(kind: str, searches: bool) -> Any:
-    epochs = Epochs()
+    """Returns the density of every step of six epochs."""
+    densities: list[list[float]] = []
+    epochs = LambdaCallback(
+        on_train_epoch_start=lambda *_: densities.append([]),
+        on_train_batch_end=lambda trainer, *_: densities[-1].append(trainer.strategy.state.last_step.density),
+    )
     # So large a change never happens: after the second comparison layers are calm until the learning rate falls.
     strategy = OF_EPOCHS[kind](Accordion(*DENSITIES, interval=1, relative_change=1e9))
     searching = [LearningRateFinder(num_training_steps=6)] if searches else []
     trainer = quiet_trainer(strategy, max_steps=-1, max_epochs=6, callbacks=[*searching, epochs])
     trainer.fit(SlowingDown(), data(32))
-    return epochs.densities[-6:]
+    return densities[-6:]
 
 
 @pytest.mark.parametrize("searches", [False, True])
