@@ -268,7 +268,7 @@ def test_a_write_is_seen_by_autograd():
     bucket = FlatBucket(0, LayerLayout(("l0",), (64,)), gradient, memory, is_last=True)
     for capacity, out in [(64, other), (64, gradient), (None, other)]:
         versions = after._version, gradient._version, out._version
-        shipment = Shipment(gradient, WIRES[0], capacity, out)
+        shipment = Shipment(WIRES[0], capacity, out)
         assert filling.fill(bucket, shipment)[0] == 64
         assert after._version > versions[0]
         assert (gradient._version > versions[1]) == shipment.is_cleared
