@@ -50,8 +50,12 @@ def train(model: Any, strategy: Any, **options: Any) -> dict[str, Any]:
     return seen | {"global_step": trainer.global_step, "metrics": metrics}
 
 
-def train_workers(model: Any, strategy: Any, **options: Any) -> list[dict[str, Any]]:
-    return run_workers(partial(train, **options), 2, model, strategy, process_group=False)
+def _train(make_model: Any, strategy: Any, options: dict[str, Any]) -> dict[str, Any]:
+    return train(make_model(), strategy, **options)
+
+
+def train_workers(make_model: Any, strategy: Any, **options: Any) -> list[dict[str, Any]]:
+    return run_workers(_train, 2, make_model, strategy, options, process_group=False)
 
 
 def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
@@ -139,8 +143,8 @@ def test_residuals_hold_the_sum_of_each_workers_gradients(name: str) -> None:
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
 def test_threshold_zero_trains_as_stock_ddp_does_in_every_precision(precision: str) -> None:
     options = {"precision": precision, "max_steps": 5}
-    sparse = train_workers(Classifier(nesterov), {"threshold": 0.0}, **options)
-    dense = train_workers(Classifier(nesterov), DDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB), **options)
+    sparse = train_workers(partial(Classifier, nesterov), {"threshold": 0.0}, **options)
+    dense = train_workers(partial(Classifier, nesterov), DDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB), **options)
     for run, other in zip(sparse, dense, strict=True):
         assert (run["comm_hooks"], other["comm_hooks"]) == (["sparse_hook"], [None])
         # With bfloat16 gradients stock DDP adds in bfloat16 and the sparse exchange in float32: some roundings apart.
@@ -225,7 +229,7 @@ def _calibrate_twice() -> list[float | None]:
 def test_layer_thresholds_hold_for_the_layers_that_they_name() -> None:
     layer_thresholds = {"last.bias": NOTHING_IS_SENT, "*.bias": 0.0}
     strategy = {"threshold": NOTHING_IS_SENT, "layer_thresholds": layer_thresholds}
-    for run in train_workers(Classifier(), strategy):
+    for run in train_workers(Classifier, strategy):
         moved = {name for name, weight in run["weights"].items() if not torch.equal(weight, run["initial"][name])}
         assert moved == {"first.bias", "middle.bias"}
         assert [step.selected for step in run["steps"]] == [2 * 80] * 3
@@ -261,7 +265,7 @@ def _calibrate() -> tuple[list[Any], list[dict[str, Tensor]], list[str]]:
 def test_early_stopping_watches_the_density() -> None:
     stopper = EarlyStopping("sparse/density", stopping_threshold=0.9, patience=100, check_on_train_epoch_end=True)
     options = {"callbacks": [stopper], "max_steps": 50, "limit_train_batches": 1}
-    for run in train_workers(Classifier(), {"density": 0.05, "calibration_steps": 2}, **options):
+    for run in train_workers(Classifier, {"density": 0.05, "calibration_steps": 2}, **options):
         # Density is 1 throughout the two calibration steps, and below the stopping threshold from the third on.
         assert run["global_step"] == 3
         assert run["metrics"]["sparse/density"] < 0.9
