@@ -40,6 +40,7 @@ class GaussianK(MarkingSparsifier):
     def __init__(self, density: float = 0.001) -> None:
         require_density(density, "about 0.1 % of each layer")
         self.density = density
+        self._wanted: dict[tuple[LayerLayout, torch.device], Tensor] = {}
 
     def mark(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
         """Marks what exceeds its layer's threshold and every non-finite one; see `MarkingSparsifier.mark`."""
@@ -53,11 +54,10 @@ class GaussianK(MarkingSparsifier):
         deviations, means = (torch.stack(some) for some in zip(*moments, strict=True))
         thresholds = means.abs() + -NormalDist().inv_cdf(max(self.density / 2, SMALLEST)) * deviations
         magnitude = finite.abs_()
-        wanted = [max(1, int(self.density * size)) for size in layout.sizes if size]
+        wanted = self._k_of_layers(layout, compensated.device)
         for _ in range(CORRECTIONS):
             exceed = [magnitude[span] > threshold for span, threshold in zip(spans, thresholds.unbind(), strict=True)]
-            shares = [marked.count_nonzero().double() / k for marked, k in zip(exceed, wanted, strict=True)]
-            share = torch.stack(shares)
+            share = torch.stack([marked.count_nonzero() for marked in exceed]) / wanted
             factors = torch.where(share < TOO_FEW, SMALLER, torch.where(share > TOO_MANY, LARGER, 1.0))
             thresholds = thresholds * factors.to(thresholds.dtype)
         largest = torch.stack([magnitude[span].amax() for span in spans])
@@ -65,3 +65,11 @@ class GaussianK(MarkingSparsifier):
         for span, threshold in zip(spans, thresholds.unbind(), strict=True):
             marks[span].logical_or_(magnitude[span] > threshold)
         return marks
+
+    def _k_of_layers(self, layout: LayerLayout, device: torch.device) -> Tensor:
+        """Returns k of every layer, on the device: on a GPU a division per layer would be a launch per layer."""
+        key = (layout, device)
+        if key not in self._wanted:
+            k = [max(1, int(self.density * size)) for size in layout.sizes if size]
+            self._wanted[key] = torch.tensor(k, dtype=torch.float64).to(device, non_blocking=True)
+        return self._wanted[key]
