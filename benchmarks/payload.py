@@ -30,8 +30,10 @@ from torch import Tensor
 
 from benchmarks import report
 from benchmarks.network_lab import INTERFACE, NetworkLab
-from lightning_sparse.exchange import LARGEST_SLICE, NUM_SELECTED, Exchange, largest_slice
+from lightning_sparse.exchange import Exchange
 from lightning_sparse.exchange.payload import PayloadFormat
+from lightning_sparse.exchange.routes.reduce_scatter import largest_slice
+from lightning_sparse.exchange.routes.shipment import LARGEST_SLICE, NUM_SELECTED
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.selection.numbers import FIXED_FIELDS
 from lightning_sparse.sparsifiers import Selection

@@ -5,10 +5,4 @@ from lightning_sparse.callbacks.error_monitor import ErrorMonitor
 from lightning_sparse.callbacks.metrics import AverageDensity, TotalError
 from lightning_sparse.callbacks.threshold_schedule import ThresholdSchedule
 
-__all__ = [
-    "AverageDensity",
-    "DensityMonitor",
-    "ErrorMonitor",
-    "ThresholdSchedule",
-    "TotalError",
-]
+__all__ = ["AverageDensity", "DensityMonitor", "ErrorMonitor", "ThresholdSchedule", "TotalError"]

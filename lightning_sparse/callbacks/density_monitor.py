@@ -81,7 +81,17 @@ class DensityMonitor(StepMonitor):
         self.average_density.update(step)
         if self.per_layer:
             self._history.add(step)
-        for name, value in _totals_of(step).items():
+        later = not step.is_calibration
+        for name, value in {
+            "steps": 1,
+            "payload_bytes": step.payload_bytes,
+            "dense_bytes": step.dense_bytes,
+            "dense_steps": step.dense_elements / step.num_elements if step.num_elements else 0,  # also half a step
+            "calibration_steps": not later,
+            "later_density": later * step.density,
+            "later_payload_bytes": later * step.payload_bytes,
+            "later_dense_bytes": later * step.dense_bytes,
+        }.items():
             self._totals[name] += value
 
     @override
@@ -164,21 +174,6 @@ class DensityMonitor(StepMonitor):
         self._totals.update(state_dict["totals"])
         self._has_numbers = self._totals["steps"] > 0
         self._since = ", since the resume" if self._has_numbers else ""
-
-
-def _totals_of(step: StepStats) -> dict[str, float]:
-    """Return the numbers that the table adds up; later is after calibration, and half a step may go out densely."""
-    later = not step.is_calibration
-    return {
-        "steps": 1,
-        "payload_bytes": step.payload_bytes,
-        "dense_bytes": step.dense_bytes,
-        "dense_steps": step.dense_elements / step.num_elements if step.num_elements else 0,
-        "calibration_steps": not later,
-        "later_density": later * step.density,
-        "later_payload_bytes": later * step.payload_bytes,
-        "later_dense_bytes": later * step.dense_bytes,
-    }
 
 
 class _LayerHistory:

@@ -30,7 +30,7 @@ from lightning_sparse.engine.snapshot import (
     unsent_norm,
     warn_of_forgotten,
 )
-from lightning_sparse.exchange import raised_together
+from lightning_sparse.exchange.agreement import raised_together
 from lightning_sparse.exchange.sharded_tensors import like_parameter, own_part, read_folder, shapes_in_folder
 
 MOST_LISTED = 8

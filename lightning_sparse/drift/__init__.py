@@ -1,4 +1,4 @@
-"""The door of local training: every worker steps its own optimizer, and drifts from a shared anchor are exchanged."""
+"""Local training: every worker runs its own optimizer, and workers exchange drifts from a shared anchor."""
 
 from lightning_sparse.drift.averager import SparseModelAverager
 from lightning_sparse.drift.options import DriftOptions

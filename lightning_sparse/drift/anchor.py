@@ -86,9 +86,8 @@ def outer_state(outer: Optimizer | None, buckets: Sequence[AnchorBucket]) -> tup
     """
     tensors: Tensors = {}
     numbers: dict[str, dict[str, Any]] = {}
-    for bucket in buckets if outer is not None else ():
-        assert outer is not None
-        for key, value in outer.state.get(bucket.anchor, {}).items():
+    for bucket in buckets:
+        for key, value in ({} if outer is None else outer.state.get(bucket.anchor, {})).items():
             if isinstance(value, Tensor) and value.shape == bucket.anchor.shape:
                 tensors.setdefault(PREFIX + key, {}).update(bucket.by_name(value))
             else:
@@ -150,11 +149,7 @@ class WeightOwnership:
         _owners.add(self)
 
     def take(self, weights: Iterable[Tensor]) -> None:
-        """Take these weights in place of those before; their previous owners must not step any more.
-
-        Args:
-            weights: all of the averager's, which keeps them alive.
-        """
+        """Take all of an averager's weights, which it keeps alive; their previous owners must not step any more."""
         self._ids = set(map(id, weights))
         for owner in _owners:
             if owner is not self and not owner._ids.isdisjoint(self._ids):

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_sparse._version import __version__
 from lightning_sparse.drift.anchor import drifting
 from lightning_sparse.drift.drift_exchange import DriftExchange
 from lightning_sparse.drift.observed_steps import LOST_STEP, ObservedSteps
@@ -69,6 +68,7 @@ class SparseModelAverager(Averager):
         observed_steps: the steps of optimizers on the module's parameters.
         device: of the module's first parameter.
         own_group: the process group in which drifts are exchanged.
+        exchange: holds the anchors; starts and ends the exchanges of drifts from them.
         shared: gives the module weights that all workers share.
 
     Raises:
@@ -116,10 +116,10 @@ class SparseModelAverager(Averager):
             self.workers.broadcast([local(tensor) for name, tensor in held.items() if name not in ignored])
         empty = {name: local(weight).new_empty(0, dtype=kept_dtype(weight)) for name, weight in weights.items()}
         warm_up_steps(self._engine, empty)
-        self._exchange = DriftExchange(module, self._engine, self.options, may_change=not self.is_sharded)
-        self.shared = SharedWeights(module, self._exchange, self.workers)
+        self.exchange = DriftExchange(module, self._engine, self.options, self.replica, may_change=not self.is_sharded)
+        self.shared = SharedWeights(module, self.exchange, self.workers)
         self.num_steps = 0
-        self.observed_steps = ObservedSteps(module, self.shared, may_change=not self.is_sharded)
+        self.observed_steps = ObservedSteps([*module.parameters()] if self.is_sharded else module, self.shared)
 
     @property
     def parameters(self) -> Mapping[str, Tensor]:
@@ -129,22 +129,17 @@ class SparseModelAverager(Averager):
     @property
     def parameter_sizes(self) -> dict[str, int]:
         """By name, how many real numbers this worker exchanges of each parameter."""
-        return {name: real_numel(local(parameter)) for name, parameter in self._exchange.anchored.items()}
+        return {name: real_numel(local(parameter)) for name, parameter in self.exchange.anchored.items()}
 
     @property
     def is_exchanging(self) -> bool:
         """Whether an exchange has begun to change weights and has not ended, or was broken off."""
-        return self._exchange.is_changing
-
-    @property
-    def is_sent_off(self) -> bool:
-        """Whether values travel that have not been applied."""
-        return bool(self._exchange.flight)
+        return self.exchange.is_changing
 
     @property
     def largest_drift(self) -> float:
         """The largest distance of any worker's weight from the anchor, just before the last exchange."""
-        return self._exchange.largest_drift
+        return self.exchange.largest_drift
 
     def own_metrics(self) -> dict[str, float]:
         """Return the metrics that are logged with the last exchange beside `StepStats`."""
@@ -152,9 +147,9 @@ class SparseModelAverager(Averager):
 
     def close(self) -> None:
         """End the averager's own groups. With ``overlap=True`` call `flush` before it, on all workers."""
-        self._exchange.ownership.close()
+        self.exchange.ownership.close()
         self.observed_steps.close()
-        self._engine.close()
+        self._engine.exchange.close()
         self.save_barrier.close()
         self.own_group.close()
 
@@ -168,22 +163,22 @@ class SparseModelAverager(Averager):
                 was closed, or another has been made for the same weights.
         """
         self._prepare()
-        self._exchange.ownership.require()
+        self.exchange.ownership.require()
         if self.shared.is_shown:
             raise RuntimeError(LOST_STEP)
         self.observed_steps.averager_stepped()
         self.num_steps += 1
-        self._exchange.land()
+        self.exchange.land()
         if self.num_steps % self.options.every_n_steps == 0:
-            self._exchange.depart()
+            self.exchange.depart()
             if not self.options.overlap:
-                self._exchange.land()
+                self.exchange.land()
 
     @torch.no_grad()
     def flush(self) -> None:
         """Apply values that still travel with ``overlap=True``. Collective."""
         self._prepare()
-        self._exchange.land()
+        self.exchange.land()
 
     def _prepare(self) -> None:
         """Do nothing; a sharded model frees its gathered parameters."""
@@ -213,10 +208,10 @@ class SparseModelAverager(Averager):
         """
         self.flush()
         snapshot = self._engine.snapshot()
-        snapshot.shared, numbers = self._exchange.state()
+        snapshot.shared, numbers = self.exchange.state()
         unsent = snapshot.shared.pop("kept")
         snapshot.numbers |= {"num_steps": self.num_steps} | numbers
-        held = self.shared.weights() | self._exchange.untrained.changed(workers) | self.shared.own
+        held = self.shared.weights() | self.exchange.untrained.changed(workers) | self.shared.own
         parameters = self.parameters
         names = [name for name in parameters if name in held]
         if workers is not None:  # a frozen shard may have changed on another rank of the replica only
@@ -238,10 +233,10 @@ class SparseModelAverager(Averager):
         self.reset()
         self._engine.restore(snapshot)
         self.num_steps = snapshot.numbers["num_steps"]
-        self._exchange.take_in_as(snapshot.numbers["layout"])
+        self.exchange.take_in_as(snapshot.numbers["layout"])
         saved, unsent = snapshot.own.get("weights", {}), snapshot.own.get("unsent", {})
         kept = {} if self.options.keep_drift else {"kept": unsent}
-        self._exchange.load(snapshot.shared | kept, snapshot.numbers["outer"])
+        self.exchange.load(snapshot.shared | kept, snapshot.numbers["outer"])
         weights: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             held = local(parameter)
@@ -257,8 +252,8 @@ class SparseModelAverager(Averager):
     def reset(self) -> None:
         """Return to the state before the first step, with the module's current weights as the anchor."""
         self._engine.reset()
-        self.shared.forget_own()
-        self._exchange.restart()
+        self.shared.own = {}
+        self.exchange.restart()
         self.num_steps = 0
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -276,7 +271,7 @@ class SparseModelAverager(Averager):
 
     def anchor(self) -> dict[str, Tensor]:
         """Return x by parameter name: views in the weights' shapes, complex ones as real; exchanges change them."""
-        return self._exchange.anchors()
+        return self.exchange.anchors()
 
 
 def checked(options: DriftOptions | None) -> DriftOptions:
@@ -290,6 +285,5 @@ def drift_settings(
     module: nn.Module, sparsifier: Sparsifier, options: DriftOptions, per_layer_stats: bool
 ) -> dict[str, Any]:
     """Return the settings that must be the same on all workers, as plain values."""
-    versions = {"lightning_sparse": __version__, "torch": str(torch.__version__)}
     own = sparsifier.settings() | options.settings() | {"per_layer_stats": per_layer_stats}
-    return parameter_settings(module) | own | versions
+    return parameter_settings(module) | own

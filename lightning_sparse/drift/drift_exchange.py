@@ -1,6 +1,6 @@
 """One exchange of drifts: its start, and the move of anchor and weights once the average has arrived."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -14,6 +14,7 @@ from lightning_sparse.drift.untrained_tensors import UntrainedTensors, fingerpri
 from lightning_sparse.engine import Engine, FlatBucket
 from lightning_sparse.engine.grouping import bucketed, kept_dtype, local
 from lightning_sparse.engine.snapshot import Tensors
+from lightning_sparse.exchange import Workers
 from lightning_sparse.selection.bucket import Residual
 
 T = TypeVar("T")
@@ -22,8 +23,8 @@ T = TypeVar("T")
 class DriftExchange:
     """The anchors of a module's parameters, and the exchange of drifts from them.
 
-    A parameter is anchored at its value when it first requires a gradient. ``may_change`` tells whether layers of the
-    module may be replaced between two exchanges.
+    A parameter is anchored at its value when it first requires a gradient. ``replica`` are the ranks among which the
+    module is sharded; ``may_change`` tells whether its layers may be replaced between two exchanges.
 
     Attributes:
         buckets: the anchored parameters.
@@ -34,10 +35,11 @@ class DriftExchange:
         flight: buckets that travel and have not landed.
         is_changing: whether an exchange has begun to change weights and has not ended, or was broken off.
         largest_drift: the largest distance of any worker's weight from the anchor, just before the last exchange.
-        of_whole_model: turns that distance into the model's, if other ranks hold other parts of it.
     """
 
-    def __init__(self, module: nn.Module, engine: Engine, options: DriftOptions, *, may_change: bool = True) -> None:
+    def __init__(
+        self, module: nn.Module, engine: Engine, options: DriftOptions, replica: Workers, *, may_change: bool
+    ) -> None:
         self.options = options
         self.buckets: list[AnchorBucket] = []
         self.anchored: dict[str, Tensor] = {}
@@ -46,8 +48,7 @@ class DriftExchange:
         self.ownership = WeightOwnership()
         self.is_changing = False
         self.largest_drift = 0.0
-        self.of_whole_model: Callable[[float], float] = lambda largest: largest
-        self._module, self._engine, self._may_change = module, engine, may_change
+        self._module, self._engine, self._replica, self._may_change = module, engine, replica, may_change
         self.flight: list[FlatBucket] = []
         self._starts: list[Tensor] = []
         self._told: dict[str, Tensor] = {}
@@ -105,7 +106,8 @@ class DriftExchange:
         flight, self.flight = self.flight, []
         starts, self._starts = self._starts, []
         notes = self._engine.finish()
-        self.largest_drift = self.of_whole_model(max(float(note[:, 0].max()) for note in notes))
+        largest = max(float(note[:, 0].max()) for note in notes)
+        self.largest_drift = float(self._replica.gather_numbers([largest], self.buckets[0].anchor.device).max())
         self._engine.workers.average([*self.untrained.differing(self._told, notes[-1][:, 1:]).values()])
         self._move_anchor([bucket.average for bucket in flight])
         for place, bucket in enumerate(self.buckets):

@@ -1,11 +1,10 @@
 """Steps of optimizers on an averaged module, and whether a loop calls ``averager.step()`` for each."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
 
 from lightning.fabric.utilities import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sparse.drift.shared_weights import SharedWeights
@@ -24,31 +23,25 @@ LOST_STEP = (
 class ObservedSteps:
     """Refuses steps that would be lost, notifies a strategy of others or counts them, and warns of missing calls.
 
-    ``may_change`` tells whether layers of the module may be replaced.
+    Args:
+        observed: the parameters, or their module if its layers may be replaced.
+        shared: tells whether the module has the mean of all workers' weights.
 
     Attributes:
         on_step: called after each step if a strategy calls ``averager.step()``; None if the loop calls it.
     """
 
-    def __init__(self, module: nn.Module, shared: SharedWeights, *, may_change: bool) -> None:
+    def __init__(self, observed: Iterable[Tensor] | nn.Module, shared: SharedWeights) -> None:
         self.on_step: Callable[[], None] | None = None
-        self._module, self._shared, self._may_change = module, shared, may_change
-        self._ids = {id(parameter) for parameter in module.parameters()}
+        self._shared = shared
         self._steps_since_call: Counter[int] = Counter()
         self._calls = self._idle_calls = self._steps = 0
         self._has_warned = False
-        self._observer = StepObserver(self.holds_any_of, self._before, self._after)
+        self._observer = StepObserver(observed, self._before, self._after)
 
     def close(self) -> None:
         """Stop observing steps."""
         self._observer.close()
-
-    def holds_any_of(self, param_groups: Iterable[Mapping[str, Any]]) -> bool:
-        """Return whether an optimizer with these groups steps on parameters of the module."""
-        stepped = {id(parameter) for group in param_groups for parameter in group["params"]}
-        if self._may_change and self._ids.isdisjoint(stepped):
-            self._ids = {id(parameter) for parameter in self._module.parameters()}  # a layer may be new
-        return not self._ids.isdisjoint(stepped)
 
     def _before(self, optimizer: Optimizer, _: Arguments) -> None:
         if self._shared.is_shown and changes_weights(optimizer):

@@ -1,4 +1,4 @@
-"""The words that can be chosen for local training with a sparse exchange of drifts, checked when they are made."""
+"""Options of local training with a sparse exchange of drifts, checked when they are made."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -65,7 +65,7 @@ class DriftOptions(TransportOptions):
             )
 
     def settings(self) -> dict[str, object]:
-        """Returns what must be the same on all workers, as plain values."""
+        """Return the values that must be the same on all workers, as plain values."""
         return vars(self) | {"outer_optimizer": _described(self.outer_optimizer)}
 
 

@@ -68,8 +68,6 @@ class ShardModelAverager(SparseModelAverager):
             sparsifier, options = Dense(), replace(options, value_dtype="float32")
         super().__init__(Resharded(module), sparsifier, options, group=sharding.group, per_layer_stats=per_layer_stats)
         self._engine.of_whole_model = sharding.of_all_shards
-        replica, device = self.replica, self.device  # without self: no reference cycle
-        self._exchange.of_whole_model = lambda number: float(replica.gather_numbers([number], device).max())
         self._whole, self.place = module, sharding.place
 
     def _prepare(self) -> None:

@@ -66,10 +66,6 @@ class SharedWeights:
                 held[name].copy_(own)
         self.own = {}
 
-    def forget_own(self) -> None:
-        """Leave the module its current weights for good."""
-        self.own = {}
-
     def set_apart(self, saved: Mapping[str, Tensor]) -> None:
         """Keep saved weights apart as the module's own, as far as they fit; its current weights become shared."""
         held = self._held()
@@ -85,7 +81,17 @@ class SharedWeights:
     @torch.no_grad()
     def mean(self, workers: Workers) -> dict[str, Tensor]:
         """Return the mean of all workers' weights and of other tensors that differ, by name. Collective."""
-        tensors = {name: tensor.clone() for name, tensor in self._averaged(workers).items()}
+        # Parameters unfrozen since the last exchange are untrained until the next: looking changes nothing.
+        self._exchange.land()
+        untrained = self._exchange.untrained
+        untrained.take_in_new()
+        told = untrained.floating(only_buffers=False)
+        mine = fingerprints([*told.values()])
+        prints = mine.new_zeros(workers.num_workers, mine.numel())
+        if told:
+            workers.all_gather(prints.view(-1), mine).wait()
+        averaged = self.weights() | untrained.differing(told, prints.cpu())
+        tensors = {name: tensor.clone() for name, tensor in averaged.items()}
         workers.average(list(tensors.values()))
         return tensors
 
@@ -128,19 +134,6 @@ class SharedWeights:
         """Return the parameters that have an anchor, by name, detached."""
         named = self._module.named_parameters()
         return {name: local(parameter) for name, parameter in named if name in self._exchange.anchored}
-
-    def _averaged(self, workers: Workers) -> dict[str, Tensor]:
-        """Return the module's tensors whose mean is shared. Collective."""
-        # Parameters unfrozen since the last exchange are untrained until the next: looking changes nothing.
-        self._exchange.land()
-        untrained = self._exchange.untrained
-        untrained.take_in_new()
-        told = untrained.floating(only_buffers=False)
-        mine = fingerprints([*told.values()])
-        prints = mine.new_zeros(workers.num_workers, mine.numel())
-        if told:
-            workers.all_gather(prints.view(-1), mine).wait()
-        return self.weights() | untrained.differing(told, prints.cpu())
 
     def _held(self) -> dict[str, Tensor]:
         return {name: local(tensor) for name, tensor in named_tensors(self._module).items()}

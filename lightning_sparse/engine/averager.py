@@ -42,6 +42,7 @@ class Averager(ABC):
     forgets = False
     replica = Workers(None, 0, 1)
     _advice_for_others = "begin without it"
+    _parameters: Mapping[str, Tensor]
 
     def __init__(self, engine: Engine, names: Collection[str]) -> None:
         self._engine = engine
@@ -51,9 +52,9 @@ class Averager(ABC):
             warn_of_patterns(engine.sparsifier.layer_thresholds, names)
 
     @property
-    @abstractmethod
     def parameters(self) -> Mapping[str, Tensor]:
         """The parameters by name; distributed tensors if they are sharded."""
+        return self._parameters
 
     @property
     def parameter_sizes(self) -> dict[str, int]:

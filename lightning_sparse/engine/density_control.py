@@ -121,6 +121,8 @@ class LayerControl:
     def __init__(self, density: float, *, keeps_rest: bool = True) -> None:
         self.density = density
         self._keeps_rest = keeps_rest
+        # Not the pace of a layer's own density: λ of a layer that sends one coordinate every second step would jump.
+        self._pace = pace_of(density)
         self._layers: dict[str, DensityControl] = {}
 
     def corrected(
@@ -143,16 +145,12 @@ class LayerControl:
         asked = share_of_layer(self.density, stats.num_elements)
         layer = self._layers.get(name)
         if layer is None or layer.density != asked:  # the checkpoint's layer had another size
-            layer = self._layers[name] = self._new(asked)
+            layer = self._layers[name] = DensityControl(asked, self._pace)
         has_moved = stats.selected or stats.squared_error != layer.squared_error
         layer.squared_error = stats.squared_error
         if not has_moved and self._keeps_rest:
             return threshold
         return layer.corrected(threshold, stats.density, is_all=self._keeps_rest and stats.squared_error == 0)
-
-    def _new(self, asked: float) -> DensityControl:
-        # The pace follows from the common density: λ of a layer that sends one coordinate every second step would jump.
-        return DensityControl(asked, pace_of(self.density))
 
     def state_dict(self) -> dict[str, dict[str, float]]:
         """Return the controller state of every layer."""
@@ -165,6 +163,6 @@ class LayerControl:
         """Continue from the result of ``state_dict``."""
         self._layers.clear()
         for name, saved in state.items():
-            layer = self._layers[name] = self._new(saved["density"])
+            layer = self._layers[name] = DensityControl(saved["density"], self._pace)
             layer.load_state_dict(saved)
             layer.squared_error = saved["squared_error"]

@@ -13,7 +13,7 @@ and after the last bucket:
 """
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from time import perf_counter
@@ -29,8 +29,8 @@ from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.engine.step_stats import StepStats, numbers_of_headers
 from lightning_sparse.engine.transport_options import TransportOptions
 from lightning_sparse.exchange import Buffers, Exchange, Workers
-from lightning_sparse.exchange.pending import LostWorkerError
 from lightning_sparse.exchange.wire import require_wire, wire_of
+from lightning_sparse.exchange.workers import LostWorkerError
 from lightning_sparse.selection.bucket import FlatBucket
 from lightning_sparse.selection.extraction import Extraction
 from lightning_sparse.selection.numbers import header_fields
@@ -52,7 +52,6 @@ class Engine:
 
     Attributes:
         sparsifier: the engine's own; holds the calibrated λ once calibration has ended.
-        options: how values travel.
         workers: the workers that take part.
         exchange: routes payloads between the workers.
         calibrator: sets λ.
@@ -104,10 +103,6 @@ class Engine:
         self._buckets: list[FlatBucket] = []
         self._headers: list[Tensor] = []
 
-    def close(self) -> None:
-        """End the exchange's own groups."""
-        self.exchange.close()
-
     def forget_sizes(self) -> None:
         """Free memory that buckets of other sizes needed; also in the middle of a step."""
         self._averages.forget()
@@ -120,14 +115,6 @@ class Engine:
         self._buckets.clear()
         self.exchange.begin()
         self.sparsifier.begin_step(self.next_step, self.workers.rank)
-
-    def survey(self, buckets: Sequence[FlatBucket]) -> None:
-        """Show a whole step to a sparsifier that needs a survey; call it before the step's first ``add``."""
-        if self.sparsifier.needs_survey:
-            dtype = max((bucket.residual.before.dtype for bucket in buckets), key=lambda kept: kept.itemsize)
-            num_elements = sum(bucket.layout.num_elements for bucket in buckets)
-            parts = [partial(bucket.whole, dtype) for bucket in buckets]
-            self.sparsifier.survey(WholeStep(parts, num_elements, dtype))
 
     def add(self, bucket: FlatBucket) -> None:
         """Select a bucket's values to send, and start their exchange. Collective."""
@@ -154,7 +141,10 @@ class Engine:
         """Add buckets one by one, after a survey of all if the sparsifier needs it. Collective."""
         if self.sparsifier.needs_survey:
             buckets = list(buckets)
-            self.survey(buckets)
+            dtype = max((bucket.residual.before.dtype for bucket in buckets), key=lambda kept: kept.itemsize)
+            num_elements = sum(bucket.layout.num_elements for bucket in buckets)
+            parts = [partial(bucket.whole, dtype) for bucket in buckets]
+            self.sparsifier.survey(WholeStep(parts, num_elements, dtype))
         for bucket in buckets:
             self.add(bucket)
 

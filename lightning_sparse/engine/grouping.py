@@ -86,15 +86,7 @@ def as_parameter(flat: Tensor, parameter: Tensor) -> Tensor:
 
 def _has_memory_order(parameter: Tensor) -> bool:
     """Return whether a parameter fills its memory without gaps or overlaps, but not in the order of its indices."""
-    if parameter.is_contiguous():
-        return False
-    expected = 1
-    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
+    return not parameter.is_contiguous() and bool(torch.ops.aten.is_non_overlapping_and_dense(parameter))
 
 
 def _as_laid_out(flat: Tensor, parameter: Tensor) -> Tensor:

@@ -1,12 +1,12 @@
 """Error-feedback memory: the residual of every parameter, committed and pending."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.engine.grouping import in_logical_order, in_memory_order, kept_dtype, real_numel
-from lightning_sparse.exchange import let_go
+from lightning_sparse.exchange.buffers import let_go
 from lightning_sparse.selection.bucket import Residual
 from lightning_sparse.sparsifiers import LayerLayout
 
@@ -87,7 +87,11 @@ class ResidualMemory:
 
         If the parameter has that order in memory, the result shares the memory, which later steps change.
         """
-        return self._by_name(_Bucket.committed_part)
+        placed = {name: bucket.committed_part(name, start, end) for name, (bucket, start, end) in self._places.items()}
+        return {
+            name: in_logical_order(residual, self._parameters[name]) if name in self._parameters else residual
+            for name, residual in (self._loaded | placed).items()
+        }
 
     def all_layers(self) -> dict[str, Tensor]:
         """Return the result of ``layers``, with zeros for parameters that no backward has reached yet."""
@@ -101,10 +105,6 @@ class ResidualMemory:
         """Return the result of ``layers`` as copies that later steps do not change."""
         return {name: residual.clone() for name, residual in self.layers().items()}
 
-    def latest(self) -> dict[str, Tensor]:
-        """Return the future result of ``state_dict`` if optimizers step on everything that is pending."""
-        return {name: residual.clone() for name, residual in self._by_name(_Bucket.latest_part).items()}
-
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Replace all residuals by the result of ``state_dict``, here or in another run."""
         self.was_loaded = bool(state)
@@ -113,13 +113,6 @@ class ResidualMemory:
         self._loaded = {name: residual.detach().clone().flatten() for name, residual in state.items()}
         for name in self._loaded.keys() & self._parameters.keys():
             self._loaded[name] = in_memory_order(self._loaded[name], self._parameters[name])
-
-    def _by_name(self, part_of: Callable[["_Bucket", str, int, int], Tensor]) -> dict[str, Tensor]:
-        placed = {name: part_of(bucket, name, start, end) for name, (bucket, start, end) in self._places.items()}
-        return {
-            name: in_logical_order(residual, self._parameters[name]) if name in self._parameters else residual
-            for name, residual in (self._loaded | placed).items()
-        }
 
     def _lay_out(self, layout: LayerLayout, gradient: Tensor) -> "_Bucket":
         formers = {self._places[name][0] for name in layout.names if name in self._places}
@@ -137,7 +130,7 @@ class ResidualMemory:
                 former, *span = self._places[name]
                 committed[start:end] = former.committed_part(name, *span)
                 if name in former.pending:
-                    bucket.back_buffer[start:end] = former.latest_part(name, *span)
+                    bucket.back_buffer[start:end] = former.back_buffer[slice(*span)]
                     bucket.pending.add(name)
             self._places[name] = (bucket, start, end)
         return bucket
@@ -202,6 +195,3 @@ class _Bucket:
 
     def committed_part(self, name: str, start: int, end: int) -> Tensor:
         return (self.back_buffer if name in self.in_back_buffer else self.committed)[start:end]
-
-    def latest_part(self, name: str, start: int, end: int) -> Tensor:
-        return self.back_buffer[start:end] if name in self.pending else self.committed_part(name, start, end)

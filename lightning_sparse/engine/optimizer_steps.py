@@ -5,7 +5,7 @@ is held by a weak reference, and the hooks stay until the last observer is close
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -25,13 +25,14 @@ class Follower(Protocol):
     def _step_ends(self, optimizer: Optimizer) -> None: ...
 
 
-_followers: list["weakref.ref[Follower]"] = []
+_followers: weakref.WeakKeyDictionary[Follower, None] = weakref.WeakKeyDictionary()
+"""In the order in which they came."""
 _hooks: list[torch.utils.hooks.RemovableHandle] = []
 
 
 def follow_steps(follower: Follower) -> None:
     """Notify an object of steps for as long as it lives, or until ``follow_no_steps``."""
-    _followers[:] = [known for known in _followers if known() is not None] + [weakref.ref(follower)]
+    _followers[follower] = None
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_steps_begin))
         _hooks.append(register_optimizer_step_post_hook(_steps_end))
@@ -39,7 +40,7 @@ def follow_steps(follower: Follower) -> None:
 
 def follow_no_steps(follower: Follower) -> None:
     """Stop notifying an object."""
-    _followers[:] = [known for known in _followers if known() not in (None, follower)]
+    _followers.pop(follower, None)
     if not _followers:
         for hook in _hooks:
             hook.remove()
@@ -49,17 +50,15 @@ def follow_no_steps(follower: Follower) -> None:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _steps_begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     changed = None
-    for follower in [known() for known in _followers]:
-        if follower is not None:
-            changed = follower._step_begins(optimizer, changed or (args, kwargs)) or changed
+    for follower in list(_followers):
+        changed = follower._step_begins(optimizer, changed or (args, kwargs)) or changed
     return changed
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _steps_end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for follower in [known() for known in _followers]:
-        if follower is not None:
-            follower._step_ends(optimizer)
+    for follower in list(_followers):
+        follower._step_ends(optimizer)
 
 
 def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,22 +80,22 @@ class StepObserver:
     """Calls back before and after each step that any optimizer takes on given parameters.
 
     An optimizer around another (Lookahead, SAM) counts as one optimizer. Steps inside a backward, which hooks of single
-    parameters take, count together as one step when that backward ends. All arguments are methods; the observer does
-    not keep their objects alive.
+    parameters take, count together as one step when that backward ends.
 
     Args:
-        holds_any_of: returns whether parameter groups have one of the parameters.
-        before: called with optimizer and arguments; may return other arguments.
-        after: called with the optimizer; inside a backward only once, at its end, with the first optimizer.
+        observed: the parameters, which the caller keeps alive; or their module if its layers may be replaced.
+        before: a method, called with optimizer and arguments; may return other arguments. Its object is not kept alive.
+        after: a method, called with the optimizer; inside a backward only once, at its end, with the first optimizer.
     """
 
     def __init__(
         self,
-        holds_any_of: Callable[[Iterable[Mapping[str, Any]]], bool],
+        observed: Iterable[Tensor] | nn.Module,
         before: Callable[[Optimizer, Arguments], Arguments | None],
         after: Callable[[Optimizer], None],
     ) -> None:
-        self._holds_any_of = weak_method(holds_any_of)
+        self._module = observed if isinstance(observed, nn.Module) else None
+        self._ids = set(map(id, observed.parameters() if isinstance(observed, nn.Module) else observed))
         self._before, self._after = weak_method(before), weak_method(after)
         self._outer: Optimizer | None = None
         self._awaited_backward = -1
@@ -112,11 +111,17 @@ class StepObserver:
 
     def _step_begins(self, optimizer: Optimizer, arguments: Arguments) -> Arguments | None:
         is_inner = self._outer is not None and self._outer is not optimizer
-        if is_inner or not self._holds_any_of(optimizer.param_groups):
+        if is_inner or not self._observes(optimizer):
             return None
         self._outer = optimizer
         changed: Arguments | None = self._before(optimizer, arguments)
         return changed
+
+    def _observes(self, optimizer: Optimizer) -> bool:
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if self._module is not None and self._ids.isdisjoint(stepped):
+            self._ids = set(map(id, self._module.parameters()))  # a layer may be new
+        return not self._ids.isdisjoint(stepped)
 
     def _step_ends(self, optimizer: Optimizer) -> None:
         if self._outer is not optimizer:

@@ -53,7 +53,7 @@ class Sharding:
         shards = {f"shard of {name}": f"{list(local(held).shape)}, {held.dtype}" for name, held in self.named.items()}
         with current_device(self.device):
             # Shards are compared between ranks in the same place; all ranks are told where they differ.
-            different = differing(shards, self.group)
+            different = list(differing(shards, self.group))
             require_agreement(settings | {"shards that differ between replicas": different})
             self.replica = replica_workers(self.group)
         self.place = {"world_size": dist.get_world_size(), "rank": dist.get_rank()}

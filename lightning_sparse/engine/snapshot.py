@@ -95,13 +95,11 @@ def require_seal(state: Any, *, but: tuple[str, ...] = ()) -> None:
     seal = state.get(SEAL) if isinstance(state, Mapping) else None
     if not isinstance(seal, Mapping):
         raise DamagedStateError("its seal", "is missing")
-
-    def counts(path: str) -> bool:
-        return not any(path.startswith(f"{part}/") for part in but)
-
-    held = {path: entry for path, entry in _entries_of(state) if counts(path)}
-    for path in (path for path in seal if counts(path) and path not in held):
-        raise DamagedStateError(path, "is missing")
+    unchecked = tuple(f"{part}/" for part in but)
+    held = {path: entry for path, entry in _entries_of(state) if not path.startswith(unchecked)}
+    for path in seal:
+        if path not in held and not path.startswith(unchecked):
+            raise DamagedStateError(path, "is missing")
     for path, entry in held.items():
         if path not in seal:
             raise DamagedStateError(path, "was added")

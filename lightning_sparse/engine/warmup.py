@@ -14,8 +14,7 @@ from torch import Tensor
 
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.grouping import kept_dtype
-from lightning_sparse.exchange import ExchangeMode, Workers
-from lightning_sparse.exchange.pending import Pending
+from lightning_sparse.exchange import ExchangeMode, ThreadWorkers
 from lightning_sparse.kernels import native, warm_up
 from lightning_sparse.selection.bucket import FlatBucket, Residual
 from lightning_sparse.sparsifiers import HardThreshold, LayerLayout
@@ -44,21 +43,6 @@ def warm_up_steps(
         for some in {tuple(names), (names[0],)}:  # of different thresholds, perhaps, and of one
             layout = LayerLayout(some, (LAYER_ELEMENTS,) * len(some))
             warm_up(device, partial(_run_warmup, engine, layout, dtype, device, is_scaled, has_unused))
-
-
-class _Alone(Workers):
-    """One worker to whom all that it sends comes back at once."""
-
-    def all_gather(self, out: Tensor, part: Tensor) -> Pending:
-        out.copy_(part)
-        return Pending([])
-
-    def all_to_all(self, out: Tensor, parts: Tensor) -> Pending:
-        out.copy_(parts)
-        return Pending([])
-
-    def all_reduce(self, tensor: Tensor) -> Pending:
-        return Pending([])
 
 
 def _run_warmup(
@@ -94,7 +78,8 @@ def _warmup_modes(engine: Engine) -> Sequence[tuple[ExchangeMode, bool]]:
 def _double(engine: Engine, mode: ExchangeMode, names: Sequence[str], *, calibrates: bool) -> Engine:
     """Return an engine that takes the same steps alone, on one route."""
     options = replace(engine.options, exchange=mode, link_gbit_s=None)
-    double = Engine(engine.sparsifier, options, workers=_Alone(None, 0, 1), per_layer_stats=engine.per_layer_stats)
+    (alone,) = ThreadWorkers(1).workers
+    double = Engine(engine.sparsifier, options, workers=alone, per_layer_stats=engine.per_layer_stats)
     double.exchange.has_shortcut = False
     if double.calibrator.is_running and not calibrates:
         double.calibrator.set_threshold(1.0)  # any λ: calibration is not over

@@ -5,21 +5,19 @@ communication hook and from nowhere else: Gloo matches collectives by order, and
 differs between workers.
 """
 
-from lightning_sparse.exchange.agreement import current_device, parameter_settings, raised_together, require_agreement
-from lightning_sparse.exchange.buffers import Buffers, let_go, without_wait
+from lightning_sparse.exchange.agreement import current_device, parameter_settings, require_agreement
+from lightning_sparse.exchange.buffers import Buffers, without_wait
 from lightning_sparse.exchange.exchange import EXCHANGE_MODES, Exchange, ExchangeMode
 from lightning_sparse.exchange.groups import OwnGroup
 from lightning_sparse.exchange.in_process import ThreadWorkers
 from lightning_sparse.exchange.routes.cost_model import require_link
-from lightning_sparse.exchange.routes.reduce_scatter import largest_slice, slice_bounds, slice_elements
-from lightning_sparse.exchange.routes.shipment import LARGEST_SLICE, NUM_SELECTED, Shipment
+from lightning_sparse.exchange.routes.reduce_scatter import slice_bounds, slice_elements
+from lightning_sparse.exchange.routes.shipment import Shipment
 from lightning_sparse.exchange.save_barrier import SaveBarrier
 from lightning_sparse.exchange.workers import Workers
 
 __all__ = [
     "EXCHANGE_MODES",
-    "LARGEST_SLICE",
-    "NUM_SELECTED",
     "Buffers",
     "Exchange",
     "ExchangeMode",
@@ -29,10 +27,7 @@ __all__ = [
     "ThreadWorkers",
     "Workers",
     "current_device",
-    "largest_slice",
-    "let_go",
     "parameter_settings",
-    "raised_together",
     "require_agreement",
     "require_link",
     "slice_bounds",

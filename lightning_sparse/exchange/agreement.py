@@ -1,4 +1,4 @@
-"""Whether all workers were started alike, asked once at set-up."""
+"""Check at set-up that all workers were started alike."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from lightning_sparse._version import __version__
 
 MOST_NAMED = 10
 _T = TypeVar("_T")
@@ -27,7 +29,7 @@ def gather_objects(own: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
 
 
 def require_agreement(settings: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
-    """Raise on every worker if the workers' settings differ. Collective: every worker calls this at set-up.
+    """Raise on every worker if settings or versions differ. Collective: every worker calls this at set-up.
 
     Args:
         settings: plain values by name.
@@ -36,29 +38,27 @@ def require_agreement(settings: dict[str, Any], group: dist.ProcessGroup | None 
     Raises:
         RuntimeError: names the settings that differ, the first ten of them, with the value of each rank.
     """
-    gathered = gather_objects(settings, group)
-    names = _differing(gathered)
-    if names:
+    versions = {"lightning_sparse": __version__, "torch": str(torch.__version__)}
+    values_by_name = differing(settings | versions, group)
+    if values_by_name:
         lines = [
-            f"  {name}: " + ", ".join(f"rank {rank}: {settings.get(name)!r}" for rank, settings in enumerate(gathered))
-            for name in names[:MOST_NAMED]
+            f"  {name}: " + ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
+            for name, values in values_by_name.items()
         ]
-        if len(names) > MOST_NAMED:
-            lines.append(f"  and {len(names) - MOST_NAMED} more")
+        if len(lines) > MOST_NAMED:
+            lines[MOST_NAMED:] = [f"  and {len(lines) - MOST_NAMED} more"]
         raise RuntimeError(
             "The workers disagree on what is exchanged. Start all of them with the same model, settings and "
             "versions. What differs:\n" + "\n".join(lines)
         )
 
 
-def differing(settings: dict[str, Any], group: dist.ProcessGroup | None = None) -> list[str]:
-    """Return the names of settings that differ between workers, the same on all. Collective."""
-    return _differing(gather_objects(settings, group))
-
-
-def _differing(gathered: list[dict[str, Any]]) -> list[str]:
+def differing(settings: dict[str, Any], group: dist.ProcessGroup | None = None) -> dict[str, list[Any]]:
+    """Return the values of all ranks, by name, of settings that differ between workers. Collective."""
+    gathered = gather_objects(settings, group)
     names = sorted({name for settings in gathered for name in settings})
-    return [name for name in names if any(other.get(name) != gathered[0].get(name) for other in gathered)]
+    values_by_name = {name: [settings.get(name) for settings in gathered] for name in names}
+    return {name: values for name, values in values_by_name.items() if any(value != values[0] for value in values)}
 
 
 @contextmanager

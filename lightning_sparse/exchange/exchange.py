@@ -21,7 +21,6 @@ from torch import Tensor
 from lightning_sparse.exchange.buffers import Buffers, copy_to_host
 from lightning_sparse.exchange.groups import Nodes, find_nodes, is_one_node
 from lightning_sparse.exchange.payload import PayloadFormat
-from lightning_sparse.exchange.pending import Pending
 from lightning_sparse.exchange.routes.cost_model import Costs, Forecast, Route, speeds
 from lightning_sparse.exchange.routes.dense import DenseShipment, DenseStepsShipment, dense_element_bytes
 from lightning_sparse.exchange.routes.gather import GatherShipment, PayloadCoalescer
@@ -29,7 +28,7 @@ from lightning_sparse.exchange.routes.hierarchical import HierarchicalShipment
 from lightning_sparse.exchange.routes.reduce_scatter import ReduceScatterShipment, slice_elements
 from lightning_sparse.exchange.routes.shipment import LARGEST_SLICE, NUM_SELECTED, Shipment
 from lightning_sparse.exchange.wire import Wire
-from lightning_sparse.exchange.workers import Workers, let_senders_finish
+from lightning_sparse.exchange.workers import Pending, Workers, let_senders_finish
 
 ExchangeMode = Literal["auto", "gather", "reduce_scatter", "dense", "hierarchical"]
 EXCHANGE_MODES: tuple[ExchangeMode, ...] = ("auto", "gather", "reduce_scatter", "dense", "hierarchical")

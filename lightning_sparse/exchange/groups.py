@@ -32,21 +32,19 @@ def new_group(parent: dist.ProcessGroup | None, global_ranks: list[int], name: s
     world = dist.group.WORLD
     assert world is not None
     backend, store = _world.pg_map[world]
+    group = parent or world
+    device = torch.device("cuda" if torch.device("cuda") in group._device_types else "cpu")
+    # None is torch's default, for a backend that does not tell its timeout.
+    timeout: timedelta | None = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
     # Up to torch 2.14 (pull request 189073) a group has the keys of one of the same ranks that ended before. Workers
     # would find there at which address each listened then, and wait for each other for ever.
     _world.pg_map[world] = (backend, PrefixStore(name, store))
     try:
-        made = dist.new_group(global_ranks, timeout=_timeout_of(parent or world), use_local_synchronization=True)
+        made = dist.new_group(global_ranks, timeout=timeout, use_local_synchronization=True)
     finally:
         _world.pg_map[world] = (backend, store)
     assert isinstance(made, dist.ProcessGroup)  # a non-member would get a number
     return made
-
-
-def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Return the timeout of a group's operations; None, for torch's default, where torch does not tell it."""
-    device = torch.device("cuda" if torch.device("cuda") in group._device_types else "cpu")
-    return getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
 
 
 def apart(workers: Workers, name: str) -> Workers:
@@ -136,7 +134,7 @@ def find_nodes(group: dist.ProcessGroup | None = None) -> Nodes:
 
 
 def replica_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """Return a mesh of all ranks, as ``init_device_mesh`` does; the same one for the same arguments. Collective: world.
+    """Return a mesh of all ranks, the same mesh for the same arguments. Collective: world.
 
     ``init_device_mesh`` gives its groups torch's own timeout of half an hour; these have the world's.
 
@@ -145,7 +143,18 @@ def replica_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...
         shape: ranks along each dimension.
         names: of the dimensions.
     """
-    return _once((device_type, shape, names), partial(_new_mesh, device_type, shape, names))
+
+    def make() -> DeviceMesh:
+        ranks = torch.arange(dist.get_world_size()).view(shape)
+        place = (ranks == dist.get_rank()).nonzero()[0].tolist()
+        seed = gather_objects(uuid4().hex)[0]
+        groups = []
+        for dimension, name in enumerate(names):
+            line = ranks[tuple(slice(None) if axis == dimension else at for axis, at in enumerate(place))]
+            groups.append(new_group(None, line.tolist(), f"lightning_sparse/{seed}/{name}"))
+        return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
+
+    return _once((device_type, shape, names), make)
 
 
 def replica_workers(between: dist.ProcessGroup) -> Workers:
@@ -183,17 +192,6 @@ def _sub_group(group: dist.ProcessGroup | None, ranks: list[int], name: str) -> 
     global_ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     made = new_group(group, [global_ranks[rank] for rank in ranks], name)
     return Workers(made, dist.get_rank(made), len(ranks))
-
-
-def _new_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    ranks = torch.arange(dist.get_world_size()).view(shape)
-    place = (ranks == dist.get_rank()).nonzero()[0].tolist()
-    seed = gather_objects(uuid4().hex)[0]
-    groups = []
-    for dimension, name in enumerate(names):
-        line = ranks[tuple(slice(None) if axis == dimension else at for axis, at in enumerate(place))]
-        groups.append(new_group(None, line.tolist(), f"lightning_sparse/{seed}/{name}"))
-    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
 
 
 def _once(kind: tuple[Any, ...], make: Callable[[], _T]) -> _T:

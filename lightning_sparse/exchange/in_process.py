@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from threading import Barrier, BrokenBarrierError
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_sparse.exchange.pending import Pending
-from lightning_sparse.exchange.workers import Workers
+from lightning_sparse.exchange.workers import Pending, Workers
 
 
 class ThreadWorkers:
@@ -80,9 +80,6 @@ class _InProcess(Workers):
         tensor.copy_(total)
         return Pending([])
 
-    def sends_messages(self, tensor: Tensor) -> bool:
-        return False
-
-    @property
-    def is_over_gloo(self) -> bool:
-        return False
+    @cached_property
+    def _backends(self) -> str:
+        return "threads"

@@ -1,4 +1,4 @@
-"""Whether all workers are at the same point: asked through the rendezvous store, without a collective.
+"""Ask through the rendezvous store whether all workers are at the same point, without a collective.
 
 A checkpoint needs every worker's residuals, but not every worker may come to save one. A worker that handles an
 exception or a signal is alone with it, while others wait in the middle of a step for its gradients. A collective would
@@ -31,7 +31,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.0005, 0.05
 
 
 class SaveBarrier:
-    """Where the workers of an exchange wait for each other before a save. Collective: every worker makes one at set-up.
+    """Lets the workers of an exchange wait for each other before a save. Collective: every worker makes one at set-up.
 
     Args:
         workers: all of them.

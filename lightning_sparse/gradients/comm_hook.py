@@ -13,7 +13,6 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparse._version import __version__
 from lightning_sparse.engine.grouping import require_one_device
 from lightning_sparse.exchange import ExchangeMode, current_device, require_agreement
 from lightning_sparse.exchange.wire import ValueDtype
@@ -155,7 +154,7 @@ def attach(
         sparsifier.settings()
         | asdict(options)
         | {name: getattr(ddp_module, name) for name in _DDP_SETTINGS}
-        | {"per_layer_stats": per_layer_stats, "lightning_sparse": __version__, "torch": str(torch.__version__)}
+        | {"per_layer_stats": per_layer_stats}
     )
     with current_device(ddp_module.device):
         require_agreement(settings, ddp_module.process_group)

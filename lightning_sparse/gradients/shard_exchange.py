@@ -15,13 +15,11 @@ step. Gradients that are dropped before that have never been in a residual.
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import compress
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_sparse._version import __version__
 from lightning_sparse.engine import Averager, Engine, FlatBucket, warm_up_steps
 from lightning_sparse.engine.grouping import ParameterBucket, as_real, bucketed, local, real_numel
 from lightning_sparse.engine.sharding import Sharding, reshard
@@ -103,7 +101,6 @@ class ShardExchange(Averager):
         require_wire(sparsifier, options.value_dtype)
         reshard(module)
         settings = parameter_settings(module) | sparsifier.settings() | vars(options)
-        settings |= {"lightning_sparse": __version__, "torch": str(torch.__version__)}
         sharding = Sharding(module, mesh, settings | {"per_layer_stats": per_layer_stats})
         named, self.device, self.replica = sharding.named, sharding.device, sharding.replica
         if sharding.is_alone:
@@ -116,10 +113,9 @@ class ShardExchange(Averager):
             self.workers.broadcast([*map(local, named.values()), *map(local, buffers)])
             self._engine.of_whole_model = sharding.of_all_shards
         self._is_closed = False
-        self._ids = set(map(id, named.values()))
         self.place = sharding.place
         self._parameters = named
-        self._steps = StepsOnAverages(module, named.values(), self.holds_any_of)
+        self._steps = StepsOnAverages(module, named.values())
         self._buckets: list[ShardBucket] = []
         self._taken: set[str] = set()
         self._marks: dict[int, tuple[list[bool], Tensor]] = {}
@@ -132,7 +128,7 @@ class ShardExchange(Averager):
         """End groups of the exchange's own; groups that other exchanges of these ranks use end with the world."""
         self._is_closed = True
         self._steps.close()
-        self._engine.close()
+        self._engine.exchange.close()
         self.own_group.close()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -152,7 +148,7 @@ class ShardExchange(Averager):
         """
         if self._is_closed:
             raise RuntimeError("The exchange was closed: gradients would stay each replica's own. Make a new one.")
-        chosen = self._ids if parameters is None else set(map(id, parameters))
+        chosen = set(map(id, self._parameters.values() if parameters is None else parameters))
         self._steps.require_new(parameter for parameter in self._parameters.values() if id(parameter) in chosen)
         self.is_exchanging = True
         self._take_in_new()
@@ -177,10 +173,6 @@ class ShardExchange(Averager):
         if flight:
             self._engine.account()
         self.is_exchanging = False
-
-    def holds_any_of(self, param_groups: Iterable[Mapping[str, Any]]) -> bool:
-        """Return whether an optimizer with these groups steps on parameters of the module."""
-        return any(id(parameter) in self._ids for group in param_groups for parameter in group["params"])
 
     def _marks_of(self, bucket: ShardBucket, used: Collection[str]) -> Tensor:
         """Return marks of the parameters of a bucket that this replica used, on the device; they hardly ever change."""
@@ -208,11 +200,6 @@ class ShardExchange(Averager):
     def parameter_sizes(self) -> dict[str, int]:
         """By name, how many real numbers this rank exchanges of each parameter."""
         return {name: real_numel(local(held)) for name, held in self._parameters.items() if name in self._taken}
-
-    @property
-    def parameters(self) -> Mapping[str, Tensor]:
-        """The sharded parameters of the module by name."""
-        return self._parameters
 
     def snapshot(self, workers: Workers | None = None) -> Snapshot:
         """Return this rank's state; residuals only of parameters that required a gradient so far. Not collective."""

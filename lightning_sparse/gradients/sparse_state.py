@@ -99,15 +99,10 @@ class SparseState(Averager):
 
     def close(self) -> None:
         """Remove this state from the model, except the hook, which DDP cannot remove. No backward may follow."""
-        self._engine.close()
+        self._engine.exchange.close()
         self.pending_gradients.close()
         self.save_barrier.close()
         self._use.close()
-
-    @property
-    def parameters(self) -> Mapping[str, Tensor]:
-        """The parameters by name that DDP reduces."""
-        return self._parameters
 
     @property
     def is_certain(self) -> bool:

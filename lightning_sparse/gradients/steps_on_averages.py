@@ -1,7 +1,6 @@
 """Checks that each optimizer step uses gradients that were averaged once before it."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable
 
 from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor, nn
@@ -17,18 +16,13 @@ MOST_EMPTY_CALLS = 20
 class StepsOnAverages:
     """Warns once of a loop that calls ``average_gradients`` at the wrong place, or twice."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        parameters: Collection[Tensor],
-        holds_any_of: Callable[[Iterable[Mapping[str, Any]]], bool],
-    ) -> None:
+    def __init__(self, module: nn.Module, parameters: Collection[Tensor]) -> None:
         self._ids = set(map(id, parameters))
         self._unexchanged = UnexchangedParameters(module, parameters)
         self._averaged: dict[int, tuple[int, int]] = {}
         self._said: set[str] = set()
         self._empty_calls = 0
-        self._observer = StepObserver(holds_any_of, self._before, self._after)
+        self._observer = StepObserver(parameters, self._before, self._after)
 
     def close(self) -> None:
         """Observe no more steps."""

@@ -1,4 +1,4 @@
-"""What to send: one module per sparsifier, pure tensors, no communication and no Lightning."""
+"""Sparsifiers, one module each: pure tensors, no communication and no Lightning."""
 
 from lightning_sparse.sparsifiers.accordion import Accordion
 from lightning_sparse.sparsifiers.gaussian_k import GaussianK

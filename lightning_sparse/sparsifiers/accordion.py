@@ -53,11 +53,7 @@ class Accordion(MarkingSparsifier):
     needs_averages = True
 
     def __init__(
-        self,
-        low_density: float = 0.001,
-        high_density: float = 0.01,
-        interval: int = 10,
-        relative_change: float = 0.5,
+        self, low_density: float = 0.001, high_density: float = 0.01, interval: int = 10, relative_change: float = 0.5
     ) -> None:
         for name, value in (("low_density", low_density), ("high_density", high_density)):
             require_density(value, "0.1 % of each layer", name)
@@ -79,8 +75,8 @@ class Accordion(MarkingSparsifier):
     def _forget(self) -> None:
         self._epoch = -1
         self._due = 0
-        self._coming: tuple[int, tuple[float, ...]] | None = None
-        self._rates: tuple[float, ...] = ()
+        self._coming: tuple[int, list[float]] | None = None
+        self._rates: list[float] = []
         self._calm: set[str] = set()
         self._norms: dict[str, float] = {}
         self._sums: dict[str, Tensor] = {}
@@ -94,7 +90,7 @@ class Accordion(MarkingSparsifier):
         """Notes an epoch and its learning rates; see `Sparsifier.begin_epoch`."""
         known = self._epoch if self._coming is None else self._coming[0]
         if epoch != known:
-            self._coming = epoch, tuple(learning_rates)
+            self._coming = epoch, list(learning_rates)
 
     def begin_step(self, step: int, rank: int) -> None:
         """Adds the averages of the last step, and compares norms if an epoch is over.
@@ -116,7 +112,7 @@ class Accordion(MarkingSparsifier):
                 "with a Trainer the strategy does."
             )
 
-    def _turn(self, epoch: int, rates: tuple[float, ...]) -> None:
+    def _turn(self, epoch: int, rates: list[float]) -> None:
         if self._sums:
             found = torch.stack([torch.linalg.vector_norm(total, dtype=torch.float64) for total in self._sums.values()])
             norms = dict(zip(self._sums, found.tolist(), strict=True))
@@ -150,26 +146,25 @@ class Accordion(MarkingSparsifier):
 
     def state_dict(self, next_step: int) -> dict[str, Any]:
         """Returns epoch, regimes, norms and the running sums; see `Sparsifier.state_dict`."""
-        last = self._last if next_step > self._step else {}
-        names = [*self._sums, *(name for name in last if name not in self._sums)]
+        sums = {name: total.to("cpu", copy=True) for name, total in self._sums.items()}
+        if next_step > self._step:
+            _add(sums, {name: average.to("cpu", copy=True) for name, average in self._last.items()})
         return {
             "epoch": self._epoch,
             "due": self._due,
-            "coming": None if self._coming is None else [self._coming[0], list(self._coming[1])],
-            "learning_rates": list(self._rates),
+            "coming": None if self._coming is None else list(self._coming),
+            "learning_rates": self._rates,
             "calm": sorted(self._calm),
-            "norms": dict(self._norms),
-            "sums": {name: _sum(self._sums.get(name), last.get(name)) for name in names},
+            "norms": self._norms,
+            "sums": sums,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from the result of `state_dict`; ``{}`` starts anew."""
         self._forget()
         if state:
-            self._epoch, self._due, coming = state["epoch"], state["due"], state["coming"]
-            self._coming = None if coming is None else (coming[0], tuple(coming[1]))
-            self._rates, self._calm = tuple(state["learning_rates"]), set(state["calm"])
-            self._norms = dict(state["norms"])
+            self._epoch, self._due, self._coming = state["epoch"], state["due"], state["coming"]
+            self._rates, self._calm, self._norms = state["learning_rates"], set(state["calm"]), state["norms"]
             self._sums = {name: total.clone() for name, total in state["sums"].items()}
 
 
@@ -181,12 +176,3 @@ def _add(sums: dict[str, Tensor], averages: Mapping[str, Tensor]) -> None:
     if known:
         torch._foreach_add_([sums[name] for name in known], [averages[name] for name in known])
     sums.update({name: average for name, average in averages.items() if name not in known})
-
-
-def _sum(some: Tensor | None, more: Tensor | None) -> Tensor:
-    """Returns the sum of the tensors that are not None, on the CPU and in memory of its own."""
-    if some is not None and more is not None and some.shape == more.shape:
-        return some.to(more.device).add(more).cpu()
-    chosen = some if more is None else more  # of another size it is another layer
-    assert chosen is not None
-    return chosen.to("cpu", copy=True)

@@ -48,13 +48,11 @@ class RandomK(MarkingSparsifier):
     def mark(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
         """Marks k coordinates of each layer and every non-finite one; see `MarkingSparsifier.mark`."""
         marks = compensated.isfinite().logical_not_()
-        return marks.index_fill_(0, self._indices(layout, marks.device), True)
-
-    def _indices(self, layout: LayerLayout, device: torch.device) -> Tensor:
-        random_bits = self._random.random_bits(layout, device, self._step, 0 if self.same_on_all else self._rank)
+        rank = 0 if self.same_on_all else self._rank
+        random_bits = self._random.random_bits(layout, marks.device, self._step, rank)
         picked = [random_bits.new_empty(0)]
         for _, start, end in layout.spans():
             if end > start:
                 k = max(1, int(self.density * (end - start)))
                 picked.append(random_bits[start:end].topk(k, sorted=False).indices.add_(start))
-        return torch.cat(picked)
+        return marks.index_fill_(0, torch.cat(picked), True)

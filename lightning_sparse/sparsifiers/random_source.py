@@ -26,20 +26,16 @@ class RandomSource:
 
     def random_bits(self, layout: LayerLayout, device: torch.device, step: int, rank: int) -> Tensor:
         """Returns 64 random bits for each element: int64, no two of a layer alike, the same on every kind of device."""
-        starts, sizes = self._numbers_of_layers(layout, device, rank)
-        numbers = torch.repeat_interleave(starts, sizes, output_size=layout.num_elements)
-        numbers.add_(torch.arange(layout.num_elements, device=device)).add_(step * GOLDEN % (1 << 63))
-        return _mixed(numbers)
-
-    def _numbers_of_layers(self, layout: LayerLayout, device: torch.device, rank: int) -> tuple[Tensor, Tensor]:
-        """Returns numbers to add to an element's place in the bucket, and sizes: int64, shapes (L,), on the device."""
         key = (layout, device, rank)
-        if key not in self._starts:
+        if key not in self._starts:  # to add to an element's place in the bucket
             starts = torch.tensor([_digest(self._seed, rank, name) for name in layout.names], dtype=torch.int64)
             starts -= torch.tensor(layout.boundaries[:-1], dtype=torch.int64)
             sizes = torch.tensor(layout.sizes, dtype=torch.int64)
             self._starts[key] = starts.to(device, non_blocking=True), sizes.to(device, non_blocking=True)
-        return self._starts[key]
+        starts, sizes = self._starts[key]
+        numbers = torch.repeat_interleave(starts, sizes, output_size=layout.num_elements)
+        numbers.add_(torch.arange(layout.num_elements, device=device)).add_(step * GOLDEN % (1 << 63))
+        return _mixed(numbers)
 
 
 def _digest(*what: object) -> int:

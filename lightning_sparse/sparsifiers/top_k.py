@@ -111,7 +111,7 @@ def kth_largest_magnitude(parts: Sequence[Callable[[], Tensor]], k: int, dtype: 
         One element of this dtype, on the first part's device.
     """
     found: Tensor | None = None
-    place: Tensor | None = None
+    place: Tensor | int = k
     for shift in range(8 * dtype.itemsize - DIGIT_BITS, -1, -DIGIT_BITS):
         histogram: Tensor | None = None
         for part in parts:
@@ -120,7 +120,6 @@ def kth_largest_magnitude(parts: Sequence[Callable[[], Tensor]], k: int, dtype: 
             histogram = counts if histogram is None else histogram.add_(counts.to(histogram.device, non_blocking=True))
         assert histogram is not None
         at_least = histogram.flip(0).cumsum(0)  # how many have the highest digit, one of the two highest, …
-        place = torch.full_like(at_least[0], k) if place is None else place
         higher = (at_least < place).count_nonzero()  # digits above that of the k-th
         place = place - torch.cat([at_least.new_zeros(1), at_least]).index_select(0, higher.view(1)).view(())
         digit = len(at_least) - 1 - higher

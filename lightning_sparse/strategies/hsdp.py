@@ -55,7 +55,7 @@ class SparseHSDPStrategy(ReplicaStrategy):
     @override
     def _follow(self, state: Any) -> None:
         super()._follow(state)
-        self._observer = StepObserver(state.holds_any_of, self._before_any_step, self._after_any_step)
+        self._observer = StepObserver(state.parameters.values(), self._before_any_step, self._after_any_step)
 
     @override
     def teardown(self) -> None:

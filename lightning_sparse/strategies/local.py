@@ -122,7 +122,7 @@ class LocalTraining(SparseStrategy):
             # An exception has ended the fit, perhaps on this worker alone: all workers have the same anchor.
             if self.state.num_steps:
                 self._shared.take_anchor()
-            self._shared.forget_own()
+            self._shared.own = {}  # the module keeps what it shows
         super().teardown()
 
     def _return_weights(self) -> None:
@@ -250,7 +250,8 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
         obstacles = {
             "the weights were changed since all workers had the same": self.state.shared.was_written_to,
             # Arriving values would change weights that a backward needs.
-            "an exchange is still travelling": self.state.is_sent_off and (is_in_trouble() or self._is_in_a_step),
+            "an exchange is still travelling": bool(self.state.exchange.flight)
+            and (is_in_trouble() or self._is_in_a_step),
         }
         return [why for why, is_so in obstacles.items() if is_so]
 

@@ -51,7 +51,7 @@ class Simulation:
         outer: learning rate and momentum of Nesterov's method on the anchor; None subtracts the average.
         is_late: whether an average is applied one step after it was sent.
         wire: what values are rounded to that are sent; None leaves them as they are.
-        exchanges: (x, every worker's θ, every worker's e, all before) and x after, of every exchange.
+        sent: the number of coordinates that all workers sent, of every exchange.
     """
 
     models: Sequence[nn.Module]
@@ -122,6 +122,10 @@ class Simulation:
 
 def flat(model: nn.Module) -> Tensor:
     return torch.cat([one.detach().flatten() for one in model.parameters()])
+
+
+def anchor_of(averager: Any) -> Tensor:
+    return torch.cat([one.flatten() for one in averager.anchor().values()])
 
 
 @torch.no_grad()

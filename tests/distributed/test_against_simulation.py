@@ -4,12 +4,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lightning_sparse import (
-    HardThreshold,
-    ScaledIntegerRounding,
-    TopK,
-)
-from tests.distributed.simulation import Plan, simulate
+from lightning_sparse import HardThreshold, ScaledIntegerRounding, TopK
+from tests.distributed.simulation import Plan, simulate, through_float8
 from tests.distributed.training import OPTIMIZERS, STEPS, Result, build_batches, build_model, train
 from tests.workers import run_workers
 
@@ -32,14 +28,6 @@ def through_bfloat16(values):
     return values.to(torch.bfloat16).to(values.dtype)
 
 
-def through_float8(values):
-    """Four significant bits of multiples of a step, which is the largest power of two up to an eighth of THRESHOLD."""
-    scale = 512 * 2.0**-8
-    scaled = (values / scale).float().double()  # PyTorch goes by way of float32
-    last = 2.0 ** (scaled.abs().clamp(min=2.0**-6).log2().floor() - 3)
-    return (scaled / last).round() * last * scale
-
-
 SCENARIOS = {
     "gathered": ({"exchange": "gather"}, {}),
     "dense": ({"exchange": "dense"}, {}),
@@ -49,8 +37,10 @@ SCENARIOS = {
     "none": ({"error_feedback": "none"}, {"feedback": "none"}),
     "bfloat16": ({"value_dtype": "bfloat16"}, {"round_values": through_bfloat16}),
 }
+STEP = 2.0**-8
+"""The step of float8: the largest power of two up to an eighth of THRESHOLD."""
 OF_A_THRESHOLD = SCENARIOS | {
-    "float8": ({"value_dtype": "float8"}, {"round_values": through_float8}),
+    "float8": ({"value_dtype": "float8"}, {"round_values": partial(through_float8, scale=512 * STEP)})
 }
 
 

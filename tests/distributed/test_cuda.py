@@ -7,12 +7,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_sparse import HardThreshold, TopK
-from lightning_sparse.exchange import Workers
-from lightning_sparse.exchange.groups import apart
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.wire import Wire
 from tests.distributed.simulation import Plan
 from tests.distributed.test_against_simulation import THRESHOLD, assert_matches_simulation, reaches
+from tests.distributed.test_exchange import assert_gathered, gather_to_first
 from tests.distributed.training import train
 from tests.unit.strategies import packed
 from tests.workers import run_workers
@@ -47,23 +46,9 @@ def test_training_on_a_gpu_matches_the_simulation_and_keeps_replicas_equal(excha
     assert_matches_simulation(results, "nesterov", Plan(reaches(THRESHOLD)), rtol=1e-8)
 
 
-def _gather_to_first():
-    rank = dist.get_rank()
-    workers = apart(Workers(None, rank, dist.get_world_size()), "apart")
-    tensors = [torch.full((3,), rank + 0.5, device="cuda"), torch.full((2,), rank, device="cuda")]
-    return workers.gather_objects_to_first({"rank": rank, "tensors": tensors})
-
-
 @pytest.mark.parametrize(("backend", "num_workers"), [("gloo", 3), ("nccl", 1)])
 def test_residuals_and_objects_of_a_gpu_reach_the_first_worker(backend, num_workers):
-    first, *others = run_workers(_on_backend, num_workers, backend, _gather_to_first)
-    assert others == [[]] * len(others)
-    for rank, of_worker in enumerate(first):
-        floats, integers = of_worker["tensors"]
-        assert of_worker["rank"] == rank
-        assert floats.tolist() == [rank + 0.5] * 3
-        assert integers.tolist() == [rank] * 2
-        assert floats.device == integers.device == torch.device("cpu")
+    assert_gathered(*run_workers(_on_backend, num_workers, backend, gather_to_first, "cuda"))
 
 
 def _on_backend(backend, function, *args):

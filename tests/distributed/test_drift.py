@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import DriftOptions, HardThreshold, SparseModelAverager
-from tests.distributed.drift_simulation import CASES, flat
+from tests.distributed.drift_simulation import CASES, anchor_of, flat
 from tests.workers import run_workers
 
 STEPS = 13
@@ -56,10 +56,6 @@ def train(model, optimizer, steps, averager=None):
         optimizer.step()
         if averager is not None:
             averager.step()
-
-
-def anchor_of(averager):
-    return torch.cat([one.flatten() for one in averager.anchor().values()])
 
 
 def with_ddp_and_without():
@@ -129,7 +125,7 @@ def resumes(options, stop):
             averager.load_state_dict(saved[0])
             optimizer.load_state_dict(saved[1])
         train(model, optimizer, range(stop, STEPS), averager)
-        ends.append((flat(model), anchor_of(averager).clone(), averager.last_step))
+        ends.append((flat(model), anchor_of(averager), averager.last_step))
     return ends
 
 
@@ -347,7 +343,7 @@ def is_replaced(restarts):
     options = DriftOptions(overlap=True)
     old = averager = SparseModelAverager(model, HardThreshold(threshold=THRESHOLD), options)
     train(model, optimizer, range(4), averager)
-    assert averager.is_sent_off
+    assert averager.exchange.flight
     if restarts:
         averager.reset()
     else:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_sparse import DriftOptions, HardThreshold, SparseModelAverager, TopK
-from tests.distributed.drift_simulation import NESTEROV, Simulation, at_least, flat
+from tests.distributed.drift_simulation import NESTEROV, Simulation, anchor_of, at_least, flat
 from tests.workers import run_workers
 
 WIRES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -116,10 +116,6 @@ def halve(model):
     with torch.no_grad():
         for one in model.parameters():
             one.mul_(0.5)
-
-
-def anchor_of(averager):
-    return torch.cat([one.flatten() for one in averager.anchor().values()]).clone()
 
 
 def play(case):

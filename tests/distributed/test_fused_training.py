@@ -7,8 +7,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import DriftOptions, HardThreshold, SparseModelAverager, register_comm_hook
-from lightning_sparse.exchange import LARGEST_SLICE
 from lightning_sparse.exchange.routes import adding, gather
+from lightning_sparse.exchange.routes.shipment import LARGEST_SLICE
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels import launching
 from lightning_sparse.selection import extraction, fused_threshold

@@ -29,9 +29,8 @@ from lightning_sparse import (
 from lightning_sparse.engine import memory
 from lightning_sparse.exchange import ExchangeMode, buffers
 from lightning_sparse.exchange import exchange as exchange_module
-from lightning_sparse.exchange.pending import Pending
 from lightning_sparse.exchange.routes import adding, gather
-from lightning_sparse.exchange.workers import Workers
+from lightning_sparse.exchange.workers import Pending, Workers
 from lightning_sparse.gradients import buckets as ddp_buckets
 from lightning_sparse.gradients import sparse_state
 from lightning_sparse.gradients.options import ExchangeOptions

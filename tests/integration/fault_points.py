@@ -25,8 +25,7 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.exchange import save_barrier
 from lightning_sparse.exchange.exchange import Exchange
-from lightning_sparse.exchange.pending import Pending
-from lightning_sparse.exchange.workers import Workers
+from lightning_sparse.exchange.workers import Pending, Workers
 from lightning_sparse.gradients.pending_gradients import PendingGradients
 from lightning_sparse.gradients.sparse_state import SparseState
 from lightning_sparse.selection import extraction

@@ -469,7 +469,7 @@ def _loaded(saved: dict[str, Any], **options: Any) -> tuple[dict[str, Tensor], A
     own = clones(model.named_parameters())
     averager.step()  # goes on
     told = [str(warning.message) for warning in caught]
-    return own, averager._exchange.outer, [message for message in told if "outer" in message]
+    return own, averager.exchange.outer, [message for message in told if "outer" in message]
 
 
 def _kept_goes_into_the_weights() -> None:

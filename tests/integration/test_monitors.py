@@ -78,7 +78,13 @@ def _watch(
     strategy = strategy or DDPHardThresholdStrategy(threshold=THRESHOLD, bucket_cap_mb=SMALL_BUCKETS_MB)
     options = {"max_steps": 6, "log_every_n_steps": 1, **options}
     steps, messages, printed = [], [], io.StringIO()
-    trainer = quiet_trainer(strategy, callbacks=[_Steps(steps), *callbacks], **options)
+
+    def subscribe(trainer: Trainer, _: LightningModule) -> None:
+        if isinstance(trainer.strategy, SparseDDPStrategy | LocalHardThresholdStrategy):
+            trainer.strategy.state.subscribe(steps.append)
+
+    callbacks = [LambdaCallback(on_fit_start=subscribe), *callbacks]
+    trainer = quiet_trainer(strategy, callbacks=callbacks, **options)
     with redirect_stdout(printed), messages_of(messages), warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*barebones.*configured")
         trainer.fit(model, data(), ckpt_path=ckpt_path)
@@ -87,17 +93,6 @@ def _watch(
     own_gradients = [gradients(untrained, partial(untrained.loss, batch)) for batch in batches]
     metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
     return Watched(steps, own_gradients, metrics, printed.getvalue(), messages)
-
-
-class _Steps(Callback):
-    """Collects the numbers of each exchange."""
-
-    def __init__(self, steps: list[StepStats]) -> None:
-        self.steps = steps
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if isinstance(trainer.strategy, SparseDDPStrategy | LocalHardThresholdStrategy):
-            trainer.strategy.state.subscribe(self.steps.append)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 
 from lightning_sparse import (
     DDPHardThresholdStrategy,
@@ -19,14 +20,11 @@ from tests.integration.models import Classifier, TwoPlayers, data, quiet_trainer
 from tests.workers import run_workers
 
 
-class Thresholds(Callback):
-    """Collects the λ of every exchange."""
-
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        trainer.strategy.state.subscribe(lambda step: self.seen.append(step.threshold))
+def collects(seen: list[float]) -> Callback:
+    """Returns a callback that collects the λ of every exchange."""
+    return LambdaCallback(
+        on_fit_start=lambda trainer, _: trainer.strategy.state.subscribe(lambda step: seen.append(step.threshold))
+    )
 
 
 class Decaying(Classifier):
@@ -76,31 +74,25 @@ def test_thresholds_are_those_of_the_schedule(name: str) -> None:
 def _train(name: str) -> list[float]:
     schedule, options, _ = CASES[name]
     options = {"strategy": DDPHardThresholdStrategy(threshold=0.2), "model": Decaying(), "num_workers": 2} | options
-    thresholds, model = Thresholds(), options.pop("model")
+    seen, model = [], options.pop("model")
     options = {"max_steps": 6} | options
-    quiet_trainer(options.pop("strategy"), callbacks=[thresholds, schedule], **options).fit(model, data())
-    return thresholds.seen
+    quiet_trainer(options.pop("strategy"), callbacks=[collects(seen), schedule], **options).fit(model, data())
+    return seen
 
 
 def test_a_resumed_run_goes_on_with_it(tmp_path: Any) -> None:
     for whole, halves, other in run_workers(_resume, 2, str(tmp_path / "half.ckpt"), process_group=False):
         assert halves == whole
-        assert other == [
-            pytest.approx(0.5 * threshold / 0.2) for threshold in whole[3:]
-        ]  # of a strategy with another λ
+        assert other == [pytest.approx(0.5 * threshold / 0.2) for threshold in whole[3:]]  # a strategy with another λ
 
 
 def _resume(path: str) -> list[list[float]]:
     def train(max_steps: int, threshold: float = 0.2, **options: Any) -> tuple[Trainer, list[float]]:
-        thresholds, schedule = Thresholds(), ThresholdSchedule({0: 0.1, 5: 1.0}, linear=True)
-        trainer = quiet_trainer(
-            DDPHardThresholdStrategy(threshold=threshold),
-            num_workers=2,
-            max_steps=max_steps,
-            callbacks=[thresholds, schedule],
-        )
+        seen, strategy = [], DDPHardThresholdStrategy(threshold=threshold)
+        callbacks = [collects(seen), ThresholdSchedule({0: 0.1, 5: 1.0}, linear=True)]
+        trainer = quiet_trainer(strategy, num_workers=2, max_steps=max_steps, callbacks=callbacks)
         trainer.fit(Classifier(), data(), **options)
-        return trainer, thresholds.seen
+        return trainer, seen
 
     _, whole = train(6)
     trainer, first = train(3)

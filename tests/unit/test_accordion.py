@@ -192,20 +192,3 @@ def test_it_is_the_same_sparsifier_whatever_it_was_told_of():
     assert sparsifier.settings() == Accordion().settings() != Accordion(interval=9).settings()
     sparsifier.load_state_dict({})
     assert sparsifier.state_dict(0) == Accordion().state_dict(0)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"low_density": 0.0}, r"Invalid low_density=0.0. Must be within \(0, 1\]"),
-        ({"high_density": "1"}, r"Invalid high_density='1'. Must be within"),
-        ({"low_density": 0.02}, "Invalid low_density=0.02. Must be at most high_density=0.01"),
-        ({"interval": 0}, "Invalid interval=0. Must be a whole number of epochs"),
-        ({"interval": True}, "Invalid interval=True"),
-        ({"relative_change": 0.0}, "Invalid relative_change=0.0. Must be above 0"),
-        ({"relative_change": True}, "Invalid relative_change=True"),
-    ],
-)
-def test_bad_settings_are_refused_with_the_value_and_what_is_allowed(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        Accordion(**arguments)

@@ -16,17 +16,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_sparse import HardThreshold
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat, PayloadParts
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels import decode, is_available, launching, threshold
 from lightning_sparse.selection import fused_threshold
-from lightning_sparse.selection.bucket import FlatBucket, Residual
+from lightning_sparse.selection.bucket import FlatBucket, Residual, keep_rest
 from lightning_sparse.selection.fused_threshold import Boundaries, FusedThreshold
 from lightning_sparse.selection.numbers import FIXED_FIELDS, SLOTS
 from lightning_sparse.sparsifiers import LayerLayout
+from tests.distributed.simulation import through_float8
 from tests.interpreter import INTERPRETED, run_in_interpreter
-from tests.unit.test_sent_and_kept import THRESHOLDS, by_tensors, rows
-from tests.unit.test_sent_and_kept import WIRES as VALUE_WIRES
+from tests.unit.strategies import EDGE_THRESHOLDS, edge_values
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 FLOAT, DOUBLE, HALF, BRAIN = torch.float32, torch.float64, torch.float16, torch.bfloat16
@@ -74,26 +75,15 @@ def check_guards(*tensors):
 
 
 def take_out(
-    fused,
-    residual,
-    gradient,
-    runs,
-    *,
-    wire,
-    header,
-    loss_scale=None,
-    payload=None,
-    dense=None,
-    divisor=1,
-    boundaries=None,
-    clears_gradient=False,
-    measures_gradient=False,
+    fused, residual, gradient, runs, *, wire, header, loss_scale=None, boundaries=None, measures=False, **into
 ):
+    """Takes out of one bucket what goes ``into`` a shipment of these attributes."""
     layout = LayerLayout(("all",), (gradient.numel(),))
     flat = FlatBucket(0, layout, gradient, residual, is_last=True, loss_scale=loss_scale)
     form = SimpleNamespace(wire=wire, parts=lambda payload: payload)
-    shipment = SimpleNamespace(format=form, payload=payload, out=dense, divisor=divisor, is_cleared=clears_gradient)
-    fused.take_out(flat, shipment, runs, header, boundaries, measures_gradient=measures_gradient)
+    attributes = {"format": form, "payload": None, "out": None, "divisor": 1, "is_cleared": False}
+    shipment = SimpleNamespace(**attributes | into)
+    fused.take_out(flat, shipment, runs, header, boundaries, measures_gradient=measures)
 
 
 @dataclass
@@ -114,13 +104,6 @@ class Expected:
         ]
 
 
-def through_float8(values):
-    """Float32 as a sign, four significant bits and exponents from -6 to 8, in plain arithmetic."""
-    exponents = values.double().abs().clamp(min=2.0**-6, max=448).log2().floor()
-    last = 2.0 ** (exponents - 3)
-    return (values.double().clamp(-448, 448) / last).round() * last
-
-
 def expect(residual, gradient, runs, wire, scale=None):
     compensated = residual + (gradient.to(residual.dtype) if scale is None else gradient.to(residual.dtype) / scale)
     limits = torch.full_like(residual, nan)
@@ -128,8 +111,8 @@ def expect(residual, gradient, runs, wire, scale=None):
         limits[start:end] = limit
     selected = (compensated.abs() >= limits) | compensated.isnan()
     if wire.dtype == torch.float8_e4m3fn:
-        eighths = through_float8(compensated.float() / (512 * wire.step)) * (512 * wire.step)
-        sent = torch.where(compensated.isfinite(), eighths.to(residual.dtype), nan)
+        rounded = through_float8(compensated, 512 * wire.step).to(residual.dtype)
+        sent = torch.where(compensated.isfinite(), rounded, nan)
     else:
         sent = compensated.to(wire.dtype).to(residual.dtype)
         overflown = sent.isinf() & compensated.isfinite()
@@ -177,8 +160,8 @@ def check_select(
         payload=PayloadParts(torch.empty(0), ends, values, offsets),
         wire=wire,
         header=header,
-        clears_gradient=clears,
-        measures_gradient=measures,
+        is_cleared=clears,
+        measures=measures,
     )
     check_guards(kept, ends, values, offsets, given_gradient)
     same_bits(ends, torch.bincount(indices // BLOCK_ELEMENTS, minlength=blocks).cumsum(0).to(torch.int32))
@@ -204,11 +187,11 @@ def check_mask(residual, gradient, runs, wire=AS_IT_IS, scale=None, out=None, fu
         fused or FusedThreshold(),
         *(Residual(kept, kept), given_gradient, runs),
         loss_scale=loss_scale,
-        dense=out,
+        out=out,
         wire=wire,
         header=header,
         divisor=divisor,
-        measures_gradient=measures,
+        measures=measures,
     )
     check_guards(kept, out)
     same_bits(out, (expected.sent / divisor).to(out.dtype))
@@ -307,11 +290,10 @@ def test_a_gradient_that_begins_anywhere_is_cleared_after_it_was_read(dtype):
         Residual(residual.to(DEVICE), after),
         whole[1:],
         one_run(1e9, 150_001),
-        loss_scale=None,
         payload=payload_format.parts(payload),
         header=header_of(),
         wire=AS_IT_IS,
-        clears_gradient=True,
+        is_cleared=True,
     )
     expected = residual + gradient.to(FLOAT)
     assert torch.equal(after.cpu()[expected.isfinite()], expected[expected.isfinite()])
@@ -339,14 +321,16 @@ def test_what_finds_no_room_stays_and_is_counted(size, spare, wire):
 
 
 @on_device
-@pytest.mark.parametrize("threshold", THRESHOLDS)
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "float8"])
-def test_triton_sends_and_keeps_what_tensors_do(name, threshold):
-    p, wire = rows(), VALUE_WIRES[name]
-    nothing = torch.full_like(p, -0.0)
-    check_select(p, nothing, one_run(threshold, p.numel()), wire)
-    check_mask(p, nothing, one_run(threshold, p.numel()), wire, out=FLOAT)
-    same_bits(expect(p, nothing, one_run(threshold, p.numel()), wire).rest, by_tensors(p, threshold, wire)[1])
+@pytest.mark.parametrize("limit", EDGE_THRESHOLDS)
+@pytest.mark.parametrize("wire", [*WIRES[:3], Wire(torch.float8_e4m3fn, 2.0**-6)])
+def test_edge_values_are_sent_and_kept_as_by_tensors(wire, limit):
+    p = edge_values()
+    nothing, runs = torch.full_like(p, -0.0), one_run(limit, p.numel())
+    check_select(p, nothing, runs, wire)
+    check_mask(p, nothing, runs, wire, out=FLOAT)
+    kept = p.clone()
+    keep_rest(kept, HardThreshold(threshold=limit).select(kept, LayerLayout(("p",), (p.numel(),))), wire)
+    same_bits(expect(p, nothing, runs, wire).rest, kept)
 
 
 @on_device
@@ -361,14 +345,12 @@ def test_coordinates_of_every_layer_and_slice_are_counted(size, masks):
     for limit, places in [(1.0, (layers, slices)), (0.0, (layers, [])), (1.5, ([], slices)), (2.0, ([], []))]:
         expected = expect(residual, gradient, one_run(limit, size), AS_IT_IS)
         kept, header = residual.to(DEVICE, copy=True), header_of(max(len(places[0]) - 1, 0))
-        arguments = {"loss_scale": None, "header": header, "boundaries": Boundaries(*places, torch.device(DEVICE))}
+        payload_format = PayloadFormat(size, AS_IT_IS)
+        payload = torch.zeros(payload_format.payload_bytes(4), dtype=torch.uint8, device=DEVICE)
+        into = {"out": torch.empty(size, device=DEVICE)} if masks else {"payload": payload_format.parts(payload)}
+        boundaries = Boundaries(*places, torch.device(DEVICE))
         inputs = (Residual(kept, kept), gradient.to(DEVICE), one_run(limit, size))
-        if masks:
-            take_out(fused, *inputs, **arguments, dense=torch.empty(size, device=DEVICE), wire=AS_IT_IS)
-        else:
-            payload_format = PayloadFormat(size, AS_IT_IS)
-            payload = torch.zeros(payload_format.payload_bytes(4), dtype=torch.uint8, device=DEVICE)
-            take_out(fused, *inputs, **arguments, payload=payload_format.parts(payload), wire=AS_IT_IS)
+        take_out(fused, *inputs, wire=AS_IT_IS, header=header, boundaries=boundaries, **into)
         check_header(header, expected, gradient, None, False)
         counts, of_slices = (
             [float(expected.selected[start:end].sum()) for start, end in pairwise(some)] for some in places
@@ -431,7 +413,7 @@ def test_no_call_but_the_first_waits_for_the_device():
                 take_out(
                     fused, residual, gradient, runs, payload=payload_format.parts(payload), wire=WIRES[1], **scaled
                 )
-                take_out(fused, residual, gradient, runs, dense=gradient, wire=WIRES[1], **scaled)
+                take_out(fused, residual, gradient, runs, out=gradient, wire=WIRES[1], **scaled)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -461,7 +443,6 @@ def test_what_does_not_fit_together_is_refused_before_anything_is_launched(repla
         "residual": Residual(torch.zeros(10), torch.zeros(10)),
         "gradient": torch.zeros(10),
         "runs": one_run(1.0, 10),
-        "loss_scale": None,
         "payload": parts_of(),
         "wire": AS_IT_IS,
         "header": torch.zeros(FIXED_FIELDS, dtype=DOUBLE),

@@ -19,8 +19,9 @@ from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels import building, native
 from lightning_sparse.selection import extraction
 from lightning_sparse.selection.bucket import FlatBucket, Residual
+from lightning_sparse.selection.numbers import SLOTS
 from lightning_sparse.sparsifiers import LayerLayout, Selection
-from tests.unit.strategies import Shipment
+from tests.unit.strategies import EDGE_THRESHOLDS, Shipment, edge_values
 
 NAN, INF = float("nan"), float("inf")
 WIRES = (*map(Wire, (torch.float32, torch.bfloat16, torch.float16)), Wire(torch.float8_e4m3fn, 2.0**-6))
@@ -95,6 +96,24 @@ def test_a_bucket_leaves_the_same(data):
     exact = [0, 2] if overflown else [0, 1, 2]  # of an exchange that begins anew nobody reads the slices
     same((header[exact],), (expected[2][exact],))
     torch.testing.assert_close(header[3:], expected[2][3:], rtol=1e-4, atol=1e-70, equal_nan=True)
+
+
+@pytest.mark.parametrize("threshold", EDGE_THRESHOLDS)
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("capacity", [None, 400])
+def test_edge_values_are_sent_and_kept_with_the_same_bits(capacity, wire, threshold, monkeypatch):
+    p = edge_values()
+    assert native.is_native(p, wire_dtype=wire.dtype)
+    monkeypatch.setattr(Shipment, "divisor", 1)
+    nothing = torch.full_like(p, -0.0)  # p + -0.0 is p, also where p is -0.0
+    options = wire, capacity, None, [], {"p": threshold}, False, False, True
+    arguments = monkeypatch, LayerLayout(("p",), (p.numel(),)), p, nothing, options
+    (sent, kept, header, _), expected = (outcome(has_native, *arguments) for has_native in (True, False))
+    same((sent, kept, header[:3]), (*expected[:2], expected[2][:3]))
+    for found, wanted in zip((sent, kept), expected, strict=False):
+        assert torch.equal(found.nan_to_num().signbit(), wanted.nan_to_num().signbit())  # tells -0.0 from 0.0
+    numbers = [int((p.abs() < threshold).logical_not().sum()), int(p.isfinite().logical_not().sum())]
+    assert [int(header[SLOTS[name]]) for name in ("selected", "non_finite")] == numbers
 
 
 @pytest.mark.parametrize("wire", [*WIRES, Wire(torch.int8, 2.0**-4)])

@@ -166,22 +166,6 @@ def test_gaussian_k_sends_nothing_of_a_layer_of_zeros_and_is_not_misled_by_what_
     assert GaussianK(0.2).select(compensated, layout).indices.tolist() == [5, 8, 9]
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: TopK(granularity="bucket"), "Invalid granularity='bucket'. Must be one of 'layer', 'model'."),
-        (lambda: TopK("0.1"), r"Invalid density='0.1'. Must be within \(0, 1\]"),
-        (lambda: RandomK(0.0), r"Invalid density=0.0. Must be within \(0, 1\]"),
-        (lambda: RandomK(seed=-1), "Invalid seed=-1. Must be a whole number of at least 0"),
-        (lambda: RandomK(same_on_all="no"), "Invalid same_on_all='no'. Must be True or False."),
-        (lambda: GaussianK(1.1), "Invalid density=1.1"),
-    ],
-)
-def test_bad_settings_are_refused_with_the_value_and_what_is_allowed(make, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        make()
-
-
 @pytest.mark.parametrize("selection", [None, torch.ones(2), (torch.ones(2),)])
 def test_what_is_no_selection_is_refused(selection):
     with pytest.raises(TypeError, match="Return a Selection of indices and values"):

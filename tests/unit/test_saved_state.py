@@ -1,6 +1,7 @@
-"""The seal on saved state finds every single change."""
+"""Saved state: its seal finds every single change; how long workers wait to save; the mean of their optimizers."""
 
 import copy
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_sparse.checkpointing.saving import is_in_trouble, mean_of, patience_of
 from lightning_sparse.engine.snapshot import DamagedStateError, require_seal, sealed, unsent_norm
 from tests.integration.test_damaged_checkpoints import damaged
 
@@ -69,3 +71,33 @@ def test_a_message_names_the_entry_and_both_values() -> None:
 def test_the_norm_of_unsent_values_is_that_over_all_workers() -> None:
     assert unsent_norm([]) is None
     assert unsent_norm([{"a": torch.tensor([3.0])}, {"a": torch.tensor([[4.0]])}]) == pytest.approx((25 / 2) ** 0.5)
+
+
+def test_others_are_waited_for_less_long_where_they_may_not_come():
+    timeouts = (None, timedelta(seconds=40), timedelta(seconds=3))
+    assert [patience_of(timeout) for timeout in timeouts] == [300, 40, 3]
+    assert [patience_of(timeout, is_broken_off=True) for timeout in timeouts] == [15, 15, 3]
+
+
+def test_an_exception_that_is_being_handled_is_trouble():
+    assert not is_in_trouble()
+    try:
+        raise ValueError
+    except ValueError:
+        assert is_in_trouble()
+        assert patience_of(None) == 15
+    assert not is_in_trouble()
+
+
+def test_what_only_some_workers_have_trained_is_in_the_mean_of_optimizers():
+    def state(numbers):
+        moments = {place: {"exp_avg": torch.full((2,), value)} for place, value in numbers.items()}
+        return [{"state": moments, "param_groups": [{"lr": 0.1, "params": [0, 1, 2]}]}]
+
+    (mean,) = mean_of([state({0: 1.0}), state({0: 3.0, 1: 5.0}), state({2: 7.0})])
+    assert {place: one["exp_avg"].tolist() for place, one in mean["state"].items()} == {
+        0: [2.0, 2.0],
+        1: [5.0, 5.0],
+        2: [7.0, 7.0],
+    }
+    assert mean["param_groups"] == [{"lr": 0.1, "params": [0, 1, 2]}]

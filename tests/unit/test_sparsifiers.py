@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sparse import Dense, GaussianK, HardThreshold, RandomK, TopK
+from lightning_sparse import Accordion, Dense, GaussianK, HardThreshold, RandomK, TopK
 from lightning_sparse.sparsifiers import LayerLayout, WholeStep
 from tests.unit.strategies import buckets, thresholds
 
@@ -142,24 +142,41 @@ def test_a_fixed_threshold_holds_for_buckets_seen_before():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("kind", "arguments", "message"),
     [
-        ({"threshold": 0.1, "density": 0.1}, "Got both threshold=0.1 and density=0.1"),
-        ({"threshold": -1.0}, "Invalid threshold=-1.0. Must be a finite number of at least 0"),
-        ({"threshold": NAN}, "Invalid threshold=nan"),
-        ({"density": 0.0}, r"Invalid density=0.0. Must be within \(0, 1\]"),
-        ({"density": 1.01}, "Invalid density=1.01"),
-        ({"density": "0.01"}, r"Invalid density='0.01'. Must be within \(0, 1\]"),
-        ({"threshold": True}, "Invalid threshold=True"),
-        ({"calibration_steps": 0}, "Invalid calibration_steps=0. Must be a whole number of at least 1"),
-        ({"granularity": "bucket"}, "Invalid granularity='bucket'. Must be one of 'layer', 'model'"),
-        ({"granularity": "layer", "threshold": 1.0}, "What is held in each layer is a density: give density="),
-        ({"layer_thresholds": {"conv*": -0.5}}, r"Invalid layer_thresholds\['conv\*'\]=-0.5"),
+        (HardThreshold, {"threshold": 0.1, "density": 0.1}, "Got both threshold=0.1 and density=0.1"),
+        (HardThreshold, {"threshold": -1.0}, "Invalid threshold=-1.0. Must be a finite number of at least 0"),
+        (HardThreshold, {"threshold": NAN}, "Invalid threshold=nan"),
+        (HardThreshold, {"density": 0.0}, r"Invalid density=0.0. Must be within \(0, 1\]"),
+        (HardThreshold, {"density": 1.01}, "Invalid density=1.01"),
+        (HardThreshold, {"density": "0.01"}, r"Invalid density='0.01'. Must be within \(0, 1\]"),
+        (HardThreshold, {"threshold": True}, "Invalid threshold=True"),
+        (HardThreshold, {"calibration_steps": 0}, "Invalid calibration_steps=0. Must be a whole number of at least 1"),
+        (HardThreshold, {"granularity": "bucket"}, "Invalid granularity='bucket'. Must be one of 'layer', 'model'"),
+        (
+            HardThreshold,
+            {"granularity": "layer", "threshold": 1.0},
+            "What is held in each layer is a density: give density=",
+        ),
+        (HardThreshold, {"layer_thresholds": {"conv*": -0.5}}, r"Invalid layer_thresholds\['conv\*'\]=-0.5"),
+        (TopK, {"granularity": "bucket"}, "Invalid granularity='bucket'. Must be one of 'layer', 'model'."),
+        (TopK, {"density": "0.1"}, r"Invalid density='0.1'. Must be within \(0, 1\]"),
+        (RandomK, {"density": 0.0}, r"Invalid density=0.0. Must be within \(0, 1\]"),
+        (RandomK, {"seed": -1}, "Invalid seed=-1. Must be a whole number of at least 0"),
+        (RandomK, {"same_on_all": "no"}, "Invalid same_on_all='no'. Must be True or False."),
+        (GaussianK, {"density": 1.1}, "Invalid density=1.1"),
+        (Accordion, {"low_density": 0.0}, r"Invalid low_density=0.0. Must be within \(0, 1\]"),
+        (Accordion, {"high_density": "1"}, r"Invalid high_density='1'. Must be within"),
+        (Accordion, {"low_density": 0.02}, "Invalid low_density=0.02. Must be at most high_density=0.01"),
+        (Accordion, {"interval": 0}, "Invalid interval=0. Must be a whole number of epochs"),
+        (Accordion, {"interval": True}, "Invalid interval=True"),
+        (Accordion, {"relative_change": 0.0}, "Invalid relative_change=0.0. Must be above 0"),
+        (Accordion, {"relative_change": True}, "Invalid relative_change=True"),
     ],
 )
-def test_a_bad_hard_threshold_is_refused_with_the_value_and_what_is_allowed(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        HardThreshold(**arguments)
+def test_bad_settings_are_refused_with_the_value_and_what_is_allowed(kind, arguments, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        kind(**arguments)
 
 
 def test_a_layout_whose_names_and_sizes_do_not_match_is_refused():

@@ -6,7 +6,7 @@ from hypothesis import given
 
 from lightning_sparse import AverageDensity, StepStats, TotalError
 from lightning_sparse.engine.step_stats import LayerStats, numbers_of_headers
-from lightning_sparse.exchange import LARGEST_SLICE, NUM_SELECTED
+from lightning_sparse.exchange.routes.shipment import LARGEST_SLICE, NUM_SELECTED
 from lightning_sparse.selection.numbers import (
     SLOTS,
     STEP_NUMBERS,

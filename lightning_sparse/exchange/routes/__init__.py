@@ -1,1 +1,1 @@
-"""The routes by which a bucket's selected values become its average, and what it costs to take them."""
+"""The routes by which a bucket's selected values become its average, and their costs."""

@@ -1,4 +1,4 @@
-"""What receivers do with payloads: add them up in rank order, put slices side by side, pack what is not zero.
+"""Add received payloads in rank order, put slices side by side, and pack values other than zero.
 
 Payloads of the same format and capacity c are ``rows``: uint8, shape (n, payload_bytes(c)), each contiguous. Of a
 payload with k > c only the c coordinates in it count.

@@ -1,7 +1,7 @@
-"""What a step needs to know in advance: how much room payloads need, and which route is fastest.
+"""Forecast the capacities that payloads need, and choose the fastest route.
 
-Every worker must come to the same result, and a repeated run too. So nothing is timed: forecasts and costs follow from
-the numbers of former steps' headers, and from the link that the user names.
+Every worker and every repeated run must get the same result. So nothing is timed: forecasts and costs follow from the
+numbers of former steps' headers, and from the link that the user names.
 """
 
 from bisect import bisect_left

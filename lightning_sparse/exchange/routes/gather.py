@@ -135,7 +135,12 @@ class GatherShipment(Shipment):
         rest = self.rest() if count > self.capacity else nothing
         received = None if self.costs is None else self.costs.received_bytes(largest_rest, 0)
         if received is not None and received["gather"] > received["dense"]:
-            self._start_dense(self.format.unpack(self.payload, self.out.dtype, count), rest)
+            self.is_dense = True
+            self.out.zero_()
+            for indices, values in (self.format.unpack(self.payload, self.out.dtype, count), rest):
+                self.out[indices] = values
+            self.work = self.workers.all_reduce(self.out)
+            self.sent_bytes += self.out.nbytes
             return
         n, size = self.workers.num_workers, self._rest_format.payload_bytes(aligned(largest_rest))
         payload = self.take("rest", size, torch.uint8)
@@ -168,12 +173,3 @@ class GatherShipment(Shipment):
         assert self.rows is not None
         self.work.wait()
         return self.rows
-
-    def _start_dense(self, *parts: Selection) -> None:
-        """Restart as a masked dense all-reduce; the gathered payloads are not used."""
-        self.is_dense = True
-        self.out.zero_()
-        for indices, values in parts:
-            self.out[indices] = values
-        self.work = self.workers.all_reduce(self.out)
-        self.sent_bytes += self.out.nbytes

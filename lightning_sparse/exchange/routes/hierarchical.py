@@ -66,7 +66,12 @@ class HierarchicalShipment(Shipment):
         if between.num_workers > 1:
             size = self._slice_format.payload_bytes(aligned(max(sizes)))
             if between.num_workers * size < 2 * self._slice.nbytes:
-                self._gather_sums(size)
+                payload = self.take("payload", size, torch.uint8)
+                self._slice_format.fill(payload, self._selection)
+                gathered = self.take("gathered", size * between.num_workers, torch.uint8)
+                between.all_gather(gathered, payload).wait()
+                add(self._slice_format, gathered.view(between.num_workers, size), self._slice.zero_())
+                self.sent_bytes += size
             else:
                 between.all_reduce(self._slice).wait()
                 self.sent_bytes += self._slice.nbytes
@@ -86,13 +91,3 @@ class HierarchicalShipment(Shipment):
         self.out.copy_(self._whole[: self.out.numel()])
         if self.divisor == 1:
             self.out.div_(self.workers.num_workers)
-
-    def _gather_sums(self, size: int) -> None:
-        """Exchange the slice's sums between nodes in payloads of so many bytes."""
-        between = self.nodes.between
-        payload = self.take("payload", size, torch.uint8)
-        self._slice_format.fill(payload, self._selection)
-        gathered = self.take("gathered", size * between.num_workers, torch.uint8)
-        between.all_gather(gathered, payload).wait()
-        add(self._slice_format, gathered.view(between.num_workers, size), self._slice.zero_())
-        self.sent_bytes += size

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from lightning_sparse.exchange.buffers import Buffers
 from lightning_sparse.exchange.payload import PayloadFormat
-from lightning_sparse.exchange.pending import Pending
-from lightning_sparse.exchange.workers import Workers
+from lightning_sparse.exchange.workers import Pending, Workers
 from lightning_sparse.sparsifiers import Selection
 
 NUM_SELECTED, LARGEST_SLICE = range(2)

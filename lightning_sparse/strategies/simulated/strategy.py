@@ -25,12 +25,7 @@ from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.sparsifiers import Sparsifier
 from lightning_sparse.strategies.options import NOT_OF_GRADIENTS, is_count
 from lightning_sparse.strategies.simulated.data import BatchesOfWorkers, LoaderOfWorkers, loader_of_workers
-from lightning_sparse.strategies.simulated.limits import (
-    refuse,
-    require_attributes,
-    require_known,
-    require_simulable,
-)
+from lightning_sparse.strategies.simulated.limits import refuse, require_attributes, require_known, require_simulable
 from lightning_sparse.strategies.simulated.turns import RandomNumbers, Turns, named_parameters
 from lightning_sparse.strategies.simulated.workers import SimulatedWorker, SimulatedWorkers
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
@@ -217,23 +212,20 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
             refuse("a closure that is called several times for a step, as by LBFGS or SAM")
         self._has_run = True
         self._turns.share_what_hooks_set()
+        results = self._module.trainer._results
+        assert results is not None
         output: STEP_OUTPUT = None
         for rank in reversed(range(self.num_workers)):  # rank 0 last: its buffers and its logged numbers remain
             with self._as_worker(rank), self._turns.of(rank):
-                output = self._own_step(batches[rank], *rest, **kwargs)
+                batch = super().batch_to_device(batches[rank])
+                results.batch, results.batch_size = batch, None  # Lightning weights an epoch's logs by batch size
+                output = super().training_step(batch, *rest, **kwargs)
                 loss = output["loss"] if isinstance(output, Mapping) else output
                 if loss is None:
                     refuse("a training_step that returns None, which DDP does not either")
                 if rank != 0:  # Lightning calls backward for the output that it gets
                     self.backward(loss / self._module.trainer.accumulate_grad_batches, None)
         return output
-
-    def _own_step(self, batch: Any, *rest: Any, **kwargs: Any) -> STEP_OUTPUT:
-        results = self._module.trainer._results
-        assert results is not None
-        batch = super().batch_to_device(batch)
-        results.batch, results.batch_size = batch, None  # by its size Lightning weights what is logged for an epoch
-        return super().training_step(batch, *rest, **kwargs)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:

@@ -40,18 +40,9 @@ class SimulatedWorker(Averager):
         self._layouts = [LayerLayout(tuple(names), tuple(sizes[name] for name in names)) for names in by_dtype.values()]
         self.residuals = ResidualMemory(self._parameters)
 
-    @property
-    def parameters(self) -> Mapping[str, Tensor]:
-        """The parameters by name."""
-        return self._parameters
-
     def own_metrics(self) -> dict[str, float]:
         """Return nothing: a thread waits for other threads, not for a network."""
         return {}
-
-    def warm_up(self) -> None:
-        """Build the kernels of coming steps, which all workers share."""
-        warm_up_steps(self._engine, self._parameters, has_unused=True)
 
     def average(self, gradients: Mapping[str, Tensor], reached: Collection[str]) -> dict[str, Tensor]:
         """Return the average of the values that all workers send, by name. Collective.
@@ -130,7 +121,7 @@ class SimulatedWorkers(ThreadWorkers):
             Engine(sparsifier, options, workers=workers, per_layer_stats=per_layer_stats) for workers in self.workers
         ]
         self.each = [SimulatedWorker(engine, parameters, options.local_clip_norm) for engine in engines]
-        self.each[0].warm_up()
+        warm_up_steps(engines[0], parameters, has_unused=True)  # all workers share the kernels
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def average(self, gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -9,14 +9,7 @@ from torch import Tensor
 
 from lightning_sparse import StepStats
 from tests.distributed.fuzz.case import DTYPES, Case, Layer
-from tests.distributed.fuzz.simulation import (
-    Sent,
-    Simulation,
-    error_dtype,
-    precision_of,
-    squared,
-    squared_slack,
-)
+from tests.distributed.fuzz.simulation import Sent, Simulation, error_dtype, precision_of, squared, squared_slack
 
 SMALLEST_SQUARE = torch.finfo(torch.float32).smallest_normal * torch.finfo(torch.float32).eps
 DTYPE_ROUNDING = {name: torch.finfo(dtype).eps for name, dtype in DTYPES.items()}
@@ -89,9 +82,8 @@ class Checker:
                 where = f"step {step}, worker {worker}, residual of {layer.name}"
                 if is_used[worker]:
                     self._check_bound(where, layer, actual)
-                expected = one.kept
                 quantum = torch.where(one.rounding > 0, one.quantum, 0.0)
-                require_close(where, actual, expected, one.rounding + quantum)
+                require_close(where, actual, one.kept, one.rounding + quantum)
             if any(is_used) and gradient is not None:
                 self._check_average(step, index, of_workers, gradient, scale)
         self._check_stats(step, stats, workers, squared_gradient_norm, non_finite)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed.fuzz.case import DISCARDED, WIRES, Case, Layer, gradient_of, own_threshold
+from tests.distributed.simulation import through_float8
 
 
 @dataclass
@@ -321,11 +322,8 @@ def float8_scale(threshold: float) -> float:
 def round_values(values: Tensor, value_dtype: str, threshold: float) -> Tensor:
     """Returns what arrives of values; finite ones stay finite."""
     if value_dtype == "float8" and threshold:
-        scale = float8_scale(threshold)
-        magnitude = (values / scale).float().double().abs().clamp(max=448)  # PyTorch goes by way of float32
-        last = 2.0 ** (magnitude.clamp(min=2.0**-6).log2().floor() - 3)
-        rounded = (magnitude / last).round() * last * scale
-        return torch.where(values.isfinite(), rounded.to(values.dtype) * values.sign(), torch.nan)
+        rounded = through_float8(values, float8_scale(threshold)).to(values.dtype)
+        return torch.where(values.isfinite(), rounded, torch.nan)
     if value_dtype not in WIRES:
         return values
     largest = torch.finfo(WIRES[value_dtype]).max
