@@ -111,10 +111,7 @@ class Judge:
         except Exception as error:
             problems.append(f"{path.name} cannot be loaded: {error!r}")
             return None
-        if not saved["optimizer_states"]:
-            # An exception before there was an optimizer: nobody, plain ddp neither, resumes from such a file.
-            return File(path.name, None, saved["global_step"], "nothing yet", "")
-        if self.case.is_sparse and KEY not in saved:
+        if self.case.is_sparse and saved["optimizer_states"] and KEY not in saved:
             problems.append(f"{path.name} has nothing under {KEY}")
             return None
         return self.look_at(path.name, saved, problems)
@@ -128,6 +125,9 @@ class Judge:
             if same(state.weights, known.weights) and same(state.momentum, known.momentum)
         ]
         step = steps[0] if steps else None
+        if not saved["optimizer_states"]:
+            # An exception before there was an optimizer: nobody, plain ddp neither, resumes from such a file.
+            return File(name, step, saved["global_step"], "nothing yet", "")
         content = saved.get(KEY)
         holds, is_ahead = "ddp", False
         if self.case.is_sparse:
@@ -283,6 +283,8 @@ class LocalJudge(Judge):
         """Needs no training of its own."""
 
     def look_at(self, name: str, saved: dict[str, Any], problems: list[str]) -> File:
+        if not saved["optimizer_states"]:
+            return File(name, None, saved["global_step"], "nothing yet", "")
         weights, content = saved["state_dict"], saved[KEY]
         why_not = content["why_incomplete"]
         if why_not is None:
