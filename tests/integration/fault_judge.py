@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tests.integration.fault_points import Fault
-from tests.integration.fault_training import SIZES, State, first_state, simulate, zeros
+from tests.integration.fault_training import SIZES, Layers, LocalState, State, simulate, zeros
 from tests.integration.fault_workers import HANG, KEY, RESUMED_STEPS, STEPS, Case, resume, run, save_all, train
 
 
@@ -25,7 +25,6 @@ class File:
         holds: ``"residuals"``, ``"nothing yet"`` (before the first step), or why there are none.
         content: tells files of the same content.
         is_ahead: whether what it says of the last step, of calibration, … is not that of the weights' step.
-        delay: seconds after the fault at which it was there.
     """
 
     name: str
@@ -34,7 +33,6 @@ class File:
     holds: str
     content: str
     is_ahead: bool = False
-    delay: float = 0.0
 
     @property
     def has_residuals(self) -> bool:
@@ -69,13 +67,18 @@ class Outcome:
         return f"{self.case} | {self.fault} | {self.seconds:.1f} s {self.exit_codes} | {files}"
 
 
-def same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    """Whether tensors are equal to the last bit; what is missing is zero."""
-    empty = zeros()
-    return all(
-        torch.equal(actual.get(name, empty[name]).flatten(), expected.get(name, empty[name]).flatten())
-        for name in SIZES
-    )
+def same(actual: Layers, expected: Layers) -> bool:
+    """Whether tensors are equal to the last bit; missing ones are zero."""
+    actual, expected = zeros() | actual, zeros() | expected
+    return all(torch.equal(actual[name].flatten().double(), expected[name].flatten().double()) for name in SIZES)
+
+
+def momentum_of(optimizer_states: list[Any]) -> Layers:
+    """Returns the momentum of one worker by parameter name."""
+    of_optimizer = optimizer_states[0]["state"] if optimizer_states else {}
+    return zeros() | {
+        name: of_optimizer[index]["momentum"] for index, name in enumerate(SIZES) if index in of_optimizer
+    }
 
 
 def numbers_of(content: dict[str, Any]) -> Any:
@@ -86,26 +89,35 @@ def numbers_of(content: dict[str, Any]) -> Any:
 class Judge:
     """Compares files and results of one case with the simulation; resumes each file whose content it has not seen."""
 
+    state: Any = State
+    """The kind of states that the simulation goes through."""
+
     lacking = "residuals"
     """What a warning says that a file does not hold."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.states = self.simulate(None, range(STEPS))
+        self.states = self.simulate(self.state.first(case.num_workers), range(STEPS))
         self.shared: dict[int, Any] = {}
         self.resumed: dict[str, list[str]] = {"": []}
 
+    def simulate(self, start: Any, steps: range) -> list[Any]:
+        return simulate(start, steps, self.case.threshold)
+
     def read(self, path: Path, problems: list[str]) -> File | None:
-        """Returns what a file is; notes what is wrong with it."""
+        """Reads a file; notes what is wrong with it."""
         try:
             saved = torch.load(path, weights_only=True)
         except Exception as error:
             problems.append(f"{path.name} cannot be loaded: {error!r}")
             return None
+        if self.case.is_sparse and saved["optimizer_states"] and KEY not in saved:
+            problems.append(f"{path.name} has nothing under {KEY}")
+            return None
         return self.look_at(path.name, saved, problems)
 
-    def look_at(self, name: str, saved: dict[str, Any], problems: list[str]) -> File | None:
-        """Returns what a file holds, and what is wrong with it."""
+    def look_at(self, name: str, saved: dict[str, Any], problems: list[str]) -> File:
+        """Describes a checkpoint; notes what is wrong with it."""
         state = self.start(saved)
         steps = [
             step
@@ -128,9 +140,6 @@ class Judge:
         return File(name, step, saved["global_step"], holds, digest.hexdigest(), is_ahead)
 
     def _residuals(self, content: Any, step: int | None, name: str, problems: list[str]) -> str:
-        if content is None:
-            problems.append(f"{name} has nothing under {KEY}")
-            return "nothing"
         residuals = [worker["residual"] for worker in content["workers"]]
         why_not = content["why_incomplete"]
         if why_not is not None:
@@ -159,15 +168,14 @@ class Judge:
                 problems.append(f"{name}: residuals of rank {rank} are not those of step {step} (of {of})")
         return "residuals" if step else "nothing yet"
 
-    def start(self, saved: dict[str, Any]) -> State:
-        """What a run that resumes should start from."""
-        of_optimizer = saved["optimizer_states"][0]["state"] if saved["optimizer_states"] else {}
-        momentum = {name: of_optimizer[index]["momentum"] for index, name in enumerate(SIZES) if index in of_optimizer}
+    def start(self, saved: dict[str, Any]) -> Any:
+        """Returns the state that a resumed run should start from."""
         content = saved.get(KEY)
         residuals: Any = [worker["residual"] for worker in content["workers"]] if content is not None else []
         if len(residuals) < 2:  # the mean, or none
             residuals = (residuals or [{}]) * self.case.num_workers
-        return State(saved["state_dict"], zeros() | momentum, [zeros() | residual for residual in residuals])
+        momentum = momentum_of(saved["optimizer_states"])
+        return State(saved["state_dict"], momentum, [zeros() | residual for residual in residuals])
 
     def prepare(self) -> None:
         """Trains without a fault, for what is the same on all workers after every step."""
@@ -179,7 +187,7 @@ class Judge:
             self.shared = {saved["global_step"]: numbers_of(saved[KEY]) for saved in files}
             assert sorted(self.shared) == list(range(1, STEPS + 1)), (Path(name) / "output of 0").read_text()
 
-    def check_end(self, result: dict[str, Any], rank: int, expected: State, what: str) -> list[str]:
+    def check_end(self, result: dict[str, Any], rank: int, expected: Any, what: str) -> list[str]:
         problems = []
         if not same(result["weights"], expected.weights):
             problems.append(f"{what}: weights at the end are not the simulation's")
@@ -187,40 +195,32 @@ class Judge:
             problems.append(f"{what}: residuals of rank {rank} at the end are not the simulation's")
         return problems
 
-    def simulate(self, saved: dict[str, Any] | None, steps: range) -> list[Any]:
-        """Returns what a run goes through that begins anew, or from a file."""
-        start = first_state(self.case.num_workers) if saved is None else self.start(saved)
-        return simulate(start, steps, self.case.threshold)
-
     def strike(self, fault: Fault, folder: Path) -> Outcome:
         """Lets a fault happen and looks at what is left."""
-        ended = run(self.case, folder, train, fault)
-        outcome = Outcome(self.case, fault, ended.seconds, ended.exit_codes)
-        times = [float(path.read_text()) for path in folder.glob("struck *")]
-        outcome.has_struck = bool(times)
-        if None in ended.exit_codes:
+        outcome = Outcome(self.case, fault, *run(self.case, folder, train, fault))
+        outcome.has_struck = any(folder.glob("struck *"))
+        if None in outcome.exit_codes:
             outcome.problems.append(f"hangs after {HANG} s")
         for path in sorted(folder.glob("*.ckpt")):
             file = self.read(path, outcome.problems)
             if file is not None:
                 outcome.files.append(file)
-                file.delay = path.stat().st_mtime - max(times, default=0.0)
                 without = "weights and without drifts" if self.case.is_local else "written without residuals"
                 is_said = without in (folder / "output of 0").read_text()
                 if self.case.is_sparse and file.holds not in ("residuals", "nothing yet") and not is_said:
                     outcome.problems.append(f"{file.name}: no warning")
-        if ended.exit_codes == [0] * self.case.num_workers:
+        if outcome.exit_codes == [0] * self.case.num_workers:
             outcome.finished = True
             for rank in range(self.case.num_workers):
                 result = torch.load(folder / f"result of {rank}", weights_only=True)
                 outcome.problems += self.check_end(result, rank, self.states[-1], "the struck run itself")
         else:
             outputs = sorted(folder.glob("output of *"))
-            outcome.said = "\n".join(f"{one.name}:\n{one.read_text()[-3000:]}" for one in outputs)
+            outcome.said = "\n".join(f"{output.name}:\n{output.read_text()[-3000:]}" for output in outputs)
         return outcome
 
-    def resume(self, outcomes: Sequence[tuple[Outcome, Path]]) -> int:
-        """Resumes, in one start of workers, from every content not seen before; returns from how many."""
+    def resume(self, outcomes: Sequence[tuple[Outcome, Path]]) -> None:
+        """Resumes, in one start of workers, from every content not seen before."""
         chosen: dict[str, Path] = {}
         for outcome, folder in outcomes:
             for file in outcome.files:
@@ -230,21 +230,20 @@ class Judge:
         if paths:
             with tempfile.TemporaryDirectory() as name:
                 folder = Path(name)
-                ended = run(self.case, folder, resume, list(map(str, paths)), limit=HANG + 3 * len(paths))
+                _, exit_codes = run(self.case, folder, resume, list(map(str, paths)), limit=HANG + 3 * len(paths))
                 for number, (content, path) in enumerate(chosen.items()):
                     try:
                         self.resumed[content] = self._check_resumed(path, folder, number)
                     except FileNotFoundError:
                         said = (folder / "output of 0").read_text()[-1500:]
-                        self.resumed[content] = [f"a resume from {path.name} failed: {ended.exit_codes} {said}"]
+                        self.resumed[content] = [f"a resume from {path.name} failed: {exit_codes} {said}"]
         for outcome, _ in outcomes:
             for file in outcome.files:
                 outcome.problems += self.resumed[file.content]
-        return len(paths)
 
     def _check_resumed(self, path: Path, folder: Path, number: int) -> list[str]:
         saved = torch.load(path, weights_only=True)
-        expected = self.simulate(saved, range(saved["global_step"], RESUMED_STEPS))[-1]
+        expected = self.simulate(self.start(saved), range(saved["global_step"], RESUMED_STEPS))[-1]
         problems = []
         for rank in range(self.case.num_workers):
             result = torch.load(folder / f"{number} of {rank}", weights_only=True)
@@ -257,5 +256,97 @@ class Judge:
         return problems
 
 
-def mean(residuals: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def mean(residuals: list[Layers]) -> Layers:
     return {name: (sum(residual[name].double() for residual in residuals) / len(residuals)).float() for name in SIZES}
+
+
+def own_of(content: dict[str, Any]) -> list[tuple[dict[str, Any], Layers]]:
+    """Returns every worker's tensors and its momentum."""
+    extras = content["extras"][0] if content["extras"] else []
+    return [
+        (held, momentum_of(extra["optimizer_states"])) for held, extra in zip(content["workers"], extras, strict=False)
+    ]
+
+
+class LocalJudge(Judge):
+    """What is exact: the mean of the workers' weights in each file, all that each worker has, and every resume."""
+
+    state = LocalState
+    lacking = "drifts"
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        # A worker may be struck between its optimizer and the exchange.
+        self.stepped = [state.stepped(step) for step, state in enumerate(self.states[:-1])]
+
+    def prepare(self) -> None:
+        """Needs no training of its own."""
+
+    def look_at(self, name: str, saved: dict[str, Any], problems: list[str]) -> File:
+        if not saved["optimizer_states"]:
+            return File(name, None, saved["global_step"], "nothing yet", "")
+        weights, content = saved["state_dict"], saved[KEY]
+        why_not = content["why_incomplete"]
+        if why_not is None:
+            holds = "residuals"
+            step = self._check_workers(saved, name, problems)
+        else:
+            holds = str(why_not)
+            # The mean, if all had met and one died or left while the rest was gathered.
+            known = [(step, state.anchor) for step, state in enumerate(self.states)]
+            known += [(step, state.mean) for step, state in enumerate(self.states)]
+            step = next((step for step, layers in known if same(weights, layers)), None)
+            if step is None and "changed" not in why_not and "failed" not in why_not:
+                problems.append(f"{name}: the weights are no step's anchor")
+            if content["workers"]:
+                problems.append(f"{name} has drifts and says why it has none: {why_not}")
+        digest = hashlib.sha256(repr((step, saved["global_step"], holds)).encode())
+        for weight in (*weights.values(), *momentum_of(saved["optimizer_states"]).values()):
+            digest.update(weight.numpy().tobytes())
+        return File(name, step, saved["global_step"], holds, digest.hexdigest())
+
+    def _check_workers(self, saved: dict[str, Any], name: str, problems: list[str]) -> int | None:
+        """Returns the step of what workers have; None, as with plain ddp, where an optimizer was broken off."""
+        content = saved[KEY]
+        workers = [(held["weights"], momentum) for held, momentum in own_of(content)]
+        known = [*enumerate(self.states), *((step + 1, state) for step, state in enumerate(self.stepped))]
+        found: list[tuple[int, LocalState]] = []
+        if self.case.residual_checkpoint == "mean":
+            if workers:
+                problems.append(f"{name} has what was not asked for")
+            # An exchange leaves the mean what it is.
+            found = [entry for entry in known if same(saved["state_dict"], entry[1].mean)]
+        elif len(workers) != self.case.num_workers:
+            problems.append(f"{name}: what {len(workers)} workers have")
+        else:
+            mean = LocalState({}, [weights for weights, _ in workers], []).mean
+            if not same(saved["state_dict"], mean):
+                problems.append(f"{name}: the weights are not the mean of the workers'")
+            for entry in known:
+                pairs = zip(workers, entry[1].weights, entry[1].momentum, strict=True)
+                if all(same(own[0], weights) and same(own[1], momentum) for own, weights, momentum in pairs):
+                    found = [entry]
+        anchors = [state.anchor for _, state in found] or [state.anchor for state in self.states]
+        if not any(same(content["shared"]["anchor"], anchor) for anchor in anchors):
+            problems.append(f"{name}: not the anchor of the weights' step")
+        return found[0][0] if found else None
+
+    def start(self, saved: dict[str, Any]) -> Any:
+        content, n = saved[KEY], self.case.num_workers
+        weights = [saved["state_dict"]] * n
+        momentum = [momentum_of(saved["optimizer_states"])] * n
+        if content["why_incomplete"] is not None:
+            return LocalState(saved["state_dict"], weights, momentum)
+        if content["workers"]:
+            weights = [held["weights"] for held, _ in own_of(content)]
+            momentum = [own for _, own in own_of(content)]
+        anchor = {name: content["shared"]["anchor"][name] for name in SIZES}
+        return LocalState(anchor, weights, momentum)
+
+    def check_end(self, result: dict[str, Any], rank: int, expected: Any, what: str) -> list[str]:
+        problems = []
+        if not same(result["weights"], expected.mean):
+            problems.append(f"{what}: weights at the end are not the mean of the simulation's")
+        if not same(result["residuals"], expected.anchor):
+            problems.append(f"{what}: the anchor at the end is not the simulation's")
+        return problems

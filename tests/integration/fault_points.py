@@ -4,7 +4,6 @@ import functools
 import os
 import signal
 import sys
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -75,9 +74,8 @@ PARTS: list[tuple[Any, str]] = [
     (whole_files.WholeFileCheckpointIO, "save_checkpoint"),
     (torch_io, "_atomic_save"),
 ]
-WINDOWS = ("set-up", "step 0", "step 1", "save 1", "step 2", "step 3", "save 2", "step 4", "step 5", "end")
-"""Of a training of six steps that saves after the second and the fourth."""
 SAVES = {2: "save 1", 4: "save 2"}
+"""The windows in which a training of six steps saves, by the step before them."""
 AFTERWARDS = "afterwards"
 """From the moment that a fault strikes, as while a checkpoint is saved because of it, to the next batch."""
 
@@ -150,7 +148,7 @@ class Injector:
             return
         way, _ = self.strokes.pop(0)
         self.window = AFTERWARDS
-        self.log.write_text(str(time.time()))
+        self.log.touch()
         if way == "raise":
             raise Injected(f"injected at {here}")
         os.kill(os.getpid(), getattr(signal, way))
@@ -183,16 +181,10 @@ class Injector:
 
         class Store(save_barrier.PrefixStore):
             def set(self, key: str, value: str) -> None:
-                name = key.split("/")[-1]
-                injector.tell(f"before store.set {name}")
-                super().set(key, value)
-                injector.tell(f"after store.set {name}")
+                injector.around(f"store.set {key.split('/')[-1]}", super().set)(key, value)
 
             def add(self, key: str, amount: int) -> int:
-                injector.tell("before store.add")
-                result = super().add(key, amount)
-                injector.tell("after store.add")
-                return result
+                return injector.around("store.add", super().add)(key, amount)
 
             def check(self, keys: list[str]) -> bool:
                 injector.tell("before store.check")
@@ -227,6 +219,8 @@ class Watcher(Callback):
 
     def __init__(self, injector: Injector, folder: Path) -> None:
         self.injector, self.path = injector, folder / "regular.ckpt"
+        for name in ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"):
+            setattr(self, name, lambda *_, name=name: injector.tell(name))
 
     def on_train_start(self, trainer: Trainer, *_: Any) -> None:
         state = getattr(trainer.strategy, "state", None)
@@ -236,18 +230,6 @@ class Watcher(Callback):
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         self.injector.window = f"step {trainer.global_step}"
         self.injector.tell("on_train_batch_start")
-
-    def on_before_backward(self, *_: Any) -> None:
-        self.injector.tell("on_before_backward")
-
-    def on_after_backward(self, *_: Any) -> None:
-        self.injector.tell("on_after_backward")
-
-    def on_before_optimizer_step(self, *_: Any) -> None:
-        self.injector.tell("on_before_optimizer_step")
-
-    def on_before_zero_grad(self, *_: Any) -> None:
-        self.injector.tell("on_before_zero_grad")
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         self.injector.tell("on_save_checkpoint")

@@ -35,96 +35,81 @@ def slopes(rank: int, step: int) -> Layers:
 
 @dataclass
 class State:
-    """All there is after some optimizer steps, in the eyes of nobody."""
+    """All numbers of a training after some optimizer steps."""
 
     weights: Layers
     momentum: Layers
     residuals: list[Layers]
+
+    @classmethod
+    def first(cls, num_workers: int) -> "State":
+        return cls(first_weights(), zeros(), [zeros()] * num_workers)
+
+    def after(self, step: int, threshold: float) -> "State":
+        """Returns the state after a step in which each worker sends what reaches the threshold."""
+        num_workers = len(self.residuals)
+        weights, momentum, residuals = zeros(), zeros(), [zeros() for _ in range(num_workers)]
+        for name, weight in self.weights.items():
+            total = torch.zeros_like(weight)
+            for rank in range(num_workers):
+                compensated = self.residuals[rank][name] + slopes(rank, step)[name] + UNIT * weight.sign()
+                is_sent = compensated.abs() >= threshold
+                total += torch.where(is_sent, compensated, 0.0)
+                residuals[rank][name] = torch.where(is_sent, 0.0, compensated)
+            momentum[name] = MOMENTUM * self.momentum[name] + total / num_workers
+            weights[name] = weight - RATE * momentum[name]
+        return State(weights, momentum, residuals)
+
+
+@dataclass
+class LocalState:
+    """All numbers of local training after some optimizer steps, in float64, exact for two workers."""
+
+    anchor: Layers
+    weights: list[Layers]
+    momentum: list[Layers]
+
+    @classmethod
+    def first(cls, num_workers: int) -> "LocalState":
+        anchor = {name: weight.double() for name, weight in first_weights().items()}
+        return cls(anchor, [anchor] * num_workers, [zeros()] * num_workers)
+
+    @property
+    def mean(self) -> Layers:
+        return {name: sum(weight[name] for weight in self.weights) / len(self.weights) for name in SIZES}
+
+    def stepped(self, step: int) -> "LocalState":
+        """Returns the state after an optimizer step of every worker, before an exchange."""
+        weights, momentum = [], []
+        for rank, (before, moved) in enumerate(zip(self.weights, self.momentum, strict=True)):
+            slope = slopes(rank, step)
+            momentum.append({name: MOMENTUM * moved[name] + slope[name] + UNIT * before[name].sign() for name in SIZES})
+            weights.append({name: before[name] - RATE * momentum[rank][name] for name in SIZES})
+        return LocalState(self.anchor, weights, momentum)
+
+    def after(self, step: int, threshold: float) -> "LocalState":
+        """Returns the state after a step and an exchange of drifts that reach the threshold."""
+        stepped = self.stepped(step)
+        anchor, weights = {}, [{} for _ in stepped.weights]
+        for name, x in self.anchor.items():
+            drifts = [x - weight[name] for weight in stepped.weights]
+            # Workers send float32.
+            sent = [torch.where(drift.abs() >= threshold, drift.float().double(), 0.0) for drift in drifts]
+            anchor[name] = x - sum(sent) / len(sent)
+            for rank, (drift, part) in enumerate(zip(drifts, sent, strict=True)):
+                weights[rank][name] = anchor[name] - (drift - part)
+        return LocalState(anchor, weights, stepped.momentum)
 
 
 def zeros() -> Layers:
     return {name: torch.zeros(size) for name, size in SIZES.items()}
 
 
-def first_state(num_workers: int) -> State:
-    return State(first_weights(), zeros(), [zeros() for _ in range(num_workers)])
-
-
-def next_state(state: State, step: int, threshold: float) -> State:
-    """One step of n workers, each of which sends what reaches the threshold and keeps the rest."""
-    num_workers = len(state.residuals)
-    weights, momentum, residuals = zeros(), zeros(), [zeros() for _ in range(num_workers)]
-    for name, weight in state.weights.items():
-        total = torch.zeros_like(weight)
-        for rank in range(num_workers):
-            compensated = state.residuals[rank][name] + slopes(rank, step)[name] + UNIT * weight.sign()
-            is_sent = compensated.abs() >= threshold
-            total += torch.where(is_sent, compensated, 0.0)
-            residuals[rank][name] = torch.where(is_sent, 0.0, compensated)
-        momentum[name] = MOMENTUM * state.momentum[name] + total / num_workers
-        weights[name] = weight - RATE * momentum[name]
-    return State(weights, momentum, residuals)
-
-
-def simulate(state: State, steps: range, threshold: float) -> list[State]:
-    """Returns the state given and those after every step."""
+def simulate(state: Any, steps: range, threshold: float) -> list[Any]:
+    """Returns the given state and those after every step."""
     states = [state]
     for step in steps:
-        states.append(next_state(states[-1], step, threshold))
-    return states
-
-
-@dataclass
-class LocalState:
-    """All there is in local training after some optimizer steps: numbers of float64, exact for two workers."""
-
-    anchor: Layers
-    weights: list[Layers]
-    momentum: list[Layers]
-
-    @property
-    def mean(self) -> Layers:
-        return {name: sum(weight[name] for weight in self.weights) / len(self.weights) for name in SIZES}
-
-
-def first_local_state(num_workers: int) -> LocalState:
-    anchor = {name: weight.double() for name, weight in first_weights().items()}
-    return LocalState(anchor, [anchor] * num_workers, [doubles() for _ in range(num_workers)])
-
-
-def doubles() -> Layers:
-    return {name: tensor.double() for name, tensor in zeros().items()}
-
-
-def step_alone(state: LocalState, step: int) -> LocalState:
-    """One step of every worker, before an exchange."""
-    weights, momentum = [], []
-    for rank, (before, moved) in enumerate(zip(state.weights, state.momentum, strict=True)):
-        slope = slopes(rank, step)
-        momentum.append({name: MOMENTUM * moved[name] + slope[name] + UNIT * before[name].sign() for name in SIZES})
-        weights.append({name: before[name] - RATE * momentum[rank][name] for name in SIZES})
-    return LocalState(state.anchor, weights, momentum)
-
-
-def exchange(state: LocalState, threshold: float) -> LocalState:
-    """Sends what has drifted by the threshold."""
-    num_workers = len(state.weights)
-    anchor, weights = {}, [{} for _ in range(num_workers)]
-    for name, x in state.anchor.items():
-        drifts = [x - weight[name] for weight in state.weights]
-        # Float32 travels.
-        sent = [torch.where(drift.abs() >= threshold, drift.float().double(), 0.0) for drift in drifts]
-        anchor[name] = x - sum(sent) / num_workers
-        for rank, (drift, part) in enumerate(zip(drifts, sent, strict=True)):
-            weights[rank][name] = anchor[name] - (drift - part)
-    return LocalState(anchor, weights, state.momentum)
-
-
-def simulate_local(state: LocalState, steps: range, threshold: float) -> list[LocalState]:
-    """Returns the state given and those after every step."""
-    states = [state]
-    for step in steps:
-        states.append(exchange(step_alone(states[-1], step), threshold))
+        states.append(states[-1].after(step, threshold))
     return states
 
 
@@ -199,13 +184,3 @@ class OneByOne(torch.optim.Optimizer):
             parameter.sub_(RATE * state["momentum"])
             self.tell("optimizer changed a weight")
         return loss
-
-
-class Endless:
-    """Batches that say nothing: what is trained on follows from the worker and the step."""
-
-    def __len__(self) -> int:
-        return 1_000_000
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(1_000_000))

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_sparse import HardThreshold, SparseDDPStrategy, SparseLocalStrategy
@@ -23,7 +23,7 @@ from lightning_sparse.checkpointing import saving
 from lightning_sparse.exchange.routes import gather
 from lightning_sparse.sparsifiers import LayerLayout, Selection
 from tests.integration.fault_points import Fault, Injector, Point, Watcher
-from tests.integration.fault_training import ByHand, Endless, Exact
+from tests.integration.fault_training import ByHand, Exact
 from tests.integration.models import SMALL_BUCKETS_MB, WEIGHTS_ONLY, quiet_trainer
 from tests.integration.unwatched_workers import workers
 
@@ -74,12 +74,8 @@ class Case:
         return LOCAL_THRESHOLD if self.is_local else THRESHOLD if self.is_sparse else 0.0
 
     def __str__(self) -> str:
-        extra = [f"{self.hosts} hosts"] * (self.hosts > 1) + ["own select"] * self.own_select + ["manual"] * self.manual
-        extra += ["together"] * self.together
-        extra += [self.residual_checkpoint] * (self.residual_checkpoint != "full") + [self.saver][
-            : self.saver[0] == "m"
-        ]
-        return ", ".join([self.route, f"{self.num_workers} workers", *extra])
+        unusual = [f"{name}={value}" for name, value in vars(self).items() if value != getattr(Case, name)]
+        return ", ".join(unusual) or self.route
 
 
 class OwnSelect(HardThreshold):
@@ -91,16 +87,6 @@ class OwnSelect(HardThreshold):
 
 
 # In a worker.
-
-
-class SaveAll(Callback):
-    """Saves after every step."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
 
 
 def fit(
@@ -141,7 +127,6 @@ def fit(
         num_workers=case.num_workers,
         max_steps=max_steps,
         callbacks=list(callbacks) or [watcher, saver],
-        enable_checkpointing=not callbacks,
         plugins=[SLURMEnvironment(auto_requeue=True, requeue_signal=signal.SIGUSR1)],
         default_root_dir=folder,
         use_distributed_sampler=False,
@@ -150,7 +135,8 @@ def fit(
     model = (ByHand if case.manual else Exact)(injector.tell)
     if case.is_local:
         model = model.double()
-    trainer.fit(model, Endless(), ckpt_path=ckpt_path, **WEIGHTS_ONLY)
+    # Gradients follow from the worker and the step, whatever a batch is.
+    trainer.fit(model, range(1_000_000), ckpt_path=ckpt_path, **WEIGHTS_ONLY)
     state: Any = getattr(strategy, "state", None)
     residuals = {}
     if case.is_local:
@@ -191,13 +177,16 @@ def train(rank: int, case: Case, folder: Path, fault: Fault) -> None:
 
 
 def save_all(rank: int, case: Case, folder: Path) -> None:
-    fit(case, folder, Injector([], folder / "none"), STEPS, callbacks=[SaveAll(folder)])
+    saves = LambdaCallback(
+        on_train_batch_end=lambda trainer, *_: trainer.save_checkpoint(folder / f"{trainer.global_step}.ckpt")
+    )
+    fit(case, folder, Injector([], folder / "none"), STEPS, callbacks=[saves])
 
 
 def resume(rank: int, case: Case, folder: Path, paths: list[str]) -> None:
     for number, path in enumerate(paths):
         # Lightning finds the newest of these by itself.
-        number_of = {one: int(one.stem.rpartition("_")[2]) for one in Path(path).parent.glob("hpc_ckpt_*.ckpt")}
+        number_of = {file: int(file.stem.rpartition("_")[2]) for file in Path(path).parent.glob("hpc_ckpt_*.ckpt")}
         ckpt_path = "hpc" if Path(path) == max(number_of, key=number_of.__getitem__, default=None) else path
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -209,29 +198,23 @@ def resume(rank: int, case: Case, folder: Path, paths: list[str]) -> None:
 # Who watches them.
 
 
-@dataclass
-class Ended:
-    """How workers ended: seconds of all and exit codes, None for those that had to be killed."""
-
-    seconds: float
-    exit_codes: list[int | None]
-
-
-def run(case: Case, folder: Path, function: Callable[..., None], *args: Any, limit: float = HANG) -> Ended:
-    """Runs a function in every worker until all have ended, and leaves none behind."""
+def run(
+    case: Case, folder: Path, function: Callable[..., None], *args: Any, limit: float = HANG
+) -> tuple[float, list[int | None]]:
+    """Runs a function in every worker; returns the seconds and exit codes, None for workers that had to be killed."""
     started = time.monotonic()
     with workers(case.num_workers, folder, _be_a_worker, case, str(folder), function, args) as running:
         for process in running.processes:
             process.join(max(0.0, started + limit - time.monotonic()))
-        return Ended(time.monotonic() - started, [process.exitcode for process in running.processes])
+        return time.monotonic() - started, [process.exitcode for process in running.processes]
 
 
-def trace(case: Case, fault: Fault | None = None) -> list[list[Point]]:
-    """Returns all points that each worker comes by, without a fault or with one that no worker dies of at once."""
+def trace(case: Case) -> list[list[Point]]:
+    """Returns all points that each worker passes."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        ended = run(case, folder, train, fault or Fault("none", (None,) * case.num_workers))
-        assert fault or ended.exit_codes == [0] * case.num_workers, (folder / "output of 0").read_text()
+        _, exit_codes = run(case, folder, train, Fault("none", (None,) * case.num_workers))
+        assert exit_codes == [0] * case.num_workers, (folder / "output of 0").read_text()
         return [
             [Point(**point) for point in json.loads((folder / f"trace of {rank}").read_text())]
             for rank in range(case.num_workers)

@@ -1,6 +1,7 @@
 """Programs for replicas of shards: each trains so with native HSDP, or says what plain workers would do."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -144,18 +145,14 @@ PROGRAMS: dict[str, tuple[Callable[..., Sharded], dict[str, Any], float]] = {
     "accumulation": (Sharded, {"accumulate_grad_batches": 2}, 1e-12),
     "validation in between": (Sharded, {"val_check_interval": 3}, 1e-12),
     "manual": (Manual, {}, 1e-12),
-    "manual, torch's optimizer": (lambda **native: Manual(uses_raw=True, **native), UNCOUNTED, 1e-12),
-    "manual, a closure": (lambda **native: Manual(uses_closure=True, **native), {}, 1e-12),
-    "manual, a closure for torch's": (
-        lambda **native: Manual(uses_raw=True, uses_closure=True, **native),
-        UNCOUNTED,
-        1e-12,
-    ),
+    "manual, torch's optimizer": (partial(Manual, uses_raw=True), UNCOUNTED, 1e-12),
+    "manual, a closure": (partial(Manual, uses_closure=True), {}, 1e-12),
+    "manual, a closure for torch's": (partial(Manual, uses_raw=True, uses_closure=True), UNCOUNTED, 1e-12),
     "an optimizer of its own": (Late, UNCOUNTED, 1e-12),
     "discarded backwards": (Discarding, {}, 1e-12),
     "gradients kept": (KeepingGradients, {}, 1e-12),
     "two optimizers": (TwoOptimizers, {}, 1e-12),
-    "two optimizers, toggled": (lambda **native: TwoOptimizers(toggles=True, **native), {}, 1e-12),
+    "two optimizers, toggled": (partial(TwoOptimizers, toggles=True), {}, 1e-12),
     "unfrozen later": (Unfreezing, {}, 1e-12),
     "buffers and what nobody uses": (WithNorm, {}, 1e-12),
     "activation checkpointing": (Checkpointed, {}, 1e-12),

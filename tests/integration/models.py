@@ -5,10 +5,12 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor, nn
@@ -82,6 +84,17 @@ class Classifier(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return self.make_optimizer(self.parameters())
+
+
+class Normalized(Classifier):
+    """Begins with a batch norm, whose statistics differ between workers."""
+
+    def __init__(self, make_optimizer: Callable[..., torch.optim.Optimizer] | None = None) -> None:
+        super().__init__(make_optimizer)
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(self.norm(inputs))
 
 
 class ManualClassifier(Classifier):
@@ -188,11 +201,8 @@ def forgets_a_search() -> str | None:
 def messages_of(told: list[str]) -> Iterator[None]:
     """Within it a list collects what ``rank_zero_info`` says."""
 
-    class Collects(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            told.append(record.getMessage())
-
-    handler = Collects()
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     loggers = [logging.getLogger(name) for name in ("lightning.fabric", "lightning.pytorch")]  # one or the other
     for logger in loggers:
         logger.addHandler(handler)
@@ -208,18 +218,23 @@ def world_size() -> int:
     return int(os.environ.get(NUM_WORKERS, 1))
 
 
+QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+
+
 def quiet_trainer(strategy: Any, *, num_workers: int | None = None, max_steps: int = 3, **options: Any) -> Trainer:
-    """Returns a Trainer that only trains, on the workers of the test unless a number is given."""
+    """Returns a Trainer that trains and saves what its callbacks save, on the workers of the test by default."""
     if NUM_WORKERS in os.environ:
         os.environ["WORLD_SIZE"] = os.environ[NUM_WORKERS]
     num_workers = num_workers or world_size()
-    options = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    } | options
+    saves = any(isinstance(callback, Checkpoint) for callback in options.get("callbacks", []))
+    options = QUIET | {"enable_checkpointing": saves} | options
     return Trainer(strategy=strategy, accelerator="cpu", devices=num_workers, max_steps=max_steps, **options)
+
+
+def memory(name: str) -> int:
+    """Returns an entry of this process's /proc/self/status, in bytes."""
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)]
+    return 1024 * int(line.split()[1])
 
 
 def clones(named_tensors: Any) -> dict[str, Tensor]:

@@ -195,16 +195,10 @@ def fit(
     return end.seen
 
 
-def _fit(
-    case: dict[str, Any], max_steps: int, save: tuple[int, str] | None, ckpt_path: str | None, options: Any
-) -> Any:
-    return fit(case, max_steps, *([SaveAt(*save)] if save else []), ckpt_path=ckpt_path, **options)
-
-
 def run(num_workers: int, case: dict[str, Any], max_steps: int, save: Any = None, resume: Any = None, **options: Any):
-    return run_workers(
-        _fit, num_workers, case, max_steps, save, str(resume) if resume else None, options, process_group=False
-    )
+    function = partial(fit, ckpt_path=str(resume) if resume else None, **options)
+    savers = [SaveAt(*save)] if save else []
+    return run_workers(function, num_workers, case, max_steps, *savers, process_group=False)
 
 
 def rows_of_cases() -> list[Any]:

@@ -25,6 +25,7 @@ from tests.integration.models import (
     adam,
     assert_equal,
     clones,
+    memory,
     nesterov,
     quiet_trainer,
     sgd,
@@ -72,12 +73,7 @@ def _model_checkpoint(folder: str) -> dict[str, Tensor]:
         saver = ModelCheckpoint(
             folder, "{step}", save_last=True, save_top_k=2, monitor="step", mode="max", every_n_train_steps=4
         )
-        return quiet_trainer(
-            make_strategy(CASES["plain"]),
-            max_steps=max_steps,
-            callbacks=[recorder, saver],
-            enable_checkpointing=True,
-        )
+        return quiet_trainer(make_strategy(CASES["plain"]), max_steps=max_steps, callbacks=[recorder, saver])
 
     recorder = Recorder()
     trainer(8).fit(WithSchedule(nesterov), ResumableData(1000))
@@ -180,11 +176,6 @@ def _peak_while_collecting(kind: str) -> tuple[int, int]:
 
 
 MILLION = 1_000_000
-
-
-def memory(name: str) -> int:
-    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)]
-    return 1024 * int(line.split()[1])
 
 
 @pytest.mark.parametrize(("kind", "copies"), [("full", 3), ("mean", 1)])

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +176,6 @@ def train(
         num_workers=int(os.environ["WORLD_SIZE"]),
         max_steps=max_steps,
         callbacks=[recorder, start, *callbacks],
-        enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
         use_distributed_sampler=False,
     )
     batches = Batches(fate)
@@ -210,9 +210,9 @@ class _Start(Callback):
         self.residuals = clones(trainer.strategy.state.residuals.state_dict().items())
 
 
-def last_checkpoint(folder: Path | str, every: int, save_top_k: int = 0) -> ModelCheckpoint:
+def last_checkpoint(folder: Path | str, every: int) -> ModelCheckpoint:
     """Returns the callback that keeps ``last.ckpt`` and overwrites it every few steps."""
-    return ModelCheckpoint(folder, "{step}", save_last=True, save_top_k=save_top_k, every_n_train_steps=every)
+    return ModelCheckpoint(folder, "{step}", save_last=True, save_top_k=0, every_n_train_steps=every)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -277,15 +277,12 @@ def end_of(process: Any, folder: Path) -> tuple[int, str]:
 # A death ends the others.
 
 
-def _train_without_end(fate: Fate, exchange: str, timeout: float, loader_processes: int) -> None:
-    train(ENDLESS, fate=fate, exchange=exchange, timeout=timeout, loader_processes=loader_processes)
-
-
 def assert_the_others_end(
     folder: Path, fate: Fate, exchange: str, within: float, *, loader_processes: int = 0, timeout: float = GROUP_TIMEOUT
 ) -> None:
     """Two of three workers see that the third has died, and end with an error of their own."""
-    with workers(3, folder, _train_without_end, fate, exchange, timeout, loader_processes) as started:
+    options = {"exchange": exchange, "timeout": timeout, "loader_processes": loader_processes}
+    with workers(3, folder, partial(train, ENDLESS, fate=fate, **options)) as started:
         started.wait_for(fate.rank, lambda: "meets its fate" in started.output(fate.rank), "its fate")
         others = [rank for rank in range(3) if rank != fate.rank]
         seconds = started.wait(others)
@@ -375,15 +372,11 @@ def test_a_run_that_torchrun_restarts_ends_like_one_that_nobody_died_in(tmp_path
         assert_equal(expected["residuals"], found["residuals"])
 
 
-def _train_until_dead(folder: str, max_steps: int, every: int, fate: Fate) -> None:
-    train(max_steps, fate=fate, callbacks=(last_checkpoint(folder, every),))
-
-
 @pytest.mark.full
 @pytest.mark.long
 def test_fewer_workers_go_on_after_a_death_with_the_mean_of_the_residuals(tmp_path: Path) -> None:
     fate = Fate("forward", step=24)  # and not when an epoch has ended: Lightning 2.5 saves last.ckpt then too
-    with workers(3, tmp_path, _train_until_dead, str(tmp_path), 40, 10, fate) as started:
+    with workers(3, tmp_path, partial(train, 40, fate=fate, callbacks=(last_checkpoint(tmp_path, 10),))) as started:
         started.wait(range(3))
     saved = read(tmp_path / "last.ckpt")
     assert (saved["global_step"], saved[KEY]["world_size"]) == (20, 3)
@@ -403,10 +396,6 @@ def test_fewer_workers_go_on_after_a_death_with_the_mean_of_the_residuals(tmp_pa
 # Ctrl-C.
 
 
-def _resume(path: str, max_steps: int) -> dict[str, Any]:
-    return train(max_steps, resume=path)
-
-
 def saved_step(path: Path) -> int:
     return read(path)["global_step"] if path.exists() else 0
 
@@ -422,7 +411,7 @@ def assert_whole(path: Path, num_workers: int) -> int:
             name: tensor.numel() for name, tensor in saved["state_dict"].items()
         }
         assert any(residual.any() for residual in residuals.values())
-    for result in run_workers(_resume, num_workers, str(path), step + 2, process_group=False):
+    for result in run_workers(partial(train, resume=str(path)), num_workers, step + 2, process_group=False):
         assert (result["start"], result["steps"]) == (step, step + 2)
     return step
 
@@ -478,11 +467,8 @@ class DyingWriter(Callback):
 
 def _die_while_writing(folder: str, temporary: str, name: str, copies: bool) -> None:
     tempfile.tempdir = temporary
-    keeps_last = name == "last"
-    saver = ModelCheckpoint(
-        folder, "{step}", save_last=keeps_last, save_top_k=0 if keeps_last else -1, every_n_train_steps=3
-    )
-    train(ENDLESS, callbacks=(DyingWriter(4, copies), saver))
+    every = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=3)
+    train(ENDLESS, callbacks=(DyingWriter(4, copies), last_checkpoint(folder, 3) if name == "last" else every))
 
 
 @pytest.mark.parametrize("name", ["last", "step=3"])

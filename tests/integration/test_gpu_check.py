@@ -53,9 +53,8 @@ def test_an_interrupt_keeps_what_was_measured_and_a_failure_says_why(tmp_path, c
 
     monkeypatch.setattr(gpu_check.subprocess, "run", fail)
     monkeypatch.setattr(gpu_check, "SECTIONS", (gpu_check.training, interrupt, gpu_check.faults))
-    monkeypatch.setattr(
-        gpu_check.report, "surroundings", lambda: dict.fromkeys(("command", "date", "commit"), "-") | NO
-    )
+    surroundings: dict[str, Any] = {"command": "-", "date": "-", "commit": "-", "hardware": {}, "versions": {}}
+    monkeypatch.setattr(gpu_check.report, "surroundings", lambda: surroundings)
     monkeypatch.setenv("LIGHTNING_SPARSE_DATA", str(tmp_path))
     path = tmp_path / "report.md"
     monkeypatch.setattr(sys, "argv", ["gpu_check", "--device", "cpu", "--output", str(path)])
@@ -63,6 +62,3 @@ def test_an_interrupt_keeps_what_was_measured_and_a_failure_says_why(tmp_path, c
     assert path.read_text() == capsys.readouterr().out
     assert "OSError: no data there" in path.read_text()
     assert path.read_text().strip().endswith("interrupted\n```")
-
-
-NO: dict[str, Any] = {"hardware": {}, "versions": {}}

@@ -147,7 +147,6 @@ def train(
         max_epochs=epochs,
         limit_train_batches=4,
         callbacks=callbacks,
-        enable_checkpointing=save is not None,
     )
     trainer.fit(make(), data(), ckpt_path=resume)
     result = held(strategy) | {"at start": witness.seen}
@@ -348,7 +347,7 @@ def _save_often(folder: str) -> Any:
                 model.folder = folder
             elif saves:
                 callbacks = [ModelCheckpoint(folder, every_n_train_steps=1)]
-            fit(strategy, model, callbacks=callbacks, enable_checkpointing=bool(callbacks))
+            fit(strategy, model, callbacks=callbacks)
             found = held(strategy)
             pair.append([found["model"], found["own"], strategy.state.last_step])
         results.append(pair)

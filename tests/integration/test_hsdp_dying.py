@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,6 @@ def train(
         max_steps=STEPS,
         limit_train_batches=2,
         callbacks=[InExchange(), Raising(raising), saves],
-        enable_checkpointing=True,
     )
     model = Mortal(place, rank)
     trainer.fit(model, data(), ckpt_path=resume)
@@ -104,13 +104,9 @@ def train(
 
 def assert_enough(folder: Path, kind: Any, checkpoint: Path) -> None:
     """A run that resumes ends as one that was never struck."""
-    resumed = run_ranks(_resume, 4, str(folder / "more"), kind, str(checkpoint))
-    straight = run_ranks(_resume, 4, str(folder / "other"), kind, None)
+    resumed = run_ranks(partial(train, resume=str(checkpoint)), 4, str(folder / "more"), kind)
+    straight = run_ranks(train, 4, str(folder / "other"), kind)
     assert_equal(resumed, straight)
-
-
-def _resume(folder: str, kind: Any, resume: str | None) -> Any:
-    return train(folder, kind, resume=resume)
 
 
 @pytest.mark.parametrize("rank", [0, 3])

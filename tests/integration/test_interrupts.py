@@ -2,21 +2,26 @@
 
 Every row strikes one training. For each, ``tests.integration.fault_judge`` has all files that are left loaded
 with ``weights_only=True``, compared with a simulation in plain tensors, resumed, and compared with it again. What is
-expected beyond that is in the rows. Hundreds of points more: ``python -m tests.integration.fault_table``.
+expected beyond that is in the rows.
 """
 
 import inspect
+import itertools
 import random
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.integration.fault_judge import Outcome
+from tests.integration.fault_judge import Judge, LocalJudge, Outcome
 from tests.integration.fault_points import AFTERWARDS, Fault, Point
-from tests.integration.fault_table import compare, faults_of, inject, plain_of, strikes_first_again
-from tests.integration.fault_training import Layers, first_state, simulate
-from tests.integration.fault_workers import HANG, THRESHOLD, Case
+from tests.integration.fault_training import State, simulate
+from tests.integration.fault_workers import HANG, THRESHOLD, Case, trace
 
 pytestmark = [
     pytest.mark.xdist_group("interrupts"),  # all are struck together
@@ -138,12 +143,41 @@ ROWS = {f"{row.fault}: {row.case}": row for row in LIST}
 assert len(ROWS) == len(LIST)
 
 
-def samples() -> list[tuple[Case, Fault]]:
+Pair = tuple[Case, Fault]
+
+
+def points_of(traces: Sequence[Sequence[Point]]) -> list[Point]:
+    """Returns every point of some steps and saves once; a worker may look into the store any number of times."""
+    windows = ("step 0", "step 2", "save 1", "save 2")
+    points = dict.fromkeys(point for points in traces for point in points if point.window in windows)
+    return [point for point in points if not ("store." in point.name and point.k)]
+
+
+def faults_of(case: Case) -> list[Fault]:
+    """Returns two faults at every point, in turn of each way and each choice of workers."""
+    traces = trace(case)
+    generator = random.Random(1)
+    kinds = list(itertools.product(("raise", "SIGUSR1", "SIGINT", "SIGKILL"), (FIRST, LAST, ALL)))
+    turn = itertools.chain.from_iterable(generator.sample(kinds, len(kinds)) for _ in itertools.count())
+    faults: dict[Fault, None] = {}
+    for point in points_of(traces):
+        found = 0
+        for way, whom in itertools.islice(turn, 4 * len(kinds)):
+            if found == 2:
+                break
+            fault = strike(case, way, whom, point)
+            if all(point in traces[rank] for rank in fault.ranks):
+                found += fault not in faults
+                faults[fault] = None
+    return list(faults)
+
+
+def samples() -> list[Pair]:
     """Faults drawn from all points, the same in every run of the same code."""
     drawn = []
     for case, number in ((GATHER, 10), (DENSE, 6)):
         # Those that strike all workers alike, which nobody waits for, and a few others.
-        faults = faults_of(case, ("step 0", "step 2", "save 1", "save 2"), per_point=2, seed=1, skewed=0)
+        faults = faults_of(case)
         generator = random.Random(2)
         alike = [fault for fault in faults if fault.is_everywhere]
         alone = [fault for fault in faults if not fault.is_everywhere]
@@ -151,39 +185,66 @@ def samples() -> list[tuple[Case, Fault]]:
     return drawn
 
 
-Outcomes = dict[tuple[Case, Fault], Outcome]
-
-
-def struck(pairs: list[tuple[Case, Fault]]) -> Outcomes:
-    """Returns what came of each fault; all strike together, those that wait first."""
+def struck(pairs: list[Pair]) -> dict[Pair, Outcome]:
+    """Returns the outcome of each fault, of which some strike at a time; those for which workers wait come first."""
     pairs = sorted(dict.fromkeys(pairs), key=lambda pair: pair[1].is_everywhere)
-    return dict(zip(pairs, inject(pairs, AT_A_TIME), strict=True))
+    judges = {case: (LocalJudge if case.is_local else Judge)(case) for case, _ in pairs}
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(AT_A_TIME) as pool:
+        folders = [Path(name) / str(number) for number in range(len(pairs))]
+        for folder in folders:
+            folder.mkdir()
+        list(pool.map(lambda judge: judge.prepare(), judges.values()))
+        outcomes = list(pool.map(lambda pair, folder: judges[pair[0]].strike(pair[1], folder), pairs, folders))
+        of_case: dict[Case, list[tuple[Outcome, Path]]] = {case: [] for case in judges}
+        for outcome, folder in zip(outcomes, folders, strict=True):
+            of_case[outcome.case].append((outcome, folder))
+        list(pool.map(lambda case: judges[case].resume(of_case[case]), judges))
+    return dict(zip(pairs, outcomes, strict=True))
 
 
 @pytest.fixture(scope="module")
-def outcomes(rows: list[dict[str, str]]) -> Outcomes:
-    """What came of all rows that this session runs, and of the same faults under plain ddp."""
+def outcomes(rows: list[dict[str, str]]) -> dict[Pair, Outcome]:
+    """The outcomes of all rows that this session runs, and of the same faults under plain ddp."""
     chosen = [ROWS[row["name"]] for row in rows]
     pairs = [(row.case, row.fault) for row in chosen if row.case.saver != "model_checkpoint" or HAS_SAVE_ON_EXCEPTION]
-    plain = [(plain_of(case), Fault(fault.way, fault.points)) for case, fault in pairs if in_plain_ddp(fault)]
-    return struck([*pairs, *plain])
+    return struck([*pairs, *(in_plain_ddp(*pair) for pair in pairs if is_in_plain_ddp(pair[1]))])
 
 
-def in_plain_ddp(fault: Fault) -> bool:
-    """Whether plain ddp comes by the points of a fault."""
+def is_in_plain_ddp(fault: Fault) -> bool:
+    """Whether plain ddp passes the points of a fault."""
     names = {"backward", "training_step begins", "on_after_backward", "optimizer changed a weight"}
     names |= {"on_train_batch_end", "between backward and step", "while written"}
-    return all(point is None or point.name in names for point in fault.points) and not strikes_first_again(fault)
+    return all(point is None or point.name in names for point in fault.points)
+
+
+def in_plain_ddp(case: Case, fault: Fault) -> Pair:
+    """Returns the same case with Lightning's own strategy, in whose save no second fault strikes."""
+    return Case("ddp", case.num_workers, manual=case.manual, saver=case.saver), Fault(fault.way, fault.points)
+
+
+def compare(ours: Outcome, plain: Outcome) -> None:
+    """Notes where plain ddp left a correct file and we none."""
+    if not plain.has_struck or plain.saved is None or plain.saved.step is None:
+        return
+    if ours.finished:
+        return  # it went on where plain ddp could not
+    same = ours.file(plain.saved.name)
+    if ours.case.is_local and same is not None and not same.has_residuals:
+        return  # it has the anchor, and says so
+    if same is None:
+        ours.problems.append(f"no {plain.saved.name}, and plain ddp wrote it at {plain.saved.step}")
+    elif same.step != plain.saved.step:
+        ours.problems.append(f"{same.name} of step {same.step}, plain ddp's of {plain.saved.step}")
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_whoever_is_struck_leaves_a_right_checkpoint(name: str, outcomes: Outcomes) -> None:
+def test_whoever_is_struck_leaves_a_right_checkpoint(name: str, outcomes: dict[Pair, Outcome]) -> None:
     row = ROWS[name]
     if row.case.saver == "model_checkpoint" and not HAS_SAVE_ON_EXCEPTION:
         pytest.skip("this Lightning's ModelCheckpoint has no save_on_exception")
     outcome = outcomes[row.case, row.fault]
-    if in_plain_ddp(row.fault):
-        compare(outcome, outcomes[plain_of(row.case), Fault(row.fault.way, row.fault.points)])
+    if is_in_plain_ddp(row.fault):
+        compare(outcome, outcomes[in_plain_ddp(row.case, row.fault)])
     assert outcome.has_struck
     assert not outcome.problems, f"{outcome}: {outcome.problems}"
     assert outcome.finished == row.finishes, f"{outcome}\n{outcome.said}"
@@ -210,15 +271,9 @@ def test_faults_drawn_from_all_points_leave_right_checkpoints() -> None:
 
 
 def test_the_simulation_sends_some_and_keeps_some() -> None:
-    first, *others = simulate(first_state(2), range(3), THRESHOLD)
+    first, *others = simulate(State.first(2), range(3), THRESHOLD)
     for state in others:
         assert all(any(residual.any() for residual in residuals.values()) for residuals in state.residuals)
         assert all((state.weights[name] != first.weights[name]).any() for name in first.weights)
-    kept = share_of_kept(others[-1].residuals[0])
-    assert 0.5 < kept < 1.0
-
-
-def share_of_kept(layers: Layers) -> float:
-    return sum(int(layer.count_nonzero()) for layer in layers.values()) / sum(
-        layer.numel() for layer in layers.values()
-    )
+    residual = torch.cat(list(others[-1].residuals[0].values()))
+    assert 0.5 < residual.count_nonzero() / residual.numel() < 1.0

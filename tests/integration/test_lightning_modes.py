@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, LearningRateFinder
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
@@ -278,19 +277,6 @@ OF_EPOCHS = {"ddp": SparseDDPStrategy, "local": SparseLocalStrategy}
 DENSITIES = (0.05, 0.3)
 
 
-class Epochs(Callback):
-    """The density of every step, epoch by epoch."""
-
-    def __init__(self) -> None:
-        self.densities: list[list[float]] = []
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.densities.append([])
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self.densities[-1].append(trainer.strategy.state.last_step.density)
-
-
 class SlowingDown(Classifier):
     """Two groups of parameters, one of which slows down in epoch 3."""
 
@@ -304,13 +290,18 @@ class SlowingDown(Classifier):
 
 
 def _fit_epochs(kind: str, searches: bool) -> Any:
-    epochs = Epochs()
+    """Returns the density of every step of six epochs."""
+    densities: list[list[float]] = []
+    epochs = LambdaCallback(
+        on_train_epoch_start=lambda *_: densities.append([]),
+        on_train_batch_end=lambda trainer, *_: densities[-1].append(trainer.strategy.state.last_step.density),
+    )
     # So large a change never happens: after the second comparison layers are calm until the learning rate falls.
     strategy = OF_EPOCHS[kind](Accordion(*DENSITIES, interval=1, relative_change=1e9))
     searching = [LearningRateFinder(num_training_steps=6)] if searches else []
     trainer = quiet_trainer(strategy, max_steps=-1, max_epochs=6, callbacks=[*searching, epochs])
     trainer.fit(SlowingDown(), data(32))
-    return epochs.densities[-6:]
+    return densities[-6:]
 
 
 @pytest.mark.parametrize("searches", [False, True])

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, LearningRateFinder, ModelCheckpoint
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -25,6 +25,7 @@ from lightning_sparse import (
 )
 from tests.integration.models import (
     Classifier,
+    Normalized,
     TwoPlayers,
     adam,
     assert_equal,
@@ -88,11 +89,12 @@ def test_several_optimizers_and_manual_optimization() -> None:
 def _clipped() -> list[float]:
     norms = []
 
-    class Look(Callback):
-        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-            norms.append(float(torch.stack([weight.grad.norm() for weight in pl_module.parameters()]).norm()))
+    def note(trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        norms.append(float(torch.stack([weight.grad.norm() for weight in pl_module.parameters()]).norm()))
 
-    local_trainer(Look(), max_steps=4, gradient_clip_val=0.05).fit(WithAdam(), ResumableData(1000))
+    local_trainer(LambdaCallback(on_train_batch_end=note), max_steps=4, gradient_clip_val=0.05).fit(
+        WithAdam(), ResumableData(1000)
+    )
     return norms
 
 
@@ -129,27 +131,15 @@ class Looks(Callback):
         self.metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
 
 
-class Norm(WithAdam):
-    """Has buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(8)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return super().forward(self.norm(inputs))
-
-
 def _everything(folder: str) -> tuple[dict[str, Any], Tensor, Tensor]:
     """Fit with validation, callbacks and checkpoints, then test."""
-    looks, model = Looks(), Norm()
+    looks, model = Looks(), Normalized(adam)
     trainer = quiet_trainer(
         LocalHardThresholdStrategy(threshold=0.01, every_n_steps=2),
         max_steps=-1,
         max_epochs=2,
         val_check_interval=4,
         callbacks=[looks, DensityMonitor(), ErrorMonitor(), ModelCheckpoint(folder, save_last=True)],
-        enable_checkpointing=True,
     )
     trainer.fit(model, data(), data(32))
     after_fit = flat(model)
@@ -180,7 +170,7 @@ def test_all_look_at_the_same_weights_and_train_their_own(tmp_path: Path) -> Non
     for after in (after_test, *after_others):
         assert torch.equal(after, after_fit)
     saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
-    names = [*dict(Norm().named_parameters()), "norm.running_mean"]
+    names = [*dict(Normalized().named_parameters()), "norm.running_mean"]
     flat_saved = torch.cat([saved[name].flatten().double() for name in names])
     assert_equal(flat_saved, after_fit[: flat_saved.numel()])
 
@@ -273,14 +263,10 @@ class Unfreezes(WithAdam):
 def _validated(make: Callable[[], Classifier], *callbacks: Any) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
     """Fits with validations; returns what those saw, and what was left."""
     seen: list[dict[str, Tensor]] = []
-
-    class Sees(Callback):
-        def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-            seen.append(everything_of(pl_module))
-
+    sees = LambdaCallback(on_validation_batch_start=lambda _, module, *__: seen.append(everything_of(module)))
     model = make()
     made = [make_callback() for make_callback in callbacks]
-    local_trainer(Sees(), *made, every_n_steps=2, max_steps=9, val_check_interval=3).fit(
+    local_trainer(sees, *made, every_n_steps=2, max_steps=9, val_check_interval=3).fit(
         model, ResumableData(12), ResumableData(2)
     )
     return seen, everything_of(model)
@@ -417,11 +403,10 @@ def test_a_save_in_validation_is_alike_for_all_whoever_has_written_to_the_weight
 
 
 def _saved_before_backward(folder: str) -> int:
-    class Saves(Callback):
-        def on_before_backward(self, trainer: Trainer, *_: Any) -> None:
-            trainer.save_checkpoint(f"{folder}/{trainer.global_step}.ckpt")
-
-    trainer = local_trainer(Saves(), overlap=True, every_n_steps=2, max_steps=6)
+    saves = LambdaCallback(
+        on_before_backward=lambda trainer, *_: trainer.save_checkpoint(f"{folder}/{trainer.global_step}.ckpt")
+    )
+    trainer = local_trainer(saves, overlap=True, every_n_steps=2, max_steps=6)
     trainer.fit(WithAdam(), ResumableData(6))
     return trainer.global_step
 

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.integration.models import Classifier, Recorder, data, quiet_trainer
+from tests.integration.programs.loops import loss_of
 from tests.workers import run_workers
 
 PAGE = Path(__file__).parents[2] / "docs" / "migrating.md"
@@ -55,10 +56,6 @@ def test_a_trainer_trains_before_and_after(snippet: str, sign: str) -> None:
     is_ours = "HardThreshold" in program or "hardthreshold" in program
     # On a CPU Lightning's own strategy registers no hook, as the page says.
     assert run_workers(run_trainer, 2, program, process_group=False) == ["sparse_hook" if is_ours else None] * 2
-
-
-def loss_of(model: nn.Module, batch: list[Tensor]) -> Tensor:
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
 def run_loop(program: str, with_fabric: bool) -> tuple[str | None, bool]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_sparse import (
     DDPHardThresholdStrategy,
@@ -17,7 +17,7 @@ from lightning_sparse import (
     SparseDDPStrategy,
     TopK,
 )
-from tests.integration.models import WEIGHTS_ONLY, Classifier, adam, clones, nesterov, sgd
+from tests.integration.models import QUIET, WEIGHTS_ONLY, Classifier, Normalized, adam, clones, nesterov, sgd
 from tests.integration.test_checkpoint import ResumableData, SaveAt
 from tests.workers import run_workers
 
@@ -57,17 +57,6 @@ CASES = {
 }
 
 
-class Normalised(Classifier):
-    """A classifier with a batch norm, whose statistics differ between workers."""
-
-    def __init__(self, make_optimizer: Any) -> None:
-        super().__init__(make_optimizer)
-        self.norm = nn.BatchNorm1d(8)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return super().forward(self.norm(inputs))
-
-
 class Last(Callback):
     """The weights at the end of training, and the type of their device."""
 
@@ -93,12 +82,9 @@ def _fit(name: str, device: str, save: str | None, resume: str | None) -> tuple[
         max_steps=END,
         callbacks=[last, *([SaveAt(STOP, save)] if save else [])],
         use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
-    model = (Classifier if "unused" in name else Normalised)(case.make_optimizer)
+    model = (Classifier if "unused" in name else Normalized)(case.make_optimizer)
     trainer.fit(model, ResumableData(1000), ckpt_path=resume, **WEIGHTS_ONLY)
     return last.weights, last.device
 
@@ -118,7 +104,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(name: str, device: str, tmp
     case, path = CASES[name], str(tmp_path / "stop.ckpt")
     straight = run_workers(_fit, case.num_workers, name, device, path, None, process_group=False)
     resumed = run_workers(_fit, case.num_workers, name, device, None, path, process_group=False)
-    start = Normalised(sgd).state_dict()
+    start = Normalized().state_dict()
     for (weights, place), (others, _) in zip(straight, resumed, strict=True):
         assert place == device
         assert any(not torch.equal(weight.float(), start[key]) for key, weight in weights.items())

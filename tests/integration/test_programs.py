@@ -12,7 +12,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.integration.programs.running import Outcome, assert_same, compare, run_rows
+from tests.integration.models import assert_equal
+from tests.integration.programs.running import Outcome, compare, run_rows
 from tests.integration.programs.table import FIRST_OF_PARTS, ROWS
 from tests.integration.programs.world import PAIRS
 
@@ -97,7 +98,7 @@ def assert_sent_densely(row, ddp, zero):
 
 
 def assert_sent_sparsely(row, ddp, oracle, sparse):
-    assert_same("residuals", sparse.residuals, oracle.residuals)
+    assert_equal(sparse.residuals, oracle.residuals, "residuals")
     assert sparse.num_exchanges == oracle.num_exchanges
     sent, held = oracle.sent / oracle.offered, oracle.held / oracle.offered
     assert min(sent, held) > 0.05, f"λ sends {sent:.1%} and holds back {held:.1%}, which tells little"

@@ -40,12 +40,6 @@ from tests.integration.models import (
 from tests.workers import run_workers
 
 
-def simulated_trainer(num_workers: int = 2, sparsifier: Any = None, **options: Any) -> Trainer:
-    own = {"own_attributes": options.pop("own_attributes", [])}
-    strategy = SimulatedWorkersStrategy(sparsifier or HardThreshold(threshold=0.05), num_workers, **own)
-    return quiet_trainer(strategy, **options)
-
-
 class Noisy(Classifier):
     """Has dropout, batch norm, noise of other libraries, and logs its loss in two ways."""
 
@@ -477,7 +471,8 @@ class InPart(Classifier):
 
 def _in_part() -> Any:
     module, monitor = InPart(), DensityMonitor(per_layer=True)
-    trainer = simulated_trainer(3, max_steps=2, val_check_interval=1, num_sanity_val_steps=0, callbacks=[monitor])
+    strategy = SimulatedWorkersStrategy(HardThreshold(threshold=0.05), 3)
+    trainer = quiet_trainer(strategy, max_steps=2, val_check_interval=1, num_sanity_val_steps=0, callbacks=[monitor])
     with pytest.warns(UserWarning, match=r"InPart.on_after_backward is called for each simulated worker"):
         trainer.fit(module, data(60, 3), data(10, 5))
     last_step = trainer.strategy.state.last_step
@@ -506,7 +501,7 @@ class Guessing(Sparsifier):
 
 def _guessed() -> None:
     with pytest.warns(UserWarning, match=r"the sparsifier draws torch's random numbers.* in begin_step") as caught:
-        simulated_trainer(sparsifier=Guessing()).fit(Classifier(), data())
+        quiet_trainer(SimulatedWorkersStrategy(Guessing(), 2)).fit(Classifier(), data())
     assert sum("random numbers" in str(warning.message) for warning in caught) == 1
 
 
@@ -641,10 +636,9 @@ REFUSED: list[tuple[str, Any, Any, dict[str, Any]]] = [
 
 def _refused() -> None:
     for message, make, source, options in REFUSED:
-        devices = {"num_workers": options.pop("num_workers")} if "num_workers" in options else {}
         own = options.pop("own_attributes", [])
         strategy = SimulatedWorkersStrategy(HardThreshold(threshold=0.1), 2, own_attributes=own)
-        trainer, module = quiet_trainer(strategy, max_steps=4, **devices, **options), make()
+        trainer, module = quiet_trainer(strategy, max_steps=4, **options), make()
         with pytest.raises((ValueError, RuntimeError), match=message):
             trainer.fit(module, source())
         assert trainer.global_step == (1 if make is LaterPastLightning else trainer.global_step)

@@ -28,13 +28,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse
 from lightning_sparse import SimulatedWorkersStrategy, SparseDDPStrategy, SparseState, Sparsifier
-from tests.integration.models import Classifier, data
+from tests.integration.models import QUIET, Classifier, data
 from tests.markdown import PAGES, after, blocks
 from tests.workers import run_workers
 
 LANGUAGES = ("python", "diff", "yaml")
 TRAINS = [page for page in PAGES if blocks(page.read_text(), *LANGUAGES)]
-QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 STEPS = 30
 """As many as lie between two exchanges at most, in what a page proposes."""
 

@@ -17,6 +17,8 @@ from tests.integration.programs.trainer import (
     commit,
     fail_to_fit,
     fit_without_validation,
+    left_frozen,
+    moved,
     trains,
     witness_of,
 )
@@ -35,13 +37,6 @@ class TwoOptimizers(ManualStudent):
 
     def configure_optimizers(self) -> Any:
         return nesterov(self.first.parameters()), sgd([*self.middle.parameters(), *self.last.parameters()])
-
-
-def stepped_with_both(runs: list[Run]) -> None:
-    for run in runs:
-        assert run.global_step == 2 * (BATCHES + BATCHES // 2)
-        assert run.moved("first.weight")
-        assert run.moved("last.weight")
 
 
 def stepped_once_a_batch(runs: list[Run]) -> None:
@@ -190,18 +185,6 @@ class FrozenAtFitStart(ManualStudent):
     def on_fit_start(self) -> None:
         self.middle.requires_grad_(False)
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
-
-
-def left_frozen(runs: list[Run]) -> None:
-    for run in runs:
-        assert not run.moved("middle.weight")
-        assert run.moved("first.weight")
-
 
 class Constant(LightningModule):
     """Two parameters with constant gradients, trained by a function of the module and the number of the batch."""
@@ -254,13 +237,6 @@ def drops_zeros_in_place(module: Constant, optimizer: Any, index: int) -> None:
     optimizer.zero_grad(set_to_none=False)
 
 
-def both_parameters_moved(steps: int, runs: list[Run]) -> None:
-    for run in runs:
-        assert run.global_step == steps
-        assert run.moved("a")
-        assert run.moved("b")
-
-
 class Convolution(LightningModule):
     """Goes to ``channels_last`` when DDP has wrapped it."""
 
@@ -289,7 +265,9 @@ _unused = {"find_unused_parameters": True}
 _plain = {"drive": fit_without_validation}
 
 ROWS = {
-    "two optimizers": Row(trains(TwoOptimizers), stepped_with_both),
+    "two optimizers": Row(
+        trains(TwoOptimizers), partial(moved, 2 * (BATCHES + BATCHES // 2), ("first.weight", "last.weight"))
+    ),
     "left out while it waits": Row(
         trains(LeavesOutWhatWaits, **_plain, **_unused), left_out_by_one_worker, leaves_out=True
     ),
@@ -300,7 +278,7 @@ ROWS = {
     "torch's own optimizer": Row(trains(WithTorchsOwnOptimizer, **_plain), logged_past_lightning),
     "layer of two optimizers": Row(trains(SharesALayer, **_plain), stepped_with_each),
     **{
-        name: Row(trains(partial(Constant, train), **_plain, **options), partial(both_parameters_moved, steps), 0.4)
+        name: Row(trains(partial(Constant, train), **_plain, **options), partial(moved, steps, ("a", "b")), 0.4)
         for name, train, steps, options in (
             ("a step every second backward", every_second, BATCHES, {}),
             ("a step every second backward, static graph", every_second, BATCHES, {"static_graph": True}),
@@ -310,7 +288,7 @@ ROWS = {
     },
     "zeros dropped in place": Row(
         trains(partial(Constant, drops_zeros_in_place), **_plain),
-        partial(both_parameters_moved, 2 * BATCHES),
+        partial(moved, 2 * BATCHES, ("a", "b")),
         2.5,
         rolls_back=True,
     ),

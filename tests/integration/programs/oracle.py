@@ -49,13 +49,10 @@ class Oracle:
             for name, parameter in named
             if parameter.requires_grad and name not in ignored
         }
-        self.committed = {
-            name: torch.zeros_like(real(parameter.detach())) for name, parameter in self.parameters.items()
-        }
-        self.sent = self.held = self.offered = self.num_rolled_back = self.num_exchanges = 0
         self._synchronizes = True
         self._select, self._scale = select, scale
         self._pending: dict[str, Tensor] = {}
+        self.begin_anew({name: torch.zeros_like(real(tensor.detach())) for name, tensor in self.parameters.items()})
         self._zeroed: set[str] = set()
         self._had_gradient: set[str] = set()
         self._old: dict[str, Tensor | None] = {}
@@ -126,7 +123,8 @@ class Oracle:
         shared = [name for name, flag in zip(self.parameters, flags[1:].tolist(), strict=True) if flag]
         old = {name: is_active and name not in used for name in shared}
         compensated = {
-            name: self._pending.get(name, self.committed[name]) + self._content(name, is_active and not old[name])
+            name: self._pending.get(name, self.committed[name])
+            + real(self._gradient(name, is_active and not old[name])) / self._scale()
             for name in shared
         }
         added = torch.cat([real(self._gradient(name, old[name])).flatten() for name in shared])
@@ -167,9 +165,6 @@ class Oracle:
         dist.all_reduce(last, dist.ReduceOp.MAX)
         for parameter in self.parameters.values():
             dist.broadcast(parameter.detach(), int(last))
-
-    def _content(self, name: str, is_part: bool) -> Tensor:
-        return real(self._gradient(name, is_part)) / self._scale()
 
     def _gradient(self, name: str, is_part: bool) -> Tensor:
         gradient = self.parameters[name].grad

@@ -8,12 +8,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from tests.integration.models import TwoPlayers, sgd
-from tests.integration.programs.trainer import (
-    BATCHES,
-    fit_without_validation,
-    trains,
-    witness_of,
-)
+from tests.integration.programs.trainer import BATCHES, fit_without_validation, moved, trains, witness_of
 from tests.integration.programs.world import Row, Run
 
 
@@ -52,11 +47,9 @@ untoggled = partial(TwoPlayers, toggles=False, zeroes_first=True)
 """Each optimizer drops what the other's loss has left behind on its parameters."""
 
 
-def both_moved(runs: list[Run]) -> None:
-    for run in runs:
-        assert run.global_step == 2 * 2 * BATCHES
-        assert run.moved("generator.0.weight")
-        assert run.moved("judge.0.weight")
+PLAYERS = ("generator.0.weight", "judge.0.weight")
+both_moved = partial(moved, 2 * 2 * BATCHES, PLAYERS)
+trained_by_turns = partial(moved, 2 * (BATCHES // 2 + BATCHES // 4), PLAYERS)
 
 
 class ClipsOneZeroesTheOther(TwoPlayers):
@@ -99,40 +92,22 @@ class FreezesBetween(TwoPlayers):
         self.judge.requires_grad_(False)
 
 
-def trained_by_turns(runs: list[Run]) -> None:
-    for run in runs:
-        assert run.global_step == 2 * (BATCHES // 2 + BATCHES // 4)
-        assert run.moved("generator.0.weight")
-        assert run.moved("judge.0.weight")
-
-
 _unused = {"find_unused_parameters": True}
 _plain = {"drive": fit_without_validation}
 
 ROWS = {
     **{
-        f"constant players, {words}": Row(
-            trains(partial(TugOfWar, none), **_plain, **_unused),
-            pulled_all_the_way,
-            1.0,
+        f"{players}, {words}": Row(
+            trains(partial(make, set_to_none=none), **_plain, **options),
+            check,
+            threshold,
             rolls_back=True,
-            leaves_out=True,
+            leaves_out=options is _unused,
         )
-        for none, words in ((True, "gradients dropped"), (False, "gradients zeroed"))
-    },
-    **{
-        f"untoggled players, {words}": Row(
-            trains(partial(untoggled, set_to_none=none), **_plain, **_unused),
-            both_moved,
-            0.01,
-            rolls_back=True,
-            leaves_out=True,
-        )
-        for none, words in ((True, "gradients dropped"), (False, "gradients zeroed"))
-    },
-    **{
-        f"players that reach each other, {words}": Row(
-            trains(partial(untoggled, set_to_none=none, reaches_both=True), **_plain), both_moved, 0.01, rolls_back=True
+        for players, make, options, check, threshold in (
+            ("constant players", TugOfWar, _unused, pulled_all_the_way, 1.0),
+            ("untoggled players", untoggled, _unused, both_moved, 0.01),
+            ("players that reach each other", partial(untoggled, reaches_both=True), {}, both_moved, 0.01),
         )
         for none, words in ((True, "gradients dropped"), (False, "gradients zeroed"))
     },

@@ -7,11 +7,11 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from tests.integration.models import assert_equal
 from tests.integration.programs.world import Kind, Row, Run
 from tests.workers import run_workers
 
@@ -45,9 +45,8 @@ def _run(row: Row, store: str) -> Outcome:
     rank = int(os.environ["RANK"])
     # A group for each row: one that fails takes its own connections with it, so that the others hear of it.
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_WORKERS, timeout=PATIENCE)
-    outcome: Outcome
     try:
-        outcome = {kind: _run_in(row, kind) for kind in row.worlds}
+        outcome: Outcome = {kind: _run_in(row, kind) for kind in row.worlds}
     except BaseException:
         outcome = traceback.format_exc(limit=-6)
     dist.destroy_process_group()
@@ -69,17 +68,13 @@ def _run_in(row: Row, kind: Kind) -> Run:
 
 def compare(right: Run, other: Run) -> None:
     """To the last bit: there are two workers, and a sum of two has one order."""
-    assert_same("weights and buffers", other.state, right.state)
-    assert_same("gradients stepped on", other.stepped_on, right.stepped_on)
-    assert_same("what was seen", dict(other.seen), dict(right.seen))
+    assert_equal(other.state, right.state, "weights and buffers")
+    assert_equal(other.stepped_on, right.stepped_on, "gradients stepped on")
+    assert_equal(dict(other.seen), dict(right.seen), "what was seen")
     assert other.said == right.said
     assert (other.global_step, other.epochs) == (right.global_step, right.epochs)
-    assert_same("metrics", own_metrics(other.metrics), own_metrics(right.metrics))
+    assert_equal(own_metrics(other.metrics), own_metrics(right.metrics), "metrics")
 
 
 def own_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.startswith("sparse/")}
-
-
-def assert_same(what: str, actual: Any, expected: Any) -> None:
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{what}: {text}")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_sparse import SparseDDPStrategy
 from tests.integration.models import Classifier, ManualClassifier, data, nesterov, quiet_trainer
 from tests.integration.programs.oracle import OracleStrategy
-from tests.integration.programs.world import World
+from tests.integration.programs.world import Run, World
 
 BATCHES = 8
 """Of a worker in an epoch of ``data()``."""
@@ -98,6 +98,19 @@ class Student(Classifier):
 
 class ManualStudent(ManualClassifier):
     default_optimizer = staticmethod(nesterov)
+
+
+def moved(steps: int, names: tuple[str, ...], runs: list[Run]) -> None:
+    """Checks how many steps Lightning counted, and that these parameters have changed."""
+    for run in runs:
+        assert run.global_step == steps
+        assert all(map(run.moved, names))
+
+
+def left_frozen(runs: list[Run]) -> None:
+    for run in runs:
+        assert not run.moved("middle.weight")
+        assert run.moved("first.weight")
 
 
 MakeTrainer = Callable[[], Trainer]

@@ -12,8 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.integration.models import data
-from tests.integration.programs.running import assert_same
+from tests.integration.models import assert_equal, data
 from tests.integration.programs.trainer import (
     BATCHES,
     MakeTrainer,
@@ -106,7 +105,7 @@ def saw(expected: dict[str, list[Any]], steps: int, runs: list[Run]) -> None:
 def saw_the_same_two_batches(runs: list[Run]) -> None:
     saw({"samples": [4] * 2 * 2, "validation samples": [4] * 2 * 2}, 2 * 2, runs)
     for run in runs:
-        assert_same("inputs", run.seen["inputs"][:2], run.seen["inputs"][2:])
+        assert_equal(run.seen["inputs"][:2], run.seen["inputs"][2:], "inputs")
     assert not torch.equal(runs[0].seen["inputs"][0], runs[1].seen["inputs"][0])
 
 

@@ -94,10 +94,6 @@ class World:
         self._modules: list[tuple[str, nn.Module]] = []
         self._watched: set[int] = set()
 
-    @property
-    def is_sparse(self) -> bool:
-        return self.kind in ("zero", "sparse")
-
     def sparsifier(self) -> Sparsifier:
         return HardThreshold(threshold=0.0) if self.kind == "zero" else self._make_sparsifier()
 
@@ -129,14 +125,14 @@ class World:
         if make_ddp is DistributedDataParallel:
             ddp_options = {"bucket_cap_mb": SMALL_BUCKETS_MB} | ddp_options
         wrapped = make_ddp(model, **ddp_options)
-        if self.is_sparse:
+        if self.kind in ("zero", "sparse"):
             state = register_comm_hook(wrapped, self.sparsifier(), grad_scaler=grad_scaler, exchange=self.exchange)
             self.follow_state(state, name)
         return wrapped
 
-    def backward(self, loss: Tensor, **options: Any) -> None:
+    def backward(self, loss: Tensor) -> None:
         with self.backwards():
-            loss.backward(**options)
+            loss.backward()
 
     def backwards(self) -> Any:
         """A context of one backward, for those who do not call ``loss.backward()`` themselves."""
