@@ -59,7 +59,7 @@ def serve(pipe: connection.Connection) -> None:
     environment, random_states, found = dict(os.environ), _random_states(), _Traces()
     while True:
         try:
-            call: Call = pipe.recv()
+            call: Call = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
         _set_random_states(*random_states)

@@ -61,7 +61,8 @@ def run_workers(
         try:
             for rank, worker in enumerate(workers):
                 environment = environment_of(rank, num_workers, port)
-                worker.pipe.send(Call(function, args, environment, folder, process_group, is_last=new))
+                call = Call(function, args, environment, folder, process_group, is_last=new)
+                worker.pipe.send_bytes(pickle.dumps(call))  # send() would let workers share the memory of tensors
             staying = _wait_until_one_fails(workers, timeout)
         finally:
             for worker in workers:
