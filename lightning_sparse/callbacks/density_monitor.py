@@ -31,8 +31,8 @@ class DensityMonitor(StepMonitor):
     - Step times: medians of dense steps (those of the calibration), of sparse steps, and of the wait for the exchange.
       ``sparse/median_dense_step_ms``, ``sparse/median_step_ms`` and ``sparse/median_wait_ms`` are logged at the end of
       ``fit``, and a sentence under the table says what the sparse exchange gains.
-    - A table of at most 80 columns on rank 0 at the end of ``fit``, unless it is the only worker: the density asked for
-      and reached, λ, bytes, times fewer than dense, and the steps of calibration and those that went out densely.
+    - A table of at most 80 columns on rank 0 at the end of ``fit``, unless it is the only worker. It has the density
+      asked for and reached, λ, bytes, times fewer than dense, and the number of calibration steps and of dense steps.
 
     It works without a logger too (the table remains), costs no collective, and continues its averages when a
     checkpoint is resumed. The image begins anew.

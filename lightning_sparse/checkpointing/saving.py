@@ -1,4 +1,4 @@
-"""Collecting the state of all workers for a checkpoint, if all of them come to save.
+"""Collecting the state of all workers for a checkpoint.
 
 A worker that raised an exception or got a signal may be alone, so workers first wait for each other at a
 ``SaveBarrier``. Without all of them the checkpoint has no tensors of workers and says why.

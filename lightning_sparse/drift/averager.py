@@ -259,7 +259,10 @@ class SparseModelAverager(Averager):
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue from the result of ``state_dict`` on the worker of the same rank; gives the module its weights.
 
-        Drops values that travel with ``overlap=True``. Raises as `SparseState.load_state_dict` does.
+        Drops values that travel with ``overlap=True``.
+
+        Raises:
+            RuntimeError: the state belongs to another rank or another number of workers, or is damaged.
         """
         super().load_state_dict(saved)
         self.shared.give_back()

@@ -18,7 +18,7 @@ from lightning_sparse.sparsifiers import Dense, Sparsifier
 class ShardModelAverager(SparseModelAverager):
     """Local training of replicas that ``fully_shard`` shards, with a sparse exchange of their drifts.
 
-    Call `step` after every optimizer step, on all ranks alike. A replica takes the place of a worker of
+    Call ``step`` after every optimizer step, on all ranks alike. A replica takes the place of a worker of
     `SparseModelAverager`; numbers are those of the whole model.
 
     Example::

@@ -123,8 +123,8 @@ class LayerControl:
     """Adjusts λ of every layer from densities that all workers saw, to the same values on all of them.
 
     A layer of fewer than 1 / density elements is held to one coordinate per step, and to at most half of its
-    coordinates: a layer to be sent whole could never make up for a step that sent less, and λ would fall for ever. λ
-    stays if a layer sent nothing and its residual did not change: the layer was not used.
+    coordinates. A layer to be sent whole could never make up for a step that sent less, and λ would fall for ever. If
+    a layer sent nothing and its residual did not change, the layer was not used, and λ stays.
 
     Args:
         density: the share of each layer to send on average, in (0, 1].

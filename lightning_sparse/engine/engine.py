@@ -211,7 +211,7 @@ class Engine:
         }
 
     def snapshot(self, mark: Mapping[str, Any] | None = None) -> Snapshot:
-        """Return numbers and history as of a ``mark``, or of now; without tensors of an averager."""
+        """Return numbers and history at a ``mark``, or the current ones, without an averager's tensors."""
         numbers = dict(self.mark() if mark is None else mark)
         if numbers["last_step"] is not None:
             numbers["last_step"] = asdict(replace(numbers["last_step"], layers={}))

@@ -24,10 +24,10 @@ class TransportOptions:
             its index a coordinate takes 6 bytes in ``"float32"``, 4 in ``"bfloat16"`` or ``"float16"`` and 3 in
             ``"float8"`` (e4m3), which is scaled to λ and needs a threshold above 0 in every layer or a sparsifier that
             rounds. ``"int8"`` needs a sparsifier that rounds.
-        exchange: route of the selected values. ``"gather"``: all-gather of every worker's values;
+        exchange: route of the selected values. ``"gather"``: all-gather of every worker's values.
             ``"reduce_scatter"``: each value goes to the worker that sums its part of the bucket, and the sums go to
-            all; ``"dense"``: all-reduce of the masked bucket; ``"hierarchical"``: dense inside a node, sparse between
-            nodes; ``"auto"``: for each bucket the cheapest of the first three, judged by the exchange before.
+            all. ``"dense"``: all-reduce of the masked bucket. ``"hierarchical"``: dense inside a node, sparse between
+            nodes. ``"auto"``: for each bucket the cheapest of the first three, judged by the exchange before.
         link_gbit_s: rate of a worker's link between nodes, above 0, in Gbit/s and one direction, by which
             ``exchange="auto"`` chooses. Ranks of a node that share a link have a share of it each. None assumes
             10 Gbit/s on CPUs, and on GPUs NVLink inside a node and 100 Gbit/s between nodes. Over Gloo, small payloads

@@ -42,12 +42,9 @@ class Exchange:
     """Averages sparse buckets over the workers of a process group. Every method is collective.
 
     Args:
-        mode: ``"gather"`` sends every worker's coordinates to all; ``"reduce_scatter"`` sends them to the worker that
-            sums their slice, and the sums to all; ``"dense"`` all-reduces the selected values in a buffer of the
-            bucket's size; ``"hierarchical"`` is dense inside a node and sparse between nodes; ``"auto"`` takes for each
-            bucket and step the cheapest of the first three (``lightning_sparse.exchange.routes.cost_model``), judged by
-            the number of selected coordinates in the step before. A bucket without a history, as in the first step,
-            goes dense.
+        mode: a route of ``TransportOptions``. ``"auto"`` judges by the number of selected coordinates in the step
+            before (``lightning_sparse.exchange.routes.cost_model``). A bucket without a history, as in the first
+            step, goes dense.
         group: the process group; None is the default group.
         link_gbit_s: the rate of a worker's link, from which follow the choice of ``"auto"`` and how long payloads wait
             for each other (``lightning_sparse.exchange.routes.gather``); None assumes a cautious one.

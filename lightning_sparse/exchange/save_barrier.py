@@ -1,8 +1,8 @@
 """Ask through the rendezvous store whether all workers are at the same point, without a collective.
 
-A checkpoint needs every worker's residuals, but not every worker may come to save one. A worker that handles an
-exception or a signal is alone with it, while others wait in the middle of a step for its gradients. A collective would
-wait for them for ever, or worse, take the message of a step for its own. So workers wait for each other first::
+A checkpoint needs every worker's residuals, but some workers may never reach the call that saves. A worker that handles
+an exception or a signal is alone with it, while others wait in the middle of a step for its gradients. A collective
+would wait for them for ever, or worse, take the message of a step for its own. So workers wait for each other first::
 
     worker k                                         rank 0
     writes its status and its arrival         ──▶    looks for arrivals until all are there or patience ends

@@ -81,7 +81,7 @@ class Workers:
     Over Gloo, gather and all-to-all are made of messages: every worker first says that it is ready to receive from all
     others, then sends. It sends small messages first, so that nothing arrives meanwhile (``let_senders_finish``).
     Gloo's own all-gather is a ring of n − 1 rounds, and a neighbour's readiness waits behind the data that goes its
-    way: at 100 Mbit/s 8 MB took two workers 1.5 times as long as their links allow, and twice as long with Gloo's
+    way. At 100 Mbit/s two workers took 1.5 times as long for 8 MB as their links allow, and twice as long with Gloo's
     all-to-all (benchmarks/scaling.py).
 
     Attributes:

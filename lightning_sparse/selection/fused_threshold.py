@@ -1,17 +1,17 @@
 """The hard-threshold step of one bucket in three GPU kernels, without a wait for the device.
 
 The kernels give the bits of ``compensate``, ``HardThreshold.select``, ``keep_rest`` and ``PayloadFormat.fill``. Nearly
-all memory traffic is in one pass: 12 bytes per element of a float32 gradient, 10 of a bfloat16 gradient, 4 or 2 more if
-the gradient is cleared for the average, and some 100 bytes per coordinate of a sparse selection.
+all memory traffic is in one pass. It moves 12 bytes per element of a float32 gradient and 10 of a bfloat16 gradient. If
+the gradient is cleared for the average, it moves 4 or 2 more. A sparse selection adds some 100 bytes per coordinate.
 
 1. ``walk_block`` forms p in the memory of e' and marks selected coordinates with one bit per element.
 2. ``summarise`` adds up the numbers of all blocks: where each block's coordinates begin in the payload, and the header.
 3. ``pack_block`` writes values and offsets into the payload and keeps the rest.
 
-A program has one block of 8,192 elements, an eighth of the payload's: a bucket of 25 MB has 800, one of 1 MB has 32. An
-H100 with 132 multiprocessors runs two programs on each. The payload's own blocks of 65,536 elements would leave most of
-them idle. No two programs write to one place: coordinates ascend without a sort, and no atomic addition makes runs
-differ.
+A program has one block of 8,192 elements, an eighth of the payload's. A bucket of 25 MB has 800 programs, and a bucket
+of 1 MB has 32. An H100 with 132 multiprocessors runs two programs on each. The payload's own blocks of 65,536 elements
+would leave most of them idle. No two programs write to one place: coordinates ascend without a sort, and no atomic
+addition makes runs differ.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,9 @@
 """The theory of a constant threshold as functions of measurable numbers.
 
-Sahu et al., *Rethinking gradient sparsification as total error minimization* (NeurIPS 2021, arXiv:2108.00951). Workers,
-n of them, minimise f = (1/n) Σ_i f_i by steps x ← x − γ (1/n) Σ_i out_i of a constant learning rate γ; worker i draws a
-gradient g_i = ∇f_i(x) + ξ_i, sends out_i of p_i = e_i + g_i, and keeps e_i = p_i − out_i. The numbers of a problem:
+Sahu et al., *Rethinking gradient sparsification as total error minimization* (NeurIPS 2021, arXiv:2108.00951). n
+workers minimise f = (1/n) Σ_i f_i by steps x ← x − γ (1/n) Σ_i out_i of a constant learning rate γ. Worker i draws a
+gradient g_i = ∇f_i(x) + ξ_i, forms p_i = e_i + g_i, sends out_i of it, and keeps e_i = p_i − out_i. The numbers of a
+problem:
 
     L       ‖∇f(x) − ∇f(y)‖ ≤ L ‖x − y‖                          how fast gradients change
     M, σ²   E‖ξ_i‖² ≤ M ‖∇f_i(x)‖² + σ²                          how noisy they are

@@ -49,7 +49,7 @@ PARTS: list[tuple[Any, str]] = [
     (ResidualMemory, "keep"),
     (ResidualMemory, "commit"),
     (PendingGradients, "end_exchange"),
-    (PendingGradients, "_mark"),
+    (PendingGradients, "note_gradients"),
     (PendingGradients, "_step_begins"),
     (PendingGradients, "_step_ends"),
     (save_barrier.SaveBarrier, "wait"),

@@ -1,6 +1,8 @@
 """Plain English in README, docs and docstrings, as far as a machine can see it."""
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -97,3 +99,21 @@ def test_a_page_reads_easily(page: Path) -> None:
 def test_a_page_is_no_longer_than_planned(page: Path) -> None:
     words = [word for word in page.read_text().split() if re.search(r"[A-Za-z]", word)]
     assert page.name in UNLIMITED or len(words) <= MOST_WORDS.get(page.name, MOST_WORDS_OF_A_GUIDE)
+
+
+def docstring_paragraphs(text: str) -> Iterator[str]:
+    """Yields the paragraphs of a docstring, and each argument's text, without examples."""
+    text = re.sub(r"::\n(?:\n|    .*\n?)+", ".\n\n", text)
+    text = re.sub(r"^(?:Args|Attributes|Raises|Returns|Yields):$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^    (?=\S)", "- ", text, flags=re.MULTILINE)  # an argument
+    text = re.sub(r"^ {6,}(?=\S)", "", text, flags=re.MULTILINE)  # its further lines
+    for paragraph in paragraphs(re.sub(r"^[ -]*>>> .*\n(?:.+\n?)*", "", text, flags=re.MULTILINE)):
+        yield re.sub(r"^\*{0,2}[\w.]+: ", "", paragraph)
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_docstrings_read_easily(path: Path) -> None:
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    texts = [ast.get_docstring(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, documented)]
+    hits = [hit for text in texts if text for paragraph in docstring_paragraphs(text) for hit in refused(paragraph)]
+    assert not hits
