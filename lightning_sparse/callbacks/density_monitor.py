@@ -46,8 +46,8 @@ class DensityMonitor(StepMonitor):
     """
 
     def __init__(self, per_layer: bool = True, image_columns: int = 200) -> None:
-        if image_columns < 2:
-            raise ValueError(f"Invalid {image_columns=}. Must be at least 2.")
+        if not isinstance(image_columns, int) or image_columns < 2:
+            raise ValueError(f"Invalid {image_columns=}. Must be a whole number of at least 2.")
         self.average_density = AverageDensity()
         super().__init__(per_layer, "sparse/average_density", self.average_density)
         self._history = _LayerHistory(image_columns)

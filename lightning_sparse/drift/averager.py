@@ -37,7 +37,7 @@ from lightning_sparse.exchange import (
     parameter_settings,
     require_agreement,
 )
-from lightning_sparse.sparsifiers import Sparsifier
+from lightning_sparse.sparsifiers import Sparsifier, require_sparsifier
 
 
 class SparseModelAverager(Averager):
@@ -90,6 +90,9 @@ class SparseModelAverager(Averager):
         per_layer_stats: bool = False,
     ) -> None:
         self.options = checked(options)
+        require_sparsifier(sparsifier)
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"Expected a torch.nn.Module, got {module!r}.")
         if any(isinstance(part, nn.parallel.DistributedDataParallel) for part in module.modules()):
             raise ValueError("The module is wrapped in DistributedDataParallel, which averages gradients. Unwrap it.")
         if any(nn.parameter.is_lazy(tensor) for tensor in named_tensors(module).values()):

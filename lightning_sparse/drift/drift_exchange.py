@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import rank_zero_info
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_sparse.drift.anchor import AnchorBucket, WeightOwnership, drifting, load_outer, outer_state
 from lightning_sparse.drift.options import DriftOptions
@@ -248,6 +249,11 @@ class DriftExchange:
             anchors = [bucket.anchor for bucket in new]
             if self.outer is None:
                 self.outer = self.options.outer_optimizer(anchors)
+                if not isinstance(self.outer, Optimizer) or isinstance(self.outer, torch.optim.LBFGS):
+                    raise ValueError(
+                        f"Invalid outer_optimizer: it returned {type(self.outer).__name__}. Must return a "
+                        "torch.optim.Optimizer whose step needs no closure."
+                    )
             else:
                 self.outer.add_param_group({"params": anchors})
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_sparse.drift import DriftOptions, SparseModelAverager
 from lightning_sparse.drift.averager import checked, drift_settings
 from lightning_sparse.engine.sharding import Resharded, Sharding, reshard
-from lightning_sparse.sparsifiers import Dense, Sparsifier
+from lightning_sparse.sparsifiers import Dense, Sparsifier, require_sparsifier
 
 
 class ShardModelAverager(SparseModelAverager):
@@ -59,8 +59,7 @@ class ShardModelAverager(SparseModelAverager):
         per_layer_stats: bool = False,
     ) -> None:
         options = checked(options)
-        if not isinstance(sparsifier, Sparsifier):
-            raise TypeError(f"Expected a sparsifier such as HardThreshold(density=0.01), got {sparsifier!r}.")
+        require_sparsifier(sparsifier)
         reshard(module)
         sharding = Sharding(module, mesh, drift_settings(module, sparsifier, options, per_layer_stats))
         self.replica = sharding.replica

@@ -111,6 +111,8 @@ class Averager(ABC):
 
         It may run inside backward, on every worker: it must be quick and must not communicate.
         """
+        if not callable(receiver):
+            raise TypeError(f"Expected a function of StepStats, got {receiver!r}.")
         self._engine.subscribers.append(receiver)
 
     def set_threshold(self, threshold: float) -> None:
@@ -178,10 +180,11 @@ class Averager(ABC):
             RuntimeError: the state belongs to another rank or another number of workers, or is damaged.
         """
         names = [field.name for field in fields(Snapshot)]
-        missing = [name for name in (*self.place, *names) if name not in saved]
+        found = list(saved) if isinstance(saved, Mapping) else []
+        missing = [name for name in (*self.place, *names) if name not in found]
         if missing:
             raise RuntimeError(
-                f"This is no state of a {type(self).__name__}: it has {', '.join(map(str, saved)) or 'nothing'}, and "
+                f"This is no state of a {type(self).__name__}: it has {', '.join(map(str, found)) or 'nothing'}, and "
                 f"not {', '.join(missing)}."
             )
         if any(saved[name] != here for name, here in self.place.items()):

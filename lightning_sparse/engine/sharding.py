@@ -106,6 +106,11 @@ def _require_shards(module: nn.Module, mesh: DeviceMesh) -> None:
                     f"{parameter.device_mesh.device_type}: gradients that are offloaded cannot be exchanged. Leave "
                     "CPUOffloadPolicy out."
                 )
+            if num_ranks > 1 == parameter.device_mesh.size():
+                raise ValueError(
+                    f"{name} is sharded over one rank, and a replica has {num_ranks}. Give fully_shard the mesh of one "
+                    "replica, mesh['shard'], and what exchanges that of replicas, mesh['replicate']."
+                )
             also = set(parameter.device_mesh.mesh.flatten().tolist()) & set(between)
             if len(also) > 1:
                 raise ValueError(

@@ -70,7 +70,7 @@ class Estimate:
         if self.break_even == 0:
             said.append("Dense is the fastest at any density: take strategy='ddp'.")
         elif self.break_even < 1:
-            said.append(f"Above a density of {100 * self.break_even:.2g} % nothing is gained.")
+            said.append(f"Above a density of {float(f'{100 * self.break_even:.2g}'):g} % nothing is gained.")
         return " ".join(said)
 
 

@@ -23,7 +23,7 @@ from lightning_sparse.gradients.options import (
     require_density_control,
 )
 from lightning_sparse.gradients.sparse_state import SparseState
-from lightning_sparse.sparsifiers import Sparsifier
+from lightning_sparse.sparsifiers import Sparsifier, require_sparsifier
 
 
 # A compiled optimizer step calls backward in its closure: the exchange must stay out of that graph.
@@ -83,7 +83,7 @@ def register_comm_hook(
         The state, whose ``last_step`` holds the numbers of the last step.
 
     Raises:
-        TypeError: not a DistributedDataParallel module, or not a sparsifier.
+        TypeError: not a DistributedDataParallel module, a sparsifier, an optimizer or a scaler.
         ValueError: an invalid option, a module on several devices, or ``error_feedback="learning_rate"`` without an
             optimizer.
         RuntimeError: workers disagree on the settings (on every worker), or DDP cannot hand out its buckets.
@@ -99,6 +99,10 @@ def register_comm_hook(
     if error_feedback == "learning_rate" and optimizer is None:
         raise ValueError('error_feedback="learning_rate" needs the learning rates. Pass optimizer=… as well.')
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or [])
+    if not all(isinstance(each, Optimizer) for each in optimizers):
+        raise TypeError(f"Invalid {optimizer=}. Must be an optimizer of torch.optim, or a list of them.")
+    if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
+        raise TypeError(f"Invalid {grad_scaler=}. Must be a torch.amp.GradScaler, or None if losses are not scaled.")
     return attach(
         ddp_module,
         sparsifier,
@@ -125,8 +129,7 @@ def attach(
             f"Expected a torch.nn.parallel.DistributedDataParallel module, got {type(ddp_module).__name__}. "
             "Wrap the model first: DistributedDataParallel(model)."
         )
-    if not isinstance(sparsifier, Sparsifier):
-        raise TypeError(f"Expected a sparsifier such as HardThreshold(), got {sparsifier!r}.")
+    require_sparsifier(sparsifier)
     require_density_control(sparsifier, options.density_control)
     if getattr(ddp_module, "_use_python_reducer", False):
         raise RuntimeError(

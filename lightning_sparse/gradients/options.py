@@ -1,11 +1,12 @@
 """Options of the exchange of gradients beside the sparsifier, checked when they are made."""
 
 from dataclasses import dataclass
-from math import isfinite
+from math import inf
 from typing import Literal, get_args
 
 from lightning_sparse.engine.transport_options import TransportOptions, require_word
 from lightning_sparse.sparsifiers import HardThreshold, Sparsifier
+from lightning_sparse.sparsifiers.protocol import is_number
 
 ErrorFeedback = Literal["gradient", "learning_rate", "none"]
 DensityControlMode = Literal["hold", "calibrate"]
@@ -52,10 +53,9 @@ class ExchangeOptions(TransportOptions):
         super().__post_init__()
         require_word("error_feedback", self.error_feedback, get_args(ErrorFeedback))
         require_word("density_control", self.density_control, (*get_args(DensityControlMode), None))
-        if self.local_clip_norm is not None and not (isfinite(self.local_clip_norm) and self.local_clip_norm > 0):
-            raise ValueError(
-                f"Invalid local_clip_norm={self.local_clip_norm}. Must be a finite number above 0, or None to not clip."
-            )
+        norm = self.local_clip_norm
+        if norm is not None and not (is_number(norm) and 0 < norm < inf):
+            raise ValueError(f"Invalid local_clip_norm={norm!r}. Must be a finite number above 0, or None to not clip.")
 
     @property
     def why_no_overshoot(self) -> str | None:

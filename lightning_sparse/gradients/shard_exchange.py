@@ -29,7 +29,7 @@ from lightning_sparse.exchange.wire import ValueDtype
 from lightning_sparse.gradients.options import DensityControlMode, ExchangeOptions, require_density_control
 from lightning_sparse.gradients.steps_on_averages import StepsOnAverages
 from lightning_sparse.selection.bucket import Residual
-from lightning_sparse.sparsifiers import Dense, Sparsifier
+from lightning_sparse.sparsifiers import Dense, Sparsifier, require_sparsifier
 
 
 @dataclass
@@ -96,8 +96,7 @@ class ShardExchange(Averager):
         *,
         per_layer_stats: bool = False,
     ) -> None:
-        if not isinstance(sparsifier, Sparsifier):
-            raise TypeError(f"Expected a sparsifier such as HardThreshold(density=0.01), got {sparsifier!r}.")
+        require_sparsifier(sparsifier)
         require_density_control(sparsifier, options.density_control)
         options.require(sparsifier)
         reshard(module)

@@ -158,7 +158,7 @@ class Extraction:
         compensated = compensate(bucket.residual, bucket.gradient, bucket.loss_scale)
         selected = self._sparsifier.select(compensated, bucket.layout)
         if not self._is_marking:
-            selected = in_order(selected, bucket.layout.num_elements)
+            selected = in_order(selected, bucket.layout.num_elements, compensated.dtype)
         if bucket.left_out:
             used = torch.ones_like(compensated, dtype=torch.bool)
             for start, end in bucket.left_out:

@@ -10,6 +10,7 @@ from lightning_sparse.sparsifiers.protocol import (
     Sparsifier,
     WholeStep,
     in_order,
+    require_sparsifier,
 )
 from lightning_sparse.sparsifiers.random_k import RandomK
 from lightning_sparse.sparsifiers.rounding import ScaledIntegerRounding, StochasticRounding
@@ -32,4 +33,5 @@ __all__ = [
     "WholeStep",
     "exceed",
     "in_order",
+    "require_sparsifier",
 ]

@@ -1,6 +1,7 @@
 """The hard-threshold sparsifier, which sends what reaches a constant magnitude; and the dense one."""
 
 import struct
+import sys
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from math import inf, isfinite
@@ -110,6 +111,8 @@ class HardThreshold(MarkingSparsifier):
         if not isinstance(layer_thresholds, Mapping | None):
             raise TypeError(f"Invalid {layer_thresholds=}. Must be λ by pattern, such as {{'*.bias': 0.0}}, or None.")
         for pattern, value in (layer_thresholds or {}).items():
+            if not isinstance(pattern, str):
+                raise TypeError(f"Invalid {layer_thresholds=}. {pattern!r} is no pattern of parameter names.")
             _check_threshold(f"layer_thresholds[{pattern!r}]", value)
         if not is_number(overshoot) or not 0 <= overshoot < 1:
             raise ValueError(f"Invalid {overshoot=}. Must be within [0, 1); 0.5 sends 1.5 λ where p is λ.")
@@ -267,7 +270,7 @@ def _product(overshoot: float, threshold: float, dtype: torch.dtype) -> float:
 
 
 def _check_threshold(name: str, value: float) -> None:
-    if not (is_number(value) and isfinite(value) and value >= 0):
+    if not (is_number(value) and 0 <= value <= sys.float_info.max):
         raise ValueError(
             f"Invalid {name}={value!r}. Must be a finite number of at least 0, in units of what is "
             "exchanged (gradients; in local training parameters); 0 sends everything."

@@ -68,24 +68,28 @@ class WholeStep(NamedTuple):
     dtype: torch.dtype
 
 
-def in_order(selection: Selection, num_elements: int) -> Selection:
+def in_order(selection: Selection, num_elements: int, dtype: torch.dtype) -> Selection:
     """Returns the selection with ascending indices, which the package needs. Waits for a GPU.
 
     Args:
         selection: of any order, such as ``compensated.abs().topk(k).indices``.
         num_elements: of its bucket.
 
+        dtype: of its bucket.
+
     Raises:
-        TypeError: indices that are not int64, or indices and values that are not flat tensors of one length.
+        TypeError: indices that are not int64, values of another dtype than the bucket's, or indices and values that
+            are not flat tensors of one length.
         ValueError: an index outside the bucket, or a repeated index.
     """
     if not isinstance(selection, tuple) or len(selection) != 2:
         raise TypeError(f"A sparsifier selected {selection!r}. Return a Selection of indices and values.")
     indices, values = selection
-    if indices.dtype != torch.int64 or indices.dim() != 1 or values.shape != indices.shape:
+    if (indices.dtype, values.dtype) != (torch.int64, dtype) or indices.dim() != 1 or values.shape != indices.shape:
         raise TypeError(
-            f"A sparsifier selected indices of {indices.dtype}, shape {tuple(indices.shape)}, and values of shape "
-            f"{tuple(values.shape)}. Return a Selection of int64 indices and of values, both of shape (k,)."
+            f"A sparsifier selected indices of {indices.dtype}, shape {tuple(indices.shape)}, and values of "
+            f"{values.dtype}, shape {tuple(values.shape)}. Return a Selection of indices and values, torch.int64 and "
+            f"{dtype}, both of shape (k,)."
         )
     if not indices.numel():
         return selection
@@ -225,6 +229,12 @@ class MarkingSparsifier(Sparsifier):
         """Returns the marked coordinates; see `Sparsifier.select`."""
         indices = self.mark(compensated, layout).nonzero().squeeze(1)
         return Selection(indices, self.values(compensated, layout)[indices])
+
+
+def require_sparsifier(value: object, advice: str = "") -> None:
+    """Raises TypeError unless this is a sparsifier, and not its class."""
+    if not isinstance(value, Sparsifier):
+        raise TypeError(f"Expected a sparsifier such as HardThreshold(density=0.01), got {value!r}.{advice}")
 
 
 def is_number(value: object) -> bool:

@@ -2,6 +2,8 @@
 
 from math import isfinite, sqrt
 
+from lightning_sparse.sparsifiers.protocol import is_number, require_density
+
 FEWEST_STEPS = 3
 STABLE = 0.2
 """If λ is adjusted later, calibration ends once the standard error of the mean ‖g‖² is this share of the mean."""
@@ -24,10 +26,9 @@ def paper_threshold(density: float, num_elements: int) -> float:
         >>> round(paper_threshold(0.001, 11_173_962), 5)
         0.00473
     """
-    if not 0 < density <= 1:
-        raise ValueError(f"Invalid {density=}. Must be within (0, 1].")
-    if num_elements < 1:
-        raise ValueError(f"Invalid {num_elements=}. Must be at least 1.")
+    require_density(density, "one of a thousand coordinates")
+    if not is_number(num_elements) or num_elements < 1 or num_elements % 1:
+        raise ValueError(f"Invalid {num_elements=}. Must be a whole number of at least 1.")
     return 1 / (2 * sqrt(density * num_elements))
 
 

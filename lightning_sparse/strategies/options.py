@@ -141,7 +141,7 @@ def ddp_arguments(strategy: Strategy, arguments: dict[str, Any]) -> dict[str, An
             raise ValueError(f"Got {name}={arguments[name]!r}. {advice}.")
     known = {*_DDP_STRATEGY, *_DDP} - {"module", "kwargs", "device_ids"}
     takers = f"Lightning's DDPStrategy nor DistributedDataParallel of torch {torch.__version__}"
-    _require_known(strategy, arguments, known, takers)
+    require_arguments(strategy, arguments, known, takers)
     return arguments
 
 
@@ -156,7 +156,7 @@ def process_group_arguments(strategy: Strategy, arguments: dict[str, Any]) -> di
     """
     own = _DDP_STRATEGY.keys() - {"kwargs"} - _REPLACED_ARGUMENTS.keys()
     of_a_module = {**_DDP, **_DDP_STRATEGY}
-    _require_known(strategy, arguments.keys() - of_a_module.keys(), own, "Lightning's DDPStrategy")
+    require_arguments(strategy, arguments.keys() - of_a_module.keys(), own, "Lightning's DDPStrategy")
     for name, value in arguments.items():
         # Without a DDP module any parameter may stay unused.
         if name not in own and name != "find_unused_parameters" and value is not of_a_module[name].default:
@@ -181,11 +181,12 @@ def model_parallel_arguments(strategy: Strategy, arguments: dict[str, Any]) -> d
             "replicas=…"
         )
     known = _MODEL_PARALLEL.keys() - {"tensor_parallel_size"}
-    _require_known(strategy, arguments, known, "Lightning's ModelParallelStrategy")
+    require_arguments(strategy, arguments, known, "Lightning's ModelParallelStrategy")
     return {name: value for name, value in arguments.items() if name != "data_parallel_size"}
 
 
-def _require_known(strategy: Strategy, names: Collection[str], known: Collection[str], takers: str) -> None:
+def require_arguments(strategy: Strategy, names: Collection[str], known: Collection[str], takers: str) -> None:
+    """Raise TypeError for a name that is not known; the message names a similar one."""
     for name in names:
         if name not in known:
             own = set(inspect.signature(type(strategy)).parameters) - {"kwargs"}

@@ -19,7 +19,7 @@ from lightning_sparse.drift.options import DriftOptions
 from lightning_sparse.engine import Averager
 from lightning_sparse.engine.snapshot import sealed
 from lightning_sparse.gradients.options import ExchangeOptions, require_density_control
-from lightning_sparse.sparsifiers import Sparsifier
+from lightning_sparse.sparsifiers import Sparsifier, require_sparsifier
 from lightning_sparse.strategies.advice import Advice, exchanges_of
 from lightning_sparse.strategies.options import TakesOptions
 from lightning_sparse.strategies.step_log import StepLog
@@ -60,11 +60,7 @@ class SparseStrategy(TakesOptions):
     """The call that a loop without torch optimizers needs, for a warning; None to never warn."""
 
     def __init__(self, sparsifier: Sparsifier, **kwargs: Any) -> None:
-        if not isinstance(sparsifier, Sparsifier):
-            raise TypeError(
-                f"Expected a sparsifier such as HardThreshold(threshold=0.01), got {sparsifier!r}. "
-                f"For a threshold alone use {self._by_threshold}(threshold=0.01)."
-            )
+        require_sparsifier(sparsifier, f" For a threshold alone use {self._by_threshold}(threshold=0.01).")
         require_density_control(sparsifier, getattr(self._options, "density_control", None))
         self._options.require(sparsifier)
         kwargs = self._lightning_arguments(kwargs)

@@ -83,6 +83,9 @@ def _errors():
         register_comm_hook(ddp, 0.1)
     with pytest.raises(ValueError, match=r"needs the learning rates. Pass optimizer="):
         register_comm_hook(ddp, HardThreshold(threshold=0.1), error_feedback="learning_rate")
+    for name, allowed in (("optimizer", "Must be an optimizer"), ("grad_scaler", "Must be a torch.amp.GradScaler")):
+        with pytest.raises(TypeError, match=f"Invalid {name}='x'. {allowed}"):
+            register_comm_hook(ddp, HardThreshold(threshold=0.1), **{name: "x"})
     with pytest.raises(
         ValueError, match=r"Invalid exchange='sparse'. Must be one of 'auto', 'gather', 'reduce_scatter',"
     ):

@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -227,6 +228,10 @@ def test_what_is_not_finite_is_seen_by_all_in_that_exchange():
         assert step.non_finite == 2
 
 
+def averaged_by(outer):
+    return SparseModelAverager(Net(), HardThreshold(threshold=0.1), DriftOptions(outer_optimizer=outer))
+
+
 def refuses():
     fixed = HardThreshold(threshold=0.1)
     closed, within = (SparseModelAverager(Net(), fixed) for _ in range(2))
@@ -242,6 +247,12 @@ def refuses():
     whole.step()  # which anchors the layer too
     for make, word in (
         (lambda: SparseModelAverager(DistributedDataParallel(Net()), fixed), "Unwrap"),
+        (lambda: SparseModelAverager(3, fixed), "Expected a torch.nn.Module, got 3"),
+        (lambda: SparseModelAverager(Net(), 0.1), "Expected a sparsifier such as .*, got 0.1"),
+        (lambda: SparseModelAverager(Net(), HardThreshold), "Expected a sparsifier"),
+        *((partial(averaged_by, outer), "Must return a torch.optim.Optimizer") for outer in (torch.optim.LBFGS, list)),
+        (lambda: averaged_by(None).load_state_dict(None), "it has nothing, and not world_size, rank"),
+        (lambda: averaged_by(None).subscribe(3), "Expected a function of StepStats, got 3"),
         (lambda: SparseModelAverager(Net().requires_grad_(False), fixed), "nothing to average"),
         (lambda: SparseModelAverager(Net(), fixed, DriftOptions(every_n_steps=1 + dist.get_rank())), "every_n_steps"),
         (lambda: DriftOptions(every_n_steps=0), "at least 1"),
@@ -255,7 +266,7 @@ def refuses():
         (older.step, r"step\(\) of the newest"),
         (part.step, r"step\(\) of the newest"),
     ):
-        with pytest.raises((ValueError, RuntimeError), match=word):
+        with pytest.raises((ValueError, TypeError, RuntimeError), match=word):
             make()
     with within.averaged_weights(), pytest.raises(RuntimeError, match="Step before or after"):
         within.step()

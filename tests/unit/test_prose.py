@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,16 @@ def refused(paragraph: str) -> list[tuple[str, list[str]]]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_reads_easily(page: Path) -> None:
     assert not [hit for paragraph in paragraphs(page.read_text()) for hit in refused(paragraph)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_line_becomes_a_list_or_a_comment(page: Path) -> None:
+    """A number with a full stop, or a percent sign, at the start of a line of a paragraph."""
+    lines = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL).splitlines()
+    assert not [line for line in lines if line.startswith("%")]
+    assert not [
+        line for before, line in pairwise(lines) if re.match(r"[A-Za-z*`(]", before) and re.match(r"\d+\. ", line)
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -166,10 +166,13 @@ def test_gaussian_k_sends_nothing_of_a_layer_of_zeros_and_is_not_misled_by_what_
     assert GaussianK(0.2).select(compensated, layout).indices.tolist() == [5, 8, 9]
 
 
-@pytest.mark.parametrize("selection", [None, torch.ones(2), (torch.ones(2),)])
+DOUBLES = torch.arange(2), torch.ones(2, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("selection", [None, torch.ones(2), (torch.ones(2),), DOUBLES])
 def test_what_is_no_selection_is_refused(selection):
     with pytest.raises(TypeError, match="Return a Selection of indices and values"):
-        in_order(selection, 4)
+        in_order(selection, 4, torch.float32)
 
 
 def test_settings_tell_them_apart_and_what_a_step_leaves_is_none():

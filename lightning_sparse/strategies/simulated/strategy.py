@@ -1,5 +1,6 @@
 """A strategy that trains as n workers would, in turn on one device."""
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +24,7 @@ from lightning_sparse.engine.optimizer_steps import weak_method
 from lightning_sparse.exchange import ExchangeMode
 from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.sparsifiers import Sparsifier
-from lightning_sparse.strategies.options import NOT_OF_GRADIENTS, is_count
+from lightning_sparse.strategies.options import NOT_OF_GRADIENTS, is_count, require_arguments
 from lightning_sparse.strategies.simulated.data import BatchesOfWorkers, LoaderOfWorkers, loader_of_workers
 from lightning_sparse.strategies.simulated.limits import refuse, require_attributes, require_known, require_simulable
 from lightning_sparse.strategies.simulated.turns import RandomNumbers, Turns, named_parameters
@@ -89,8 +90,8 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
             raise ValueError("exchange='hierarchical' goes by nodes, and simulated workers have none. Use 'gather'.")
         self._options = self._taken(ExchangeOptions, kwargs, exchange=exchange)
         self._checkpoint_options = self._taken(CheckpointOptions, kwargs)
-        if isinstance(own_attributes, str):
-            raise TypeError(f"Invalid {own_attributes=}. Give names in a list: [{own_attributes!r}].")
+        if isinstance(own_attributes, str) or not all(isinstance(name, str) for name in own_attributes):
+            raise TypeError(f"Invalid {own_attributes=}. Must be a list of names, such as ['hidden_state'].")
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         super().__init__(sparsifier, device=device, **kwargs)
@@ -99,6 +100,12 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
         self._own_attributes = tuple(own_attributes)
         self._loader: LoaderOfWorkers | None = None
         self._has_run = False
+
+    @override
+    def _lightning_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        known = inspect.signature(SingleDeviceStrategy).parameters
+        require_arguments(self, arguments, known, "Lightning's SingleDeviceStrategy")
+        return arguments
 
     @property
     @override
