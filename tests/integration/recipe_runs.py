@@ -17,7 +17,7 @@ from recipes.resnet18_cifar10 import images
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 RESNET, NCF, LSTM, GPT_FOLDER = "resnet18_cifar10", "ncf_movielens", "lstm_wikitext2", "gpt_wikitext"
-COMPARISONS = sorted(path for name in ("comparison", "rivals") for path in RECIPES.rglob(f"{name}.yaml"))
+COMPARISONS = sorted(path for name in ("comparison", "overshoot", "rivals") for path in RECIPES.rglob(f"{name}.yaml"))
 CONFIGS = {f"{path.parent.name}/{path.stem}": path for path in sorted({*RECIPES.rglob("*.yaml")} - {*COMPARISONS})}
 """Every recipe by its folder and name."""
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 
-import lightning_sparse.gradients.comm_hook
+import lightning_sparse.exchange.agreement
 from lightning_sparse import DDPHardThresholdStrategy
 from tests.integration.models import Classifier, data, quiet_trainer
 from tests.workers import run_workers
@@ -31,7 +31,7 @@ def double(model: LightningModule) -> None:
 
 def older(model: LightningModule) -> None:
     """Not the model but the package: the second worker has another version."""
-    lightning_sparse.gradients.comm_hook.__version__ = "0.0.1"
+    lightning_sparse.exchange.agreement.__version__ = "0.0.1"
 
 
 def _start(change: Any, options: dict[str, Any]) -> str:
