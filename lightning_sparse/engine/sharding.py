@@ -94,6 +94,12 @@ def _require_shards(module: nn.Module, mesh: DeviceMesh) -> None:
     num_ranks = dist.get_world_size() // len(between)
     is_distributed = any(isinstance(parameter, DTensor) for parameter in named.values())  # tensor parallelism, perhaps
     is_sharded = any(isinstance(part, FSDPModule) for part in module.modules())
+    # With tensor parallelism some parameters may be on one rank each.
+    if num_ranks > 1 and {each.device_mesh.size() for each in named.values() if isinstance(each, DTensor)} == {1}:
+        raise ValueError(
+            f"All parameters are sharded over one rank, and a replica has {num_ranks}. Give fully_shard the mesh of a "
+            "replica, mesh['shard'], and what exchanges that of replicas, mesh['replicate']."
+        )
     for name, parameter in named.items():
         if local(parameter).is_meta:
             raise ValueError(
@@ -105,11 +111,6 @@ def _require_shards(module: nn.Module, mesh: DeviceMesh) -> None:
                     f"{name} is on the {local(parameter).device.type}, and its mesh is of "
                     f"{parameter.device_mesh.device_type}: gradients that are offloaded cannot be exchanged. Leave "
                     "CPUOffloadPolicy out."
-                )
-            if num_ranks > 1 == parameter.device_mesh.size():
-                raise ValueError(
-                    f"{name} is sharded over one rank, and a replica has {num_ranks}. Give fully_shard the mesh of one "
-                    "replica, mesh['shard'], and what exchanges that of replicas, mesh['replicate']."
                 )
             also = set(parameter.device_mesh.mesh.flatten().tolist()) & set(between)
             if len(also) > 1:

@@ -360,7 +360,7 @@ def test_averages_and_totals_continue_when_a_checkpoint_is_resumed(tmp_path: Pat
 
 @pytest.mark.parametrize("columns", [0, 1, -3])
 def test_a_picture_of_too_few_columns_is_refused(columns: int) -> None:
-    with pytest.raises(ValueError, match=rf"Invalid image_columns={columns}\. Must be at least 2"):
+    with pytest.raises(ValueError, match=rf"Invalid image_columns={columns}\. Must be a whole number of at least 2"):
         DensityMonitor(image_columns=columns)
 
 
