@@ -13,6 +13,7 @@ from lightning_sparse.callbacks.metrics import AverageDensity
 from lightning_sparse.callbacks.step_monitor import StepMonitor, log_scalars, logging_step, tensorboard_loggers
 from lightning_sparse.callbacks.step_times import StepTimes
 from lightning_sparse.engine import StepStats
+from lightning_sparse.sparsifiers.protocol import require_count
 from lightning_sparse.strategies.advice import asked_density, shortened
 from lightning_sparse.strategies.simulated.strategy import SimulatedWorkersStrategy
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
@@ -46,8 +47,7 @@ class DensityMonitor(StepMonitor):
     """
 
     def __init__(self, per_layer: bool = True, image_columns: int = 200) -> None:
-        if not isinstance(image_columns, int) or image_columns < 2:
-            raise ValueError(f"Invalid {image_columns=}. Must be a whole number of at least 2.")
+        require_count("image_columns", image_columns, least=2)
         self.average_density = AverageDensity()
         super().__init__(per_layer, "sparse/average_density", self.average_density)
         self._history = _LayerHistory(image_columns)

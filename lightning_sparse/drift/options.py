@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparse.engine.transport_options import TransportOptions
-from lightning_sparse.sparsifiers.protocol import is_number
+from lightning_sparse.sparsifiers.protocol import is_number, require_count
 
 OuterOptimizer = Callable[[Iterable[Tensor]], Optimizer]
 
@@ -45,9 +45,7 @@ class DriftOptions(TransportOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        every = self.every_n_steps
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(f"Invalid every_n_steps={every!r}. Must be a whole number of at least 1.")
+        require_count("every_n_steps", self.every_n_steps)
         for name in ("keep_drift", "overlap"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"Invalid {name}={getattr(self, name)!r}. Must be True or False.")

@@ -6,7 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sparse.sparsifiers.protocol import LayerLayout, MarkingSparsifier, is_number, require_density
+from lightning_sparse.sparsifiers.protocol import (
+    LayerLayout,
+    MarkingSparsifier,
+    is_number,
+    require_count,
+    require_density,
+)
 from lightning_sparse.sparsifiers.top_k import TopK
 
 
@@ -59,8 +65,7 @@ class Accordion(MarkingSparsifier):
             require_density(value, "0.1 % of each layer", name)
         if low_density > high_density:
             raise ValueError(f"Invalid {low_density=}. Must be at most {high_density=}.")
-        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
-            raise ValueError(f"Invalid {interval=}. Must be a whole number of epochs, at least 1.")
+        require_count("interval", interval)
         if not (is_number(relative_change) and 0 < relative_change < float("inf")):
             raise ValueError(f"Invalid {relative_change=}. Must be above 0; 0.5 is the authors'.")
         self.low_density = low_density

@@ -15,6 +15,7 @@ from lightning_sparse.sparsifiers.protocol import (
     LayerLayout,
     MarkingSparsifier,
     is_number,
+    require_count,
     require_density,
     require_granularity,
 )
@@ -106,8 +107,7 @@ class HardThreshold(MarkingSparsifier):
             density = DEFAULT_DENSITY
         if density is not None:
             require_density(density, "about 0.1 %")
-        if isinstance(calibration_steps, bool) or not isinstance(calibration_steps, int) or calibration_steps < 1:
-            raise ValueError(f"Invalid {calibration_steps=}. Must be a whole number of at least 1.")
+        require_count("calibration_steps", calibration_steps)
         if not isinstance(layer_thresholds, Mapping | None):
             raise TypeError(f"Invalid {layer_thresholds=}. Must be λ by pattern, such as {{'*.bias': 0.0}}, or None.")
         for pattern, value in (layer_thresholds or {}).items():

@@ -242,6 +242,12 @@ def is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
+def require_count(name: str, value: object, least: int = 1, instead: str = "") -> None:
+    """Raises ValueError unless this is a whole number, at least ``least``. ``instead`` ends the message."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"Invalid {name}={value!r}. Must be a whole number of at least {least}{instead}.")
+
+
 def require_density(density: float, example: str, name: str = "density") -> None:
     """Raises ValueError unless this is a share of coordinates to send."""
     if not is_number(density) or not 0 < density <= 1:

@@ -5,7 +5,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from lightning_sparse.sparsifiers.protocol import LayerLayout
+from lightning_sparse.sparsifiers.protocol import LayerLayout, require_count
 
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 """2**64 divided by the golden ratio, odd: the distance between the numbers of two steps."""
@@ -19,8 +19,7 @@ class RandomSource:
     """
 
     def __init__(self, seed: int) -> None:
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise ValueError(f"Invalid {seed=}. Must be a whole number of at least 0.")
+        require_count("seed", seed, least=0)
         self._seed = seed
         self._starts: dict[tuple[LayerLayout, torch.device, int], tuple[Tensor, Tensor]] = {}
 

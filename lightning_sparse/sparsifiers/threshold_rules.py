@@ -2,7 +2,7 @@
 
 from math import isfinite, sqrt
 
-from lightning_sparse.sparsifiers.protocol import is_number, require_density
+from lightning_sparse.sparsifiers.protocol import require_count, require_density
 
 FEWEST_STEPS = 3
 STABLE = 0.2
@@ -27,8 +27,7 @@ def paper_threshold(density: float, num_elements: int) -> float:
         0.00473
     """
     require_density(density, "one of a thousand coordinates")
-    if not is_number(num_elements) or num_elements < 1 or num_elements % 1:
-        raise ValueError(f"Invalid {num_elements=}. Must be a whole number of at least 1.")
+    require_count("num_elements", num_elements)
     return 1 / (2 * sqrt(density * num_elements))
 
 

@@ -193,8 +193,3 @@ def require_arguments(strategy: Strategy, names: Collection[str], known: Collect
             close = difflib.get_close_matches(name, own.union(known), n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise TypeError(f"Unknown argument {name!r}: neither this strategy nor {takers} takes it.{hint}")
-
-
-def is_count(number: object) -> bool:
-    """Return whether an argument is a whole number of at least 1."""
-    return isinstance(number, int) and not isinstance(number, bool) and number >= 1

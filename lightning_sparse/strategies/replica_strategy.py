@@ -23,7 +23,8 @@ from lightning_sparse.engine.sharding import reshard
 from lightning_sparse.exchange import SaveBarrier, Workers, require_agreement
 from lightning_sparse.exchange.groups import replica_mesh
 from lightning_sparse.sparsifiers import Sparsifier
-from lightning_sparse.strategies.options import is_count, model_parallel_arguments
+from lightning_sparse.sparsifiers.protocol import require_count
+from lightning_sparse.strategies.options import model_parallel_arguments
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 
@@ -65,10 +66,9 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
         tensor_parallel_size: int = 1,
         **kwargs: Any,
     ) -> None:
-        if not (is_count(replicas) or replicas == "auto"):
-            raise ValueError(f'Invalid {replicas=}. Must be a whole number of at least 1 or "auto".')
-        if not is_count(tensor_parallel_size):
-            raise ValueError(f"Invalid {tensor_parallel_size=}. Must be a whole number of at least 1.")
+        if replicas != "auto":
+            require_count("replicas", replicas, instead=' or "auto"')
+        require_count("tensor_parallel_size", tensor_parallel_size)
         self._replicas = replicas
         super().__init__(sparsifier, **kwargs)
         self._tensor_parallel_size = tensor_parallel_size

@@ -168,7 +168,7 @@ def test_a_fixed_threshold_holds_for_buckets_seen_before():
         (Accordion, {"low_density": 0.0}, r"Invalid low_density=0.0. Must be within \(0, 1\]"),
         (Accordion, {"high_density": "1"}, r"Invalid high_density='1'. Must be within"),
         (Accordion, {"low_density": 0.02}, "Invalid low_density=0.02. Must be at most high_density=0.01"),
-        (Accordion, {"interval": 0}, "Invalid interval=0. Must be a whole number of epochs"),
+        (Accordion, {"interval": 0}, "Invalid interval=0. Must be a whole number of at least 1"),
         (Accordion, {"interval": True}, "Invalid interval=True"),
         (Accordion, {"relative_change": 0.0}, "Invalid relative_change=0.0. Must be above 0"),
         (Accordion, {"relative_change": True}, "Invalid relative_change=True"),

@@ -24,7 +24,8 @@ from lightning_sparse.engine.optimizer_steps import weak_method
 from lightning_sparse.exchange import ExchangeMode
 from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.sparsifiers import Sparsifier
-from lightning_sparse.strategies.options import NOT_OF_GRADIENTS, is_count, require_arguments
+from lightning_sparse.sparsifiers.protocol import require_count
+from lightning_sparse.strategies.options import NOT_OF_GRADIENTS, require_arguments
 from lightning_sparse.strategies.simulated.data import BatchesOfWorkers, LoaderOfWorkers, loader_of_workers
 from lightning_sparse.strategies.simulated.limits import refuse, require_attributes, require_known, require_simulable
 from lightning_sparse.strategies.simulated.turns import RandomNumbers, Turns, named_parameters
@@ -84,8 +85,7 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
         device: str = "auto",
         **kwargs: Any,
     ) -> None:
-        if not is_count(num_workers):
-            raise ValueError(f"Invalid {num_workers=}. Must be a whole number of at least 1.")
+        require_count("num_workers", num_workers)
         if exchange == "hierarchical":
             raise ValueError("exchange='hierarchical' goes by nodes, and simulated workers have none. Use 'gather'.")
         self._options = self._taken(ExchangeOptions, kwargs, exchange=exchange)
