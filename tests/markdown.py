@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 PROJECT = Path(__file__).parents[1]
 PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md"))]
-"""What tells of the package: whoever reads these copies what is in them."""
+"""The pages about the package, whose code readers copy."""
 
 _FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _INDENTED = re.compile(r"(?<=\n\n)(?: {4}.*\n|\n)+")

@@ -53,6 +53,8 @@ class ThresholdSchedule(Callback):
                 _require_factor(factor)
         elif factors != "learning_rate" and not callable(factors):
             raise TypeError(f"Invalid {factors=}. Give {{step: factor}}, a function of the step, or 'learning_rate'.")
+        if not isinstance(linear, bool):
+            raise ValueError(f"Invalid {linear=}. Must be True or False.")
         if linear and not isinstance(factors, Mapping):
             raise ValueError("linear=True is for factors that are given by step.")
         self.factors = factors

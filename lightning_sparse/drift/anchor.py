@@ -110,7 +110,7 @@ def load_outer(
     now = _kind_of(outer)
     if saved["kind"] is not None and saved["kind"] != now:
         rank_zero_warn(
-            f"lightning_sparse: the checkpoint's outer optimizer is {saved['kind']}, that of now "
+            f"lightning_sparse: the checkpoint's outer optimizer is {saved['kind']}, the current one is "
             f"{'none' if now is None else now + ', which begins anew'}: what the other has gathered is dropped."
         )
         return

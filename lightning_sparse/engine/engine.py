@@ -245,6 +245,6 @@ def say_other_sparsifier(settings: Mapping[str, str], before: Mapping[str, str])
     names = [name for name in {**before, **settings} if settings.get(name) != before.get(name)]
     now, then = (", ".join(f"{name}={known.get(name, '(default)')}" for name in names) for known in (settings, before))
     rank_zero_info(
-        f"lightning_sparse: the sparsifier is not the one of the checkpoint: {now} instead of {then}. That of now is "
-        "used; with a density, calibration begins anew."
+        f"lightning_sparse: the sparsifier is not the one of the checkpoint: {now} instead of {then}. The current one "
+        "is used; with a density, calibration begins anew."
     )

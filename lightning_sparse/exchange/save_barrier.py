@@ -95,7 +95,7 @@ class SaveBarrier:
             if self._store.add(f"{mine}/taken", 1) == 1:
                 return "the first worker did not come to save"
             if not self._comes(f"{mine}/verdict", patience):  # it took this worker just now
-                return "the first worker came to save and went away"
+                return "the first worker began to save and left"
         verdict: str | None = json.loads(self._store.get(f"{mine}/verdict"))
         return verdict
 

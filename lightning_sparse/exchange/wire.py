@@ -127,7 +127,7 @@ def wire_of(name: ValueDtype, residual_dtype: torch.dtype, sparsifier: Sparsifie
 @lru_cache
 def _warn_of_no_step(name: ValueDtype) -> None:
     rank_zero_warn(
-        f"lightning_sparse: with the thresholds of now, value_dtype={name!r} does not reach far enough beyond "
+        f"lightning_sparse: with the current thresholds, value_dtype={name!r} does not reach far enough beyond "
         "the largest. Values travel as float32. Bring layer_thresholds nearer to the calibrated threshold, leave out "
         "granularity='layer', whose thresholds may lie far apart, or use 'bfloat16'."
     )

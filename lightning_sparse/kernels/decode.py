@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from lightning_sparse.kernels.launching import jit, tl
-from lightning_sparse.kernels.threshold import divide, of_wire
+from lightning_sparse.kernels.values import divide, of_wire
 
 __all__ = ["add_payloads"]
 

@@ -1,6 +1,6 @@
 """What a step launches on a GPU, and how often the host waits for it: counted, on a machine that has none.
 
-Tensors are PyTorch's fake ones, which say that they are on a GPU and hold nothing: whoever asks for a number of theirs
+Tensors are PyTorch's fake ones: they claim a GPU and hold nothing. Code that asks for a number of theirs
 is caught. Kernels of ours are counted instead of launched. What an operator of PyTorch launches is counted as one,
 though some launch more (a sort, a scan), and views and allocations as none.
 """

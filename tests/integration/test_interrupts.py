@@ -238,7 +238,7 @@ def compare(ours: Outcome, plain: Outcome) -> None:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_whoever_is_struck_leaves_a_right_checkpoint(name: str, outcomes: dict[Pair, Outcome]) -> None:
+def test_an_interrupted_run_leaves_a_right_checkpoint(name: str, outcomes: dict[Pair, Outcome]) -> None:
     row = ROWS[name]
     if row.case.saver == "model_checkpoint" and not HAS_SAVE_ON_EXCEPTION:
         pytest.skip("this Lightning's ModelCheckpoint has no save_on_exception")

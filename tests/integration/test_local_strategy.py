@@ -393,7 +393,7 @@ def _saved_in_validation(folder: str, who_writes: list[int]) -> int:
 
 
 @pytest.mark.parametrize("who_writes", [[], [0], [1], [0, 1]], ids=str)
-def test_a_save_in_validation_is_alike_for_all_whoever_has_written_to_the_weights(
+def test_a_save_in_validation_is_alike_for_all_workers_that_wrote_to_the_weights(
     who_writes: list[int], tmp_path: Path
 ) -> None:
     assert run_workers(_saved_in_validation, 2, str(tmp_path), who_writes, process_group=False) == [6, 6]
@@ -493,7 +493,7 @@ def _other_outer_optimizers() -> tuple[list[str], list[str], list[str]]:
     _, slow, told_slow = _loaded(saved, outer_optimizer=SLOW)
     [group] = slow.param_groups
     assert (group["lr"], group["momentum"], group["nesterov"]) == (0.1, 0.5, False)
-    # What has gathered has been multiplied by the momentum of now, in the step after.
+    # What has gathered has been multiplied by the current momentum, in the step after.
     momentum = saved["shared"]["outer.momentum_buffer"]
     before = torch.cat([momentum[name] for name in saved["numbers"]["layout"][0]])
     assert before.any()
@@ -508,7 +508,7 @@ def test_an_outer_optimizer_has_the_options_of_now_and_another_begins_anew() -> 
         assert of_slow == []
         for told, now in ((of_other, "Adam, which begins anew"), (of_none, "none")):
             [message] = told
-            assert f"optimizer is SGD, that of now {now}: what" in message
+            assert f"optimizer is SGD, the current one is {now}: what" in message
 
 
 # What is refused.

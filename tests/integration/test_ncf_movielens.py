@@ -137,7 +137,7 @@ class TestSampling:
         assert len({len(own) for own in sizes}) == 1
         assert max(map(max, sizes)) <= 100
         assert all(max(own) - min(own) <= 1 for own in sizes)
-        # Four negatives a positive, whoever has them.
+        # Four negatives for each positive, on any worker.
         assert torch.cat(labels).mean().item() == pytest.approx(0.2)
         assert len(torch.cat(labels)) == 5 * len(ratings.users)
 

@@ -284,7 +284,7 @@ def rows_with_an_exchange(folder: Path) -> list[dict[str, str]]:
     return [row for row in read_rows(folder) if row["sparse/payload_bytes"]]
 
 
-def test_a_row_holds_all_exchanges_of_its_batch_whoever_stepped(tmp_path: Path) -> None:
+def test_a_row_holds_all_exchanges_of_its_batch_after_any_kind_of_step(tmp_path: Path) -> None:
     given = (StepsTwice(), str(tmp_path), "32-true", 3)
     steps = run_workers(exchanges_in_rows, 2, *given, process_group=False)[0]
     assert len(steps) == 5

@@ -249,7 +249,7 @@ def test_of_other_settings_at_a_resume_only_what_differs_is_told(caplog: Any, mo
             say_other_sparsifier(settings[now], settings[before])
         told.append(caplog.messages[-1].partition("checkpoint: ")[2])
     assert told[0].startswith(
-        "density=0.1, threshold=None instead of density=None, threshold=0.5. That of now is used;"
+        "density=0.1, threshold=None instead of density=None, threshold=0.5. The current one is used;"
     )
     assert told[1].startswith("sparsifier='TopK', ")
     assert told[2].startswith("granularity=(default) instead of granularity='layer'. ")

@@ -132,6 +132,7 @@ def _refuse(strategy: Any, said: str) -> None:
         (("lr",), TypeError, "Invalid factors='lr'"),
         ((0.5,), TypeError, "Invalid factors=0.5"),
         (({0: 1.0}, "batch"), ValueError, "Invalid interval='batch'. Must be 'step' or 'epoch'"),
+        (({0: 1.0}, "step", "x"), ValueError, "Invalid linear='x'. Must be True or False"),
         ((halving, "step", True), ValueError, "linear=True is for factors that are given by step"),
     ],
 )

@@ -79,7 +79,7 @@ class Shipment:
             self.payload = torch.full((self.format.payload_bytes(capacity),), 77, dtype=torch.uint8)
 
     def sent(self, count):
-        """Returns what is sent, a payload's rest included, with zeros between."""
+        """Returns the sent values, a payload's rest included, with zeros between."""
         if self.payload is None:
             return self.out.clone()
         room = self.format.capacity(self.payload.numel())

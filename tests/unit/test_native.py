@@ -267,7 +267,7 @@ def test_where_it_cannot_be_kept_every_process_makes_its_own(obstacle, again, tm
     assert not any(one.is_file() for one in tmp_path.rglob("*.so"))
 
 
-def test_whoever_wants_subnormal_numbers_to_be_zero_keeps_that(again):
+def test_a_process_that_flushes_subnormal_numbers_still_does(again):
     torch.set_flush_denormal(True)
     try:
         assert again()

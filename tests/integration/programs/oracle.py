@@ -57,7 +57,7 @@ class Oracle:
         self._had_gradient: set[str] = set()
         self._old: dict[str, Tensor | None] = {}
 
-    # Told by whoever runs the training.
+    # Set by the loop that runs the training.
 
     def begin_backward(self) -> None:
         self._roll_back({name for name in self._pending if self._is_gone(name)})

@@ -1,0 +1,77 @@
+"""Kernels of the value that a selected coordinate sends, and of the rest that its residual keeps."""
+
+# The annotations of the kernels stay strings, so that the module can be imported without triton.
+from __future__ import annotations
+
+from lightning_sparse.kernels.launching import jit, tl
+
+__all__ = ["divide", "of_wire", "sent_and_kept"]
+
+
+@jit
+def divide(values: tl.tensor, divisor: tl.tensor) -> tl.tensor:
+    """Returns the quotients, rounded to nearest."""
+    # In float64 a plain / rounds to nearest, in float32 it does not.
+    return values / divisor if values.dtype == tl.float64 else tl.div_rn(values, tl.zeros_like(values) + divisor)
+
+
+@jit
+def _is_finite(values: tl.tensor) -> tl.tensor:
+    return tl.abs(values) < float("inf")
+
+
+@jit
+def _to_wire(p: tl.tensor, scale: tl.tensor, WIRE: tl.constexpr, LIMIT: tl.constexpr) -> tl.tensor:
+    # As Wire.rounded and Wire.encoded; uint8 is a float8.
+    sent = p
+    if tl.uint8 == WIRE:
+        scaled = tl.minimum(tl.maximum(divide(p, scale), -LIMIT), LIMIT)
+        sent = tl.where(_is_finite(p), _to_float8(scaled.to(tl.float32)), 0x7F).to(WIRE)
+    elif p.dtype != WIRE:
+        # Finite values stay finite. PyTorch, too, rounds float64 by way of float32.
+        clamped = tl.minimum(tl.maximum(p, -LIMIT), LIMIT)
+        sent = tl.where(_is_finite(p), clamped, p).to(tl.float32).to(WIRE)
+    return sent
+
+
+@jit
+def _to_float8(p: tl.tensor) -> tl.tensor:
+    """Returns the bits of the nearest e4m3 as an int32, up to 448. The GPU need not know the format."""
+    bits = p.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+    # 1.5 times the power of two from which on a number of this dtype has no fraction: half to even.
+    steps = (tl.abs(p) * 512.0 + 12582912.0) - 12582912.0
+    code = tl.where(tl.abs(p) < 0.015625, steps.to(tl.int32), normal)
+    return code | ((bits >> 24) & 0x80)
+
+
+@jit
+def of_wire(sent: tl.tensor, scale: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Returns the values at the other end, as Wire.decoded."""
+    value = sent.to(dtype)
+    if sent.dtype == tl.int8:
+        value = tl.where(sent == -128, float("nan"), value * scale)
+    elif sent.dtype == tl.uint8:
+        code = sent.to(tl.int32)
+        magnitude = code & 0x7F
+        normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+        value = tl.where(magnitude < 8, magnitude.to(tl.float32) / 512, normal)
+        value = tl.where(magnitude == 0x7F, float("nan"), tl.where(code < 0x80, value, -value))
+        value = value.to(dtype) * scale
+    return value
+
+
+@jit
+def sent_and_kept(
+    p: tl.tensor, excess: tl.tensor, scale: tl.tensor, WIRE: tl.constexpr, LIMIT: tl.constexpr
+) -> tl.tensor:
+    """Returns a selected value in the payload and at the other end, and what is kept of it.
+
+    The rule of a selected value for Triton. ``sent_and_kept`` in ``selection/bucket.py`` (tensors) and in ``native.c``
+    give the same bits.
+    """
+    encoded = _to_wire(tl.where(p > 0, p + excess, p - excess), scale, WIRE, LIMIT)
+    sent = of_wire(encoded, scale, p.dtype)
+    kept = p - sent
+    return encoded, sent, tl.where(_is_finite(kept), kept, 0.0)
