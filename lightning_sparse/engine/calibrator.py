@@ -21,16 +21,14 @@ class Calibrator:
     Args:
         sparsifier: the sparsifier whose λ the calibrator sets.
         speaks: whether to log the calibrated λ and to warn about a late calibration.
-        holds_density: whether to adjust λ after calibration, so that the average volume meets the density.
         keeps_rest: whether unsent values stay in the residual. If not, the residual is always zero, and the calibrator
             concludes nothing from it.
     """
 
-    def __init__(self, sparsifier: Sparsifier, *, speaks: bool, holds_density: bool, keeps_rest: bool) -> None:
+    def __init__(self, sparsifier: Sparsifier, *, speaks: bool, keeps_rest: bool) -> None:
         self._sparsifier = sparsifier if isinstance(sparsifier, HardThreshold) else None
         self._name = type(sparsifier).__name__
         self._speaks = speaks
-        self._holds_density = holds_density
         self._keeps_rest = keeps_rest
         self.begin()
 
@@ -42,20 +40,13 @@ class Calibrator:
         self._open: tuple[StepStats, StepStats | None] | None = None
         self._observed_steps = 0
         if self._sparsifier is not None and self._sparsifier.density is not None:
-            density = self._sparsifier.density
+            density, overshoot = self._sparsifier.density, self._sparsifier.overshoot
             self._sparsifier.forget_calibration()
-            if self._holds_density and self._sparsifier.granularity == "layer":
-                self._of_layers = LayerControl(
-                    density, keeps_rest=self._keeps_rest, overshoot=self._sparsifier.overshoot
-                )
-            elif self._holds_density:
+            if self._sparsifier.granularity == "layer":
+                self._of_layers = LayerControl(density, keeps_rest=self._keeps_rest, overshoot=overshoot)
+            else:
                 self._control = DensityControl(density, pace_of(density))
-            self._running = ThresholdCalibration(
-                density,
-                self._sparsifier.calibration_steps,
-                until_stable=self._holds_density,
-                overshoot=self._sparsifier.overshoot,
-            )
+            self._running = ThresholdCalibration(density, self._sparsifier.calibration_steps, overshoot=overshoot)
 
     @property
     def is_running(self) -> bool:
@@ -68,7 +59,7 @@ class Calibrator:
         return self._of_layers is not None
 
     def set_threshold(self, threshold: float) -> None:
-        """Set λ and end calibration; if the density is held, λ is adjusted from this value."""
+        """Set λ and end calibration; with a density, λ is adjusted from this value."""
         if self._sparsifier is None:
             raise TypeError(f"{self._name} has no λ to set. Use HardThreshold.")
         self._sparsifier.fix_threshold(threshold)

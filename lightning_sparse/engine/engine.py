@@ -78,12 +78,8 @@ class Engine:
         self.options = options
         self.exchange = Exchange(options.exchange, group, options.link_gbit_s, workers)
         self.workers = self.exchange.workers
-        self.calibrator = Calibrator(
-            self.sparsifier,
-            speaks=self.workers.rank == 0,
-            holds_density=options.holds_density,
-            keeps_rest=options.keeps_rest,
-        )
+        is_first = self.workers.rank == 0
+        self.calibrator = Calibrator(self.sparsifier, speaks=is_first, keeps_rest=options.keeps_rest)
         self.last_step: StepStats | None = None
         self.next_step = 0
         self.wait_seconds = 0.0

@@ -42,11 +42,6 @@ class TransportOptions:
     link_gbit_s: float | None = None
 
     @property
-    def holds_density(self) -> bool:
-        """Whether a λ that was calibrated to a density is corrected afterwards."""
-        return True
-
-    @property
     def why_no_overshoot(self) -> str | None:
         """Why sent values must not exceed the residual; None if they may."""
         return None

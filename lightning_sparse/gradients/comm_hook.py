@@ -17,10 +17,8 @@ from lightning_sparse.engine.grouping import require_one_device
 from lightning_sparse.exchange import ExchangeMode, current_device, require_agreement
 from lightning_sparse.exchange.wire import ValueDtype
 from lightning_sparse.gradients.options import (
-    DensityControlMode,
     ErrorFeedback,
     ExchangeOptions,
-    require_density_control,
 )
 from lightning_sparse.gradients.sparse_state import SparseState
 from lightning_sparse.sparsifiers import Sparsifier, require_sparsifier
@@ -52,7 +50,6 @@ def register_comm_hook(
     local_clip_norm: float | None = None,
     value_dtype: ValueDtype = "float32",
     exchange: ExchangeMode = "auto",
-    density_control: DensityControlMode | None = None,
     link_gbit_s: float | None = None,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
@@ -71,8 +68,6 @@ def register_comm_hook(
         local_clip_norm: clips this worker's whole gradient to this norm before it is sent; None does not clip.
         value_dtype: dtype in which values travel, as in `SparseDDPStrategy`.
         exchange: the route, as in `SparseDDPStrategy`.
-        density_control: ``"hold"`` (the meaning of None) corrects a λ that was calibrated to a density,
-            ``"calibrate"`` leaves it constant.
         link_gbit_s: rate of a worker's link between nodes, in Gbit/s and one direction, as in `SparseDDPStrategy`.
         optimizer: the optimizer or optimizers, whose learning rates ``error_feedback="learning_rate"`` needs.
         grad_scaler: the scaler of the losses, if they are scaled, so that thresholds and residuals are in units of the
@@ -91,7 +86,6 @@ def register_comm_hook(
     options = ExchangeOptions(
         error_feedback,
         local_clip_norm,
-        density_control,
         value_dtype=value_dtype,
         exchange=exchange,
         link_gbit_s=link_gbit_s,
@@ -130,7 +124,6 @@ def attach(
             "Wrap the model first: DistributedDataParallel(model)."
         )
     require_sparsifier(sparsifier)
-    require_density_control(sparsifier, options.density_control)
     if getattr(ddp_module, "_use_python_reducer", False):
         raise RuntimeError(
             'torch._dynamo.config.optimize_ddp is "python_reducer", with which DDP has no buckets to exchange. '

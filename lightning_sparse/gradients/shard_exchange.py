@@ -26,7 +26,7 @@ from lightning_sparse.engine.sharding import Sharding, reshard
 from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.exchange import ExchangeMode, OwnGroup, Workers, current_device, parameter_settings
 from lightning_sparse.exchange.wire import ValueDtype
-from lightning_sparse.gradients.options import DensityControlMode, ExchangeOptions, require_density_control
+from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.gradients.steps_on_averages import StepsOnAverages
 from lightning_sparse.selection.bucket import Residual
 from lightning_sparse.sparsifiers import Dense, Sparsifier, require_sparsifier
@@ -97,7 +97,6 @@ class ShardExchange(Averager):
         per_layer_stats: bool = False,
     ) -> None:
         require_sparsifier(sparsifier)
-        require_density_control(sparsifier, options.density_control)
         options.require(sparsifier)
         reshard(module)
         settings = parameter_settings(module) | sparsifier.settings() | vars(options)
@@ -235,7 +234,6 @@ def shard_exchange(
     *,
     value_dtype: ValueDtype = "float32",
     exchange: ExchangeMode = "auto",
-    density_control: DensityControlMode | None = None,
     link_gbit_s: float | None = None,
     per_layer_stats: bool = False,
 ) -> ShardExchange:
@@ -263,7 +261,6 @@ def shard_exchange(
             coordinates, as of `TopK`, is each shard's own.
         value_dtype: dtype in which values travel, as in `SparseDDPStrategy`.
         exchange: the route between replicas, as in `SparseDDPStrategy`.
-        density_control: as in `register_comm_hook`.
         link_gbit_s: rate of a rank's link between replicas, in Gbit/s and one direction, as in `SparseDDPStrategy`.
         per_layer_stats: whether to report density and error of every layer.
 
@@ -272,7 +269,5 @@ def shard_exchange(
         ValueError: an invalid option, a mesh of several dimensions, or a module that is not sharded as it must be.
         RuntimeError: ranks disagree on the settings, or the mesh does not divide them into replicas (on every rank).
     """
-    options = ExchangeOptions(
-        value_dtype=value_dtype, exchange=exchange, density_control=density_control, link_gbit_s=link_gbit_s
-    )
+    options = ExchangeOptions(value_dtype=value_dtype, exchange=exchange, link_gbit_s=link_gbit_s)
     return ShardExchange(module, mesh, sparsifier, options, per_layer_stats=per_layer_stats)

@@ -52,15 +52,15 @@ class HardThreshold(MarkingSparsifier):
     magnitude; how many are sent follows from the data and changes from step to step. It does *not* keep to a budget: a
     step in which all gradients are large sends all of them.
 
-    Give either a threshold or a density. A density is turned into a threshold by calibration: for the first
-    ``calibration_steps`` steps everything is sent while the mean of ‖g‖² is measured, then λ is fixed
-    (``ThresholdCalibration``).
+    Give either a threshold or a density. For a density everything is sent in the first steps, while the mean of ‖g‖² is
+    measured (``ThresholdCalibration``). λ follows from it, and is then adjusted so that the average volume meets the
+    density.
 
     Args:
         threshold: λ ≥ 0 in gradient units. 0 sends everything.
         density: the share of coordinates to be sent on average, in (0, 1]; 1 is λ = 0. With neither, 0.001.
         calibration_steps: with a density, the largest number of exchanges (1 or more) that send everything while the
-            calibration measures norms: usually about 3, but all of them with ``density_control="calibrate"``.
+            calibration measures norms. It usually ends after 3.
         layer_thresholds: λ for single layers: fnmatch patterns of parameter names, the first match wins. A layer with a
             λ of its own is not calibrated; 0 sends a layer whole: ``{"*.bias": 0.0}``.
         granularity: scope of a density. ``"model"``: one λ for all layers, so that some send much and others little;
@@ -126,13 +126,6 @@ class HardThreshold(MarkingSparsifier):
         self.overshoot = float(overshoot)
         self._of_layers: dict[str, float] = {}
         self._runs: dict[tuple[LayerLayout, torch.dtype, bool], tuple[ThresholdRun, ...]] = {}
-
-    def settings(self) -> dict[str, object]:
-        """See `Sparsifier.settings`; without an unused granularity, which checkpoints of older versions lack."""
-        own = super().settings()
-        if self.granularity == "model":
-            del own["granularity"]
-        return own
 
     @property
     def current_threshold(self) -> float:

@@ -6,7 +6,7 @@ from lightning_sparse.sparsifiers.protocol import require_count, require_density
 
 FEWEST_STEPS = 3
 STABLE = 0.2
-"""If λ is adjusted later, calibration ends once the standard error of the mean ‖g‖² is this share of the mean."""
+"""Calibration ends once the standard error of the mean ‖g‖² is this share of the mean."""
 
 
 def paper_threshold(density: float, num_elements: int) -> float:
@@ -41,17 +41,15 @@ class ThresholdCalibration:
 
     Args:
         density: the density to aim at, in (0, 1].
-        steps: the number of steps to average over.
-        until_stable: whether to end earlier, when the standard error of the mean is a fifth of it.
+        steps: the largest number of steps to average over; fewer if the mean is stable earlier.
         overshoot: κ of the hard threshold, with which the density is E‖g‖² / (λ² d (1 − κ²)).
     """
 
-    def __init__(self, density: float, steps: int, *, until_stable: bool = False, overshoot: float = 0.0) -> None:
+    def __init__(self, density: float, steps: int, *, overshoot: float = 0.0) -> None:
         self.density = density
         self._overshoot = overshoot
         self.steps = steps
         self.measured_steps = 0
-        self._until_stable = until_stable
         self._sum = self._sum_of_squares = 0.0
 
     def state_dict(self) -> dict[str, float]:
@@ -73,7 +71,7 @@ class ThresholdCalibration:
     @property
     def is_complete(self) -> bool:
         """Whether enough steps were measured, at least one of them with a gradient other than zero."""
-        return self._sum > 0 and (self.measured_steps >= self.steps or (self._until_stable and self._is_stable()))
+        return self._sum > 0 and (self.measured_steps >= self.steps or self._is_stable())
 
     def _is_stable(self) -> bool:
         steps, mean = self.measured_steps, self._sum / self.measured_steps

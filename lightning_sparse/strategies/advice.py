@@ -15,6 +15,7 @@ from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.density_control import share_of_layer
 from lightning_sparse.engine.transport_options import TransportOptions
 from lightning_sparse.sparsifiers import Dense, HardThreshold, Sparsifier
+from lightning_sparse.sparsifiers.hard_threshold import DEFAULT_DENSITY
 
 FAR_OFF = 2.0
 """A density is off if it differs from the density asked for by more than this factor."""
@@ -172,16 +173,13 @@ class Advice:
                 return  # with a learning rate of 0 nothing moves
             told = "gradients are zero. Check that the loss depends on the weights."
         else:
-            asked, now = asked_density(self._sparsifier), self._sparsifier.current_threshold
+            now, fitting = self._sparsifier.current_threshold, inf
             if has_grown:  # a residual from which nothing is sent is a random walk
-                density = asked or 0.001
-                fitting = sqrt(grown / (self._silent * stats.num_elements) / density)
-                told, remedy = "", f"Set threshold={min(fitting, now / 2):.2g} or density={density:.3g}."
-            else:
-                told, remedy = " or gradients are 0", f"Set threshold={now / 2:.2g}."
-            if asked is not None and self._options.holds_density:
+                fitting = sqrt(grown / (self._silent * stats.num_elements) / DEFAULT_DENSITY)
+            remedy = f"Set threshold={min(fitting, now / 2):.2g} or density={DEFAULT_DENSITY}."
+            if asked_density(self._sparsifier) is not None:
                 remedy = "It is being lowered."
-            told = f"λ={now:.3g} is too high{told}. {remedy}"
+            told = f"λ={now:.3g} is too high{'' if has_grown else ' or gradients are 0'}. {remedy}"
         self._warn("nothing", f"nothing was sent in {ENOUGH_STEPS} exchanges: {told}")
 
     def _say_far_off(self, stats: StepStats) -> None:
@@ -193,10 +191,8 @@ class Advice:
             asked = sum(share_of_layer(asked, size) * size for size in sizes) / stats.num_elements
         if 1 / FAR_OFF < seen / asked < FAR_OFF:
             return
-        remedy = f"Set threshold={self._sparsifier.current_threshold * sqrt(seen / asked):.2g} or omit density_control."
-        if self._options.holds_density:
-            remedy = "λ is being corrected."
-        self._warn("density", f"density is {100 * seen:.3g} % after calibration, not {100 * asked:.3g} %. {remedy}")
+        seen, asked = 100 * seen, 100 * asked
+        self._warn("density", f"density is {seen:.3g} % after calibration, not {asked:.3g} %. λ is being corrected.")
 
     def _say_dense(self) -> None:
         share = self._dense_elements / self._elements

@@ -85,7 +85,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         assert isinstance(self.model, DistributedDataParallel)
         sparsifier, options = self.sparsifier, self._options
         if self.world_size == 1:  # it has nobody to exchange with
-            sparsifier, options = Dense(), replace(options, value_dtype="float32", density_control=None)
+            sparsifier, options = Dense(), replace(options, value_dtype="float32")
         state = attach(
             self.model,
             sparsifier,

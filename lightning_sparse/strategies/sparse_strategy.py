@@ -18,7 +18,7 @@ from lightning_sparse.checkpointing.whole_files import WholeFileCheckpointIO
 from lightning_sparse.drift.options import DriftOptions
 from lightning_sparse.engine import Averager
 from lightning_sparse.engine.snapshot import sealed
-from lightning_sparse.gradients.options import ExchangeOptions, require_density_control
+from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.sparsifiers import Sparsifier, require_sparsifier
 from lightning_sparse.strategies.advice import Advice, exchanges_of
 from lightning_sparse.strategies.options import TakesOptions
@@ -61,7 +61,6 @@ class SparseStrategy(TakesOptions):
 
     def __init__(self, sparsifier: Sparsifier, **kwargs: Any) -> None:
         require_sparsifier(sparsifier, f" For a threshold alone use {self._by_threshold}(threshold=0.01).")
-        require_density_control(sparsifier, getattr(self._options, "density_control", None))
         self._options.require(sparsifier)
         kwargs = self._lightning_arguments(kwargs)
         super().__init__(**kwargs)

@@ -1,5 +1,4 @@
 from functools import partial
-from itertools import pairwise
 
 import pytest
 import torch
@@ -119,10 +118,9 @@ def test_scaled_integer_rounding_in_float64_trains_as_the_simulation_does(option
     assert_matches_simulation(results, "nesterov", Plan(lambda name, p: rounded(p) != 0, round_values=rounded))
 
 
-@pytest.mark.parametrize(("control", "changes"), [("calibrate", 0), ("hold", STEPS - 6)])
-def test_a_calibrated_threshold_stays_or_is_corrected_alike_on_all(control, changes):
+def test_a_calibrated_threshold_is_corrected_alike_on_all():
     sparsifier = HardThreshold(density=0.1, calibration_steps=5)
-    first, *others = run_workers(partial(train, sparsifier, "nesterov", density_control=control), 3)
+    first, *others = run_workers(partial(train, sparsifier, "nesterov"), 3)
     thresholds = [step.threshold for step in first.steps[5:]]
-    assert sum(one != other for one, other in pairwise(thresholds)) == changes
+    assert len(set(thresholds)) == len(thresholds)
     assert all([step.threshold for step in other.steps[5:]] == thresholds for other in others)

@@ -11,7 +11,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
 )
 
-from lightning_sparse import GaussianK, HardThreshold, LayerLayout, TopK, register_comm_hook
+from lightning_sparse import HardThreshold, LayerLayout, TopK, register_comm_hook
 from lightning_sparse.engine import warmup
 from tests.workers import run_workers
 
@@ -94,8 +94,6 @@ def _errors():
         reduced = DistributedDataParallel(torch.nn.Linear(2, 2))
     with pytest.raises(RuntimeError, match="python_reducer"):
         register_comm_hook(reduced, HardThreshold(threshold=0.1))
-    with pytest.raises(ValueError, match="density_control='hold' with GaussianK"):
-        register_comm_hook(ddp, GaussianK(0.1), density_control="hold")
     register_comm_hook(ddp, HardThreshold(threshold=0.1))
     with pytest.raises(RuntimeError, match="register_comm_hook"):
         register_comm_hook(ddp, HardThreshold(threshold=0.1))

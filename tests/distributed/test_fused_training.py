@@ -133,7 +133,6 @@ if INTERPRETED:
     CALIBRATED = HardThreshold(density=0.1, calibration_steps=2)
     OF_LAYERS = HardThreshold(density=0.1, calibration_steps=2, granularity="layer")
     WITH_OWN = HardThreshold(threshold=THRESHOLD, layer_thresholds={"0.*": 0.2})
-    HOLD = {"density_control": "hold"}
 
     @pytest.mark.parametrize(
         ("is_local", "sparsifier", "dtype", "options"),
@@ -144,8 +143,8 @@ if INTERPRETED:
             (False, CALIBRATED, torch.float32, {"find_unused_parameters": True}),
             (False, CALIBRATED, HALF, {"exchange": "dense"}),
             (False, WITH_OWN, torch.float32, {"exchange": "gather"}),
-            (False, OF_LAYERS, torch.float32, HOLD | {"exchange": "gather"}),
-            (False, OF_LAYERS, torch.float32, HOLD | {"exchange": "dense"}),
+            (False, OF_LAYERS, torch.float32, {"exchange": "gather"}),
+            (False, OF_LAYERS, torch.float32, {"exchange": "dense"}),
             (True, FIXED, torch.float32, {}),
             (True, FIXED, HALF, {"exchange": "gather", "value_dtype": "bfloat16"}),
             (True, CALIBRATED, torch.float32, {"value_dtype": "float8"}),

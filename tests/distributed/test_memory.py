@@ -17,15 +17,15 @@ from tests.workers import run_workers
 
 DOCS = Path(__file__).parents[2] / "docs" / "performance.md"
 ONE_PERCENT, TEN_PERCENT = (HardThreshold(density=density, calibration_steps=2) for density in (0.01, 0.1))
-HOLD = {"density_control": "hold", "steps": 30}
+THIRTY = {"steps": 30}
 ROWS = {
-    'hard threshold, `exchange="auto"` or `"gather"`': (ONE_PERCENT, HOLD),
-    '`exchange="dense"`': (ONE_PERCENT, HOLD | {"exchange": "dense"}),
-    '`exchange="reduce_scatter"`': (ONE_PERCENT, HOLD | {"exchange": "reduce_scatter", "steps": 70}),
-    '`exchange="hierarchical"`, one node': (ONE_PERCENT, HOLD | {"exchange": "hierarchical"}),
-    '10 % in place of 1 %, `"gather"`': (TEN_PERCENT, HOLD | {"exchange": "gather"}),
-    '`exchange="dense"`, a loss scale (16-mixed)': (ONE_PERCENT, HOLD | {"exchange": "dense", "is_scaled": True}),
-    "parameters in bfloat16": (ONE_PERCENT, HOLD | {"dtype": torch.bfloat16}),
+    'hard threshold, `exchange="auto"` or `"gather"`': (ONE_PERCENT, THIRTY),
+    '`exchange="dense"`': (ONE_PERCENT, THIRTY | {"exchange": "dense"}),
+    '`exchange="reduce_scatter"`': (ONE_PERCENT, THIRTY | {"exchange": "reduce_scatter", "steps": 70}),
+    '`exchange="hierarchical"`, one node': (ONE_PERCENT, THIRTY | {"exchange": "hierarchical"}),
+    '10 % in place of 1 %, `"gather"`': (TEN_PERCENT, THIRTY | {"exchange": "gather"}),
+    '`exchange="dense"`, a loss scale (16-mixed)': (ONE_PERCENT, THIRTY | {"exchange": "dense", "is_scaled": True}),
+    "parameters in bfloat16": (ONE_PERCENT, THIRTY | {"dtype": torch.bfloat16}),
     '`error_feedback="none"`': (HardThreshold(threshold=5.0), {"error_feedback": "none"}),
     "`TopK`": (TopK(0.01), {}),
     "local training (`SparseModelAverager`)": (None, {}),

@@ -363,11 +363,9 @@ def test_simulated_workers_come_to_what_processes_come_to(name: str) -> None:
         assert step.squared_error == pytest.approx(other.squared_error, rel=1e-6)
 
 
-CALIBRATED = HardThreshold(density=0.05, calibration_steps=3)
 UP_TO_ROUNDING: dict[str, dict[str, Any]] = {
     "clipped": {"like": {"local_clip_norm": 0.2}},
-    "calibrated": {"sparsifier": CALIBRATED, "like": {"density_control": "calibrate"}},
-    "held": {"sparsifier": CALIBRATED, "like": {"density_control": "hold"}},
+    "held": {"sparsifier": HardThreshold(density=0.05, calibration_steps=3)},
     "held, of each layer that some worker uses": {
         "module": Sometimes,
         "sparsifier": HardThreshold(density=0.1, calibration_steps=2, granularity="layer"),
@@ -383,7 +381,7 @@ def test_what_follows_from_a_norm_agrees_up_to_rounding(name: str) -> None:
     torch.testing.assert_close(found["weights"], expected["weights"], rtol=1e-5, atol=1e-6)
     thresholds = [step.threshold for step in found["steps"]]
     assert thresholds == pytest.approx([step.threshold for step in expected["steps"]], rel=1e-5)
-    assert len(set(thresholds[4:])) == {"clipped": 1, "calibrated": 1, "held": 5}.get(name, 20)
+    assert len(set(thresholds[4:])) == {"clipped": 1, "held": 5}.get(name, 20)
     for step, other in zip(found["steps"], expected["steps"], strict=True):
         assert {key: layer.selected for key, layer in step.layers.items()} == {
             key: layer.selected for key, layer in other.layers.items()

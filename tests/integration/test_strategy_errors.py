@@ -84,13 +84,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (DDP, {"residual_checkpoint": "all"}, "Invalid residual_checkpoint='all'. Must be one of 'full', 'mean', 'none'"),
     (of_top_k, {"on_world_size_change": "keep"}, "Must be one of 'mean', 'reset'"),
     *(
-        (make, {"granularity": "layer", "density_control": "calibrate"}, "leave density_control out")
-        for make in (DDP, HSDP)
-    ),
-    (of_top_k, {"density_control": "hold"}, "density_control='hold' with TopK. "),
-    (partial(SparseDDPStrategy, RandomK()), {"density_control": "hold"}, "density_control='hold' with RandomK. "),
-    (DDP, {"threshold": 0.1, "density_control": "hold"}, "density_control='hold' with a constant threshold. "),
-    *(
         (LOCAL, {name: value}, "leave it out")
         for name, value in (
             ("static_graph", True),
@@ -108,7 +101,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (HSDP, {"residual_checkpoint": "mean"}, "Must be one of 'full', 'none'"),
     (HSDP, {"on_world_size_change": "x"}, "Invalid on_world_size_change='x'"),
     *((make, {"value_dtype": "float8", "threshold": 0.0}, "float8") for make in (HSDP, LOCAL_HSDP)),
-    (HSDP, {"density_control": "hold", "threshold": 0.1}, "density_control"),
     (HSDP, {"exchange": "ring"}, "Invalid exchange='ring'"),
     (LOCAL_HSDP, {"every_n_steps": 0}, "Invalid every_n_steps=0"),
     (LOCAL_HSDP, {"drift_checkpoint": "none"}, "Must be one of 'full', 'mean'"),
@@ -123,7 +115,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ),
     (simulated, {"exchange": "hierarchical"}, "exchange='hierarchical' goes by nodes"),
     (simulated, {"exchange": "ring"}, "Invalid exchange='ring'"),
-    (simulated, {"density_control": "hold"}, "density_control='hold' with a constant threshold"),
     (simulated, {"local_clip_norm": -1.0}, "local_clip_norm"),
     *((simulated, {"own_attributes": names}, f"Invalid own_attributes={names!r}. Must") for names in ("hidden", [1])),
     (DDP, {"threshold": 0.1, "layer_thresholds": {1: 0.1}}, "1 is no pattern of parameter names"),
@@ -208,21 +199,6 @@ def test_arguments_of_ddp_are_passed_on() -> None:
     assert (strategy.process_group_backend, strategy._start_method) == ("gloo", "spawn")
 
 
-@pytest.mark.parametrize(
-    ("sparsifier", "control", "holds"),
-    [
-        (HardThreshold(density=0.1), None, True),
-        (HardThreshold(density=0.1), "hold", True),
-        (HardThreshold(density=0.1), "calibrate", False),
-        (HardThreshold(density=1), "hold", True),
-        (HardThreshold(threshold=0.1), "calibrate", False),  # as configurations that were saved have it
-        (TopK(0.1), "calibrate", False),
-    ],
-)
-def test_a_density_is_held_unless_it_is_to_be_calibrated_once(sparsifier: Any, control: Any, holds: bool) -> None:
-    assert SparseDDPStrategy(sparsifier, density_control=control)._options.holds_density == holds
-
-
 def test_a_pattern_that_matches_no_layer_is_told_of_with_names_like_it() -> None:
     names = ["conv.weight", "conv.bias", "fc.weight"]
     with pytest.warns(UserWarning, match=r"layer_thresholds\['cnv.bias'\] matches no parameter .* 'conv.bias'"):
@@ -252,7 +228,7 @@ def test_of_other_settings_at_a_resume_only_what_differs_is_told(caplog: Any, mo
         "density=0.1, threshold=None instead of density=None, threshold=0.5. The current one is used;"
     )
     assert told[1].startswith("sparsifier='TopK', ")
-    assert told[2].startswith("granularity=(default) instead of granularity='layer'. ")
+    assert told[2].startswith("granularity='model' instead of granularity='layer'. ")
 
 
 FAMILIES: dict[str, tuple[type, type]] = {

@@ -53,7 +53,6 @@ class Situation:
         steps: its exchanges.
         said: a pattern for each message that must come.
         planned: how many exchanges there will be.
-        holds: whether the density is held.
         keeps_rest: whether there is error feedback.
         trained: how many elements the model trains.
         searched: exchanges of a search before it, whose objects train after it.
@@ -66,7 +65,6 @@ class Situation:
     averages: str = "gradients"
     planned: float | None = 10_000
     workers: int = WORKERS
-    holds: bool = False
     keeps_rest: bool = True
     trained: int = 1_000_000
     searched: list[StepStats] = field(default_factory=list)
@@ -80,20 +78,18 @@ def _calibrated(density: float, threshold: float = 1.0) -> HardThreshold:
 
 SITUATIONS = {
     "as asked for": Situation([CALIBRATION] * 5 + [step(10)] * 500),
-    "too much": Situation([step(40)] * 300, [r"density is 4 % after calibration, not 1 %. Set threshold=2 or omit"]),
-    "too little": Situation([step(2)] * 300, [r"is 0.2 % after calibration, not 1 %. Set threshold=0.45"]),
+    "too much": Situation([step(40)] * 300, [r"density is 4 % after calibration, not 1 %. λ is being corrected"]),
+    "too little": Situation([step(2)] * 300, [r"is 0.2 % after calibration, not 1 %. λ is being corrected"]),
     "not so far off": Situation([step(19)] * 300 + [step(6)] * 200),
     # 100 layers of 10 elements, each held to one coordinate a step where 1 % would be a tenth of one.
     "as small layers must": Situation(
         [step(100, layers={str(layer): (2, 1.0) for layer in range(100)})] * 300,
         sparsifier=HardThreshold(density=0.01, granularity="layer"),
-        holds=True,
     ),
     "too much for small layers": Situation(
         [step(300, layers={str(layer): (6, 1.0) for layer in range(100)})] * 300,
         [r"is 30 % after calibration, not 10 %. λ is being corrected"],
         sparsifier=HardThreshold(density=0.01, granularity="layer"),
-        holds=True,
     ),
     "as asked for after a search": Situation([step(10)] * 500, searched=[step(500)] * 300),
     "too early to say": Situation([step(40)] * 199),
@@ -103,29 +99,32 @@ SITUATIONS = {
     "nothing for 200 exchanges": Situation(
         # Of 1,000 coordinates a squared norm that grows by 0.5 in each step: 0.0005 a coordinate.
         [step(5)] + [step(0, error=0.5 * number) for number in range(1, 231)],
-        [r"nothing was sent in 200 exchanges: λ=1 is too high. Set threshold=0.22 or density=0.01"],
+        [r"nothing was sent in 200 exchanges: λ=2 is too high. Set threshold=0.71 or density=0.001"],
+        sparsifier=HardThreshold(threshold=2.0),
     ),
     "nothing twice": Situation(
         ([step(0, error=number) for number in range(1, 211)] + [step(10)]) * 2, ["nothing was sent"]
     ),
     "nothing, and λ is not far above": Situation(
-        [step(0, error=1000.0 * number) for number in range(1, 201)], [r"Set threshold=0.5 or"]
+        [step(0, error=1000.0 * number) for number in range(1, 201)],
+        [r"Set threshold=0.5 or"],
+        sparsifier=HardThreshold(threshold=1.0),
     ),
     "nothing while λ is corrected": Situation(
-        [step(0, error=number) for number in range(1, 201)], [r"too high. It is being lowered"], holds=True
+        [step(0, error=number) for number in range(1, 201)], [r"too high. It is being lowered"]
     ),
     # Without error feedback every residual is zero, whatever the gradients are.
     "nothing without error feedback": Situation(
         [step(10, error=0.0)] + [step(0, error=0.0)] * 200,
         [r"λ=1 is too high or gradients are 0. Set threshold=0.5"],
+        sparsifier=HardThreshold(threshold=1.0),
         keeps_rest=False,
     ),
     "nothing without error feedback while λ is corrected": Situation(
-        [step(0, error=0.0)] * 200, [r"too high or gradients are 0. It is being"], holds=True, keeps_rest=False
+        [step(0, error=0.0)] * 200, [r"too high or gradients are 0. It is being"], keeps_rest=False
     ),
     "nothing of zero gradients, after others": Situation([step(10)] + [step(0)] * 200, ["gradients are zero"]),
     "nothing moves": Situation([step(10)] + [step(0)] * 200, averages="drifts"),
-    "too much while λ is corrected": Situation([step(40)] * 300, [r"λ is being corrected"], holds=True),
     "thrown away": Situation([CALIBRATION] * 20, optimizer=torch.optim.Adam, planned=None),
     "nothing for 199 exchanges": Situation(([step(0)] * 199 + [step(3000)]) * 2),
     "nothing of zero gradients": Situation([step(0, error=0.0)] * 200, [r"gradients are zero"]),
@@ -192,8 +191,7 @@ def listen(situation: Situation) -> list[str]:
     optimizer = situation.optimizer([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     with messages_of(messages), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        control: Any = None if situation.holds else "calibrate"
-        options = ExchangeOptions("gradient" if situation.keeps_rest else "none", density_control=control)
+        options = ExchangeOptions("gradient" if situation.keeps_rest else "none")
         advice = Advice(situation.averages, holder, options)
         for planned, steps in ((None, situation.searched), (situation.planned, situation.steps)):
             advice.begin([optimizer], planned)
@@ -238,16 +236,15 @@ EXTREMES = [
         for what in ("gradients", "gradients of shards")
     ),
     *(
-        Situation([replace(step(sent), num_elements=int(HUGE))] * 200, sparsifier=_calibrated(density, λ), holds=holds)
+        Situation([replace(step(sent), num_elements=int(HUGE))] * 200, sparsifier=_calibrated(density, λ))
         for λ in (TINY, HUGE)
-        for holds in (True, False)
         for sent, density in ((TINY * HUGE, 0.123456), (0.123456 * HUGE, TINY))
     ),
     *(
-        Situation([step(0, error=error * n) for n in range(200)], sparsifier=_calibrated(TINY, λ), holds=holds)
+        Situation([step(0, error=error * n) for n in range(200)], sparsifier=sparsifier)
         for error in (0.0, HUGE)
         for λ in (TINY, HUGE)
-        for holds in (True, False)
+        for sparsifier in (_calibrated(TINY, λ), HardThreshold(threshold=λ))
     ),
     Situation([step(0, error=0.0)] * 200, sparsifier=_calibrated(TINY, TINY), keeps_rest=False),
     Situation([replace(step(0.12 * HUGE), dense_elements=int(0.98 * HUGE), num_elements=int(HUGE))] * 200),

@@ -82,7 +82,7 @@ def test_residuals_that_sent_values_leave_do_not_count_as_unsent():
 
 def test_a_density_is_held():
     sparsifier = HardThreshold(density=0.05, overshoot=0.5, calibration_steps=3)
-    calibrator = Calibrator(sparsifier, speaks=False, holds_density=True, keeps_rest=True)
+    calibrator = Calibrator(sparsifier, speaks=False, keeps_rest=True)
     layout, generator = LayerLayout(("a",), (4000,)), torch.Generator().manual_seed(0)
     residual, densities, before = torch.zeros(4000), [], None
     for step in range(600):

@@ -21,7 +21,6 @@ THRESHOLD: dict[str, Any] = {
 GRADIENTS: dict[str, Any] = {
     "value_dtype": "float32",
     "exchange": "auto",
-    "density_control": None,
     "link_gbit_s": None,
     "residual_checkpoint": "full",
     "on_world_size_change": "mean",

@@ -43,7 +43,7 @@ def test_calibration_averages_over_its_steps():
     ],
 )
 def test_calibration_ends_when_the_mean_is_known_to_a_fifth(norms, needed):
-    calibration = ThresholdCalibration(density=0.01, steps=1000, until_stable=True)
+    calibration = ThresholdCalibration(density=0.01, steps=1000)
     ended = None
     for step, norm in enumerate(norms, 1):
         calibration.observe(norm)
@@ -56,7 +56,7 @@ def test_calibration_ends_when_the_mean_is_known_to_a_fifth(norms, needed):
 
 
 def _saved_and_loaded(calibration):
-    double = ThresholdCalibration(calibration.density, calibration.steps, until_stable=True)
+    double = ThresholdCalibration(calibration.density, calibration.steps)
     double.load_state_dict(calibration.state_dict())
     return double
 
@@ -64,15 +64,13 @@ def _saved_and_loaded(calibration):
 def test_a_density_of_one_sends_everything_and_calibrates_nothing():
     sparsifier = HardThreshold(density=1)
     assert (sparsifier.threshold, sparsifier.density) == (0.0, None)
-    calibrator = Calibrator(sparsifier, speaks=True, holds_density=True, keeps_rest=True)
+    calibrator = Calibrator(sparsifier, speaks=True, keeps_rest=True)
     assert not calibrator.is_running
 
 
 @pytest.mark.parametrize("squared_norm", [0.0, float("nan"), float("inf")])
 def test_a_calibration_that_cannot_end_says_so_once(squared_norm):
-    calibrator = Calibrator(
-        HardThreshold(density=0.01, calibration_steps=4), speaks=True, holds_density=False, keeps_rest=True
-    )
+    calibrator = Calibrator(HardThreshold(density=0.01, calibration_steps=4), speaks=True, keeps_rest=True)
     non_finite = 0 if isfinite(squared_norm) else 3
     stats = StepStats(0, 2, 100, 200, 0.0, squared_norm, non_finite, 400, 400, 0.0)
     for _ in range(11):
@@ -86,9 +84,7 @@ def test_a_calibration_that_cannot_end_says_so_once(squared_norm):
 
 
 def test_finite_gradients_whose_squares_overflow_end_a_calibration_with_an_error():
-    calibrator = Calibrator(
-        HardThreshold(density=0.01, calibration_steps=4), speaks=False, holds_density=True, keeps_rest=True
-    )
+    calibrator = Calibrator(HardThreshold(density=0.01, calibration_steps=4), speaks=False, keeps_rest=True)
     stats = StepStats(0, 2, 100, 200, 0.0, float("inf"), 0, 400, 400, 0.0)
     for _ in range(11):
         calibrator.observe(stats, None)
@@ -97,7 +93,7 @@ def test_finite_gradients_whose_squares_overflow_end_a_calibration_with_an_error
 
 
 def test_squares_of_norms_may_overflow():
-    calibration = ThresholdCalibration(0.01, 3, until_stable=True)
+    calibration = ThresholdCalibration(0.01, 3)
     for _ in range(3):
         calibration.observe(1e200)
     assert calibration.is_complete
@@ -122,7 +118,7 @@ def test_a_held_density_lowers_the_threshold_only_where_a_smaller_one_would_send
     selected, squared_errors, keeps_rest, moves, granularity
 ):
     sparsifier = HardThreshold(density=0.1, granularity=granularity)
-    calibrator = Calibrator(sparsifier, speaks=False, holds_density=True, keeps_rest=keeps_rest)
+    calibrator = Calibrator(sparsifier, speaks=False, keeps_rest=keeps_rest)
     calibrator.set_threshold(1.0)
     before, found = None, []
     for step, squared_error in enumerate(squared_errors):

@@ -103,7 +103,6 @@ class Training:
             local_clip_norm=case.local_clip_norm,
             value_dtype=case.value_dtype,
             exchange=case.exchange,
-            density_control="calibrate",
             optimizer=self.optimizers if case.error_feedback == "learning_rate" else None,
             grad_scaler=self.scaler,
             per_layer_stats=case.per_layer_stats,
