@@ -6,7 +6,7 @@ anchor, and the first worker's own::
     python -m recipes.weights comparison/gpt_wikitext/drift_1_/0.003/1 -- --data.root=data
 
 A folder is one that a recipe has logged to, with its ``config.yaml`` and one checkpoint of all workers
-(``drift_checkpoint: full``).
+(``worker_state: full``).
 """
 
 import argparse
@@ -31,7 +31,7 @@ def variants(saved: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
     """
     state, content = saved["state_dict"], saved[KEY]
     if "weights" not in next(iter(content["workers"]), {}):
-        sys.exit("The checkpoint has no single worker's weights: it needs drift_checkpoint: full.")
+        sys.exit("The checkpoint has no single worker's weights: it needs worker_state: full.")
     held = {"anchor": content["shared"]["anchor"], "first worker": content["workers"][0]["weights"]}
     return {"mean": state} | {
         whose: state | {name: flat.view(state[name].shape).to(state[name].dtype) for name, flat in weights.items()}

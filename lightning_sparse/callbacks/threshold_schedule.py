@@ -1,8 +1,9 @@
-"""λ by step, by epoch, or with the learning rate."""
+"""λ that changes by step."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from itertools import pairwise
 from math import isfinite
-from typing import Any, Literal
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
@@ -11,69 +12,48 @@ from lightning_sparse.sparsifiers import HardThreshold
 from lightning_sparse.sparsifiers.protocol import is_number
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
-Factors = Mapping[int, float] | Callable[[int], float] | Literal["learning_rate"]
-
 
 class ThresholdSchedule(Callback):
-    """Multiplies the strategy's ``threshold`` by a factor that changes over the run.
+    """Multiplies the strategy's ``threshold`` by a factor that changes linearly from each given step to the next.
 
     The theory asks for a constant λ; use a schedule to send more at the beginning, or if you know how gradients or
     drifts change. ``sparse/threshold`` shows each λ. The factor is a function of the step, so a resumed run has the
-    same. The λ of ``layer_thresholds`` do not change. A strategy that holds a density and a sparsifier without λ are
-    refused.
+    same. The λ of ``layer_thresholds`` do not change.
 
     Args:
-        factors: ``{step: factor}``, each of which holds from its step on, and 1 before the first; or a function that
-            returns the factor of a step; or ``"learning_rate"``: the learning rate of the first optimizer's first
-            parameter group, divided by its initial value.
-        interval: the unit of a step, counted from 0: ``"step"``, all optimizers' steps as in ``trainer.global_step``,
-            or ``"epoch"``.
-        linear: whether factors given by step change linearly from each to the next.
+        factors: ``{step: factor}`` by ``trainer.global_step``, the number of all optimizers' steps. The first factor
+            also holds before its step, and the last one after it.
 
     Raises:
-        ValueError: a factor below 0 or not finite, a step below 0, or an unknown interval.
-        TypeError: factors that are none of these.
+        TypeError: factors that are no mapping.
+        ValueError: no factor, one below 0 or not finite, or a step that is no whole number from 0 on. From ``fit``: a
+            strategy with a density or without a hard threshold.
 
     Example:
         Everything is sent in the first 200 steps, and λ has grown to the strategy's own after 1,000:
 
-        >>> schedule = ThresholdSchedule({0: 0.0, 200: 0.0, 1000: 1.0}, linear=True)
+        >>> schedule = ThresholdSchedule({200: 0.0, 1000: 1.0})
         >>> [schedule.factor(step) for step in (0, 200, 400, 600, 5000)]
         [0.0, 0.0, 0.25, 0.5, 1.0]
     """
 
-    def __init__(self, factors: Factors, interval: Literal["step", "epoch"] = "step", linear: bool = False) -> None:
-        if interval not in ("step", "epoch"):
-            raise ValueError(f"Invalid {interval=}. Must be 'step' or 'epoch'.")
-        if isinstance(factors, Mapping):
-            wrong = [step for step in factors if isinstance(step, bool) or not isinstance(step, int) or step < 0]
-            if wrong or not factors:
-                raise ValueError(f"Invalid {factors=}. Give {{step: factor}}, with steps from 0 on.")
-            for factor in factors.values():
-                _require_factor(factor)
-        elif factors != "learning_rate" and not callable(factors):
-            raise TypeError(f"Invalid {factors=}. Give {{step: factor}}, a function of the step, or 'learning_rate'.")
-        if not isinstance(linear, bool):
-            raise ValueError(f"Invalid {linear=}. Must be True or False.")
-        if linear and not isinstance(factors, Mapping):
-            raise ValueError("linear=True is for factors that are given by step.")
-        self.factors = factors
-        self.interval = interval
-        self.linear = linear
+    def __init__(self, factors: Mapping[int, float]) -> None:
+        if not isinstance(factors, Mapping):
+            raise TypeError(f"Invalid {factors=}. Must be {{step: factor}}, such as {{200: 0.0, 1000: 1.0}}.")
+        if not factors or any(isinstance(step, bool) or not isinstance(step, int) or step < 0 for step in factors):
+            raise ValueError(f"Invalid {factors=}. Must be {{step: factor}}, with steps from 0 on.")
+        for factor in factors.values():
+            if not is_number(factor) or not isfinite(factor) or factor < 0:
+                raise ValueError(f"Invalid {factor=} of λ. Must be a finite number of at least 0; 0 sends everything.")
+        self.factors = dict(sorted(factors.items()))
 
-    def factor(self, number: int) -> float:
-        """Return the factor of a step or an epoch; not for ``"learning_rate"``."""
-        if callable(self.factors):
-            return _require_factor(self.factors(number))
-        assert isinstance(self.factors, Mapping)
-        before = max((step for step in self.factors if step <= number), default=None)
-        after = min((step for step in self.factors if step > number), default=None)
-        if before is None:
-            return 1.0
-        if after is None or not self.linear:
-            return float(self.factors[before])
-        share = (number - before) / (after - before)
-        return (1 - share) * self.factors[before] + share * self.factors[after]
+    def factor(self, step: int) -> float:
+        """Return the factor of a step."""
+        for (before, first), (after, last) in pairwise(self.factors.items()):
+            if step <= after:
+                share = max(0, step - before) / (after - before)
+                return (1 - share) * first + share * last
+        return float(list(self.factors.values())[-1])
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -91,27 +71,8 @@ class ThresholdSchedule(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         strategy: Any = trainer.strategy
-        averagers = strategy.averagers
-        if averagers[0].workers.num_workers == 1:
-            return  # gradients pass through whole
-        if self.factors == "learning_rate":
-            optimizer = strategy.optimizers[0]
-            rate, first_rate = optimizer.param_groups[0].get("lr"), optimizer.defaults.get("lr")
-            if rate is None or first_rate is None:
-                raise ValueError(
-                    f"ThresholdSchedule('learning_rate') needs a learning rate, and {type(optimizer).__name__} has "
-                    "lr=None. Set lr=…, or give factors by step or epoch."
-                )
-            factor = _require_factor(float(rate) / float(first_rate))
-        else:
-            factor = self.factor(trainer.global_step if self.interval == "step" else trainer.current_epoch)
-        threshold = factor * strategy.sparsifier.threshold
-        for averager in averagers:
-            if averager.sparsifier.current_threshold != threshold:
+        threshold = self.factor(trainer.global_step) * strategy.sparsifier.threshold
+        for averager in strategy.averagers:
+            # The gradients of a single worker pass through whole.
+            if averager.workers.num_workers > 1 and averager.sparsifier.current_threshold != threshold:
                 averager.set_threshold(threshold)
-
-
-def _require_factor(factor: float) -> float:
-    if not is_number(factor) or not isfinite(factor) or factor < 0:
-        raise ValueError(f"Invalid {factor=} of λ. Must be a finite number of at least 0; 0 sends everything.")
-    return float(factor)

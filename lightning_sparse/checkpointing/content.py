@@ -1,4 +1,4 @@
-"""The format of checkpoints, their options, and messages about state that a checkpoint lacks.
+"""The format of checkpoints, and messages about state that a checkpoint lacks.
 
 All strategies write the same fields under one key, plain containers and tensors that ``weights_only=True`` loads::
 
@@ -10,7 +10,7 @@ All strategies write the same fields under one key, plain containers and tensors
     numbers         ``Snapshot.numbers``; None where no state could be saved
     histories       for every rank of a replica its ``Snapshot.history``
     shared          ``Snapshot.shared``, whole tensors
-    workers         for every worker its ``Snapshot.own``, whole tensors; one entry if only their mean was asked for
+    workers         for every worker its ``Snapshot.own``, whole tensors; one entry if it is their mean
     extras          for every rank of a replica a list with every worker's ``Snapshot.extra``
     has_folder      whether ``shared`` and ``workers`` are in the folder ``FOLDER`` instead, written by all ranks
     why_incomplete  None, or why tensors are missing that were asked for
@@ -18,18 +18,13 @@ All strategies write the same fields under one key, plain containers and tensors
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_sparse.engine.snapshot import DamagedStateError
-from lightning_sparse.engine.transport_options import require_word
 
-ResidualCheckpoint = Literal["full", "mean", "none"]
-OnWorldSizeChange = Literal["mean", "reset", "error"]
-DriftCheckpoint = Literal["full", "mean"]
-OptimizerCheckpoint = Literal["full", "mean", "first"]
+WorkerState = Literal["full", "small"]
 
 KEY = FOLDER = "lightning_sparse"
 SHARED, OPTIMIZERS = "shared", "optimizers"
@@ -45,40 +40,6 @@ STARTS = {
 }
 UNSENT = {"gradients": "residual", "drifts": "unsent"}
 """The kind of tensors that hold unsent values."""
-
-
-@dataclass(frozen=True)
-class CheckpointOptions:
-    """Options of checkpoints; those of the other kind of averaging have no effect.
-
-    Args:
-        residual_checkpoint: residuals in checkpoints. ``"full"``: every worker's, n times the model in float32, for a
-            resume that equals an uninterrupted run; ``"mean"``: their mean, the model once, which keeps the pending
-            update (1/n) Σ e_i (not for sharded replicas); ``"none"``: no residuals.
-        on_world_size_change: residuals after a resume with another number of workers or replicas. ``"mean"``: the
-            mean of the old on each, which keeps the pending update; ``"reset"``: zero; ``"error"``: a RuntimeError.
-        drift_checkpoint: weights in checkpoints. ``"full"``: every worker's, n times the model, for a resume that
-            equals an uninterrupted run; ``"mean"``: their mean, which the checkpoint holds anyway.
-        optimizer_checkpoint: optimizers in checkpoints. ``"full"``: every worker's; ``"mean"``: the mean of their
-            tensors (not for sharded replicas); ``"first"``: rank 0's.
-        is_sharded: whether replicas are sharded, for which there are no means.
-
-    Raises:
-        ValueError: a word that is not allowed.
-    """
-
-    residual_checkpoint: ResidualCheckpoint = "full"
-    on_world_size_change: OnWorldSizeChange = "mean"
-    drift_checkpoint: DriftCheckpoint = "full"
-    optimizer_checkpoint: OptimizerCheckpoint = "full"
-    is_sharded: bool = False
-
-    def __post_init__(self) -> None:
-        full = ("full",) if self.is_sharded else ("full", "mean")
-        require_word("residual_checkpoint", self.residual_checkpoint, (*full, "none"))
-        require_word("on_world_size_change", self.on_world_size_change, ("mean", "reset", "error"))
-        require_word("drift_checkpoint", self.drift_checkpoint, ("full", "mean"))
-        require_word("optimizer_checkpoint", self.optimizer_checkpoint, (*full, "first"))
 
 
 def own_content(content: Any, kind: str) -> Mapping[str, Any] | None:

@@ -15,12 +15,10 @@ from lightning_sparse.checkpointing.content import (
     OPTIMIZERS,
     SHARED,
     UNSENT,
-    CheckpointOptions,
-    OnWorldSizeChange,
     own_content,
     say_incomplete,
 )
-from lightning_sparse.checkpointing.saving import mean_of
+from lightning_sparse.checkpointing.saving import mean_of_workers
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.grouping import as_real, kept_dtype, local, real_numel
 from lightning_sparse.engine.snapshot import (
@@ -40,7 +38,6 @@ MOST_LISTED = 8
 def restore(
     averagers: Sequence[Averager],
     content: Any,
-    options: CheckpointOptions,
     *,
     path: Path | None = None,
     module: Any = None,
@@ -51,7 +48,6 @@ def restore(
     Args:
         averagers: between two steps; several only for simulated workers.
         content: the result of ``collect``, from this strategy or another; None if the checkpoint has no such content.
-        options: of which ``on_world_size_change`` counts.
         path: of the checkpoint.
         module: the module of sharded optimizers.
         optimizers: sharded optimizers, whose states the content holds for each replica.
@@ -60,21 +56,13 @@ def restore(
         This rank's ``extra`` of ``collect``; empty if the checkpoint is of another number of workers or ranks.
 
     Raises:
-        RuntimeError: the content is damaged, of a newer version, or of another number of workers with
-            ``on_world_size_change="error"``. On every rank, before anything was loaded.
+        RuntimeError: the content is damaged or of a newer version. On every rank, before anything was loaded.
     """
     first = averagers[0]
-    num_workers, on_change = first.workers.num_workers, options.on_world_size_change
     with raised_together():
         saved = own_content(content, first.kind)
         if saved is not None:
             require_seal(saved, but=_parts_of_others(saved, averagers))
-            if saved["world_size"] != num_workers and on_change == "error":
-                raise RuntimeError(
-                    f"The checkpoint is of {saved['world_size']} workers, this run has {num_workers}, and "
-                    "on_world_size_change is 'error'. Start as many workers, or use on_world_size_change='mean', which "
-                    "keeps the pending update."
-                )
     for averager in averagers:
         averager.reset()
     if saved is None:
@@ -82,22 +70,20 @@ def restore(
     if saved["numbers"] is None:
         say_incomplete(first.kind, saved["why_incomplete"])
         return {}
-    is_same = saved["world_size"] == num_workers
+    is_same = saved["world_size"] == first.workers.num_workers
     saved, source = _opened(saved, path, first.kind)
     if not is_same:
-        _say_world_size(first, saved["world_size"], on_change)
-    has_own = is_same or on_change == "mean"
-    if has_own:
-        _say_changed_model(source, first)
-        if first.forgets:
-            warn_of_forgotten(saved["unsent_norm"])
+        _say_world_size(first, saved["world_size"])
+    _say_changed_model(source, first)
+    if first.forgets:
+        warn_of_forgotten(saved["unsent_norm"])
     extra: dict[str, Any] = {}
     for averager in averagers:
         history, extra = _of_rank(saved, averager, is_same=is_same)
         kinds = [kind for kind in saved["shared"] if is_same or kind != "anchor"]
         snapshot = Snapshot(saved["numbers"], history, extra=extra)
         snapshot.shared = {kind: _parts(source, SHARED, kind, averager) for kind in kinds}
-        if has_own and not averager.forgets:
+        if not averager.forgets:
             snapshot.own = _own(source, averager, is_same=is_same)
         averager.restore(snapshot)
     for at, optimizer in enumerate(optimizers):
@@ -159,7 +145,7 @@ def _opened(saved: Mapping[str, Any], path: Path | None, kind: str) -> tuple[Map
     if not saved["has_folder"]:
         has_steps = saved["numbers"]["last_step"] is not None
         if kind == "gradients" and not saved["workers"] and has_steps:
-            say_incomplete(kind, saved["why_incomplete"] or "residual_checkpoint='none'")
+            say_incomplete(kind, saved["why_incomplete"] or "worker_state='small'")
         return saved, SavedTensors(saved)
     folder = None if path is None else path / FOLDER
     if folder is not None:
@@ -184,7 +170,7 @@ def _parts_of_others(saved: Mapping[str, Any], averagers: Sequence[Averager]) ->
     return tuple(f"{place}/{rank}" for place in places for rank in range(count) if rank not in own)
 
 
-def _say_world_size(averager: Averager, saved: int, on_world_size_change: OnWorldSizeChange) -> None:
+def _say_world_size(averager: Averager, saved: int) -> None:
     now = averager.workers.num_workers
     if averager.kind == "drifts":
         rank_zero_info(
@@ -192,9 +178,10 @@ def _say_world_size(averager: Averager, saved: int, on_world_size_change: OnWorl
             "weights as the anchor, and with the checkpoint's own optimizers."
         )
     else:
-        is_mean = on_world_size_change == "mean"
-        becomes = "each starts from the mean of the old residuals" if is_mean else "residuals start from zero"
-        rank_zero_info(f"lightning_sparse: the number of workers is {now} instead of {saved}: {becomes}.")
+        rank_zero_info(
+            f"lightning_sparse: the number of workers is {now} instead of {saved}: each starts from the mean of the "
+            "old residuals."
+        )
 
 
 def _of_rank(saved: Mapping[str, Any], averager: Averager, *, is_same: bool) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -216,8 +203,7 @@ def _own(source: SavedTensors, averager: Averager, *, is_same: bool) -> Tensors:
     parts = [_parts(source, worker, unsent, averager) for worker in workers]
     if not parts:
         return {}
-    mean = parts[0] if len(parts) == 1 else mean_of(parts)
-    return {unsent: mean, "weights": _parts(source, own, "weights", averager) if is_same else {}}
+    return {unsent: mean_of_workers(parts), "weights": _parts(source, own, "weights", averager) if is_same else {}}
 
 
 def _parts(source: SavedTensors, worker: str, kind: str, averager: Averager) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ from lightning_sparse.checkpointing.content import (
     SHARED,
     UNSENT,
     VERSION,
-    CheckpointOptions,
+    WorkerState,
     warn_of_incomplete,
 )
 from lightning_sparse.drift import SparseModelAverager
@@ -72,7 +72,7 @@ def why_not_together(
 
 def collect_together(
     averager: SparseState | SparseModelAverager,
-    options: CheckpointOptions,
+    worker_state: WorkerState,
     timeout: timedelta | None,
     *,
     obstacles: Sequence[str] = (),
@@ -86,14 +86,14 @@ def collect_together(
 
     Args:
         averager: this worker's.
-        options: of the checkpoint.
+        worker_state: whether the content holds every worker's state, or only as much as one worker has.
         timeout: of the process group, the longest time to wait for others.
         obstacles: why this worker cannot save, beside the averager's own.
         why_not: why no tensors can be saved, if a warning has given the reason already.
         extra: further plain values of this worker.
     """
     workers, barrier = averager.workers, averager.save_barrier
-    if why_not is None and kinds_of(averager, options):
+    if why_not is None and kinds_of(averager, worker_state):
         why_not = "it was saved in the middle of another save"
         if not barrier.is_saving:
             why_not = why_not_together(averager, timeout, obstacles)
@@ -101,7 +101,7 @@ def collect_together(
             barrier.is_saving = True  # a signal may ask for another save in the middle of this one
             try:
                 apart = barrier.workers_apart() if workers.num_workers > 1 else workers
-                return collect(averager, apart, options, extra=extra)
+                return collect(averager, apart, worker_state, extra=extra)
             except RuntimeError as error:
                 if workers.rank != 0:
                     raise
@@ -112,20 +112,21 @@ def collect_together(
                 barrier.is_saving = False
         if workers.rank == 0:
             warn_of_incomplete(averager.kind, why_not)
-    return collect(averager, workers, options, why_not=why_not)
+    return collect(averager, workers, worker_state, why_not=why_not)
 
 
-def kinds_of(averager: Averager, options: CheckpointOptions) -> tuple[str, ...]:
+def kinds_of(averager: Averager, worker_state: WorkerState) -> tuple[str, ...]:
     """Return the kinds of a worker's own tensors that a checkpoint keeps."""
     if averager.kind == "drifts":
-        return ("weights", "unsent") if options.drift_checkpoint == "full" else ("unsent",)
-    return ("residual",) if averager.has_own_state and options.residual_checkpoint != "none" else ()
+        return ("weights", "unsent") if worker_state == "full" else ("unsent",)
+    is_kept = worker_state == "full" or averager.replica.num_workers == 1  # parts of shards are not averaged
+    return ("residual",) if averager.has_own_state and is_kept else ()
 
 
 def collect(
     averager: Averager,
     workers: Workers,
-    options: CheckpointOptions,
+    worker_state: WorkerState,
     *,
     why_not: str | None = None,
     folder: Path | None = None,
@@ -140,7 +141,7 @@ def collect(
     Args:
         averager: this rank's.
         workers: the group in which state is gathered.
-        options: of the checkpoint.
+        worker_state: whether the content holds every worker's state, or only as much as one worker has.
         why_not: why the content has no tensors of workers; None to save them.
         folder: the checkpoint's folder, if all ranks write tensors there; None gathers them into one file.
         extra: further plain values of this rank.
@@ -151,7 +152,7 @@ def collect(
     content = _empty_content(averager.kind, workers.num_workers, replica.num_workers, why_not)
     if why_not is not None and averager.kind == "drifts":
         return content if is_first else None
-    kinds = kinds_of(averager, options) if why_not is None else ()
+    kinds = kinds_of(averager, worker_state) if why_not is None else ()
     snapshot = averager.snapshot(workers if kinds else None)
     content |= {"numbers": snapshot.numbers, "histories": replica.gather_objects_to_first(snapshot.history)}
     if not kinds:
@@ -173,18 +174,20 @@ def collect(
     else:
         if workers.rank == 0:
             content["shared"] = next(iter(_gathered(shared, Workers(None, 0, 1), replica)), {})
-        is_mean = options.residual_checkpoint == "mean"
+        is_mean = worker_state == "small" and replica.num_workers == 1
         content["workers"] = _gathered(own, workers, replica, is_mean=is_mean) if own else []
     return content if is_first else None
 
 
-def collect_here(averagers: Sequence[Averager]) -> dict[str, Any]:
+def collect_here(averagers: Sequence[Averager], worker_state: WorkerState) -> dict[str, Any]:
     """Return the content of a checkpoint of workers that are all in this process."""
     snapshots = [averager.snapshot() for averager in averagers]
     content = _empty_content("gradients", len(averagers), 1, None)
     content |= {"numbers": snapshots[0].numbers, "histories": [snapshots[0].history]}
-    content["workers"] = [copied(snapshot.own) for snapshot in snapshots]
-    content["unsent_norm"] = unsent_norm([snapshot.own["residual"] for snapshot in snapshots])
+    residuals = [snapshot.own["residual"] for snapshot in snapshots]
+    content["unsent_norm"] = unsent_norm(residuals)
+    kept = [mean_of_workers(residuals)] if worker_state == "small" else residuals
+    content["workers"] = [{"residual": copied(residual)} for residual in kept]
     return content
 
 
@@ -263,22 +266,13 @@ def _mean_on_first(tensors: Mapping[Any, Tensor], workers: Workers) -> dict[Any,
     return means
 
 
-def mean_of(of_workers: Sequence[Any]) -> Any:
-    """Return the mean of nested containers: of floating-point tensors over the workers that have them.
-
-    Every other value is the first worker's that has it. A layer may have trained on some workers only.
-    """
-    first = of_workers[0]
-    if isinstance(first, Tensor):
-        if not (first.is_floating_point() or first.is_complex()):
-            return first
-        wide = torch.complex128 if first.is_complex() else torch.float64
-        same = [tensor for tensor in of_workers if isinstance(tensor, Tensor) and tensor.shape == first.shape]
-        return (torch.stack([tensor.to(wide) for tensor in same]).sum(0) / len(same)).to(first.dtype)
-    if isinstance(first, Mapping):
-        held = [entry for entry in of_workers if isinstance(entry, Mapping)]
-        names = dict.fromkeys(name for entry in held for name in entry)
-        return {name: mean_of([entry[name] for entry in held if name in entry]) for name in names}
-    if isinstance(first, (list, tuple)):
-        return type(first)(mean_of(list(entries)) for entries in zip(*of_workers, strict=False))
-    return first
+def mean_of_workers(of_workers: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the mean of each tensor, which is zero on workers that lack it."""
+    if len(of_workers) == 1:
+        return of_workers[0]
+    names = dict.fromkeys(name for tensors in of_workers for name in tensors)
+    means = {}
+    for name in names:
+        held = torch.stack([tensors[name] for tensors in of_workers if name in tensors])
+        means[name] = (held.double().sum(0) / len(of_workers)).to(held.dtype)
+    return means

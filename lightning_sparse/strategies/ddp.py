@@ -1,7 +1,7 @@
 """Lightning strategy: DDP with a sparse exchange of gradients."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,14 +10,13 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_sparse.checkpointing.content import CheckpointOptions
 from lightning_sparse.checkpointing.saving import collect_together, content_of_launcher
 from lightning_sparse.exchange import parameter_settings, require_agreement
 from lightning_sparse.gradients.comm_hook import attach
 from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.gradients.sparse_state import SparseState
 from lightning_sparse.sparsifiers import Dense, Sparsifier
-from lightning_sparse.strategies.options import NOT_OF_GRADIENTS, ddp_arguments
+from lightning_sparse.strategies.options import ddp_arguments
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 _LIGHTNING_STARTS_STATIC_GRAPHS = "post_backward" in vars(DDPStrategy)
@@ -43,15 +42,13 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
 
     averages = "gradients"
     state: SparseState | None
-    _takes: ClassVar[tuple[type, ...]] = (ExchangeOptions, CheckpointOptions)
-    _leaves_out = NOT_OF_GRADIENTS
+    _takes: ClassVar[tuple[type, ...]] = (ExchangeOptions,)
     _options: ExchangeOptions
     _lightning_arguments = ddp_arguments
     _by_threshold = "DDPHardThresholdStrategy"
 
     def __init__(self, sparsifier: Sparsifier, **kwargs: Any) -> None:
         self._options = self._taken(ExchangeOptions, kwargs)
-        self._checkpoint_options = self._taken(CheckpointOptions, kwargs)
         super().__init__(sparsifier, **kwargs)
 
     @override
@@ -60,7 +57,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         self._pl_static_graph_delay_done = False
         # Before DDP is made: if sizes differ it raises on all workers but rank 0, which waits.
         assert self.model is not None
-        require_agreement(parameter_settings(self.model) | asdict(self._checkpoint_options))
+        require_agreement(parameter_settings(self.model) | {"worker_state": self.worker_state})
         super().configure_ddp()
 
     @override
@@ -133,7 +130,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     def _content(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any] | None:
         if self.state is None:
             return content_of_launcher(self, "gradients")
-        return collect_together(self.state, self._checkpoint_options, self._timeout)
+        return collect_together(self.state, self.worker_state, self._timeout)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -9,7 +9,6 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sparse.checkpointing.content import CheckpointOptions
 from lightning_sparse.drift import SparseModelAverager
 from lightning_sparse.drift.shard_averager import ShardModelAverager
 from lightning_sparse.engine.optimizer_steps import Arguments, StepObserver
@@ -17,7 +16,6 @@ from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.gradients.shard_exchange import ShardExchange
 from lightning_sparse.sparsifiers import Sparsifier
 from lightning_sparse.strategies.local import LocalTraining
-from lightning_sparse.strategies.options import NOT_OF_GRADIENTS
 from lightning_sparse.strategies.replica_strategy import ReplicaStrategy, stateless_as_before
 
 
@@ -39,8 +37,8 @@ class SparseHSDPStrategy(ReplicaStrategy):
 
     averages = "gradients of shards"
     state: ShardExchange | None
-    _takes: ClassVar[tuple[type, ...]] = (ExchangeOptions, CheckpointOptions)
-    _leaves_out = NOT_OF_GRADIENTS | {"error_feedback", "local_clip_norm"}
+    _takes: ClassVar[tuple[type, ...]] = (ExchangeOptions,)
+    _leaves_out = frozenset({"error_feedback", "local_clip_norm"})
     _options: ExchangeOptions
     _averager_class = ShardExchange
     _by_threshold = "HSDPHardThresholdStrategy"
@@ -49,7 +47,6 @@ class SparseHSDPStrategy(ReplicaStrategy):
 
     def __init__(self, sparsifier: Sparsifier, **kwargs: Any) -> None:
         self._options = self._taken(ExchangeOptions, kwargs)
-        self._checkpoint_options = self._taken(CheckpointOptions, kwargs, is_sharded=True)
         super().__init__(sparsifier, **kwargs)
 
     @override
@@ -120,7 +117,7 @@ class SparseLocalHSDPStrategy(ReplicaStrategy, LocalTraining):
         assert self.state is not None
         assert self.model is not None
         states = {}
-        if self._checkpoint_options.optimizer_checkpoint == "full":
+        if self.worker_state == "full":
             with self._nothing_counts(), stateless_as_before(self.optimizers):
                 for at, optimizer in enumerate(self.optimizers):
                     states[str(at)] = get_optimizer_state_dict(self.model, optimizer)

@@ -3,7 +3,7 @@
 import copy
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,12 +16,11 @@ from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from typing_extensions import override
 
-from lightning_sparse.checkpointing.content import CheckpointOptions, warn_of_incomplete
+from lightning_sparse.checkpointing.content import warn_of_incomplete
 from lightning_sparse.checkpointing.saving import (
     collect_together,
     content_of_launcher,
     is_in_trouble,
-    mean_of,
     why_not_together,
 )
 from lightning_sparse.drift import DriftOptions, SparseModelAverager
@@ -29,7 +28,7 @@ from lightning_sparse.drift.shared_weights import SharedWeights
 from lightning_sparse.engine.optimizer_steps import weak_method
 from lightning_sparse.exchange import require_agreement
 from lightning_sparse.sparsifiers import Dense, Sparsifier
-from lightning_sparse.strategies.options import NOT_OF_DRIFTS, process_group_arguments
+from lightning_sparse.strategies.options import process_group_arguments
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 _OWN_WEIGHTS = ("WeightAveraging", "StochasticWeightAveraging", "ModelPruning")  # the first from Lightning 2.6 on
@@ -40,8 +39,7 @@ class LocalTraining(SparseStrategy):
 
     averages = "drifts"
     state: SparseModelAverager | None
-    _takes: ClassVar[tuple[type, ...]] = (DriftOptions, CheckpointOptions)
-    _leaves_out = NOT_OF_DRIFTS
+    _takes: ClassVar[tuple[type, ...]] = (DriftOptions,)
     _options: DriftOptions
     _call_each_step = "step() after"
     _has_ended = False
@@ -50,7 +48,6 @@ class LocalTraining(SparseStrategy):
 
     def __init__(self, sparsifier: Sparsifier, **kwargs: Any) -> None:
         self._options = self._taken(DriftOptions, kwargs)
-        self._checkpoint_options = self._taken(CheckpointOptions, kwargs, is_sharded=self._is_sharded)
         super().__init__(sparsifier, **kwargs)
 
     @property
@@ -180,7 +177,7 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
     @override
     def configure_ddp(self) -> None:
         assert self.model is not None
-        require_agreement(asdict(self._checkpoint_options))
+        require_agreement({"worker_state": self.worker_state})
         sparsifier, options = self.sparsifier, self._options
         if self.world_size == 1:  # it has nobody to exchange with
             sparsifier, options = Dense(), replace(options, value_dtype="float32")
@@ -259,23 +256,20 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
     def _content(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any] | None:
         if self.state is None:
             return content_of_launcher(self, "drifts")
-        word = self._checkpoint_options.optimizer_checkpoint
-        extra = {} if word == "first" else {"optimizer_states": checkpoint["optimizer_states"]}
-        if word == "full" and self._precision_key in checkpoint:
-            extra["precision_state"] = checkpoint[self._precision_key]
+        extra = {}
+        if self.worker_state == "full":
+            extra["optimizer_states"] = checkpoint["optimizer_states"]
+            if self._precision_key in checkpoint:
+                extra["precision_state"] = checkpoint[self._precision_key]
         why_not, self._why_not = self._why_not, None
-        content = collect_together(
+        return collect_together(
             self.state,
-            self._checkpoint_options,
+            self.worker_state,
             self._timeout,
             obstacles=self._obstacles(),
             why_not=why_not,
             extra=extra,
         )
-        if content is not None and word == "mean" and content["extras"]:
-            of_workers = [extra.pop("optimizer_states") for extra in content["extras"][0]]
-            checkpoint["optimizer_states"] = mean_of(of_workers)
-        return content
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

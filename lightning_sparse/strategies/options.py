@@ -34,11 +34,6 @@ _DDP = dict(inspect.signature(DistributedDataParallel).parameters)
 _MODEL_PARALLEL = dict(inspect.signature(ModelParallelStrategy).parameters)
 
 
-NOT_OF_GRADIENTS = frozenset({"is_sharded", "drift_checkpoint", "optimizer_checkpoint"})
-NOT_OF_DRIFTS = frozenset({"is_sharded", "residual_checkpoint", "on_world_size_change"})
-"""Options of checkpoints that a strategy of the other kind of averaging does not take."""
-
-
 class TakesOptions(Strategy):
     """Shows every option in a subclass's signature and docstring, also those that it passes on as ``**kwargs``."""
 

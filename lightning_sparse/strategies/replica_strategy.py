@@ -3,7 +3,6 @@
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -115,7 +114,7 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
             return
         if self.state is not None:
             self.state.close()  # not at the end of its fit: a checkpoint may have followed
-        require_agreement(asdict(self._checkpoint_options) | {"in one file": not self._save_distributed_checkpoint})
+        require_agreement({"worker_state": self.worker_state, "in one file": not self._save_distributed_checkpoint})
         mesh = self.device_mesh["replicate"]
         self._follow(
             self._averager_class(self.model, mesh, self.sparsifier, self._options, per_layer_stats=self.per_layer_stats)
@@ -195,12 +194,12 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
         if self.state is None:
             return None
         optimizers = self._own_optimizers(checkpoint)
-        if self._why_not is None and kinds_of(self.state, self._checkpoint_options):
+        if self._why_not is None and kinds_of(self.state, self.worker_state):
             self._why_not = self._why_broken()
         why_not, self._why_not = self._why_not, None
         folder = path if self._save_distributed_checkpoint else None
-        options = self._checkpoint_options
-        return collect(self.state, self.state.workers, options, why_not=why_not, folder=folder, optimizers=optimizers)
+        workers, kept = self.state.workers, self.worker_state
+        return collect(self.state, workers, kept, why_not=why_not, folder=folder, optimizers=optimizers)
 
     def _own_optimizers(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return the states of optimizers that differ between replicas, by their place."""

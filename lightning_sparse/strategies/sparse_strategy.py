@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities import rank_zero_warn
@@ -12,12 +12,13 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sparse.checkpointing.content import KEY, CheckpointOptions
+from lightning_sparse.checkpointing.content import KEY, WorkerState
 from lightning_sparse.checkpointing.restoring import restore
 from lightning_sparse.checkpointing.whole_files import WholeFileCheckpointIO
 from lightning_sparse.drift.options import DriftOptions
 from lightning_sparse.engine import Averager
 from lightning_sparse.engine.snapshot import sealed
+from lightning_sparse.engine.transport_options import require_word
 from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.sparsifiers import Sparsifier, require_sparsifier
 from lightning_sparse.strategies.advice import Advice, exchanges_of
@@ -29,10 +30,14 @@ MOST_BATCHES = 200
 
 
 class SparseStrategy(TakesOptions):
-    """The base of all strategies. Subclasses set ``_options`` and ``_checkpoint_options`` before ``__init__``.
+    """The base of all strategies. Subclasses set ``_options`` before ``__init__``.
 
     Args:
         sparsifier: selects coordinates, such as ``HardThreshold(density=0.01)`` or ``TopK(density=0.01)``.
+        worker_state: state of the workers in checkpoints. ``"full"``: every worker's residual, or weights and
+            optimizers, so that a resume equals an uninterrupted run; n times the model. ``"small"``: as much as one
+            worker has. That is the mean residual, which keeps the pending update (1/n) Σ e_i; no residuals of
+            ``hsdp_*``; and for local training the mean weights and the optimizers of rank 0.
         **kwargs: arguments of Lightning's strategy.
 
     Attributes:
@@ -53,18 +58,19 @@ class SparseStrategy(TakesOptions):
     _by_threshold: ClassVar[str] = "HardThreshold"
     """The class that takes a threshold alone."""
     _options: ExchangeOptions | DriftOptions
-    _checkpoint_options: CheckpointOptions
     _is_sharded: ClassVar[bool] = False
     """Whether replicas are sharded. Only their checkpoints may be folders."""
     _call_each_step: ClassVar[str | None] = None
     """The call that a loop without torch optimizers needs, for a warning; None to never warn."""
 
-    def __init__(self, sparsifier: Sparsifier, **kwargs: Any) -> None:
+    def __init__(self, sparsifier: Sparsifier, *, worker_state: WorkerState = "full", **kwargs: Any) -> None:
         require_sparsifier(sparsifier, f" For a threshold alone use {self._by_threshold}(threshold=0.01).")
+        require_word("worker_state", worker_state, get_args(WorkerState))
         self._options.require(sparsifier)
         kwargs = self._lightning_arguments(kwargs)
         super().__init__(**kwargs)
         self.sparsifier = sparsifier
+        self.worker_state = worker_state
         self.state = None
         self.step_log = StepLog()
         self.per_layer_stats = self._is_stepping = False
@@ -195,7 +201,7 @@ class SparseStrategy(TakesOptions):
 
     def _restore(self, checkpoint: Mapping[str, Any], **places: Any) -> dict[str, Any]:
         """Restore the averagers from a checkpoint; return this rank's extra content. Collective."""
-        return restore(self.averagers, checkpoint.get(KEY), self._checkpoint_options, **places)
+        return restore(self.averagers, checkpoint.get(KEY), **places)
 
     @classmethod
     @override

@@ -152,7 +152,7 @@ class Judge:
         if step > 0 and not residuals:
             problems.append(f"{name}: no residuals, and no word on why")
             return "nothing"
-        if self.case.residual_checkpoint == "mean":
+        if self.case.worker_state == "small":
             pairs = [(residual, mean(self.states[step].residuals)) for residual in residuals]
         else:
             if residuals and len(residuals) != self.case.num_workers:
@@ -311,7 +311,7 @@ class LocalJudge(Judge):
         workers = [(held["weights"], momentum) for held, momentum in own_of(content)]
         known = [*enumerate(self.states), *((step + 1, state) for step, state in enumerate(self.stepped))]
         found: list[tuple[int, LocalState]] = []
-        if self.case.residual_checkpoint == "mean":
+        if self.case.worker_state == "small":
             if workers:
                 problems.append(f"{name} has what was not asked for")
             # An exchange leaves the mean what it is.

@@ -44,7 +44,7 @@ class Case:
         route: the strategy's exchange; ``"ddp"`` is Lightning's own strategy, ``"local"`` local training.
         num_workers: n.
         hosts: how many of them, for the hierarchical route.
-        residual_checkpoint: the strategy's; ``"mean"`` of local training saves nothing of single workers.
+        worker_state: the strategy's.
         own_select: whether the sparsifier is a user's own, for which compensating and selecting are apart.
         manual: whether the module optimizes by itself, and so steps after the backward, not around it.
         saver: what saves on an exception: ``"on_exception"`` or ``"model_checkpoint"``.
@@ -55,7 +55,7 @@ class Case:
     route: str = "gather"
     num_workers: int = 2
     hosts: int = 1
-    residual_checkpoint: str = "full"
+    worker_state: str = "full"
     own_select: bool = False
     manual: bool = False
     saver: str = "on_exception"
@@ -105,8 +105,7 @@ def fit(
     if case.is_local:
         strategy = SparseLocalStrategy(
             HardThreshold(threshold=LOCAL_THRESHOLD),
-            drift_checkpoint=case.residual_checkpoint,
-            optimizer_checkpoint="first" if case.residual_checkpoint == "mean" else "full",
+            worker_state=case.worker_state,
             process_group_backend="gloo",
             timeout=common["timeout"],
         )
@@ -114,7 +113,7 @@ def fit(
         strategy = SparseDDPStrategy(
             (OwnSelect if case.own_select else HardThreshold)(threshold=THRESHOLD),
             exchange=case.route,
-            residual_checkpoint=case.residual_checkpoint,
+            worker_state=case.worker_state,
             process_group_backend="gloo",
             **common,
         )

@@ -59,8 +59,7 @@ def _start(change: Any, options: dict[str, Any]) -> str:
         (None, {"exchange": "dense"}, "exchange: rank 0: 'auto', rank 1: 'dense'"),
         (None, {"bucket_cap_mb": 1}, "bucket_bytes_cap: rank 0: 26214400, rank 1: 1048576"),
         (None, {"find_unused_parameters": True}, "find_unused_parameters: rank 0: False, rank 1: True"),
-        (None, {"residual_checkpoint": "none"}, "residual_checkpoint: rank 0: 'full', rank 1: 'none'"),
-        (None, {"on_world_size_change": "reset"}, "on_world_size_change: rank 0: 'mean', rank 1: 'reset'"),
+        (None, {"worker_state": "small"}, "worker_state: rank 0: 'full', rank 1: 'small'"),
     ],
 )
 def test_every_worker_is_told_what_differs(change: Any, options: dict[str, Any], difference: str) -> None:

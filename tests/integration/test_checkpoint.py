@@ -20,7 +20,6 @@ from lightning_sparse import (
     SparseLocalStrategy,
     TopK,
 )
-from lightning_sparse.checkpointing.content import CheckpointOptions
 from lightning_sparse.checkpointing.restoring import restore
 from tests.integration.models import (
     SMALL_BUCKETS_MB,
@@ -125,7 +124,6 @@ OF_DRIFTS: dict[str, dict[str, Any]] = {
     "every third step": {"strategy": {"every_n_steps": 3}},
     "applied late": {"strategy": {"overlap": True, "every_n_steps": 3}},
     "back to the anchor": {"strategy": KEPT_APART},
-    "back to the anchor, saved as the mean": {"strategy": KEPT_APART | {"drift_checkpoint": "mean"}},
     "outer optimizer": {"strategy": {"outer_optimizer": NESTEROV}},
     "density": {"strategy": {"density": 0.2, "calibration_steps": 3}},
     "share of each layer": {"strategy": {"density": 0.2, "calibration_steps": 3, "granularity": "layer"}},
@@ -260,12 +258,12 @@ def start_from(num_workers: int, case: dict[str, Any], path: Path, **options: An
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 3), (8, 1)])
-@pytest.mark.parametrize("residual_checkpoint", ["full", "mean"])
+@pytest.mark.parametrize("worker_state", ["full", "small"])
 def test_another_number_of_workers_keeps_the_pending_update(
-    residual_checkpoint: str, before: int, after: int, tmp_path: Path
+    worker_state: str, before: int, after: int, tmp_path: Path
 ) -> None:
     path = tmp_path / "stop.ckpt"
-    old = run(before, CASES["plain"], STOP, save=(STOP, str(path)), residual_checkpoint=residual_checkpoint)
+    old = run(before, CASES["plain"], STOP, save=(STOP, str(path)), worker_state=worker_state)
     expected = pending([worker["tensors"]["residual"] for worker in old])
     assert any(residual.any() for residual in expected.values())
     new = pending([worker["residual"] for worker in start_from(after, CASES["plain"], path)])
@@ -293,53 +291,34 @@ def test_another_number_of_workers_starts_from_the_mean_of_drifting_weights(num_
                 torch.testing.assert_close(start["unsent"], expected, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"drift_checkpoint": "mean"}, {"optimizer_checkpoint": "first"}, {"optimizer_checkpoint": "mean"}],
-    ids=str,
-)
-def test_a_checkpoint_of_drifts_may_leave_out_what_is_each_workers_own(options: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("keep_drift", [True, False])
+def test_a_small_checkpoint_of_drifts_holds_the_mean_and_the_first_optimizer(keep_drift: bool, tmp_path: Path) -> None:
     case, (path, full) = CASES["local, adam"], (tmp_path / "stop.ckpt", tmp_path / "full.ckpt")
+    options = {"worker_state": "small", "keep_drift": keep_drift}
     run(2, case, STOP, save=(STOP, str(path)), **options)
-    run(2, case, STOP, save=(STOP, str(full)))
-    saved = torch.load(path, weights_only=True)
-    content = saved["lightning_sparse"]
-    has_weights, word = "drift_checkpoint" not in options, options.get("optimizer_checkpoint")
-    assert [list(worker) for worker in content["workers"]] == ([["weights"]] * 2 if has_weights else [])
-    assert all(("optimizer_states" in extra) == (word is None) for extra in content["extras"][0])
-    of_workers = [
-        moments(extra["optimizer_states"])
-        for extra in torch.load(full, weights_only=True)["lightning_sparse"]["extras"][0]
-    ]
-    assert (of_workers[0] != of_workers[1]).any()
-    expected = torch.stack(of_workers).mean(0) if word == "mean" else of_workers[0]
-    torch.testing.assert_close(moments(saved["optimizer_states"]), expected)
+    run(2, case, STOP, save=(STOP, str(full)), keep_drift=keep_drift)
+    small, whole = (torch.load(file, weights_only=True) for file in (path, full))
+    content = small["lightning_sparse"]
+    assert content["extras"] == [[{}, {}]]
+    assert [list(worker) for worker in content["workers"]] == ([] if keep_drift else [["unsent"]])
+    if not keep_drift:
+        mean = pending([worker["unsent"] for worker in whole["lightning_sparse"]["workers"]])
+        expected = {name: unsent.float() for name, unsent in mean.items()}
+        torch.testing.assert_close(content["workers"][0]["unsent"], expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(small["optimizer_states"], whole["optimizer_states"], rtol=0, atol=0)
     for worker in run(2, case, END, resume=path, **options):
         assert worker["steps"][-1]["step"] > STOP
 
 
-def moments(states: list[Any]) -> Tensor:
-    return torch.cat([state["exp_avg"].flatten() for state in states[0]["state"].values()])
-
-
-def test_a_checkpoint_of_the_mean_is_as_large_as_the_model_and_of_all_n_times_that(tmp_path: Path) -> None:
+def test_a_small_checkpoint_holds_one_residual_and_a_full_one_n(tmp_path: Path) -> None:
     sizes = {}
-    for kind in ("full", "mean", "none"):
+    for kind in ("full", "small"):
         path = tmp_path / f"{kind}.ckpt"
-        run(3, CASES["plain"], STOP, save=(STOP, str(path)), residual_checkpoint=kind)
+        run(3, CASES["plain"], STOP, save=(STOP, str(path)), worker_state=kind)
         sizes[kind] = path.stat().st_size
     model_bytes = 4 * sum(parameter.numel() for parameter in Classifier().parameters())
-    assert sizes["mean"] - sizes["none"] == pytest.approx(model_bytes, rel=0.3)
-    assert sizes["full"] - sizes["none"] == pytest.approx(3 * model_bytes, rel=0.3)
-
-
-def test_residuals_can_be_reset_or_a_change_be_refused(tmp_path: Path) -> None:
-    path = tmp_path / "stop.ckpt"
-    run(2, CASES["plain"], STOP, save=(STOP, str(path)))
-    for start in start_from(3, CASES["plain"], path, on_world_size_change="reset"):
-        assert not any(residual.any() for residual in start["residual"].values())
-    with pytest.raises(AssertionError, match="The checkpoint is of 2 workers, this run has 3"):
-        start_from(3, CASES["plain"], path, on_world_size_change="error")
+    assert len(residuals_in(path)) == 1
+    assert sizes["full"] - sizes["small"] == pytest.approx(2 * model_bytes, rel=0.3)
 
 
 class Renamed(Classifier):
@@ -363,7 +342,7 @@ def _fit_renamed(path: str) -> tuple[dict[str, Tensor], list[str]]:
     class Restore(Callback):
         def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
             with pytest.warns(UserWarning, match="the model is not the one of the checkpoint") as caught:
-                restore([trainer.strategy.state], content, CheckpointOptions())
+                restore([trainer.strategy.state], content)
             messages.extend(str(warning.message) for warning in caught)
             self.residuals = trainer.strategy.state.residuals.state_dict()
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import HardThreshold, register_comm_hook
-from lightning_sparse.checkpointing.content import CheckpointOptions
+from lightning_sparse.checkpointing.content import WorkerState
 from lightning_sparse.checkpointing.saving import collect_together
 from tests.integration.models import (
     SMALL_BUCKETS_MB,
@@ -148,7 +148,7 @@ def _collect_and_go_on() -> tuple[Any, Any]:
     for _ in range(2):  # after the first step DDP lays its buckets out anew, and residuals move to other memory
         torch.nn.functional.cross_entropy(model(inputs), labels).backward()
         state.commit()
-    content = collect_together(state, CheckpointOptions(), None)
+    content = collect_together(state, "full", None)
     before = copy.deepcopy(content and content["workers"])
     for _ in range(2):
         torch.nn.functional.cross_entropy(model(inputs), labels).backward()
@@ -162,14 +162,14 @@ def test_later_steps_do_not_change_what_was_collected() -> None:
     assert_equal(before, after)
 
 
-def _peak_while_collecting(kind: str) -> tuple[int, int]:
+def _peak_while_collecting(kind: WorkerState) -> tuple[int, int]:
     """By how many bytes a worker's memory grows at most, and how large the content is."""
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
     state = register_comm_hook(model, HardThreshold(threshold=0.02))
     state.residuals.load_state_dict({f"layers.{index}": torch.ones(MILLION) for index in range(25)})
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = memory("VmHWM")
-    content = collect_together(state, CheckpointOptions(kind), None)
+    content = collect_together(state, kind, None)
     grown = memory("VmHWM") - before
     of_workers = [] if content is None else content["workers"]
     return grown, sum(tensor.nbytes for worker in of_workers for tensor in worker["residual"].values())
@@ -178,7 +178,7 @@ def _peak_while_collecting(kind: str) -> tuple[int, int]:
 MILLION = 1_000_000
 
 
-@pytest.mark.parametrize(("kind", "copies"), [("full", 3), ("mean", 1)])
+@pytest.mark.parametrize(("kind", "copies"), [("full", 3), ("small", 1)])
 def test_gathering_residuals_needs_less_than_one_workers_beyond_the_content(kind: str, copies: int) -> None:
     of_one_worker = 25 * 4 * MILLION + 4 * 6  # and zeros for the model's own parameters
     for rank, (grown, content) in enumerate(run_workers(_peak_while_collecting, 3, kind)):

@@ -50,10 +50,10 @@ NO_FILE = "no file"
 
 GATHER, DENSE = Case("gather"), Case("dense")
 HIERARCHICAL = Case("hierarchical", hosts=2)
-MEAN = Case("gather", residual_checkpoint="mean")
+MEAN = Case("gather", worker_state="small")
 MODEL_CHECKPOINT = Case("gather", saver="model_checkpoint")
 BY_HAND = Case("gather", manual=True)
-LOCAL, LOCAL_MEAN = Case("local"), Case("local", residual_checkpoint="mean")
+LOCAL, LOCAL_MEAN = Case("local"), Case("local", worker_state="small")
 
 
 class Row(NamedTuple):

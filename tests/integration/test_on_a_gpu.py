@@ -38,7 +38,7 @@ class Case:
 
 DDP, LOCAL = DDPHardThresholdStrategy, LocalHardThresholdStrategy
 DENSITY: dict[str, Any] = {"density": 0.1, "calibration_steps": 2}
-MEANS = {"drift_checkpoint": "mean", "optimizer_checkpoint": "mean"}
+MEANS = {"worker_state": "small"}
 CASES = {
     "gathered": Case(DDP, {"threshold": 0.01, "exchange": "gather"}),
     "reduce scatter": Case(DDP, {**DENSITY, "exchange": "reduce_scatter"}),
@@ -47,7 +47,7 @@ CASES = {
     "float8": Case(DDP, {"threshold": 0.01, "value_dtype": "float8"}),
     "16-mixed": Case(DDP, DENSITY, precision="16-mixed"),
     "bf16-true": Case(DDP, DENSITY, precision="bf16-true"),
-    "mean residuals": Case(DDP, {"threshold": 0.01, "residual_checkpoint": "mean"}, is_exact=False),
+    "mean residuals": Case(DDP, {"threshold": 0.01, "worker_state": "small"}, is_exact=False),
     "top-k": Case(SparseDDPStrategy, {"sparsifier": TopK(0.1)}),
     "top-k of the model": Case(SparseDDPStrategy, {"sparsifier": TopK(0.1, granularity="model")}),
     "drift": Case(LOCAL, DENSITY, adam),

@@ -81,8 +81,10 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
         )
     ),
     *((make, {"data_parallel_size": 4}, "Got data_parallel_size=4. ") for make in (HSDP, LOCAL_HSDP)),
-    (DDP, {"residual_checkpoint": "all"}, "Invalid residual_checkpoint='all'. Must be one of 'full', 'mean', 'none'"),
-    (of_top_k, {"on_world_size_change": "keep"}, "Must be one of 'mean', 'reset'"),
+    *(
+        (make, {"worker_state": "all"}, "Invalid worker_state='all'. Must be one of 'full', 'small'")
+        for make in (DDP, of_top_k, LOCAL, HSDP, LOCAL_HSDP, simulated)
+    ),
     *(
         (LOCAL, {name: value}, "leave it out")
         for name, value in (
@@ -93,18 +95,12 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
         )
     ),
     (LOCAL, {"every_n_steps": 2.5}, "whole number"),
-    (LOCAL, {"drift_checkpoint": "some"}, "'full'"),
-    (LOCAL, {"optimizer_checkpoint": "none"}, "'first'"),
     *((make, {"replicas": 0}, "Invalid replicas=0") for make in (HSDP, LOCAL_HSDP)),
     (HSDP, {"replicas": "all"}, 'whole number of at least 1 or "auto"'),
     (HSDP, {"tensor_parallel_size": "auto"}, "Invalid tensor_parallel_size='auto'"),
-    (HSDP, {"residual_checkpoint": "mean"}, "Must be one of 'full', 'none'"),
-    (HSDP, {"on_world_size_change": "x"}, "Invalid on_world_size_change='x'"),
     *((make, {"value_dtype": "float8", "threshold": 0.0}, "float8") for make in (HSDP, LOCAL_HSDP)),
     (HSDP, {"exchange": "ring"}, "Invalid exchange='ring'"),
     (LOCAL_HSDP, {"every_n_steps": 0}, "Invalid every_n_steps=0"),
-    (LOCAL_HSDP, {"drift_checkpoint": "none"}, "Must be one of 'full', 'mean'"),
-    (LOCAL_HSDP, {"optimizer_checkpoint": "mean"}, "Must be one of 'full', 'first'"),
     (LOCAL_HSDP, {"drift_decay": 0.5}, "keep_drift=False"),
     *(
         (SimulatedWorkersStrategy, {"sparsifier": HardThreshold(threshold=0.1), "num_workers": number}, message)

@@ -1,9 +1,8 @@
-"""λ that changes by step, by epoch and with the learning rate; resumes, and configurations that are refused."""
+"""λ that changes by step; resumes, and configurations that are refused."""
 
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 
@@ -27,40 +26,24 @@ def collects(seen: list[float]) -> Callback:
     )
 
 
-class Decaying(Classifier):
-    """Its learning rate halves every 2 steps."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.2)
-        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}]
-
-
-def halving(epoch: int) -> float:
-    return 0.5**epoch
-
-
+HALVED = ThresholdSchedule({1: 1.0, 2: 0.5})
 CASES: dict[str, tuple[Any, dict[str, Any], list[float]]] = {
-    "by step": (ThresholdSchedule({2: 0.5, 4: 0.0}), {}, [1, 1, 0.5, 0.5, 0, 0]),
-    "linearly": (ThresholdSchedule({0: 0.0, 4: 1.0}, linear=True), {}, [0, 0.25, 0.5, 0.75, 1, 1]),
-    "by a function of the epoch": (
-        ThresholdSchedule(halving, "epoch"), {"limit_train_batches": 2}, [1, 1, 0.5, 0.5, 0.25, 0.25]
-    ),
-    "with the learning rate": (ThresholdSchedule("learning_rate"), {}, [1, 1, 0.5, 0.5, 0.25, 0.25]),
-    "accumulated": (ThresholdSchedule({1: 0.5}), {"accumulate_grad_batches": 2, "max_steps": 3}, [1, 0.5, 0.5]),
-    "drifts": (
-        ThresholdSchedule({2: 0.5}), {"strategy": LocalHardThresholdStrategy(threshold=0.2)}, [1, 1, 0.5, 0.5, 0.5, 0.5]
-    ),
+    "in jumps": (ThresholdSchedule({1: 1.0, 2: 0.5, 3: 0.5, 4: 0.0}), {}, [1, 1, 0.5, 0.5, 0, 0]),
+    "linearly": (ThresholdSchedule({4: 1.0, 0: 0.0}), {}, [0, 0.25, 0.5, 0.75, 1, 1]),
+    "a single factor": (ThresholdSchedule({3: 0.5}), {}, [0.5] * 6),
+    "accumulated": (HALVED, {"accumulate_grad_batches": 2, "max_steps": 3}, [1, 1, 0.5]),
+    "drifts": (HALVED, {"strategy": LocalHardThresholdStrategy(threshold=0.2)}, [1, 1, 0.5, 0.5, 0.5, 0.5]),
     "two optimizers": (
-        ThresholdSchedule({2: 0.5}),
+        HALVED,
         {"model": TwoPlayers(), "strategy": DDPHardThresholdStrategy(threshold=0.2, find_unused_parameters=True)},
         [1, 1, 0.5, 0.5, 0.5, 0.5],
     ),
     "simulated": (
-        ThresholdSchedule({2: 0.5}),
+        HALVED,
         {"strategy": SimulatedWorkersStrategy(HardThreshold(threshold=0.2), 3, device="cpu"), "num_workers": 1},
         [1, 1, 0.5, 0.5, 0.5, 0.5],
     ),
-    "alone": (ThresholdSchedule({2: 0.5}), {"num_workers": 1}, [0] * 6),
+    "alone": (HALVED, {"num_workers": 1}, [0] * 6),
 }  # fmt: skip
 
 
@@ -73,7 +56,7 @@ def test_thresholds_are_those_of_the_schedule(name: str) -> None:
 
 def _train(name: str) -> list[float]:
     schedule, options, _ = CASES[name]
-    options = {"strategy": DDPHardThresholdStrategy(threshold=0.2), "model": Decaying(), "num_workers": 2} | options
+    options = {"strategy": DDPHardThresholdStrategy(threshold=0.2), "model": Classifier(), "num_workers": 2} | options
     seen, model = [], options.pop("model")
     options = {"max_steps": 6} | options
     quiet_trainer(options.pop("strategy"), callbacks=[collects(seen), schedule], **options).fit(model, data())
@@ -89,7 +72,7 @@ def test_a_resumed_run_goes_on_with_it(tmp_path: Any) -> None:
 def _resume(path: str) -> list[list[float]]:
     def train(max_steps: int, threshold: float = 0.2, **options: Any) -> tuple[Trainer, list[float]]:
         seen, strategy = [], DDPHardThresholdStrategy(threshold=threshold)
-        callbacks = [collects(seen), ThresholdSchedule({0: 0.1, 5: 1.0}, linear=True)]
+        callbacks = [collects(seen), ThresholdSchedule({0: 0.1, 5: 1.0})]
         trainer = quiet_trainer(strategy, num_workers=2, max_steps=max_steps, callbacks=callbacks)
         trainer.fit(Classifier(), data(), **options)
         return trainer, seen
@@ -121,26 +104,18 @@ def _refuse(strategy: Any, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "said"),
+    ("factors", "error", "said"),
     [
-        (({0: -1.0},), ValueError, r"Invalid factor=-1\.0 of λ"),
-        (({0: float("nan")},), ValueError, "Invalid factor=nan of λ"),
-        (({0: "1"},), ValueError, "Invalid factor='1' of λ"),
-        (({-1: 1.0},), ValueError, "steps from 0 on"),
-        (({0.5: 1.0},), ValueError, "steps from 0 on"),
-        (({},), ValueError, "steps from 0 on"),
-        (("lr",), TypeError, "Invalid factors='lr'"),
-        ((0.5,), TypeError, "Invalid factors=0.5"),
-        (({0: 1.0}, "batch"), ValueError, "Invalid interval='batch'. Must be 'step' or 'epoch'"),
-        (({0: 1.0}, "step", "x"), ValueError, "Invalid linear='x'. Must be True or False"),
-        ((halving, "step", True), ValueError, "linear=True is for factors that are given by step"),
+        ({0: -1.0}, ValueError, r"Invalid factor=-1\.0 of λ"),
+        ({0: float("nan")}, ValueError, "Invalid factor=nan of λ"),
+        ({0: "1"}, ValueError, "Invalid factor='1' of λ"),
+        ({-1: 1.0}, ValueError, "steps from 0 on"),
+        ({0.5: 1.0}, ValueError, "steps from 0 on"),
+        ({}, ValueError, "steps from 0 on"),
+        ("lr", TypeError, "Invalid factors='lr'"),
+        (0.5, TypeError, "Invalid factors=0.5"),
     ],
 )
-def test_what_is_no_schedule_is_refused(arguments: Any, error: type[Exception], said: str) -> None:
+def test_an_invalid_schedule_is_refused(factors: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
-        ThresholdSchedule(*arguments)
-
-
-def test_a_function_that_returns_no_factor_is_told_of() -> None:
-    with pytest.raises(ValueError, match="Invalid factor=-2 of λ"):
-        ThresholdSchedule(lambda step: -step).factor(2)
+        ThresholdSchedule(factors)

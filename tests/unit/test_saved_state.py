@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sparse.checkpointing.saving import is_in_trouble, mean_of, patience_of
+from lightning_sparse.checkpointing.saving import is_in_trouble, mean_of_workers, patience_of
 from lightning_sparse.engine.snapshot import DamagedStateError, require_seal, sealed, unsent_norm
 from tests.integration.test_damaged_checkpoints import damaged
 
@@ -89,15 +89,7 @@ def test_an_exception_that_is_being_handled_is_trouble():
     assert not is_in_trouble()
 
 
-def test_what_only_some_workers_have_trained_is_in_the_mean_of_optimizers():
-    def state(numbers):
-        moments = {place: {"exp_avg": torch.full((2,), value)} for place, value in numbers.items()}
-        return [{"state": moments, "param_groups": [{"lr": 0.1, "params": [0, 1, 2]}]}]
-
-    (mean,) = mean_of([state({0: 1.0}), state({0: 3.0, 1: 5.0}), state({2: 7.0})])
-    assert {place: one["exp_avg"].tolist() for place, one in mean["state"].items()} == {
-        0: [2.0, 2.0],
-        1: [5.0, 5.0],
-        2: [7.0, 7.0],
-    }
-    assert mean["param_groups"] == [{"lr": 0.1, "params": [0, 1, 2]}]
+def test_a_tensor_that_a_worker_lacks_is_zero_in_the_mean():
+    one_and_two, two = {"a": torch.full((2,), 1.0), "b": torch.full((1,), 3.0)}, {"b": torch.full((1,), 4.0)}
+    mean = mean_of_workers([one_and_two, two])
+    assert {name: tensor.tolist() for name, tensor in mean.items()} == {"a": [0.5, 0.5], "b": [3.5]}

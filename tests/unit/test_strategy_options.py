@@ -22,8 +22,7 @@ GRADIENTS: dict[str, Any] = {
     "value_dtype": "float32",
     "exchange": "auto",
     "link_gbit_s": None,
-    "residual_checkpoint": "full",
-    "on_world_size_change": "mean",
+    "worker_state": "full",
 }
 OF_DDP: dict[str, Any] = {"error_feedback": "gradient", "local_clip_norm": None}
 DRIFTS: dict[str, Any] = {
@@ -35,8 +34,7 @@ DRIFTS: dict[str, Any] = {
     "value_dtype": "float32",
     "exchange": "auto",
     "link_gbit_s": None,
-    "drift_checkpoint": "full",
-    "optimizer_checkpoint": "full",
+    "worker_state": "full",
 }
 REPLICAS: dict[str, Any] = {"replicas": "auto", "tensor_parallel_size": 1}
 SPARSIFIER: dict[str, Any] = {"sparsifier": inspect.Parameter.empty}

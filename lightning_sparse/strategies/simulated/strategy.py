@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sparse.checkpointing.content import CheckpointOptions
 from lightning_sparse.checkpointing.saving import collect_here
 from lightning_sparse.engine import Averager
 from lightning_sparse.engine.optimizer_steps import weak_method
@@ -25,7 +24,7 @@ from lightning_sparse.exchange import ExchangeMode
 from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.sparsifiers import Sparsifier
 from lightning_sparse.sparsifiers.protocol import require_count
-from lightning_sparse.strategies.options import NOT_OF_GRADIENTS, require_arguments
+from lightning_sparse.strategies.options import require_arguments
 from lightning_sparse.strategies.simulated.data import BatchesOfWorkers, LoaderOfWorkers, loader_of_workers
 from lightning_sparse.strategies.simulated.limits import refuse, require_attributes, require_known, require_simulable
 from lightning_sparse.strategies.simulated.turns import RandomNumbers, Turns, named_parameters
@@ -69,8 +68,8 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
     strategy_name = "simulated_workers"
     averages = "gradients"
     state: SimulatedWorker | None
-    _takes: ClassVar[tuple[type, ...]] = (ExchangeOptions, CheckpointOptions)
-    _leaves_out = NOT_OF_GRADIENTS | {"error_feedback", "link_gbit_s", "residual_checkpoint"}
+    _takes: ClassVar[tuple[type, ...]] = (ExchangeOptions,)
+    _leaves_out = frozenset({"error_feedback", "link_gbit_s"})
     _options: ExchangeOptions
     _turns: Turns
     _random_numbers: RandomNumbers
@@ -89,7 +88,6 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
         if exchange == "hierarchical":
             raise ValueError("exchange='hierarchical' goes by nodes, and simulated workers have none. Use 'gather'.")
         self._options = self._taken(ExchangeOptions, kwargs, exchange=exchange)
-        self._checkpoint_options = self._taken(CheckpointOptions, kwargs)
         if isinstance(own_attributes, str) or not all(isinstance(name, str) for name in own_attributes):
             raise TypeError(f"Invalid {own_attributes=}. Must be a list of names, such as ['hidden_state'].")
         if device == "auto":
@@ -255,7 +253,7 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
 
     @override
     def _content(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any] | None:
-        return None if self.workers is None else collect_here(self.workers.each)
+        return None if self.workers is None else collect_here(self.workers.each, self.worker_state)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
