@@ -7,6 +7,8 @@ notebook's kernel does, but those that failed or were left changed (``tests.work
 
 import atexit
 import contextlib
+import functools
+import importlib
 import multiprocessing
 import pickle
 import socket
@@ -78,6 +80,23 @@ def run_workers(
         if any(exit_codes):
             raise AssertionError(f"workers died with exit codes {exit_codes}")
         return [pickle.loads(Path(f"{folder}/{rank}.result").read_bytes()) for rank in range(num_workers)]
+
+
+def on_workers(num_workers: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a test of the body that every worker runs; the options are those of ``run_workers``."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(**arguments: Any) -> None:
+            run_workers(_run_body, num_workers, body.__module__, body.__name__, arguments, **options)
+
+        return test
+
+    return decorate
+
+
+def _run_body(module: str, name: str, arguments: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(**arguments)
 
 
 def _start() -> _Worker:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import DriftOptions, HardThreshold, SparseModelAverager
 from tests.distributed.drift_simulation import CASES, anchor_of, flat
-from tests.workers import run_workers
+from tests.workers import on_workers, run_workers
 
 STEPS = 13
 THRESHOLD = 0.02
@@ -108,13 +108,16 @@ def test_each_layer_sends_its_share_by_a_threshold_of_its_own():
             assert density == pytest.approx(0.2, rel=0.2)
 
 
-def resumes(options, stop):
-    """Trains in one go, and again in two pieces; returns both ends."""
-
+@pytest.mark.parametrize("stop", [2, 7])
+@pytest.mark.parametrize(
+    "case", ["every step", "every third step, applied late", "back to the anchor, decaying", "outer optimizer"]
+)
+@on_workers(2)
+def test_a_resumed_loop_equals_one_that_never_stopped(case, stop):
     def begin():
         model = Net().double()
         sparsifier = HardThreshold(density=0.2, calibration_steps=4)
-        return model, adam(model.parameters()), SparseModelAverager(model, sparsifier, DriftOptions(**options))
+        return model, adam(model.parameters()), SparseModelAverager(model, sparsifier, DriftOptions(**CASES[case]))
 
     ends = []
     for is_resumed in (False, True):
@@ -127,21 +130,13 @@ def resumes(options, stop):
             optimizer.load_state_dict(saved[1])
         train(model, optimizer, range(stop, STEPS), averager)
         ends.append((flat(model), anchor_of(averager), averager.last_step))
-    return ends
+    whole, resumed = ends
+    torch.testing.assert_close(resumed[:2], whole[:2], rtol=0, atol=0)
+    assert resumed[2] == whole[2]
 
 
-@pytest.mark.parametrize("stop", [2, 7])
-@pytest.mark.parametrize(
-    "case", ["every step", "every third step, applied late", "back to the anchor, decaying", "outer optimizer"]
-)
-def test_a_resumed_loop_equals_one_that_never_stopped(case, stop):
-    for whole, resumed in run_workers(resumes, 2, CASES[case], stop):
-        assert torch.equal(whole[0], resumed[0])
-        assert torch.equal(whole[1], resumed[1])
-        assert whole[2] == resumed[2]
-
-
-def _state_within():
+@on_workers(2)
+def test_within_averaged_weights_a_state_holds_the_workers_own():
     model = Net().double()
     averager = SparseModelAverager(model, HardThreshold(threshold=THRESHOLD))
     with torch.no_grad():
@@ -151,11 +146,7 @@ def _state_within():
         assert model.last.bias.tolist() == [0.5] * 4
         within = averager.state_dict()["own"]["weights"]
     torch.testing.assert_close(within, before, rtol=0, atol=0)
-    return within["last.bias"].tolist()
-
-
-def test_within_averaged_weights_a_state_holds_the_workers_own():
-    assert run_workers(_state_within, 2) == [[0.0] * 4, [1.0] * 4]
+    assert within["last.bias"].tolist() == [dist.get_rank()] * 4
 
 
 def several_kinds():
@@ -209,7 +200,8 @@ def test_parameters_of_every_kind():
     assert (late[0] != results[0][0]["late"]).all()
 
 
-def goes_bad():
+@on_workers(3)
+def test_what_is_not_finite_is_seen_by_all_in_that_exchange():
     model = Net().double()
     averager = SparseModelAverager(model, HardThreshold(threshold=1e30))
     with torch.no_grad():
@@ -217,22 +209,18 @@ def goes_bad():
             model.last.bias[2] = float("nan")
             model.first.weight[0, 0] = float("inf")
     averager.step()
-    return {name: one.detach().clone() for name, one in model.named_parameters()}, averager.last_step
-
-
-def test_what_is_not_finite_is_seen_by_all_in_that_exchange():
-    for weights, step in run_workers(goes_bad, 3):
-        assert weights["last.bias"].isnan().nonzero().tolist() == [[2]]
-        assert not weights["first.weight"][0, 0].isfinite()
-        assert sum(int((~one.isfinite()).sum()) for one in weights.values()) == 2
-        assert step.non_finite == 2
+    assert model.last.bias.isnan().nonzero().tolist() == [[2]]
+    assert not model.first.weight[0, 0].isfinite()
+    assert sum(int((~parameter.isfinite()).sum()) for parameter in model.parameters()) == 2
+    assert averager.last_step.non_finite == 2
 
 
 def averaged_by(outer):
     return SparseModelAverager(Net(), HardThreshold(threshold=0.1), DriftOptions(outer_optimizer=outer))
 
 
-def refuses():
+@on_workers(2)
+def test_what_cannot_be_is_told_with_what_to_do():
     fixed = HardThreshold(threshold=0.1)
     closed, within = (SparseModelAverager(Net(), fixed) for _ in range(2))
     closed.close()
@@ -272,11 +260,9 @@ def refuses():
         within.step()
 
 
-def test_what_cannot_be_is_told_with_what_to_do():
-    run_workers(refuses, 2)
-
-
-def _goes_by_counting(options):
+@pytest.mark.parametrize("options", [{}, {"every_n_steps": 2, "overlap": True}, {"keep_drift": False}])
+@on_workers(2)
+def test_an_averager_and_its_group_go_when_nobody_has_it_and_not_with_the_next_collection_of_cycles(options):
     gc.collect()
     gc.disable()
     model = Net()
@@ -287,12 +273,7 @@ def _goes_by_counting(options):
         pass
     gone = weakref.ref(averager)
     del averager
-    return gone() is None
-
-
-@pytest.mark.parametrize("options", [{}, {"every_n_steps": 2, "overlap": True}, {"keep_drift": False}])
-def test_an_averager_and_its_group_go_when_nobody_has_it_and_not_with_the_next_collection_of_cycles(options):
-    assert run_workers(_goes_by_counting, 2, options) == [True, True]
+    assert gone() is None
 
 
 def drops_what_travels(drops):
@@ -347,8 +328,9 @@ def test_a_state_may_be_loaded_while_something_travels():
         assert torch.equal(one, other)
 
 
-def is_replaced(restarts):
-    """An averager is replaced, or begins anew, while something travels."""
+@pytest.mark.parametrize("restarts", [True, False])
+@on_workers(2, timeout=40)
+def test_who_is_replaced_or_restarted_while_something_travels_does_no_harm(restarts):
     model = Net().double()
     optimizer = adam(model.parameters())
     options = DriftOptions(overlap=True)
@@ -367,13 +349,8 @@ def is_replaced(restarts):
         old.close()
     train(model, optimizer, range(4, STEPS), averager)
     averager.flush()
-    return (flat(model) - anchor_of(averager)).abs().max()
-
-
-@pytest.mark.parametrize("restarts", [True, False])
-def test_who_is_replaced_or_restarted_while_something_travels_does_no_harm(restarts):
-    for furthest in run_workers(is_replaced, 2, restarts, timeout=40):
-        assert 0 < furthest < 2 * THRESHOLD  # what was not sent, and the last step
+    furthest = (flat(model) - anchor_of(averager)).abs().max()
+    assert 0 < furthest < 2 * THRESHOLD  # what was not sent, and the last step
 
 
 def unfreezes(looks_at):

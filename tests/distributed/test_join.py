@@ -18,7 +18,7 @@ from lightning_sparse import (
     TopK,
     register_comm_hook,
 )
-from tests.workers import run_workers
+from tests.workers import on_workers, run_workers
 
 pytestmark = pytest.mark.xdist_group("join")
 
@@ -121,15 +121,12 @@ def test_all_know_the_same_after_others_have_dropped_gradients(name, rows):
         torch.testing.assert_close(one["weight"], workers[0]["weight"], rtol=0, atol=0)
 
 
-def _divides_by_those_who_are_left():
+@on_workers(2)
+def test_averages_are_over_all_workers_or_refused():
     module = DistributedDataParallel(Sum())
     register_comm_hook(module, TopK(0.2))
     with pytest.raises(ValueError, match="Invalid divide_by_initial_world_size=False"):
         module.join(divide_by_initial_world_size=False)
-
-
-def test_averages_are_over_all_workers_or_refused():
-    run_workers(_divides_by_those_who_are_left, 2)
 
 
 def _says_nothing():

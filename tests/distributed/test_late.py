@@ -13,7 +13,7 @@ from lightning_sparse.engine.transport_options import TransportOptions
 from lightning_sparse.exchange import Workers, exchange
 from lightning_sparse.selection.bucket import Residual
 from lightning_sparse.sparsifiers import LayerLayout
-from tests.workers import run_workers
+from tests.workers import on_workers
 
 PAUSE_CYCLES = 10_000_000
 """Some milliseconds: longer than a host takes to go through a step."""
@@ -110,11 +110,8 @@ on_gpu = [
         pytest.param("cuda", True, marks=on_gpu),
     ],
 )
+@on_workers(1)
 def test_collectives_that_are_over_late_change_nothing(device, in_side_stream, num_workers):
-    run_workers(_train_all, 1, torch.device(device), in_side_stream, num_workers)
-
-
-def _train_all(device, in_side_stream, num_workers):
     # Not a reduce-scatter, which "auto" may take from three on: there workers have different slices.
     for mode in ("gather", "dense", "auto")[: 3 if num_workers == 2 else 2]:
         for dtype in (torch.float32, torch.bfloat16):
@@ -125,6 +122,6 @@ def _train_all(device, in_side_stream, num_workers):
             ):
                 for per_layer in (False, True):
                     options = {"per_layer": per_layer, "in_side_stream": in_side_stream}
-                    densities = train(sparsifier, mode, num_workers, device, dtype, **options)
+                    densities = train(sparsifier, mode, num_workers, torch.device(device), dtype, **options)
                     if isinstance(sparsifier, HardThreshold):
                         assert min(densities) < 0.05 < 0.5 < max(densities)

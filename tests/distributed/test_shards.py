@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_sparse import HardThreshold, shard_exchange
 from lightning_sparse.exchange.groups import replica_workers
-from tests.workers import run_workers
+from tests.workers import on_workers, run_workers
 
 THRESHOLD = 0.05
 STEPS = 12
@@ -197,7 +197,8 @@ def test_random_trainings_are_those_of_plain_replicas(seed):
         assert last.selected == selected
 
 
-def misuse():
+@on_workers(4, new=True)
+def test_what_is_misused_is_told_of():
     mesh, model, sparsifier = build_mesh(2, 2), build_model(), HardThreshold(threshold=0.1)
     for make, said in (
         (lambda: shard_exchange(model, mesh, sparsifier), "a mesh of 2 dimensions"),
@@ -224,11 +225,9 @@ def misuse():
         exchange.average_gradients()
 
 
-def test_what_is_misused_is_told_of():
-    run_workers(misuse, 4, new=True)
-
-
-def continue_from_states(stop):
+@pytest.mark.parametrize("stop", [1, 7])
+@on_workers(4, new=True)
+def test_an_exchange_goes_on_from_its_state(stop):
     mesh = build_mesh(2, 2)
     results = []
     for stops in (None, stop):
@@ -247,29 +246,21 @@ def continue_from_states(stop):
             optimizer.step()
             optimizer.zero_grad()
         results.append((whole_weights(model), whole_residuals(exchange), exchange.last_step))
-    return results
+    straight, stopped = results
+    torch.testing.assert_close(stopped[:2], straight[:2], rtol=0, atol=0)
+    assert stopped[2] == straight[2]
 
 
-@pytest.mark.parametrize("stop", [1, 7])
-def test_an_exchange_goes_on_from_its_state(stop):
-    for straight, stopped in run_workers(continue_from_states, 4, stop, new=True):
-        torch.testing.assert_close(stopped[:2], straight[:2], rtol=0, atol=0)
-        assert stopped[2] == straight[2]
-
-
-def _in_two_worlds(folder):
+@on_workers(2, new=True)
+def test_groups_of_a_world_that_has_ended_are_not_used_again(tmp_path):
     sums = []
     for world in range(2):
         if world:
             rank, size = dist.get_rank(), dist.get_world_size()
             dist.destroy_process_group()
-            dist.init_process_group("gloo", init_method=f"file://{folder}/second", rank=rank, world_size=size)
+            dist.init_process_group("gloo", init_method=f"file://{tmp_path}/second", rank=rank, world_size=size)
         alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
         for _ in range(2):
             replica = replica_workers(alone)
             sums.append(replica.gather_numbers([1.0], torch.device("cpu")).sum(0).tolist())
-    return sums
-
-
-def test_groups_of_a_world_that_has_ended_are_not_used_again(tmp_path):
-    assert run_workers(_in_two_worlds, 2, str(tmp_path), new=True) == [[[2.0]] * 4] * 2
+    assert sums == [[2.0]] * 4

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import Accordion, GaussianK, HardThreshold, RandomK, TopK, register_comm_hook
 from tests.distributed.training import OPTIMIZERS, build_batches, build_model
-from tests.workers import run_workers
+from tests.workers import on_workers, run_workers
 
 STOP, END, EPOCH = 6, 11, 4
 
@@ -91,15 +91,12 @@ def test_a_stop_after_the_first_step_or_a_dropped_one_changes_no_weight(sparsifi
             torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
-def _of_the_other_worker():
+@on_workers(2)
+def test_the_file_of_another_worker_is_refused():
     *_, state = begin(HardThreshold(threshold=0.2))
     saved = state.state_dict() | {"rank": 1 - dist.get_rank()}
     with pytest.raises(RuntimeError, match=r"This state is of rank \d of 2 workers, and this is rank \d of 2"):
         state.load_state_dict(saved)
-
-
-def test_the_file_of_another_worker_is_refused():
-    run_workers(_of_the_other_worker, 2)
 
 
 def _first_layout(comes_from_another_run):
@@ -120,7 +117,8 @@ def test_after_a_reset_buckets_are_not_laid_out_as_in_another_run():
     assert len(own[0]) == 1  # DDP's first step has one bucket
 
 
-def _told_of_an_epoch():
+@on_workers(2)
+def test_an_epoch_is_told_of_anew_after_a_file_or_a_reset():
     model, optimizer, state = begin(Accordion(0.05, 0.2, interval=1))
     fresh = state.sparsifier.state_dict(0)
     rate = torch.tensor(0.1)
@@ -143,23 +141,16 @@ def _told_of_an_epoch():
             state.begin_epoch(*arguments)
 
 
-def test_an_epoch_is_told_of_anew_after_a_file_or_a_reset():
-    run_workers(_told_of_an_epoch, 2)
-
-
 class OfAnotherKind(HardThreshold):
     def state_dict(self, next_step):
         return [next_step]
 
 
-def _saves_what_is_no_dict():
+@on_workers(1)
+def test_a_state_that_is_no_dict_is_refused():
     *_, state = begin(OfAnotherKind(threshold=0.1))
     with pytest.raises(TypeError, match=r"OfAnotherKind.state_dict returned list. Return a dict"):
         state.state_dict()
-
-
-def test_a_state_that_is_no_dict_is_refused():
-    run_workers(_saves_what_is_no_dict, 1)
 
 
 class Watching(HardThreshold):
