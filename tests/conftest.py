@@ -2,6 +2,7 @@ import atexit
 import gc
 import os
 import signal
+import sys
 
 import pytest
 from hypothesis import settings
@@ -29,13 +30,18 @@ def pytest_configure(config):
 
 
 def pytest_itemcollected(item, begun=set()):  # noqa: B006  (a memory)
-    """Marks as ``full``, for ``make test-all``, all rows but the first of each table of tests with workers."""
+    """Marks as ``full``, for ``make test-all``, all rows but the first of each table of tests with workers.
+
+    What is marked ``cuda`` is skipped where there is no GPU.
+    """
     table = item.nodeid.partition("[")[0]
     is_first = table not in begun
     begun.add(table)
     is_unit = "unit" in item.path.parts
     if not (is_first or is_unit or item.get_closest_marker("representative")):
         item.add_marker("full")
+    if item.get_closest_marker("cuda") and not sys.modules["torch"].cuda.is_available():
+        item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch sees none on this machine"))
 
 
 @pytest.fixture(scope="module")
