@@ -19,6 +19,8 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
+
 from tests.worker_process import Call, serve
 
 NUM_WORKERS = "LIGHTNING_SPARSE_TEST_WORKERS"
@@ -97,6 +99,13 @@ def on_workers(num_workers: int, **options: Any) -> Callable[[Callable[..., None
 
 def _run_body(module: str, name: str, arguments: dict[str, Any]) -> None:
     getattr(importlib.import_module(module), name).__wrapped__(**arguments)
+
+
+def of_all_workers(value: Any) -> list[Any]:
+    """Returns the values of all workers, by rank; every worker of the process group calls this."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _start() -> _Worker:

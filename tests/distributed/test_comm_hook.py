@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lightning_sparse import GaussianK, HardThreshold, LayerLayout, TopK, register_comm_hook
 from lightning_sparse.engine import warmup
-from tests.workers import on_workers, run_workers
+from tests.workers import of_all_workers, on_workers, run_workers
 
 
 class Wide(torch.nn.Module):
@@ -48,9 +48,6 @@ def step(model, first, second, sometimes=None):
     model(*tensors).backward()
     model.sparse_state.commit()
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.module.named_parameters()}
-
-
-ZERO3, ZERO2 = [0.0] * 3, [0.0] * 2
 
 
 @pytest.mark.parametrize("exchange", ["gather", "reduce_scatter", "auto"])
@@ -223,13 +220,14 @@ def test_a_held_threshold_takes_no_notice_of_what_is_not_finite(granularity, ski
     expected = run_workers(_thresholds_with_steps_that_do_not_count, 2, granularity, (), True)
     found = run_workers(_thresholds_with_steps_that_do_not_count, 2, granularity, (5, 6, 20), skips)
     assert found[0] == found[1]
-    assert len({tuple(one) for one in found[0]}) > 10
+    assert len({tuple(of_layers) for of_layers in found[0]}) > 10
     if skips:  # those backwards have never been
         assert found == expected
 
 
-def _thresholds_of_several_backwards(granularity):
-    """Steps on ``first`` after three backwards; the last leaves large gradients elsewhere, which are dropped."""
+@pytest.mark.parametrize("granularity", ["layer", "model"])
+@on_workers(2)
+def test_a_held_threshold_moves_with_the_steps_of_its_layer_only(granularity):
     sparsifier = HardThreshold(density=0.3, calibration_steps=1, granularity=granularity)
     model, state = wrapped(sparsifier)
     optimizer = torch.optim.SGD([model.module.first], lr=0.1)
@@ -241,17 +239,11 @@ def _thresholds_of_several_backwards(granularity):
         optimizer.step()
         model.zero_grad()
     assert sparsifier.threshold is None  # the caller's own
-    return thresholds
-
-
-@pytest.mark.parametrize("granularity", ["layer", "model"])
-def test_a_held_threshold_moves_with_the_steps_of_its_layer_only(granularity):
-    thresholds, others = run_workers(_thresholds_of_several_backwards, 2, granularity)
-    assert thresholds == others
+    assert of_all_workers(thresholds) == [thresholds] * 2
     calibrated = thresholds[3:]
     assert granularity == "model" or len({second for _, second in calibrated}) == 1
     of_steps = [{first for first, _ in calibrated[place : place + 3]} for place in range(0, len(calibrated), 3)]
-    assert all(len(one) == 1 for one in of_steps)
+    assert all(len(of_step) == 1 for of_step in of_steps)
     assert len(set.union(*of_steps)) > 10
 
 
