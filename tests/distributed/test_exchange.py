@@ -49,7 +49,8 @@ def exchange_once(exchange, selections, sizes, dtype=torch.float32, wire=FLOAT, 
     What is ``between`` happens once all buckets are there and before the exchange ends.
     """
     outs = [torch.full((size,), 3.0, dtype=dtype) for size in sizes]
-    headers = [header_of(one, size, exchange.workers.num_workers) for one, size in zip(selections, sizes, strict=True)]
+    slices = exchange.workers.num_workers
+    headers = [header_of(selection, size, slices) for selection, size in zip(selections, sizes, strict=True)]
     exchange.begin()
     for bucket, (selection, out, header) in enumerate(zip(selections, outs, headers, strict=True)):
         is_last = bucket == len(sizes) - 1
@@ -138,19 +139,13 @@ def test_every_route_gives_the_plain_average(num_workers, drawn):
     assert all(checksums == ranks[0] for checksums in ranks)
 
 
-def _bytes_of_steps(mode, densities, wire=FLOAT):
-    exchange, size, sent = Exchange(mode), 30_000, []
-    for step, density in enumerate(densities):
-        selection = selection_of(10 * step + 1, 2 * dist.get_rank(), size, density, torch.float32, wire)
-        sent.append(exchange_once(exchange, [selection], [size], torch.float32, wire)[2])
-    return sent
-
-
 @pytest.mark.parametrize(("wire", "of_values", "of_sums"), [(WHOLE, 1, 2), (BYTE, 1, 4)])
+@on_workers(3)
 def test_densely_multiples_of_a_step_take_their_bytes_and_those_of_a_slices_sums(wire, of_values, of_sums):
+    selection = selection_of(1, 2 * dist.get_rank(), 30_000, 0.5, torch.float32, wire)
+    _, _, sent = exchange_once(Exchange("dense"), [selection], [30_000], torch.float32, wire)
     header_bytes = 8 * FIXED_FIELDS
-    for sent in run_workers(_bytes_of_steps, 3, "dense", [0.5], wire):
-        assert sent == [30_000 * of_values + 10_000 * of_sums + header_bytes]
+    assert sent == 30_000 * of_values + 10_000 * of_sums + header_bytes
 
 
 @on_workers(3)
@@ -268,18 +263,12 @@ def test_auto_takes_the_dense_route_where_sparse_would_cost_more():
         assert steps[4][0] == ["isend"] + ["all_reduce"] * 3
 
 
-def _share_a_node(num_nodes):
+@pytest.mark.parametrize("num_nodes", [1, 2])
+@on_workers(3)
+def test_all_workers_know_alike_whether_they_share_a_node(num_nodes):
     os.environ["NODE_RANK"] = str(dist.get_rank() % num_nodes)
-    return (
-        is_one_node(Exchange("gather").workers),
-        Exchange("auto")._is_one_node,
-        Exchange("auto", None, 10.0)._is_one_node,
-    )
-
-
-def test_all_workers_know_alike_whether_they_share_a_node():
-    assert run_workers(_share_a_node, 3, 1) == [(True, True, False)] * 3
-    assert run_workers(_share_a_node, 3, 2) == [(False, False, False)] * 3
+    assert is_one_node(Exchange("gather").workers) == Exchange("auto")._is_one_node == (num_nodes == 1)
+    assert not Exchange("auto", None, 10.0)._is_one_node
 
 
 def _gather_in_batches():
@@ -328,21 +317,17 @@ def test_a_programs_own_messages_in_the_same_group_meet_none_of_ours(num_bytes):
     assert [int(arrived[other, -1]) for other in others] == [100 + other for other in others]
 
 
-def _classes_of_gloos_threads(own_class):
-    """Returns the classes of scheduling that Gloo's threads have before an exchange is made and after it."""
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux's classes of scheduling")
+@pytest.mark.parametrize(("own_class", "expected"), [("SCHED_OTHER", "SCHED_BATCH"), ("SCHED_IDLE", "SCHED_IDLE")])
+@on_workers(2, new=True)
+def test_gloos_threads_push_nobody_aside_but_where_somebody_chose(own_class, expected):
     threads = [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text() == "gloo_tcp_loop\n"]
     for thread in threads:
-        os.sched_setscheduler(int(thread.name), own_class, os.sched_param(0))
+        os.sched_setscheduler(int(thread.name), getattr(os, own_class), os.sched_param(0))
     Exchange("gather")
     assert os.sched_getscheduler(0) == os.SCHED_OTHER  # only Gloo's
-    return {os.sched_getscheduler(int(thread.name)) for thread in threads}
-
-
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux's classes of scheduling")
-def test_gloos_threads_push_nobody_aside_but_where_somebody_chose():
-    for own_class, expected in ((os.SCHED_OTHER, os.SCHED_BATCH), (os.SCHED_IDLE, os.SCHED_IDLE)):
-        for found in run_workers(_classes_of_gloos_threads, 2, own_class, new=True):
-            assert found <= {expected}  # none where this torch's Gloo does not name its threads
+    found = {os.sched_getscheduler(int(thread.name)) for thread in threads}
+    assert found <= {getattr(os, expected)}  # none where this torch's Gloo does not name its threads
 
 
 @pytest.mark.parametrize("routes", [("dense", "dense"), ("dense", "gather")])

@@ -70,7 +70,7 @@ def train(sparsifier, mode, num_workers, device, dtype, *, per_layer=False, in_s
     memory = [Residual(*torch.zeros(2, layout.num_elements, device=device).unbind()) for layout in layouts]
     generator, densities = torch.Generator().manual_seed(0), []
     for scale in (0.3, 0.3, 0.2, 3.0, 0.1, 0.3, 0.3):
-        gradients = [(torch.randn(len(one), generator=generator) * scale).to(dtype) for one in kept]
+        gradients = [(torch.randn(len(residual), generator=generator) * scale).to(dtype) for residual in kept]
         engine.begin()
         buckets = []
         for place, (layout, gradient) in enumerate(zip(layouts, gradients, strict=True)):
@@ -95,19 +95,13 @@ def train(sparsifier, mode, num_workers, device, dtype, *, per_layer=False, in_s
     return densities
 
 
-on_gpu = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none on this machine"),
-]
-
-
 @pytest.mark.parametrize("num_workers", [2, 8])
 @pytest.mark.parametrize(
     ("device", "in_side_stream"),
     [
         ("cpu", False),
-        pytest.param("cuda", False, marks=on_gpu),
-        pytest.param("cuda", True, marks=on_gpu),
+        pytest.param("cuda", False, marks=pytest.mark.cuda),
+        pytest.param("cuda", True, marks=pytest.mark.cuda),
     ],
 )
 @on_workers(1)
