@@ -30,10 +30,7 @@ def pytest_configure(config):
 
 
 def pytest_itemcollected(item, begun=set()):  # noqa: B006  (a memory)
-    """Marks as ``full``, for ``make test-all``, all rows but the first of each table of tests with workers.
-
-    What is marked ``cuda`` is skipped where there is no GPU.
-    """
+    """Marks as ``full``, for ``make test-all``, all rows but the first of each table of tests with workers."""
     table = item.nodeid.partition("[")[0]
     is_first = table not in begun
     begun.add(table)

@@ -91,6 +91,11 @@ def test_a_module_is_one_idea(path):
     assert len(path.read_text().splitlines()) <= 360
 
 
+def test_everything_public_has_a_docstring():
+    for name in lightning_sparse.__all__:  # which is the list of docs/reference.md: test_docs.py
+        assert getattr(lightning_sparse, name).__doc__
+
+
 def test_the_examples_in_docstrings_are_true():
     attempted = 0
     for module in pkgutil.walk_packages(lightning_sparse.__path__, "lightning_sparse."):
