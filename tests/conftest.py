@@ -2,6 +2,7 @@ import atexit
 import gc
 import os
 import signal
+import sys
 
 import pytest
 from hypothesis import settings
@@ -36,6 +37,8 @@ def pytest_itemcollected(item, begun=set()):  # noqa: B006  (a memory)
     is_unit = "unit" in item.path.parts
     if not (is_first or is_unit or item.get_closest_marker("representative")):
         item.add_marker("full")
+    if item.get_closest_marker("cuda") and not sys.modules["torch"].cuda.is_available():
+        item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch sees none on this machine"))
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,8 @@ notebook's kernel does, but those that failed or were left changed (``tests.work
 
 import atexit
 import contextlib
+import functools
+import importlib
 import multiprocessing
 import pickle
 import socket
@@ -16,6 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch.distributed as dist
 
 from tests.worker_process import Call, serve
 
@@ -78,6 +82,30 @@ def run_workers(
         if any(exit_codes):
             raise AssertionError(f"workers died with exit codes {exit_codes}")
         return [pickle.loads(Path(f"{folder}/{rank}.result").read_bytes()) for rank in range(num_workers)]
+
+
+def on_workers(num_workers: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a test of the body that every worker runs; the options are those of ``run_workers``."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(**arguments: Any) -> None:
+            run_workers(_run_body, num_workers, body.__module__, body.__name__, arguments, **options)
+
+        return test
+
+    return decorate
+
+
+def _run_body(module: str, name: str, arguments: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(**arguments)
+
+
+def of_all_workers(value: Any) -> list[Any]:
+    """Returns the values of all workers, by rank; every worker of the process group calls this."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _start() -> _Worker:

@@ -1,6 +1,5 @@
 """A model whose layers are replaced, added, removed or renamed during local training stays within λ of its anchor."""
 
-import warnings
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
 
 from lightning_sparse import DriftOptions, HardThreshold, SparseModelAverager, register_comm_hook
-from tests.workers import run_workers
+from tests.integration.models import warnings_of
+from tests.workers import of_all_workers, on_workers
 
 LAMBDA, STEPS, CHANGE = 0.02, 20, 5
 
@@ -63,12 +63,12 @@ def batches() -> list[Tensor]:
     return [torch.randn(4, 8, generator=generator) for _ in range(STEPS)]
 
 
-def _train(options: dict[str, Any], threshold: float) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor], bool]]:
-    """Returns for each change weights, anchor, and whether the last layer was trained after it."""
-    found = {}
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@on_workers(2)
+def test_replicas_stay_within_the_threshold_of_an_anchor_that_they_share(options: dict[str, Any]) -> None:
     for change in CHANGES:
         net = build()
-        averager = SparseModelAverager(net, HardThreshold(threshold=threshold), DriftOptions(**options))
+        averager = SparseModelAverager(net, HardThreshold(threshold=LAMBDA), DriftOptions(**options))
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         for step, batch in enumerate(batches()):
             if step == CHANGE:
@@ -81,26 +81,15 @@ def _train(options: dict[str, Any], threshold: float) -> dict[str, tuple[dict[st
             optimizer.zero_grad()
             averager.step()
         averager.flush()
-        weights = {key: value.detach().clone() for key, value in net.named_parameters()}
-        anchor = {key: value.clone() for key, value in averager.anchor().items()}
-        found[change.__name__] = weights, anchor, not torch.equal(new, [*net.parameters()][-1])
-        averager.close()
-    return found
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_replicas_stay_within_the_threshold_of_an_anchor_that_they_share(options: dict[str, Any]) -> None:
-    first, second = run_workers(_train, 2, options, LAMBDA)
-    for name in first:
-        (weights, anchor, trained), (other, other_anchor, _) = first[name], second[name]
-        assert trained, name
-        assert weights.keys() == anchor.keys() == other_anchor.keys(), name
+        name, weights, anchor = change.__name__, dict(net.named_parameters()), averager.anchor()
+        assert not torch.equal(new, [*net.parameters()][-1]), name  # the last layer was trained after the change
+        assert weights.keys() == anchor.keys(), name
+        torch.testing.assert_close(*of_all_workers(dict(anchor)), rtol=0, atol=0)
         # A step of its own, or two, may have followed the last exchange.
         own_steps = 0.0 if options.get("every_n_steps", 1) == 1 and not options.get("overlap") else 0.3
-        for key, one in weights.items():
-            assert torch.equal(anchor[key], other_anchor[key]), (name, key)
-            assert (one - anchor[key]).abs().max() < LAMBDA + own_steps, (name, key)
-            assert (other[key] - anchor[key]).abs().max() < LAMBDA + own_steps, (name, key)
+        for key, weight in weights.items():
+            assert (weight - anchor[key]).abs().max() < LAMBDA + own_steps, (name, key)
+        averager.close()
 
 
 class Statistic(nn.Module):
@@ -112,7 +101,9 @@ class Statistic(nn.Module):
         return inputs
 
 
-def _adds_a_buffer(every_n_steps: int) -> tuple[Tensor, Tensor, Tensor]:
+@pytest.mark.parametrize("every_n_steps", [1, 3, 100])
+@on_workers(2)
+def test_a_buffer_that_is_registered_later_is_averaged_and_saved(every_n_steps: int) -> None:
     net = build().append(Statistic())
     averager = SparseModelAverager(net, HardThreshold(threshold=LAMBDA), DriftOptions(every_n_steps=every_n_steps))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -127,19 +118,13 @@ def _adds_a_buffer(every_n_steps: int) -> tuple[Tensor, Tensor, Tensor]:
     with averager.averaged_weights():
         shared = net[3].mean.clone()
     saved = averager.state_dict()["extra"]["buffers"]["3.mean"]
-    return own, shared, saved
-
-
-@pytest.mark.parametrize("every_n_steps", [1, 3, 100])
-def test_a_buffer_that_is_registered_later_is_averaged_and_saved(every_n_steps: int) -> None:
-    (own, shared, saved), (other_own, other, other_saved) = run_workers(_adds_a_buffer, 2, every_n_steps)
-    assert torch.equal(shared, other)
-    torch.testing.assert_close(shared, (own + other_own) / 2)
+    assert torch.equal(*of_all_workers(shared))
+    torch.testing.assert_close(shared, sum(of_all_workers(own)) / 2)
     assert torch.equal(saved, own)
-    assert torch.equal(other_saved, other_own)
 
 
-def _with_ddp() -> list[str]:
+@on_workers(2)
+def test_a_layer_that_ddp_does_not_exchange_is_warned_of_once() -> None:
     net = build()
     ddp = DistributedDataParallel(net, find_unused_parameters=True)
     register_comm_hook(ddp, HardThreshold(threshold=0.0))
@@ -149,16 +134,9 @@ def _with_ddp() -> list[str]:
         if step == CHANGE:
             replaces(net)
             optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings_of(said, "lightning_sparse"):
             ddp(batch).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        said += [str(one.message) for one in caught if "lightning_sparse" in str(one.message)]
-    return said
-
-
-def test_a_layer_that_ddp_does_not_exchange_is_warned_of_once() -> None:
-    for said in run_workers(_with_ddp, 2):
-        assert len(said) == 1
-        assert "an optimizer steps on '2.weight', which DDP does not exchange" in said[0]
+    [message] = said
+    assert "an optimizer steps on '2.weight', which DDP does not exchange" in message

@@ -10,10 +10,11 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
     register_optimizer_step_post_hook,
 )
+from torch.profiler import ProfilerActivity, profile
 
 from lightning_sparse import HardThreshold, LayerLayout, TopK, register_comm_hook
 from lightning_sparse.engine import warmup
-from tests.workers import run_workers
+from tests.workers import of_all_workers, on_workers, run_workers
 
 
 class Wide(torch.nn.Module):
@@ -49,10 +50,9 @@ def step(model, first, second, sometimes=None):
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.module.named_parameters()}
 
 
-ZERO3, ZERO2 = [0.0] * 3, [0.0] * 2
-
-
-def _payload_bytes_of_a_calibration(exchange):
+@pytest.mark.parametrize("exchange", ["gather", "reduce_scatter", "auto"])
+@on_workers(2)
+def test_a_calibration_goes_dense_and_what_follows_has_no_room_for_everything(exchange):
     torch.manual_seed(0)
     sparsifier = HardThreshold(density=0.001, calibration_steps=3)
     ddp, state = wrapped(sparsifier, torch.nn.Linear(5000, 10, bias=False), bucket_cap_mb=25, exchange=exchange)
@@ -62,19 +62,15 @@ def _payload_bytes_of_a_calibration(exchange):
         (ddp(torch.randn(1, 5000))).sum().backward()
         state.commit()
         payload_bytes.append(state.last_step.payload_bytes)
-    return payload_bytes, state.last_step.dense_bytes
+    dense_bytes = state.last_step.dense_bytes
+    assert all(dense_bytes <= sent <= dense_bytes + 100 for sent in payload_bytes[:3])
+    if exchange != "auto":  # which is dense until it has seen a step of usual size
+        assert payload_bytes[3] < 0.7 * dense_bytes  # half of it are averages, dense until their number is known
+    assert all(sent < dense_bytes / 3 for sent in payload_bytes[4:])
 
 
-@pytest.mark.parametrize("exchange", ["gather", "reduce_scatter", "auto"])
-def test_a_calibration_goes_dense_and_what_follows_has_no_room_for_everything(exchange):
-    for payload_bytes, dense_bytes in run_workers(_payload_bytes_of_a_calibration, 2, exchange):
-        assert all(dense_bytes <= sent <= dense_bytes + 100 for sent in payload_bytes[:3])
-        if exchange != "auto":  # which is dense until it has seen a step of usual size
-            assert payload_bytes[3] < 0.7 * dense_bytes  # half of it are averages, dense until their number is known
-        assert all(sent < dense_bytes / 3 for sent in payload_bytes[4:])
-
-
-def _errors():
+@on_workers(1)
+def test_a_module_that_cannot_take_the_hook_is_refused():
     plain = torch.nn.Linear(2, 2)
     ddp = DistributedDataParallel(plain)
     with pytest.raises(TypeError, match=r"Expected a torch.nn.parallel.DistributedDataParallel module, got Linear"):
@@ -99,40 +95,28 @@ def _errors():
         register_comm_hook(ddp, HardThreshold(threshold=0.1))
 
 
-def test_a_module_that_cannot_take_the_hook_is_refused():
-    run_workers(_errors, 1)
-
-
-def _held_back_and_idle():
+@on_workers(2)
+def test_what_is_held_back_of_an_idle_layer_is_not_among_the_largest_of_the_model():
     ddp, state = wrapped(TopK(1 / 3, granularity="model"), find_unused_parameters=True)
     selected = []
     state.subscribe(lambda numbers: selected.append(numbers.selected))
     first = step(ddp, [0.1, 0.2, 0.3, 0.4], [5.0, 6.0, 7.0], [0.9, 0.8])
     later = step(ddp, [0.0] * 4, [0.0] * 3)
-    return selected, first, later, state.residuals.state_dict()["sometimes"]
+    assert selected == [2 * 3, 2 * 3]
+    assert first["second"].tolist() == [5.0, 6.0, 7.0]
+    assert later["first"].tolist() == pytest.approx([0.0, 0.2, 0.3, 0.4])
+    assert state.residuals.state_dict()["sometimes"].tolist() == pytest.approx([0.9, 0.8])
 
 
-def test_what_is_held_back_of_an_idle_layer_is_not_among_the_largest_of_the_model():
-    for selected, first, later, held_back in run_workers(_held_back_and_idle, 2):
-        assert selected == [2 * 3, 2 * 3]
-        assert first["second"].tolist() == [5.0, 6.0, 7.0]
-        assert later["first"].tolist() == pytest.approx([0.0, 0.2, 0.3, 0.4])
-        assert held_back.tolist() == pytest.approx([0.9, 0.8])
-
-
-def _largest_of_both_precisions():
+@on_workers(2)
+def test_the_largest_of_the_model_are_found_among_float32_and_float64_alike():
     model = Wide()
     model.second = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
     ddp, _ = wrapped(TopK(3 / 9, granularity="model"), model)
     close = torch.tensor([1.0 + 1e-12, 1.0 + 3e-12, 1.0 + 2e-12], dtype=torch.float64)  # alike in float32
     ddp(torch.tensor([0.1, 5.0, -1.0, 1.0]), close, torch.zeros(2)).backward()
-    return model.first.grad.tolist(), model.second.grad.tolist()
-
-
-def test_the_largest_of_the_model_are_found_among_float32_and_float64_alike():
-    for coarse, fine in run_workers(_largest_of_both_precisions, 2):
-        assert coarse == [0.0, 5.0, 0.0, 0.0]
-        assert fine == [0.0, 1.0 + 3e-12, 1.0 + 2e-12]
+    assert model.first.grad.tolist() == [0.0, 5.0, 0.0, 0.0]
+    assert model.second.grad.tolist() == [0.0, 1.0 + 3e-12, 1.0 + 2e-12]
 
 
 class Remembering(TopK):
@@ -146,30 +130,26 @@ class Remembering(TopK):
         self._told.append((step, rank))
 
 
-def _tell():
+@on_workers(2)
+def test_a_sparsifier_is_told_of_the_steps_of_the_training_and_of_no_other():
     sparsifier = Remembering()
     model, state = wrapped(sparsifier)
     layout = LayerLayout(("first",), (4,))
     warmup._run_warmup(state._engine, layout, torch.float32, torch.device("cpu"), is_scaled=False, has_unused=True)
-    at_first = list(state.sparsifier._told)
+    assert state.sparsifier._told == []
     step(model, [0.1] * 4, [0.1] * 3, [0.9, 0.3])
     step(model, [0.1] * 4, [0.1] * 3, [0.9, 0.3])
     model(torch.ones(4), torch.ones(3), torch.ones(2)).backward()
     model.zero_grad()  # dropped: a run that resumes from here knows nothing of it
-    saved = state.snapshot().numbers["next_step"]
+    assert state.snapshot().numbers["next_step"] == 2
     for _ in range(2):
         step(model, [0.1] * 4, [0.1] * 3, [0.9, 0.3])
-    return at_first, saved, state.sparsifier._told, sparsifier._told
+    assert state.sparsifier._told == [(number, dist.get_rank()) for number in (0, 1, 2, 2, 3)]
+    assert sparsifier._told == []
 
 
-def test_a_sparsifier_is_told_of_the_steps_of_the_training_and_of_no_other():
-    for rank, (at_first, saved, told, of_the_callers) in enumerate(run_workers(_tell, 2)):
-        assert at_first == of_the_callers == []
-        assert saved == 2
-        assert told == [(number, rank) for number in (0, 1, 2, 2, 3)]
-
-
-def _collected_within_a_step():
+@on_workers(1)
+def test_a_state_may_be_collected_in_the_middle_of_a_step():
     gc.disable()
 
     def train():
@@ -191,16 +171,14 @@ def _collected_within_a_step():
     optimizer.step()
     for handle in handles:
         handle.remove()
-    is_followed = bool(_global_optimizer_post_hooks)
+    assert _global_optimizer_post_hooks
     alive.close()
-    return is_followed, bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+    assert not _global_optimizer_pre_hooks
+    assert not _global_optimizer_post_hooks
 
 
-def test_a_state_may_be_collected_in_the_middle_of_a_step():
-    assert run_workers(_collected_within_a_step, 1) == [(True, False)]
-
-
-def _goes_with_its_module():
+@on_workers(2)
+def test_a_state_and_its_group_go_with_the_module_and_not_when_a_forked_process_collects_them():
     gc.collect()
     gc.disable()
     model = DistributedDataParallel(Wide())
@@ -211,11 +189,7 @@ def _goes_with_its_module():
         optimizer.step()
     gone = weakref.ref(state)
     del model, optimizer, state
-    return gone() is None
-
-
-def test_a_state_and_its_group_go_with_the_module_and_not_when_a_forked_process_collects_them():
-    assert run_workers(_goes_with_its_module, 2) == [True, True]
+    assert gone() is None
 
 
 def _thresholds_with_steps_that_do_not_count(granularity, bad_steps, skips):
@@ -244,13 +218,14 @@ def test_a_held_threshold_takes_no_notice_of_what_is_not_finite(granularity, ski
     expected = run_workers(_thresholds_with_steps_that_do_not_count, 2, granularity, (), True)
     found = run_workers(_thresholds_with_steps_that_do_not_count, 2, granularity, (5, 6, 20), skips)
     assert found[0] == found[1]
-    assert len({tuple(one) for one in found[0]}) > 10
+    assert len({tuple(of_layers) for of_layers in found[0]}) > 10
     if skips:  # those backwards have never been
         assert found == expected
 
 
-def _thresholds_of_several_backwards(granularity):
-    """Steps on ``first`` after three backwards; the last leaves large gradients elsewhere, which are dropped."""
+@pytest.mark.parametrize("granularity", ["layer", "model"])
+@on_workers(2)
+def test_a_held_threshold_moves_with_the_steps_of_its_layer_only(granularity):
     sparsifier = HardThreshold(density=0.3, calibration_steps=1, granularity=granularity)
     model, state = wrapped(sparsifier)
     optimizer = torch.optim.SGD([model.module.first], lr=0.1)
@@ -262,15 +237,29 @@ def _thresholds_of_several_backwards(granularity):
         optimizer.step()
         model.zero_grad()
     assert sparsifier.threshold is None  # the caller's own
-    return thresholds
-
-
-@pytest.mark.parametrize("granularity", ["layer", "model"])
-def test_a_held_threshold_moves_with_the_steps_of_its_layer_only(granularity):
-    thresholds, others = run_workers(_thresholds_of_several_backwards, 2, granularity)
-    assert thresholds == others
+    assert of_all_workers(thresholds) == [thresholds] * 2
     calibrated = thresholds[3:]
     assert granularity == "model" or len({second for _, second in calibrated}) == 1
     of_steps = [{first for first, _ in calibrated[place : place + 3]} for place in range(0, len(calibrated), 3)]
-    assert all(len(one) == 1 for one in of_steps)
+    assert all(len(of_step) == 1 for of_step in of_steps)
     assert len(set.union(*of_steps)) > 10
+
+
+@on_workers(2)
+def test_a_bucket_that_sends_much_is_sent_as_soon_as_it_is_ready():
+    layers = [torch.nn.Linear(128, 128) for _ in range(6)]
+    model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.1)  # more than one layer
+    register_comm_hook(model, HardThreshold(threshold=1e-6), exchange="gather")
+    inputs = torch.randn(4, 128)
+    for _ in range(3):
+        model(inputs).square().sum().backward()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        model(inputs).square().sum().backward()
+    wanted = {"c10d::send": "send", "autograd::engine::evaluate_function: AddmmBackward0": "differentiate"}
+    events = [(event.time_range.start, wanted[event.name]) for event in profiler.events() if event.name in wanted]
+    kinds = [kind for _, kind in sorted(events)]
+    assert kinds.count("differentiate") == 6
+    assert kinds.count("send") == 3  # of two layers each
+    first = kinds.index("send")
+    assert kinds[first:].count("differentiate") >= 3  # more than half of backward is still to come
+    assert kinds[-1] == "send"

@@ -16,10 +16,7 @@ from tests.distributed.training import train
 from tests.unit.strategies import packed
 from tests.workers import run_workers
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none on this machine"),
-]
+pytestmark = pytest.mark.cuda
 
 
 @pytest.mark.parametrize("sparsifier", [HardThreshold(threshold=0.5), HardThreshold(threshold=0.0), TopK(0.01)])

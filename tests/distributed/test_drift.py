@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import DriftOptions, HardThreshold, SparseModelAverager
 from tests.distributed.drift_simulation import CASES, anchor_of, flat
-from tests.workers import run_workers
+from tests.workers import of_all_workers, on_workers, run_workers
 
 STEPS = 13
 THRESHOLD = 0.02
@@ -33,10 +33,6 @@ class Net(nn.Module):
 
 def adam(parameters):
     return torch.optim.AdamW(parameters, lr=0.01)
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)
 
 
 def batch(rank, step):
@@ -59,62 +55,42 @@ def train(model, optimizer, steps, averager=None):
             averager.step()
 
 
-def with_ddp_and_without():
-    ddp = DistributedDataParallel(Net().double())
-    train(ddp, sgd(ddp.parameters()), range(STEPS))
-    model = Net().double()
-    averager = SparseModelAverager(model, HardThreshold(threshold=0.0))
-    train(model, sgd(model.parameters()), range(STEPS), averager)
-    return flat(ddp), flat(model)
-
-
-def test_with_sgd_and_a_threshold_of_zero_it_is_ddp():
-    for expected, found in run_workers(with_ddp_and_without, 3):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
-
-
-def sends_shares():
-    """Trains with a share of each layer; returns thresholds, largest distances from the anchor and mean densities."""
+@on_workers(2)
+def test_each_layer_sends_its_share_by_a_threshold_of_its_own():
     model = Net().double()
     optimizer = adam(model.parameters())
     options = {"density": 0.2, "calibration_steps": 2, "granularity": "layer", "layer_thresholds": {"last.bias": 0.0}}
     averager = SparseModelAverager(model, HardThreshold(**options))
-    densities, excess = [], []
+    densities = []
     for step in range(150):
         train(model, optimizer, [step % STEPS])
         used = {name: averager.sparsifier.threshold_of(name) for name, _ in model.named_parameters()}
         averager.step()
         anchor = averager.anchor()
-        excess += [
-            float((one.detach() - anchor[name]).abs().max()) - used[name]
-            for name, one in model.named_parameters()
-            if used[name]
-        ]
+        for name, parameter in model.named_parameters():
+            assert not used[name] or (parameter - anchor[name]).abs().max() < used[name]
         densities.append({name: layer.density for name, layer in averager.last_step.layers.items()})
-    mean = {name: sum(one[name] for one in densities[50:]) / 100 for name in densities[0]}
-    return dict(averager.sparsifier.of_layers), max(excess), mean, averager.last_step.threshold
+    thresholds = dict(averager.sparsifier.of_layers)
+    assert of_all_workers(thresholds) == [thresholds] * 2
+    assert thresholds.keys() == {"first.weight", "first.bias", "last.weight"}
+    assert len(set(thresholds.values())) == 3
+    # Of the step before the last correction.
+    assert averager.last_step.threshold == pytest.approx(max(thresholds.values()), rel=0.5)
+    mean = {name: sum(of_step[name] for of_step in densities[50:]) / 100 for name in densities[0]}
+    assert mean.pop("last.bias") == 1
+    assert mean == pytest.approx(dict.fromkeys(thresholds, 0.2), rel=0.2)
 
 
-def test_each_layer_sends_its_share_by_a_threshold_of_its_own():
-    found = run_workers(sends_shares, 2)
-    assert found[0][0] == found[1][0]
-    for thresholds, excess, densities, told in found:
-        assert thresholds.keys() == {"first.weight", "first.bias", "last.weight"}
-        assert len(set(thresholds.values())) == 3
-        assert told == pytest.approx(max(thresholds.values()), rel=0.5)  # of the step before the last correction
-        assert excess < 0
-        assert densities.pop("last.bias") == 1
-        for density in densities.values():
-            assert density == pytest.approx(0.2, rel=0.2)
-
-
-def resumes(options, stop):
-    """Trains in one go, and again in two pieces; returns both ends."""
-
+@pytest.mark.parametrize("stop", [2, 7])
+@pytest.mark.parametrize(
+    "case", ["every step", "every third step, applied late", "back to the anchor, decaying", "outer optimizer"]
+)
+@on_workers(2)
+def test_a_resumed_loop_equals_one_that_never_stopped(case, stop):
     def begin():
         model = Net().double()
         sparsifier = HardThreshold(density=0.2, calibration_steps=4)
-        return model, adam(model.parameters()), SparseModelAverager(model, sparsifier, DriftOptions(**options))
+        return model, adam(model.parameters()), SparseModelAverager(model, sparsifier, DriftOptions(**CASES[case]))
 
     ends = []
     for is_resumed in (False, True):
@@ -127,21 +103,13 @@ def resumes(options, stop):
             optimizer.load_state_dict(saved[1])
         train(model, optimizer, range(stop, STEPS), averager)
         ends.append((flat(model), anchor_of(averager), averager.last_step))
-    return ends
+    whole, resumed = ends
+    torch.testing.assert_close(resumed[:2], whole[:2], rtol=0, atol=0)
+    assert resumed[2] == whole[2]
 
 
-@pytest.mark.parametrize("stop", [2, 7])
-@pytest.mark.parametrize(
-    "case", ["every step", "every third step, applied late", "back to the anchor, decaying", "outer optimizer"]
-)
-def test_a_resumed_loop_equals_one_that_never_stopped(case, stop):
-    for whole, resumed in run_workers(resumes, 2, CASES[case], stop):
-        assert torch.equal(whole[0], resumed[0])
-        assert torch.equal(whole[1], resumed[1])
-        assert whole[2] == resumed[2]
-
-
-def _state_within():
+@on_workers(2)
+def test_within_averaged_weights_a_state_holds_the_workers_own():
     model = Net().double()
     averager = SparseModelAverager(model, HardThreshold(threshold=THRESHOLD))
     with torch.no_grad():
@@ -151,15 +119,11 @@ def _state_within():
         assert model.last.bias.tolist() == [0.5] * 4
         within = averager.state_dict()["own"]["weights"]
     torch.testing.assert_close(within, before, rtol=0, atol=0)
-    return within["last.bias"].tolist()
+    assert within["last.bias"].tolist() == [dist.get_rank()] * 4
 
 
-def test_within_averaged_weights_a_state_holds_the_workers_own():
-    assert run_workers(_state_within, 2) == [[0.0] * 4, [1.0] * 4]
-
-
-def several_kinds():
-    """Parameters of all dtypes, in other memory formats, tied, complex and frozen at first."""
+@on_workers(2)
+def test_parameters_of_every_kind():
     rank = dist.get_rank()
     torch.manual_seed(rank)  # the first worker's are taken
     model = nn.Module()
@@ -172,44 +136,37 @@ def several_kinds():
     model.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     model.late = nn.Parameter(torch.randn(3), requires_grad=False)
     model.norm = nn.BatchNorm1d(3)
-    started = {name: one.detach().clone() for name, one in model.named_parameters()}
+    [started, _] = of_all_workers({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
     averager = SparseModelAverager(
         model, HardThreshold(threshold=0.5), DriftOptions(every_n_steps=2), per_layer_stats=True
     )
-    after_start = {name: one.detach().clone() for name, one in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, started[name])
     for step in range(4):
         if step == 2:
             model.late.requires_grad_(True)
         with torch.no_grad():
-            for index, one in enumerate(model.parameters()):
-                if one.requires_grad:
+            for index, parameter in enumerate(model.parameters()):
+                if parameter.requires_grad:
                     generator = torch.Generator().manual_seed(100 * rank + 10 * step + index)
-                    one.add_(torch.randn(one.shape, generator=generator).to(one.dtype))
+                    parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype))
             model.norm.running_mean.fill_(float(rank + step))
         averager.step()
-    weights = {name: one.detach().clone() for name, one in model.named_parameters()}
-    anchor = {name: one.clone() for name, one in averager.anchor().items()}
-    return started, after_start, weights, anchor, averager.last_step, model.norm.running_mean.clone()
+    weights, anchor = dict(model.named_parameters()), dict(averager.anchor())
+    assert set(weights) == set(anchor) == set(averager.last_step.layers)
+    assert "tied" not in weights
+    torch.testing.assert_close(*of_all_workers(anchor), rtol=0, atol=0)
+    for name, weight in weights.items():
+        shared = torch.view_as_complex(anchor[name]) if weight.is_complex() else anchor[name]
+        far = torch.view_as_real(weight - shared) if weight.is_complex() else weight.double() - shared.double()
+        rounding = 0.05 if weight.dtype == torch.bfloat16 else 1e-6
+        assert (far.abs() < 0.5 + rounding).all(), name
+    assert model.norm.running_mean.tolist() == [3.5] * 3
+    assert (model.late != started["late"]).all()
 
 
-def test_parameters_of_every_kind():
-    results = run_workers(several_kinds, 2)
-    for _, after_start, weights, anchor, step, running_mean in results:
-        assert all(torch.equal(one, results[0][0][name]) for name, one in after_start.items())
-        assert set(weights) == set(anchor) == set(step.layers)
-        assert "tied" not in weights
-        for name, one in weights.items():
-            shared = torch.view_as_complex(anchor[name]) if one.is_complex() else anchor[name]
-            far = torch.view_as_real(one - shared) if one.is_complex() else one.double() - shared.double()
-            rounding = 0.05 if one.dtype == torch.bfloat16 else 1e-6
-            assert (far.abs() < 0.5 + rounding).all(), name
-            assert torch.equal(anchor[name], results[0][3][name])
-        assert running_mean.tolist() == [3.5] * 3
-    late = [weights["late"] for _, _, weights, _, _, _ in results]
-    assert (late[0] != results[0][0]["late"]).all()
-
-
-def goes_bad():
+@on_workers(3)
+def test_what_is_not_finite_is_seen_by_all_in_that_exchange():
     model = Net().double()
     averager = SparseModelAverager(model, HardThreshold(threshold=1e30))
     with torch.no_grad():
@@ -217,22 +174,18 @@ def goes_bad():
             model.last.bias[2] = float("nan")
             model.first.weight[0, 0] = float("inf")
     averager.step()
-    return {name: one.detach().clone() for name, one in model.named_parameters()}, averager.last_step
-
-
-def test_what_is_not_finite_is_seen_by_all_in_that_exchange():
-    for weights, step in run_workers(goes_bad, 3):
-        assert weights["last.bias"].isnan().nonzero().tolist() == [[2]]
-        assert not weights["first.weight"][0, 0].isfinite()
-        assert sum(int((~one.isfinite()).sum()) for one in weights.values()) == 2
-        assert step.non_finite == 2
+    assert model.last.bias.isnan().nonzero().tolist() == [[2]]
+    assert not model.first.weight[0, 0].isfinite()
+    assert sum(int((~parameter.isfinite()).sum()) for parameter in model.parameters()) == 2
+    assert averager.last_step.non_finite == 2
 
 
 def averaged_by(outer):
     return SparseModelAverager(Net(), HardThreshold(threshold=0.1), DriftOptions(outer_optimizer=outer))
 
 
-def refuses():
+@on_workers(2)
+def test_what_cannot_be_is_told_with_what_to_do():
     fixed = HardThreshold(threshold=0.1)
     closed, within = (SparseModelAverager(Net(), fixed) for _ in range(2))
     closed.close()
@@ -272,11 +225,9 @@ def refuses():
         within.step()
 
 
-def test_what_cannot_be_is_told_with_what_to_do():
-    run_workers(refuses, 2)
-
-
-def _goes_by_counting(options):
+@pytest.mark.parametrize("options", [{}, {"every_n_steps": 2, "overlap": True}, {"keep_drift": False}])
+@on_workers(2)
+def test_an_averager_and_its_group_go_when_nobody_has_it_and_not_with_the_next_collection_of_cycles(options):
     gc.collect()
     gc.disable()
     model = Net()
@@ -287,12 +238,7 @@ def _goes_by_counting(options):
         pass
     gone = weakref.ref(averager)
     del averager
-    return gone() is None
-
-
-@pytest.mark.parametrize("options", [{}, {"every_n_steps": 2, "overlap": True}, {"keep_drift": False}])
-def test_an_averager_and_its_group_go_when_nobody_has_it_and_not_with_the_next_collection_of_cycles(options):
-    assert run_workers(_goes_by_counting, 2, options) == [True, True]
+    assert gone() is None
 
 
 def drops_what_travels(drops):
@@ -342,13 +288,14 @@ def goes_back(flushes):
 
 def test_a_state_may_be_loaded_while_something_travels():
     expected = run_workers(goes_back, 2, True)
-    for one, other in zip(run_workers(goes_back, 2, False, timeout=40), expected, strict=True):
-        assert one.isfinite().all()
-        assert torch.equal(one, other)
+    for weights, flushed in zip(run_workers(goes_back, 2, False, timeout=40), expected, strict=True):
+        assert weights.isfinite().all()
+        assert torch.equal(weights, flushed)
 
 
-def is_replaced(restarts):
-    """An averager is replaced, or begins anew, while something travels."""
+@pytest.mark.parametrize("restarts", [True, False])
+@on_workers(2, timeout=40)
+def test_who_is_replaced_or_restarted_while_something_travels_does_no_harm(restarts):
     model = Net().double()
     optimizer = adam(model.parameters())
     options = DriftOptions(overlap=True)
@@ -367,13 +314,8 @@ def is_replaced(restarts):
         old.close()
     train(model, optimizer, range(4, STEPS), averager)
     averager.flush()
-    return (flat(model) - anchor_of(averager)).abs().max()
-
-
-@pytest.mark.parametrize("restarts", [True, False])
-def test_who_is_replaced_or_restarted_while_something_travels_does_no_harm(restarts):
-    for furthest in run_workers(is_replaced, 2, restarts, timeout=40):
-        assert 0 < furthest < 2 * THRESHOLD  # what was not sent, and the last step
+    furthest = (flat(model) - anchor_of(averager)).abs().max()
+    assert 0 < furthest < 2 * THRESHOLD  # what was not sent, and the last step
 
 
 def unfreezes(looks_at):
@@ -389,21 +331,21 @@ def unfreezes(looks_at):
         train(model, optimizer, [step], averager)
         if step in looks_at:
             with averager.averaged_weights():
-                mean = flat(model)
+                assert torch.equal(*of_all_workers(flat(model)))
     with averager.averaged_weights():
-        return flat(model), mean if looks_at else None
+        return flat(model)
 
 
+@on_workers(2)
 def test_who_looks_at_weights_changes_nothing_also_where_a_layer_was_just_unfrozen():
+    plain = unfreezes(())
     for looks_at in ((5,), (5, 6)):
-        results = run_workers(unfreezes, 2, looks_at)
-        plain = run_workers(unfreezes, 2, ())
-        for (weights, mean), (expected, _) in zip(results, plain, strict=True):
-            torch.testing.assert_close(weights, expected, rtol=0, atol=0)
-            torch.testing.assert_close(mean, results[0][1], rtol=0, atol=0)
+        assert torch.equal(unfreezes(looks_at), plain)
 
 
-def changes_while_something_travels(kind):
+@pytest.mark.parametrize("kind", ["gone", "longer", "whole"])
+@on_workers(2, timeout=40)
+def test_a_buffer_that_changes_on_one_worker_while_something_travels_does_no_harm(kind):
     rank = dist.get_rank()
     model = Net().double()
     model.register_buffer("early", torch.zeros(3))
@@ -415,13 +357,6 @@ def changes_while_something_travels(kind):
     if rank == 1:  # before it lands
         model.early = {"gone": None, "longer": torch.full((5,), 7.0), "whole": torch.ones(3, dtype=torch.int64)}[kind]
     averager.flush()
-    return model.early, model.late
-
-
-@pytest.mark.parametrize("kind", ["gone", "longer", "whole"])
-def test_a_buffer_that_changes_on_one_worker_while_something_travels_does_no_harm(kind):
-    (early, late), (other_early, other_late) = run_workers(changes_while_something_travels, 2, kind, timeout=40)
-    assert late.tolist() == other_late.tolist() == [0.5, 0.5]
-    assert early.tolist() == [0.5] * 3
-    expected = {"gone": None, "longer": [7.0] * 5, "whole": [1] * 3}[kind]
-    assert (None if other_early is None else other_early.tolist()) == expected
+    assert model.late.tolist() == [0.5, 0.5]
+    expected = {"gone": None, "longer": [7.0] * 5, "whole": [1] * 3}[kind] if rank == 1 else [0.5] * 3
+    assert (None if model.early is None else model.early.tolist()) == expected

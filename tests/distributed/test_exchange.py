@@ -1,7 +1,6 @@
 """Every route of the exchange against plain sums, for n = 1 to 4 workers and densities that jump."""
 
 import os
-import socket
 import time
 import zlib
 from pathlib import Path
@@ -18,7 +17,7 @@ from lightning_sparse.exchange.routes import gather
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.selection.numbers import FIXED_FIELDS
 from lightning_sparse.sparsifiers import Selection
-from tests.workers import run_workers
+from tests.workers import on_workers, run_workers
 
 FLOAT, BYTE, WHOLE = Wire(torch.float32), Wire(torch.float8_e4m3fn, 2.0**-6), Wire(torch.int8, 2.0**-5)
 # Over Gloo a gather of two workers is one message from each.
@@ -50,7 +49,8 @@ def exchange_once(exchange, selections, sizes, dtype=torch.float32, wire=FLOAT, 
     What is ``between`` happens once all buckets are there and before the exchange ends.
     """
     outs = [torch.full((size,), 3.0, dtype=dtype) for size in sizes]
-    headers = [header_of(one, size, exchange.workers.num_workers) for one, size in zip(selections, sizes, strict=True)]
+    slices = exchange.workers.num_workers
+    headers = [header_of(selection, size, slices) for selection, size in zip(selections, sizes, strict=True)]
     exchange.begin()
     for bucket, (selection, out, header) in enumerate(zip(selections, outs, headers, strict=True)):
         is_last = bucket == len(sizes) - 1
@@ -139,35 +139,23 @@ def test_every_route_gives_the_plain_average(num_workers, drawn):
     assert all(checksums == ranks[0] for checksums in ranks)
 
 
-def _bytes_of_steps(mode, densities, wire=FLOAT):
-    exchange, size, sent = Exchange(mode), 30_000, []
-    for step, density in enumerate(densities):
-        selection = selection_of(10 * step + 1, 2 * dist.get_rank(), size, density, torch.float32, wire)
-        sent.append(exchange_once(exchange, [selection], [size], torch.float32, wire)[2])
-    return sent
-
-
 @pytest.mark.parametrize(("wire", "of_values", "of_sums"), [(WHOLE, 1, 2), (BYTE, 1, 4)])
+@on_workers(3)
 def test_densely_multiples_of_a_step_take_their_bytes_and_those_of_a_slices_sums(wire, of_values, of_sums):
+    selection = selection_of(1, 2 * dist.get_rank(), 30_000, 0.5, torch.float32, wire)
+    _, _, sent = exchange_once(Exchange("dense"), [selection], [30_000], torch.float32, wire)
     header_bytes = 8 * FIXED_FIELDS
-    for sent in run_workers(_bytes_of_steps, 3, "dense", [0.5], wire):
-        assert sent == [30_000 * of_values + 10_000 * of_sums + header_bytes]
+    assert sent == 30_000 * of_values + 10_000 * of_sums + header_bytes
 
 
-def _fill_one_slice():
-    """As many coordinates as before, the same on all workers, but all of them in the first slice."""
-    exchange, size, averages = Exchange("reduce_scatter"), 30_000, []
+@on_workers(3)
+def test_a_slice_that_is_fuller_than_foreseen_loses_nothing():
+    exchange, size = Exchange("reduce_scatter"), 30_000
     for step in (100, 100, 1, 1):
         selection = Selection(torch.arange(300) * step, torch.full((300,), dist.get_rank() + 1.0))
-        averages.append(exchange_once(exchange, [selection], [size])[0][0])
-    return averages
-
-
-def test_a_slice_that_is_fuller_than_foreseen_loses_nothing():
-    for averages in run_workers(_fill_one_slice, 3):
-        for step, average in zip((100, 100, 1, 1), averages, strict=True):
-            assert average.nonzero().squeeze(1).tolist() == list(range(0, 300 * step, step))
-            assert average.sum() == 300 * 2.0
+        average = exchange_once(exchange, [selection], [size])[0][0]
+        assert average.nonzero().squeeze(1).tolist() == list(range(0, 300 * step, step))
+        assert average.sum() == 300 * 2.0
 
 
 def _run_in_nodes(workers_per_node, drawn):
@@ -188,15 +176,11 @@ def test_the_hierarchical_route_sums_the_same_values(num_workers, workers_per_no
     assert all(checksums == ranks[0] for checksums in ranks)
 
 
-def _uneven_nodes():
+@on_workers(3)
+def test_uneven_nodes_are_refused_on_every_worker():
     os.environ["NODE_RANK"] = str(int(dist.get_rank() == 0))
     with pytest.raises(ValueError, match=r"the same number of workers on every node, got .* 1: ranks \[0\]"):
         Exchange("hierarchical")
-    return socket.gethostname()
-
-
-def test_uneven_nodes_are_refused_on_every_worker():
-    assert len(run_workers(_uneven_nodes, 3)) == 3
 
 
 def _count_collectives(mode, densities, full_bytes=gather.FULL_BYTES, link_gbit_s=None):
@@ -242,21 +226,19 @@ def test_an_overflow_costs_one_more_round_for_its_bucket_only():
         assert [len(calls) for calls, _ in steps[1:]] == [1, 1 + 3, 2, 2]
 
 
-def _messages_before_the_end():
+@on_workers(2)
+def test_everything_is_on_its_way_once_the_last_bucket_is_there():
+    # What comes between may be a whole step: local training with overlap.
     calls, isend = [], dist.isend
     dist.isend = lambda *args, **kwargs: (calls.append(None), isend(*args, **kwargs))[1]
     selections = [selection_of(1, 0, 3000, 0.1)] * 2
     counts = []
     exchange_once(Exchange("gather"), selections, [3000] * 2, between=lambda: counts.append(len(calls)))
-    return [*counts, len(calls)]
+    assert [*counts, len(calls)] == [1, 1]
 
 
-def test_everything_is_on_its_way_once_the_last_bucket_is_there():
-    # What comes between may be a whole step: local training with overlap.
-    assert run_workers(_messages_before_the_end, 2) == [[1, 1]] * 2
-
-
-def _break_off():
+@on_workers(2)
+def test_what_waited_in_a_step_that_was_broken_off_travels_with_no_other():
     exchange, sizes = Exchange("gather"), [3000, 2000]
     selections = [selection_of(bucket + 1, 0, size, 0.1) for bucket, size in enumerate(sizes)]
     if dist.get_rank() == 0:  # the other worker's backward failed before this bucket was ready
@@ -265,11 +247,8 @@ def _break_off():
         shipment.format.fill(shipment.payload, selections[0])
         exchange.start(shipment, header_of(selections[0], sizes[0], 2))
     outs, _, _ = exchange_once(exchange, selections, sizes)
-    return [torch.equal(out[one.indices], one.values) for out, one in zip(outs, selections, strict=True)]
-
-
-def test_what_waited_in_a_step_that_was_broken_off_travels_with_no_other():
-    assert run_workers(_break_off, 2) == [[True, True]] * 2
+    for out, selection in zip(outs, selections, strict=True):
+        assert torch.equal(out[selection.indices], selection.values)
 
 
 def test_auto_takes_the_dense_route_where_sparse_would_cost_more():
@@ -284,18 +263,12 @@ def test_auto_takes_the_dense_route_where_sparse_would_cost_more():
         assert steps[4][0] == ["isend"] + ["all_reduce"] * 3
 
 
-def _share_a_node(num_nodes):
+@pytest.mark.parametrize("num_nodes", [1, 2])
+@on_workers(3)
+def test_all_workers_know_alike_whether_they_share_a_node(num_nodes):
     os.environ["NODE_RANK"] = str(dist.get_rank() % num_nodes)
-    return (
-        is_one_node(Exchange("gather").workers),
-        Exchange("auto")._is_one_node,
-        Exchange("auto", None, 10.0)._is_one_node,
-    )
-
-
-def test_all_workers_know_alike_whether_they_share_a_node():
-    assert run_workers(_share_a_node, 3, 1) == [(True, True, False)] * 3
-    assert run_workers(_share_a_node, 3, 2) == [(False, False, False)] * 3
+    assert is_one_node(Exchange("gather").workers) == Exchange("auto")._is_one_node == (num_nodes == 1)
+    assert not Exchange("auto", None, 10.0)._is_one_node
 
 
 def _gather_in_batches():
@@ -325,7 +298,9 @@ def test_in_batches_the_first_worker_gets_the_same():
     assert_gathered(*run_workers(_gather_in_batches, 3))
 
 
-def _own_messages_around_a_gather(num_bytes):
+@pytest.mark.parametrize("num_bytes", [100, 2**17])
+@on_workers(3)
+def test_a_programs_own_messages_in_the_same_group_meet_none_of_ours(num_bytes):
     rank = dist.get_rank()
     others = [other for other in range(3) if other != rank]
     mine, arrived = (
@@ -338,36 +313,29 @@ def _own_messages_around_a_gather(num_bytes):
     works += [dist.isend(mine, other) for other in others]
     for work in works:
         work.wait()
-    return out.view(3, -1)[:, 0].tolist(), [int(arrived[other, -1]) for other in others]
-
-
-@pytest.mark.parametrize("num_bytes", [100, 2**17])
-def test_a_programs_own_messages_in_the_same_group_meet_none_of_ours(num_bytes):
-    for rank, (gathered, arrived) in enumerate(run_workers(_own_messages_around_a_gather, 3, num_bytes)):
-        assert gathered == [0, 1, 2]
-        assert arrived == [100 + other for other in range(3) if other != rank]
-
-
-def _classes_of_gloos_threads(own_class):
-    """Returns the classes of scheduling that Gloo's threads have before an exchange is made and after it."""
-    threads = [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text() == "gloo_tcp_loop\n"]
-    for thread in threads:
-        os.sched_setscheduler(int(thread.name), own_class, os.sched_param(0))
-    Exchange("gather")
-    assert os.sched_getscheduler(0) == os.SCHED_OTHER  # only Gloo's
-    return {os.sched_getscheduler(int(thread.name)) for thread in threads}
+    assert out.view(3, -1)[:, 0].tolist() == [0, 1, 2]
+    assert [int(arrived[other, -1]) for other in others] == [100 + other for other in others]
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux's classes of scheduling")
-def test_gloos_threads_push_nobody_aside_but_where_somebody_chose():
-    for own_class, expected in ((os.SCHED_OTHER, os.SCHED_BATCH), (os.SCHED_IDLE, os.SCHED_IDLE)):
-        for found in run_workers(_classes_of_gloos_threads, 2, own_class, new=True):
-            assert found <= {expected}  # none where this torch's Gloo does not name its threads
+@pytest.mark.parametrize(("own_class", "expected"), [("SCHED_OTHER", "SCHED_BATCH"), ("SCHED_IDLE", "SCHED_IDLE")])
+@on_workers(2, new=True)
+def test_gloos_threads_push_nobody_aside_but_where_somebody_chose(own_class, expected):
+    threads = [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text() == "gloo_tcp_loop\n"]
+    for thread in threads:
+        os.sched_setscheduler(int(thread.name), getattr(os, own_class), os.sched_param(0))
+    Exchange("gather")
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER  # only Gloo's
+    found = {os.sched_getscheduler(int(thread.name)) for thread in threads}
+    assert found <= {getattr(os, expected)}  # none where this torch's Gloo does not name its threads
 
 
-def _see_a_sum_fail(folder, routes):
-    """Breaks a sum on the second worker, in a step in which the first one takes no part."""
-    seen, exchange, sizes = Path(folder) / "seen", Exchange("auto"), [400, 300]
+@pytest.mark.parametrize("routes", [("dense", "dense"), ("dense", "gather")])
+@on_workers(2)
+def test_a_sum_that_failed_is_seen_before_others_are_waited_for(routes, tmp_path):
+    # As plain DDP does: a third worker's connection may have broken, and this one's may never come.
+    # A sum breaks on the second worker, in a step in which the first one takes no part.
+    seen, exchange, sizes = tmp_path / "seen", Exchange("auto"), [400, 300]
     exchange._route = lambda key, *_, **__: routes[key[0]]
     selections = [selection_of(bucket + 1, 0, size, 0.1) for bucket, size in enumerate(sizes)]
     exchange_once(exchange, selections, sizes)
@@ -388,9 +356,3 @@ def _see_a_sum_fail(folder, routes):
     with pytest.raises(RuntimeError, match="the sum has failed"):
         exchange_once(exchange, selections, sizes)
     seen.touch()
-
-
-@pytest.mark.parametrize("routes", [("dense", "dense"), ("dense", "gather")])
-def test_a_sum_that_failed_is_seen_before_others_are_waited_for(routes, tmp_path):
-    # As plain DDP does: a third worker's connection may have broken, and this one's may never come.
-    run_workers(_see_a_sum_fail, 2, str(tmp_path), routes)

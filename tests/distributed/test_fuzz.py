@@ -8,7 +8,7 @@ from lightning_sparse import HardThreshold
 from tests.distributed.fuzz.case import draw_case
 from tests.distributed.fuzz.runner import run_cases
 from tests.distributed.fuzz.training import run_case
-from tests.workers import run_workers
+from tests.workers import of_all_workers, on_workers
 
 CASE_SECONDS = 25.0
 SEEDS = {
@@ -67,14 +67,10 @@ def test_a_thousand_seeds_draw_what_they_always_drew():
     assert zlib.crc32("".join(repr(draw_case(seed)) for seed in range(1000)).encode()) == CHECKSUM
 
 
-def _with_another_threshold(seed):
-    HardThreshold.threshold_of = lambda self, name: self.current_threshold / 2
-    return run_case(draw_case(seed))
-
-
+@on_workers(2)
 def test_a_package_that_does_something_else_is_told_apart_on_every_worker():
-    case = draw_case(SEEDS[2][1])
-    (difference, _), (same_difference, _) = run_workers(_with_another_threshold, case.num_workers, case.seed)
+    HardThreshold.threshold_of = lambda self, name: self.current_threshold / 2
+    difference, _ = run_case(draw_case(SEEDS[2][1]))
     assert difference is not None
     assert difference.startswith("step ")
-    assert difference == same_difference
+    assert of_all_workers(difference) == [difference] * 2

@@ -18,7 +18,7 @@ from lightning_sparse import (
     TopK,
     register_comm_hook,
 )
-from tests.workers import run_workers
+from tests.workers import on_workers, run_workers
 
 pytestmark = pytest.mark.xdist_group("join")
 
@@ -97,16 +97,16 @@ def _all_kinds(names, num_epochs, drops):
 def outcomes(num_workers, num_epochs, drops, *names):
     """What all workers come to with each kind, by name: in one set of processes, as starting them takes longest."""
     workers = run_workers(_all_kinds, num_workers, names, num_epochs, drops)
-    return {name: [one[name] for one in workers] for name in names}
+    return {name: [worker[name] for worker in workers] for name in names}
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_what_was_sent_and_what_was_not_is_what_there_was(name, rows):
     workers = outcomes(3, 4, False, *dict.fromkeys(row["name"] for row in rows))[name]
-    mean = torch.stack([one["total"] - one["pending"] for one in workers]).mean(0)
-    for one in workers:
-        torch.testing.assert_close(-one["weight"], mean, rtol=1e-4, atol=1e-3)
-        assert repr(one["numbers"]) == repr(workers[0]["numbers"])
+    mean = torch.stack([worker["total"] - worker["pending"] for worker in workers]).mean(0)
+    for worker in workers:
+        torch.testing.assert_close(-worker["weight"], mean, rtol=1e-4, atol=1e-3)
+        assert repr(worker["numbers"]) == repr(workers[0]["numbers"])
 
 
 DROPPED = ("random k", "density, float8", "density of each layer", "accordion")
@@ -116,20 +116,17 @@ DROPPED = ("random k", "density, float8", "density of each layer", "accordion")
 def test_all_know_the_same_after_others_have_dropped_gradients(name, rows):
     """Those who have no more batches cannot see that an exchange does not train."""
     workers = outcomes(2, 3, True, *dict.fromkeys(row["name"] for row in rows if row["name"] in DROPPED))[name]
-    for one in workers:
-        assert repr(one["numbers"]) == repr(workers[0]["numbers"])
-        torch.testing.assert_close(one["weight"], workers[0]["weight"], rtol=0, atol=0)
+    for worker in workers:
+        assert repr(worker["numbers"]) == repr(workers[0]["numbers"])
+        torch.testing.assert_close(worker["weight"], workers[0]["weight"], rtol=0, atol=0)
 
 
-def _divides_by_those_who_are_left():
+@on_workers(2)
+def test_averages_are_over_all_workers_or_refused():
     module = DistributedDataParallel(Sum())
     register_comm_hook(module, TopK(0.2))
     with pytest.raises(ValueError, match="Invalid divide_by_initial_world_size=False"):
         module.join(divide_by_initial_world_size=False)
-
-
-def test_averages_are_over_all_workers_or_refused():
-    run_workers(_divides_by_those_who_are_left, 2)
 
 
 def _says_nothing():

@@ -13,7 +13,7 @@ from lightning_sparse.engine.transport_options import TransportOptions
 from lightning_sparse.exchange import Workers, exchange
 from lightning_sparse.selection.bucket import Residual
 from lightning_sparse.sparsifiers import LayerLayout
-from tests.workers import run_workers
+from tests.workers import on_workers
 
 PAUSE_CYCLES = 10_000_000
 """Some milliseconds: longer than a host takes to go through a step."""
@@ -70,7 +70,7 @@ def train(sparsifier, mode, num_workers, device, dtype, *, per_layer=False, in_s
     memory = [Residual(*torch.zeros(2, layout.num_elements, device=device).unbind()) for layout in layouts]
     generator, densities = torch.Generator().manual_seed(0), []
     for scale in (0.3, 0.3, 0.2, 3.0, 0.1, 0.3, 0.3):
-        gradients = [(torch.randn(len(one), generator=generator) * scale).to(dtype) for one in kept]
+        gradients = [(torch.randn(len(residual), generator=generator) * scale).to(dtype) for residual in kept]
         engine.begin()
         buckets = []
         for place, (layout, gradient) in enumerate(zip(layouts, gradients, strict=True)):
@@ -95,26 +95,17 @@ def train(sparsifier, mode, num_workers, device, dtype, *, per_layer=False, in_s
     return densities
 
 
-on_gpu = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none on this machine"),
-]
-
-
 @pytest.mark.parametrize("num_workers", [2, 8])
 @pytest.mark.parametrize(
     ("device", "in_side_stream"),
     [
         ("cpu", False),
-        pytest.param("cuda", False, marks=on_gpu),
-        pytest.param("cuda", True, marks=on_gpu),
+        pytest.param("cuda", False, marks=pytest.mark.cuda),
+        pytest.param("cuda", True, marks=pytest.mark.cuda),
     ],
 )
+@on_workers(1)
 def test_collectives_that_are_over_late_change_nothing(device, in_side_stream, num_workers):
-    run_workers(_train_all, 1, torch.device(device), in_side_stream, num_workers)
-
-
-def _train_all(device, in_side_stream, num_workers):
     # Not a reduce-scatter, which "auto" may take from three on: there workers have different slices.
     for mode in ("gather", "dense", "auto")[: 3 if num_workers == 2 else 2]:
         for dtype in (torch.float32, torch.bfloat16):
@@ -125,6 +116,6 @@ def _train_all(device, in_side_stream, num_workers):
             ):
                 for per_layer in (False, True):
                     options = {"per_layer": per_layer, "in_side_stream": in_side_stream}
-                    densities = train(sparsifier, mode, num_workers, device, dtype, **options)
+                    densities = train(sparsifier, mode, num_workers, torch.device(device), dtype, **options)
                     if isinstance(sparsifier, HardThreshold):
                         assert min(densities) < 0.05 < 0.5 < max(densities)

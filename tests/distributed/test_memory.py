@@ -45,13 +45,13 @@ class _OnTheCpu(TorchDispatchMode):
         self._known = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        for one in torch.utils._pytree.tree_leaves((args, kwargs)):
-            if isinstance(one, torch.Tensor) and one.untyped_storage()._cdata not in self._known:
-                self._follow(one, counts=False)  # made elsewhere: a bucket of DDP's
+        for leaf in torch.utils._pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in self._known:
+                self._follow(leaf, counts=False)  # made elsewhere: a bucket of DDP's
         result = func(*args, **(kwargs or {}))
-        for one in torch.utils._pytree.tree_leaves(result):
-            if isinstance(one, torch.Tensor) and one.untyped_storage()._cdata not in self._known:
-                self._follow(one, counts=True)
+        for leaf in torch.utils._pytree.tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in self._known:
+                self._follow(leaf, counts=True)
         return result
 
     def _follow(self, tensor, counts):
@@ -138,7 +138,6 @@ def test_bytes_a_parameter(name):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none on this machine")
 @pytest.mark.parametrize("name", [name for name in ROWS if name not in ("`TopK`", '`error_feedback="none"`')])
 def test_bytes_a_parameter_on_a_gpu(name):
     check(name, "cuda", within=1.0)  # work space of the kernels, and the allocator's blocks

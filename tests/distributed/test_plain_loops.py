@@ -4,7 +4,7 @@ import copy
 import datetime
 import pickle
 import re
-import warnings
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,8 +24,8 @@ from lightning_sparse import (
     register_comm_hook,
     shard_exchange,
 )
-from tests.integration.models import messages_of
-from tests.workers import run_workers
+from tests.integration.models import Around, messages_of, warnings_of
+from tests.workers import on_workers
 
 
 def build() -> nn.Sequential:
@@ -38,17 +38,6 @@ def batches(count: int) -> list[Tensor]:
     return [torch.randn(4, 8, generator=generator) for _ in range(count)]
 
 
-class Lookahead(torch.optim.Optimizer):
-    """An optimizer around another, whose steps are one."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        super().__init__(inner.param_groups, {})
-        self.inner = inner
-
-    def step(self, closure: Any = None) -> Any:
-        return self.inner.step(closure)
-
-
 def local(kind: str) -> None:
     net = build()
     averager = SparseModelAverager(net, HardThreshold(threshold=0.02))
@@ -56,15 +45,15 @@ def local(kind: str) -> None:
     if kind == "two optimizers":
         optimizers = [torch.optim.SGD(net[0].parameters(), lr=0.1), torch.optim.SGD(net[2].parameters(), lr=0.1)]
     else:
-        optimizers = [Lookahead(optimizer) if kind == "wrapped" else optimizer]
+        optimizers = [Around(optimizer) if kind == "wrapped" else optimizer]
     for batch in batches(50):
         net(batch).square().mean().backward()
         if kind == "step within averaged_weights":
             with averager.averaged_weights():
                 optimizer.step()
-        for one in optimizers:
-            one.step()
-            one.zero_grad()
+        for stepping in optimizers:
+            stepping.step()
+            stepping.zero_grad()
         if kind != "no call":
             averager.step()
         if kind == "two calls":
@@ -138,53 +127,40 @@ ROWS: dict[tuple[Any, str], str | None] = {
 """What is said of each loop; None of those that do what is documented."""
 
 
-def _said() -> list[list[str]]:
-    found = []
-    for loop, kind in ROWS:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            try:
-                loop(kind)
-            except RuntimeError as error:
-                found.append([str(error)])
-                continue
-        found.append([str(one.message) for one in caught if "lightning_sparse:" in str(one.message)])
-    return found
-
-
+@on_workers(2)
 def test_a_loop_is_told_once_what_it_does_wrong() -> None:
-    for said, (row, expected) in zip(run_workers(_said, 2)[0], ROWS.items(), strict=True):
-        assert len(said) == (expected is not None), (row, said)
-        assert expected is None or re.search(expected, said[0]), (row, said)
+    for (loop, kind), expected in ROWS.items():
+        said: list[str] = []
+        try:
+            with warnings_of(said, "lightning_sparse:"):
+                loop(kind)
+        except RuntimeError as error:
+            said.append(str(error))
+        if dist.get_rank() == 0:
+            assert len(said) == (expected is not None), (loop, kind, said)
+            assert expected is None or re.search(expected, said[0]), (loop, kind, said)
 
 
-def _in_different_order(same: bool) -> list[str]:
-    """Steps two averagers, on rank 1 in another order."""
+@pytest.mark.parametrize("same", [True, False])
+@on_workers(2, process_group=False, new=True)
+def test_averagers_that_step_in_different_order_end_with_an_error_that_names_the_rank(same: bool) -> None:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=4))
     averagers = [SparseModelAverager(nn.Linear(8, size), HardThreshold(threshold=0.0)) for size in (8, 50)]
     if not same and dist.get_rank() == 1:
         averagers.reverse()
-    said = []
-    try:
+    words = f"Exchange 0 failed: rank {1 - dist.get_rank()} ended, stopped or took another step: "
+    with nullcontext() if same else pytest.raises(RuntimeError, match=words):
         for _ in range(3):
             for averager in averagers:
                 averager.step()
-    except RuntimeError as error:
-        said.append(str(error))
     if same:
         for averager in averagers:
             averager.close()
         SparseModelAverager(nn.Linear(3, 3), HardThreshold(threshold=0.0)).step()
-    return said
 
 
-def test_averagers_that_step_in_different_order_end_with_an_error_that_names_the_rank() -> None:
-    assert run_workers(_in_different_order, 2, True, process_group=False, new=True) == [[], []]
-    for rank, [message] in enumerate(run_workers(_in_different_order, 2, False, process_group=False, new=True)):
-        assert f"Exchange 0 failed: rank {1 - rank} ended, stopped or took another step: " in message
-
-
-def _after_the_group() -> list[Any]:
+@on_workers(2, new=True)
+def test_states_can_be_saved_after_the_process_group_has_ended() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     nets = [build() for _ in range(5)]
     for net in nets[:2]:
@@ -205,15 +181,12 @@ def _after_the_group() -> list[Any]:
     dist.destroy_process_group()
     with pytest.raises(RuntimeError, match=r"The process group ended while drifts were on their way. Call flush\(\)"):
         travelling.state_dict()
-    return [sorted(holder.state_dict()) for holder in holders]
+    for holder in holders:
+        assert {"rank", "world_size", "seal", "shared"} <= holder.state_dict().keys()
 
 
-def test_states_can_be_saved_after_the_process_group_has_ended() -> None:
-    for keys in run_workers(_after_the_group, 2, new=True):
-        assert all({"rank", "world_size", "seal", "shared"} <= set(one) for one in keys)
-
-
-def _lbfgs() -> list[str]:
+@on_workers(2)
+def test_a_line_search_is_not_told_of_the_gradients_that_it_drops() -> None:
     net = build()
     ddp = DistributedDataParallel(net)
     register_comm_hook(ddp, HardThreshold(threshold=0.0))
@@ -229,8 +202,4 @@ def _lbfgs() -> list[str]:
     with messages_of(said):
         for batch in batches(6):
             optimizer.step(partial(closure, batch))
-    return [one for one in said if "dropped" in one]
-
-
-def test_a_line_search_is_not_told_of_the_gradients_that_it_drops() -> None:
-    assert run_workers(_lbfgs, 2) == [[], []]
+    assert not [message for message in said if "dropped" in message]

@@ -12,7 +12,8 @@ from lightning_sparse import DriftOptions, HardThreshold, ShardModelAverager
 from lightning_sparse.exchange.sharded_tensors import like_parameter, whole
 from tests.distributed import drift_simulation
 from tests.distributed.drift_simulation import CASES, Simulation, at_least, flat
-from tests.distributed.test_shards import LAYOUTS, STEPS, build_batches, build_mesh, build_model, sharded
+from tests.distributed.test_shards import LAYOUTS, STEPS, build_batches, build_mesh, sharded
+from tests.integration.hsdp_models import build_network
 from tests.workers import run_workers
 
 THRESHOLD = 0.02
@@ -30,10 +31,10 @@ def loss_of(model, batch):
 
 def train(mesh, options):
     """Returns what a replica has after each step and in the end, whole: weights, anchor, the numbers."""
-    model = build_model()
+    model = build_network()
     if dist.get_rank() // mesh["shard"].size():  # replicas that begin apart
-        for one in model.parameters():
-            one.data.add_(1.0)
+        for parameter in model.parameters():
+            parameter.data.add_(1.0)
     sharded(model, mesh["shard"])
     sparsifier = HardThreshold(threshold=THRESHOLD)
     averager = ShardModelAverager(model, mesh["replicate"], sparsifier, DriftOptions(**options), per_layer_stats=True)
@@ -57,30 +58,30 @@ def train(mesh, options):
 
 
 def weights_of(averager):
-    return torch.cat([whole(one.detach()).flatten() for one in averager.parameters.values()])
+    return torch.cat([whole(parameter.detach()).flatten() for parameter in averager.parameters.values()])
 
 
 def anchor_of(averager):
     parameters = averager.parameters
     named = averager.anchor().items()
-    return torch.cat([whole(like_parameter(parameters[name], one.reshape(-1))).flatten() for name, one in named])
+    return torch.cat([whole(like_parameter(parameters[name], tensor.reshape(-1))).flatten() for name, tensor in named])
 
 
 def simulated(layout, options):
     replicas, shards = layout
-    models = [build_model() for _ in range(replicas)]
+    models = [build_network() for _ in range(replicas)]
     select = at_least(THRESHOLD if replicas > 1 else 0.0)  # one replica has nobody to exchange with
-    optimizers = [adam(one.parameters()) for one in models]
+    optimizers = [adam(model.parameters()) for model in models]
     simulation = Simulation(models, optimizers, select, **drift_simulation.simulated(options))
     history, looks = [], []
     steps = build_batches(replicas * shards)
     for step, ranks in enumerate(steps):
         of_replicas = [ranks[r * shards : (r + 1) * shards] for r in range(replicas)]
-        whole_batches = [tuple(map(torch.cat, zip(*one, strict=True))) for one in of_replicas]
-        simulation.step([partial(loss_of, batch=one) for one in whole_batches])
-        history.append(([flat(one) for one in models], simulation.anchor))
+        whole_batches = [tuple(map(torch.cat, zip(*batches, strict=True))) for batches in of_replicas]
+        simulation.step([partial(loss_of, batch=batch) for batch in whole_batches])
+        history.append(([flat(model) for model in models], simulation.anchor))
         if step in LOOKS_AT:
-            double = build_model()
+            double = build_network()
             mean = simulation.mean()
             nn.utils.vector_to_parameters(mean, double.parameters())
             with torch.no_grad():
@@ -93,7 +94,8 @@ def train_all(layout, cases):
     return {case: train(mesh, CASES[case]) for case in cases}
 
 
-CASES_OF = {layout: list(CASES) if layout == (2, 2) else ["every third step", "applied late"] for layout in LAYOUTS}
+FEW = ("every third step", "applied late")
+ROWS = [(layout, case) for layout in LAYOUTS for case in (CASES if layout == (2, 2) else FEW)]
 
 
 @functools.cache
@@ -103,7 +105,7 @@ def trained(layout, *cases):
 
 
 @pytest.mark.xdist_group("drifts of shards")
-@pytest.mark.parametrize(("layout", "case"), [(one, case) for one in LAYOUTS for case in CASES_OF[one]], ids=str)
+@pytest.mark.parametrize(("layout", "case"), ROWS, ids=str)
 def test_replicas_train_as_so_many_workers(layout, case, rows):
     ranks = trained(layout, *(row["case"] for row in rows if row["layout"] == layout))
     simulation, expected, expected_looks = simulated(layout, CASES[case])
@@ -118,5 +120,5 @@ def test_replicas_train_as_so_many_workers(layout, case, rows):
         assert last.num_elements == sum(layer.num_elements for layer in last.layers.values()) == mean.numel()
         assert simulation.sent[-1] == last.selected
         assert layout[0] == 1 or 0.02 < last.density < 0.98
-    largest = [[one[2] for one in of_cases[case][0]] for of_cases in ranks]
-    assert all(one == largest[0] for one in largest)  # of all shards
+    largest = [[state[2] for state in of_cases[case][0]] for of_cases in ranks]
+    assert all(drifts == largest[0] for drifts in largest)  # of all shards

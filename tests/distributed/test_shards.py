@@ -11,22 +11,13 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_sparse import HardThreshold, shard_exchange
 from lightning_sparse.exchange.groups import replica_workers
-from tests.workers import run_workers
+from tests.integration.hsdp_models import build_network
+from tests.workers import on_workers, run_workers
 
 THRESHOLD = 0.05
 STEPS = 12
 LAYOUTS = [(2, 2), (3, 1), (1, 2), (2, 1)]
 ROUTES = ["auto", "gather", "reduce_scatter", "dense", "hierarchical"]
-
-
-def build_model():
-    generator = torch.Generator().manual_seed(3)
-    # Uneven on two ranks, and a layer of which the second rank has nothing.
-    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 7, bias=False), nn.Tanh(), nn.Linear(7, 1))
-    for one in model.parameters():
-        with torch.no_grad():
-            one.copy_(torch.randn(one.shape, generator=generator))
-    return model.double()
 
 
 def build_batches(num_ranks, steps=STEPS):
@@ -44,25 +35,21 @@ def build_mesh(replicas, shards):
 
 
 def sharded(model, mesh):
-    for one in model[:-1]:  # the last layer is the outermost module's, which keeps it gathered after a forward
-        if isinstance(one, nn.Linear):
-            fully_shard(one, mesh=mesh)
+    for layer in model[:-1]:  # the last layer is the outermost module's, which keeps it gathered after a forward
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
-def make_optimizer(parameters):
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-
-
 def whole_weights(model):
-    return {name: one.detach().full_tensor() for name, one in model.named_parameters()}
+    return {name: parameter.detach().full_tensor() for name, parameter in model.named_parameters()}
 
 
 def whole_residuals(exchange):
     from lightning_sparse.exchange.sharded_tensors import like_parameter, whole
 
     named = exchange.snapshot().own["residual"].items()
-    return {name: whole(like_parameter(exchange.parameters[name], one)) for name, one in named}
+    return {name: whole(like_parameter(exchange.parameters[name], residual)) for name, residual in named}
 
 
 FALLS_AT = 4
@@ -82,7 +69,7 @@ def draw(seed):
         used = [[dice.random() < 0.8 for _ in layers] for _ in range(replicas)]
         if not any(map(any, used)):
             used[0][0] = True
-        used = [one if any(one) else [True, *one[1:]] for one in used]
+        used = [of_replica if any(of_replica) else [True, *of_replica[1:]] for of_replica in used]
         steps.append((used, [name for name in names if dice.random() < 0.8] if dice.random() < 0.5 else names))
     return {
         "seed": seed,
@@ -103,8 +90,8 @@ def soak_model(plan):
     generator = torch.Generator().manual_seed(plan["seed"])
     model = nn.ModuleList(nn.Linear(3, width, bias=has_bias) for width, has_bias in plan["layers"]).double()
     with torch.no_grad():
-        for one in model.parameters():
-            one.copy_(torch.randn(one.shape, generator=generator))
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
     return model
 
 
@@ -127,14 +114,14 @@ def soak(plan):
     mesh = build_mesh(replicas, shards)
     model = soak_model(plan)
     replica, shard = divmod(dist.get_rank(), shards)
-    for one in model.parameters():
-        one.data.add_(replica)  # replicas begin apart, and with the first one's weights
-    for one in model:
-        fully_shard(one, mesh=mesh["shard"])
+    for parameter in model.parameters():
+        parameter.data.add_(replica)  # replicas begin apart, and with the first one's weights
+    for layer in model:
+        fully_shard(layer, mesh=mesh["shard"])
     named = dict(model.named_parameters())
     sparsifier = HardThreshold(threshold=plan["threshold"], layer_thresholds=plan["layer_thresholds"])
     exchange = shard_exchange(model, mesh["replicate"], sparsifier, exchange=plan["exchange"])
-    optimizers = {name: torch.optim.SGD([one], lr=0.1, momentum=plan["momentum"]) for name, one in named.items()}
+    optimizers = {name: torch.optim.SGD([weight], lr=0.1, momentum=plan["momentum"]) for name, weight in named.items()}
     for step, ((used, stepped), inputs) in enumerate(zip(plan["steps"], soak_inputs(plan), strict=True)):
         if step == FALLS_AT and replicas > 1:  # one replica sends everything until it is told of a λ
             exchange.set_threshold(plan["falls_to"] * plan["threshold"])
@@ -153,19 +140,19 @@ def soak_in_plain_tensors(plan):
     replicas, _ = plan["layout"]
     model = soak_model(plan)
     named = dict(model.named_parameters())
-    errors = [{name: torch.zeros_like(one) for name, one in named.items()} for _ in range(replicas)]
+    errors = [{name: torch.zeros_like(parameter) for name, parameter in named.items()} for _ in range(replicas)]
     held = [dict.fromkeys(named) for _ in range(replicas)]  # each replica's gradients
-    optimizers = {name: torch.optim.SGD([one], lr=0.1, momentum=plan["momentum"]) for name, one in named.items()}
+    optimizers = {name: torch.optim.SGD([weight], lr=0.1, momentum=plan["momentum"]) for name, weight in named.items()}
     for step, ((used, stepped), inputs) in enumerate(zip(plan["steps"], soak_inputs(plan), strict=True)):
         usual = plan["threshold"] * (plan["falls_to"] if step >= FALLS_AT else 1.0)
         selected = 0
         for replica in range(replicas):
             model.zero_grad()
             soak_loss(model, used[replica], inputs[replica].flatten(0, 1)).backward()
-            for name, one in named.items():
-                if one.grad is not None:
+            for name, parameter in named.items():
+                if parameter.grad is not None:
                     before = held[replica][name]
-                    held[replica][name] = one.grad.clone() if before is None else before + one.grad
+                    held[replica][name] = parameter.grad.clone() if before is None else before + parameter.grad
         for name in stepped:
             who = [replica for replica in range(replicas) if held[replica][name] is not None]
             total = torch.zeros_like(named[name])
@@ -177,8 +164,8 @@ def soak_in_plain_tensors(plan):
                 selected += int(is_sent.sum())
                 errors[replica][name] = whole - sent
                 total += sent
-            for one in held:
-                one[name] = total / replicas if who else None
+            for of_replica in held:
+                of_replica[name] = total / replicas if who else None
             named[name].grad = held[0][name]
             optimizers[name].step()
         if plan["zeroes"]:
@@ -197,13 +184,14 @@ def test_random_trainings_are_those_of_plain_replicas(seed):
         assert last.selected == selected
 
 
-def misuse():
-    mesh, model, sparsifier = build_mesh(2, 2), build_model(), HardThreshold(threshold=0.1)
+@on_workers(4, new=True)
+def test_what_is_misused_is_told_of():
+    mesh, model, sparsifier = build_mesh(2, 2), build_network(), HardThreshold(threshold=0.1)
     for make, said in (
         (lambda: shard_exchange(model, mesh, sparsifier), "a mesh of 2 dimensions"),
         (lambda: shard_exchange(model, mesh["replicate"], sparsifier), "0.weight is not sharded"),
         (
-            lambda: shard_exchange(sharded(build_model(), mesh["shard"]), mesh["shard"], sparsifier),
+            lambda: shard_exchange(sharded(build_network(), mesh["shard"]), mesh["shard"], sparsifier),
             "and what exchanges that of replicas",
         ),
         (lambda: shard_exchange(model, mesh["replicate"], 0.1), "Expected a sparsifier"),
@@ -212,7 +200,7 @@ def misuse():
             make()
     single = init_device_mesh("cpu", (4, 1), mesh_dim_names=("shard", "rest"))
     with pytest.raises(ValueError, match="sharded over one rank, and a replica has 4"):
-        shard_exchange(sharded(build_model(), single["rest"]), single["rest"], sparsifier)
+        shard_exchange(sharded(build_network(), single["rest"]), single["rest"], sparsifier)
     alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))
     exchange = shard_exchange(model, alone["replicate"], sparsifier)
     sharded(model, alone["shard"])
@@ -224,15 +212,13 @@ def misuse():
         exchange.average_gradients()
 
 
-def test_what_is_misused_is_told_of():
-    run_workers(misuse, 4, new=True)
-
-
-def continue_from_states(stop):
+@pytest.mark.parametrize("stop", [1, 7])
+@on_workers(4, new=True)
+def test_an_exchange_goes_on_from_its_state(stop):
     mesh = build_mesh(2, 2)
     results = []
     for stops in (None, stop):
-        model = sharded(build_model(), mesh["shard"])
+        model = sharded(build_network(), mesh["shard"])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         exchange = shard_exchange(model, mesh["replicate"], HardThreshold(density=0.3, calibration_steps=3))
         for place, batches in enumerate(build_batches(4)):
@@ -247,29 +233,21 @@ def continue_from_states(stop):
             optimizer.step()
             optimizer.zero_grad()
         results.append((whole_weights(model), whole_residuals(exchange), exchange.last_step))
-    return results
+    straight, stopped = results
+    torch.testing.assert_close(stopped[:2], straight[:2], rtol=0, atol=0)
+    assert stopped[2] == straight[2]
 
 
-@pytest.mark.parametrize("stop", [1, 7])
-def test_an_exchange_goes_on_from_its_state(stop):
-    for straight, stopped in run_workers(continue_from_states, 4, stop, new=True):
-        torch.testing.assert_close(stopped[:2], straight[:2], rtol=0, atol=0)
-        assert stopped[2] == straight[2]
-
-
-def _in_two_worlds(folder):
+@on_workers(2, new=True)
+def test_groups_of_a_world_that_has_ended_are_not_used_again(tmp_path):
     sums = []
     for world in range(2):
         if world:
             rank, size = dist.get_rank(), dist.get_world_size()
             dist.destroy_process_group()
-            dist.init_process_group("gloo", init_method=f"file://{folder}/second", rank=rank, world_size=size)
+            dist.init_process_group("gloo", init_method=f"file://{tmp_path}/second", rank=rank, world_size=size)
         alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
         for _ in range(2):
             replica = replica_workers(alone)
             sums.append(replica.gather_numbers([1.0], torch.device("cpu")).sum(0).tolist())
-    return sums
-
-
-def test_groups_of_a_world_that_has_ended_are_not_used_again(tmp_path):
-    assert run_workers(_in_two_worlds, 2, str(tmp_path), new=True) == [[[2.0]] * 4] * 2
+    assert sums == [[2.0]] * 4

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import Accordion, GaussianK, HardThreshold, RandomK, TopK, register_comm_hook
 from tests.distributed.training import OPTIMIZERS, build_batches, build_model
-from tests.workers import run_workers
+from tests.workers import of_all_workers, on_workers, run_workers
 
 STOP, END, EPOCH = 6, 11, 4
 
@@ -60,11 +60,11 @@ def _stop_and_go_on(sparsifier, stop=STOP, dropped=None):
 @pytest.mark.parametrize("num_workers", [2, 3])
 def test_a_loop_that_stops_and_goes_on_equals_one_that_does_not(num_workers, sparsifier):
     for straight, resumed in run_workers(_stop_and_go_on, num_workers, sparsifier):
-        assert any(one.any() for one in straight[2]["own"]["residual"].values())
-        for one, other in zip(straight, resumed, strict=True):
-            for plain in {"numbers", "seal"} & one.keys():
-                assert one.pop(plain) == other.pop(plain)
-            torch.testing.assert_close(one, other, rtol=0, atol=0)
+        assert any(residual.any() for residual in straight[2]["own"]["residual"].values())
+        for expected, found in zip(straight, resumed, strict=True):
+            for plain in {"numbers", "seal"} & expected.keys():
+                assert expected.pop(plain) == found.pop(plain)
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -83,29 +83,26 @@ def test_a_loop_that_stops_and_goes_on_equals_one_that_does_not(num_workers, spa
 @pytest.mark.parametrize(("stop", "dropped"), [(1, None), (STOP, STOP - 1), (STOP, STOP - 2)])
 def test_a_stop_after_the_first_step_or_a_dropped_one_changes_no_weight(sparsifier, stop, dropped):
     for straight, resumed in run_workers(_stop_and_go_on, 2, sparsifier, stop, dropped):
-        assert any(one.any() for one in straight[2]["own"]["residual"].values())
+        assert any(residual.any() for residual in straight[2]["own"]["residual"].values())
         torch.testing.assert_close(straight[:2], resumed[:2], rtol=0, atol=0)
         torch.testing.assert_close(straight[2]["own"]["residual"], resumed[2]["own"]["residual"], rtol=0, atol=0)
         for key in ("sums", "norms"):  # of the running epoch, and of the last, in which the stop was
-            found = [one[2]["history"]["sparsifier"].get(key, {}) for one in (straight, resumed)]
+            found = [end[2]["history"]["sparsifier"].get(key, {}) for end in (straight, resumed)]
             torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
-def _of_the_other_worker():
+@on_workers(2)
+def test_the_file_of_another_worker_is_refused():
     *_, state = begin(HardThreshold(threshold=0.2))
     saved = state.state_dict() | {"rank": 1 - dist.get_rank()}
     with pytest.raises(RuntimeError, match=r"This state is of rank \d of 2 workers, and this is rank \d of 2"):
         state.load_state_dict(saved)
 
 
-def test_the_file_of_another_worker_is_refused():
-    run_workers(_of_the_other_worker, 2)
-
-
 def _first_layout(comes_from_another_run):
     model, optimizer, state = begin(HardThreshold(threshold=0.2))
     if comes_from_another_run:
-        names = [name for name, one in model.module.named_parameters() if one.requires_grad]
+        names = [name for name, parameter in model.module.named_parameters() if parameter.requires_grad]
         other = state.snapshot()
         other.numbers["layout"] = [[name] for name in names]
         state.restore(other)
@@ -120,7 +117,8 @@ def test_after_a_reset_buckets_are_not_laid_out_as_in_another_run():
     assert len(own[0]) == 1  # DDP's first step has one bucket
 
 
-def _told_of_an_epoch():
+@on_workers(2)
+def test_an_epoch_is_told_of_anew_after_a_file_or_a_reset():
     model, optimizer, state = begin(Accordion(0.05, 0.2, interval=1))
     fresh = state.sparsifier.state_dict(0)
     rate = torch.tensor(0.1)
@@ -143,23 +141,16 @@ def _told_of_an_epoch():
             state.begin_epoch(*arguments)
 
 
-def test_an_epoch_is_told_of_anew_after_a_file_or_a_reset():
-    run_workers(_told_of_an_epoch, 2)
-
-
 class OfAnotherKind(HardThreshold):
     def state_dict(self, next_step):
         return [next_step]
 
 
-def _saves_what_is_no_dict():
+@on_workers(1)
+def test_a_state_that_is_no_dict_is_refused():
     *_, state = begin(OfAnotherKind(threshold=0.1))
     with pytest.raises(TypeError, match=r"OfAnotherKind.state_dict returned list. Return a dict"):
         state.state_dict()
-
-
-def test_a_state_that_is_no_dict_is_refused():
-    run_workers(_saves_what_is_no_dict, 1)
 
 
 class Watching(HardThreshold):
@@ -172,7 +163,10 @@ class Watching(HardThreshold):
         self._seen = {**getattr(self, "_seen", {}), **dict(parts)}
 
 
-def _observed(dtype, exchange):
+@pytest.mark.parametrize("exchange", ["gather", "dense"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_workers(2)
+def test_a_sparsifier_sees_the_average_that_trains_without_the_loss_scale(dtype, exchange):
     model = DistributedDataParallel(build_model(dtype), bucket_cap_mb=0.0005)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     state = register_comm_hook(model, Watching(threshold=0.05), grad_scaler=scaler, exchange=exchange)
@@ -180,14 +174,8 @@ def _observed(dtype, exchange):
         inputs, targets = of_workers[dist.get_rank()]
         model.zero_grad()
         scaler.scale(torch.nn.functional.mse_loss(model(inputs), targets)).backward()
-    for name, one in model.module.named_parameters():
-        assert torch.equal((state.sparsifier._seen[name] * 64).to(dtype), one.grad.flatten())
-    return {name: one.tolist() for name, one in state.sparsifier._seen.items()}
-
-
-@pytest.mark.parametrize("exchange", ["gather", "dense"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_sparsifier_sees_the_average_that_trains_without_the_loss_scale(dtype, exchange):
-    first, second = run_workers(_observed, 2, dtype, exchange)
-    assert first == second
-    assert any(any(one) for one in first.values())
+    seen = state.sparsifier._seen
+    for name, parameter in model.module.named_parameters():
+        assert torch.equal((seen[name] * 64).to(dtype), parameter.grad.flatten())
+    assert any(average.any() for average in seen.values())
+    torch.testing.assert_close(*of_all_workers(seen), rtol=0, atol=0)

@@ -5,7 +5,6 @@ import os
 import signal
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,7 +23,7 @@ from lightning_sparse.exchange.routes import gather
 from lightning_sparse.sparsifiers import LayerLayout, Selection
 from tests.integration.fault_points import Fault, Injector, Point, Watcher
 from tests.integration.fault_training import ByHand, Exact
-from tests.integration.models import SMALL_BUCKETS_MB, WEIGHTS_ONLY, quiet_trainer
+from tests.integration.models import SMALL_BUCKETS_MB, WEIGHTS_ONLY, quiet_trainer, warnings_of
 from tests.integration.unwatched_workers import workers
 
 KEY = "lightning_sparse"
@@ -187,11 +186,11 @@ def resume(rank: int, case: Case, folder: Path, paths: list[str]) -> None:
         # Lightning finds the newest of these by itself.
         number_of = {file: int(file.stem.rpartition("_")[2]) for file in Path(path).parent.glob("hpc_ckpt_*.ckpt")}
         ckpt_path = "hpc" if Path(path) == max(number_of, key=number_of.__getitem__, default=None) else path
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        told: list[str] = []
+        with warnings_of(told):
             injector = Injector([], folder / "none")
             result = fit(case, Path(path).parent, injector, RESUMED_STEPS, ckpt_path, [Callback()])
-        torch.save(result | {"warnings": [str(warning.message) for warning in caught]}, folder / f"{number} of {rank}")
+        torch.save(result | {"warnings": told}, folder / f"{number} of {rank}")
 
 
 # Who watches them.

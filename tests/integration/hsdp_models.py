@@ -1,5 +1,6 @@
 """A small network that FSDP2 shards, in a LightningModule, and what it trains on."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +17,14 @@ from lightning_sparse import HSDPHardThresholdStrategy, LocalHSDPHardThresholdSt
 from lightning_sparse.engine.grouping import local
 from lightning_sparse.exchange.sharded_tensors import whole
 from tests.integration.models import quiet_trainer
-from tests.workers import run_workers
+from tests.workers import on_workers, run_workers
 
 STEPS = 8
 GRADIENTS, DRIFTS = HSDPHardThresholdStrategy, LocalHSDPHardThresholdStrategy
 
 
 def build_network(width: int = 9) -> nn.Sequential:
+    """Returns layers of which two ranks have uneven shards, the second rank none of the last."""
     generator = torch.Generator().manual_seed(3)
     network = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 7, bias=False), nn.Tanh(), nn.Linear(7, 1))
     with torch.no_grad():
@@ -190,6 +192,10 @@ def fit(strategy: Any, model: LightningModule, **options: Any) -> Any:
     trainer = quiet_trainer(strategy, **({"max_steps": STEPS} | options))
     trainer.fit(model, data(), data())
     return trainer
+
+
+on_ranks = partial(on_workers, process_group=False, new=True)
+"""Makes a test of the body that every rank runs; the ranks have met no other test."""
 
 
 def run_ranks(function: Any, num_ranks: int, *args: Any) -> list[Any]:

@@ -3,6 +3,7 @@
 import inspect
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,6 +43,17 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 def nesterov(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer that steps with another one, as Lookahead and its like do."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
 
 
 class Classifier(LightningModule):
@@ -211,6 +223,15 @@ def messages_of(told: list[str]) -> Iterator[None]:
     finally:
         for logger in loggers:
             logger.removeHandler(handler)
+
+
+@contextmanager
+def warnings_of(told: list[str], words: str = "") -> Iterator[None]:
+    """Within it a list collects the warnings that have these words."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    told += [str(warning.message) for warning in caught if words in str(warning.message)]
 
 
 def world_size() -> int:

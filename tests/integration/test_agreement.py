@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 import lightning_sparse.exchange.agreement
 from lightning_sparse import DDPHardThresholdStrategy
 from tests.integration.models import Classifier, data, quiet_trainer
-from tests.workers import run_workers
+from tests.workers import on_workers, run_workers
 
 
 def wider(model: LightningModule) -> None:
@@ -68,16 +68,13 @@ def test_every_worker_is_told_what_differs(change: Any, options: dict[str, Any],
     assert difference in first
 
 
-def _many_differences() -> str:
+@on_workers(2, process_group=False, timeout=60)
+def test_a_long_list_of_differences_is_cut_short() -> None:
     layers = [torch.nn.Linear(2, 2 + int(os.environ["RANK"])) for _ in range(8)]
     model = Classifier()
     model.others = torch.nn.ModuleList(layers)
     with pytest.raises(RuntimeError) as caught:
         quiet_trainer(DDPHardThresholdStrategy(threshold=0.1)).fit(model, data())
-    return str(caught.value)
-
-
-def test_a_long_list_of_differences_is_cut_short() -> None:
-    for message in run_workers(_many_differences, 2, process_group=False, timeout=60):
-        assert message.count("parameter others") == 10
-        assert message.endswith("and 6 more")
+    message = str(caught.value)
+    assert message.count("parameter others") == 10
+    assert message.endswith("and 6 more")

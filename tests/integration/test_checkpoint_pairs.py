@@ -2,7 +2,6 @@
 
 import os
 import re
-import warnings
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 
 from lightning_sparse import (
     DDPHardThresholdStrategy,
@@ -24,7 +24,7 @@ from lightning_sparse import (
 )
 from lightning_sparse.checkpointing.content import KEY, UNSENT, WRITERS
 from tests.integration.hsdp_models import Sharded, data
-from tests.integration.models import messages_of, quiet_trainer
+from tests.integration.models import messages_of, quiet_trainer, warnings_of
 from tests.workers import run_workers
 
 STOP, END = 5, 7
@@ -53,31 +53,21 @@ STRATEGIES: dict[str, Any] = {
     "plain ddp": lambda n: "ddp",
 }
 READERS = [name for name in STRATEGIES if name != "plain ddp"]
-FAMILIES = {
-    "gradients": ("ddp", "ddp_topk", "simulated", "hsdp file", "hsdp folder"),
-    "drifts": (
-        "local",
-        "local, kept apart",
-        "local_hsdp file",
-        "local_hsdp file, kept apart",
-        "local_hsdp folder, kept apart",
-    ),
-}
+OF_DRIFTS = {name for name in READERS if name.startswith("local")}
+FAMILIES = {"gradients": {*READERS} - OF_DRIFTS, "drifts": OF_DRIFTS}
 NOTHING_UNSENT = {"local", "local_hsdp file"}
 """What these do not send stays in each worker's weights, whose mean the file holds."""
 
 
-class Unsent(Callback):
-    """Squared norm of the values that each worker of this process has not sent when training starts."""
+def notes_unsent(squares: list[float]) -> Callback:
+    """Returns a callback that adds the squared norms of what this process's workers have not sent at the start."""
 
-    def __init__(self) -> None:
-        self.squares: list[float] = []
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        strategy: Any = trainer.strategy
-        for state in getattr(getattr(strategy, "workers", None), "each", [strategy.state]):
+    def note(trainer: Any, _: Any) -> None:
+        for state in getattr(getattr(trainer.strategy, "workers", None), "each", [trainer.strategy.state]):
             held = state.snapshot().own.get(UNSENT[state.kind], {})
-            self.squares.append(sum(float(tensor.double().square().sum()) for tensor in held.values()))
+            squares.append(sum(float(tensor.double().square().sum()) for tensor in held.values()))
+
+    return LambdaCallback(on_train_start=note)
 
 
 def _processes(name: str, num_workers: int) -> int:
@@ -104,15 +94,14 @@ def _resume(reader: str, num_workers: int, folder: str) -> dict[str, tuple[list[
     """Returns for every checkpoint what is unsent when training goes on, the warnings and the other messages."""
     found = {}
     for writer in STRATEGIES:
-        unsent, told = Unsent(), list[str]()
-        trainer = quiet_trainer(STRATEGIES[reader](num_workers), max_steps=END, callbacks=[unsent])
-        with messages_of(told), warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
+        unsent, warned, told = list[float](), list[str](), list[str]()
+        trainer = quiet_trainer(STRATEGIES[reader](num_workers), max_steps=END, callbacks=[notes_unsent(unsent)])
+        with messages_of(told), warnings_of(warned):
             try:
                 trainer.fit(Sharded(), data(), ckpt_path=f"{folder}/{writer}")
             except ValueError as error:
                 told = [f"ValueError: {error}"]
-        found[writer] = unsent.squares, [str(warning.message) for warning in warned], told
+        found[writer] = unsent, warned, told
     return found
 
 
@@ -122,12 +111,11 @@ def _consolidated(folder: str, reader: str, writer: str) -> tuple[list[str], lis
     merged["optimizer_states"] = [merged.pop("optimizer_0")]
     path = f"{folder}/consolidated for {os.environ['RANK']}"
     torch.save(merged, path)
-    unsent = Unsent()
-    trainer = quiet_trainer(STRATEGIES[reader](2), max_steps=END, callbacks=[unsent])
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
+    unsent, warned = list[float](), list[str]()
+    trainer = quiet_trainer(STRATEGIES[reader](2), max_steps=END, callbacks=[notes_unsent(unsent)])
+    with warnings_of(warned):
         trainer.fit(Sharded(), data(), ckpt_path=path)
-    return [str(warning.message) for warning in warned], unsent.squares
+    return warned, unsent
 
 
 @pytest.mark.parametrize(

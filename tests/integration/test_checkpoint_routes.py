@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningDataModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import Tensor
@@ -41,53 +41,27 @@ from tests.integration.test_checkpoint import (
     make_strategy,
     run,
 )
-from tests.workers import run_workers
-
-
-def _cross(name: str, folder: str) -> None:
-    """Plain ddp reads our checkpoint, and we read one of plain ddp."""
-    case = CASES[name]
-    make_optimizer = adam if case.get("is_local") else nesterov
-    fit(case, 3, SaveAt(3, f"{folder}/sparse.ckpt"))
-    for strategy, source, target in (("ddp", "sparse", "dense"), (make_strategy(case), "dense", "again")):
-        saver = SaveAt(6 if target == "dense" else 9, f"{folder}/{target}.ckpt")
-        trainer = quiet_trainer(strategy, max_steps=saver.step, callbacks=[saver])
-        model, path = WithSchedule(make_optimizer), f"{folder}/{source}.ckpt"
-        trainer.fit(model, ResumableData(1000), ckpt_path=path, **WEIGHTS_ONLY)
-        assert trainer.global_step == saver.step
-    loaded = WithSchedule.load_from_checkpoint(f"{folder}/sparse.ckpt", make_optimizer=sgd, **WEIGHTS_ONLY)
-    saved = torch.load(f"{folder}/sparse.ckpt", weights_only=True)["state_dict"]
-    assert_equal(clones(loaded.named_parameters()), saved)
+from tests.workers import on_workers, run_workers
 
 
 @pytest.mark.parametrize(("name", "kind"), [("plain", "residual"), ("local, adam", "weights")])
+@on_workers(2, process_group=False)
 def test_checkpoints_are_exchanged_with_plain_ddp(name: str, kind: str, tmp_path: Path) -> None:
-    run_workers(_cross, 2, name, str(tmp_path), process_group=False)
+    case = CASES[name]
+    make_optimizer = adam if case.get("is_local") else nesterov
+    fit(case, 3, SaveAt(3, f"{tmp_path}/sparse.ckpt"))
+    for strategy, source, target in (("ddp", "sparse", "dense"), (make_strategy(case), "dense", "again")):
+        saver = SaveAt(6 if target == "dense" else 9, f"{tmp_path}/{target}.ckpt")
+        trainer = quiet_trainer(strategy, max_steps=saver.step, callbacks=[saver])
+        model, path = WithSchedule(make_optimizer), f"{tmp_path}/{source}.ckpt"
+        trainer.fit(model, ResumableData(1000), ckpt_path=path, **WEIGHTS_ONLY)
+        assert trainer.global_step == saver.step
+    loaded = WithSchedule.load_from_checkpoint(tmp_path / "sparse.ckpt", make_optimizer=sgd, **WEIGHTS_ONLY)
+    saved = torch.load(tmp_path / "sparse.ckpt", weights_only=True)["state_dict"]
+    assert_equal(clones(loaded.named_parameters()), saved)
     assert "lightning_sparse" not in torch.load(tmp_path / "dense.ckpt", weights_only=True)
     again = torch.load(tmp_path / "again.ckpt", weights_only=True)["lightning_sparse"]
     assert [len(worker[kind]) for worker in again["workers"]] == [6, 6]
-
-
-def _model_checkpoint(folder: str) -> dict[str, Tensor]:
-    def trainer(max_steps: int) -> Trainer:
-        saver = ModelCheckpoint(
-            folder, "{step}", save_last=True, save_top_k=2, monitor="step", mode="max", every_n_train_steps=4
-        )
-        return quiet_trainer(make_strategy(CASES["plain"]), max_steps=max_steps, callbacks=[recorder, saver])
-
-    recorder = Recorder()
-    trainer(8).fit(WithSchedule(nesterov), ResumableData(1000))
-    trainer(16).fit(WithSchedule(nesterov), ResumableData(1000), ckpt_path="last", **WEIGHTS_ONLY)
-    return recorder.residuals | recorder.weights
-
-
-def test_model_checkpoint_and_last(tmp_path: Path) -> None:
-    straight = run(2, CASES["plain"], 16)
-    for expected, found in zip(
-        straight, run_workers(_model_checkpoint, 2, str(tmp_path), process_group=False), strict=True
-    ):
-        assert_equal(expected["tensors"]["residual"] | expected["weights"], found)
-    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["last.ckpt", "step=12.ckpt", "step=16.ckpt"]
 
 
 class SlowCheckpointIO(TorchCheckpointIO):
@@ -140,8 +114,8 @@ def test_a_checkpoint_written_later_holds_what_was_when_it_was_asked_for(tmp_pat
         assert_equal(at_once[part], later[part])
 
 
-def _collect_and_go_on() -> tuple[Any, Any]:
-    """What was collected, with nobody copying it again, before and after another step."""
+@on_workers(2)
+def test_later_steps_do_not_change_what_was_collected() -> None:
     model = DistributedDataParallel(Classifier())
     state = register_comm_hook(model, HardThreshold(threshold=0.02))
     (inputs, labels), *_ = ResumableData(1)
@@ -149,21 +123,22 @@ def _collect_and_go_on() -> tuple[Any, Any]:
         torch.nn.functional.cross_entropy(model(inputs), labels).backward()
         state.commit()
     content = collect_together(state, "full", None)
-    before = copy.deepcopy(content and content["workers"])
+    workers = content["workers"] if content is not None else []  # the first worker has it
+    before = copy.deepcopy(workers)
     for _ in range(2):
         torch.nn.functional.cross_entropy(model(inputs), labels).backward()
         state.commit()
-    return before, content and content["workers"]
+    if dist.get_rank() == 0:
+        assert any(residual.any() for residual in before[0]["residual"].values())
+        assert_equal(workers, before)
 
 
-def test_later_steps_do_not_change_what_was_collected() -> None:
-    (before, after), _ = run_workers(_collect_and_go_on, 2)
-    assert any(residual.any() for residual in before[0]["residual"].values())
-    assert_equal(before, after)
+MILLION = 1_000_000
 
 
-def _peak_while_collecting(kind: WorkerState) -> tuple[int, int]:
-    """By how many bytes a worker's memory grows at most, and how large the content is."""
+@pytest.mark.parametrize(("kind", "copies"), [("full", 3), ("small", 1)])
+@on_workers(3)
+def test_gathering_residuals_needs_less_than_one_workers_beyond_the_content(kind: WorkerState, copies: int) -> None:
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
     state = register_comm_hook(model, HardThreshold(threshold=0.02))
     state.residuals.load_state_dict({f"layers.{index}": torch.ones(MILLION) for index in range(25)})
@@ -172,19 +147,11 @@ def _peak_while_collecting(kind: WorkerState) -> tuple[int, int]:
     content = collect_together(state, kind, None)
     grown = memory("VmHWM") - before
     of_workers = [] if content is None else content["workers"]
-    return grown, sum(tensor.nbytes for worker in of_workers for tensor in worker["residual"].values())
-
-
-MILLION = 1_000_000
-
-
-@pytest.mark.parametrize(("kind", "copies"), [("full", 3), ("small", 1)])
-def test_gathering_residuals_needs_less_than_one_workers_beyond_the_content(kind: str, copies: int) -> None:
+    held = sum(tensor.nbytes for worker in of_workers for tensor in worker["residual"].values())
     of_one_worker = 25 * 4 * MILLION + 4 * 6  # and zeros for the model's own parameters
-    for rank, (grown, content) in enumerate(run_workers(_peak_while_collecting, 3, kind)):
-        assert content == (copies * of_one_worker if rank == 0 else 0)
-        # Messages of 64 MiB, and what a process needs anyway when it first communicates.
-        assert grown - content < 0.85 * of_one_worker
+    assert held == (copies * of_one_worker if dist.get_rank() == 0 else 0)
+    # Messages of 64 MiB, and what a process needs anyway when it first communicates.
+    assert grown - held < 0.85 * of_one_worker
 
 
 class DataForCli(LightningDataModule):
@@ -207,7 +174,11 @@ def _command_line(folder: str, *arguments: str) -> dict[str, Tensor]:
     saver = [
         "--trainer.callbacks=lightning.pytorch.callbacks.ModelCheckpoint",
         f"--trainer.callbacks.dirpath={folder}",
+        "--trainer.callbacks.filename={step}",
         "--trainer.callbacks.save_last=true",
+        "--trainer.callbacks.save_top_k=2",
+        "--trainer.callbacks.monitor=step",
+        "--trainer.callbacks.mode=max",
         "--trainer.callbacks.every_n_train_steps=4",
     ]
     LightningCLI(
@@ -227,12 +198,12 @@ class CommandLineModel(WithSchedule):
         super().__init__(nesterov)
 
 
-def test_a_run_from_the_command_line_resumes(tmp_path: Path) -> None:
+def test_a_run_from_the_command_line_resumes_from_the_last_of_the_checkpoints_that_are_kept(tmp_path: Path) -> None:
     straight = run(2, CASES["plain"], END)
     folder = str(tmp_path)
     run_workers(_command_line, 2, folder, "--trainer.max_steps=8", process_group=False)
-    resumed = run_workers(
-        _command_line, 2, folder, f"--trainer.max_steps={END}", "--ckpt_path=last", process_group=False
-    )
+    resumption = (f"--trainer.max_steps={END}", "--ckpt_path=last")
+    resumed = run_workers(_command_line, 2, folder, *resumption, process_group=False)
     for expected, found in zip(straight, resumed, strict=True):
         assert_equal(expected["tensors"]["residual"] | expected["weights"], found)
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["last.ckpt", "step=12.ckpt", "step=16.ckpt"]

@@ -13,7 +13,7 @@ import pytest
 from recipes import plot
 from recipes.compare import __main__ as compare
 from recipes.compare.pictures import draw_steps, draw_volume
-from recipes.compare.runs import Choice, Outcome, Runs, next_slope
+from recipes.compare.runs import Choice, Outcome, Runs
 from recipes.compare.tables import grid_table, table
 from recipes.compare.variants import Grid, Variant, expanded, labelled, parsed_grid
 from recipes.demo import Run, read
@@ -351,13 +351,6 @@ def test_a_folder_of_several_runs_is_refused(tmp_path):
         (tmp_path / name / "events.out.tfevents.1").touch()
     with pytest.raises(SystemExit, match=r"must hold one run, and holds 2 \(version_0, version_1\)"):
         read(tmp_path)
-
-
-def test_a_slope_is_that_of_the_last_two_within_reason():
-    assert next_slope([(0.0, 1.0)]) == -2.0
-    assert next_slope([(9.0, 9.0), (0.0, 3.0), (1.0, 6.0)]) == -3.0
-    assert next_slope([(0.0, 3.0), (1.0, 3.001)]) == -0.25
-    assert next_slope([(0.0, 3.0), (1.0, 3.0)]) == -0.25
 
 
 def test_pictures_have_a_line_for_each_and_say_what_they_show():

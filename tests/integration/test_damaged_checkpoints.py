@@ -24,7 +24,7 @@ from lightning_sparse.checkpointing.content import KEY
 from tests.integration.hsdp_models import Sharded
 from tests.integration.hsdp_models import data as shard_data
 from tests.integration.models import Classifier, adam, data, quiet_trainer
-from tests.workers import run_workers
+from tests.workers import on_workers, run_workers
 
 CASES = 120
 """Seeds 0 to CASES − 1 of each strategy. A thousand of each were tried once, with the same outcome."""
@@ -166,25 +166,19 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-def _resume_from_damaged_folder(name: str, path: str) -> str:
+@pytest.mark.parametrize("name", FOLDERS)
+@on_workers(2, process_group=False)
+def test_a_damaged_folder_is_refused_by_all_ranks(name: str, tmp_path: Path) -> None:
     strategy = HSDPHardThresholdStrategy(threshold=0.1, replicas=2)
     trainer = quiet_trainer(strategy, max_steps=4)
     trainer.fit(Sharded(), shard_data())
     if name == "NaN":
         strategy.state.snapshot().own["residual"]["network.0.weight"][0] = float("nan")
+    path = tmp_path / "4.ckpt"
     trainer.save_checkpoint(path)
     if trainer.global_rank == 0:
-        FOLDERS[name][0](Path(path) / "lightning_sparse")
+        FOLDERS[name][0](path / "lightning_sparse")
     trainer.strategy.barrier()
     again = quiet_trainer(HSDPHardThresholdStrategy(threshold=0.1, replicas=2), max_steps=6)
-    with pytest.raises(RuntimeError) as raised:
+    with pytest.raises(RuntimeError, match=f"lightning_sparse cannot resume.*{FOLDERS[name][1]}"):
         again.fit(Sharded(), shard_data(), ckpt_path=path)
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("name", FOLDERS)
-def test_a_damaged_folder_is_refused_by_all_ranks(name: str, tmp_path: Path) -> None:
-    messages = run_workers(_resume_from_damaged_folder, 2, name, str(tmp_path / "4.ckpt"), process_group=False)
-    for message in messages:
-        assert "lightning_sparse cannot resume" in message
-        assert FOLDERS[name][1] in message

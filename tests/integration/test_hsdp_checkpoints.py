@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -30,10 +31,12 @@ from tests.integration.hsdp_models import (
     build_network,
     data,
     fit,
+    on_ranks,
     run_ranks,
     whole_weights,
 )
-from tests.integration.models import assert_equal, quiet_trainer
+from tests.integration.models import assert_equal, quiet_trainer, warnings_of
+from tests.workers import of_all_workers
 
 THRESHOLDS = {GRADIENTS: 0.03, DRIFTS: 0.02}
 NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -92,11 +95,9 @@ SETTINGS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 OF_EIGHT = {"tensor parallelism": (GRADIENTS, Tensors, {"threshold": 0.03, "tensor_parallel_size": 2})}
 
 
-class AtStart(Callback):
-    """Notes what a replica has when training begins."""
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.seen = held(trainer.strategy)
+def notes_start(found: dict[str, Any]) -> Callback:
+    """Returns a callback that fills a dict with what a replica has when training begins."""
+    return LambdaCallback(on_train_start=lambda trainer, _: found.update(held(trainer.strategy)))
 
 
 def held(strategy: Any) -> dict[str, Any]:
@@ -115,7 +116,7 @@ def held(strategy: Any) -> dict[str, Any]:
         buffers = {name: tensor.clone() for name, tensor in apart.items() if name not in parameters}
     [optimizer] = strategy.optimizers
     states = [optimizer.state.get(parameter, {}) for parameter in parameters.values()]
-    momentum = [one.get("exp_avg", one.get("momentum_buffer")) for one in states]
+    momentum = [of_parameter.get("exp_avg", of_parameter.get("momentum_buffer")) for of_parameter in states]
     return {
         "model": {name: whole(parameter.detach()).clone() for name, parameter in parameters.items()},
         "own": {kind: wholes(tensors) for kind, tensors in own.items()},
@@ -135,21 +136,15 @@ def train(
     """Trains epochs of four steps; saves every two steps as ``save`` and at the end as ``save.end``."""
     kind, make, options = (SETTINGS | OF_EIGHT)[setting]
     strategy = kind(replicas=replicas, save_distributed_checkpoint=is_folder, **(options | others))
-    witness = AtStart()
-    callbacks: list[Callback] = [witness]
+    at_start: dict[str, Any] = {}
+    callbacks: list[Callback] = [notes_start(at_start)]
     if save is not None:
         folder, _, name = save.rpartition("/")
         name = name.removesuffix(".ckpt")
         callbacks.append(ModelCheckpoint(folder, name, every_n_train_steps=2, save_on_train_epoch_end=False))
-    trainer = quiet_trainer(
-        strategy,
-        max_steps=-1,
-        max_epochs=epochs,
-        limit_train_batches=4,
-        callbacks=callbacks,
-    )
+    trainer = quiet_trainer(strategy, max_steps=-1, max_epochs=epochs, limit_train_batches=4, callbacks=callbacks)
     trainer.fit(make(), data(), ckpt_path=resume)
-    result = held(strategy) | {"at start": witness.seen}
+    result = held(strategy) | {"at start": at_start}
     if save is not None:
         trainer.save_checkpoint(save + ".end")
     return result
@@ -241,7 +236,10 @@ def test_others_resume(saved: Any, is_folder: bool, num_ranks: int, replicas: in
                     torch.testing.assert_close(start["shared"]["anchor"], mean["weights"], rtol=0, atol=1e-15)
 
 
-def _of_shards(folder: str, is_folder: bool) -> dict[str, Any]:
+@pytest.mark.full
+@in_both_forms
+@on_ranks(4)
+def test_drifts_go_on_with_other_options_and_lose_nothing(tmp_path: Any, is_folder: bool) -> None:
     results = {}
     for name, epochs, others in (
         ("saved", 1, {}),
@@ -251,31 +249,24 @@ def _of_shards(folder: str, is_folder: bool) -> dict[str, Any]:
         ("Adam", 2, {"outer_optimizer": partial(torch.optim.Adam, lr=0.01)}),
         ("none", 2, {"outer_optimizer": None}),
     ):
-        resume = None if name == "saved" else f"{folder}/saved.end"
+        resume = None if name == "saved" else f"{tmp_path}/saved.end"
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "lightning_sparse: the checkpoint's outer optimizer is SGD")
-            results[name] = train("SparseLoCo", 2, epochs, f"{folder}/{name}", resume, is_folder, **others)
-    return results
-
-
-@pytest.mark.full
-@in_both_forms
-def test_drifts_go_on_with_other_options_and_lose_nothing(tmp_path: Any, is_folder: bool) -> None:
-    for results in run_ranks(_of_shards, 4, str(tmp_path), is_folder):
-        start = {name: result["at start"] for name, result in results.items() if name != "saved"}
-        own, kept = start["same"]["own"]["weights"], start["same"]["own"]["unsent"]
-        assert any(tensor.any() for tensor in kept.values())
-        for name, weight in own.items():
-            within = start["in the weights"]["own"]["weights"][name]
-            torch.testing.assert_close(within, weight - kept[name].view_as(weight), rtol=0, atol=0)
-        outer = {
-            name: {key: held for key, held in seen["shared"].items() if key != "anchor"} for name, seen in start.items()
-        }
-        torch.testing.assert_close(outer["slower"], outer["same"], rtol=0, atol=0)
-        assert outer["same"]
-        assert outer["Adam"] == outer["none"] == {}
-        for result in results.values():
-            assert all(weight.isfinite().all() for weight in result["model"].values())
+            results[name] = train("SparseLoCo", 2, epochs, f"{tmp_path}/{name}", resume, is_folder, **others)
+    start = {name: result["at start"] for name, result in results.items() if name != "saved"}
+    own, kept = start["same"]["own"]["weights"], start["same"]["own"]["unsent"]
+    assert any(tensor.any() for tensor in kept.values())
+    for name, weight in own.items():
+        within = start["in the weights"]["own"]["weights"][name]
+        torch.testing.assert_close(within, weight - kept[name].view_as(weight), rtol=0, atol=0)
+    outer = {
+        name: {key: held for key, held in seen["shared"].items() if key != "anchor"} for name, seen in start.items()
+    }
+    torch.testing.assert_close(outer["slower"], outer["same"], rtol=0, atol=0)
+    assert outer["same"]
+    assert outer["Adam"] == outer["none"] == {}
+    for result in results.values():
+        assert all(weight.isfinite().all() for weight in result["model"].values())
 
 
 class Narrower(Sharded):
@@ -293,10 +284,9 @@ class RestoresResiduals(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         meta = f"{self.path}/meta.pt" if os.path.isdir(self.path) else self.path
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        self.messages: list[str] = []
+        with warnings_of(self.messages):
             trainer.strategy._restore(torch.load(meta, weights_only=True), path=Path(self.path))
-        self.messages = [str(warning.message) for warning in caught]
         self.residuals = held(trainer.strategy)["own"]["residual"]
 
 
@@ -333,8 +323,8 @@ class SavesInTheMiddle(WithBuffers):
             self.trainer.save_checkpoint(f"{self.folder}/middle.ckpt")
 
 
-def _save_often(folder: str) -> Any:
-    results = []
+@on_ranks(4)
+def test_who_saves_trains_no_other_way(tmp_path: Path) -> None:
     for kind, make, options in (
         (GRADIENTS, Stateless, {"density": 0.2}),  # torch steps it on gradients of zero, to have a state to save
         (DRIFTS, UnfreezingWithAdam, {"threshold": 0.02, "every_n_steps": 4}),
@@ -344,21 +334,15 @@ def _save_often(folder: str) -> Any:
         for saves in (False, True):
             model, strategy, callbacks = make(), kind(replicas=2, **options), []
             if saves and make is SavesInTheMiddle:
-                model.folder = folder
+                model.folder = str(tmp_path)
             elif saves:
-                callbacks = [ModelCheckpoint(folder, every_n_train_steps=1)]
+                callbacks = [ModelCheckpoint(tmp_path, every_n_train_steps=1)]
             fit(strategy, model, callbacks=callbacks)
             found = held(strategy)
             pair.append([found["model"], found["own"], strategy.state.last_step])
-        results.append(pair)
-    return results
-
-
-def test_who_saves_trains_no_other_way(tmp_path: Path) -> None:
-    for pairs in run_ranks(_save_often, 4, str(tmp_path)):
-        for quiet, saving in pairs:
-            assert_equal(saving[:2], quiet[:2])
-            assert saving[2] == quiet[2]
+        quiet, saving = pair
+        assert_equal(saving[:2], quiet[:2])
+        assert saving[2] == quiet[2]
 
 
 class BreaksOff(Callback):
@@ -382,81 +366,54 @@ class BreaksOff(Callback):
         trainer.save_checkpoint(self.path)
 
 
-def _save_what_is_broken(kind: Any, make: Any, path: str) -> Any:
-    breaks, witness = BreaksOff(path), AtStart()
-    with pytest.raises(RuntimeError, match="in the middle"):
-        fit(kind(threshold=THRESHOLDS[kind], replicas=2), make(), callbacks=[breaks])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer = quiet_trainer(kind(threshold=THRESHOLDS[kind], replicas=2), max_steps=6, callbacks=[witness])
-        trainer.fit(make(), data(), ckpt_path=path)
-    return "\n".join(str(warning.message) for warning in caught), witness.seen, breaks.anchor
-
-
 @pytest.mark.parametrize(("kind", "make", "lacking"), [(DRIFTS, WithAdam, "drifts"), (GRADIENTS, Sharded, "residuals")])
+@on_ranks(4)
 def test_half_an_exchange_is_not_saved(tmp_path: Path, kind: Any, make: Any, lacking: str) -> None:
-    results = run_ranks(_save_what_is_broken, 4, kind, make, str(tmp_path / "a.ckpt"))
-    assert f"holds no {lacking} (it was saved in the middle of an exchange" in results[0][0]
-    for _, seen, anchor in results:
-        if kind is GRADIENTS:
-            assert not any(residual.any() for residual in seen["own"]["residual"].values())
-            continue
-        assert_equal(seen["own"]["weights"], seen["shared"]["anchor"])
-        assert_equal(seen["own"], results[0][1]["own"])
-        whole_anchor = seen["shared"]["anchor"]["network.0.weight"]
-        assert any(torch.equal(anchor, part) for part in whole_anchor.split(5))  # of nine rows
+    path, seen, told = str(tmp_path / "a.ckpt"), dict[str, Any](), list[str]()
+    breaks, options = BreaksOff(path), {"threshold": THRESHOLDS[kind], "replicas": 2}
+    with pytest.raises(RuntimeError, match="in the middle"):
+        fit(kind(**options), make(), callbacks=[breaks])
+    with warnings_of(told):
+        trainer = quiet_trainer(kind(**options), max_steps=6, callbacks=[notes_start(seen)])
+        trainer.fit(make(), data(), ckpt_path=path)
+    if dist.get_rank() == 0:
+        assert f"holds no {lacking} (it was saved in the middle of an exchange" in "\n".join(told)
+    if kind is GRADIENTS:
+        assert not any(residual.any() for residual in seen["own"]["residual"].values())
+        return
+    assert_equal(seen["own"]["weights"], seen["shared"]["anchor"])
+    assert_equal(seen["own"], of_all_workers(seen["own"])[0])
+    whole_anchor = seen["shared"]["anchor"]["network.0.weight"]
+    assert any(torch.equal(breaks.anchor, part) for part in whole_anchor.split(5))  # of nine rows
 
 
-def _read_by_another(folder: str) -> Any:
-    found = []
+@on_ranks(4)
+def test_lightnings_own_strategy_reads_the_model(tmp_path: Path) -> None:
     for setting in ("gradients", "drifts"):
-        expected = train(setting, 2, 1, f"{folder}/{setting}.ckpt", None, True)["model"]
+        expected = train(setting, 2, 1, f"{tmp_path}/{setting}.ckpt", None, True)["model"]
         model = SETTINGS[setting][1]()
         trainer = quiet_trainer(ModelParallelStrategy(data_parallel_size=4, tensor_parallel_size=1), max_steps=0)
-        trainer.fit(model, data(), ckpt_path=f"{folder}/{setting}.ckpt.end")
-        found.append((expected, whole_weights(model)))
-    return found
-
-
-def test_lightnings_own_strategy_reads_the_model(tmp_path: Path) -> None:
-    for pairs in run_ranks(_read_by_another, 4, str(tmp_path)):
-        for expected, found in pairs:
-            assert_equal(found, expected)
-
-
-class Remembers(Callback):
-    """Notes what the sparsifier has seen, when training begins and at its end."""
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.at_start = self._seen(trainer)
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.at_end = self._seen(trainer)
-
-    def _seen(self, trainer: Any) -> Any:
-        return copy.deepcopy(trainer.strategy.state.snapshot().history["sparsifier"])
-
-
-def _remember(folder: str, is_folder: bool) -> Any:
-    results = []
-    for make in (SparseHSDPStrategy, SparseLocalHSDPStrategy):
-        found = []
-        for steps, resume in ((3, None), (4, f"{folder}/{make.__name__}.ckpt")):
-            found.append(Remembers())
-            strategy = make(Accordion(interval=1), replicas=2, save_distributed_checkpoint=is_folder)
-            trainer = quiet_trainer(strategy, max_steps=steps, callbacks=[found[-1]])
-            trainer.fit(WithAdam(), data(), ckpt_path=resume)
-            if resume is None:
-                trainer.save_checkpoint(f"{folder}/{make.__name__}.ckpt")
-        results.append((found[0].at_end, found[1].at_start))
-    return results
+        trainer.fit(model, data(), ckpt_path=f"{tmp_path}/{setting}.ckpt.end")
+        assert_equal(whole_weights(model), expected)
 
 
 @in_both_forms
+@on_ranks(4)
 def test_a_sparsifier_remembers_what_it_saw_of_each_ranks_shards(tmp_path: Path, is_folder: bool) -> None:
-    results = run_ranks(_remember, 4, str(tmp_path), is_folder)
-    for of_rank in results:
-        for saved, resumed in of_rank:
-            assert_equal(resumed, saved)
-    for mine, theirs in zip(results[0], results[1], strict=True):
-        assert str(mine[0]) != str(theirs[0])  # of theirs shards
+    for make in (SparseHSDPStrategy, SparseLocalHSDPStrategy):
+        remembered: list[Any] = []  # when each training begins, and at its end
+
+        def remember(trainer: Any, _: Any, remembered: list[Any] = remembered) -> None:
+            remembered.append(copy.deepcopy(trainer.strategy.state.snapshot().history["sparsifier"]))
+
+        for steps, resume in ((3, None), (4, tmp_path / f"{make.__name__}.ckpt")):
+            strategy = make(Accordion(interval=1), replicas=2, save_distributed_checkpoint=is_folder)
+            notes = LambdaCallback(on_train_start=remember, on_train_end=remember)
+            trainer = quiet_trainer(strategy, max_steps=steps, callbacks=[notes])
+            trainer.fit(WithAdam(), data(), ckpt_path=resume)
+            if resume is None:
+                trainer.save_checkpoint(tmp_path / f"{make.__name__}.ckpt")
+        _, saved, resumed, _ = remembered
+        assert_equal(resumed, saved)
+        first, second, *_ = of_all_workers(str(saved))
+        assert first != second  # each rank has seen its own shards

@@ -2,7 +2,6 @@
 
 import os
 import time
-import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,10 +29,12 @@ from tests.integration.hsdp_models import (
     data,
     fit,
     make_optimizer,
+    on_ranks,
     run_ranks,
     whole_weights,
 )
-from tests.integration.models import assert_equal, quiet_trainer
+from tests.integration.models import Around, assert_equal, quiet_trainer, warnings_of
+from tests.workers import of_all_workers
 
 THRESHOLD = 0.03
 
@@ -47,17 +48,13 @@ class Infinite(Sharded):
         return loss * float("inf") if is_struck else loss
 
 
-def _train_infinite() -> Any:
+@on_ranks(4)
+def test_an_infinite_gradient_is_everybodys_in_that_step() -> None:
     model, numbers = Infinite(), Numbers()
     fit(GRADIENTS(threshold=THRESHOLD, replicas=2), model, callbacks=[numbers])
-    return [step.non_finite > 0 for step in numbers.steps], numbers.weights
-
-
-def test_an_infinite_gradient_is_everybodys_in_that_step() -> None:
-    for non_finite, weights in run_ranks(_train_infinite, 4):
-        assert non_finite.index(True) == 3
-        assert weights[:3] == [True] * 3
-        assert weights[3] is False
+    assert [step.non_finite > 0 for step in numbers.steps].index(True) == 3
+    assert numbers.weights[:3] == [True] * 3
+    assert numbers.weights[3] is False
 
 
 LOGGED: dict[str, tuple[Any, Any, int, dict[str, Any], float]] = {
@@ -145,19 +142,17 @@ class Empty(Sharded):
         self.at_start = whole_weights(self.network)
 
 
-def _train_from_nothing() -> Any:
+@on_ranks(4)
+def test_replicas_begin_alike_where_each_made_its_own_weights() -> None:
     model = Empty()
     fit(GRADIENTS(threshold=0.0, replicas=2), model)
-    return model.at_start
+    first, *others = of_all_workers(model.at_start)
+    for other in others:
+        assert_equal(other, first)
 
 
-def test_replicas_begin_alike_where_each_made_its_own_weights() -> None:
-    results = run_ranks(_train_from_nothing, 4)
-    for result in results[1:]:
-        assert_equal(result, results[0])
-
-
-def _validate_first() -> Any:
+@on_ranks(4)
+def test_a_validation_before_changes_nothing() -> None:
     results = []
     for looks_first in (False, True):
         model = WithAdam()
@@ -166,25 +161,17 @@ def _validate_first() -> Any:
             trainer.validate(model, data(), verbose=False)
         trainer.fit(model, data())
         results.append(whole_weights(model))
-    return results
+    without, after = results
+    assert_equal(after, without)
 
 
-def test_a_validation_before_changes_nothing() -> None:
-    for without, after in run_ranks(_validate_first, 4):
-        assert_equal(after, without)
-
-
-def _train_again_and_again() -> list[tuple[int, int]]:
+@on_ranks(4)
+def test_a_training_after_another_needs_no_more_groups_and_threads() -> None:
     counts = []
     for kind in (DRIFTS, GRADIENTS) * 3:
         fit(kind(threshold=THRESHOLD, replicas=2), WithAdam(), max_steps=2)
         counts.append((len(_world.pg_map), len(os.listdir("/proc/self/task"))))
-    return counts
-
-
-def test_a_training_after_another_needs_no_more_groups_and_threads() -> None:
-    for counts in run_ranks(_train_again_and_again, 4):
-        assert len(set(counts)) == 1
+    assert len(set(counts)) == 1
 
 
 # What is refused.
@@ -213,20 +200,6 @@ class Everywhere(Forgotten):
     shards = "everywhere"
 
 
-def _refuse(make: Any, strategy_options: dict[str, Any], options: dict[str, Any]) -> str:
-    rank = int(os.environ["RANK"])
-    of_rank = {
-        name: value[rank % len(value)] if isinstance(value, list) else value for name, value in strategy_options.items()
-    }
-    if options.pop("is_scaled", False):
-        options["plugins"] = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
-    try:
-        fit(GRADIENTS(**({"threshold": THRESHOLD, "replicas": 2} | of_rank)), make(), **options)
-    except (ValueError, TypeError, RuntimeError) as error:
-        return str(error)
-    return "nothing was raised"
-
-
 @pytest.mark.parametrize(
     ("make", "strategy_options", "options", "message"),
     [
@@ -243,21 +216,27 @@ def _refuse(make: Any, strategy_options: dict[str, Any], options: dict[str, Any]
         (Sharded, {"threshold": [0.2, 0.1, 0.1, 0.1]}, {}, "rank 3: 0.1"),
     ],
 )
+@on_ranks(4)
 def test_what_cannot_work_is_told_of(make: Any, strategy_options: Any, options: Any, message: str) -> None:
-    for said in run_ranks(_refuse, 4, make, strategy_options, options):
-        assert message in said
-
-
-def _train_by_name(name: str) -> str:
-    strategy = fit(name, WithAdam()).strategy
-    return f"{type(strategy).__name__}, {tuple(strategy.device_mesh.shape)}, density {strategy.state.last_step.density}"
+    rank = int(os.environ["RANK"])
+    of_rank = {
+        name: value[rank % len(value)] if isinstance(value, list) else value for name, value in strategy_options.items()
+    }
+    if options.pop("is_scaled", False):
+        options["plugins"] = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    with pytest.raises((ValueError, TypeError, RuntimeError)) as raised:  # compared below, as plain text
+        fit(GRADIENTS(**({"threshold": THRESHOLD, "replicas": 2} | of_rank)), make(), **options)
+    assert message in str(raised.value)
 
 
 @pytest.mark.parametrize("kind", [GRADIENTS, DRIFTS])
+@on_ranks(2)
 def test_by_name_a_node_is_a_replica(kind: Any) -> None:
     name = {GRADIENTS: "hsdp_hardthreshold", DRIFTS: "local_hsdp_hardthreshold"}[kind]
-    for said in run_ranks(_train_by_name, 2, name):
-        assert said == f"{kind.__name__}, (1, 2, 1), density 1.0"  # there is nobody to exchange with
+    strategy = fit(name, WithAdam()).strategy
+    assert type(strategy) is kind
+    assert tuple(strategy.device_mesh.shape) == (1, 2, 1)
+    assert strategy.state.last_step.density == 1.0  # there is nobody to exchange with
 
 
 class ByHand(Sharded):
@@ -284,23 +263,20 @@ class ByHand(Sharded):
 ONE_EPOCH = {"max_steps": -1, "max_epochs": 1, "limit_train_batches": 4}
 
 
-def _update_by_hand() -> Any:
+@on_ranks(4)
+def test_who_updates_weights_by_hand_is_told_how() -> None:
     found = []
     for averages in (False, True):
         model = ByHand(averages=averages)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        told: list[str] = []
+        with warnings_of(told):
             fit(GRADIENTS(threshold=THRESHOLD, replicas=2), model, **ONE_EPOCH)
-        found.append((whole_weights(model), "\n".join(str(warning.message) for warning in caught)))
-    return found
-
-
-def test_who_updates_weights_by_hand_is_told_how() -> None:
-    results = run_ranks(_update_by_hand, 4)
-    assert "in 4 batches no torch.optim.Optimizer stepped" in results[0][0][1]
-    for _, (weights, said) in results:
-        assert "no torch.optim.Optimizer" not in said
-        assert_equal(weights, results[0][1][0])
+        found.append((whole_weights(model), "\n".join(told)))
+    (_, said_without), (weights, said) = found
+    if dist.get_rank() == 0:
+        assert "in 4 batches no torch.optim.Optimizer stepped" in said_without
+    assert "no torch.optim.Optimizer" not in said
+    assert_equal(weights, of_all_workers(weights)[0])
 
 
 class Sleeping(Sharded):
@@ -312,29 +288,13 @@ class Sleeping(Sharded):
         return super().loss(batch)
 
 
-def _sleep() -> float:
-    started = time.monotonic()
-    try:
-        fit(GRADIENTS(threshold=0.0, replicas=2, timeout=timedelta(seconds=5)), Sleeping())
-    except RuntimeError:
-        return time.monotonic() - started
-    return float("inf")
-
-
 @pytest.mark.full
+@on_ranks(4)
 def test_who_waits_for_longer_than_the_timeout_ends() -> None:
-    assert max(run_ranks(_sleep, 4)[:3]) < 18
-
-
-class Around(torch.optim.Optimizer):
-    """An optimizer that steps with another one, as Lookahead and its like do."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner = inner
-        super().__init__(inner.param_groups, {})
-
-    def step(self, closure: Any = None) -> Any:
-        return self.inner.step(closure)
+    started = time.monotonic()
+    with pytest.raises(RuntimeError):
+        fit(GRADIENTS(threshold=0.0, replicas=2, timeout=timedelta(seconds=5)), Sleeping())
+    assert dist.get_rank() == 3 or time.monotonic() - started < 18
 
 
 class Wrapped(Sharded):
@@ -349,14 +309,9 @@ class WrappedAndUnknown(Manual, Wrapped):
         super().__init__(uses_raw=True)
 
 
-def _train_wrapped() -> list[int]:
-    exchanges = []
+@on_ranks(4)
+def test_an_optimizer_around_another_exchanges_once_a_step() -> None:
     for make in (Wrapped, WrappedAndUnknown):
         numbers = Numbers()
         fit(GRADIENTS(threshold=THRESHOLD, replicas=2), make(), **ONE_EPOCH, callbacks=[numbers])
-        exchanges.append(len(numbers.steps))
-    return exchanges
-
-
-def test_an_optimizer_around_another_exchanges_once_a_step() -> None:
-    assert run_ranks(_train_wrapped, 4) == [[4, 4]] * 4
+        assert len(numbers.steps) == 4

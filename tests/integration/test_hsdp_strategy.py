@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.distributed.drift_simulation import Simulation, at_least
+from tests.distributed.drift_simulation import NESTEROV, Simulation, at_least, simulated
 from tests.distributed.simulation import Plan, simulate
 from tests.integration.hsdp_models import (
     DRIFTS,
@@ -34,7 +34,6 @@ from tests.integration.hsdp_programs import PROGRAMS
 from tests.integration.models import world_size
 
 THRESHOLD, LARGEST_DRIFT = 0.03, 0.02
-NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
 LOST_BY_TORCH = {"an optimizer of its own": "manual, torch's optimizer"}
 """Where torch's own way goes wrong, and a program that trains as it should: its validation leaves the last layer
@@ -136,23 +135,20 @@ class ByHand(Manual, Speaks):
         self.uses_raw, self.uses_closure = True, False
 
 
-TRAININGS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
-    "every step": (Speaks, {}, {}),
-    "every third step": (Speaks, {"every_n_steps": 3}, {"every_n_steps": 3}),
-    "applied late": (Speaks, {"overlap": True, "every_n_steps": 2}, {"is_late": True, "every_n_steps": 2}),
-    "SparseLoCo with an outer optimizer": (
-        Speaks,
-        {"keep_drift": False, "drift_decay": 0.5, "every_n_steps": 2, "outer_optimizer": NESTEROV},
-        {"keep_drift": False, "drift_decay": 0.5, "every_n_steps": 2, "outer": (0.7, 0.9)},
-    ),
-    "by hand": (ByHand, {"every_n_steps": 2}, {"every_n_steps": 2}),
-    "tensor parallelism": (TensorsWithAdam, {"every_n_steps": 2, "tensor_parallel_size": 2}, {"every_n_steps": 2}),
+SPARSE_LOCO = {"keep_drift": False, "drift_decay": 0.5, "every_n_steps": 2, "outer_optimizer": NESTEROV}
+TRAININGS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "every step": (Speaks, {}),
+    "every third step": (Speaks, {"every_n_steps": 3}),
+    "applied late": (Speaks, {"overlap": True, "every_n_steps": 2}),
+    "SparseLoCo with an outer optimizer": (Speaks, SPARSE_LOCO),
+    "by hand": (ByHand, {"every_n_steps": 2}),
+    "tensor parallelism": (TensorsWithAdam, {"every_n_steps": 2, "tensor_parallel_size": 2}),
 }
 
 
 def _train_drifts() -> dict[str, Any]:
     results = {}
-    for name, (make, options, _) in TRAININGS.items():
+    for name, (make, options) in TRAININGS.items():
         model, numbers = make(), Numbers()
         trainer = fit(
             DRIFTS(threshold=LARGEST_DRIFT, replicas=2, **options),
@@ -176,11 +172,11 @@ def _train_drifts() -> dict[str, Any]:
 
 def test_it_is_local_training_of_so_many_workers() -> None:
     results = run_ranks(_train_drifts, 4)
-    for name, (make, _, options) in TRAININGS.items():
+    for name, (make, options) in TRAININGS.items():
         is_parallel = make is TensorsWithAdam
         models = [build_network(8 if is_parallel else 9) for _ in range(2)]
         optimizers = [adam(model.parameters()) for model in models]
-        simulation = Simulation(models, optimizers, at_least(LARGEST_DRIFT), **options)
+        simulation = Simulation(models, optimizers, at_least(LARGEST_DRIFT), **simulated(options))
         said = [spoken(models[0])]  # before training begins
         of_ranks = [of_rank[name]["batches"] for of_rank in results]
         steps = replica_batches(of_ranks[::2], 1) if is_parallel else replica_batches(of_ranks, 2)

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, LearningRateFinder
+import torch.distributed as dist
+from lightning.pytorch.callbacks import LambdaCallback, LearningRateFinder
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
@@ -34,7 +35,7 @@ from tests.integration.models import (
     nesterov,
     quiet_trainer,
 )
-from tests.workers import run_workers
+from tests.workers import of_all_workers, on_workers
 
 
 def train(model: Any, strategy: Any, **options: Any) -> dict[str, Any]:
@@ -50,32 +51,19 @@ def train(model: Any, strategy: Any, **options: Any) -> dict[str, Any]:
     return seen | {"global_step": trainer.global_step, "metrics": metrics}
 
 
-def _train(make_model: Any, strategy: Any, options: dict[str, Any]) -> dict[str, Any]:
-    return train(make_model(), strategy, **options)
-
-
-def train_workers(make_model: Any, strategy: Any, **options: Any) -> list[dict[str, Any]]:
-    return run_workers(_train, 2, make_model, strategy, options, process_group=False)
-
-
 def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
     actual = {name: tensor.flatten().double() for name, tensor in actual.items()}
     expected = {name: tensor.flatten().double() for name, tensor in expected.items()}
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
-class ScheduledClassifier(Classifier):
+def scheduled(parameters: Any) -> Any:
     """Learning rates of the steps: 1, 0.5, 0.25, … for the first layer; the others stay at 0.5."""
-
-    def configure_optimizers(self) -> Any:
-        groups = [
-            {"params": list(self.first.parameters()), "lr": 1.0},
-            {"params": [*self.middle.parameters(), *self.last.parameters()], "lr": 0.5},
-        ]
-        optimizer = torch.optim.SGD(groups)
-        halve, stay = (lambda step: 0.5**step), (lambda step: 1.0)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [halve, stay])
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+    weight, bias, *others = parameters
+    optimizer = torch.optim.SGD([{"params": [weight, bias], "lr": 1.0}, {"params": others, "lr": 0.5}])
+    halve, stay = (lambda step: 0.5**step), (lambda step: 1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [halve, stay])
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
 FROZEN: dict[str, dict[str, Any]] = {
@@ -85,14 +73,21 @@ FROZEN: dict[str, dict[str, Any]] = {
     "compiled": {"backend": "eager"},
     "compiled ahead of time": {"backend": "aot_eager"},
     "each worker's own gradient clipped": {"strategy": {"local_clip_norm": 0.5}},
-    "a falling learning rate": {"make": ScheduledClassifier},
-    "following the learning rate": {"make": ScheduledClassifier, "strategy": {"error_feedback": "learning_rate"}},
+    "a falling learning rate": {"optimizer": scheduled},
+    "following the learning rate": {"optimizer": scheduled, "strategy": {"error_feedback": "learning_rate"}},
 }
 
 
-def _train_frozen(case: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
-    """Sends nothing; returns what came of it, and this worker's gradients, computed again without DDP."""
-    make, options = case.get("make", Classifier), case.get("trainer", {})
+def _compile(graphs: list[bool], backend: str, graph: Any, inputs: Any) -> Any:
+    graphs.append(True)
+    return torch._dynamo.lookup_backend(backend)(graph, inputs)
+
+
+@pytest.mark.parametrize("name", FROZEN)
+@on_workers(2, process_group=False)
+def test_residuals_hold_the_sum_of_each_workers_gradients(name: str) -> None:
+    case = FROZEN[name]
+    make, options = partial(Classifier, case.get("optimizer")), case.get("trainer", {})
     model, strategy = make(), {"threshold": NOTHING_IS_SENT} | case.get("strategy", {})
     graphs: list[bool] = []
     if "backend" in case:
@@ -104,69 +99,55 @@ def _train_frozen(case: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, 
         run = train(model, strategy, max_steps=4, **options)
     untrained = make().to(case.get("dtype", torch.float32))
     with torch.autocast("cpu", torch.bfloat16, enabled=options.get("precision") == "bf16-mixed"):
-        return run, [gradients(untrained, partial(untrained.loss, batch)) for batch in model.batches]
-
-
-def _compile(graphs: list[bool], backend: str, graph: Any, inputs: Any) -> Any:
-    graphs.append(True)
-    return torch._dynamo.lookup_backend(backend)(graph, inputs)
-
-
-@pytest.mark.parametrize("name", FROZEN)
-def test_residuals_hold_the_sum_of_each_workers_gradients(name: str) -> None:
-    case = FROZEN[name]
-    dtype, strategy = case.get("dtype", torch.float32), case.get("strategy", {})
-    for run, own in run_workers(_train_frozen, 2, case, process_group=False):
-        factors = {layer: [1.0] * 4 for layer in own[0]}
-        if "local_clip_norm" in strategy:
-            norms = [float(torch.cat(list(gradient.values())).norm()) for gradient in own]
-            assert max(norms) > 0.5
-            factors = {layer: [min(1.0, 0.5 / norm) for norm in norms] for layer in own[0]}
-        elif strategy:  # each step multiplies the residual by lr_{t-1} / lr_t = 2
-            factors |= {layer: [8.0, 4.0, 2.0, 1.0] for layer in own[0] if layer.startswith("first")}
-        expected = {
-            layer: sum(factor * gradient[layer].double() for factor, gradient in zip(of_layer, own, strict=True))
-            for layer, of_layer in factors.items()
-        }
-        assert run["comm_hooks"] == ["sparse_hook"]
-        assert run["global_step"] == 4
-        assert [step.selected for step in run["steps"]] == [0] * 4
-        assert run["metrics"]["sparse/density"] == 0.0
-        assert_equal(run["weights"], run["initial"])
-        assert {weight.dtype for weight in run["weights"].values()} == {dtype}
-        kept_dtype = torch.float64 if dtype is torch.float64 else torch.float32
-        assert {residual.dtype for residual in run["residuals"].values()} == {kept_dtype}
-        assert any(values.abs().max() > 0.01 for values in expected.values())  # an oracle of zeros would prove nothing
-        assert_close(run["residuals"], expected, case.get("tolerance", 1e-5))
+        own = [gradients(untrained, partial(untrained.loss, batch)) for batch in model.batches]
+    factors = {layer: [1.0] * 4 for layer in own[0]}
+    if "local_clip_norm" in strategy:
+        norms = [float(torch.cat(list(gradient.values())).norm()) for gradient in own]
+        assert max(norms) > 0.5
+        factors = {layer: [min(1.0, 0.5 / norm) for norm in norms] for layer in own[0]}
+    elif "strategy" in case:  # each step multiplies the residual by lr_{t-1} / lr_t = 2
+        factors |= {layer: [8.0, 4.0, 2.0, 1.0] for layer in own[0] if layer.startswith("first")}
+    expected = {
+        layer: sum(factor * gradient[layer].double() for factor, gradient in zip(of_layer, own, strict=True))
+        for layer, of_layer in factors.items()
+    }
+    assert run["comm_hooks"] == ["sparse_hook"]
+    assert run["global_step"] == 4
+    assert [step.selected for step in run["steps"]] == [0] * 4
+    assert run["metrics"]["sparse/density"] == 0.0
+    assert_equal(run["weights"], run["initial"])
+    dtype = case.get("dtype", torch.float32)
+    assert {weight.dtype for weight in run["weights"].values()} == {dtype}
+    kept_dtype = torch.float64 if dtype is torch.float64 else torch.float32
+    assert {residual.dtype for residual in run["residuals"].values()} == {kept_dtype}
+    assert any(values.abs().max() > 0.01 for values in expected.values())  # an oracle of zeros would prove nothing
+    assert_close(run["residuals"], expected, case.get("tolerance", 1e-5))
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+@on_workers(2, process_group=False)
 def test_threshold_zero_trains_as_stock_ddp_does_in_every_precision(precision: str) -> None:
     options = {"precision": precision, "max_steps": 5}
-    sparse = train_workers(partial(Classifier, nesterov), {"threshold": 0.0}, **options)
-    dense = train_workers(partial(Classifier, nesterov), DDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB), **options)
-    for run, other in zip(sparse, dense, strict=True):
-        assert (run["comm_hooks"], other["comm_hooks"]) == (["sparse_hook"], [None])
-        # With bfloat16 gradients stock DDP adds in bfloat16 and the sparse exchange in float32: some roundings apart.
-        assert_close(run["weights"], other["weights"], 0.03 if precision == "bf16-true" else 1e-6)
-
-
-def _train_scaled(scale: float | None) -> tuple[dict[str, Any], float | None]:
-    scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
-    plugins = [] if scaler is None else [ScaledPrecision("16-mixed", "cpu", scaler=scaler)]
-    run = train(Classifier(nesterov), {"threshold": 0.05}, max_steps=6, plugins=plugins)
-    return {key: run[key] for key in ("weights", "residuals", "steps")}, scaler and scaler.get_scale()
+    sparse = train(Classifier(nesterov), {"threshold": 0.0}, **options)
+    dense = train(Classifier(nesterov), DDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB), **options)
+    assert (sparse["comm_hooks"], dense["comm_hooks"]) == (["sparse_hook"], [None])
+    # With bfloat16 gradients stock DDP adds in bfloat16 and the sparse exchange in float32: some roundings apart.
+    assert_close(sparse["weights"], dense["weights"], 0.03 if precision == "bf16-true" else 1e-6)
 
 
 @pytest.mark.parametrize("scale", [2.0**4, 2.0**20])
+@on_workers(2, process_group=False)
 def test_numbers_do_not_depend_on_the_loss_scale(scale: float) -> None:
     """A power of two rounds nothing, and it changes while training goes on."""
-    scaled, plain = (run_workers(_train_scaled, 2, each, process_group=False) for each in (scale, None))
-    for (found, last), (expected, _) in zip(scaled, plain, strict=True):
-        assert last == scale * 2**3
-        assert found.pop("steps") == expected["steps"]
-        for key, tensors in found.items():
-            assert_equal(tensors, expected[key], key)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
+    scaled, plain = (
+        train(Classifier(nesterov), {"threshold": 0.05}, max_steps=6, plugins=plugins)
+        for plugins in ([ScaledPrecision("16-mixed", "cpu", scaler=scaler)], [])
+    )
+    assert scaler.get_scale() == scale * 2**3
+    assert scaled["steps"] == plain["steps"]
+    for key in ("weights", "residuals"):
+        assert_equal(scaled[key], plain[key], key)
 
 
 @pytest.mark.parametrize(
@@ -180,11 +161,8 @@ def test_numbers_do_not_depend_on_the_loss_scale(scale: float) -> None:
         (LocalHardThresholdStrategy, {"every_n_steps": 3, "value_dtype": "float8"}),
     ],
 )
+@on_workers(1, process_group=False)
 def test_a_single_worker_holds_nothing_back(make: Any, options: dict[str, Any]) -> None:
-    run_workers(_train_alone, 1, make, options, process_group=False)
-
-
-def _train_alone(make: Any, options: dict[str, Any]) -> None:
     models, strategy = [Classifier(adam), Classifier(adam)], make(threshold=100.0, **options)
     for model, chosen in zip(models, (strategy, "ddp"), strict=True):
         quiet_trainer(chosen, max_steps=6).fit(model, data())
@@ -192,83 +170,66 @@ def _train_alone(make: Any, options: dict[str, Any]) -> None:
     assert (strategy.state.last_step.density, strategy.state.last_step.squared_error) == (1, 0)
 
 
+@on_workers(2, process_group=False)
 def test_evaluation_needs_no_hook() -> None:
-    for stages in run_workers(_evaluate, 2, process_group=False):
-        assert stages == [(True, None, 1), (True, None, 1), (True, None, 8)]
-
-
-def _evaluate() -> list[tuple[bool, Any, int]]:
-    found = []
-    for stage in ("validate", "test", "predict"):
+    for stage, num_outputs in (("validate", 1), ("test", 1), ("predict", 8)):
         model, trainer = Classifier(), quiet_trainer("ddp_hardthreshold")
         outputs = getattr(trainer, stage)(model, data())
-        found.append((trainer.strategy.model is model, trainer.strategy.state, len(outputs)))
-    return found
+        assert trainer.strategy.model is model
+        assert trainer.strategy.state is None
+        assert len(outputs) == num_outputs
 
 
+@on_workers(2, process_group=False)
 def test_a_second_fit_calibrates_anew() -> None:
-    for thresholds in run_workers(_calibrate_twice, 2, process_group=False):
-        first, second = thresholds[:4], thresholds[4:]
-        for of_fit in (first, second):
-            assert of_fit[:2] == [0.0, 0.0]
-            assert of_fit[2] > 0
-        # The first fit has trained the model, so its gradients have another scale now.
-        assert first[2] != second[2]
-
-
-def _calibrate_twice() -> list[float | None]:
     model, recorder = Classifier(), Recorder()
     strategy = DDPHardThresholdStrategy(density=0.05, calibration_steps=2)
     trainer = quiet_trainer(strategy, callbacks=[recorder], max_steps=4)
     trainer.fit(model, data())
     trainer.fit_loop.epoch_loop.max_steps = 8
     trainer.fit(model, data())
-    return [step.threshold for step in recorder.steps]
+    thresholds = [step.threshold for step in recorder.steps]
+    first, second = thresholds[:4], thresholds[4:]
+    for of_fit in (first, second):
+        assert of_fit[:2] == [0.0, 0.0]
+        assert of_fit[2] > 0
+    # The first fit has trained the model, so its gradients have another scale now.
+    assert first[2] != second[2]
 
 
+@on_workers(2, process_group=False)
 def test_layer_thresholds_hold_for_the_layers_that_they_name() -> None:
     layer_thresholds = {"last.bias": NOTHING_IS_SENT, "*.bias": 0.0}
-    strategy = {"threshold": NOTHING_IS_SENT, "layer_thresholds": layer_thresholds}
-    for run in train_workers(Classifier, strategy):
-        moved = {name for name, weight in run["weights"].items() if not torch.equal(weight, run["initial"][name])}
-        assert moved == {"first.bias", "middle.bias"}
-        assert [step.selected for step in run["steps"]] == [2 * 80] * 3
-        kept = {name for name, residual in run["residuals"].items() if residual.any()}
-        assert kept == run["weights"].keys() - moved
+    run = train(Classifier(), {"threshold": NOTHING_IS_SENT, "layer_thresholds": layer_thresholds})
+    moved = {name for name, weight in run["weights"].items() if not torch.equal(weight, run["initial"][name])}
+    assert moved == {"first.bias", "middle.bias"}
+    assert [step.selected for step in run["steps"]] == [2 * 80] * 3
+    kept = {name for name, residual in run["residuals"].items() if residual.any()}
+    assert kept == run["weights"].keys() - moved
 
 
+@on_workers(2, process_group=False)
 def test_calibration_finds_one_threshold_for_all_workers_and_says_so_once() -> None:
-    results = run_workers(_calibrate, 2, process_group=False)
-    squares = [float(values.square().sum()) for _, own, _ in results for step in own[:3] for values in step.values()]
-    # The formula of the design: λ = sqrt(E‖g‖² / (ρ d)); the weights stand still (lr 0), so all gradients are known.
-    expected = (sum(squares) / 6 / (0.05 * results[0][0][0].num_elements)) ** 0.5
-    for steps, _, _ in results:
-        assert [step.threshold for step in steps[:3]] == [0.0] * 3
-        assert [step.density for step in steps[:3]] == [1.0] * 3
-        assert steps[3].threshold == pytest.approx(expected, rel=1e-5)
-        assert [step.threshold for step in steps] == [step.threshold for step in results[0][0]]
-        assert 0 < steps[-1].density < 1
-    (first,), others = ([text for text in told if "calibrated" in text] for _, _, told in results)
-    assert f"{expected:.6g}"[:5] in first
-    assert others == []
-
-
-def _calibrate() -> tuple[list[Any], list[dict[str, Tensor]], list[str]]:
     told: list[str] = []
     model = Classifier(partial(torch.optim.SGD, lr=0.0))
     options = {"density": 0.05, "calibration_steps": 3}
     with messages_of(told):
         steps = train(model, options, max_steps=6)["steps"]
-    return steps, [gradients(model, partial(model.loss, batch)) for batch in model.batches], told
-
-
-def test_early_stopping_watches_the_density() -> None:
-    stopper = EarlyStopping("sparse/density", stopping_threshold=0.9, patience=100, check_on_train_epoch_end=True)
-    options = {"callbacks": [stopper], "max_steps": 50, "limit_train_batches": 1}
-    for run in train_workers(Classifier, {"density": 0.05, "calibration_steps": 2}, **options):
-        # Density is 1 throughout the two calibration steps, and below the stopping threshold from the third on.
-        assert run["global_step"] == 3
-        assert run["metrics"]["sparse/density"] < 0.9
+    own = [gradients(model, partial(model.loss, batch)) for batch in model.batches[:3]]
+    squares = of_all_workers(sum(float(values.square().sum()) for gradient in own for values in gradient.values()))
+    # The formula of the design: λ = sqrt(E‖g‖² / (ρ d)); the weights stand still (lr 0), so all gradients are known.
+    expected = (sum(squares) / 6 / (0.05 * steps[0].num_elements)) ** 0.5
+    assert [step.threshold for step in steps[:3]] == [0.0] * 3
+    assert [step.density for step in steps[:3]] == [1.0] * 3
+    assert steps[3].threshold == pytest.approx(expected, rel=1e-5)
+    assert of_all_workers(steps[-1].threshold) == [steps[-1].threshold] * 2
+    assert 0 < steps[-1].density < 1
+    said = [message for message in told if "calibrated" in message]
+    if dist.get_rank() == 0:
+        [message] = said
+        assert f"{expected:.6g}"[:5] in message
+    else:
+        assert said == []
 
 
 # What a sparsifier is told of epochs and learning rates.
@@ -289,8 +250,13 @@ class SlowingDown(Classifier):
         return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, falls)]
 
 
-def _fit_epochs(kind: str, searches: bool) -> Any:
-    """Returns the density of every step of six epochs."""
+MAY_SEARCH = pytest.mark.skipif(forgets_a_search() is not None, reason=str(forgets_a_search()))
+
+
+@pytest.mark.parametrize("searches", [False, pytest.param(True, marks=MAY_SEARCH)])
+@pytest.mark.parametrize("kind", OF_EPOCHS)
+@on_workers(2, process_group=False)
+def test_a_layer_is_sent_densely_at_first_and_where_the_learning_rate_has_fallen(kind: str, searches: bool) -> None:
     densities: list[list[float]] = []
     epochs = LambdaCallback(
         on_train_epoch_start=lambda *_: densities.append([]),
@@ -301,18 +267,9 @@ def _fit_epochs(kind: str, searches: bool) -> Any:
     searching = [LearningRateFinder(num_training_steps=6)] if searches else []
     trainer = quiet_trainer(strategy, max_steps=-1, max_epochs=6, callbacks=[*searching, epochs])
     trainer.fit(SlowingDown(), data(32))
-    return densities[-6:]
-
-
-@pytest.mark.parametrize("searches", [False, True])
-@pytest.mark.parametrize("kind", OF_EPOCHS)
-def test_a_layer_is_sent_densely_at_first_and_where_the_learning_rate_has_fallen(kind: str, searches: bool) -> None:
-    if searches and (reason := forgets_a_search()):
-        pytest.skip(reason)
-    for densities in run_workers(_fit_epochs, 2, kind, searches, process_group=False):
-        assert [len(of_epoch) for of_epoch in densities] == [4] * 6
-        is_high = [[density > sum(DENSITIES) / 2 for density in of_epoch] for of_epoch in densities]
-        assert is_high == [[expected] * 4 for expected in (True, True, False, True, False, False)]
+    assert [len(of_epoch) for of_epoch in densities[-6:]] == [4] * 6
+    is_high = [[density > sum(DENSITIES) / 2 for density in of_epoch] for of_epoch in densities[-6:]]
+    assert is_high == [[expected] * 4 for expected in (True, True, False, True, False, False)]
 
 
 def test_the_rates_of_all_groups_of_all_optimizers_are_told() -> None:

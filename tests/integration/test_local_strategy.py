@@ -1,7 +1,6 @@
 """``Trainer(strategy="local_hardthreshold")``: what a Trainer and its users can do with local training."""
 
 import os
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -34,13 +33,15 @@ from tests.integration.models import (
     nesterov,
     quiet_trainer,
     sgd,
+    warnings_of,
 )
 from tests.integration.test_checkpoint import ResumableData, SaveAt, WithSchedule
-from tests.workers import run_workers
+from tests.workers import of_all_workers, on_workers, run_workers
 
 
 class WithAdam(Classifier):
     default_optimizer = staticmethod(adam)
+    lr = 0.01
 
 
 def local_trainer(*callbacks: Callback, every_n_steps: int = 1, overlap: bool = False, **options: Any) -> Trainer:
@@ -60,33 +61,27 @@ def everything_of(module: nn.Module) -> dict[str, Tensor]:
 # What it trains.
 
 
-def _usual(options: dict[str, Any], strategy: Any) -> dict[str, Tensor]:
-    model = WithSchedule(nesterov)
-    quiet_trainer(strategy, max_steps=8, **options).fit(model, ResumableData(1000))
-    return clones(model.named_parameters())
-
-
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 3}, {"precision": "bf16-mixed"}], ids=str)
+@on_workers(2, process_group=False)
 def test_with_sgd_and_a_threshold_of_zero_it_is_ddp(options: dict[str, Any]) -> None:
-    [expected, _] = run_workers(_usual, 2, options, "ddp", process_group=False)
-    for found in run_workers(_usual, 2, options, LocalHardThresholdStrategy(threshold=0.0), process_group=False):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-2 if "precision" in options else 1e-6)
+    models = [WithSchedule(nesterov), WithSchedule(nesterov)]
+    for model, strategy in zip(models, ("ddp", LocalHardThresholdStrategy(threshold=0.0)), strict=True):
+        quiet_trainer(strategy, max_steps=8, **options).fit(model, ResumableData(1000))
+    expected, found = (clones(model.named_parameters()) for model in models)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-2 if "precision" in options else 1e-6)
 
 
-def _two_players() -> tuple[int, int, dict[str, Tensor]]:
+@on_workers(2, process_group=False)
+def test_several_optimizers_and_manual_optimization() -> None:
     trainer, model = local_trainer(every_n_steps=2, max_steps=12), TwoPlayers()
     trainer.fit(model, data())
-    return trainer.global_step, trainer.strategy.averager.last_step.step, clones(model.named_parameters())
+    assert trainer.global_step == 12
+    assert trainer.strategy.averager.last_step.step == 5
+    assert_equal(*of_all_workers(clones(model.named_parameters())))
 
 
-def test_several_optimizers_and_manual_optimization() -> None:
-    (steps, exchanges, weights), (_, _, other) = run_workers(_two_players, 2, process_group=False)
-    assert steps == 12
-    assert exchanges == 5
-    assert_equal(weights, other)
-
-
-def _clipped() -> list[float]:
+@on_workers(2, process_group=False)
+def test_each_worker_clips_its_own_gradient() -> None:
     norms = []
 
     def note(trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -95,45 +90,22 @@ def _clipped() -> list[float]:
     local_trainer(LambdaCallback(on_train_batch_end=note), max_steps=4, gradient_clip_val=0.05).fit(
         WithAdam(), ResumableData(1000)
     )
-    return norms
-
-
-def test_each_worker_clips_its_own_gradient() -> None:
-    for norms in run_workers(_clipped, 2, process_group=False):
-        assert norms == pytest.approx([0.05] * 4, rel=1e-3)
+    assert norms == pytest.approx([0.05] * 4, rel=1e-3)
 
 
 # What is seen in validation, logged and saved.
 
 
-class Looks(Callback):
-    """Notes the weights that each worker trains, and those that validation and test see."""
-
-    def __init__(self) -> None:
-        self.own: list[Tensor] = []
-        self.seen: list[Tensor] = []
-        self.tested: list[Tensor] = []
-        self.steps: list[Any] = []
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        trainer.strategy.averager.subscribe(self.steps.append)
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        self.own.append(flat(pl_module))
-
-    def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        self.seen.append(flat(pl_module))
-
-    def on_test_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        self.tested.append(flat(pl_module))
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
-
-
 def _everything(folder: str) -> tuple[dict[str, Any], Tensor, Tensor]:
-    """Fit with validation, callbacks and checkpoints, then test."""
-    looks, model = Looks(), Normalized(adam)
+    """Fits with validation and checkpoints, then tests; returns what was seen, and the weights after each."""
+    seen: dict[str, Any] = {"trained": [], "validated": [], "tested": [], "steps": []}
+    looks = LambdaCallback(
+        on_train_start=lambda trainer, _: trainer.strategy.averager.subscribe(seen["steps"].append),
+        on_train_batch_end=lambda _, module, *__: seen["trained"].append(flat(module)),
+        on_validation_batch_start=lambda _, module, *__: seen["validated"].append(flat(module)),
+        on_test_batch_start=lambda _, module, *__: seen["tested"].append(flat(module)),
+    )
+    model = Normalized(adam)
     trainer = quiet_trainer(
         LocalHardThresholdStrategy(threshold=0.01, every_n_steps=2),
         max_steps=-1,
@@ -142,10 +114,10 @@ def _everything(folder: str) -> tuple[dict[str, Any], Tensor, Tensor]:
         callbacks=[looks, DensityMonitor(), ErrorMonitor(), ModelCheckpoint(folder, save_last=True)],
     )
     trainer.fit(model, data(), data(32))
+    seen["metrics"] = {name: value.item() for name, value in trainer.callback_metrics.items()}
     after_fit = flat(model)
     trainer.test(model, data(32), verbose=False)
     assert trainer.global_step == 16
-    seen = {name: getattr(looks, name) for name in ("own", "seen", "tested", "steps", "metrics")}
     return seen, after_fit, flat(model)
 
 
@@ -159,24 +131,20 @@ def test_all_look_at_the_same_weights_and_train_their_own(tmp_path: Path) -> Non
     own = {"sparse/exchange_wait_ms", "sparse/average_density", "sparse/total_error", "val_loss"}
     assert logged | own <= mine["metrics"].keys()
     assert {name: mine["metrics"][name] for name in logged} == {name: theirs["metrics"][name] for name in logged}
-    for name in ("seen", "tested"):
+    for name in ("validated", "tested"):
         assert len(mine[name]) > 1
         assert_equal(mine[name], theirs[name])
     # In between each has its own, which validation has not changed.
-    assert all((own != other).any() for own, other in zip(mine["own"], theirs["own"], strict=True))
-    mean = (mine["own"][3] + theirs["own"][3]) / 2
+    assert all((own != other).any() for own, other in zip(mine["trained"], theirs["trained"], strict=True))
+    mean = (mine["trained"][3] + theirs["trained"][3]) / 2
     floating = slice(None, -1)  # the last is a counter
-    torch.testing.assert_close(mine["seen"][4][floating], mean[floating], rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(mine["validated"][4][floating], mean[floating], rtol=1e-6, atol=1e-7)
     for after in (after_test, *after_others):
         assert torch.equal(after, after_fit)
     saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
     names = [*dict(Normalized().named_parameters()), "norm.running_mean"]
     flat_saved = torch.cat([saved[name].flatten().double() for name in names])
     assert_equal(flat_saved, after_fit[: flat_saved.numel()])
-
-
-class WithRate(WithAdam):
-    lr = 0.01
 
 
 class Target(WithAdam):
@@ -275,7 +243,7 @@ def _validated(make: Callable[[], Classifier], *callbacks: Any) -> tuple[list[di
 @pytest.mark.parametrize(
     ("make", "callbacks", "own"),
     [
-        (WithRate, (partial(LearningRateFinder, num_training_steps=5),), ()),
+        (WithAdam, (partial(LearningRateFinder, num_training_steps=5),), ()),
         (Target, (), ("count",)),
         (Turns, (), ("order", "flags", "of_first")),
         (Odd, (), ("expert.weight", "expert.bias")),
@@ -300,8 +268,9 @@ def test_all_see_the_same_to_the_end(make: Any, callbacks: tuple[Any, ...], own:
             assert torch.equal(mine["expert.weight"], torch.full((3, 2 + rank), float(rank)))
 
 
-def _resumed(make: Callable[[], Classifier], folder: str) -> list[dict[str, Tensor]]:
-    """Trains in one go, and again from a file; returns both ends, and what a finished run resumed once more leaves."""
+@pytest.mark.parametrize("make", [Target, Unfreezes, Turns, Clamps])
+@on_workers(2, process_group=False)
+def test_a_resume_is_exact_and_a_finished_one_leaves_what_is_in_the_file(make: Any, tmp_path: Path) -> None:
     ends: list[dict[str, Tensor]] = []
 
     class End(Callback):
@@ -309,29 +278,21 @@ def _resumed(make: Callable[[], Classifier], folder: str) -> list[dict[str, Tens
             if trainer.global_step == 12:
                 ends.append(everything_of(pl_module))
 
-    savers = SaveAt(8, f"{folder}/8.ckpt"), SaveAt(12, f"{folder}/12.ckpt")
-    done = make()
-    for model, callbacks, resume in (
-        (make(), savers, None),
-        (make(), (), f"{folder}/8.ckpt"),
-        (done, (), f"{folder}/12.ckpt"),
-    ):
+    middle, end = str(tmp_path / "8.ckpt"), str(tmp_path / "12.ckpt")
+    savers, done = (SaveAt(8, middle), SaveAt(12, end)), make()
+    for model, callbacks, resume in ((make(), savers, None), (make(), (), middle), (done, (), end)):
         local_trainer(End(), *callbacks, max_steps=12).fit(model, ResumableData(4), ckpt_path=resume)
-    return [*ends, everything_of(done)]
+    straight, again = ends
+    saved, finished = torch.load(end, weights_only=True)["state_dict"], everything_of(done)
+    for name, tensor in straight.items():
+        assert torch.equal(tensor, again[name]), name
+        if tensor.is_floating_point():
+            assert torch.equal(finished[name], saved[name]), name
 
 
-@pytest.mark.parametrize("make", [Target, Unfreezes, Turns, Clamps])
-def test_a_resume_is_exact_and_a_finished_one_leaves_what_is_in_the_file(make: Any, tmp_path: Path) -> None:
-    results = run_workers(_resumed, 2, make, str(tmp_path), process_group=False)
-    saved = torch.load(tmp_path / "12.ckpt", weights_only=True)["state_dict"]
-    for straight, again, finished in results:
-        for name, tensor in straight.items():
-            assert torch.equal(tensor, again[name]), name
-            if tensor.is_floating_point():
-                assert torch.equal(finished[name], saved[name]), name
-
-
-def _after_an_exception(where: str) -> list[Tensor]:
+@pytest.mark.parametrize("where", ["validation", "training"])
+@on_workers(2, process_group=False)
+def test_after_an_exception_all_have_the_same_and_what_the_user_writes_stays(where: str) -> None:
     class Fails(Callback):
         def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
             if where == "validation" and trainer.global_step:
@@ -345,80 +306,62 @@ def _after_an_exception(where: str) -> list[Tensor]:
     trainer = local_trainer(Fails(), max_steps=8, val_check_interval=4, num_sanity_val_steps=0)
     with pytest.raises(ZeroDivisionError):
         trainer.fit(model, ResumableData(100), ResumableData(2))
-    left = flat(model)
+    assert torch.equal(*of_all_workers(flat(model)))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.5)
     local_trainer(max_steps=8).validate(model, ResumableData(2), verbose=False)
-    return [left, flat(model)]
+    assert (flat(model) == 0.5).all()
 
 
-@pytest.mark.parametrize("where", ["validation", "training"])
-def test_after_an_exception_all_have_the_same_and_what_the_user_writes_stays(where: str) -> None:
-    (left, after), (other_left, other_after) = run_workers(_after_an_exception, 2, where, process_group=False)
-    assert torch.equal(left, other_left)
-    assert (after == 0.5).all()
-    assert (other_after == 0.5).all()
-
-
-def _saved_after_others_were_loaded(folder: str) -> None:
-    model = WithAdam()
-    trainer = local_trainer(SaveAt(3, f"{folder}/best.ckpt"), max_steps=6)
-    trainer.fit(model, ResumableData(100))
-    trainer.test(model, ResumableData(2), ckpt_path=f"{folder}/best.ckpt", verbose=False)
-    trainer.save_checkpoint(f"{folder}/again.ckpt")
-
-
+@on_workers(2, process_group=False)
 def test_weights_that_are_loaded_after_training_are_those_that_are_saved(tmp_path: Path) -> None:
-    run_workers(_saved_after_others_were_loaded, 2, str(tmp_path), process_group=False)
+    model = WithAdam()
+    trainer = local_trainer(SaveAt(3, str(tmp_path / "best.ckpt")), max_steps=6)
+    trainer.fit(model, ResumableData(100))
+    trainer.test(model, ResumableData(2), ckpt_path=tmp_path / "best.ckpt", verbose=False)
+    trainer.save_checkpoint(tmp_path / "again.ckpt")
     best, again = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("best", "again"))
     assert_equal(again["state_dict"], best["state_dict"])
     assert again["lightning_sparse"]["workers"] == []
     assert "were changed" in again["lightning_sparse"]["why_incomplete"]
 
 
-def _saved_in_validation(folder: str, who_writes: list[int]) -> int:
-    """Saves in a validation in which some have written to the weights; returns how many steps there were in the end."""
-
+@pytest.mark.parametrize("who_writes", [[], [0], [1], [0, 1]], ids=str)
+@on_workers(2, process_group=False)
+def test_a_save_in_validation_is_alike_for_all_workers_that_wrote_to_the_weights(
+    who_writes: list[int], tmp_path: Path
+) -> None:
     class Writes(Callback):
         def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
             if trainer.global_rank in who_writes:
                 with torch.no_grad():
                     next(pl_module.parameters()).fill_(0.5)
-            trainer.save_checkpoint(f"{folder}/in.ckpt")
+            trainer.save_checkpoint(tmp_path / "in.ckpt")
 
     trainer = local_trainer(Writes(), max_steps=6, val_check_interval=3, num_sanity_val_steps=0)
     trainer.fit(WithAdam(), ResumableData(6), ResumableData(1))
-    return trainer.global_step
-
-
-@pytest.mark.parametrize("who_writes", [[], [0], [1], [0, 1]], ids=str)
-def test_a_save_in_validation_is_alike_for_all_workers_that_wrote_to_the_weights(
-    who_writes: list[int], tmp_path: Path
-) -> None:
-    assert run_workers(_saved_in_validation, 2, str(tmp_path), who_writes, process_group=False) == [6, 6]
+    assert trainer.global_step == 6
     saved = torch.load(tmp_path / "in.ckpt", weights_only=True)["lightning_sparse"]
     assert len(saved["workers"]) == (0 if who_writes else 2)
     assert ("were changed" in str(saved["why_incomplete"])) is bool(who_writes)
 
 
-def _saved_before_backward(folder: str) -> int:
+@on_workers(2, process_group=False)
+def test_a_save_before_a_backward_leaves_it_alone_while_an_exchange_travels(tmp_path: Path) -> None:
     saves = LambdaCallback(
-        on_before_backward=lambda trainer, *_: trainer.save_checkpoint(f"{folder}/{trainer.global_step}.ckpt")
+        on_before_backward=lambda trainer, *_: trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
     )
     trainer = local_trainer(saves, overlap=True, every_n_steps=2, max_steps=6)
     trainer.fit(WithAdam(), ResumableData(6))
-    return trainer.global_step
-
-
-def test_a_save_before_a_backward_leaves_it_alone_while_an_exchange_travels(tmp_path: Path) -> None:
-    assert run_workers(_saved_before_backward, 2, str(tmp_path), process_group=False) == [6, 6]
+    assert trainer.global_step == 6
     saved = [torch.load(tmp_path / f"{step}.ckpt", weights_only=True)["lightning_sparse"] for step in range(1, 6)]
     travels = "an exchange is still travelling"
     assert [content["why_incomplete"] for content in saved] == [None, travels, None, travels, None]
 
 
-def _nested() -> list[Tensor]:
+@on_workers(2)
+def test_blocks_of_averaged_weights_may_be_nested() -> None:
     model = nn.Linear(3, 3)
     averager = SparseModelAverager(model, HardThreshold(threshold=1e9))
     with torch.no_grad():
@@ -426,15 +369,9 @@ def _nested() -> list[Tensor]:
     with averager.averaged_weights():
         with averager.averaged_weights():
             inside = flat(model)
-        after = flat(model)
-    return [inside, after, flat(model)]
-
-
-def test_blocks_of_averaged_weights_may_be_nested() -> None:
-    (inside, after, own), (other_inside, _, other) = run_workers(_nested, 2)
-    assert torch.equal(inside, after)
-    assert torch.equal(inside, other_inside)
-    assert not torch.equal(own, other)
+        assert torch.equal(flat(model), inside)
+    assert torch.equal(*of_all_workers(inside))
+    assert not torch.equal(*of_all_workers(flat(model)))
 
 
 # A resume with other options.
@@ -463,16 +400,16 @@ def _saved(**options: Any) -> dict[str, Any]:
 def _loaded(saved: dict[str, Any], **options: Any) -> tuple[dict[str, Tensor], Any, list[str]]:
     """The weights that a worker begins with, its outer optimizer, and what it was warned of."""
     model, averager = _drifting(**options)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    told: list[str] = []
+    with warnings_of(told, "outer"):
         averager.load_state_dict(saved)
     own = clones(model.named_parameters())
     averager.step()  # goes on
-    told = [str(warning.message) for warning in caught]
-    return own, averager.exchange.outer, [message for message in told if "outer" in message]
+    return own, averager.exchange.outer, told
 
 
-def _kept_goes_into_the_weights() -> None:
+@on_workers(2)
+def test_what_was_kept_apart_goes_into_weights_that_keep_their_drift() -> None:
     saved = _saved(keep_drift=False)
     apart, _, _ = _loaded(saved, keep_drift=False)
     within, _, _ = _loaded(saved, keep_drift=True)
@@ -484,11 +421,8 @@ def _kept_goes_into_the_weights() -> None:
         assert_equal(within[name], weight - (torch.view_as_complex(part) if weight.is_complex() else part))
 
 
-def test_what_was_kept_apart_goes_into_weights_that_keep_their_drift() -> None:
-    run_workers(_kept_goes_into_the_weights, 2)
-
-
-def _other_outer_optimizers() -> tuple[list[str], list[str], list[str]]:
+@on_workers(2)
+def test_an_outer_optimizer_has_the_options_of_now_and_another_begins_anew() -> None:
     saved = _saved(outer_optimizer=NESTEROV)
     _, slow, told_slow = _loaded(saved, outer_optimizer=SLOW)
     [group] = slow.param_groups
@@ -500,15 +434,10 @@ def _other_outer_optimizers() -> tuple[list[str], list[str], list[str]]:
     torch.testing.assert_close(slow.state[group["params"][0]]["momentum_buffer"], 0.5 * before)
     _, other, told_other = _loaded(saved, outer_optimizer=partial(torch.optim.Adam, lr=0.01))
     assert [float(state["step"]) for state in other.state.values()] == [1.0] * len(other.state)
-    return told_slow, told_other, _loaded(saved)[2]
-
-
-def test_an_outer_optimizer_has_the_options_of_now_and_another_begins_anew() -> None:
-    for of_slow, of_other, of_none in run_workers(_other_outer_optimizers, 2):
-        assert of_slow == []
-        for told, now in ((of_other, "Adam, which begins anew"), (of_none, "none")):
-            [message] = told
-            assert f"optimizer is SGD, the current one is {now}: what" in message
+    assert told_slow == []
+    for told, current in ((told_other, "Adam, which begins anew"), (_loaded(saved)[2], "none")):
+        [message] = told
+        assert f"optimizer is SGD, the current one is {current}: what" in message
 
 
 # What is refused.
@@ -519,14 +448,10 @@ class WithShardedOptimizer(Classifier):
         return ZeroRedundancyOptimizer(self.parameters(), torch.optim.Adam, lr=0.01)
 
 
-def _refused() -> str:
-    with pytest.raises(ValueError, match="ZeroRedundancyOptimizer") as caught:
-        local_trainer(max_steps=2).fit(WithShardedOptimizer(), ResumableData(4))
-    return str(caught.value)
-
-
+@on_workers(2, process_group=False)
 def test_an_optimizer_that_needs_averaged_gradients_is_refused() -> None:
-    assert all("inside of it" in message for message in run_workers(_refused, 2, process_group=False))
+    with pytest.raises(ValueError, match=r"ZeroRedundancyOptimizer.* inside of it"):
+        local_trainer(max_steps=2).fit(WithShardedOptimizer(), ResumableData(4))
 
 
 class Outer:
@@ -536,7 +461,8 @@ class Outer:
         return sgd(parameters)
 
 
-def _outer_optimizers_and_modules() -> None:
+@on_workers(2)
+def test_outer_optimizers_of_a_command_line_and_modules_that_cannot_be() -> None:
     for outer in (Outer(), partial(Outer.__call__, Outer())):
         options = DriftOptions(outer_optimizer=outer)
         SparseModelAverager(nn.Linear(2, 2), HardThreshold(threshold=0.1), options).close()
@@ -544,7 +470,3 @@ def _outer_optimizers_and_modules() -> None:
     for module, message in ((wrapped, "Unwrap"), (nn.LazyLinear(3), "not initialised")):
         with pytest.raises(ValueError, match=message):
             SparseModelAverager(module, HardThreshold(threshold=0.1))
-
-
-def test_outer_optimizers_of_a_command_line_and_modules_that_cannot_be() -> None:
-    run_workers(_outer_optimizers_and_modules, 2)

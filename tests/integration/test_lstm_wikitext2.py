@@ -5,7 +5,6 @@ import itertools
 import math
 import os
 import re
-import warnings
 import zipfile
 from types import SimpleNamespace
 
@@ -22,10 +21,10 @@ from recipes.lstm_wikitext2.data import IGNORED, WikiText2DataModule, Windows, e
 from recipes.lstm_wikitext2.markov_chain import MarkovChain
 from recipes.lstm_wikitext2.model import CorpusPerplexity, LSTMLanguageModel, TiedLSTM
 from recipes.lstm_wikitext2.topics import article_starts
-from tests.integration.models import WEIGHTS_ONLY, assert_equal, quiet_trainer
+from tests.integration.models import WEIGHTS_ONLY, assert_equal, quiet_trainer, warnings_of
 from tests.integration.recipe_runs import DATA, needs_data, refuse_to_fetch
 from tests.integration.test_checkpoint import SaveAt
-from tests.workers import run_workers
+from tests.workers import on_workers, run_workers
 
 
 def small_model(**arguments):
@@ -105,8 +104,8 @@ def twelve_steps(save, resume):
     options = {"max_steps": -1, "max_epochs": 2, "limit_train_batches": 6, "limit_val_batches": 0}
     trainer = quiet_trainer("ddp" if devices > 1 else "auto", num_workers=devices, callbacks=callbacks, **options)
     model = small_model(warmup_from=1.0, learning_rate=1.0, milestones=(1.5,))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    messages: list[str] = []
+    with warnings_of(messages):
         data = WikiText2DataModule(source="builtin", columns=3, bptt=5)
         trainer.fit(model, data, ckpt_path=resume, **WEIGHTS_ONLY)
     return {
@@ -114,7 +113,7 @@ def twelve_steps(save, resume):
         "steps": trainer.global_step,
         "parameters": model.state_dict(),
         "end": torch.stack(model.hidden["train"]),
-        "messages": [str(warning.message) for warning in caught],
+        "messages": messages,
     }
 
 
@@ -171,41 +170,38 @@ class UnevenText(WikiText2DataModule):
         return Corpus(text, text, text, vocabulary_size=200, end_of_line=7)
 
 
-def validate_uneven_text():
+@on_workers(2, process_group=False)
+def test_perplexity_is_that_of_all_words_of_all_workers():
     trainer = quiet_trainer("ddp", num_workers=2)
     model, data = small_model(), UnevenText(columns=3, eval_columns=3, bptt=30)
     with torch.no_grad():  # words whose probabilities differ widely, so that what is counted where matters
         model.network.decoder.bias.normal_(std=3)
-    return trainer.validate(model, data, verbose=False)[0], trainer.test(model, data, verbose=False)[0], model
+    [validated], [tested] = trainer.validate(model, data, verbose=False), trainer.test(model, data, verbose=False)
+    model.eval()
+    text = UnevenText()._read().val
+    losses = []
+    with torch.no_grad():
+        for first in range(0, UNEVEN, 168):  # plainly: a column at a time, not in windows
+            targets = text[first : first + 168]
+            words = torch.cat([text[first - 1 : first] if first else torch.tensor([7]), targets[:-1]])
+            logits, _ = model.network(words[:, None])
+            losses.append(cross_entropy(logits[:, 0].double(), targets, reduction="none"))
+    expected = torch.cat(losses).mean().exp().item()
+    windows = [
+        torch.cat([column[first : first + 30] for column in columns]).mean().exp()
+        for columns in (losses[:3], losses[3:])
+        for first in range(0, 168, 30)
+    ]
+    assert len(torch.cat(losses)) == UNEVEN
+    assert validated["val/perplexity"] == pytest.approx(expected, rel=1e-5)
+    assert validated["val/loss"] == pytest.approx(math.log(expected), rel=1e-5)
+    mean = torch.stack(windows).mean().item()
+    assert validated["val/perplexity_mean_of_windows"] == pytest.approx(mean, rel=1e-5)
+    assert mean > 1.01 * expected
+    assert tested["test/perplexity"] == pytest.approx(expected, rel=1e-5)
 
 
 class TestPerplexity:
-    def test_is_that_of_all_words_of_all_workers(self):
-        workers = run_workers(validate_uneven_text, 2, process_group=False)
-        model = workers[0][2].eval()
-        text = UnevenText()._read().val
-        losses = []
-        with torch.no_grad():
-            for first in range(0, UNEVEN, 168):  # plainly: a column at a time, not in windows
-                targets = text[first : first + 168]
-                words = torch.cat([text[first - 1 : first] if first else torch.tensor([7]), targets[:-1]])
-                logits, _ = model.network(words[:, None])
-                losses.append(cross_entropy(logits[:, 0].double(), targets, reduction="none"))
-        expected = torch.cat(losses).mean().exp().item()
-        windows = [
-            torch.cat([column[first : first + 30] for column in columns]).mean().exp()
-            for columns in (losses[:3], losses[3:])
-            for first in range(0, 168, 30)
-        ]
-        assert len(torch.cat(losses)) == UNEVEN
-        for validated, tested, _ in workers:
-            assert validated["val/perplexity"] == pytest.approx(expected, rel=1e-5)
-            assert validated["val/loss"] == pytest.approx(math.log(expected), rel=1e-5)
-            mean = torch.stack(windows).mean().item()
-            assert validated["val/perplexity_mean_of_windows"] == pytest.approx(mean, rel=1e-5)
-            assert mean > 1.01 * expected
-            assert tested["test/perplexity"] == pytest.approx(expected, rel=1e-5)
-
     def test_agrees_with_torchmetrics(self):
         torchs, ours = Perplexity(ignore_index=IGNORED), CorpusPerplexity()
         for time in (7, 3):
@@ -236,22 +232,20 @@ class TestMarkovChain:
         assert (frequency - chain.stationary()).abs().max() < 0.005
         assert torch.equal(text, MarkovChain().sample(50_000, seed=3))
 
-    @pytest.mark.full
-    def test_is_learnt(self):
-        ((perplexity, floor),) = run_workers(learn_markov_chain, 1, process_group=False)
-        # The deviation of the mean over 20,000 words is 0.7 %.
-        assert 0.98 * floor < perplexity < 1.3 * floor
-        assert floor < 10  # and a model without a past cannot do better than about 190
 
-
-def learn_markov_chain():
+@pytest.mark.full
+@on_workers(1, process_group=False)
+def test_the_model_learns_a_markov_chain():
     torch.manual_seed(0)
     model = LSTMLanguageModel(200, 64, 1, dropout=0, learning_rate=10, warmup_epochs=0.2, milestones=(1.5,))
     data = WikiText2DataModule(source="builtin", columns=20, bptt=20)
     options = {"limit_train_batches": 200, "num_sanity_val_steps": 0, "gradient_clip_val": 0.4}
     trainer = quiet_trainer("auto", num_workers=1, max_steps=-1, max_epochs=2, **options)
     trainer.fit(model, data)
-    return trainer.callback_metrics["val/perplexity"].item(), MarkovChain().perplexity()
+    floor = MarkovChain().perplexity()
+    # The deviation of the mean over 20,000 words is 0.7 %.
+    assert 0.98 * floor < trainer.callback_metrics["val/perplexity"].item() < 1.3 * floor
+    assert floor < 10  # and a model without a past cannot do better than about 190
 
 
 def write_corpus(folder, **contents):

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.integration.models import Classifier, Recorder, data, quiet_trainer
 from tests.integration.programs.loops import loss_of
-from tests.workers import run_workers
+from tests.workers import on_workers, run_workers
 
 PAGE = Path(__file__).parents[2] / "docs" / "migrating.md"
 SNIPPETS = re.findall(r"^```diff\n(.+?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
@@ -36,26 +36,21 @@ def test_every_snippet_is_run() -> None:
     assert len(SNIPPETS) == 7
 
 
-def run_trainer(program: str) -> str | None:
-    """Returns the hook with which two workers have trained three steps."""
+@pytest.mark.parametrize("snippet", OF_TRAINERS)
+@pytest.mark.parametrize("sign", ["-", "+"])
+@on_workers(2, process_group=False)
+def test_a_trainer_trains_before_and_after(snippet: str, sign: str) -> None:
     recorder = Recorder()
 
     def make_trainer(*, devices: int, strategy: Any) -> Trainer:
         assert devices == 8  # what the page shows
         return quiet_trainer(strategy, callbacks=[recorder])
 
-    exec(program, {"Trainer": make_trainer, "model": Classifier(), "loader": data()})
-    [hook] = recorder.comm_hooks
-    return hook
-
-
-@pytest.mark.parametrize("snippet", OF_TRAINERS)
-@pytest.mark.parametrize("sign", ["-", "+"])
-def test_a_trainer_trains_before_and_after(snippet: str, sign: str) -> None:
     program = side(snippet, sign)
+    exec(program, {"Trainer": make_trainer, "model": Classifier(), "loader": data()})
     is_ours = "HardThreshold" in program or "hardthreshold" in program
     # On a CPU Lightning's own strategy registers no hook, as the page says.
-    assert run_workers(run_trainer, 2, program, process_group=False) == ["sparse_hook" if is_ours else None] * 2
+    assert recorder.comm_hooks == ["sparse_hook" if is_ours else None]
 
 
 def run_loop(program: str, with_fabric: bool) -> tuple[str | None, bool]:

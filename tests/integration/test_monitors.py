@@ -1,7 +1,6 @@
 """The monitors: their numbers, tables and pictures, and that they issue no collective."""
 
 import io
-import pickle
 import re
 import warnings
 from contextlib import redirect_stdout
@@ -17,7 +16,6 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from torch import Tensor
 
 from lightning_sparse import (
     DDPHardThresholdStrategy,
@@ -28,18 +26,10 @@ from lightning_sparse import (
     StepStats,
 )
 from lightning_sparse.engine.step_stats import LayerStats
-from tests.integration.models import (
-    SMALL_BUCKETS_MB,
-    Classifier,
-    TwoPlayers,
-    data,
-    gradients,
-    messages_of,
-    quiet_trainer,
-)
+from tests.integration.models import SMALL_BUCKETS_MB, Classifier, data, messages_of, quiet_trainer
 from tests.integration.test_checkpoint import ResumableData, SaveAt
 from tests.integration.test_step_log import columns, density_of
-from tests.workers import run_workers
+from tests.workers import on_workers, run_workers
 
 THRESHOLD = 0.15
 SENDS_NONE = 1000.0  # so that no payload exceeds its capacity and needs a second round
@@ -52,7 +42,6 @@ class Watched:
     """The record of a training with monitors on one worker."""
 
     steps: list[StepStats]
-    own_gradients: list[dict[str, Tensor]]
     callback_metrics: dict[str, float]
     printed: str
     messages: list[str]
@@ -60,21 +49,11 @@ class Watched:
 
 def watch(callbacks: list[Callback], *, num_workers: int = 2, **options: Any) -> list[Watched]:
     """Train and return each worker's record; by default six steps with a hard threshold and fixed weights."""
-    # Bytes: a pipe would let all workers share the tensors of a monitor.
-    given = pickle.dumps((callbacks, {"num_workers": num_workers, **options}))
-    return run_workers(_watch_pickled, num_workers, given, process_group=False)
+    watched = partial(_watch, callbacks, num_workers=num_workers, **options)
+    return run_workers(watched, num_workers, process_group=False)
 
 
-def _watch_pickled(given: bytes) -> Watched:
-    callbacks, options = pickle.loads(given)
-    return _watch(callbacks, **options)
-
-
-def _watch(
-    callbacks: list[Callback], *, strategy: Any = None, model: Any = None, ckpt_path: str | None = None, **options: Any
-) -> Watched:
-    # Weights that stand still make every gradient known from the start.
-    model = model or Classifier(partial(torch.optim.SGD, lr=0.0))
+def _watch(callbacks: list[Callback], *, strategy: Any = None, ckpt_path: str | None = None, **options: Any) -> Watched:
     strategy = strategy or DDPHardThresholdStrategy(threshold=THRESHOLD, bucket_cap_mb=SMALL_BUCKETS_MB)
     options = {"max_steps": 6, "log_every_n_steps": 1, **options}
     steps, messages, printed = [], [], io.StringIO()
@@ -87,90 +66,44 @@ def _watch(
     trainer = quiet_trainer(strategy, callbacks=callbacks, **options)
     with redirect_stdout(printed), messages_of(messages), warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*barebones.*configured")
-        trainer.fit(model, data(), ckpt_path=ckpt_path)
-    untrained = Classifier()
-    batches = model.batches if isinstance(model, Classifier) else []
-    own_gradients = [gradients(untrained, partial(untrained.loss, batch)) for batch in batches]
+        trainer.fit(Classifier(partial(torch.optim.SGD, lr=0.0)), data(), ckpt_path=ckpt_path)
     metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
-    return Watched(steps, own_gradients, metrics, printed.getvalue(), messages)
+    return Watched(steps, metrics, printed.getvalue(), messages)
 
 
-@pytest.fixture(scope="module")
-def tensorboard_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Watched], dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("tensorboard")
+def test_tensorboard_shows_averages_totals_and_layers(tmp_path: Path) -> None:
     monitors = [DensityMonitor(), ErrorMonitor(per_layer=True)]
-    workers = watch(monitors, logger=TensorBoardLogger(str(folder)))
-    # In a process of its own: reading event files warns about protobuf.
-    [events] = run_workers(_read_events, 1, str(folder), process_group=False)
-    return workers, events
-
-
-def _read_events(folder: str) -> dict[str, Any]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    files = list(Path(folder).rglob("events.out.tfevents.*"))
-    assert len(files) == 1, files  # from the first worker only
-    accumulator = EventAccumulator(str(files[0].parent), size_guidance={"scalars": 0, "histograms": 0, "images": 0})
-    accumulator.Reload()
-    tags = accumulator.Tags()
-    return {
-        "scalars": {tag: [(point.step, point.value) for point in accumulator.Scalars(tag)] for tag in tags["scalars"]},
-        "histograms": {
-            tag: [(point.step, point.histogram_value.num, point.histogram_value.sum) for point in points]
-            for tag in tags["histograms"]
-            for points in [accumulator.Histograms(tag)]
-        },
-        "images": {tag: [(image.width, image.height) for image in accumulator.Images(tag)] for tag in tags["images"]},
-    }
-
-
-def test_step_stats_are_those_of_an_independent_recomputation(tensorboard_run: Any) -> None:
-    workers, _ = tensorboard_run
-    residuals = [dict.fromkeys(SIZES, 0.0) for _ in workers]
-    for number, steps in enumerate(zip(*(worker.steps for worker in workers), strict=True)):
-        selected, squared_error = dict.fromkeys(SIZES, 0), dict.fromkeys(SIZES, 0.0)
-        for worker, residual in zip(workers, residuals, strict=True):
-            for name in SIZES:
-                compensated = residual[name] + worker.own_gradients[number][name]
-                sent = compensated.abs() >= THRESHOLD
-                residual[name] = compensated.masked_fill(sent, 0.0)
-                selected[name] += int(sent.sum())
-                squared_error[name] += float(residual[name].double().square().sum()) / 2
-        assert 0 < sum(selected.values()) < 2 * NUM_ELEMENTS
-        for step in steps:
-            assert step.num_elements == NUM_ELEMENTS
-            assert {name: layer.selected for name, layer in step.layers.items()} == selected
-            assert step.error_norm == pytest.approx(sqrt(sum(squared_error.values())), rel=1e-5)
-            for name, layer in step.layers.items():
-                assert layer.density == pytest.approx(selected[name] / (2 * SIZES[name]))
-                assert layer.squared_error == pytest.approx(squared_error[name], rel=1e-5)
-
-
-def test_tensorboard_shows_averages_totals_and_error_norms_of_layers(tensorboard_run: Any) -> None:
-    workers, events = tensorboard_run
+    workers = watch(monitors, logger=TensorBoardLogger(str(tmp_path)))
     steps = workers[0].steps
     rows = [columns([step], steps[: number + 1]) for number, step in enumerate(steps)]
-    # A scalar per layer is for other loggers; in TensorBoard it would bury everything else.
-    assert not any(tag.startswith("sparse/layer_density") for tag in events["scalars"])
-    for tag in [tag for tag in rows[0] if not tag.startswith("sparse/layer_density")]:
-        assert [step for step, _ in events["scalars"][tag]] == list(range(6)), tag
-        values = [value for _, value in events["scalars"][tag]]
-        assert values == pytest.approx([row[tag] for row in rows], rel=1e-5, abs=1e-7), tag
     for worker in workers:
         for tag in ("sparse/average_density", "sparse/total_error"):
             assert worker.callback_metrics[tag] == pytest.approx(rows[-1][tag], rel=1e-5)
+    # In a process of its own: reading event files warns about protobuf.
+    run_workers(_check_events, 1, str(tmp_path), steps, rows, process_group=False)
 
 
-def test_tensorboard_shows_densities_of_layers_in_a_histogram_and_a_picture(tensorboard_run: Any) -> None:
-    workers, events = tensorboard_run
-    histograms = events["histograms"]["sparse/layer_density"]
-    for (number, count, total), step in zip(histograms, workers[0].steps, strict=True):
-        assert (number, count) == (step.step, len(SIZES))
-        assert total == pytest.approx(sum(layer.density for layer in step.layers.values()), rel=1e-5)
-    assert events["images"].keys() == {"sparse/log10_layer_density"}
-    [(width, height)] = events["images"]["sparse/log10_layer_density"]
-    assert width > 500
-    assert height > 100
+def _check_events(folder: str, steps: list[StepStats], rows: list[dict[str, float]]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    [file] = Path(folder).rglob("events.out.tfevents.*")  # from the first worker only
+    events = EventAccumulator(str(file.parent), size_guidance={"scalars": 0, "histograms": 0, "images": 0})
+    events.Reload()
+    tags = events.Tags()
+    # A scalar per layer is for other loggers; in TensorBoard it would bury everything else.
+    assert not any(tag.startswith("sparse/layer_density") for tag in tags["scalars"])
+    for tag in [tag for tag in rows[0] if not tag.startswith("sparse/layer_density")]:
+        points = events.Scalars(tag)
+        assert [point.step for point in points] == list(range(6)), tag
+        assert [point.value for point in points] == pytest.approx([row[tag] for row in rows], rel=1e-5, abs=1e-7), tag
+    for point, step in zip(events.Histograms("sparse/layer_density"), steps, strict=True):
+        assert (point.step, point.histogram_value.num) == (step.step, len(SIZES))
+        densities = [layer.density for layer in step.layers.values()]
+        assert point.histogram_value.sum == pytest.approx(sum(densities), rel=1e-5)
+    assert tags["images"] == ["sparse/log10_layer_density"]
+    [image] = events.Images("sparse/log10_layer_density")
+    assert image.width > 500
+    assert image.height > 100
 
 
 def test_barebones_the_monitors_count_and_log_nothing() -> None:
@@ -284,30 +217,9 @@ def test_under_plain_ddp_the_monitors_are_idle_and_say_so() -> None:
     assert not any("is idle" in message for message in workers[1].messages)
 
 
-def test_two_exchanges_in_a_batch_both_count() -> None:
-    strategy = DDPHardThresholdStrategy(threshold=0.01, find_unused_parameters=True)
-    worker = watch([DensityMonitor(), ErrorMonitor()], strategy=strategy, model=TwoPlayers())[0]
-    assert len(worker.steps) == 6
-    average = pytest.approx(density_of(worker.steps), rel=1e-5)
-    assert worker.callback_metrics["sparse/average_density"] == average
-    total = sum(step.squared_error for step in worker.steps)
-    assert worker.callback_metrics["sparse/total_error"] == pytest.approx(total, rel=1e-5)
-    assert re.search(r"steps exchanged +6$", worker.printed, re.MULTILINE)
-
-
 @pytest.mark.parametrize("exchange", ["gather", "dense"])
+@on_workers(2, process_group=False)
 def test_monitors_and_logging_cost_no_collective(exchange: str) -> None:
-    for without, with_monitors, hook_only in run_workers(_count_collectives, 2, exchange, process_group=False):
-        assert without
-        assert with_monitors == without
-        # One a step, as two small payloads travel together, and nothing for the strategy's own numbers; on the dense
-        # route one a bucket, 1 bucket in the first step, then 2, and a gather of headers. A gather of two workers over
-        # Gloo is one message from each. (Lightning itself broadcasts whether to stop.)
-        expected = (1 + 5 * 2) + 6 if exchange == "dense" else 6
-        assert len([name for name in hook_only if name != "broadcast"]) == expected
-
-
-def _count_collectives(exchange: str) -> tuple[list[str], list[str], list[str]]:
     calls: list[str] = []
     for module in (dist, dist.distributed_c10d):
         for name in COLLECTIVES:
@@ -322,7 +234,14 @@ def _count_collectives(exchange: str) -> tuple[list[str], list[str], list[str]]:
         _watch([*callbacks, marks], strategy=strategy, num_workers=2)
         runs.append(calls.copy())
     start, end = runs[0].index("train start"), runs[0].index("train end")
-    return runs[0], runs[1], runs[0][start + 1 : end]
+    without, with_monitors = runs
+    assert without
+    assert with_monitors == without
+    # One a step, as two small payloads travel together, and nothing for the strategy's own numbers; on the dense
+    # route one a bucket, 1 bucket in the first step, then 2, and a gather of headers. A gather of two workers over
+    # Gloo is one message from each. (Lightning itself broadcasts whether to stop.)
+    expected = (1 + 5 * 2) + 6 if exchange == "dense" else 6
+    assert len([name for name in without[start + 1 : end] if name != "broadcast"]) == expected
 
 
 COLLECTIVES = [
@@ -386,7 +305,8 @@ def test_a_run_longer_than_the_picture_is_wide_is_averaged_into_it() -> None:
     assert float(density) == pytest.approx(first)
 
 
-def _resume_between_exchanges(path: str) -> list[bool]:
+@on_workers(2, process_group=False)
+def test_totals_are_in_the_first_row_of_a_resumed_run(tmp_path: Path) -> None:
     has_average: list[bool] = []
 
     class Watch(Callback):
@@ -399,11 +319,6 @@ def _resume_between_exchanges(path: str) -> list[bool]:
 
     first = trainer_of(5)
     first.fit(Classifier(), ResumableData(20))
-    first.save_checkpoint(path)
-    trainer_of(7).fit(Classifier(), ResumableData(20), ckpt_path=path)
-    return has_average
-
-
-def test_totals_are_in_the_first_row_of_a_resumed_run(tmp_path: Path) -> None:
-    for has_average in run_workers(_resume_between_exchanges, 2, str(tmp_path / "a.ckpt"), process_group=False):
-        assert has_average == [False] * 3 + [True] * 2 + [True] * 2
+    first.save_checkpoint(tmp_path / "a.ckpt")
+    trainer_of(7).fit(Classifier(), ResumableData(20), ckpt_path=tmp_path / "a.ckpt")
+    assert has_average == [False] * 3 + [True] * 2 + [True] * 2

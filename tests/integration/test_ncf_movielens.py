@@ -21,14 +21,13 @@ from recipes.ncf_movielens.data import MovieLensDataModule
 from recipes.ncf_movielens.low_rank import low_rank_ratings
 from recipes.ncf_movielens.metrics import NDCG, HitRate, pessimistic_ranks
 from recipes.ncf_movielens.model import NCFRecommender, NeuMF
-from recipes.ncf_movielens.ratings import InvalidRatingsError, load_ratings, parse_ratings, split, unrated_items
+from recipes.ncf_movielens.ratings import InvalidRatingsError, load_ratings, parse_ratings, unrated_items
 from recipes.ncf_movielens.sampling import Shard, TrainingBatches, derived_seed, make_shard, ranking_batches
 from tests.integration.models import quiet_trainer
 from tests.integration.recipe_runs import DATA, needs_data, refuse_to_fetch
-from tests.workers import run_workers
+from tests.workers import of_all_workers, on_workers, run_workers
 
 HEADER = "userId,movieId,rating,timestamp"
-ON_A_GPU = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 def write_ratings(path, rows, header=HEADER):
@@ -58,12 +57,15 @@ def ratings(known):
     return known.ratings
 
 
-def save_checkpoint(folder):
+@on_workers(1, process_group=False)
+def test_a_checkpoint_remembers_the_models_size(tmp_path):
     model = NCFRecommender(factors=2, mlp_sizes=(4, 4))
-    options = {"enable_checkpointing": True, "default_root_dir": folder, "limit_val_batches": 0}
+    options = {"enable_checkpointing": True, "default_root_dir": tmp_path, "limit_val_batches": 0}
     trainer = quiet_trainer("auto", num_workers=1, max_steps=1, **options)
     trainer.fit(model, MovieLensDataModule(source="builtin", batch_size=1000))
-    return trainer.checkpoint_callback.best_model_path, model.network.user_factors.weight.detach()
+    again = NCFRecommender.load_from_checkpoint(trainer.checkpoint_callback.best_model_path)
+    assert (again.hparams["num_users"], again.hparams["num_items"]) == (1000, 400)
+    assert torch.equal(again.network.user_factors.weight, model.network.user_factors.weight)
 
 
 class TestModel:
@@ -93,12 +95,6 @@ class TestModel:
         with pytest.raises(RuntimeError, match=r"Nothing says what num_users is\. Pass it, or use"):
             model.configure_model()
 
-    def test_checkpoint_remembers_its_size(self, tmp_path):
-        ((path, weight),) = run_workers(save_checkpoint, 1, str(tmp_path), process_group=False)
-        again = NCFRecommender.load_from_checkpoint(path)
-        assert (again.hparams["num_users"], again.hparams["num_items"]) == (1000, 400)
-        assert torch.equal(again.network.user_factors.weight, weight)
-
     def test_optimizer(self):
         optimizer = NCFRecommender(num_users=3, num_items=3).configure_optimizers()
         assert isinstance(optimizer, torch.optim.Adam)
@@ -122,7 +118,7 @@ def epoch_batches(ratings, shard, rank=0, epoch=0, seed=1, device="cpu"):
 class TestSampling:
     @pytest.mark.parametrize(
         ("world_size", "heterogeneous", "device"),
-        [*product((1, 2, 3, 8), (False, True), ("cpu",)), pytest.param(1, False, "cuda", marks=ON_A_GPU)],
+        [*product((1, 2, 3, 8), (False, True), ("cpu",)), pytest.param(1, False, "cuda", marks=pytest.mark.cuda)],
     )
     def test_every_positive_once_an_epoch_over_all_workers(self, ratings, world_size, heterogeneous, device):
         seen, sizes, labels = [], [], []
@@ -217,7 +213,8 @@ class TestSampling:
         assert len({derived_seed(*parts) for parts in np.ndindex(5, 5, 5)}) == 125
 
 
-def see_samples(max_epochs=2):
+@on_workers(2, process_group=False)
+def test_epochs_of_two_workers():
     seed_everything(5)
     epochs = []
     listener = LambdaCallback(
@@ -227,23 +224,19 @@ def see_samples(max_epochs=2):
         ),
     )
     data = MovieLensDataModule(source="builtin", batch_size=30_000)
-    trainer = quiet_trainer("ddp", num_workers=2, max_steps=-1, max_epochs=max_epochs, callbacks=[listener])
+    trainer = quiet_trainer("ddp", num_workers=2, max_steps=-1, max_epochs=2, callbacks=[listener])
     trainer.fit(NCFRecommender(factors=2, mlp_sizes=(4, 4)), data)
-    metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
-    return [torch.cat(epoch, dim=1) for epoch in epochs], metrics
-
-
-def test_epochs_of_two_workers():
-    (first, metrics), (second, others) = run_workers(see_samples, 2, process_group=False)
+    hit_rates = of_all_workers(trainer.callback_metrics["val/hr10"].item())
+    assert hit_rates == pytest.approx([hit_rates[0]] * 2)
     ratings = low_rank_ratings().ratings
     positives = sorted(zip(ratings.users.tolist(), ratings.items.tolist(), strict=True))
+    first, second = of_all_workers([torch.cat(epoch, dim=1) for epoch in epochs])
     for ours, theirs in zip(first, second, strict=True):
         together = torch.cat([ours, theirs], dim=1)
         assert sorted(map(tuple, together[:2, together[2] == 1].T.tolist())) == positives
         assert together.shape[1] == 5 * len(positives)
     negatives = [sorted(map(tuple, epoch[:2, epoch[2] == 0].T.tolist())) for epoch in first]
     assert negatives[0] != negatives[1]
-    assert metrics["val/hr10"] == pytest.approx(others["val/hr10"])
 
 
 class TestSplit:
@@ -313,14 +306,10 @@ class TestMetrics:
             assert 0.1 < theirs.compute() < 0.9
             torch.testing.assert_close(ours.compute(), theirs.compute())
 
-    def test_uneven_shards_of_two_workers(self):
-        for hit_rate, ndcg in run_workers(rank_uneven_shares, 2):
-            # Ranks 0, 0, 9 and 10 of four users, of whom the second worker has one.
-            assert hit_rate == pytest.approx(3 / 4)
-            assert ndcg == pytest.approx((2 + 1 / log2(11)) / 4)
 
-
-def rank_uneven_shares():
+@on_workers(2)
+def test_metrics_of_uneven_shards_of_two_workers():
+    # Ranks 0, 0, 9 and 10 of four users, of whom the second worker has one.
     scores = torch.arange(20.0).repeat(4, 1)
     scores[:, 0] = torch.tensor([99, 99, 10.5, 9.5])
     mine = [scores[:3], scores[:0]] if torch.distributed.get_rank() == 0 else [scores[3:]]
@@ -328,7 +317,8 @@ def rank_uneven_shares():
     for part in mine:
         hit_rate.update(part)
         ndcg.update(part)
-    return hit_rate.compute().item(), ndcg.compute().item()
+    assert hit_rate.compute().item() == pytest.approx(3 / 4)
+    assert ndcg.compute().item() == pytest.approx((2 + 1 / log2(11)) / 4)
 
 
 def learn_low_rank(world_size, strategy):
@@ -469,10 +459,6 @@ class TestFile:
         path = write_ratings(tmp_path / "ratings.csv", some_rows())
         with pytest.warns(UserWarning, match="no cache could be written: read-only"):
             assert load_ratings(path).num_users == 13
-
-    def test_split_refuses_too(self):
-        with pytest.raises(ValueError, match=r"Interaction 2: user \{user\} has this rating only"):
-            split(np.array([0, 0, 1]), np.array([0, 1, 0]), np.array([0, 1, 2]))
 
     @pytest.mark.full
     @needs_data("ml-latest-small/ratings.csv")

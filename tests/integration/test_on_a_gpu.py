@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
 
 from lightning_sparse import (
@@ -57,16 +58,9 @@ CASES = {
 }
 
 
-class Last(Callback):
-    """The weights at the end of training, and the type of their device."""
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.weights = {name: weight.cpu() for name, weight in clones(pl_module.named_parameters()).items()}
-        self.device = next(pl_module.parameters()).device.type
-
-
 def _fit(name: str, device: str, save: str | None, resume: str | None) -> tuple[dict[str, Tensor], str]:
-    case, last = CASES[name], Last()
+    case, weights = CASES[name], dict[str, Tensor]()  # at the end of training, on their device
+    last = LambdaCallback(on_train_end=lambda _, module: weights.update(clones(module.named_parameters())))
     if device == "cuda":  # each is a node of its own, so that all may have the same GPU
         os.environ["GROUP_RANK"], os.environ["LOCAL_RANK"] = os.environ["RANK"], "0"
     num_workers = int(os.environ["WORLD_SIZE"])
@@ -86,19 +80,14 @@ def _fit(name: str, device: str, save: str | None, resume: str | None) -> tuple[
     )
     model = (Classifier if "unused" in name else Normalized)(case.make_optimizer)
     trainer.fit(model, ResumableData(1000), ckpt_path=resume, **WEIGHTS_ONLY)
-    return last.weights, last.device
-
-
-ON_A_GPU = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none on this machine"),
-]
+    [place] = {weight.device.type for weight in weights.values()}
+    return {name: weight.cpu() for name, weight in weights.items()}, place
 
 
 @pytest.mark.parametrize(
     ("name", "device"),
     [(name, "cpu") for name in ("gathered", "drift", "simulated")]
-    + [pytest.param(name, "cuda", marks=ON_A_GPU) for name in CASES],
+    + [pytest.param(name, "cuda", marks=pytest.mark.cuda) for name in CASES],
 )
 def test_a_resumed_run_equals_one_that_never_stopped(name: str, device: str, tmp_path: Path) -> None:
     case, path = CASES[name], str(tmp_path / "stop.ckpt")

@@ -13,8 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.integration.models import assert_equal
-from tests.integration.programs.running import Outcome, compare, run_rows
-from tests.integration.programs.table import FIRST_OF_PARTS, ROWS
+from tests.integration.programs.running import FIRST_OF_PARTS, ROWS, Outcome, compare, run_rows
 from tests.integration.programs.world import PAIRS
 
 CHUNK = 10

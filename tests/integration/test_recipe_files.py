@@ -355,18 +355,17 @@ def test_the_examples_in_docstrings_are_true(path):
     assert attempted > 0
 
 
+THREE_OF_EACH = {"num_users": 3, "num_items": 3}
+
+
 @pytest.mark.parametrize(
     ("make", "arguments", "message"),
     [
-        (NeuMF, {"num_users": 3, "num_items": 3, "factors": 0}, r"Invalid factors=0\. Must be at least 1"),
-        (NeuMF, {"num_users": 0, "num_items": 3}, r"Invalid num_users=0"),
-        (
-            NeuMF,
-            {"num_users": 3, "num_items": 3, "mlp_sizes": (5, 4)},
-            r"\(5, 4\)\. Must be positive and begin with an",
-        ),
-        (NeuMF, {"num_users": 3, "num_items": 3, "mlp_sizes": ()}, r"Invalid mlp_sizes=\(\)"),
-        (NeuMF, {"num_users": 3, "num_items": 3, "dropout": 1.0}, r"Invalid dropout=1\.0\. Must be within \[0, 1\)"),
+        (NeuMF, THREE_OF_EACH | {"factors": 0}, r"Invalid factors=0\. Must be at least 1"),
+        (NeuMF, THREE_OF_EACH | {"num_users": 0}, r"Invalid num_users=0"),
+        (NeuMF, THREE_OF_EACH | {"mlp_sizes": (5, 4)}, r"\(5, 4\)\. Must be positive and begin with an"),
+        (NeuMF, THREE_OF_EACH | {"mlp_sizes": ()}, r"Invalid mlp_sizes=\(\)"),
+        (NeuMF, THREE_OF_EACH | {"dropout": 1.0}, r"Invalid dropout=1\.0\. Must be within \[0, 1\)"),
         (MovieLensDataModule, {"batch_size": 0}, "Must be at least 1; the paper's is"),
         (MovieLensDataModule, {"negatives": 0}, "Must be at least 1; the paper's is"),
         (HitRate, {"top_k": 0}, r"Invalid top_k=0\. Must be at least 1"),

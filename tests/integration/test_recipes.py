@@ -25,7 +25,7 @@ from recipes.resnet18_cifar10.images import IGNORED_LABEL, ImageBatches, digits,
 from recipes.resnet18_cifar10.model import ImageClassifier, parameter_groups
 from tests.integration.models import quiet_trainer
 from tests.integration.recipe_runs import CONFIGS, DATA, RECIPES, RESNET, SMALL, fit_recipe, needs_data
-from tests.workers import run_workers
+from tests.workers import of_all_workers, on_workers, run_workers
 
 HARD_THRESHOLD = CONFIGS[f"{RESNET}/hard_threshold"]
 
@@ -46,19 +46,19 @@ def test_as_a_user_types_it(strategy):
     assert ("DensityMonitor is idle: DDPStrategy exchanges whole gradients" in output) == (strategy == "dense")
 
 
-def learn_digits():
+@pytest.mark.full
+@on_workers(1, process_group=False)
+def test_the_model_learns_digits():
     torch.manual_seed(0)
     model = ImageClassifier(width=8, learning_rate=0.1, warmup_from=0.02, warmup_epochs=1, milestones=(3,))
     data = CIFARDataModule(source="builtin", batch_size=64, num_workers=0)
     trainer = quiet_trainer("auto", num_workers=1, max_steps=-1, max_epochs=4)
     trainer.fit(model, data)
-    return {
-        "accuracy": trainer.callback_metrics["val/accuracy"].item(),
-        "steps": trainer.global_step,
-        "steps_per_epoch": steps_per_epoch(model),
-        "learning_rate": trainer.optimizers[0].param_groups[0]["lr"],
-        "test_accuracy": trainer.test(model, data)[0]["test/accuracy"],
-    }
+    accuracy = trainer.callback_metrics["val/accuracy"].item()
+    assert accuracy > 0.8
+    assert trainer.global_step == 4 * steps_per_epoch(model) == 4 * 23
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01)
+    assert trainer.test(model, data)[0]["test/accuracy"] == pytest.approx(accuracy)
 
 
 class TestNetworks:
@@ -81,20 +81,15 @@ class TestNetworks:
         assert found == {name: (2, channels, size, size) for name, (channels, size) in stages.items()}
 
 
-def fit_hundred_classes():
+@on_workers(2, process_group=False)
+def test_the_model_refuses_data_of_another_number_of_classes():
     trainer = quiet_trainer("ddp", num_workers=2, fast_dev_run=1)
-    try:
+    with pytest.raises(ValueError, match=r"^The data has 10 classes, the model 100\. Add --model\.num_classes=10\.$"):
         trainer.fit(ImageClassifier(width=1, num_classes=100), CIFARDataModule(source="builtin", num_workers=0))
-    except ValueError as error:
-        return str(error), trainer.global_step
+    assert trainer.global_step == 0
 
 
 class TestModel:
-    def test_refuses_data_of_another_number_of_classes(self):
-        for message, steps in run_workers(fit_hundred_classes, 2, process_group=False):
-            assert message == "The data has 10 classes, the model 100. Add --model.num_classes=10."
-            assert steps == 0
-
     def test_batch_norm_is_exempt_from_weight_decay(self):
         network = build_network("resnet18", width=4)
         names = {parameter: name for name, parameter in network.named_parameters()}
@@ -127,16 +122,9 @@ class TestModel:
     def test_group_normalisation_of_any_width(self, width):
         assert ImageClassifier(width=width, normalisation="group")(torch.randn(2, 3, 8, 8)).shape == (2, 10)
 
-    @pytest.mark.full
-    def test_learns_digits(self):
-        (result,) = run_workers(learn_digits, 1, process_group=False)
-        assert result["accuracy"] > 0.8
-        assert result["test_accuracy"] == pytest.approx(result["accuracy"])
-        assert result["steps"] == 4 * result["steps_per_epoch"] == 4 * 23
-        assert result["learning_rate"] == pytest.approx(0.01)
 
-
-def labels_by_epoch():
+@on_workers(2, process_group=False)
+def test_each_worker_has_its_classes_in_another_order_each_epoch():
     data = CIFARDataModule(source="builtin", batch_size=8, num_workers=0, heterogeneous=True)
     seen = []
     listener = LambdaCallback(
@@ -146,20 +134,14 @@ def labels_by_epoch():
     options = {"max_steps": -1, "max_epochs": 2, "limit_val_batches": 0, "callbacks": [listener]}
     trainer = quiet_trainer("ddp_hardthreshold", num_workers=2, **options)
     trainer.fit(ImageClassifier(width=1, normalisation="group"), data)
-    return seen
+    first, second = seen
+    assert sorted(first) == sorted(second)
+    assert first != second
+    labels = sorted(digits()[0].tensors[1].tolist())
+    assert of_all_workers(sorted(first)) == [labels[:719], labels[-719:]]
 
 
 class TestHeterogeneousData:
-    def test_each_worker_has_its_classes_in_another_order_each_epoch(self):
-        _, labels = digits()[0].tensors
-        workers = run_workers(labels_by_epoch, 2, process_group=False)
-        for epochs in workers:
-            assert sorted(epochs[0]) == sorted(epochs[1])
-            assert epochs[0] != epochs[1]
-        own = [sorted(epochs[0]) for epochs in workers]
-        assert own[0] == sorted(labels.tolist())[:719]
-        assert own[1] == sorted(labels.tolist())[-719:]
-
     @pytest.mark.parametrize(("number", "workers"), [(12, 3), (13, 3), (14, 3), (7, 7), (5, 1)])
     def test_slices_hold_every_image_and_are_of_one_size(self, number, workers):
         labels = torch.randint(4, (number,))

@@ -1,13 +1,13 @@
 """Steps that bypass Lightning, optimizers without a learning rate, compiled steps, and callbacks with own weights."""
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import callbacks
 from torch import Tensor, nn
 
@@ -19,17 +19,16 @@ from lightning_sparse import (
     SimulatedWorkersStrategy,
     SparseDDPStrategy,
 )
-from tests.integration.models import Classifier, ManualClassifier, assert_equal, clones, data, quiet_trainer
-from tests.workers import run_workers
-
-
-@contextmanager
-def warnings_with(words: str, told: list[str]) -> Iterator[None]:
-    """Collects within it the warnings that have these words."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield
-    told += [str(warning.message) for warning in caught if words in str(warning.message)]
+from tests.integration.models import (
+    Classifier,
+    ManualClassifier,
+    assert_equal,
+    clones,
+    data,
+    quiet_trainer,
+    warnings_of,
+)
+from tests.workers import of_all_workers, on_workers, run_workers
 
 
 class Manual(ManualClassifier):
@@ -75,36 +74,28 @@ def local_trainer(**options: Any) -> Any:
     return quiet_trainer(strategy, **{"max_steps": -1, "max_epochs": 1} | options)
 
 
-def _trained(every_n_steps: int) -> dict[str, tuple[int, dict[str, Tensor]]]:
-    found = {}
+@pytest.mark.parametrize("every_n_steps", [1, 3])
+@on_workers(2, process_group=False)
+def test_steps_that_bypass_lightning_are_followed_by_the_same_exchanges(every_n_steps: int) -> None:
     for how in ("Lightning's", "torch's", "in backward"):
         model, trainer = Manual(how), local_trainer(every_n_steps=every_n_steps)
         trainer.fit(model, data())
-        found[how] = trainer.strategy.averager.num_steps, clones(model.named_parameters())
-    return found
-
-
-@pytest.mark.parametrize("every_n_steps", [1, 3])
-def test_steps_that_bypass_lightning_are_followed_by_the_same_exchanges(every_n_steps: int) -> None:
-    workers = run_workers(_trained, 2, every_n_steps, process_group=False)
-    for found in workers:
-        for how, (steps, weights) in found.items():
-            assert steps == 8, how
-            assert_equal(weights, workers[0]["Lightning's"][1], how)
-
-
-def _warned_of(batches: int) -> list[str]:
-    told: list[str] = []
-    with warnings_with("no torch.optim.Optimizer", told):
-        local_trainer().fit(Manual("by hand"), data(8 * batches))
-    return told
+        assert trainer.strategy.averager.num_steps == 8, how
+        if how == "Lightning's":
+            expected, _ = of_all_workers(clones(model.named_parameters()))
+        assert_equal(dict(model.named_parameters()), expected, how)
 
 
 @pytest.mark.parametrize(("batches", "said"), [(12, "in 12 batches"), (230, "in 200 batches")])
+@on_workers(2, process_group=False)
 def test_a_fit_without_any_exchange_is_warned_of_once(batches: int, said: str) -> None:
-    [message] = run_workers(_warned_of, 2, batches, process_group=False)[0]
-    assert said in message
-    assert "strategy.state.step() after each update" in message
+    told: list[str] = []
+    with warnings_of(told, "no torch.optim.Optimizer"):
+        local_trainer().fit(Manual("by hand"), data(8 * batches))
+    if dist.get_rank() == 0:
+        [message] = told
+        assert said in message
+        assert "strategy.state.step() after each update" in message
 
 
 class WithoutRate(torch.optim.SGD):
@@ -153,16 +144,12 @@ def test_every_strategy_trains_with(make_optimizer: Any, names: list[str]) -> No
     run_workers(_trains_all, 1, make_optimizer, ["simulated"], process_group=False)
 
 
-def _needs_a_rate() -> str:
-    strategy = DDPHardThresholdStrategy(threshold=0.02, error_feedback="learning_rate")
-    with pytest.raises(ValueError, match="lr=None") as raised:
-        quiet_trainer(strategy).fit(Classifier(WithoutRate), data())
-    return str(raised.value)
-
-
+@on_workers(2, process_group=False)
 def test_error_feedback_by_learning_rate_needs_one() -> None:
-    told = run_workers(_needs_a_rate, 2, process_group=False)[0]
-    assert "WithoutRate has a parameter group without a learning rate (lr=None). error_feedback=" in told
+    said = re.escape("WithoutRate has a parameter group without a learning rate (lr=None). error_feedback=")
+    strategy = DDPHardThresholdStrategy(threshold=0.02, error_feedback="learning_rate")
+    with pytest.raises(ValueError, match=said):
+        quiet_trainer(strategy).fit(Classifier(WithoutRate), data())
 
 
 CALLBACKS: dict[str, dict[str, Any]] = {
@@ -174,43 +161,43 @@ CALLBACKS: dict[str, dict[str, Any]] = {
 }
 
 
-def _with_callback(name: str) -> list[str]:
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.skipif(not hasattr(callbacks, name), reason=f"no {name} in Lightning"))
+        for name in CALLBACKS
+    ],
+)
+@on_workers(2, process_group=False)
+def test_callbacks_that_keep_a_state_of_own_weights_are_warned_of(name: str) -> None:
     told: list[str] = []
-    with warnings_with("lightning_sparse", told):
+    with warnings_of(told, "lightning_sparse"):
         callback = getattr(callbacks, name)(**CALLBACKS[name])
         local_trainer(max_epochs=3, callbacks=[callback]).fit(Classifier(), data(16))
-    return told
+    if dist.get_rank() == 0:
+        warned = [f"{name} keeps a state that follows from each worker's own weights" in message for message in told]
+        assert warned == ([] if name == "Timer" else [True])
 
 
-@pytest.mark.parametrize("name", CALLBACKS)
-def test_callbacks_that_keep_a_state_of_own_weights_are_warned_of(name: str) -> None:
-    if not hasattr(callbacks, name):
-        pytest.skip(f"this Lightning has no {name}")
-    said = run_workers(_with_callback, 2, name, process_group=False)[0]
-    warned = [f"{name} keeps a state that follows from each worker's own weights" in message for message in said]
-    assert warned == ([] if name == "Timer" else [True])
-
-
-def _forgets(path: str) -> tuple[list[str], dict[str, Tensor]]:
+@on_workers(2, process_group=False)
+def test_residuals_that_a_run_without_error_feedback_drops_are_named_with_their_norm(tmp_path: Path) -> None:
     first = quiet_trainer(DDPHardThresholdStrategy(threshold=0.5), max_steps=4)
     first.fit(Classifier(), data())
+    path = tmp_path / "4.ckpt"
     first.save_checkpoint(path)
     told, found = list[str](), list[dict[str, Tensor]]()
     look = callbacks.LambdaCallback(
         on_train_start=lambda trainer, _: found.append(trainer.strategy.state.residuals.state_dict())
     )
     strategy = DDPHardThresholdStrategy(threshold=0.5, error_feedback="none")
-    with warnings_with("are lost", told):
+    with warnings_of(told, "are lost"):
         quiet_trainer(strategy, max_steps=6, callbacks=[look]).fit(Classifier(), data(), ckpt_path=path)
-    return told, found[0]
-
-
-def test_residuals_that_a_run_without_error_feedback_drops_are_named_with_their_norm(tmp_path: Path) -> None:
-    path = tmp_path / "4.ckpt"
-    [said], residuals = run_workers(_forgets, 2, str(path), process_group=False)[0]
-    norm = torch.load(path, weights_only=True)["lightning_sparse"]["unsent_norm"]
+    [residuals] = found
     assert not any(residual.any() for residual in residuals.values())
-    assert f"the saved residuals (norm {norm:.3g}) are lost: error_feedback='none' keeps none" in said
+    norm = torch.load(path, weights_only=True)["lightning_sparse"]["unsent_norm"]
+    if dist.get_rank() == 0:
+        [message] = told
+        assert f"the saved residuals (norm {norm:.3g}) are lost: error_feedback='none' keeps none" in message
 
 
 class Replaces(Classifier):
@@ -226,14 +213,11 @@ class Replaces(Classifier):
         self.own = clones(self.named_parameters())
 
 
-def _replaces_a_layer() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+@on_workers(2, process_group=False)
+def test_a_layer_replaced_during_a_fit_is_exchanged() -> None:
     model, trainer = Replaces(), local_trainer(max_steps=12, max_epochs=None)
     trainer.fit(model, data(128))
-    return model.own, clones(trainer.strategy.averager.anchor().items())
-
-
-def test_a_layer_replaced_during_a_fit_is_exchanged() -> None:
-    (weights, anchor), (other, other_anchor) = run_workers(_replaces_a_layer, 2, process_group=False)
-    assert_equal(anchor, other_anchor)
+    assert_equal(*of_all_workers(clones(trainer.strategy.averager.anchor().items())))
+    weights, others = of_all_workers(model.own)
     for name, weight in weights.items():
-        assert (weight - other[name]).abs().max() < 2 * 0.02, name
+        assert (weight - others[name]).abs().max() < 2 * 0.02, name

@@ -2,6 +2,7 @@
 
 import os
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from tests.integration.models import (
     nesterov,
     quiet_trainer,
 )
-from tests.workers import run_workers
+from tests.workers import on_workers, run_workers
 
 
 class Noisy(Classifier):
@@ -241,10 +242,6 @@ class Witness(Callback):
         }
 
 
-def unshuffled() -> DataLoader:
-    return data(60, 3)
-
-
 def shuffled() -> DataLoader:
     return DataLoader(data(60, 3).dataset, 3, shuffle=True)
 
@@ -276,7 +273,8 @@ def _fit(case: dict[str, Any], num_simulated: int, ckpt_path: str | None) -> dic
     options = {"max_steps": 9, "limit_val_batches": 0} | case.get("trainer", {})
     trainer = quiet_trainer(strategy, callbacks=[witness], **options)
     module = case.get("module", Classifier)(case.get("optimizer"))
-    trainer.fit(module, None if isinstance(module, OwnData) else case.get("loader", unshuffled)(), ckpt_path=ckpt_path)
+    make_loader = case.get("loader", partial(data, 60, 3))
+    trainer.fit(module, None if isinstance(module, OwnData) else make_loader(), ckpt_path=ckpt_path)
     if path := case.get("saves"):
         trainer.save_checkpoint(path)
     return witness.seen
@@ -467,7 +465,8 @@ class InPart(Classifier):
         self.sizes.append([len(part) for part in batch])
 
 
-def _in_part() -> Any:
+@on_workers(1, process_group=False)
+def test_hooks_logs_and_monitors_see_all_workers_and_the_first_speaks_alone() -> None:
     module, monitor = InPart(), DensityMonitor(per_layer=True)
     strategy = SimulatedWorkersStrategy(HardThreshold(threshold=0.05), 3)
     trainer = quiet_trainer(strategy, max_steps=2, val_check_interval=1, num_sanity_val_steps=0, callbacks=[monitor])
@@ -478,15 +477,10 @@ def _in_part() -> Any:
     assert last_step.num_workers == 3
     assert set(last_step.layers) == {name for name, _ in module.named_parameters()}
     assert str(monitor.table())
-    return module.without_gradient, module.ranks, module.sizes, module.said
-
-
-def test_hooks_logs_and_monitors_see_all_workers_and_the_first_speaks_alone() -> None:
-    ((without_gradient, ranks, sizes, said),) = run_workers(_in_part, 1, process_group=False)
-    assert without_gradient == [(True, False)] * 2
-    assert ranks == [(2, 3), (1, 3), (0, 3)] * 2
-    assert sizes == [[5, 5]] * 4  # validation has batches of its own and all of them
-    assert said == 2
+    assert module.without_gradient == [(True, False)] * 2
+    assert module.ranks == [(2, 3), (1, 3), (0, 3)] * 2
+    assert module.sizes == [[5, 5]] * 4  # validation has batches of its own and all of them
+    assert module.said == 2
 
 
 class Guessing(Sparsifier):
@@ -497,14 +491,11 @@ class Guessing(Sparsifier):
         return Selection(indices, compensated[indices])
 
 
-def _guessed() -> None:
+@on_workers(1, process_group=False)
+def test_a_sparsifier_that_draws_what_threads_have_in_common_is_warned_of() -> None:
     with pytest.warns(UserWarning, match=r"the sparsifier draws torch's random numbers.* in begin_step") as caught:
         quiet_trainer(SimulatedWorkersStrategy(Guessing(), 2)).fit(Classifier(), data())
     assert sum("random numbers" in str(warning.message) for warning in caught) == 1
-
-
-def test_a_sparsifier_that_draws_what_threads_have_in_common_is_warned_of() -> None:
-    run_workers(_guessed, 1, process_group=False)
 
 
 # What is refused.
@@ -590,11 +581,10 @@ class SaysNothing(Classifier):
 
 
 class Transferring(LightningDataModule):
+    on_before_batch_transfer = OwnTransfer.on_before_batch_transfer
+
     def train_dataloader(self) -> DataLoader:
         return data()
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return batch
 
 
 class Exhausted:
@@ -632,7 +622,8 @@ REFUSED: list[tuple[str, Any, Any, dict[str, Any]]] = [
 ]
 
 
-def _refused() -> None:
+@on_workers(1, process_group=False)
+def test_what_would_be_something_else_is_refused_when_it_happens() -> None:
     for message, make, source, options in REFUSED:
         own = options.pop("own_attributes", [])
         strategy = SimulatedWorkersStrategy(HardThreshold(threshold=0.1), 2, own_attributes=own)
@@ -641,7 +632,3 @@ def _refused() -> None:
             trainer.fit(module, source())
         assert trainer.global_step == (1 if make is LaterPastLightning else trainer.global_step)
         assert (trainer.global_rank, trainer.world_size, rank_zero_only.rank) == (0, 1, 0), (message, module)
-
-
-def test_what_would_be_something_else_is_refused_when_it_happens() -> None:
-    run_workers(_refused, 1, process_group=False)

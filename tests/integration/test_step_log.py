@@ -26,7 +26,7 @@ from lightning_sparse import (
 )
 from tests.integration.models import Classifier, ManualClassifier, TwoPlayers, quiet_trainer
 from tests.integration.test_checkpoint import ResumableData
-from tests.workers import run_workers
+from tests.workers import on_workers, run_workers
 
 STEPS = 13
 
@@ -183,8 +183,14 @@ class Subclass(Classifier):
     """A class whose ``log`` a test can replace."""
 
 
-def seen_of_log(where: str) -> tuple[list[tuple[str, float]], list[float]]:
-    """Return the arguments of ``log`` in two epochs of five batches, and the density that callbacks saw."""
+LOGGED = ("density", "error_norm", "payload_bytes", "threshold", "exchange_wait_ms")
+
+
+@pytest.mark.parametrize(
+    "where", ["subclass", pytest.param("lightning", marks=pytest.mark.representative), "class", "instance"]
+)
+@on_workers(2, process_group=False)
+def test_a_log_of_the_users_own_sees_every_number_and_lightning_works_each_out_once(where: str) -> None:
     densities: list[float] = []
     seen: list[tuple[str, float]] = []
     watch = LambdaCallback(
@@ -204,27 +210,12 @@ def seen_of_log(where: str) -> tuple[list[tuple[str, float]], list[float]]:
         patch.setattr(owner, "log", record)
         strategy = DDPHardThresholdStrategy(threshold=0.01)
         quiet_trainer(strategy, num_workers=2, max_steps=10, callbacks=[watch]).fit(model, ResumableData(5))
-    return seen, densities
-
-
-LOGGED = ("density", "error_norm", "payload_bytes", "threshold", "exchange_wait_ms")
-
-
-def test_lightning_works_out_once_how_a_number_is_logged() -> None:
-    """Each call takes a quarter of a millisecond: see ``StepLog._log``."""
-    for calls, densities in run_workers(seen_of_log, 2, "lightning", process_group=False):
-        names = [name for name, _ in calls]
-        assert names == [f"sparse/{name}" for name in LOGGED]
-        assert len(densities) == 10
+    assert len(densities) == 10
+    if where == "lightning":  # each call takes a quarter of a millisecond: see StepLog._log
+        assert [name for name, _ in seen] == [f"sparse/{name}" for name in LOGGED]
         assert len(set(densities)) > 2
-
-
-@pytest.mark.parametrize("where", ["subclass", "class", "instance"])
-def test_a_log_of_the_users_own_sees_every_number(where: str) -> None:
-    for seen, densities in run_workers(seen_of_log, 2, where, process_group=False):
-        logged = [value for name, value in seen if name == "sparse/density"]
-        assert logged == pytest.approx(densities)
-        assert len(logged) == 10
+    else:
+        assert [value for name, value in seen if name == "sparse/density"] == pytest.approx(densities)
 
 
 class NamesakeByHand(ManualClassifier):
@@ -302,15 +293,10 @@ def test_numbers_are_not_rounded_to_the_precision_of_the_training(precision: str
         assert float(row["sparse/payload_bytes"]) == step.payload_bytes
 
 
-def metrics_of_the_progress_bar(make_strategy: Callable[[], Any]) -> tuple[set[str], set[str]]:
-    """Return the names that the progress bar shows after three steps, and all logged names."""
+@pytest.mark.parametrize("make_strategy", [gradients, partial(local, 1)])
+@on_workers(2, process_group=False)
+def test_the_progress_bar_shows_none_of_the_numbers(make_strategy: Callable[[], Any]) -> None:
     trainer = quiet_trainer(make_strategy(), num_workers=2, max_steps=3)
     trainer.fit(Classifier(), ResumableData(3))
-    return set(trainer.progress_bar_metrics), set(trainer.callback_metrics)
-
-
-@pytest.mark.parametrize("make_strategy", [gradients, partial(local, 1)])
-def test_the_progress_bar_shows_none_of_the_numbers(make_strategy: Callable[[], Any]) -> None:
-    for shown, logged in run_workers(metrics_of_the_progress_bar, 2, make_strategy, process_group=False):
-        assert "sparse/density" in logged
-        assert not {name for name in shown if name.startswith("sparse/")}
+    assert "sparse/density" in trainer.callback_metrics
+    assert not [name for name in trainer.progress_bar_metrics if name.startswith("sparse/")]

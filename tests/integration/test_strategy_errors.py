@@ -1,6 +1,5 @@
 """What strategies refuse at construction, with the value and what is allowed; and the names they have."""
 
-import logging
 import subprocess
 import sys
 import warnings
@@ -32,6 +31,7 @@ from lightning_sparse import (
 from lightning_sparse.engine.averager import warn_of_patterns
 from lightning_sparse.engine.engine import say_other_sparsifier
 from lightning_sparse.strategies import register_strategies
+from tests.integration.models import messages_of
 
 DDP, LOCAL = DDPHardThresholdStrategy, LocalHardThresholdStrategy
 HSDP, LOCAL_HSDP = HSDPHardThresholdStrategy, LocalHSDPHardThresholdStrategy
@@ -94,6 +94,12 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
             ("model_averaging_period", 3),
         )
     ),
+    (
+        LOCAL,
+        {"overshoot": 0.5},
+        "Got overshoot=0.5 for drifts, where it would move a worker's own weights back. Use overshoot=0",
+    ),
+    (DDP, {"overshoot": 0.5, "error_feedback": "none"}, "Got overshoot=0.5 with error_feedback='none'"),
     (LOCAL, {"every_n_steps": 2.5}, "whole number"),
     *((make, {"replicas": 0}, "Invalid replicas=0") for make in (HSDP, LOCAL_HSDP)),
     (HSDP, {"replicas": "all"}, 'whole number of at least 1 or "auto"'),
@@ -117,7 +123,10 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (DDP, {"threshold": 10**400}, "Must be a finite number"),
     *((DDP, {"local_clip_norm": norm}, f"Invalid local_clip_norm={norm!r}. Must be") for norm in ("a", True)),
     (DensityMonitor, {"image_columns": "x"}, "Invalid image_columns='x'. Must be a whole number"),
-    (paper_threshold, {"density": "a", "num_elements": 1}, "Invalid density='a'. Must be within"),
+    *(
+        (paper_threshold, {"density": rho, "num_elements": 10}, f"Invalid density={rho!r}. Must be within (0, 1]")
+        for rho in (0.0, -1.0, 1.1, nan, "a")
+    ),
     (paper_threshold, {"density": 0.1, "num_elements": 2.5}, "Invalid num_elements=2.5. Must be a whole number"),
 ]
 
@@ -187,11 +196,11 @@ def test_arguments_of_a_saved_configuration_are_taken() -> None:
     SparseLocalStrategy(TopK(0.1), find_unused_parameters=True)
 
 
-def test_arguments_of_ddp_are_passed_on() -> None:
-    strategy = DDP(
-        threshold=0.1, find_unused_parameters=True, bucket_cap_mb=3, process_group_backend="gloo", start_method="spawn"
-    )
-    assert strategy._ddp_kwargs == {"find_unused_parameters": True, "bucket_cap_mb": 3}
+def test_arguments_of_ddp_and_of_the_sparsifier_are_passed_on() -> None:
+    options = {"find_unused_parameters": True, "bucket_cap_mb": 3}
+    strategy = DDP(density=0.1, overshoot=0.5, process_group_backend="gloo", start_method="spawn", **options)
+    assert strategy._ddp_kwargs == options
+    assert strategy.sparsifier.overshoot == 0.5
     assert (strategy.process_group_backend, strategy._start_method) == ("gloo", "spawn")
 
 
@@ -204,10 +213,7 @@ def test_a_pattern_that_matches_no_layer_is_told_of_with_names_like_it() -> None
         warn_of_patterns({"conv.*": 0.1, "fc.weight": 0.0}, names)
 
 
-def test_of_other_settings_at_a_resume_only_what_differs_is_told(caplog: Any, monkeypatch: Any) -> None:
-    # Lightning keeps its words to itself where nobody listened when it was imported.
-    for name in ("lightning.fabric", "lightning.pytorch"):
-        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+def test_of_other_settings_at_a_resume_only_what_differs_is_told() -> None:
     sparsifiers = (
         HardThreshold(density=0.1),
         HardThreshold(threshold=0.5),
@@ -215,11 +221,11 @@ def test_of_other_settings_at_a_resume_only_what_differs_is_told(caplog: Any, mo
         HardThreshold(density=0.1, granularity="layer"),
     )
     settings = [{name: repr(value) for name, value in sparsifier.settings().items()} for sparsifier in sparsifiers]
-    told = []
-    for now, before in ((0, 1), (2, 0), (0, 3)):
-        with caplog.at_level("INFO"):
-            say_other_sparsifier(settings[now], settings[before])
-        told.append(caplog.messages[-1].partition("checkpoint: ")[2])
+    messages: list[str] = []
+    with messages_of(messages):
+        for current, before in ((0, 1), (2, 0), (0, 3)):
+            say_other_sparsifier(settings[current], settings[before])
+    told = [message.partition("checkpoint: ")[2] for message in messages]
     assert told[0].startswith(
         "density=0.1, threshold=None instead of density=None, threshold=0.5. The current one is used;"
     )

@@ -16,7 +16,7 @@ from lightning_sparse import (
     TopK,
 )
 from tests.integration.models import Classifier, TwoPlayers, data, quiet_trainer
-from tests.workers import run_workers
+from tests.workers import on_workers, run_workers
 
 
 def collects(seen: list[float]) -> Callback:
@@ -55,21 +55,15 @@ def test_thresholds_are_those_of_the_schedule(name: str) -> None:
 
 
 def _train(name: str) -> list[float]:
-    schedule, options, _ = CASES[name]
-    options = {"strategy": DDPHardThresholdStrategy(threshold=0.2), "model": Classifier(), "num_workers": 2} | options
-    seen, model = [], options.pop("model")
-    options = {"max_steps": 6} | options
+    schedule, given, _ = CASES[name]
+    options = {"strategy": DDPHardThresholdStrategy(threshold=0.2), "num_workers": 2, "max_steps": 6} | given
+    seen, model = [], options.pop("model", Classifier())
     quiet_trainer(options.pop("strategy"), callbacks=[collects(seen), schedule], **options).fit(model, data())
     return seen
 
 
+@on_workers(2, process_group=False)
 def test_a_resumed_run_goes_on_with_it(tmp_path: Any) -> None:
-    for whole, halves, other in run_workers(_resume, 2, str(tmp_path / "half.ckpt"), process_group=False):
-        assert halves == whole
-        assert other == [pytest.approx(0.5 * threshold / 0.2) for threshold in whole[3:]]  # a strategy with another λ
-
-
-def _resume(path: str) -> list[list[float]]:
     def train(max_steps: int, threshold: float = 0.2, **options: Any) -> tuple[Trainer, list[float]]:
         seen, strategy = [], DDPHardThresholdStrategy(threshold=threshold)
         callbacks = [collects(seen), ThresholdSchedule({0: 0.1, 5: 1.0})]
@@ -79,10 +73,12 @@ def _resume(path: str) -> list[list[float]]:
 
     _, whole = train(6)
     trainer, first = train(3)
+    path = tmp_path / "half.ckpt"
     trainer.save_checkpoint(path)
     _, second = train(6, ckpt_path=path)
     _, other = train(6, threshold=0.5, ckpt_path=path)
-    return [whole, first + second, other]
+    assert first + second == whole
+    assert other == [pytest.approx(0.5 * threshold / 0.2) for threshold in whole[3:]]  # a strategy with another λ
 
 
 @pytest.mark.parametrize(
@@ -94,11 +90,8 @@ def _resume(path: str) -> list[list[float]]:
     ],
     ids=["density", "top k", "ddp"],
 )
+@on_workers(1, process_group=False)
 def test_where_no_threshold_stands_still_it_is_refused(strategy: Any, said: str) -> None:
-    run_workers(_refuse, 1, strategy, said, process_group=False)
-
-
-def _refuse(strategy: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         quiet_trainer(strategy, num_workers=1, callbacks=[ThresholdSchedule({5: 2.0})]).fit(Classifier(), data())
 

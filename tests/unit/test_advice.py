@@ -2,7 +2,6 @@
 
 import inspect
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.sparsifiers import Dense
 from lightning_sparse.strategies import advice as advice_module
 from lightning_sparse.strategies.advice import Advice, _normalising
-from tests.integration.models import messages_of
+from tests.integration.models import messages_of, warnings_of
 
 ELEMENTS, WORKERS = 1000, 2
 TINY, HUGE = 1.23456e-9, 1.23456e15
@@ -189,8 +188,8 @@ def listen(situation: Situation) -> list[str]:
         subscribe=subscribers.append,
     )
     optimizer = situation.optimizer([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    with messages_of(messages), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    warned: list[str] = []
+    with messages_of(messages), warnings_of(warned):
         options = ExchangeOptions("gradient" if situation.keeps_rest else "none")
         advice = Advice(situation.averages, holder, options)
         for planned, steps in ((None, situation.searched), (situation.planned, situation.steps)):
@@ -199,7 +198,7 @@ def listen(situation: Situation) -> list[str]:
                 for receive in subscribers:
                     receive(replace(exchange, step=number))
             advice.end()
-    return messages + [str(warning.message) for warning in caught]
+    return messages + warned
 
 
 @pytest.mark.parametrize("name", SITUATIONS)

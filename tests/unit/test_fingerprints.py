@@ -35,17 +35,6 @@ def test_a_change_of_any_element_is_seen(dtype, size, is_small, monkeypatch):
     assert len(seen) == size + 1
 
 
-@pytest.mark.parametrize(
-    "change",
-    [lambda one: -one, lambda one: one.roll(1), lambda one: one.flip(0), lambda one: one[torch.randperm(len(one))]],
-    ids=["sign", "roll", "flip", "permutation"],
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
-def test_what_leaves_the_norm_alone_is_seen(change, dtype):
-    one = values(dtype, 64)
-    assert fingerprints([one])[0] != fingerprints([change(one)])[0]
-
-
 def test_blocks_offsets_and_strides_make_no_difference(monkeypatch):
     whole = values(torch.float32, 1001)
     expected = fingerprints([whole[1:].clone()])

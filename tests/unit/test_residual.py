@@ -61,7 +61,7 @@ def test_of_what_is_sent_as_multiples_of_a_step_little_stays(step, threshold):
     size = sparsifier.grid_step(most)
     assert threshold / 16 < size <= threshold / 8
     expected, out, kept, indices, sent = run_step(*step, sparsifier, "float8")
-    assert all(one / size == round(one / size) for one in sent.tolist())
+    assert all(value / size == round(value / size) for value in sent.tolist())
     eps = torch.finfo(expected.dtype).eps * expected.double().abs()
     torch.testing.assert_close(out.double() + kept.double(), expected.double(), rtol=2.0**-23, atol=0)
     magnitude, left = expected.double().abs(), kept.double().abs()
@@ -78,7 +78,7 @@ def test_what_rounding_leaves_is_less_than_a_step_or_what_was_beyond_the_range(s
         grid = sparsifier.grid_step()
         assert size / 2 < grid <= size
         expected, out, kept, _, sent = run_step(*step, sparsifier, value_dtype)
-        assert all(one / grid == round(one / grid) != 0 for one in sent.tolist())
+        assert all(value / grid == round(value / grid) != 0 for value in sent.tolist())
         eps = torch.finfo(expected.dtype).eps * expected.double().abs()
         beyond = expected.double().abs() - most * grid
         assert (kept.double().abs() <= beyond.clamp(min=share * grid) + eps).all()
@@ -97,8 +97,8 @@ def test_a_loss_scale_changes_nothing_but_the_gradient_that_comes_in(step, scale
     gradient = gradient.clamp(-1e20, 1e20)
     plain = run_step(layout, residual, gradient, HardThreshold(threshold=0.5))
     scaled = run_step(layout, residual, gradient * scale, HardThreshold(threshold=0.5), scale=torch.tensor(scale))
-    for one, other in zip(plain, scaled, strict=True):
-        assert torch.equal(one, other)
+    for unscaled, other in zip(plain, scaled, strict=True):
+        assert torch.equal(unscaled, other)
 
 
 def test_a_value_beyond_float16_is_sent_in_parts_and_never_as_infinity():
@@ -114,12 +114,6 @@ def test_a_value_beyond_float16_is_sent_in_parts_and_never_as_infinity():
 
 
 ONE = LayerLayout(("a", "b", "c"), (2, 3, 1))
-
-
-def filled(memory, index, layout, values):
-    """A backward that leaves these residuals in a bucket."""
-    memory.bucket(index, layout, torch.zeros(len(values))).after.copy_(torch.tensor(values))
-    memory.keep(index)
 
 
 def test_a_step_turns_the_two_tensors_round_and_copies_nothing():
@@ -146,7 +140,7 @@ def test_what_is_committed_is_what_the_steps_were_for_and_what_is_rolled_back_le
     sizes = dict(zip(ONE.names, ONE.sizes, strict=True))
     committed = {name: torch.zeros(size) for name, size in sizes.items()}
     pending_ = {}
-    buckets, gradient = LAYOUTS[0], 1.0
+    buckets, gradient, saved = LAYOUTS[0], 1.0, []
     has_run = False
     for event, chosen in events:
         if event == "moves":
@@ -174,14 +168,16 @@ def test_what_is_committed_is_what_the_steps_were_for_and_what_is_rolled_back_le
         else:
             gone = set(sizes) if event == "abandon" else chosen
             memory.abandon() if event == "abandon" else memory.roll_back(chosen)
-            pending_ = {name: one for name, one in pending_.items() if name not in gone}
+            pending_ = {name: tensor for name, tensor in pending_.items() if name not in gone}
         if has_run:
-            for name, one in memory.state_dict().items():
-                assert torch.equal(one, committed[name]), (event, name)
+            saved.append((memory.state_dict(), dict(committed)))
+            for state, expected in saved:  # those of earlier steps too, as they are copies
+                for name, tensor in state.items():
+                    assert torch.equal(tensor, expected[name]), (event, name)
             settled = copy.deepcopy(memory)
             settled.commit(set(sizes))
-            for name, one in settled.layers().items():
-                assert torch.equal(one, pending_.get(name, committed[name])), (event, name)
+            for name, tensor in settled.layers().items():
+                assert torch.equal(tensor, pending_.get(name, committed[name])), (event, name)
 
 
 def test_a_memory_that_forgets_has_one_tensor_of_zeros():
@@ -204,7 +200,7 @@ def test_a_memory_that_forgets_has_one_tensor_of_zeros():
         torch.zeros(5),
         torch.zeros(()),
     ],
-    ids=lambda one: f"{tuple(one.shape)}, {tuple(one.stride())}, {one.dtype}",
+    ids=lambda parameter: f"{tuple(parameter.shape)}, {tuple(parameter.stride())}, {parameter.dtype}",
 )
 def test_a_residual_is_saved_in_the_order_of_indices_whatever_the_memory_format(parameter):
     numbers = torch.arange(float(parameter.numel() * (2 if parameter.is_complex() else 1)))
@@ -217,27 +213,3 @@ def test_a_residual_is_saved_in_the_order_of_indices_whatever_the_memory_format(
         bucket = torch.view_as_complex(laid_out.view(-1, 2)) if parameter.is_complex() else laid_out
         view = bucket.as_strided(parameter.shape, parameter.stride())
         assert torch.equal(view, wanted.view(parameter.shape))
-
-
-@pytest.mark.parametrize(
-    ("gradient_dtype", "residual_dtype"),
-    [(torch.float32, torch.float32), (torch.float64, torch.float64), (torch.bfloat16, torch.float32)],
-)
-def test_residuals_are_float32_or_float64_where_the_gradient_is(gradient_dtype, residual_dtype):
-    assert {one.dtype for one in ResidualMemory().bucket(0, ONE, torch.zeros(6, dtype=gradient_dtype))} == {
-        residual_dtype
-    }
-
-
-def test_state_survives_a_round_trip_and_is_a_copy():
-    memory = ResidualMemory()
-    filled(memory, 0, ONE, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
-    memory.commit({"a", "b", "c"})
-    state = memory.state_dict()
-    frozen = copy.deepcopy(state)
-    for one in memory.layers().values():
-        one.zero_()
-    assert all(torch.equal(state[name], frozen[name]) for name in frozen)
-    restored = ResidualMemory()
-    restored.load_state_dict(state)
-    assert restored.bucket(0, ONE, torch.zeros(6)).before.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]

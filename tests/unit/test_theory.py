@@ -15,6 +15,7 @@ from lightning_sparse.theory import (
     measured_smoothness,
     nonconvex_bound,
     optimal_threshold,
+    residual_statistics,
     squared_error_bound,
     threshold_of_equal_bound,
     top_k_squared_error_bound,
@@ -106,43 +107,43 @@ class Quadratic:
 @settings(max_examples=20)
 @given(st.integers(0, 1000), st.floats(0.05, 1), st.floats(0.0, 3.0), st.sampled_from([20, 200]))
 def test_no_training_exceeds_its_bounds(seed, share_of_rate, threshold, steps):
-    one = Quadratic(seed)
+    quadratic = Quadratic(seed)
     for is_convex in (True, False):
-        rate = share_of_rate * one.problem.largest_learning_rate(is_convex=is_convex)
-        excess, squared_gradient, worst_error, _ = one.train(HardThreshold(threshold=threshold), rate, steps)
-        assert worst_error <= squared_error_bound(one.d, threshold)
-        bound = squared_error_bound(one.d, threshold, rate)
+        rate = share_of_rate * quadratic.problem.largest_learning_rate(is_convex=is_convex)
+        excess, squared_gradient, worst_error, _ = quadratic.train(HardThreshold(threshold=threshold), rate, steps)
+        assert worst_error <= squared_error_bound(quadratic.d, threshold)
+        bound = squared_error_bound(quadratic.d, threshold, rate)
 
         if is_convex:
-            assert excess <= convex_bound(one.problem, 9.0, rate, steps, bound)
+            assert excess <= convex_bound(quadratic.problem, 9.0, rate, steps, bound)
         else:
-            start = one.minimiser + 3.0 / sqrt(one.d)
-            assert squared_gradient <= nonconvex_bound(one.problem, one.excess(start), rate, steps, bound)
+            start = quadratic.minimiser + 3.0 / sqrt(quadratic.d)
+            assert squared_gradient <= nonconvex_bound(quadratic.problem, quadratic.excess(start), rate, steps, bound)
 
 
 @settings(max_examples=20)
 @given(st.integers(0, 1000), st.sampled_from([0.1, 0.3, 0.7, 1.0]))
 def test_top_k_leaves_no_more_than_its_bound_and_a_threshold_of_equal_bound_as_much(seed, density):
-    one = Quadratic(seed)
-    *_, worst_error, largest = one.train(TopK(density), 0.2, 100)
+    quadratic = Quadratic(seed)
+    *_, worst_error, largest = quadratic.train(TopK(density), 0.2, 100)
     assert worst_error <= top_k_squared_error_bound(density, largest) + 1e-12
-    equal = threshold_of_equal_bound(density, largest, one.d)
-    assert squared_error_bound(one.d, equal) == pytest.approx(top_k_squared_error_bound(density, largest))
+    equal = threshold_of_equal_bound(density, largest, quadratic.d)
+    assert squared_error_bound(quadratic.d, equal) == pytest.approx(top_k_squared_error_bound(density, largest))
 
 
 def test_what_is_measured_is_what_is_there():
-    one = Quadratic(3, noise=2.0)
-    x = one.minimiser + 1
-    draws = torch.stack([one.draws(x) for _ in range(4000)], dim=1)  # (workers, draws, d)
+    quadratic = Quadratic(3, noise=2.0)
+    x = quadratic.minimiser + 1
+    draws = torch.stack([quadratic.draws(x) for _ in range(4000)], dim=1)  # (workers, draws, d)
     noise, heterogeneity = measured_noise(list(draws))
     assert noise == pytest.approx(2.0, rel=0.02)
-    assert heterogeneity == pytest.approx(one.problem.heterogeneity, rel=0.05)
+    assert heterogeneity == pytest.approx(quadratic.problem.heterogeneity, rel=0.05)
     few = [measured_noise(list(draws[:, 2 * place : 2 * place + 2]))[1] for place in range(2000)]
-    assert sum(few) / len(few) == pytest.approx(one.problem.heterogeneity, rel=0.05)  # without bias
-    steepest = torch.zeros(one.d, dtype=torch.float64)
-    steepest[one.curvature.argmax()] = 1.0
+    assert sum(few) / len(few) == pytest.approx(quadratic.problem.heterogeneity, rel=0.05)  # without bias
+    steepest = torch.zeros(quadratic.d, dtype=torch.float64)
+    steepest[quadratic.curvature.argmax()] = 1.0
     points = torch.stack([x, x + 1, x + 1 + steepest, x + 1 + steepest])
-    assert measured_smoothness(points, one.curvature * points) == pytest.approx(one.problem.smoothness)
+    assert measured_smoothness(points, quadratic.curvature * points) == pytest.approx(quadratic.problem.smoothness)
     with pytest.raises(ValueError, match=r"Got 1 draws of a worker\. Give two or more"):
         measured_noise([draws[0, :1]])
 
@@ -186,6 +187,13 @@ PAIR = torch.ones(2, 2)
         (lambda: measured_noise([]), r"Got draws of shapes \[\]. Give \(draws, d\) of every worker"),
         (lambda: measured_smoothness(PAIR, PAIR[:1]), r"points of shape \(2, 2\), gradients of \(1, 2\)"),
         (lambda: measured_smoothness(PAIR, PAIR), "Got 2 points, all in one place"),
+        (lambda: residual_statistics(0.0, noise=1.0), r"Invalid threshold=0\.0\. Must be finite and above 0"),
+        (lambda: residual_statistics(1.0, noise=-1.0), r"Invalid noise=-1\.0"),
+        (lambda: residual_statistics(1.0, noise=0.0), r"Invalid drift=0\.0\. Must be finite, and not 0 without noise"),
+        (
+            lambda: residual_statistics(1.0, noise=1.0, overshoot=1.0),
+            r"Invalid overshoot=1\.0\. Must be within \[0, 1\)",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(call, message):

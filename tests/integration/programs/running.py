@@ -1,4 +1,4 @@
-"""Runs rows of the table in workers that are started once for many of them."""
+"""The table, of which every situation is one row; runs rows in workers that are started once for many of them."""
 
 import gc
 import logging
@@ -12,8 +12,34 @@ import torch
 import torch.distributed as dist
 
 from tests.integration.models import assert_equal
+from tests.integration.programs import (
+    automatic_rows,
+    layer_rows,
+    manual_rows,
+    plain_rows,
+    player_rows,
+    scaler_rows,
+    trainer_model_rows,
+    trainer_option_rows,
+    wrapper_rows,
+)
 from tests.integration.programs.world import Kind, Row, Run
 from tests.workers import run_workers
+
+_PARTS = (
+    trainer_option_rows.ROWS,
+    trainer_model_rows.ROWS,
+    automatic_rows.ROWS,
+    manual_rows.ROWS,
+    player_rows.ROWS,
+    plain_rows.ROWS,
+    scaler_rows.ROWS,
+    layer_rows.ROWS,
+    wrapper_rows.ROWS,
+)
+ROWS: dict[str, Row] = {name: row for part in _PARTS for name, row in part.items()}
+assert len(ROWS) == sum(map(len, _PARTS)), "two rows have the same name"
+FIRST_OF_PARTS = {next(iter(part)) for part in _PARTS}
 
 Outcome = dict[Kind, Run] | str
 """What one worker saw in each kind of world, or its traceback."""
@@ -24,13 +50,11 @@ PATIENCE = timedelta(seconds=40)
 
 
 def run_rows(names: Sequence[str], folder: str) -> list[dict[str, Outcome]]:
-    """Returns, for each of two workers, the outcome of every row."""
+    """Returns, for each of two workers, the outcome of every row; by name, as rows cannot be pickled."""
     return run_workers(_run_all, NUM_WORKERS, list(names), folder, process_group=False, timeout=170)
 
 
 def _run_all(names: Sequence[str], folder: str) -> dict[str, Outcome]:
-    from tests.integration.programs.table import ROWS  # by name, as rows cannot be pickled
-
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
