@@ -25,7 +25,7 @@ import yaml
 
 from benchmarks import report
 from benchmarks.network_lab import NetworkLab
-from recipes.compare.variants import Variant, expanded
+from recipes.compare.variants import Variant, expand_variants
 from recipes.demo import Run, read
 
 BLOCK, BLOCKS = 30, 2
@@ -69,7 +69,7 @@ def main() -> None:
     end = given.index("--")
     options, common = parse(given[:end]), given[end + 1 : -1]
     listed = yaml.safe_load(options.variants.read_text(encoding="utf-8"))
-    variants = [FLOOR, *expanded(listed, [])]
+    variants = [FLOOR, *expand_variants(listed, [])]
     if options.only is not None:
         variants = [FLOOR, *(variant for variant in variants[1:] if variant.label in options.only)]
     seconds: dict[str, list[float]] = {variant.label: [] for variant in variants}

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torchmetrics import MeanMetric, Metric
 from typing_extensions import override
 
-from recipes.learning_rate import scheduled_by_epoch
+from recipes.learning_rate import schedule_by_epoch
 from recipes.lstm_wikitext2.data import IGNORED
 
 WIKITEXT2_VOCABULARY_SIZE = 33_278
@@ -269,4 +269,4 @@ class LSTMLanguageModel(LightningModule):
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        return scheduled_by_epoch(self, torch.optim.SGD(self.parameters(), lr=self.hparams["learning_rate"]))
+        return schedule_by_epoch(self, torch.optim.SGD(self.parameters(), lr=self.hparams["learning_rate"]))

@@ -11,7 +11,7 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 from typing_extensions import override
 
-from recipes.learning_rate import scheduled_by_epoch
+from recipes.learning_rate import schedule_by_epoch
 from recipes.resnet18_cifar10.architectures import PAPER_WIDTH, Architecture, build_network, group_normalised
 from recipes.resnet18_cifar10.images import IGNORED_LABEL
 
@@ -124,7 +124,7 @@ class ImageClassifier(LightningModule):
             momentum=options["momentum"],
             nesterov=options["momentum"] > 0,
         )
-        return scheduled_by_epoch(self, optimizer)
+        return schedule_by_epoch(self, optimizer)
 
 
 class MeanLoss(Metric):

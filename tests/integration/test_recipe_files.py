@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_sparse import DDPHardThresholdStrategy, SparseDDPStrategy
 from recipes.__main__ import main
-from recipes.compare.variants import expanded
+from recipes.compare.variants import expand_variants
 from recipes.gpt_wikitext.data import GPTDataModule
 from recipes.gpt_wikitext.model import GPT, GPTLanguageModel
 from recipes.logistic_regression.data import load as load_examples
@@ -49,7 +49,7 @@ VARIANTS = {
     )
     for path in COMPARISONS
     for content in [yaml.safe_load(path.read_text())]
-    for variant in expanded(content.get("variants", content), content.get("densities", []))
+    for variant in expand_variants(content.get("variants", content), content.get("densities", []))
 }
 COMPARED = dict.fromkeys((RESNET, NCF, LSTM), ("hard_threshold", "dense", "top_k"))
 COMPARED[GPT_FOLDER] = ("hard_threshold", "dense", "drift")
