@@ -20,8 +20,8 @@ from recipes import MissingDataError, demo
 from recipes.learning_rate import steps_per_epoch
 from recipes.resnet18_cifar10 import images as images_module
 from recipes.resnet18_cifar10.architectures import PAPER_NUM_PARAMETERS, build_network
-from recipes.resnet18_cifar10.data import DEVIATIONS, MEANS, CIFARDataModule, crop_each, flip_each
-from recipes.resnet18_cifar10.images import IGNORED_LABEL, ImageBatches, digits, filled_up, slice_by_label
+from recipes.resnet18_cifar10.data import DEVIATIONS, MEANS, CIFARDataModule, crop_randomly, flip_randomly
+from recipes.resnet18_cifar10.images import IGNORED_LABEL, ImageBatches, digits, pad_to_multiple, slice_by_label
 from recipes.resnet18_cifar10.model import ImageClassifier, parameter_groups
 from tests.integration.models import quiet_trainer
 from tests.integration.recipe_runs import CONFIGS, DATA, RECIPES, RESNET, SMALL, fit_recipe, needs_data
@@ -284,7 +284,7 @@ class TestData:
         torch.manual_seed(0)
         # Every pixel says where it was; padding is zero.
         image = torch.arange(1, 1 + 32 * 32, dtype=torch.int32).view(1, 32, 32)
-        cropped = crop_each(image.expand(2000, 3, 32, 32), padding=4)
+        cropped = crop_randomly(image.expand(2000, 3, 32, 32), padding=4)
         assert cropped.shape == (2000, 3, 32, 32)
         assert cropped.dtype == torch.int32
         rows, columns = torch.arange(32).view(1, 1, 32, 1), torch.arange(32).view(1, 1, 1, 32)
@@ -301,7 +301,7 @@ class TestData:
     def test_flips_each_image_or_not(self):
         torch.manual_seed(0)
         images = torch.randint(0, 256, (1000, 3, 4, 4), dtype=torch.uint8)
-        flipped = flip_each(images)
+        flipped = flip_randomly(images)
         mirrored, same = ((flipped == other).flatten(1).all(1) for other in (images.flip(-1), images))
         assert torch.equal(same, ~mirrored)
         # Four standard deviations of a thousand fair coins.
@@ -311,15 +311,15 @@ class TestData:
         data = opened(dataset, folder, num_train_images=3, num_val_images=2)
         assert torch.equal(data.train_images.tensors[1], torch.tensor([0, 1, 2]))
         assert len(data.val_images) == 2
-        with pytest.raises(ValueError, match=r"Invalid num_val_images=5\. There are 4"):
+        with pytest.raises(ValueError, match=r"Invalid num_val_images=5\. Must be at most 4"):
             opened(dataset, folder, num_val_images=5)
 
     def test_fills_up_with_ignored_images(self):
         images = ImageBatches(torch.ones(7, 3, 2, 2), torch.arange(7))
-        filled = filled_up(images, 3)
+        filled = pad_to_multiple(images, 3)
         assert filled.tensors[1].tolist() == [*range(7), IGNORED_LABEL, IGNORED_LABEL]
         assert filled.tensors[0].sum(dim=(1, 2, 3)).tolist() == [12.0] * 7 + [0.0] * 2
-        assert len(filled_up(images, 7)) == 7
+        assert len(pad_to_multiple(images, 7)) == 7
 
     @pytest.mark.full
     @needs_data("cifar-10-batches-py")
