@@ -47,7 +47,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.network_lab import NetworkLab, on_loopback
+from benchmarks.network_lab import NetworkLab, start_on_loopback
 from benchmarks.payload import read_results
 
 UNSHAPED = "unshaped"
@@ -94,7 +94,7 @@ class Hosts:
             self.lab.shape(None if rate == UNSHAPED else rate)
             return read_results(self.lab.run(command, timeout, env=self.variables)[:1])[0]
         hosts, each = (1, self.count) if self.on_gpus else (self.count, 1)
-        workers = on_loopback(command, hosts, each, self.variables, pin=not self.on_gpus)
+        workers = start_on_loopback(command, hosts, each, self.variables, pin=not self.on_gpus)
         return read_results(workers.outputs(timeout)[:1])[0]
 
 
