@@ -381,7 +381,7 @@ class TestFile:
             ("", "row 1: the file is empty"),
             ("\n\n", "row 1: the file is empty"),
             (f"{HEADER}\n", "row 2: the file has no ratings below the header"),
-            ("userId,movieId,rating\n1,2,3\n", "row 1: no column timestamp. The header is userId,movieId,rating,"),
+            ("userId,movieId,rating\n1,2,3\n", "row 1: no column timestamp. The header is userId,movieId,rating. Must"),
             ("1,2,3.0,4\n1,3,4.0,5\n", "row 1: no column userId, movieId, rating, timestamp"),
             (["1,x,3.0,5"], "row 4: movieId 'x' is not a whole number"),
             (["1,9,three,5"], "row 4: rating 'three' is not a number"),

@@ -179,7 +179,7 @@ def test_a_command_that_cannot_start_ends_those_that_did():
 
 @pytest.mark.parametrize("rate", ["1 gigabit", "5", "1mbps"])
 def test_a_rate_is_a_number_and_its_unit(lab, rate):
-    with pytest.raises(ValueError, match=r"Invalid rate='.*'\. Must be a number and its unit"):
+    with pytest.raises(ValueError, match=r"Invalid rate='.*'\. Must be a number with the unit"):
         lab.shape(rate)
 
 
