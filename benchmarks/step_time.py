@@ -35,8 +35,8 @@ Processes keep freed memory. By default, glibc may return it to the kernel in ev
 again if its gradients are new pages each time. `--allocator glibc` uses this default. The result holds the page faults
 per step.
 
-The exchange alone is that of a gradient of the model's size in DDP's buckets, N(0, 1) and so without any locality in
-what is selected, handed to the hooks directly; only the first of the models.
+--exchange-only calls the hooks directly with random gradients, N(0, 1), in DDP's buckets. Their selection has no
+locality. It runs only the first of the models.
 """
 
 import argparse

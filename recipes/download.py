@@ -25,8 +25,8 @@ def fetch(url: str, path: Path, *, md5: str | None = None) -> Path:
     """Downloads a file unless it exists, verifies it and returns ``path``.
 
     1. If ``path`` exists and its md5 matches, returns without a connection. Without ``md5``, any content matches.
-    2. Otherwise downloads to ``<path>.part``. Completes an earlier ``.part`` file if the server sends ranges and both
-       parts are known to be of one file: by ``md5``, or by the server's ETag or date in ``<path>.part.version``.
+    2. Otherwise downloads to ``<path>.part``. Completes an earlier ``.part`` file if the server sends ranges. Then
+       ``md5``, or the server's ETag or date in ``<path>.part.version``, must show that both parts are of one file.
     3. Checks length and md5, writes the bytes to disk, and then renames the file to ``path``.
 
     Not collective: call it in ``LightningDataModule.prepare_data``, on one process per node. An exception there would

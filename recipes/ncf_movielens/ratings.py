@@ -76,9 +76,9 @@ def parse_ratings(path: Path) -> Ratings:
     """Returns the ratings in a MovieLens ``ratings.csv``; the value of a rating does not matter.
 
     Raises:
-        InvalidRatingsError: the file lacks rows or a column; a row does not hold four numbers; an id is negative or
-            above 2^31 - 1; a user has a single rating, rated a movie twice, or left fewer than 100 movies unrated. The
-            message names file and row, where the header is row 1.
+        InvalidRatingsError: the file lacks rows or a column, or a row does not hold four numbers. Or an id is negative
+            or above 2^31 - 1. Or a user has a single rating, rated a movie twice, or left fewer than 100 movies
+            unrated. The message names file and row, where the header is row 1.
     """
     table = read_table(path)
     for name in ("userId", "movieId"):

@@ -58,8 +58,8 @@ def use_group_norm(network: nn.Module) -> nn.Module:
     """Replaces batch normalisation by group normalisation in place and returns the network.
 
     Groups have four channels, or more if four does not divide the number of channels. Use it if workers have different
-    data: batch statistics then differ between workers, and validation would use rank 0's running statistics (Hsieh et
-    al., *The non-IID data quagmire of decentralized machine learning*, ICML 2020).
+    data. Their batch statistics then differ, and validation would use rank 0's running statistics (Hsieh et al., *The
+    non-IID data quagmire of decentralized machine learning*, ICML 2020).
     """
     for name, child in network.named_children():
         if isinstance(child, nn.BatchNorm2d):

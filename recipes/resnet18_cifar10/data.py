@@ -49,7 +49,7 @@ class CIFARDataModule(LightningDataModule):
 
     ``cifar10`` and ``cifar100`` have 50,000 training images, padded by 4, cropped to 32 x 32 at random and flipped at
     random. Their 10,000 test images serve for validation and test, as is usual for these benchmarks. ``builtin`` has
-    scikit-learn's 1,797 digits of 8 x 8 pixels, repeated to three channels and split into 1,437 and 360.
+    scikit-learn's 1,797 digits of 8 x 8 pixels, repeated to three channels. Of these, 360 serve for validation.
 
     Training uses every image. With several workers, an epoch repeats a few images so that all batches have equal size.
     Validation and test count every image once: images labelled ``IGNORED_LABEL`` pad the workers' shares.
