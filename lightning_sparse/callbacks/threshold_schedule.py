@@ -23,9 +23,9 @@ class ThresholdSchedule(Callback):
     refused.
 
     Args:
-        factors: ``{step: factor}``, each of which holds from its step on, and 1 before the first; or a function that
-            returns the factor of a step; or ``"learning_rate"``: the learning rate of the first optimizer's first
-            parameter group, divided by its initial value.
+        factors: ``{step: factor}``, where each factor holds from its step on, and 1 before the first step; or a
+            function that returns the factor of a step. ``"learning_rate"`` is the learning rate of the first
+            optimizer's first parameter group, divided by its initial value.
         interval: the unit of a step, counted from 0: ``"step"``, all optimizers' steps as in ``trainer.global_step``,
             or ``"epoch"``.
         linear: whether factors given by step change linearly from each to the next.
@@ -35,7 +35,7 @@ class ThresholdSchedule(Callback):
         TypeError: factors that are none of these.
 
     Example:
-        Everything is sent in the first 200 steps, and λ has grown to the strategy's own after 1,000:
+        The first 200 steps send everything, and λ grows to the strategy's threshold at step 1,000:
 
         >>> schedule = ThresholdSchedule({0: 0.0, 200: 0.0, 1000: 1.0}, linear=True)
         >>> [schedule.factor(step) for step in (0, 200, 400, 600, 5000)]
@@ -56,7 +56,7 @@ class ThresholdSchedule(Callback):
         if not isinstance(linear, bool):
             raise ValueError(f"Invalid {linear=}. Must be True or False.")
         if linear and not isinstance(factors, Mapping):
-            raise ValueError("linear=True is for factors that are given by step.")
+            raise ValueError("linear=True needs factors by step. Give {step: factor}, or leave out linear.")
         self.factors = factors
         self.interval = interval
         self.linear = linear
@@ -81,11 +81,11 @@ class ThresholdSchedule(Callback):
         sparsifier = getattr(strategy, "sparsifier", None)
         if not isinstance(strategy, SparseStrategy) or not isinstance(sparsifier, HardThreshold):
             what = type(strategy if sparsifier is None else sparsifier).__name__
-            raise ValueError(f"ThresholdSchedule changes the λ of a hard threshold, and {what} has none.")
+            raise ValueError(f"ThresholdSchedule changes the λ of a hard threshold, but {what} has none.")
         if sparsifier.density is not None:
             raise ValueError(
-                f"ThresholdSchedule was given with density={sparsifier.density:g}, which λ follows by itself. Give the "
-                "strategy threshold=… instead, or leave the schedule out."
+                f"ThresholdSchedule was given with density={sparsifier.density:g}, which already determines λ. Give "
+                "the strategy threshold=… instead, or remove the schedule."
             )
 
     @override
@@ -93,13 +93,13 @@ class ThresholdSchedule(Callback):
         strategy: Any = trainer.strategy
         averagers = strategy.averagers
         if averagers[0].workers.num_workers == 1:
-            return  # gradients pass through whole
+            return  # a single worker sends nothing
         if self.factors == "learning_rate":
             optimizer = strategy.optimizers[0]
             rate, first_rate = optimizer.param_groups[0].get("lr"), optimizer.defaults.get("lr")
             if rate is None or first_rate is None:
                 raise ValueError(
-                    f"ThresholdSchedule('learning_rate') needs a learning rate, and {type(optimizer).__name__} has "
+                    f"ThresholdSchedule('learning_rate') needs a learning rate, but {type(optimizer).__name__} has "
                     "lr=None. Set lr=…, or give factors by step or epoch."
                 )
             factor = _require_factor(float(rate) / float(first_rate))

@@ -169,7 +169,7 @@ def _needs_a_rate() -> list[str]:
 def test_what_needs_a_learning_rate_says_so() -> None:
     of_feedback, of_schedule = run_workers(_needs_a_rate, 2, process_group=False)[0]
     assert "WithoutRate has a parameter group without a learning rate (lr=None). error_feedback=" in of_feedback
-    needs = "ThresholdSchedule('learning_rate') needs a learning rate, and WithoutRate has lr=None"
+    needs = "ThresholdSchedule('learning_rate') needs a learning rate, but WithoutRate has lr=None"
     assert of_schedule.startswith(needs)
 
 

@@ -105,7 +105,7 @@ def _resume(path: str) -> list[list[float]]:
 @pytest.mark.parametrize(
     ("strategy", "said"),
     [
-        (DDPHardThresholdStrategy(density=0.1), r"with density=0\.1, which λ follows by itself"),
+        (DDPHardThresholdStrategy(density=0.1), r"with density=0\.1, which already determines λ"),
         (SparseDDPStrategy(TopK(0.1)), "and TopK has none"),
         ("ddp", "and DDPStrategy has none"),
     ],
@@ -133,7 +133,7 @@ def _refuse(strategy: Any, said: str) -> None:
         ((0.5,), TypeError, "Invalid factors=0.5"),
         (({0: 1.0}, "batch"), ValueError, "Invalid interval='batch'. Must be 'step' or 'epoch'"),
         (({0: 1.0}, "step", "x"), ValueError, "Invalid linear='x'. Must be True or False"),
-        ((halving, "step", True), ValueError, "linear=True is for factors that are given by step"),
+        ((halving, "step", True), ValueError, "linear=True needs factors by step"),
     ],
 )
 def test_what_is_no_schedule_is_refused(arguments: Any, error: type[Exception], said: str) -> None:

@@ -156,7 +156,7 @@ def test_a_fixed_threshold_holds_for_buckets_seen_before():
         (
             HardThreshold,
             {"granularity": "layer", "threshold": 1.0},
-            "What is held in each layer is a density: give density=",
+            "granularity='layer' needs a density. Give density=",
         ),
         (HardThreshold, {"layer_thresholds": {"conv*": -0.5}}, r"Invalid layer_thresholds\['conv\*'\]=-0.5"),
         (TopK, {"granularity": "bucket"}, "Invalid granularity='bucket'. Must be one of 'layer', 'model'."),
