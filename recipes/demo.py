@@ -40,8 +40,8 @@ def main() -> None:
     sparse = train("hard threshold", output / "hard_threshold", number=1)
     dense = train("plain DDP", output / "dense", "--trainer.strategy=ddp", number=2)
 
-    num_elements = model_size()
-    print("\n" + table(sparse, dense, num_elements))
+    num_elements = count_elements()
+    print("\n" + format_table(sparse, dense, num_elements))
     picture = output / "demo.png"
     draw(sparse, dense, num_elements).savefig(picture, dpi=150)
     show = os.path.relpath
@@ -80,7 +80,7 @@ def read(folder: Path) -> Run:
     )
 
 
-def model_size() -> int:
+def count_elements() -> int:
     """Returns d, the number of elements of the recipe's gradient, which plain DDP does not log."""
     from recipes.resnet18_cifar10.architectures import build_network  # here, because reading results needs no torch
 
@@ -88,7 +88,7 @@ def model_size() -> int:
     return sum(parameter.numel() for parameter in build_network("resnet18", width=width).parameters())
 
 
-def table(sparse: Run, dense: Run, num_elements: int) -> str:
+def format_table(sparse: Run, dense: Run, num_elements: int) -> str:
     """Returns a text table that compares both trainings of a model with ``num_elements`` parameters."""
     num_steps = len(sparse.values["sparse/payload_bytes"])
     sent = sum(sparse.values["sparse/payload_bytes"])

@@ -49,8 +49,8 @@ class StepTimes:
 
     def scalars(self) -> dict[str, float]:
         """Return the medians in milliseconds, by the names under which they are logged."""
-        found = self._seconds.items()
-        return {name: 1e3 * median(seconds) for name, seconds in found if len(seconds) >= FEWEST_STEPS}
+        samples = self._seconds.items()
+        return {name: 1e3 * median(seconds) for name, seconds in samples if len(seconds) >= FEWEST_STEPS}
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the rows of a table."""

@@ -21,10 +21,10 @@ def current_device(device: torch.device | None) -> AbstractContextManager[Any]:
     return torch.cuda.device(device)
 
 
-def gather_objects(own: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
+def gather_objects(local_value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
     """Return the objects of all workers in rank order. Collective."""
-    gathered = [own] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, own, group=group)
+    gathered = [local_value] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, local_value, group=group)
     return gathered
 
 
@@ -75,8 +75,8 @@ def raised_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
         yield
     except Exception as error:
         raised = error
-    own = None if raised is None else str(raised)
-    messages = gather_objects(own, group) if dist.is_initialized() else [own]
+    local_value = None if raised is None else str(raised)
+    messages = gather_objects(local_value, group) if dist.is_initialized() else [local_value]
     if raised is not None:
         raise raised
     for rank, message in enumerate(messages):

@@ -40,15 +40,15 @@ class Buffers:
         """Return an uninitialised tensor of shape (numel,); the same memory for the same name."""
         key = (name, dtype, device)
         self._most[key] = max(numel, self._most.get(key, 0))
-        room = numel
+        capacity = numel
         if key in self._held and self._held[key].numel() < numel:
             # Free it before allocating the larger tensor. The tensor has 50 % reserve, so that a slowly growing density
             # does not allocate in every step.
             self._drop(key)
-            room += numel // 2
+            capacity += numel // 2
         if key not in self._held:
-            made = torch.empty(room, dtype=dtype, device=device)
-            self._held[key] = made.pin_memory() if pinned else made
+            tensor = torch.empty(capacity, dtype=dtype, device=device)
+            self._held[key] = tensor.pin_memory() if pinned else tensor
         return self._held[key][:numel]
 
     def _drop(self, key: tuple[object, torch.dtype, torch.device]) -> None:

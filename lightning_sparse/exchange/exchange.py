@@ -192,9 +192,9 @@ class Exchange:
         *headers, sizes = torch.split(wait_for_copy(), [*lengths, len(local_sizes)], dim=1)
         columns: Iterator[list[int]] = iter(sizes.T.long().tolist())
         for shipment, header in zip(shipments, headers, strict=True):
-            of_all = next(columns) if shipment.has_sizes else []
-            shipment.send_overflow(header, of_all)
-            self._remember(shipment, header, of_all)
+            all_sizes = next(columns) if shipment.has_sizes else []
+            shipment.send_overflow(header, all_sizes)
+            self._remember(shipment, header, all_sizes)
         for shipment, header in zip(shipments, headers, strict=True):
             shipment.finish(header)
         sent_bytes = sum(shipment.sent_bytes for shipment in shipments) + 8 * sum(part.numel() for part in numbers)

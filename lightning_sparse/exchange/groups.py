@@ -117,9 +117,9 @@ def find_nodes(group: dist.ProcessGroup | None = None) -> Nodes:
     Raises:
         ValueError: the nodes do not all have the same number of workers (on every worker).
     """
-    everyone = gather_objects((_this_node(), f"lightning_sparse/{uuid4().hex}"), group)
+    gathered = gather_objects((_this_node(), f"lightning_sparse/{uuid4().hex}"), group)
     members: dict[tuple[str, str], list[int]] = {}
-    for rank, (node, _) in enumerate(everyone):
+    for rank, (node, _) in enumerate(gathered):
         members.setdefault(node, []).append(rank)
     if len({len(ranks) for ranks in members.values()}) > 1:
         listed = ", ".join(f"{name} {index}: ranks {ranks}" for (name, index), ranks in members.items())
@@ -127,8 +127,8 @@ def find_nodes(group: dist.ProcessGroup | None = None) -> Nodes:
             f'exchange="hierarchical" needs the same number of workers on every node, got {listed}. '
             'Start equally many on each node, or use exchange="auto".'
         )
-    rank, (_, name) = dist.get_rank(group), everyone[0]
-    inside = members[everyone[rank][0]]
+    rank, (_, name) = dist.get_rank(group), gathered[0]
+    inside = members[gathered[rank][0]]
     between = [ranks[inside.index(rank)] for ranks in members.values()]
     return Nodes(_sub_group(group, inside, f"{name}/inside"), _sub_group(group, between, f"{name}/between"))
 
@@ -146,12 +146,12 @@ def replica_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...
 
     def make() -> DeviceMesh:
         ranks = torch.arange(dist.get_world_size()).view(shape)
-        place = (ranks == dist.get_rank()).nonzero()[0].tolist()
+        coordinates = (ranks == dist.get_rank()).nonzero()[0].tolist()
         seed = gather_objects(uuid4().hex)[0]
         groups = []
         for dimension, name in enumerate(names):
-            line = ranks[tuple(slice(None) if axis == dimension else at for axis, at in enumerate(place))]
-            groups.append(new_group(None, line.tolist(), f"lightning_sparse/{seed}/{name}"))
+            index = tuple(slice(None) if axis == dimension else at for axis, at in enumerate(coordinates))
+            groups.append(new_group(None, ranks[index].tolist(), f"lightning_sparse/{seed}/{name}"))
         return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
 
     return _once((device_type, shape, names), make)
@@ -168,17 +168,17 @@ def replica_workers(between: dist.ProcessGroup) -> Workers:
     Raises:
         RuntimeError: the groups of all ranks do not form replicas (on every rank).
     """
-    everyone = gather_objects((dist.get_process_group_ranks(between), uuid4().hex))
-    groups = sorted({tuple(ranks) for ranks, _ in everyone})
-    if len({len(ranks) for ranks in groups}) > 1 or sum(map(len, groups)) != len(everyone):
+    members = gather_objects((dist.get_process_group_ranks(between), uuid4().hex))
+    groups = sorted({tuple(ranks) for ranks, _ in members})
+    if len({len(ranks) for ranks in groups}) > 1 or sum(map(len, groups)) != len(members):
         raise RuntimeError(
-            f"The mesh does not divide {len(everyone)} ranks into replicas: the ranks with equal shards would be "
+            f"The mesh does not divide {len(members)} ranks into replicas: the ranks with equal shards would be "
             f"{groups}. Give the replica dimension of a mesh of all ranks, such as mesh['replicate']."
         )
     ranks = [ranks[dist.get_rank(between)] for ranks in groups]
     if len(ranks) == 1:
         return Workers(None, 0, 1)
-    name = f"lightning_sparse/replica {everyone[0][1]}"
+    name = f"lightning_sparse/replica {members[0][1]}"
     group = _once(("replica", tuple(groups)), partial(new_group, between, ranks, name))
     return Workers(group, ranks.index(dist.get_rank()), len(ranks))
 
@@ -190,14 +190,14 @@ def _this_node() -> tuple[str, str]:
 def _sub_group(group: dist.ProcessGroup | None, ranks: list[int], name: str) -> Workers:
     # Only members create a sub-group, so every worker creates two.
     global_ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    made = new_group(group, [global_ranks[rank] for rank in ranks], name)
-    return Workers(made, dist.get_rank(made), len(ranks))
+    sub_group = new_group(group, [global_ranks[rank] for rank in ranks], name)
+    return Workers(sub_group, dist.get_rank(sub_group), len(ranks))
 
 
 def _once(kind: tuple[Any, ...], make: Callable[[], _T]) -> _T:
     """Return the same object for the same kind in the same world, so that later trainings reuse groups."""
     assert dist.group.WORLD is not None
-    made = _cache_by_world.setdefault(dist.group.WORLD, {})
-    if kind not in made:
-        made[kind] = make()
-    return made[kind]  # type: ignore[no-any-return]
+    cache = _cache_by_world.setdefault(dist.group.WORLD, {})
+    if kind not in cache:
+        cache[kind] = make()
+    return cache[kind]  # type: ignore[no-any-return]

@@ -138,34 +138,34 @@ class Workers:
         if self.num_workers > 1:
             _replace(tensors, first)
 
-    def first_object(self, own: Any) -> Any:
+    def first_object(self, local_value: Any) -> Any:
         """Return the first object that is not None, in rank order; the same on all workers. Collective."""
-        return next((given for given in gather_objects(own, self.group) if given is not None), None)
+        return next((given for given in gather_objects(local_value, self.group) if given is not None), None)
 
     def gather_numbers(self, numbers: Sequence[float], device: torch.device) -> Tensor:
         """Return all workers' numbers in rank order: float64, shape (n, numbers), on the CPU. Collective.
 
         ``device`` is a device on which the group can communicate.
         """
-        own = torch.tensor(numbers, dtype=torch.float64)
+        local_value = torch.tensor(numbers, dtype=torch.float64)
         if self.num_workers == 1:
-            return own.view(1, -1)
-        own = own.to(device)
-        everyone = own.new_empty(self.num_workers * own.numel())
-        self.all_gather(everyone, own).wait()
-        return everyone.view(self.num_workers, -1).cpu()
+            return local_value.view(1, -1)
+        local_value = local_value.to(device)
+        gathered = local_value.new_empty(self.num_workers * local_value.numel())
+        self.all_gather(gathered, local_value).wait()
+        return gathered.view(self.num_workers, -1).cpu()
 
-    def gather_objects_to_first(self, own: Any) -> list[Any]:
+    def gather_objects_to_first(self, local_value: Any) -> list[Any]:
         """Return the objects of all workers in rank order on rank 0, and an empty list on others. Collective.
 
         Only one rank sends at a time, so rank 0 needs the memory of all results and one more. Objects are containers
         and tensors that ``torch.load(weights_only=True)`` reads. All tensors of the result are on the CPU.
         """
-        held = [move_data_to_device(own, torch.device("cpu"))] if self.rank == 0 else []
+        objects = [move_data_to_device(local_value, torch.device("cpu"))] if self.rank == 0 else []
         for source in range(1, self.num_workers):
             if self.rank == source:
                 file = io.BytesIO()
-                torch.save(own, file)
+                torch.save(local_value, file)
                 content = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
                 for part in (torch.tensor([content.numel()]), *torch.split(content, MESSAGE_BYTES)):
                     self._transfer(part, source)
@@ -175,8 +175,8 @@ class Workers:
                 content = torch.empty(int(size), dtype=torch.uint8)
                 for part in torch.split(content, MESSAGE_BYTES):
                     self._transfer(part, source)
-                held.append(torch.load(io.BytesIO(content.numpy().tobytes()), map_location="cpu", weights_only=True))
-        return held
+                objects.append(torch.load(io.BytesIO(content.numpy().tobytes()), map_location="cpu", weights_only=True))
+        return objects
 
     def sum_on_first(self, tensor: Tensor) -> None:
         """Sum a tensor of any device over the workers, in place on rank 0; undefined on others. Collective."""
@@ -274,7 +274,7 @@ def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Yield batches of consecutive tensors with equal dtype and at most MESSAGE_BYTES, or of a single tensor."""
     group: list[Tensor] = []
     for tensor in tensors:
-        total_bytes = sum(held.nbytes for held in group) + tensor.nbytes
+        total_bytes = sum(member.nbytes for member in group) + tensor.nbytes
         if group and (tensor.dtype != group[0].dtype or total_bytes > MESSAGE_BYTES):
             yield group
             group = []

@@ -29,7 +29,7 @@ class FlatBucket:
     """A bucket in a step.
 
     Attributes:
-        index: its place in the order of all workers.
+        index: its position in the order of all workers.
         layout: its layers.
         gradient: g · S, flat, shape (layout.num_elements,). The average may be formed in its memory.
         residual: e, and where e' is formed; float32, or float64 where the gradient is.

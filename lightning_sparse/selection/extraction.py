@@ -189,14 +189,14 @@ class Extraction:
         first = payload_format.unpack(payload, residual.dtype, payload_format.num_selected(payload))
         # Coordinates ascend. Before the last in the payload, values of at least λ are remainders of rounding.
         begin = int(first.indices[-1]) + 1 if first.indices.numel() else 0
-        found = [Selection(first.indices[:0], residual[:0])]
+        selections = [Selection(first.indices[:0], residual[:0])]
         for threshold, start, end, excess in self._runs(bucket):
             if end > begin:  # a range, because the whole bucket takes many times as long
                 position = max(start, begin)
                 part = residual[position:end]
                 indices = (part.abs() < threshold).logical_not_().nonzero().squeeze(1)
-                found.append(Selection(indices + position, exceed(part[indices], excess)))
-        return keep_rest(residual, Selection(*map(torch.cat, zip(*found, strict=True))), payload_format.wire)
+                selections.append(Selection(indices + position, exceed(part[indices], excess)))
+        return keep_rest(residual, Selection(*map(torch.cat, zip(*selections, strict=True))), payload_format.wire)
 
     def _numbers(
         self,
@@ -248,7 +248,7 @@ def take_out_marked(residual: Residual, marks: Tensor, values: Tensor, shipment:
     Args:
         residual: ``after`` holds p, shape (m,), and receives e'.
         marks: bool, shape (m,).
-        values: what marked coordinates send, shape (m,): p itself, or p rounded in some way.
+        values: values that marked coordinates send, shape (m,): p, or a rounding of p.
         shipment: receives the sent values.
     """
     after = residual.after

@@ -135,8 +135,8 @@ class FusedThreshold:
             places, num_layers, num_slices = boundaries.places, boundaries.num_layers, boundaries.num_slices
             counts_before = self._space.take("before", places.numel(), torch.int64, device)
         assert header.numel() >= FIXED_FIELDS + num_layers
-        found = (counts, numbers, bits, places, counts_before, starts, ends, header)
-        launch(summarise, 1, *found, blocks, num_layers, num_slices, MEASURES=measures_gradient, **_SUMMARISE)
+        arguments = (counts, numbers, bits, places, counts_before, starts, ends, header)
+        launch(summarise, 1, *arguments, blocks, num_layers, num_slices, MEASURES=measures_gradient, **_SUMMARISE)
         if parts is not None:
             packed = (
                 after,

@@ -23,7 +23,7 @@ class GaussianK(MarkingSparsifier):
     magnitudes that then exceed t are sent, which may be many times k, or the largest if none does. k is at least 1.
 
     As with Top-k, unsent values have no bound. (The authors' code takes μ with its sign, sends at most k, and never
-    sends a layer of equal magnitudes. Here neither sign nor place decides, and no layer waits for ever.)
+    sends a layer of equal magnitudes. Here neither sign nor position decides, and every layer sends.)
 
     Args:
         density: the share of each layer to aim at, in (0, 1].

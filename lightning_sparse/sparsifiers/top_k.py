@@ -110,22 +110,22 @@ def kth_largest_magnitude(parts: Sequence[Callable[[], Tensor]], k: int, dtype: 
     Returns:
         One element of this dtype, on the first part's device.
     """
-    found: Tensor | None = None
+    prefix: Tensor | None = None
     rank: Tensor | int = k
     for shift in range(8 * dtype.itemsize - DIGIT_BITS, -1, -DIGIT_BITS):
         histogram: Tensor | None = None
         for part in parts:
             words = part().abs().view(_INTEGERS[dtype])
-            counts = _histogram(words, shift, None if found is None else found.to(words.device, non_blocking=True))
+            counts = _histogram(words, shift, None if prefix is None else prefix.to(words.device, non_blocking=True))
             histogram = counts if histogram is None else histogram.add_(counts.to(histogram.device, non_blocking=True))
         assert histogram is not None
         at_least = histogram.flip(0).cumsum(0)  # counts of the highest digit, of the two highest digits, …
         higher = (at_least < rank).count_nonzero()  # digits above the k-th's digit
         rank = rank - torch.cat([at_least.new_zeros(1), at_least]).index_select(0, higher.view(1)).view(())
         digit = len(at_least) - 1 - higher
-        found = digit if found is None else found << DIGIT_BITS | digit
-    assert found is not None
-    return found.to(_INTEGERS[dtype]).view(dtype)
+        prefix = digit if prefix is None else prefix << DIGIT_BITS | digit
+    assert prefix is not None
+    return prefix.to(_INTEGERS[dtype]).view(dtype)
 
 
 def _histogram(words: Tensor, shift: int, above: Tensor | None) -> Tensor:

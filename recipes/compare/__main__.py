@@ -41,7 +41,7 @@ from tqdm import tqdm
 from recipes.compare.options import parse_options
 from recipes.compare.pictures import draw_steps, draw_volume, save
 from recipes.compare.runs import Choice, Outcome, Runs
-from recipes.compare.tables import grid_table, table, write_csv
+from recipes.compare.tables import format_grid_table, format_table, write_csv
 from recipes.compare.variants import Variant
 from recipes.demo import read
 
@@ -81,9 +81,9 @@ def _compare(runs: Runs, variants: list[Variant], options: argparse.Namespace) -
         for seed in options.seeds:
             for variant, choice in choices.items():
                 outcomes[variant].append(progress.run(variant, choice, seed))
-    print(table({variant.label: results for variant, results in outcomes.items()}, runs.metric))
+    print(format_table({variant.label: results for variant, results in outcomes.items()}, runs.metric))
     if grid is not None:
-        print(f"\n{grid_table(grid, grid_metrics, runs.metric, grid_seeds)}")
+        print(f"\n{format_grid_table(grid, grid_metrics, runs.metric, grid_seeds)}")
     folder = runs.output / runs.config.parent.name
     write_csv(folder / "runs.csv", _rows(runs, choices, outcomes, options.seeds))
     save(draw_volume(outcomes, runs.metric), folder / "volume.png")

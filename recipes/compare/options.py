@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from recipes.compare.runs import folder_name
+from recipes.compare.runs import make_folder_name
 from recipes.compare.variants import Grid, Variant, expand_variants, parse_grid, parse_variant
 from recipes.demo import REPOSITORY
 
@@ -97,8 +97,8 @@ def _select(variants: list[Variant], options: argparse.Namespace) -> list[Varian
 
 
 def _check_variants(variants: list[Variant], common: Sequence[str]) -> None:
-    if duplicates := _duplicates([folder_name(variant.label) for variant in variants]):
-        labels = ", ".join(repr(variant.label) for variant in variants if folder_name(variant.label) in duplicates)
+    if duplicates := _duplicates([make_folder_name(variant.label) for variant in variants]):
+        labels = ", ".join(repr(variant.label) for variant in variants if make_folder_name(variant.label) in duplicates)
         raise ValueError(f"The runs of {labels} would share one folder. Use different words in their labels.")
     for arguments in (common, *(variant.arguments for variant in variants)):
         for argument in arguments:

@@ -75,7 +75,7 @@ class Runs:
 
     def folder(self, variant: Variant, choice: Choice, seed: int) -> Path:
         """Returns the folder of a run, which may not exist yet."""
-        folder = self.output / self.config.parent.name / folder_name(variant.label)
+        folder = self.output / self.config.parent.name / make_folder_name(variant.label)
         parts = [choice.grid_value or "", "" if choice.tuned is None else f"tuned_{choice.tuned}", str(seed)]
         return folder.joinpath(*filter(None, parts))
 
@@ -130,7 +130,7 @@ class Runs:
 
     def finished(self, variant: Variant) -> list[Path]:
         """Returns the folders of a variant's finished runs."""
-        variant_folder = self.output / self.config.parent.name / folder_name(variant.label)
+        variant_folder = self.output / self.config.parent.name / make_folder_name(variant.label)
         return [folder.parent for folder in variant_folder.rglob("version_*") if UNFINISHED not in str(folder)]
 
     def tune(self, variant: Variant, grid_value: str | None, run: Callable[[Variant, Choice], Outcome]) -> Choice:
@@ -159,7 +159,7 @@ class Runs:
         sys.exit(f"{variant.label}: no value reaches {variant.density:g} within {DENSITY_TOLERANCE:.0%} ({listed}).")
 
 
-def folder_name(label: str) -> str:
+def make_folder_name(label: str) -> str:
     """Returns the folder name for a variant's runs, made of the words of its label."""
     return re.sub(r"[^\w.]+", "_", label).lstrip(".") or "_"
 

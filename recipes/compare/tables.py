@@ -9,7 +9,7 @@ from recipes.compare.runs import Outcome
 from recipes.compare.variants import Grid
 
 
-def table(outcomes: Mapping[str, Sequence[Outcome]], metric: str) -> str:
+def format_table(outcomes: Mapping[str, Sequence[Outcome]], metric: str) -> str:
     """Returns a Markdown table of means and standard deviations over the seeds.
 
     Args:
@@ -40,7 +40,7 @@ def format_mean(values: Sequence[float], digits: int) -> str:
     return f"{fmean(values):.{digits}f}{deviation}"
 
 
-def grid_table(grid: Grid, grid_metrics: dict[str, dict[str, float]], metric: str, seeds: list[int]) -> str:
+def format_grid_table(grid: Grid, grid_metrics: dict[str, dict[str, float]], metric: str, seeds: list[int]) -> str:
     """Returns a Markdown table of the metric at each grid value, with the best in bold."""
     of_seeds = f"{'seed' if len(seeds) == 1 else 'mean of seeds'} {', '.join(map(str, seeds))}"
     lines = [

@@ -10,7 +10,14 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from recipes import MissingDataError
-from recipes.lstm_wikitext2.corpus import FILES, FOLDER, CorpusError, builtin_corpus, fetch_wikitext2, read_wikitext2
+from recipes.lstm_wikitext2.corpus import (
+    FILES,
+    FOLDER,
+    CorpusError,
+    fetch_wikitext2,
+    make_builtin_corpus,
+    read_wikitext2,
+)
 from recipes.missing_data import failing_together, fetch_error
 
 NUM_BYTES = 256
@@ -111,7 +118,7 @@ class GPTDataModule(LightningDataModule):
                 texts[split] = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
         else:
             corpus = (
-                builtin_corpus()
+                make_builtin_corpus()
                 if self.source == "builtin"
                 else read_wikitext2(self.root / FOLDER, vocabulary_size=self.max_vocabulary_size)
             )

@@ -14,8 +14,8 @@ import pandas as pd
 import torch
 
 from recipes import MissingDataError
-from recipes.logistic_regression.bounds import SHARES_OF_THRESHOLD, allowed_learning_rate, bounds
-from recipes.logistic_regression.curves import METHODS, Setting, curves, tune_threshold_to_density
+from recipes.logistic_regression.bounds import SHARES_OF_THRESHOLD, compute_bounds, limit_learning_rate
+from recipes.logistic_regression.curves import METHODS, Setting, compute_curves, tune_threshold_to_density
 from recipes.logistic_regression.data import URLS, load
 from recipes.logistic_regression.objective import Objective
 from recipes.logistic_regression.report import BOUND, CURVES, report
@@ -66,11 +66,11 @@ def run(arguments: argparse.Namespace) -> None:
         threshold = arguments.threshold
         if threshold is None:
             threshold = tune_threshold_to_density(setting, arguments.density)
-        frame = curves(setting, arguments.methods, arguments.seeds, arguments.density, threshold)
+        frame = compute_curves(setting, arguments.methods, arguments.seeds, arguments.density, threshold)
         curve_frames.append(_add_labels(frame, arguments.dataset, sharding))
 
-        slower = setting._replace(learning_rate=allowed_learning_rate(objective, rate))
-        bounded = bounds(slower, [share * threshold for share in SHARES_OF_THRESHOLD], arguments.seeds)
+        slower = setting._replace(learning_rate=limit_learning_rate(objective, rate))
+        bounded = compute_bounds(slower, [share * threshold for share in SHARES_OF_THRESHOLD], arguments.seeds)
         bound_frames.append(_add_labels(bounded.frame, arguments.dataset, sharding))
         print(
             f"{sharding} shards: λ = {threshold:.4g}; σ² = {bounded.problem.noise:.4g} and "

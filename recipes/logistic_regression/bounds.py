@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_sparse import HardThreshold
 from lightning_sparse.theory import Problem, convex_bound, measured_noise, squared_error_bound
 from recipes.logistic_regression.curves import Setting
-from recipes.logistic_regression.objective import Objective, minimiser
+from recipes.logistic_regression.objective import Objective, find_minimiser
 
 NOISE_DRAWS = 100
 NOISE_POINTS = 5
@@ -30,7 +30,7 @@ class BoundResult(NamedTuple):
     frame: pd.DataFrame
 
 
-def allowed_learning_rate(objective: Objective, learning_rate: float) -> float:
+def limit_learning_rate(objective: Objective, learning_rate: float) -> float:
     """Returns the learning rate, limited to 1 / (4 L), the largest for which the bound holds."""
     problem = Problem(objective.smoothness, num_workers=1, noise=0.0)
     return min(learning_rate, problem.largest_learning_rate(is_convex=True))
@@ -45,7 +45,7 @@ def estimate_noise(objective: Objective, shards: Tensor, x: Tensor, seed: int) -
     )
 
 
-def bounds(setting: Setting, thresholds: Iterable[float], seeds: Sequence[int]) -> BoundResult:
+def compute_bounds(setting: Setting, thresholds: Iterable[float], seeds: Sequence[int]) -> BoundResult:
     """Returns the bound and the running mean of f(x_t) − f* for each threshold and seed.
 
     The mean includes the initial record and excludes that of ``iteration``. While f falls, it is slightly above the
@@ -66,7 +66,7 @@ def bounds(setting: Setting, thresholds: Iterable[float], seeds: Sequence[int]) 
         ValueError: the bound does not hold for the learning rate.
     """
     objective, rate = setting.objective, setting.learning_rate
-    solution = minimiser(objective)
+    solution = find_minimiser(objective)
     minimum, squared_distance = objective.value(solution), float(solution.square().sum())
     points = max(1, setting.iterations // setting.every // NOISE_POINTS)
     noises, measured = [], []

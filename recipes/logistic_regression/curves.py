@@ -9,7 +9,7 @@ import torch
 
 from lightning_sparse import Dense, HardThreshold, Sparsifier, TopK
 from lightning_sparse.theory import squared_error_bound
-from recipes.logistic_regression.objective import Objective, minimiser
+from recipes.logistic_regression.objective import Objective, find_minimiser
 from recipes.logistic_regression.training import State, draw_examples, training, tune_threshold
 
 VALUE_BITS = 32
@@ -39,7 +39,7 @@ class Setting(NamedTuple):
         return training(self.objective, drawn, sparsifier, self.learning_rate, self.every)
 
 
-def sparsifiers(density: float, threshold: float) -> dict[str, Sparsifier]:
+def make_sparsifiers(density: float, threshold: float) -> dict[str, Sparsifier]:
     """Returns a sparsifier for each method's name.
 
     The model is a single vector, so Top-k of each layer and of the model differ in ties only. Top-k of the model sends
@@ -53,7 +53,7 @@ def sparsifiers(density: float, threshold: float) -> dict[str, Sparsifier]:
     }
 
 
-METHODS = tuple(sparsifiers(1.0, 0.0))
+METHODS = tuple(make_sparsifiers(1.0, 0.0))
 
 
 def tune_threshold_to_density(setting: Setting, density: float) -> float:
@@ -68,7 +68,7 @@ def coordinate_bits(method: str, num_elements: int) -> int:
     return VALUE_BITS + (0 if method == "dense" else ceil(log2(num_elements)))
 
 
-def curves(
+def compute_curves(
     setting: Setting, methods: Sequence[str], seeds: Sequence[int], density: float, threshold: float
 ) -> pd.DataFrame:
     """Returns one row per method, seed and record.
@@ -85,8 +85,8 @@ def curves(
     """
     objective, num_workers = setting.objective, len(setting.shards)
     d = objective.num_elements
-    minimum = objective.value(minimiser(objective))
-    available = sparsifiers(density, threshold)
+    minimum = objective.value(find_minimiser(objective))
+    available = make_sparsifiers(density, threshold)
     rows = []
     for seed in seeds:
         for method in methods:

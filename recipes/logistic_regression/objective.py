@@ -80,12 +80,12 @@ class Objective:
         return result
 
 
-def error_of_minimum(objective: Objective, x: Tensor) -> float:
+def bound_error(objective: Objective, x: Tensor) -> float:
     """Returns ‖∇f(x)‖² / (2 l2), an upper bound of f(x) − f* by strong convexity."""
     return float(objective.gradient(x).square().sum()) / (2 * objective.l2)
 
 
-def minimiser(objective: Objective) -> Tensor:
+def find_minimiser(objective: Objective) -> Tensor:
     """Returns x with f(x) − f* below 1e-12, shape (d,).
 
     Uses SciPy's trust-region method with the exact Hessian.
@@ -102,7 +102,7 @@ def minimiser(objective: Objective) -> Tensor:
         options={"gtol": (objective.l2 * LARGEST_ERROR_OF_MINIMUM) ** 0.5},
     )
     x = torch.from_numpy(found.x)
-    if not (error := error_of_minimum(objective, x)) < LARGEST_ERROR_OF_MINIMUM:
+    if not (error := bound_error(objective, x)) < LARGEST_ERROR_OF_MINIMUM:
         raise RuntimeError(
             f"The minimum has an error of up to {error:g}, above {LARGEST_ERROR_OF_MINIMUM:g}: {found.message}"
         )

@@ -67,7 +67,7 @@ def read_wikitext2(folder: Path, tokenizer: str = "wikitext", vocabulary_size: i
     )
 
 
-def builtin_corpus() -> Corpus:
+def make_builtin_corpus() -> Corpus:
     """Returns a fixed text of a Markov chain with 200,000, 20,000 and 20,000 words."""
     chain = MarkovChain()
     train, val, test = (chain.sample(number, seed) for seed, number in enumerate((200_000, 20_000, 20_000)))

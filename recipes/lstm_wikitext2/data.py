@@ -18,8 +18,8 @@ from recipes.lstm_wikitext2.corpus import (
     FOLDER,
     Corpus,
     CorpusError,
-    builtin_corpus,
     fetch_wikitext2,
+    make_builtin_corpus,
     read_wikitext2,
 )
 from recipes.lstm_wikitext2.topics import sort_by_topic
@@ -128,7 +128,7 @@ class WikiText2DataModule(LightningDataModule):
 
     def _read(self) -> Corpus:
         if self.source == "builtin":
-            corpus = builtin_corpus()
+            corpus = make_builtin_corpus()
         else:
             try:
                 corpus = read_wikitext2(self.root / FOLDER, self.tokenizer, self.max_vocabulary_size)

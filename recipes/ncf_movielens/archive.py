@@ -15,7 +15,7 @@ CHECKSUMMED = ("ml-20m",)
 """Data sets with a published md5; ml-latest-small changes over time and has none."""
 
 
-def ratings_file(root: Path, dataset: str) -> Path:
+def ratings_path(root: Path, dataset: str) -> Path:
     """Returns ``<root>/<dataset>/ratings.csv``, which may not exist yet."""
     return root / dataset / "ratings.csv"
 
@@ -28,7 +28,7 @@ def fetch_ratings(root: Path, dataset: str) -> Path:
     Raises:
         MissingDataError: the file could not be downloaded, or the archive is damaged.
     """
-    target = ratings_file(root, dataset)
+    target = ratings_path(root, dataset)
     if target.exists():
         return target
     url, archive = f"{SERVER}/{dataset}.zip", root / f"{dataset}.zip"

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from recipes import MissingDataError
 from recipes.missing_data import failing_together, fetch_error
-from recipes.ncf_movielens.archive import SERVER, fetch_ratings, ratings_file
+from recipes.ncf_movielens.archive import SERVER, fetch_ratings, ratings_path
 from recipes.ncf_movielens.low_rank import draw_low_rank_ratings
 from recipes.ncf_movielens.ratings import Ratings, load_ratings
 from recipes.ncf_movielens.sampling import Batches, TrainingBatches, make_shard, ranking_batches
@@ -106,7 +106,7 @@ class MovieLensDataModule(LightningDataModule):
         self.ratings = ratings
 
     def _read(self) -> Ratings:
-        path = ratings_file(self.root, self.dataset)
+        path = ratings_path(self.root, self.dataset)
         if path.exists():
             return load_ratings(path)
         raise self._failure or MissingDataError(

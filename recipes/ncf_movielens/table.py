@@ -91,12 +91,12 @@ def _describe_first_bad_row(path: Path, options: dict[str, Any], error: Exceptio
 def _describe_first_zero_byte(path: Path, header: list[str]) -> str | None:
     """Returns row and reason of the first zero byte, which ends a number for pandas 2."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        place = content.find(b"\0")
-        if place < 0:
+        offset = content.find(b"\0")
+        if offset < 0:
             return None
-        start = content.rfind(b"\n", 0, place) + 1
+        start = content.rfind(b"\n", 0, offset) + 1
         row = content[:start].count(b"\n") + 1
-        field = content[start:place].count(b",")
+        field = content[start:offset].count(b",")
         content.seek(start)
         fields = content.readline().rstrip(b"\r\n").decode(errors="replace").split(",")
     name = header[field] if field < len(header) else f"field {field + 1}"

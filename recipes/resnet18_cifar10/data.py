@@ -23,9 +23,9 @@ from recipes import MissingDataError
 from recipes.missing_data import failing_together, fetch_error
 from recipes.resnet18_cifar10.images import (
     ImageBatches,
-    digits,
     pad_to_multiple,
     read,
+    read_digits,
     slice_by_label,
     take_first,
     unpack,
@@ -126,7 +126,7 @@ class CIFARDataModule(LightningDataModule):
         if self._failure is not None:
             raise self._failure
         if self.source == "builtin":
-            return digits()
+            return read_digits()
         return read(DATASETS[self.source], self.root, TITLES[self.source])
 
     @override

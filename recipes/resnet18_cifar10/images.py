@@ -114,7 +114,7 @@ def read(dataset: type[CIFAR10], root: Path, title: str) -> tuple[ImageBatches, 
     return train, val
 
 
-def digits() -> tuple[ImageBatches, ImageBatches]:
+def read_digits() -> tuple[ImageBatches, ImageBatches]:
     """Returns scikit-learn's digits in a fixed split for training and validation.
 
     Images are float32 of shape (3, 8, 8), about zero mean and unit deviation; labels are int64.

@@ -14,7 +14,7 @@ from recipes import plot
 from recipes.compare import __main__ as compare
 from recipes.compare.pictures import draw_steps, draw_volume
 from recipes.compare.runs import Choice, Outcome, Runs, estimate_slope
-from recipes.compare.tables import grid_table, table
+from recipes.compare.tables import format_grid_table, format_table
 from recipes.compare.variants import Grid, Variant, expand_variants, parse_grid, parse_variant
 from recipes.demo import Run, read
 from tests.integration.unwatched_workers import is_running
@@ -93,7 +93,7 @@ def test_a_variant_that_fails_shows_what_the_run_said_and_leaves_nothing(tmp_pat
 
 def test_a_table_has_mean_and_deviation_over_seeds():
     runs = [Outcome(0.5, 0.01, 2e6, 100e6, 0.030), Outcome(0.7, 0.03, 2e6, 100e6, 0.050)]
-    last = table({"spar|se": runs}, "accuracy").splitlines()[-1]
+    last = format_table({"spar|se": runs}, "accuracy").splitlines()[-1]
     assert last == r"| spar\|se | 0.6000 ± 0.1414 | 2.00 ± 1.41 % | 2.0 | 50.0 | 40 ms |"
 
 
@@ -103,7 +103,7 @@ def test_a_grid_takes_the_best_and_never_a_run_that_diverged(mode, best):
     assert grid == Grid("model.learning_rate", ["0.01", "0.1", "1"], mode)
     metrics = {"1": float("nan"), "0.01": 1.5, "0.1": 2.0}
     assert grid.best(metrics) == best
-    first, _, last = grid_table(grid, {"dense": dict(sorted(metrics.items()))}, "loss", [1, 2]).splitlines()
+    first, _, last = format_grid_table(grid, {"dense": dict(sorted(metrics.items()))}, "loss", [1, 2]).splitlines()
     assert first == "| loss by model.learning_rate, mean of seeds 1, 2 | 0.01 | 0.1 | 1 |"
     assert last == f"| dense | {'**1.5000** | 2.0000' if mode == 'min' else '1.5000 | **2.0000**'} | nan |"
 

@@ -17,10 +17,10 @@ from recipes import MissingDataError
 from recipes.logistic_regression import objective as objective_module
 from recipes.logistic_regression import report
 from recipes.logistic_regression.__main__ import main
-from recipes.logistic_regression.bounds import allowed_learning_rate, bounds, estimate_noise
-from recipes.logistic_regression.curves import Setting, curves, tune_threshold_to_density
+from recipes.logistic_regression.bounds import compute_bounds, estimate_noise, limit_learning_rate
+from recipes.logistic_regression.curves import Setting, compute_curves, tune_threshold_to_density
 from recipes.logistic_regression.data import URLS, load
-from recipes.logistic_regression.objective import Objective, error_of_minimum, minimiser
+from recipes.logistic_regression.objective import Objective, bound_error, find_minimiser
 from recipes.logistic_regression.training import draw_examples, drop_remainder, shards, training, tune_threshold
 from tests.integration.recipe_runs import DATA, needs_data
 
@@ -72,7 +72,7 @@ class TestObjective:
         assert objective.l2 == pytest.approx(objective.data_smoothness / 1e4)
 
     def test_minimum_against_scikit_learn(self, objective):
-        x = minimiser(objective)
+        x = find_minimiser(objective)
         model = LogisticRegression(
             C=1 / (objective.l2 * len(objective.labels)), fit_intercept=False, solver="newton-cholesky", tol=1e-10
         )
@@ -80,20 +80,20 @@ class TestObjective:
         torch.testing.assert_close(x, theirs, rtol=1e-5, atol=1e-6)
 
     def test_minimum_is_certified(self, objective):
-        x = minimiser(objective)
-        assert error_of_minimum(objective, x) < 1e-12
+        x = find_minimiser(objective)
+        assert bound_error(objective, x) < 1e-12
         for offset in points(objective.num_elements):
             above = objective.value(x + 0.1 * offset) - objective.value(x)
-            assert 0 < above <= error_of_minimum(objective, x + 0.1 * offset)
+            assert 0 < above <= bound_error(objective, x + 0.1 * offset)
 
     def test_the_certificate_is_exact_where_only_the_penalty_acts(self):
         features, labels = classified()
         objective = Objective(torch.nn.functional.pad(features, (0, 1)), labels)  # a feature that is always 0
-        x = minimiser(objective)
+        x = find_minimiser(objective)
         along = torch.zeros_like(x)
         along[-1] = 50.0
         above = objective.value(x + along) - objective.value(x)
-        assert error_of_minimum(objective, x + along) == pytest.approx(above, rel=1e-6)
+        assert bound_error(objective, x + along) == pytest.approx(above, rel=1e-6)
 
     def test_a_minimum_that_is_not_reached_is_an_error(self, objective, monkeypatch):
         minimize = objective_module.minimize
@@ -103,7 +103,7 @@ class TestObjective:
 
         monkeypatch.setattr(objective_module, "minimize", one_iteration)
         with pytest.raises(RuntimeError, match=r"The minimum has an error of up to .*, above 1e-12"):
-            minimiser(objective)
+            find_minimiser(objective)
 
 
 class TestShards:
@@ -186,7 +186,7 @@ class TestCurves:
         d = setting.objective.num_elements
         setting = setting._replace(learning_rate=0.1)
         threshold = tune_threshold_to_density(setting, 0.2)
-        frame = curves(setting, ["dense", "top_k", "hard_threshold"], [1, 2], 0.2, threshold)
+        frame = compute_curves(setting, ["dense", "top_k", "hard_threshold"], [1, 2], 0.2, threshold)
         assert len(frame) == 3 * 2 * 11
         assert (frame["suboptimality"] > 0).all()
         first = frame[frame["iteration"] == 0]
@@ -205,10 +205,10 @@ class TestCurves:
 
     def test_the_bound_and_what_it_bounds(self, setting):
         objective = setting.objective
-        slower = setting._replace(learning_rate=allowed_learning_rate(objective, setting.learning_rate))
+        slower = setting._replace(learning_rate=limit_learning_rate(objective, setting.learning_rate))
         assert slower.learning_rate == pytest.approx(setting.learning_rate / 4)
-        assert allowed_learning_rate(objective, 1e-3) == 1e-3
-        problem, frame = bounds(slower, [0.0, 0.5], [1, 2])
+        assert limit_learning_rate(objective, 1e-3) == 1e-3
+        problem, frame = compute_bounds(slower, [0.0, 0.5], [1, 2])
         final = frame[frame["iteration"] == 200].groupby("threshold")[["density", "squared_shift"]].mean()
         assert final.loc[0.0].tolist() == [1, 0]
         assert 0 < final.loc[0.5, "density"] < 1
@@ -219,9 +219,9 @@ class TestCurves:
         assert frame["bound"].to_numpy() == pytest.approx(terms.sum(axis=1).to_numpy())
         start = objective.value(torch.zeros(objective.num_elements, dtype=torch.float64))
         first = frame[frame["iteration"] == 20]["average_suboptimality"]
-        assert first.to_numpy() == pytest.approx(start - objective.value(minimiser(objective)))
-        with pytest.raises(ValueError, match="The bound holds above 0 and up to"):
-            bounds(setting, [0.0], [1])
+        assert first.to_numpy() == pytest.approx(start - objective.value(find_minimiser(objective)))
+        with pytest.raises(ValueError, match="for the bound of this problem"):
+            compute_bounds(setting, [0.0], [1])
 
     def test_noise_of_single_examples_and_of_classes(self, objective):
         x = points(objective.num_elements, 1)[0]
@@ -359,4 +359,4 @@ class TestData:
         examples = load(DATA, dataset)
         assert examples.features.shape == shape
         objective = Objective(*examples)
-        assert error_of_minimum(objective, minimiser(objective)) < 1e-12
+        assert bound_error(objective, find_minimiser(objective)) < 1e-12

@@ -21,7 +21,7 @@ from recipes.learning_rate import steps_per_epoch
 from recipes.resnet18_cifar10 import images as images_module
 from recipes.resnet18_cifar10.architectures import PAPER_NUM_PARAMETERS, build_network
 from recipes.resnet18_cifar10.data import DEVIATIONS, MEANS, CIFARDataModule, crop_randomly, flip_randomly
-from recipes.resnet18_cifar10.images import IGNORED_LABEL, ImageBatches, digits, pad_to_multiple, slice_by_label
+from recipes.resnet18_cifar10.images import IGNORED_LABEL, ImageBatches, pad_to_multiple, read_digits, slice_by_label
 from recipes.resnet18_cifar10.model import ImageClassifier, parameter_groups
 from tests.integration.models import quiet_trainer
 from tests.integration.recipe_runs import CONFIGS, DATA, RECIPES, RESNET, SMALL, fit_recipe, needs_data
@@ -151,7 +151,7 @@ def labels_by_epoch():
 
 class TestHeterogeneousData:
     def test_each_worker_has_its_classes_in_another_order_each_epoch(self):
-        _, labels = digits()[0].tensors
+        _, labels = read_digits()[0].tensors
         workers = run_workers(labels_by_epoch, 2, process_group=False)
         for epochs in workers:
             assert sorted(epochs[0]) == sorted(epochs[1])
@@ -230,7 +230,7 @@ def opened(dataset, folder, **options):
 
 class TestData:
     def test_digits_are_split_the_same_way_every_time_and_no_picture_is_in_both_parts(self):
-        train, val = digits()
+        train, val = read_digits()
         assert (len(train), len(val)) == (1437, 360)
         images, labels = train.tensors
         assert images.shape == (1437, 3, 8, 8)
@@ -238,7 +238,7 @@ class TestData:
         assert torch.cat([images, val.tensors[0]]).mean().abs() < 1e-4
         assert labels.dtype == torch.int64
         assert set(labels.tolist()) == set(range(10))
-        for once, again in zip((train, val), digits(), strict=True):
+        for once, again in zip((train, val), read_digits(), strict=True):
             assert all(map(torch.equal, once.tensors, again.tensors))
         trained, validated = ({tuple(image.flatten().tolist()) for image in part.tensors[0]} for part in (train, val))
         assert trained.isdisjoint(validated)
@@ -451,8 +451,8 @@ class TestDemo:
         ]
 
     def test_table(self, runs):
-        assert demo.model_size() == 701_466
-        text = demo.table(*runs, num_elements=2500)
+        assert demo.count_elements() == 701_466
+        text = demo.format_table(*runs, num_elements=2500)
         rows = {line[2:35].strip(): line[35:].split() for line in text.splitlines() if line.startswith("  ")}
         assert rows["validation accuracy, last epoch"] == ["75.0", "%", "75.0", "%"]
         assert rows["average density"] == ["1.00", "%", "100", "%"]

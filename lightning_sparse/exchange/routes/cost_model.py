@@ -109,12 +109,12 @@ class Costs:
         """Return the bytes that reach a worker on each route; see ``seconds`` for the arguments."""
         n, coordinate = self.num_workers, self.value_bytes + 2
         union = self.independent_union(selected)
-        of_slice = self.fixed_bytes / n + largest_slice * coordinate
+        slice_bytes = self.fixed_bytes / n + largest_slice * coordinate
         sums_bytes = min(union * (self.sum_bytes + 2), self.num_elements * self.sum_bytes)  # sparse or dense
         return {
             "dense": (n - 1) / n * self.num_elements * (self.dense_element_bytes or 2 * self.sum_bytes),
             "gather": (n - 1) * (self.fixed_bytes + selected * coordinate),
-            "reduce_scatter": (n - 1) * of_slice + (n - 1) / n * sums_bytes,
+            "reduce_scatter": (n - 1) * slice_bytes + (n - 1) / n * sums_bytes,
         }
 
     def independent_union(self, selected: float) -> float:
