@@ -1,4 +1,4 @@
-"""Draws step time against bandwidth, from what `benchmarks.step_time` has written.
+"""Draws step time against bandwidth from the results of `benchmarks.step_time`.
 
 python -m benchmarks.chart [--input benchmarks/results/step_time_bucket_view.json] [--output docs/images/step_time.png]
 """
@@ -20,7 +20,7 @@ LABELS = {
     "ddp_bf16": ("DDP, bf16 hook", "0.55", "-"),
     "powersgd_4": ("PowerSGD, rank 4", "tab:green", "-"),
     "top_k_0.001": ("Top-k, 0.1 %", "tab:orange", "-"),
-    "hard_threshold_1": ("hard threshold, all sent", "tab:blue", ":"),
+    "hard_threshold_1": ("hard threshold, dense", "tab:blue", ":"),
     "hard_threshold_0.01": ("hard threshold, 1 %", "tab:blue", "--"),
     "hard_threshold_0.001": ("hard threshold, 0.1 %", "tab:blue", "-"),
     "hard_threshold_0.0001": ("hard threshold, 0.01 %", "tab:cyan", "-"),
@@ -29,7 +29,7 @@ TICKS = [1, 1.5, 2, 3, 5, 10, 20, 50, 100]
 
 
 def draw(content: dict[str, Any]) -> Figure:
-    """Returns a row of axes, one for each model; a line for each method, a point for each rate."""
+    """Returns axes for each model, with a line per method and a point per rate."""
     results = content["results"]
     models = list(dict.fromkeys(result["model"] for result in results))
     figure = Figure(figsize=(1.5 + 5 * len(models), 4.2), layout="constrained")
@@ -71,7 +71,7 @@ def _rate_label(rate: str) -> str:
 
 
 def main() -> None:
-    """Reads the result and writes the picture."""
+    """Reads the results and writes the picture."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chart", description=__doc__.splitlines()[0])
     parser.add_argument("--input", type=Path, default=RESULTS / "step_time_bucket_view.json")
     parser.add_argument("--output", type=Path, default=Path("docs/images/step_time.png"))

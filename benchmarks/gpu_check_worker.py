@@ -1,4 +1,4 @@
-"""What one worker of ``benchmarks.gpu_check`` does: steps of training in one configuration, counted and measured."""
+"""Trains and measures in a worker of ``benchmarks.gpu_check``."""
 
 import gc
 import os
@@ -18,20 +18,20 @@ from lightning_sparse.exchange import Exchange
 
 TIMEOUT, SHORT_TIMEOUT = timedelta(seconds=60), timedelta(seconds=20)
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize", "cudaMemcpy")
-"""What a host calls to wait for its device; a copy that is not asynchronous among it."""
+"""Calls in which the host waits for the device, including synchronous copies."""
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """One row of the table.
+    """A row of the table.
 
     Attributes:
-        name: of the row.
-        exchange: the route; None is plain DDP.
+        name: name of the row.
+        exchange: the route; None for plain DDP.
         sparsifier: "hard threshold" or "top-k".
         precision: "32", "16-mixed" or "bf16".
-        finds_unused: whether a layer is left out now and then.
-        per_layer: whether statistics are asked for layer by layer.
+        finds_unused: whether some steps skip a layer.
+        per_layer: whether to record statistics per layer.
     """
 
     name: str
@@ -59,42 +59,42 @@ CONFIGURATIONS = (
 
 
 class Model(torch.nn.Module):
-    """Layers of a width, of which one may be left out."""
+    """A stack of layers, any of which may be skipped."""
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(depth))
 
-    def forward(self, inputs: torch.Tensor, left_out: int | None = None) -> torch.Tensor:
-        """Returns what has gone through all layers but one."""
-        for place, layer in enumerate(self.layers):
-            if place != left_out:
+    def forward(self, inputs: torch.Tensor, skipped: int | None = None) -> torch.Tensor:
+        """Returns the output of all layers except the skipped layer."""
+        for index, layer in enumerate(self.layers):
+            if index != skipped:
                 inputs = inputs + torch.tanh(layer(inputs))
         return inputs
 
 
-def start(rank: int, num_workers: int, device: str, store: str, timeout: timedelta = TIMEOUT) -> torch.device:
-    """Joins the others; returns this worker's device."""
+def join_group(rank: int, num_workers: int, device: str, store: str, timeout: timedelta = TIMEOUT) -> torch.device:
+    """Joins the process group and returns this worker's device."""
     torch.set_num_threads(1)
-    # After a timeout NCCL's watchdog waits four times as long for others to write down where they are.
+    # After a timeout, NCCL's watchdog would wait four times as long for other workers to dump their state.
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
-    here = torch.device("cpu") if device == "cpu" else torch.device("cuda", rank)
+    worker_device = torch.device("cpu") if device == "cpu" else torch.device("cuda", rank)
     if device == "cuda":
-        torch.cuda.set_device(here)
+        torch.cuda.set_device(worker_device)
     backend = "gloo" if device == "cpu" else "nccl"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=num_workers, timeout=timeout)
-    Exchange.has_shortcut = False  # one worker, too, goes through the motions
-    return here
+    Exchange.has_shortcut = False  # a single worker also executes the route
+    return worker_device
 
 
-def leave() -> None:
-    """Leaves the others, and ends Gloo's threads with it: one that lets go of a tensor while Python ends aborts it."""
-    gc.collect()  # of modules that hold the group
+def leave_group() -> None:
+    """Leaves the group and ends Gloo's threads, which could abort the process while Python exits."""
+    gc.collect()  # frees modules that hold the group
     dist.destroy_process_group()
 
 
 class Training:
-    """A model in training, step by step."""
+    """A model in training."""
 
     def __init__(self, configuration: Configuration, device: torch.device, width: int, depth: int) -> None:
         torch.manual_seed(0)
@@ -122,32 +122,32 @@ class Training:
         self.inputs = torch.randn(64, width, device=device, dtype=dtype)
 
     def step(self) -> None:
-        """One of them."""
+        """Makes a training step."""
         self.step_number += 1
-        left_out = self.step_number % len(self.ddp.module.layers) if self.configuration.finds_unused else None
+        skipped = self.step_number % len(self.ddp.module.layers) if self.configuration.finds_unused else None
         self.optimizer.zero_grad()
         with self.mixed:
-            loss = self.ddp(self.inputs.roll(self.step_number + dist.get_rank(), 0), left_out).float().square().mean()
+            loss = self.ddp(self.inputs.roll(self.step_number + dist.get_rank(), 0), skipped).float().square().mean()
         self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
     def checksum(self) -> float:
-        """Of all weights, to tell whether replicas are the same."""
+        """Returns a checksum of all weights, to compare replicas."""
         return sum(parameter.detach().double().square().sum().item() for parameter in self.ddp.parameters())
 
 
-def table(rank: int, num_workers: int, device: str, store: str, folder: str, options: dict[str, Any]) -> None:
-    """Runs all configurations and lets the first worker write what it saw."""
-    here = start(rank, num_workers, device, store)
-    rows = {configuration.name: _row(configuration, here, options) for configuration in CONFIGURATIONS}
+def measure_all(rank: int, num_workers: int, device: str, store: str, folder: str, options: dict[str, Any]) -> None:
+    """Measures all configurations and writes rank 0's results."""
+    worker_device = join_group(rank, num_workers, device, store)
+    rows = {configuration.name: _measure(configuration, worker_device, options) for configuration in CONFIGURATIONS}
     if rank == 0:
         torch.save(rows, f"{folder}/rows.pt")
-    leave()
+    leave_group()
 
 
-def _row(configuration: Configuration, device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
-    gc.collect()  # of the row before
+def _measure(configuration: Configuration, device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
+    gc.collect()  # frees the previous configuration
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     training = Training(configuration, device, options["width"], options["depth"])
     peaks, times = [], []
@@ -181,22 +181,22 @@ def _row(configuration: Configuration, device: torch.device, options: dict[str, 
 
 
 def long_run(rank: int, num_workers: int, device: str, store: str, folder: str, options: dict[str, Any]) -> None:
-    """Trains for long; whether replicas have the same bits at the end is written by the first worker."""
-    here = start(rank, num_workers, device, store)
-    training = Training(Configuration("gather", "auto"), here, options["width"], options["depth"])
+    """Trains for many steps; rank 0 writes whether replicas have equal bits at the end."""
+    worker_device = join_group(rank, num_workers, device, store)
+    training = Training(Configuration("gather", "auto"), worker_device, options["width"], options["depth"])
     for _ in range(options["long_steps"]):
         training.step()
     checksums = [0.0] * num_workers
     dist.all_gather_object(checksums, training.checksum())
     if rank == 0:
         torch.save(len(set(checksums)) == 1, f"{folder}/long.pt")
-    leave()
+    leave_group()
 
 
-def dying(rank: int, num_workers: int, device: str, store: str, folder: str, options: dict[str, Any]) -> None:
-    """Trains until the last worker is gone without a word; the others note when they noticed."""
-    here = start(rank, num_workers, device, store, SHORT_TIMEOUT)
-    training = Training(Configuration("gather"), here, options["width"], options["depth"])
+def lose_worker(rank: int, num_workers: int, device: str, store: str, folder: str, options: dict[str, Any]) -> None:
+    """Trains until the last worker exits without notice."""
+    worker_device = join_group(rank, num_workers, device, store, SHORT_TIMEOUT)
+    training = Training(Configuration("gather"), worker_device, options["width"], options["depth"])
     for step in range(10_000):
         if step == 5 and rank == num_workers - 1:
             Path(f"{folder}/gone").touch()

@@ -1,17 +1,17 @@
-"""Several hosts on one machine: network namespaces on a bridge, with links of a chosen rate.
+"""Simulates several hosts on a machine: network namespaces on a bridge, with links of a chosen rate.
 
     python -m benchmarks.network_lab --hosts 2 --rate 1gbit -- python script.py arguments
     python -m benchmarks.network_lab --clean
 
-The first runs the command on every host, with torchrun's environment variables; the second removes what a lab that was
-killed has left. Without root, `ip` or `tc`, the command runs on loopback, and a line says so.
+The first command runs a program on every host, with torchrun's environment variables. The second removes the remains of
+killed labs. Without root, `ip` or `tc`, the program runs on loopback, after a message.
 
     namespace …-host0                namespace …-bridge
     worker ─ uplink 10.77.0.1 ─────── port0 ─┐
     namespace …-host1                      bridge      rate: on uplink and port, so in both directions
     worker ─ uplink 10.77.0.2 ─────── port1 ─┘
 
-The bridge has a namespace too: nothing is added to the machine's own network, and labs cannot collide.
+The bridge also has a namespace, so that labs do not change the machine's network and do not collide.
 """
 
 import argparse
@@ -35,14 +35,14 @@ PREFIX = "sparse-lab"
 INTERFACE = "uplink"
 UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 
-# What a link sends at once after a pause. More would flatter short transfers; with less, timers hold back a fast link.
+# Burst of a link after a pause. A larger burst speeds up short transfers; a smaller burst lets timers slow a fast link.
 BURST_SECONDS, MIN_BURST_BYTES = 0.25e-3, 20_000
-# The longest frame TCP hands over. One longer than the burst would be cut into 1500 bytes, at the cost of processors.
+# Longest frame of TCP. The kernel would cut a frame longer than the burst into 1500 bytes, which takes CPU time.
 FRAME_BYTES = 16_384
-# Beyond the socket buffers of a few connections; a queue that is full drops, and TCP repairs.
+# Larger than the socket buffers of a few connections, because a full queue drops packets.
 QUEUE_BYTES = 64_000_000
 
-# A program of classic BPF: few kernels have tc's own loss (netem).
+# Opcodes of classic BPF, because few kernels include tc's netem.
 LOAD_RANDOM, JUMP_IF_GREATER, RETURN = "32 0 0 4294963256", "37 1 0", "6 0 0"
 LOST, PASSED = 2, 0
 
@@ -50,19 +50,19 @@ _numbers = itertools.count()
 
 
 class Workers:
-    """The processes of one command, started with torchrun's environment variables.
+    """The processes of a command, started with torchrun's environment variables.
 
     Args:
-        commands: One a host: program and arguments.
-        workers_per_host: Processes a host.
-        variables: Added to torchrun's and to this process's. OMP_NUM_THREADS is 1 unless set.
-        pin: Whether each worker is confined to one processor core, in turn over those available.
-        echo: Whether lines are printed as they come, behind the number of their host.
+        commands: Program and arguments for each host.
+        workers_per_host: Processes per host.
+        variables: Environment variables in addition to torchrun's and this process's. OMP_NUM_THREADS is 1 by default.
+        pin: Whether to pin each worker to a processor core, in turn over the available cores.
+        echo: Whether to print each line with the number of its host.
 
     Attributes:
-        processes: By rank; each leads a process group.
-        lines: What each worker has written so far to stdout and stderr, by rank.
-        failed_rank: The worker whose exit status `wait` returned, if it was not 0.
+        processes: Processes by rank; each leads a process group.
+        lines: Lines that each worker has written to stdout and stderr, by rank.
+        failed_rank: The worker whose nonzero exit status `wait` returned.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Workers:
         self.failed_rank: int | None = None
         self._readers: list[threading.Thread] = []
         cores = os.sched_getaffinity(0)
-        turns = itertools.cycle([{core} for core in sorted(cores)] if pin else [cores])
+        affinities = itertools.cycle([{core} for core in sorted(cores)] if pin else [cores])
         world_size = len(commands) * workers_per_host
         try:
             for rank in range(world_size):
@@ -87,8 +87,8 @@ class Workers:
                 environment |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
                 environment |= {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(workers_per_host)}
                 environment |= {"GROUP_RANK": str(host), "NODE_RANK": str(host), **variables}
-                # A child has its parent's affinity from the start, before it counts cores or starts threads.
-                os.sched_setaffinity(0, next(turns))
+                # A child inherits the affinity before it counts cores or starts threads.
+                os.sched_setaffinity(0, next(affinities))
                 self._start(commands[host], environment, f"[host {host}] " if echo else None)
         except BaseException:
             self.end()
@@ -107,10 +107,10 @@ class Workers:
         self._readers[-1].start()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Returns 0 once every worker has succeeded, or the first other exit status, having ended the other workers.
+        """Waits for all workers and returns 0, or ends them at the first nonzero exit status and returns it.
 
         Raises:
-            TimeoutError: After `timeout` seconds; all workers are ended.
+            TimeoutError: After `timeout` seconds; ends all workers.
         """
         deadline = time.monotonic() + timeout if timeout is not None else float("inf")
         try:
@@ -129,11 +129,11 @@ class Workers:
             self.end()
 
     def outputs(self, timeout: float | None = None) -> list[str]:
-        """Waits as `wait` does, and returns what each worker wrote, by rank.
+        """Waits for all workers and returns their output by rank.
 
         Raises:
-            RuntimeError: If a worker fails; the others are ended.
-            TimeoutError: After `timeout` seconds; all workers are ended.
+            RuntimeError: A worker fails; ends the other workers.
+            TimeoutError: After `timeout` seconds; ends all workers.
         """
         status = self.wait(timeout)
         outputs = ["".join(lines) for lines in self.lines]
@@ -142,7 +142,7 @@ class Workers:
         return outputs
 
     def end(self) -> None:
-        """Ends the workers that still run: asks them, and kills those that are there five seconds later."""
+        """Terminates the running workers, and kills them after five seconds."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             running = [process for process in self.processes if process.poll() is None]
             deadline = time.monotonic() + 5.0
@@ -152,23 +152,23 @@ class Workers:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(max(0.0, deadline - time.monotonic()))
         for reader in self._readers:
-            reader.join(1.0)  # not for ever: what a worker has started may hold the pipe
+            reader.join(1.0)  # with a limit, because a child of a worker may keep the pipe open
 
 
 class NetworkLab:
-    """Hosts that reach each other through links that can be shaped while they are in use.
+    """Hosts with links whose rate you can change while they are in use.
 
         with NetworkLab(hosts=4) as lab:
             lab.shape(rate="1gbit")
             outputs = lab.run(["python", "script.py"])
 
-    Leaving the block ends what was started and removes the network, also after an exception, Ctrl-C or SIGTERM.
+    Leaving the block ends all workers and removes the network, also after an exception, Ctrl-C or SIGTERM.
 
     Args:
-        hosts: 1 to 254.
+        hosts: Number of hosts, within [1, 254].
 
     Raises:
-        RuntimeError: On entering, where there can be no lab.
+        RuntimeError: On entry, if this machine does not support a lab.
     """
 
     def __init__(self, hosts: int = 2) -> None:
@@ -183,9 +183,9 @@ class NetworkLab:
 
     @staticmethod
     def unavailable_reason() -> str | None:
-        """A sentence that says why there can be no lab here; None if there can."""
+        """Returns a sentence with the reason why a lab is impossible, or None if it is possible."""
         if not shutil.which("ip") or not shutil.which("tc"):
-            return "There is no ip or no tc (Linux's package iproute2)."
+            return "ip or tc is missing (Linux package iproute2)."
         if os.geteuid() != 0:
             return "Only root may create network namespaces."
         probe = f"{PREFIX}-{os.getpid()}-{next(_numbers)}-probe"
@@ -194,7 +194,7 @@ class NetworkLab:
             _configure("ip", probe, "link add name a type veth peer name b", "link add name c type bridge")
             _configure("tc", probe, "qdisc add dev a root tbf rate 1gbit burst 100000 limit 100000")
         except RuntimeError as error:
-            return f"This machine does not allow a network of namespaces: {error}."
+            return f"This machine does not support network namespaces: {error}."
         finally:
             _remove(probe)
         return None
@@ -203,7 +203,7 @@ class NetworkLab:
         if reason := self.unavailable_reason():
             raise RuntimeError(reason)
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, _leave)
+            signal.signal(signal.SIGTERM, _exit_on_sigterm)
             self._cleanup.callback(signal.signal, signal.SIGTERM, signal.SIG_DFL)
         atexit.register(self.close)
         try:
@@ -218,7 +218,7 @@ class NetworkLab:
 
     def close(self) -> None:
         """Ends every worker and removes the network."""
-        if os.getpid() == self._owner:  # not in a child that was forked within the block
+        if os.getpid() == self._owner:  # not in a forked child
             self._cleanup.close()
             atexit.unregister(self.close)
 
@@ -229,7 +229,7 @@ class NetworkLab:
             _run("ip", "netns", "add", namespace)
         _configure("ip", self._bridge, "link add name bridge type bridge", "link set bridge addrgenmode none up")
         for host, namespace in enumerate(namespaces):
-            # No IPv6 address, whose packets would be counted. Linux's usual congestion control, whatever the machine's.
+            # No IPv6 address, because its packets would count. Linux's default congestion control on any machine.
             _configure(
                 "ip",
                 namespace,
@@ -240,39 +240,39 @@ class NetworkLab:
                 f"route add 10.77.0.0/24 dev {INTERFACE} congctl cubic",
             )
             _configure("ip", self._bridge, f"link set port{host} master bridge addrgenmode none up")
-            # A new connection shall not start from what TCP has learned of a link that had another shape.
+            # New connections must not reuse TCP metrics of a link with another rate.
             _run(*self.on_host(host, ["sh", "-c", "echo 1 > /proc/sys/net/ipv4/tcp_no_metrics_save"]))
 
     def namespace(self, host: int) -> str:
-        """The name of a host's network namespace, as `ip netns` lists it."""
+        """Returns the name of a host's network namespace, as `ip netns` lists it."""
         if not 0 <= host < self.hosts:
             raise ValueError(f"Invalid {host=}. Must be within [0, {self.hosts - 1}].")
         return f"{self._name}-host{host}"
 
     def address(self, host: int) -> str:
-        """A host's IPv4 address, which the other hosts reach."""
+        """Returns a host's IPv4 address."""
         return f"10.77.0.{host + 1}"
 
     def on_host(self, host: int, command: Sequence[str]) -> list[str]:
-        """The command that becomes a command on a host, with the same process id."""
+        """Returns a command that executes `command` on a host with an unchanged process id."""
         return ["ip", "netns", "exec", self.namespace(host), *command]
 
     def shape(self, rate: str | None = None) -> None:
-        """Gives every link a new rate, at once and also for open connections; without an argument, no limit.
+        """Sets the rate of every link, also for open connections; None removes the limit.
 
         Args:
-            rate: Of each direction of a link, such as "200mbit" or "2.5gbit". It counts Ethernet frames: with packets
-                of 1500 bytes TCP gets 95.6 % of it. After a pause up to 20 kB, or 0.25 ms, pass without waiting.
+            rate: Rate of each direction of a link, such as "200mbit" or "2.5gbit". It includes Ethernet headers, so TCP
+                gets 95.6 % of it with packets of 1500 bytes. After a pause, a burst of 20 kB or 0.25 ms is free.
         """
         for host in range(self.hosts):
             _configure("tc", self.namespace(host), _shape(INTERFACE, rate))
             _configure("tc", self._bridge, _shape(f"port{host}", rate))
 
     def lose(self, share: float) -> None:
-        """Drops a share of the frames (up to 16 kB) that reach each host.
+        """Drops a share of the frames (up to 16 kB) that each host receives.
 
         Raises:
-            RuntimeError: The kernel has no BPF in tc.
+            RuntimeError: The kernel does not support BPF in tc.
         """
         for host in range(self.hosts):
             program = f"4,{LOAD_RANDOM},{JUMP_IF_GREATER} {int(2**32 * share)},{RETURN} {LOST},{RETURN} {PASSED}"
@@ -284,19 +284,19 @@ class NetworkLab:
             )
 
     def link_down(self, host: int) -> None:
-        """Pulls a host's cable: its interface loses its carrier, and packets to and from it are lost."""
+        """Disconnects a host: its interface loses the carrier and all packets are lost."""
         _configure("ip", self._bridge, f"link set port{host} down")
 
     def link_up(self, host: int) -> None:
-        """Plugs the cable in again; the link keeps its shape."""
+        """Reconnects a host; the link keeps its rate."""
         _configure("ip", self._bridge, f"link set port{host} up")
 
     def bytes_sent(self, host: int) -> int:
-        """Bytes that a host has sent since the lab began, with headers (once per frame that TCP handed over)."""
+        """Returns the bytes that a host has sent since the start, with headers once per frame of TCP."""
         return self._counter(host, "tx")
 
     def bytes_received(self, host: int) -> int:
-        """Bytes that have reached a host since the lab began, counted as `bytes_sent` does."""
+        """Returns the bytes that a host has received since the start, with headers as in `bytes_sent`."""
         return self._counter(host, "rx")
 
     def _counter(self, host: int, direction: str) -> int:
@@ -320,11 +320,11 @@ class NetworkLab:
         return workers
 
     def run(self, command: Sequence[str], timeout: float | None = None, **options: Any) -> list[str]:
-        """Runs a command on every host as `start` does, and returns `Workers.outputs`."""
+        """Runs a command on every host with the options of `start`, and returns `Workers.outputs`."""
         return self.start(command, **options).outputs(timeout)
 
 
-def on_loopback(
+def start_on_loopback(
     command: Sequence[str],
     hosts: int,
     workers_per_host: int = 1,
@@ -332,7 +332,7 @@ def on_loopback(
     pin: bool = True,
     echo: bool = False,
 ) -> Workers:
-    """Starts a command as the workers of so many hosts, all on this machine; the arguments are those of `Workers`."""
+    """Starts a command on loopback as the workers of several hosts; see `Workers` for the arguments."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", **(env or {})}
@@ -340,21 +340,21 @@ def on_loopback(
 
 
 def clean() -> list[str]:
-    """Removes the namespaces of labs whose process lives no more, ends what runs in them, and returns their names."""
+    """Removes the namespaces of labs whose process has ended, kills their processes, and returns their names."""
     names = [entry["name"] for entry in json.loads(_run("ip", "-j", "netns", "list") or "[]")]
     labs = [re.fullmatch(rf"{PREFIX}-(\d+)-\d+-\w+", name) for name in names]
-    left = [lab[0] for lab in labs if lab and not os.path.exists(f"/proc/{lab[1]}")]
-    for name in left:
+    abandoned = [lab[0] for lab in labs if lab and not os.path.exists(f"/proc/{lab[1]}")]
+    for name in abandoned:
         _remove(name)
-    return left
+    return abandoned
 
 
 def _shape(device: str, rate: str | None) -> str:
-    """A line for `tc` that shapes what leaves a device."""
+    """Returns a line for `tc` that shapes a device's outgoing traffic."""
     if rate is None:
         return f"qdisc replace dev {device} root noqueue"
     if not re.fullmatch(r"\d+(\.\d+)?[kmg]bit", rate):
-        raise ValueError(f"Invalid {rate=}. Must be a number and its unit: kbit, mbit or gbit.")
+        raise ValueError(f"Invalid {rate=}. Must be a number with the unit kbit, mbit or gbit, such as 1gbit.")
     bytes_per_second = float(rate[:-4]) * UNITS[rate[-4]] / 8
     burst = max(MIN_BURST_BYTES, int(BURST_SECONDS * bytes_per_second))
     return f"qdisc replace dev {device} root tbf rate {rate} burst {burst} limit {QUEUE_BYTES}"
@@ -370,13 +370,13 @@ def _read(process: subprocess.Popen[str], lines: list[str], label: str | None) -
 
 
 def _configure(program: str, namespace: str, *lines: str) -> None:
-    """Lets `ip` or `tc` carry out lines within a namespace."""
+    """Executes lines of `ip` or `tc` in a namespace."""
     _run(program, "-n", namespace, "-batch", "-", lines="\n".join(lines))
 
 
 def _run(*command: str, lines: str = "") -> str:
-    """What a command writes to stdout, given lines."""
-    # In a session of its own, so that Ctrl-C does not reach the commands that clean up.
+    """Returns the standard output of a command with `lines` as its input."""
+    # In a new session, so that Ctrl-C does not reach the commands that clean up.
     done = subprocess.run(command, input=lines, capture_output=True, text=True, check=False, start_new_session=True)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)}: {' '.join(done.stderr.split())} {lines}".rstrip())
@@ -384,7 +384,7 @@ def _run(*command: str, lines: str = "") -> str:
 
 
 def _remove(namespace: str) -> None:
-    """Kills what still runs in a namespace and removes it, if it is there."""
+    """Kills the processes in a namespace and removes it, if it exists."""
     with contextlib.suppress(RuntimeError):
         for process in _run("ip", "netns", "pids", namespace).split():
             with contextlib.suppress(ProcessLookupError):
@@ -392,8 +392,8 @@ def _remove(namespace: str) -> None:
         _run("ip", "netns", "delete", namespace)
 
 
-def _leave(number: int, _: object) -> None:
-    """Handles SIGTERM: blocks are left as they are after Ctrl-C."""
+def _exit_on_sigterm(number: int, _: object) -> None:
+    """Handles SIGTERM by leaving all blocks, as after Ctrl-C."""
     raise SystemExit(128 + number)
 
 
@@ -402,22 +402,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--workers-per-host", type=int, default=1)
-    parser.add_argument("--rate", help="of each direction of a link, such as 1gbit")
+    parser.add_argument("--rate", help="rate of each direction of a link, such as 1gbit")
     parser.add_argument("--no-pin", action="store_true", help="let every worker use all processor cores")
-    parser.add_argument("--clean", action="store_true", help="remove what killed labs have left, and do nothing else")
+    parser.add_argument("--clean", action="store_true", help="only remove the remains of killed labs")
     parser.add_argument("command", nargs="*", help="program and arguments, after --")
     options = parser.parse_args(arguments)
     if options.clean:
         print("\n".join(clean()) or "Nothing to remove.")
         return 0
     if not options.command:
-        parser.error("a command is needed, after --")
+        parser.error("the command is missing: give a program and its arguments after --")
     start = {"workers_per_host": options.workers_per_host, "pin": not options.no_pin, "echo": True}
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, _exit_on_sigterm)
     try:
         if reason := NetworkLab.unavailable_reason():
             print(f"{reason} Running on loopback, unshaped.", file=sys.stderr)
-            return on_loopback(options.command, options.hosts, **start).wait()
+            return start_on_loopback(options.command, options.hosts, **start).wait()
         with NetworkLab(options.hosts) as lab:
             lab.shape(options.rate)
             return lab.start(options.command, **start).wait()

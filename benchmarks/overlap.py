@@ -1,9 +1,9 @@
-"""Do early buckets travel while backward goes on? One step of ResNet-18 on two hosts, seen by PyTorch's profiler.
+"""Measures whether early buckets are sent during backward, in a step of ResNet-18 on two hosts.
 
     python -m benchmarks.overlap --rate 200mbit
 
-prints when each bucket was sent off, in milliseconds from the start of backward, how many convolutions were still to be
-differentiated then, and how many of the step's bytes had left the interface when the last of them was. The hosts are
+Prints the time at which each bucket is sent, from the start of backward, and the number of convolutions that backward
+has not reached yet. Also prints the bytes that leave the interface before the last convolution ends. The hosts are
 network namespaces with shaped links.
 """
 
@@ -27,13 +27,13 @@ THRESHOLD = 0.03
 
 
 def bytes_sent() -> int:
-    """Returns what has left this host's interfaces other than loopback so far."""
+    """Returns the bytes that this host has sent, without loopback."""
     lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
     return sum(int(line.split(":")[1].split()[8]) for line in lines if not line.strip().startswith("lo:"))
 
 
-def profiled_step() -> dict[str, Any]:
-    """Returns when backward and its parts ran in one step, in microseconds, and bytes sent at three times."""
+def profile_step() -> dict[str, Any]:
+    """Returns the time ranges of backward and its parts in a step, in microseconds, and byte counts."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = DistributedDataParallel(torchvision.models.resnet18(num_classes=10))
@@ -41,7 +41,7 @@ def profiled_step() -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     images, labels = torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
     sent: list[int] = []
-    # The first convolution is the last to be differentiated.
+    # Backward reaches the first convolution last.
     model.module.conv1.weight.register_hook(lambda _: sent.append(bytes_sent()))
 
     def step() -> None:
@@ -61,55 +61,55 @@ def profiled_step() -> dict[str, Any]:
         step()
     assert state.last_step is not None
     kinds = {"backward": "backward", "aten::convolution_backward": "convolutions", "c10d::send": "sends"}
-    found: dict[str, Any] = {kind: [] for kind in kinds.values()}
+    profiled: dict[str, Any] = {kind: [] for kind in kinds.values()}
     for event in profiler.events() or []:
         if event.name in kinds:
-            found[kinds[event.name]].append((event.time_range.start, event.time_range.end))
-    return found | {"bytes": sent, "density": state.last_step.density, "payload": state.last_step.payload_bytes}
+            profiled[kinds[event.name]].append((event.time_range.start, event.time_range.end))
+    return profiled | {"bytes": sent, "density": state.last_step.density, "payload": state.last_step.payload_bytes}
 
 
-def report(found: dict[str, Any]) -> str:
+def format_report(profiled: dict[str, Any]) -> str:
     """Returns the table."""
-    begin, end = found["backward"][0]
-    convolutions = sorted(found["convolutions"])
+    begin, end = profiled["backward"][0]
+    convolutions = sorted(profiled["convolutions"])
     last = convolutions[-1][1]
-    before, meanwhile, after = found["bytes"]
+    before, during, after = profiled["bytes"]
     lines = [
-        f"density {found['density']:.2%}, payloads of {found['payload']:,} bytes",
+        f"density {profiled['density']:.2%}, payloads of {profiled['payload']:,} bytes",
         f"backward with the exchange {(end - begin) / 1e3:.1f} ms; the last of its {len(convolutions)} convolutions "
         f"ends at {(last - begin) / 1e3:.1f} ms",
-        "bucket   sent off at   convolutions to come",
+        "bucket       sent at   convolutions to come",
     ]
-    for bucket, (start, _) in enumerate(sorted(found["sends"])):
-        to_come = sum(first > start for first, _ in convolutions)
-        lines.append(f"{bucket:6d} {(start - begin) / 1e3:10.1f} ms {to_come:22d}")
+    for bucket, (start, _) in enumerate(sorted(profiled["sends"])):
+        remaining = sum(first > start for first, _ in convolutions)
+        lines.append(f"{bucket:6d} {(start - begin) / 1e3:10.1f} ms {remaining:22d}")
     lines.append(
-        f"bytes that left the interface: {meanwhile - before:,} of {after - before:,} "
-        f"({(meanwhile - before) / (after - before):.0%}) while convolutions went on"
+        f"bytes sent before the last convolution ends: {during - before:,} of {after - before:,} "
+        f"({(during - before) / (after - before):.0%})"
     )
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Starts two workers and prints what the first one saw."""
+    """Starts two workers and prints rank 0's report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", default="200mbit", help="of each host's link, as tc writes it; or unshaped")
+    parser.add_argument("--rate", default="200mbit", help="rate of each host's link, in tc's notation, or unshaped")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         dist.init_process_group("gloo")
-        found = profiled_step()
+        profiled = profile_step()
         if dist.get_rank() == 0:
-            print(json.dumps(found), flush=True)
+            print(json.dumps(profiled), flush=True)
         dist.destroy_process_group()
         return
     reason = NetworkLab.unavailable_reason()
     if reason is not None:
-        sys.exit(f"{reason} For loopback: torchrun --nproc-per-node 2 -m benchmarks.overlap --worker")
+        sys.exit(f"{reason} To use loopback, run torchrun --nproc-per-node 2 -m benchmarks.overlap --worker")
     with NetworkLab(hosts=2) as lab:
         lab.shape(rate=None if arguments.rate == "unshaped" else arguments.rate)
         outputs = lab.run([sys.executable, "-m", "benchmarks.overlap", "--worker"])
-    print(report(json.loads(outputs[0].strip().splitlines()[-1])))
+    print(format_report(json.loads(outputs[0].strip().splitlines()[-1])))
 
 
 if __name__ == "__main__":

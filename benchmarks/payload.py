@@ -1,19 +1,19 @@
-"""How many bytes does a coordinate cost on the wire?
+"""Measures the bytes per coordinate on the wire.
 
     python -m benchmarks.payload        (as root: it needs the network lab)
 
-Two hosts exchange one bucket in mode "gather" over Gloo, with a number of coordinates that stays or that varies by 3 %
-from step to step and from worker to worker. Bytes are counted where they leave the host, at its network interface,
-after as many steps as the forecast of the capacity needs to settle, and divided by the coordinates sent. They are
+Two hosts exchange a bucket over Gloo with exchange="gather". The number of coordinates is constant or varies by 3 %
+between steps and workers. After the forecast of the capacity has settled, each host counts the bytes that its network
+interface sends, and divides them by the coordinates sent. The bytes are
 
-    coordinates   the values and offsets themselves: 6 bytes each in fp32, 4 in bf16 and fp16, 3 in fp8
-    padding       room that the forecast kept and nobody used, and second rounds for what did not fit
-    header        counts a block and the step's numbers, 8-byte aligned: the same whatever is sent
-    frames        Ethernet, IP and TCP headers, acknowledgements, and what Gloo adds
+    coordinates   values and offsets: 6 bytes each in fp32, 4 in bf16 and fp16, 3 in fp8
+    padding       unused capacity, and second rounds for values beyond the capacity
+    header        counts per block and the step's numbers, 8-byte aligned: a constant size
+    frames        Ethernet, IP and TCP headers, acknowledgements, and Gloo's overhead
 
-The target holds for coordinates and padding. A lab's interface counts headers once per frame that TCP hands over, up to
-16 kB; so everything is measured again in frames of 1500 bytes, as a cable carries them. "less empty" is what the
-interface counted, less what it counted in an exchange without coordinates (which keeps room for 16).
+The target applies to coordinates and padding. A lab's interface counts headers once per frame of TCP, of up to 16 kB.
+Therefore all cases run again with frames of 1500 bytes, as on a cable. "less empty" subtracts the bytes of an exchange
+without coordinates, which has a capacity of 16.
 """
 
 import argparse
@@ -42,18 +42,18 @@ RESNET_18 = 11_173_962
 TARGETS = {"float32": 6.1, "bfloat16": 4.1, "float16": 4.1, "float8": 3.1}
 MARK = "RESULT "
 VARIATION = 0.03
-"""The standard deviation of the number of coordinates, as a share of it."""
+"""Relative standard deviation of the number of coordinates."""
 
 
 def interface_bytes() -> tuple[int, int]:
-    """Bytes that this host's interface has received and sent, with headers."""
+    """Returns the bytes that this host's interface has received and sent, with headers."""
     with open("/proc/self/net/dev") as lines:
         fields = next(line.split(":")[1].split() for line in lines if line.strip().startswith(f"{INTERFACE}:"))
     return int(fields[0]), int(fields[8])
 
 
 def exchange_once(exchange: Exchange, selection: Selection, out: Tensor, wire: Wire) -> int:
-    """Exchanges one bucket as the communication hook does; returns the bytes handed to collectives. Collective."""
+    """Exchanges a bucket like the communication hook and returns the bytes passed to collectives. Collective."""
     header = torch.zeros(FIXED_FIELDS, dtype=torch.float64)
     header[NUM_SELECTED] = selection.indices.numel()
     header[LARGEST_SLICE] = largest_slice(selection.indices, out.numel(), exchange.workers.num_workers)
@@ -69,57 +69,57 @@ def exchange_once(exchange: Exchange, selection: Selection, out: Tensor, wire: W
     return exchange.finish()[1]
 
 
-def random_selection(num_elements: int, selected: int, seed: int) -> Selection:
-    """Coordinates at random places, drawn independently for every seed; exactly so many."""
+def draw_selection(num_elements: int, selected: int, seed: int) -> Selection:
+    """Returns exactly ``selected`` random coordinates, drawn independently for every seed."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(num_elements, (selected + selected // 4 + 64,), generator=generator).unique()
     chosen = torch.randperm(drawn.numel(), generator=generator)[:selected]
     indices = drawn[chosen.sort().values]
-    assert indices.numel() == selected, "a density too high to be drawn like this"
+    assert indices.numel() == selected, "the density is too high for this way of drawing"
     return Selection(indices, torch.ones(selected))
 
 
 def read_results(outputs: list[str]) -> list[Any]:
-    """What each worker wrote behind the mark, by rank."""
+    """Returns each worker's JSON result after the mark, by rank."""
     return [
         json.loads(next(line for line in text.splitlines() if line.startswith(MARK))[len(MARK) :]) for text in outputs
     ]
 
 
 def work(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One worker's part: every case in turn; returns bytes a step of this worker."""
+    """Runs every case in a worker and returns its bytes per step."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     cases = [(dtype, 0, 0.0) for dtype in TARGETS]
     for density in options.densities:
         selected = round(density * options.elements)
         cases += [(dtype, selected, share) for share in (0.0, VARIATION) for dtype in TARGETS]
-    return [_case(*case, options) for case in cases]
+    return [_run_case(*case, options) for case in cases]
 
 
-def _case(dtype: str, selected: int, variation: float, options: argparse.Namespace) -> dict[str, Any]:
+def _run_case(dtype: str, selected: int, variation: float, options: argparse.Namespace) -> dict[str, Any]:
     wire, rank = (
         Wire(torch.float8_e4m3fn, 2.0**-10) if dtype == "float8" else Wire(getattr(torch, dtype)),
         dist.get_rank(),
     )
     generator = torch.Generator().manual_seed(rank)
-    most = random_selection(options.elements, round(selected * (1 + 4 * variation)), seed=rank)
+    pool = draw_selection(options.elements, round(selected * (1 + 4 * variation)), seed=rank)
     exchange, out = Exchange("gather"), torch.empty(options.elements)
-    handed: list[int] = []
+    handed_bytes: list[int] = []
     coordinates: list[int] = []
-    counted = [0]
+    interface_counts = [0]
     for step in range(options.warm_up + options.steps):
         draw = torch.randn(1, generator=generator).clamp_(-3.9, 3.9).item()
         count = round(selected * (1 + variation * draw))
-        keep = torch.randperm(most.indices.numel(), generator=generator)[:count].sort().values
+        keep = torch.randperm(pool.indices.numel(), generator=generator)[:count].sort().values
         if step == options.warm_up:
             dist.barrier()
-            counted = [interface_bytes()[1]]
+            interface_counts = [interface_bytes()[1]]
             dist.barrier()
-        handed.append(exchange_once(exchange, Selection(most.indices[keep], most.values[keep]), out, wire))
+        handed_bytes.append(exchange_once(exchange, Selection(pool.indices[keep], pool.values[keep]), out, wire))
         coordinates.append(count)
         if step >= options.warm_up:
-            counted.append(interface_bytes()[1])
+            interface_counts.append(interface_bytes()[1])
     payload_format = PayloadFormat(options.elements, wire, FIXED_FIELDS)
     return {
         "dtype": dtype,
@@ -128,24 +128,24 @@ def _case(dtype: str, selected: int, variation: float, options: argparse.Namespa
         "coordinate_bytes": payload_format.coordinate_bytes,
         "header_bytes": payload_format.fixed_bytes,
         "coordinates": coordinates,
-        "handed_bytes": handed,
-        "interface_bytes": [after - before for before, after in itertools.pairwise(counted)],
+        "handed_bytes": handed_bytes,
+        "interface_bytes": [after - before for before, after in itertools.pairwise(interface_counts)],
     }
 
 
 def summarise(case: dict[str, Any], empty: dict[str, Any], warm_up: int) -> dict[str, Any]:
-    """Bytes a coordinate of one case on one host, over the steps after the warm-up."""
-    coordinates, handed = sum(case["coordinates"][warm_up:]), sum(case["handed_bytes"][warm_up:])
-    steps, counted = len(case["interface_bytes"]), sum(case["interface_bytes"])
+    """Returns the bytes per coordinate of a case on a host, over the steps after the warmup."""
+    coordinates, handed_bytes = sum(case["coordinates"][warm_up:]), sum(case["handed_bytes"][warm_up:])
+    steps, sent_bytes = len(case["interface_bytes"]), sum(case["interface_bytes"])
     header, needed = steps * case["header_bytes"], coordinates * case["coordinate_bytes"]
     return {
         **{name: case[name] for name in ("dtype", "selected", "variation", "header_bytes")},
-        "interface": counted / coordinates,
-        "interface_less_empty": (counted - sum(empty["interface_bytes"])) / coordinates,
+        "interface": sent_bytes / coordinates,
+        "interface_less_empty": (sent_bytes - sum(empty["interface_bytes"])) / coordinates,
         "coordinate": case["coordinate_bytes"],
-        "padding": (handed - needed - header) / coordinates,
+        "padding": (handed_bytes - needed - header) / coordinates,
         "header": header / coordinates,
-        "frames": (counted - handed) / coordinates,
+        "frames": (sent_bytes - handed_bytes) / coordinates,
         "target": TARGETS[case["dtype"]],
         "interface_bytes_of_a_step": report.quartiles(case["interface_bytes"]),
         "padding_while_settling": [
@@ -156,9 +156,9 @@ def summarise(case: dict[str, Any], empty: dict[str, Any], warm_up: int) -> dict
 
 
 def measure(options: argparse.Namespace, *, short_frames: bool) -> list[dict[str, Any]]:
-    """Runs all cases in a lab; returns host 0's summaries."""
+    """Runs all cases in a lab and returns host 0's summaries."""
     with NetworkLab(hosts=2) as lab:
-        if short_frames:  # one segment a frame
+        if short_frames:  # one segment per frame
             for host in range(lab.hosts):
                 change = ["ip", "link", "set", "dev", INTERFACE, "gso_max_segs", "1"]
                 subprocess.run(lab.on_host(host, change), check=True)
@@ -169,7 +169,7 @@ def measure(options: argparse.Namespace, *, short_frames: bool) -> list[dict[str
 
 
 def show(cases: list[dict[str, Any]]) -> None:
-    """Prints the table of one length of frames."""
+    """Prints the table for a length of frames."""
     rows = []
     for case in cases:
         sizes = [case[name] for name in ("interface", "interface_less_empty", "coordinate", "padding")]
@@ -184,13 +184,13 @@ def show(cases: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Measures in long and short frames, prints and writes; or does one worker's part."""
+    """Measures in long and short frames, prints and writes; or runs a worker."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--elements", type=int, default=RESNET_18)
     parser.add_argument("--densities", type=float, nargs="+", default=[1e-3, 1e-2])
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--warm-up", type=int, default=60, help="steps before those that count")
-    parser.add_argument("--rate", help="of each link, such as 1gbit; unshaped by default")
+    parser.add_argument("--warm-up", type=int, default=60, help="untimed steps at the start")
+    parser.add_argument("--rate", help="rate of each link, such as 1gbit (default: unshaped)")
     parser.add_argument("--output", type=Path, default=report.RESULTS / "payload.json")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -203,7 +203,7 @@ def main() -> None:
     results = {}
     for name, short_frames in (("frames_of_up_to_16_kB", False), ("frames_of_1500_bytes", True)):
         results[name] = measure(options, short_frames=short_frames)
-        print(f"\nBytes a coordinate, {name.replace('_', ' ')}")
+        print(f"\nBytes per coordinate, {name.replace('_', ' ')}")
         show(results[name])
     report.write(options, results)
 

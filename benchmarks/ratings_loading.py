@@ -1,9 +1,9 @@
-"""How long does a MovieLens ratings file of 20 million rows take to load, and how much memory?
+"""Measures the time and memory to load a MovieLens ratings file of 20 million rows.
 
     python -m benchmarks.ratings_loading [--rows 20000000]
 
-Generates a file of MovieLens-20M's users, items and columns in a temporary folder (0.5 GB), reads it once without and
-once with the cache, and prints seconds and the peak memory of this process so far.
+Generates a file with MovieLens-20M's users, items and columns in a temporary folder (0.5 GB). Reads it without and with
+the cache, and prints seconds and the peak memory of this process.
 """
 
 import argparse
@@ -21,7 +21,7 @@ USERS, ITEMS = 138_493, 26_744
 
 
 def main() -> None:
-    """Generates, loads twice, prints."""
+    """Generates the file, loads it twice and prints the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=20_000_000)
     rows = parser.parse_args().rows
@@ -38,12 +38,12 @@ def main() -> None:
 
 
 def write_ratings(path: Path, rows: int) -> None:
-    """Writes ratings of distinct (user, movie) pairs, every user with at least two, a tenth of them at a time."""
+    """Writes ratings of distinct (user, movie) pairs with at least two per user."""
     users = min(USERS, rows // 20)
     per_user = rows // users
     generator = np.random.default_rng(0)
     for number, part in enumerate(np.array_split(np.arange(users), 10)):
-        # Distinct within a user: a random start, then steps of a size that shares no factor with the number of items.
+        # Distinct for each user: a random start, then steps of a size coprime to the number of items.
         starts, steps = generator.integers(ITEMS, size=(2, len(part), 1))
         items = (starts + (2 * (steps % 500) * 1671 + 1) * np.arange(per_user)) % ITEMS
         table = pd.DataFrame(

@@ -1,6 +1,6 @@
-"""What the benchmarks' results have in common: tables, quartiles, and JSON that says where it was measured.
+"""Formats tables, computes quartiles and writes results as JSON.
 
-The JSON names the hardware, the versions, the commit, the date and the command, then settings and results.
+The JSON holds the hardware, the versions, the commit, the date and the command, then settings and results.
 """
 
 import argparse
@@ -23,7 +23,7 @@ RESULTS = Path("benchmarks/results")
 
 
 def quartiles(samples: Sequence[float]) -> dict[str, Any]:
-    """The median of samples, the quartiles around it, and how many samples there are."""
+    """Returns the median, the lower and upper quartile, and the number of samples."""
     if len(samples) == 1:
         low = median = high = samples[0]
     else:
@@ -32,17 +32,17 @@ def quartiles(samples: Sequence[float]) -> dict[str, Any]:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Text with a line a row and columns flush right, but the first."""
+    """Returns a text table with right-aligned columns, except the first."""
     lines = [[str(cell) for cell in row] for row in (head, *rows)]
     widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
     return "\n".join(
-        "  ".join(cell.rjust(width) if place else cell.ljust(width) for place, (cell, width) in enumerate(pairs))
+        "  ".join(cell.rjust(width) if column else cell.ljust(width) for column, (cell, width) in enumerate(pairs))
         for pairs in (list(zip(line, widths, strict=True)) for line in lines)
     )
 
 
 def write(options: argparse.Namespace, results: Any) -> None:
-    """Writes what was found to ``options.output``, below what it was found on and with."""
+    """Writes results to ``options.output`` with the environment and the settings."""
     settings = {name: value for name, value in vars(options).items() if name not in ("output", "worker")}
     content = {**surroundings(), "settings": settings, "results": results}
     options.output.parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ def write(options: argparse.Namespace, results: Any) -> None:
 
 
 def surroundings() -> dict[str, Any]:
-    """The command of this process, the date, the commit, the hardware and the versions."""
+    """Returns the command of this process, the date, the commit, the hardware and the versions."""
     commit = _git("rev-parse", "HEAD")
     hardware: dict[str, Any] = {
         "processor": _processor(),
@@ -80,7 +80,7 @@ def _processor() -> str:
 
 
 def _git(*arguments: str) -> str:
-    """What git answers; nothing where there is no git or no repository."""
+    """Returns git's output, or nothing without git or a repository."""
     try:
         return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
     except FileNotFoundError:

@@ -1,17 +1,17 @@
-"""How do the modes of the exchange scale with the number of workers, in bytes and in time?
+"""Predicts bytes and time of each exchange mode for growing numbers of workers.
 
     python -m benchmarks.scaling [--densities 0.001 0.01] [--bandwidth 10] [--latency 50]
     python -m benchmarks.scaling --check        (as root: it needs the network lab)
 
-For n = 2 … 1,024 workers: bytes that reach one worker and the time predicted for one bucket, in every mode. A star
-marks the mode that exchange="auto" takes; hierarchical is never taken by itself.
+For n = 2 … 1,024 workers, prints the bytes that a worker receives and the predicted time for a bucket in every mode. A
+star marks the mode that exchange="auto" chooses. It never chooses hierarchical.
 
-Volumes are those of `lightning_sparse.exchange.routes.cost_model.Costs`, for workers that select at random places,
-independently of each other; where they select the same places, sums are sparser than predicted. Volumes include the
-headers and sizes that some modes gather apart. Time is latency x rounds + bytes / bandwidth, of which TCP gets 95.6 %:
+Volumes follow `lightning_sparse.exchange.routes.cost_model.Costs`, for workers that select independent random
+coordinates. If workers select equal coordinates, sums are sparser than predicted. Volumes include separately gathered
+headers and sizes. Time is latency x rounds + bytes / bandwidth, of which TCP gets 95.6 %:
 
-    mode            rounds, each waiting for the one before
-    gather          1                                     messages of all pairs at once; headers ride along
+    mode            consecutive rounds
+    gather          1                                     messages of all pairs at once, including headers
     dense           2(n-1) + 1                            a ring all-reduce; headers
     reduce_scatter  4                                     coordinates, headers, sizes, sums: messages of all pairs
     hierarchical    2(L-1) + 1 inside a node,             a ring all-reduce, a gather of slices
@@ -19,17 +19,16 @@ headers and sizes that some modes gather apart. Time is latency x rounds + bytes
 
 NCCL gathers in rings of n-1 rounds of a few µs each.
 
-Every worker has a link of its own with that bandwidth in each direction, and for hierarchical a faster one to the L-1
-others of its node. What selecting and packing cost is left out, and so is whatever backward hides.
+Every worker has a link with this bandwidth in each direction and, for hierarchical, a faster link to the L-1 other
+workers of its node. The prediction ignores selection, packing and overlap with backward.
 
-With --shards S a worker is one of the S ranks of a node that hold a sharded model together: it exchanges its shard, an
-S-th of the elements, with the ranks of other nodes that hold the same, and has an S-th of the node's bandwidth. Bytes
-are then those into a whole node.
+With --shards S, the S ranks of a node share a sharded model. Each rank exchanges its shard, an S-th of the elements,
+with the corresponding ranks of other nodes, and has an S-th of the node's bandwidth. Bytes are then per node.
 
 The check runs the modes among 2, 4 and 8 hosts and compares bytes at the interface and seconds with the prediction.
-There every worker is a host, and a node is two hosts on the same slow network. The bytes have Ethernet, IP and TCP
-headers, which are not predicted, once per frame of up to 16 kB. The workers share this machine's cores: below some
-100 ms it is those that the times show.
+Every worker is a host, and a node is two hosts on the slow network. The measured bytes include Ethernet, IP and TCP
+headers, once per frame of up to 16 kB; the prediction does not. The workers share this machine's cores, which dominate
+times below about 100 ms.
 """
 
 import argparse
@@ -47,7 +46,7 @@ import torch.distributed as dist
 
 from benchmarks import report
 from benchmarks.network_lab import UNITS, NetworkLab
-from benchmarks.payload import MARK, RESNET_18, exchange_once, interface_bytes, random_selection, read_results
+from benchmarks.payload import MARK, RESNET_18, draw_selection, exchange_once, interface_bytes, read_results
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.routes.cost_model import Costs, speeds
@@ -57,18 +56,18 @@ from lightning_sparse.selection.numbers import FIXED_FIELDS
 WORKERS = [2**power for power in range(1, 11)]
 FLOAT = Wire(torch.float32)
 INSIDE_BANDWIDTH, INSIDE_LATENCY = 1000.0, 5.0
-"""Gbit/s of a worker inside its node, and microseconds from worker to worker."""
+"""Gbit/s of a worker inside its node, and microseconds between workers."""
 CHECK_WORKERS, CHECK_NODE, CHECK_STEPS = (2, 4, 8), 2, 3
 CHECK_ELEMENTS, CHECK_RATE = 4_000_000, "100mbit"
-"""A slow link, so that the network and not the cores decide."""
+"""A slow link, so that the network dominates and not the cores."""
 MODES = ("gather", "reduce_scatter", "dense", "hierarchical")
 HEADER_BYTES, SIZE_BYTES, FLOAT_BYTES = 8 * FIXED_FIELDS, 8, 4
 TCP_SHARE = 1448 / 1514
-"""Of a frame, what is left without Ethernet, IP and TCP headers."""
+"""Share of a frame without Ethernet, IP and TCP headers."""
 
 
 class Traffic(NamedTuple):
-    """What a mode asks of the network: bytes into one worker and rounds, between nodes and inside them."""
+    """Traffic of a mode: bytes into a worker and rounds, between nodes and inside them."""
 
     outer_bytes: float
     outer_rounds: int
@@ -77,7 +76,7 @@ class Traffic(NamedTuple):
 
 
 class Network(NamedTuple):
-    """The links of a worker: bytes a second and seconds from one worker to another, between nodes and inside them."""
+    """Links of a worker: bytes per second and seconds of latency, between nodes and inside them."""
 
     outer_bandwidth: float
     outer_latency: float
@@ -85,66 +84,66 @@ class Network(NamedTuple):
     inner_latency: float
 
     def seconds(self, traffic: Traffic) -> float:
-        """The time predicted for a mode."""
+        """Returns the predicted time of a mode."""
         outer = traffic.outer_rounds * self.outer_latency + traffic.outer_bytes / self.outer_bandwidth
         return outer + traffic.inner_rounds * self.inner_latency + traffic.inner_bytes / self.inner_bandwidth
 
 
-def likely_largest(mean: float, candidates: int) -> float:
-    """The largest of so many counts of rare independent events: the mean and sqrt(2 ln candidates) deviations."""
+def estimate_largest(mean: float, candidates: int) -> float:
+    """Returns the mean plus sqrt(2 ln candidates) deviations, the likely largest of rare independent counts."""
     return mean + math.sqrt(2 * mean * math.log(max(candidates, 1)))
 
 
-def costs_of(num_workers: int, num_elements: int) -> Costs:
-    """The package's costs of a bucket of so many float32 elements."""
+def bucket_costs(num_workers: int, num_elements: int) -> Costs:
+    """Returns the package's costs of a bucket of float32 elements."""
     fixed_bytes = PayloadFormat(num_elements, FLOAT).fixed_bytes
     return Costs(num_workers, num_elements, FLOAT_BYTES, FLOAT_BYTES, fixed_bytes)
 
 
-def traffic_of(costs: Costs, selected: float, node: int) -> dict[str, Traffic]:
-    """What each mode asks of the network; hierarchical only for several whole nodes of so many workers."""
+def predict_traffic(costs: Costs, selected: float, node: int) -> dict[str, Traffic]:
+    """Returns the traffic of each mode, with hierarchical only for several complete nodes of ``node`` workers."""
     n = costs.num_workers
     headers, sizes = (n - 1) * HEADER_BYTES, (n - 1) * SIZE_BYTES
-    received = costs.received_bytes(selected, largest_of_slices(selected, n))
-    found = {
+    received = costs.received_bytes(selected, estimate_largest_slice(selected, n))
+    traffic = {
         "gather": Traffic(received["gather"] + headers, 1),
         "reduce_scatter": Traffic(received["reduce_scatter"] + headers + sizes, 4),
         "dense": Traffic(received["dense"] + headers, 2 * (n - 1) + 1),
     }
     if n > node and n % node == 0:
-        # Each worker of a node carries a slice between nodes: what any of the node's workers selected in it.
-        inside = costs_of(node, costs.num_elements)
+        # Each worker of a node exchanges a slice between nodes: the union of the node's selections in this slice.
+        inside = bucket_costs(node, costs.num_elements)
         elements = -(-costs.num_elements // node)
-        between = costs_of(n // node, elements)
-        union = min(likely_largest(inside.independent_union(selected) / node, n), elements)
+        between = bucket_costs(n // node, elements)
+        union = min(estimate_largest(inside.independent_union(selected) / node, n), elements)
         received = between.received_bytes(union, 0)
         is_sparse = received["gather"] < received["dense"]
-        found["hierarchical"] = Traffic(
+        traffic["hierarchical"] = Traffic(
             received["gather" if is_sparse else "dense"] + headers + sizes,
             2 + (1 if is_sparse else 2 * (n // node - 1)),
             inside.received_bytes(0, 0)["dense"] + (node - 1) * elements * FLOAT_BYTES,
             2 * (node - 1) + 1,
         )
-    return found
+    return traffic
 
 
-def largest_of_slices(selected: float, num_workers: int) -> float:
-    """The most that any worker is likely to have for any slice."""
-    return min(likely_largest(selected / num_workers, num_workers**2), selected)
+def estimate_largest_slice(selected: float, num_workers: int) -> float:
+    """Returns the likely largest count of any worker in any slice."""
+    return min(estimate_largest(selected / num_workers, num_workers**2), selected)
 
 
 def simulate(density: float, network: Network, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Predictions for all numbers of workers at one density, printed as a table."""
+    """Prints and returns the predictions for all numbers of workers at a density."""
     if options.shards > 1:
-        print(f"\nDensity {density:.3%}: MB into one node, which holds {options.shards} shards, and ms")
+        print(f"\nDensity {density:.3%}: MB into a node with {options.shards} shards, and ms")
     else:
-        print(f"\nDensity {density:.3%}: MB into one worker (hierarchical: of them from other nodes), and ms")
-    found, lines, selected = [], [], density * options.elements
+        print(f"\nDensity {density:.3%}: MB into a worker (hierarchical: in brackets from other nodes), and ms")
+    rows, lines, selected = [], [], density * options.elements
     for n in WORKERS:
-        costs = costs_of(n, options.elements)
-        traffic = traffic_of(costs, selected, options.node if options.shards == 1 else n)
+        costs = bucket_costs(n, options.elements)
+        traffic = predict_traffic(costs, selected, options.node if options.shards == 1 else n)
         seconds = {mode: network.seconds(needed) for mode, needed in traffic.items()}
-        taken = costs.cheapest(selected, largest_of_slices(selected, n), speeds(options.bandwidth, on_gpu=False))
+        chosen = costs.cheapest(selected, estimate_largest_slice(selected, n), speeds(options.bandwidth, on_gpu=False))
         fastest = min((mode for mode in traffic if mode != "hierarchical"), key=lambda mode: seconds[mode])
         cells = [str(n)]
         for mode in MODES:
@@ -152,80 +151,80 @@ def simulate(density: float, network: Network, options: argparse.Namespace) -> l
             outer = f" ({needed.outer_bytes / 1e6:,.2f})" if needed and mode == "hierarchical" else ""
             megabytes = options.shards * (needed.outer_bytes + needed.inner_bytes) / 1e6 if needed else 0.0
             cells.append(f"{megabytes:,.2f}{outer}" if needed else "")
-            cells.append(f"{1e3 * seconds[mode]:,.1f}{'*' if mode == taken else ' '}" if needed else "")
-        gain = seconds[taken] / seconds[fastest]
+            cells.append(f"{1e3 * seconds[mode]:,.1f}{'*' if mode == chosen else ' '}" if needed else "")
+        gain = seconds[chosen] / seconds[fastest]
         lines.append([*cells, f"{fastest} takes 1/{gain:.2f}" if gain > 1.005 else ""])
         modes = {mode: {**needed._asdict(), "seconds": seconds[mode]} for mode, needed in traffic.items()}
-        found.append({"workers": n, "density": density, "taken": taken, "fastest_of_auto": fastest, "modes": modes})
+        rows.append({"workers": n, "density": density, "taken": chosen, "fastest_of_auto": fastest, "modes": modes})
     head = [cell for mode in (*MODES[:3], f"hierarchical, L = {options.node}") for cell in (mode, "ms ")]
     print(report.table(["workers" if options.shards == 1 else "nodes", *head, ""], lines))
-    return found
+    return rows
 
 
 def work(options: argparse.Namespace) -> dict[str, Any]:
-    """One worker's part of the check: all modes and densities; bytes received and seconds of each step."""
+    """Runs all modes and densities in a worker; returns received bytes and seconds of each step."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     n, rank = dist.get_world_size(), dist.get_rank()
-    os.environ["GROUP_RANK"] = str(rank // CHECK_NODE)  # what the hierarchical mode takes for a node
+    os.environ["GROUP_RANK"] = str(rank // CHECK_NODE)  # defines the nodes of the hierarchical mode
     out = torch.empty(CHECK_ELEMENTS)
-    found = {}
+    results = {}
     for density in options.densities:
-        selection = random_selection(CHECK_ELEMENTS, round(density * CHECK_ELEMENTS), seed=rank)
+        selection = draw_selection(CHECK_ELEMENTS, round(density * CHECK_ELEMENTS), seed=rank)
         for mode in MODES if n > CHECK_NODE else MODES[:3]:
             exchange = Exchange(mode)
-            # The sparse modes' capacities take some steps to settle; the others have none.
+            # The capacities of the sparse modes take some steps to settle.
             for _ in range(40 if mode in ("gather", "reduce_scatter") else 1):
                 exchange_once(exchange, selection, out, FLOAT)
             dist.barrier()
             before, times = interface_bytes()[0], []
-            dist.barrier()  # nobody sends before all have read
+            dist.barrier()  # no worker sends before all have read their counters
             for _ in range(CHECK_STEPS):
                 started = time.perf_counter()
                 exchange_once(exchange, selection, out, FLOAT)
                 times.append(time.perf_counter() - started)
             received = (interface_bytes()[0] - before) / CHECK_STEPS
-            found[f"{mode} {density}"] = {"bytes": received, "seconds": times}
-    return found
+            results[f"{mode} {density}"] = {"bytes": received, "seconds": times}
+    return results
 
 
 def check(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Runs all modes among 2, 4 and 8 hosts, prints and returns what was measured beside what was predicted."""
+    """Runs all modes among 2, 4 and 8 hosts; prints and returns measurements and predictions."""
     rate = float(CHECK_RATE[:-4]) * UNITS[CHECK_RATE[-4]] / 8 * TCP_SHARE
     network = Network(rate, options.latency / 1e6, rate, options.latency / 1e6)
-    found, lines = [], []
+    rows, lines = [], []
     for n in CHECK_WORKERS:
         with NetworkLab(hosts=n) as lab:
             lab.shape(rate=CHECK_RATE)
             workers = read_results(lab.run([sys.executable, "-m", "benchmarks.scaling", *sys.argv[1:], "--worker"]))
         for density in options.densities:
-            costs = costs_of(n, CHECK_ELEMENTS)
-            for mode, traffic in traffic_of(costs, density * CHECK_ELEMENTS, CHECK_NODE).items():
+            costs = bucket_costs(n, CHECK_ELEMENTS)
+            for mode, traffic in predict_traffic(costs, density * CHECK_ELEMENTS, CHECK_NODE).items():
                 cases = [worker[f"{mode} {density}"] for worker in workers]
                 steps = [max(step) for step in zip(*(case["seconds"] for case in cases), strict=True)]
                 bytes_ = statistics.mean(case["bytes"] for case in cases), traffic.outer_bytes + traffic.inner_bytes
                 seconds = statistics.median(steps), network.seconds(traffic)
                 row = {"mode": mode, "workers": n, "density": density, "bytes": bytes_[0], "predicted_bytes": bytes_[1]}
                 row |= {"seconds": report.quartiles(steps), "predicted_seconds": seconds[1]}
-                found.append(row)
+                rows.append(row)
                 cells = [mode, n, f"{density:.3%}"]
                 for unit, (measured, predicted) in ((1e6, bytes_), (1e-3, seconds)):
                     cells += [f"{measured / unit:,.3f}", f"{predicted / unit:,.3f}", f"{measured / predicted - 1:+.1%}"]
                 lines.append(cells)
     print(f"\nMeasured at {CHECK_RATE} with {CHECK_ELEMENTS:,} elements, nodes of {CHECK_NODE}")
     print(report.table(["mode", "workers", "density", "MB", "predicted", "", "ms", "predicted", ""], lines))
-    return found
+    return rows
 
 
 def main() -> None:
-    """Prints and writes predictions, and with --check measurements; or does one worker's part of those."""
+    """Prints and writes predictions, and measurements with --check; or runs a worker."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--elements", type=int, default=RESNET_18)
     parser.add_argument("--densities", type=float, nargs="+", default=[1e-3, 1e-2])
     parser.add_argument("--bandwidth", type=float, default=10.0, help="Gbit/s of a worker's link")
-    parser.add_argument("--latency", type=float, default=50.0, help="microseconds from worker to worker")
-    parser.add_argument("--node", type=int, default=8, metavar="L", help="workers of a node, for hierarchical")
-    parser.add_argument("--shards", type=int, default=1, metavar="S", help="ranks of a node that hold a model together")
+    parser.add_argument("--latency", type=float, default=50.0, help="microseconds between workers")
+    parser.add_argument("--node", type=int, default=8, metavar="L", help="workers per node, for hierarchical")
+    parser.add_argument("--shards", type=int, default=1, metavar="S", help="ranks of a node that share a sharded model")
     parser.add_argument("--check", action="store_true", help="also measure among 2, 4 and 8 hosts")
     parser.add_argument("--output", type=Path, default=report.RESULTS / "scaling.json")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)

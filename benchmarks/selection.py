@@ -1,22 +1,21 @@
-"""How long does it take to add a gradient to the residual, take out what is sent and clear it?
+"""Measures the time to add a gradient to the residual, select coordinates and clear them.
 
     python -m benchmarks.selection [--device cuda]
 
-On a CPU one core works, and every time is compared with the floor: `torch.add(out=)` of the same size, which reads two
-vectors and writes one. On a GPU it is compared with what the bytes that must be moved take at the measured rate of a
-copy. The ways are timed in turn within one run; before each, outside the time, the residual is put back, so that every
-repetition finds the same coordinates at or above λ.
+On a CPU, a single core works. The floor is `torch.add(out=)` of equal size, which reads two vectors and writes one. On
+a GPU, the floor is the time to move the required bytes at the measured rate of a copy. The methods take turns. Before
+each timing, the residual is restored, so that every repetition selects the same coordinates.
 
-    take_out         p = e + g, select into a payload, keep the rest, ‖e'‖² (compiled functions; Triton's kernels)
-    take_out_masked  the same into a dense tensor with zeros between, for the dense route
-    plain            compensate, HardThreshold.select, keep_rest: the same step without kept buffers
-    topk             abs().topk(k) of p alone, with the k that the threshold selects; it neither adds nor clears
+    take_out         p = e + g, select into a payload, keep the rest, ‖e'‖² (compiled functions; Triton kernels)
+    take_out_masked  as take_out, but into a dense tensor with zeros, for the dense route
+    plain            compensate, HardThreshold.select, keep_rest: as take_out, but without reused buffers
+    topk             only abs().topk(k) of p, with the threshold's k; does not add or clear
 
-and beside them what a receiver does:
+The receiver's part is also measured:
 
-    average          two payloads of that density added to zeros and divided
+    average          adds two payloads of this density to zeros and divides
 
-Selected coordinates lie at random places; in gradients they lie closer together. Page faults count fresh memory: one
+Selected coordinates are at random positions; those of gradients are closer together. Page faults count new memory: one
 per page of 4 KiB.
 """
 
@@ -43,31 +42,31 @@ from lightning_sparse.sparsifiers import HardThreshold, LayerLayout
 RESNET_18 = 11_173_962
 THRESHOLD = 1.0
 SLEEP_CYCLES = 2_000_000
-"""A millisecond of a GPU."""
+"""About a millisecond on a GPU."""
 CPU_TARGETS = {"take_out": "<= 1.4", "take_out_masked": "<= 2.2", "topk": ">= 10 x take_out"}
 GPU_TARGETS = {"take_out": "<= 1.5", "take_out_masked": "<= 1.5"}
 
 Way = Callable[[Tensor], object]
-"""One way of selecting, applied to the residual."""
+"""A function that selects from the residual."""
 
 
-def bucket(num_elements: int, density: float, device: torch.device) -> tuple[Tensor, Tensor, int]:
-    """A residual, a gradient and the number of coordinates at which their sum reaches the threshold.
+def make_bucket(num_elements: int, density: float, device: torch.device) -> tuple[Tensor, Tensor, int]:
+    """Returns a residual, a gradient and the number of coordinates whose sum reaches the threshold.
 
-    The sum is uniform in (−λ, λ), and a little above λ at random places. Such is a residual between steps.
+    The sum is uniform in (−λ, λ), like a residual between steps, and slightly above λ at random coordinates.
     """
     generator = torch.Generator(device).manual_seed(0)
     like = {"generator": generator, "device": device}
     compensated = torch.rand(num_elements, **like).mul_(1.998 * THRESHOLD).sub_(0.999 * THRESHOLD)
-    places = (torch.rand(num_elements, **like) < density).nonzero().squeeze(1)
-    above = THRESHOLD * (1.001 + 0.1 * torch.rand(places.numel(), **like))
-    compensated[places] = above.copysign(compensated[places])
+    positions = (torch.rand(num_elements, **like) < density).nonzero().squeeze(1)
+    above = THRESHOLD * (1.001 + 0.1 * torch.rand(positions.numel(), **like))
+    compensated[positions] = above.copysign(compensated[positions])
     gradient = torch.randn(num_elements, **like).mul_(0.01 * THRESHOLD)
-    return compensated.sub_(gradient), gradient, places.numel()
+    return compensated.sub_(gradient), gradient, positions.numel()
 
 
 class Shipment:
-    """What a way fills: a payload, or without one a dense tensor."""
+    """The target of a method: a payload, or a dense tensor if the payload is None."""
 
     def __init__(self, payload_format: PayloadFormat, out: Tensor, payload: Tensor | None) -> None:
         self.format, self.out, self.payload = payload_format, out, payload
@@ -75,8 +74,8 @@ class Shipment:
         self.rest: Any = None
 
 
-def ways(start: Tensor, gradient: Tensor, selected: int) -> dict[str, tuple[Way, float]]:
-    """Each way of selecting and the bytes that it cannot but move."""
+def selection_methods(start: Tensor, gradient: Tensor, selected: int) -> dict[str, tuple[Way, float]]:
+    """Returns each method with the bytes that it must move."""
     size = gradient.numel()
     layout = LayerLayout(("weight",), (size,))
     sparsifier = HardThreshold(threshold=THRESHOLD)
@@ -100,32 +99,32 @@ def ways(start: Tensor, gradient: Tensor, selected: int) -> dict[str, tuple[Way,
     extraction = Extraction(sparsifier, num_slices=0, per_layer=False, keeps_rest=True)
     payload = torch.zeros(payload_format.payload_bytes(aligned(selected)), dtype=torch.uint8, device=gradient.device)
 
-    def into(shipment: Shipment) -> Way:
+    def fill(shipment: Shipment) -> Way:
         return lambda residual: extraction.fill(flat(residual), shipment)
 
     def average(residual: Tensor) -> None:
         adding.average(payload_format, rows, sums.zero_(), space)
 
     space, sums = Buffers(), torch.empty(size, device=gradient.device)
-    found: dict[str, tuple[Way, float]] = {"take_out": (into(Shipment(payload_format, out, payload)), 12 * size)}
-    masked = into(Shipment(payload_format, out, None)), 16 * size
+    results: dict[str, tuple[Way, float]] = {"take_out": (fill(Shipment(payload_format, out, payload)), 12 * size)}
+    masked = fill(Shipment(payload_format, out, None)), 16 * size
     extraction.fill(flat(compensated.copy_(start)), Shipment(payload_format, out, payload))
     rows = payload.repeat(2, 1)
-    found["average"] = average, 4 * size
+    results["average"] = average, 4 * size
     if gradient.device.type == "cpu":
-        found["floor"] = (lambda residual: torch.add(residual, gradient, out=compensated)), 12 * size
+        results["floor"] = (lambda residual: torch.add(residual, gradient, out=compensated)), 12 * size
     else:
-        found["floor"] = compensated.copy_, 8 * size
-    # Beyond the vectors themselves: a coordinate is written once into a payload.
-    found["take_out"] = found["take_out"][0], 12 * size + selected * payload_format.coordinate_bytes
-    return {**found, "take_out_masked": masked, "plain": (plain, 12 * size), "topk": (topk, 4 * size)}
+        results["floor"] = compensated.copy_, 8 * size
+    # In addition to the vectors, each coordinate is written once into a payload.
+    results["take_out"] = results["take_out"][0], 12 * size + selected * payload_format.coordinate_bytes
+    return {**results, "take_out_masked": masked, "plain": (plain, 12 * size), "topk": (topk, 4 * size)}
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """How long the work takes; on a GPU by the GPU's own clock."""
+    """Returns the duration of the work, on a GPU by the GPU's clock."""
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(SLEEP_CYCLES)  # so that the host is ahead, and no time of it counts that a step would hide
+        torch.cuda._sleep(SLEEP_CYCLES)  # keeps the host ahead of the device, as in a training step
         start.record()
         work()
         end.record()
@@ -137,36 +136,36 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def measure(density: float, options: argparse.Namespace) -> dict[str, Any]:
-    """Times all ways in turn at one density."""
+    """Times all methods in turn at a density."""
     device = torch.device(options.device)
-    start, gradient, selected = bucket(options.elements, density, device)
-    candidates = ways(start, gradient, selected)
+    start, gradient, selected = make_bucket(options.elements, density, device)
+    methods = selection_methods(start, gradient, selected)
     residual = start.clone()
-    times: dict[str, list[float]] = {name: [] for name in candidates}
-    faults: dict[str, list[float]] = {name: [] for name in candidates}
-    names = list(candidates)
+    times: dict[str, list[float]] = {name: [] for name in methods}
+    faults: dict[str, list[float]] = {name: [] for name in methods}
+    names = list(methods)
     own_seconds = 0.0
     for repetition in range(options.warm_up + options.repetitions):
-        turn = repetition % len(names)  # nobody always comes after the same one, whose leavings are in the cache
+        turn = repetition % len(names)  # rotate, because the previous method determines the content of the caches
         for name in names[turn:] + names[:turn]:
             residual.copy_(start)
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
             own_before = time.process_time()
-            duration = seconds(lambda name=name: candidates[name][0](residual), device)
+            duration = seconds(lambda name=name: methods[name][0](residual), device)
             if repetition >= options.warm_up:
                 own_seconds += time.process_time() - own_before
                 times[name].append(duration)
                 faults[name].append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     medians = {name: report.quartiles(times[name])["median"] for name in names}
-    rate = candidates["floor"][1] / medians["floor"]
+    rate = methods["floor"][1] / medians["floor"]
     floors = {
-        name: medians["floor"] if device.type == "cpu" else needed / rate for name, (_, needed) in candidates.items()
+        name: medians["floor"] if device.type == "cpu" else needed / rate for name, (_, needed) in methods.items()
     }
     return {
         "density": density,
         "selected": selected,
         "floor_bytes_per_second": rate,
-        "core_share": own_seconds / sum(sum(some) for some in times.values()),
+        "core_share": own_seconds / sum(sum(samples) for samples in times.values()),
         "ways": {
             name: {
                 "seconds": report.quartiles(times[name]),
@@ -179,14 +178,14 @@ def measure(density: float, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def show(found: dict[str, Any], targets: dict[str, str]) -> None:
-    """Prints the table of one density."""
-    rate = found["floor_bytes_per_second"] / 1e9
-    print(f"\ndensity {found['density']:.2%}, {found['selected']:,} coordinates, floor at {rate:,.1f} GB/s")
-    if targets is CPU_TARGETS and found["core_share"] < 0.97:
-        print(f"The core was not free: this process had it for {found['core_share']:.0%} of the time.")
+def show(results: dict[str, Any], targets: dict[str, str]) -> None:
+    """Prints the table of a density."""
+    rate = results["floor_bytes_per_second"] / 1e9
+    print(f"\ndensity {results['density']:.2%}, {results['selected']:,} coordinates, floor at {rate:,.1f} GB/s")
+    if targets is CPU_TARGETS and results["core_share"] < 0.97:
+        print(f"The core was busy: this process had {results['core_share']:.0%} of its time.")
     rows = []
-    for name, way in found["ways"].items():
+    for name, way in results["ways"].items():
         low, high = way["seconds"]["quartiles"]
         rows.append(
             [
@@ -209,11 +208,11 @@ def main() -> None:
     parser.add_argument("--elements", type=int, help="default: 11.17 million on a CPU (ResNet-18), 100 on a GPU")
     parser.add_argument("--densities", type=float, nargs="+", default=[1e-4, 1e-3, 1e-2, 1e-1])
     parser.add_argument("--repetitions", type=int, default=15)
-    parser.add_argument("--warm-up", type=int, default=3, help="repetitions before those that count")
+    parser.add_argument("--warm-up", type=int, default=3, help="untimed repetitions at the start")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     if options.device == "cuda" and not (torch.cuda.is_available() and is_available(torch.device("cuda"))):
-        parser.error("There is no GPU here, or no triton.")
+        parser.error("Got --device cuda, but found no GPU or no triton. Use --device cpu or install triton.")
     options.elements = options.elements or (RESNET_18 if options.device == "cpu" else 100_000_000)
     options.output = options.output or report.RESULTS / f"selection_{options.device}.json"
     torch.set_num_threads(1)

@@ -1,19 +1,19 @@
-"""How long does a training step take where replicas of a sharded model exchange sparsely, and what leaves a host?
+"""Measures step time and sent bytes when replicas of a sharded model exchange sparsely.
 
     python -m benchmarks.shards [--rates 200mbit 1gbit] [--seconds 60]
 
-As root on Linux: two hosts of the network lab with two processes each. A host is a replica, its two ranks shard the
-model by FSDP2; between hosts is a link of a rate. The model is the GPT recipe's, with 10 million parameters; 2 windows
-of 64 bytes a rank.
+Needs root on Linux. Two hosts of the network lab run two processes each. A host is a replica whose two ranks shard the
+model with FSDP2; a link with the given rate connects the hosts. The model is the GPT recipe's, with 10 million
+parameters and 2 windows of 64 bytes per rank.
 
-    floor            nothing is exchanged between replicas: FSDP2 inside each
-    hsdp             torch's own HSDP: reduce-scatter inside, a dense all-reduce between
+    floor            FSDP2 inside each replica, without an exchange between replicas
+    hsdp             torch's HSDP: reduce-scatter inside, a dense all-reduce between replicas
     sparse_ρ         shard_exchange with HardThreshold, λ held to a density of ρ
-    drift_ρ_every_n  ShardModelAverager: drifts every n steps (1 where it does not say), at a density of ρ
+    drift_ρ_every_n  ShardModelAverager: drifts every n steps (default 1), at a density of ρ
 
-Each way has a model of its own, started alike, and they take turns within the same processes: in each round one step
-that does not count, a barrier, then the timed ones. A step takes as long as on the slowest rank; shown are medians.
-Bytes are those that host 0 sent over its link, with headers, a step.
+Each method has its own model with equal initial weights. The methods take turns in the same processes: each turn is an
+untimed step, a barrier, then the timed steps. The time of a step is that of the slowest rank, and the table shows
+medians. Bytes are those that host 0 sends over its link per step, with headers.
 """
 
 import argparse
@@ -40,25 +40,27 @@ from recipes.gpt_wikitext.model import GPT
 FLOOR, HSDP = "floor", "hsdp"
 METHODS = [FLOOR, HSDP, "sparse_0.01", "sparse_0.001", "drift_0.01", "drift_0.001", "drift_0.08_every_8"]
 WARM_UP = 30
-"""Steps in which λ settles."""
+"""Untimed steps, in which λ settles."""
 
 
 def build(method: str, mesh: DeviceMesh) -> tuple[Callable[[], None], Callable[[], float]]:
-    """Returns a training step, and what tells the density of the last one."""
+    """Returns a function for a training step and a function for the last step's density."""
     torch.manual_seed(0)
     model = GPT(width=320, num_layers=8, num_heads=8)
-    over = mesh if method == HSDP else mesh["shard"]
+    submesh = mesh if method == HSDP else mesh["shard"]
     for layer in model.layers.layers:
-        fully_shard(layer, mesh=over)
-    fully_shard(model, mesh=over)
+        fully_shard(layer, mesh=submesh)
+    fully_shard(model, mesh=submesh)
     exchange, averager = None, None
     kind, *numbers = method.split("_")
     sparsifier = HardThreshold(density=float(numbers[0]) if numbers else 1.0, calibration_steps=5)
     if kind == "sparse":
         exchange = shard_exchange(model, mesh["replicate"], sparsifier)
     elif kind == "drift":
-        averager = ShardModelAverager(model, mesh["replicate"], sparsifier, DriftOptions(every_n_steps=every(method)))
-    holder = exchange or averager
+        averager = ShardModelAverager(
+            model, mesh["replicate"], sparsifier, DriftOptions(every_n_steps=interval_of(method))
+        )
+    stateful = exchange or averager
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
 
@@ -73,19 +75,19 @@ def build(method: str, mesh: DeviceMesh) -> tuple[Callable[[], None], Callable[[
         if averager is not None:
             averager.step()
 
-    def density_of_last() -> float:
-        return 1.0 if holder is None or holder.last_step is None else holder.last_step.density
+    def last_density() -> float:
+        return 1.0 if stateful is None or stateful.last_step is None else stateful.last_step.density
 
-    return step, density_of_last
+    return step, last_density
 
 
-def every(method: str) -> int:
-    """Steps from one exchange to the next."""
+def interval_of(method: str) -> int:
+    """Returns the number of steps between exchanges."""
     return int(method.partition("_every_")[2] or 1)
 
 
 def sent_bytes() -> int:
-    """What this host has sent over its link so far."""
+    """Returns the bytes that this host has sent over its link."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == INTERFACE:
@@ -94,37 +96,37 @@ def sent_bytes() -> int:
 
 
 def work(seconds: float, steps: int) -> None:
-    """Times all methods, as one rank."""
+    """Times all methods on a rank."""
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
-    ways = {method: build(method, mesh) for method in METHODS}
-    for name, (step, _) in ways.items():
-        for _ in range(WARM_UP * every(name)):
+    methods = {method: build(method, mesh) for method in METHODS}
+    for name, (step, _) in methods.items():
+        for _ in range(WARM_UP * interval_of(name)):
             step()
-    found: dict[str, dict[str, list[float]]] = {name: {"seconds": [], "bytes": [], "density": []} for name in METHODS}
+    samples: dict[str, dict[str, list[float]]] = {name: {"seconds": [], "bytes": [], "density": []} for name in METHODS}
     end = time.monotonic() + seconds
-    goes_on = True
-    while goes_on:
-        for name, (step, density) in ways.items():
+    is_running = True
+    while is_running:
+        for name, (step, density) in methods.items():
             step()
             dist.barrier()
             before, sent = time.perf_counter(), sent_bytes()
-            timed = max(steps, every(name))  # with as many exchanges each time
+            timed = max(steps, interval_of(name))  # at least one exchange per turn
             for _ in range(timed):
                 step()
-                found[name]["density"].append(density())
+                samples[name]["density"].append(density())
             taken = torch.tensor((time.perf_counter() - before) / timed)
             dist.barrier()
             dist.all_reduce(taken, dist.ReduceOp.MAX)
-            found[name]["seconds"].append(float(taken))
-            found[name]["bytes"].append((sent_bytes() - sent) / timed)
+            samples[name]["seconds"].append(float(taken))
+            samples[name]["bytes"].append((sent_bytes() - sent) / timed)
         flag = torch.tensor(float(time.monotonic() < end))
         dist.broadcast(flag, 0)
-        goes_on = bool(flag)
+        is_running = bool(flag)
     if dist.get_rank() == 0:
-        floor = report.quartiles(found[FLOOR]["seconds"])["median"]
+        floor = report.quartiles(samples[FLOOR]["seconds"])["median"]
         result: dict[str, Any] = {}
-        for name, numbers in found.items():
+        for name, numbers in samples.items():
             result[name] = {key: report.quartiles(values) for key, values in numbers.items()}
             result[name]["ratio"] = result[name]["seconds"]["median"] / floor
         print(MARK + json.dumps(result))
@@ -135,8 +137,8 @@ def main() -> None:
     """Measures, prints and writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", nargs="+", default=["200mbit", "1gbit"])
-    parser.add_argument("--seconds", type=float, default=60.0, help="of timing for each rate")
-    parser.add_argument("--steps", type=int, default=3, help="timed, whenever it is a method's turn")
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds of timing per rate")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps per turn")
     parser.add_argument("--output", type=Path, default=report.RESULTS / "shards.json")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -167,7 +169,7 @@ def main() -> None:
             ]
             print(f"\n2 replicas of 2 ranks, {rate}")
             print(
-                report.table(["", "ms", "quartiles", "x floor", "bytes a host and step", "density"], rows), flush=True
+                report.table(["", "ms", "quartiles", "x floor", "bytes per host and step", "density"], rows), flush=True
             )
             results.append({"rate": rate, "methods": methods})
     report.write(options, results)

@@ -1,4 +1,4 @@
-"""One worker's part of `benchmarks.step_time --exchange-only`: exchanges of a drawn gradient, and their times."""
+"""Times exchanges of a random gradient in a worker of `benchmarks.step_time --exchange-only`."""
 
 import statistics
 import time
@@ -16,80 +16,80 @@ from benchmarks import report
 from benchmarks.step_time_worker import (
     WARM_UP_STEPS,
     Loss,
-    aimed_density,
-    build,
-    idle_hook,
-    serve,
+    build_model,
+    draw_residual,
+    empty_hook,
+    gather_slowest,
+    make_sparsifier,
+    run_worker,
     set_threshold,
-    settled_residual,
-    slowest,
-    sparsifier_of,
+    target_density,
 )
 from lightning_sparse import SparseState, StepStats
 from lightning_sparse.gradients.options import ExchangeOptions
 
-OVERSHOOT = 0.583  # of a Gaussian random walk beyond λ, in standard deviations of a step
+OVERSHOOT = 0.583  # mean excess of a Gaussian random walk over λ, in standard deviations of a step
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """What a communication hook asks a bucket of DDP for."""
+    """The part of DDP's GradBucket that a communication hook uses."""
 
-    place: int
+    position: int
     flat: Tensor
     layers: list[Tensor]
     last: bool
 
     def index(self) -> int:
-        """The bucket's place in DDP's order."""
-        return self.place
+        """Returns the bucket's position in DDP's order."""
+        return self.position
 
     def buffer(self) -> Tensor:
-        """The flat gradient."""
+        """Returns the flat gradient."""
         return self.flat
 
     def parameters(self) -> list[Tensor]:
-        """The parameters whose gradients it holds, in order."""
+        """Returns the parameters of the bucket's gradients, in order."""
         return self.layers
 
     def is_last(self) -> bool:
-        """Whether no bucket comes after it."""
+        """Returns whether this is the last bucket."""
         return self.last
 
 
-def buckets_of(module: DistributedDataParallel, loss: Loss, generator: torch.Generator) -> list[Bucket]:
-    """The buckets that DDP makes of a model once it has laid them out anew."""
+def record_buckets(module: DistributedDataParallel, loss: Loss, generator: torch.Generator) -> list[Bucket]:
+    """Returns a model's buckets after DDP has rebuilt them."""
     seen: list[Bucket] = []
 
-    def look(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def record(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         flat = torch.empty_like(bucket.buffer())
         seen.append(Bucket(bucket.index(), flat, bucket.parameters(), bucket.is_last()))
-        return idle_hook(None, bucket)
+        return empty_hook(None, bucket)
 
-    module.register_comm_hook(None, look)
+    module.register_comm_hook(None, record)
     for _ in range(2):
         seen.clear()
         loss(module, generator).backward()
     return seen
 
 
-def exchange_alone(task: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Times exchanges of a gradient of the model's size, N(0, 1), drawn anew each time. Collective."""
-    network, loss = build(task["model"], device)
+def time_exchanges(task: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Times exchanges of new random gradients, N(0, 1), of the model's size. Collective."""
+    network, loss = build_model(task["model"], device)
     generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
     module = DistributedDataParallel(network)
-    buckets = buckets_of(module, loss, generator)
+    buckets = record_buckets(module, loss, generator)
     names = {parameter: name for name, parameter in module.module.named_parameters()}
     states: dict[str, SparseState] = {}
     for method in task["methods"]:
-        if sparsifier := sparsifier_of(method):
+        if sparsifier := make_sparsifier(method):
             states[method] = SparseState(sparsifier, ExchangeOptions(), names)
-            if density := aimed_density(method):
+            if density := target_density(method):
                 threshold = 1 / sqrt(density) - OVERSHOOT
                 set_threshold(states[method], threshold)
-                # They leave (−λ, λ) as far beyond as they overshoot, on average.
-                reach = threshold + OVERSHOOT
-                residuals = {name: settled_residual(layer.numel(), reach, generator) for layer, name in names.items()}
+                # Residuals leave (−λ, λ) by the overshoot, on average.
+                spread = threshold + OVERSHOOT
+                residuals = {name: draw_residual(layer.numel(), spread, generator) for layer, name in names.items()}
                 states[method].residuals.load_state_dict(residuals)
 
     def exchange(method: str) -> float:
@@ -118,14 +118,14 @@ def exchange_alone(task: dict[str, Any], device: torch.device) -> dict[str, Any]
                 seconds[method].append(taken)
                 if method in states and (last := states[method].last_step) is not None:
                     stats[method].append(last)
-    found: dict[str, Any] = {
-        method: {"seconds": report.quartiles(slowest(times, device))} for method, times in seconds.items()
+    results: dict[str, Any] = {
+        method: {"seconds": report.quartiles(gather_slowest(times, device))} for method, times in seconds.items()
     }
     for method, steps in stats.items():
-        found[method]["density"] = {"mean": statistics.fmean(step.density for step in steps)}
-        found[method]["payload_bytes"] = report.quartiles([step.payload_bytes for step in steps])
-    return {"parameters": sum(bucket.flat.numel() for bucket in buckets), "buckets": len(buckets), "methods": found}
+        results[method]["density"] = {"mean": statistics.fmean(step.density for step in steps)}
+        results[method]["payload_bytes"] = report.quartiles([step.payload_bytes for step in steps])
+    return {"parameters": sum(bucket.flat.numel() for bucket in buckets), "buckets": len(buckets), "methods": results}
 
 
 if __name__ == "__main__":
-    serve(exchange_alone)
+    run_worker(time_exchanges)

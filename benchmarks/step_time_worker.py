@@ -1,6 +1,6 @@
-"""One worker's part of `benchmarks.step_time`: training steps under every method in turn, and their times.
+"""Times training steps of every method in a worker of `benchmarks.step_time`.
 
-Started with torchrun's environment and the task as JSON. The first worker writes the result behind the mark.
+Starts with torchrun's environment and the task as JSON. Rank 0 prints the result after the mark.
 """
 
 import json
@@ -37,15 +37,15 @@ from lightning_sparse import (
 
 HARD_THRESHOLD = "hard_threshold_"
 DRIFT = "drift_"
-WARM_UP_STEPS = 3  # DDP lays out its buckets anew after the first; PowerSGD begins with the third
-SETTLING_STEPS, MOST_SETTLINGS, SETTLED = 6, 16, 0.07
-LEARNING_RATE = 1e-3  # small enough for gradients, and so the density at a constant λ, to stay the same
+WARM_UP_STEPS = 3  # DDP rebuilds its buckets after the first step; PowerSGD starts with the third
+STEPS_PER_CORRECTION, MAX_CORRECTIONS, DENSITY_TOLERANCE = 6, 16, 0.07
+LEARNING_RATE = 1e-3  # small, so that gradients and the density at a constant λ hardly change
 
 Loss = Callable[[nn.Module, torch.Generator], Tensor]
 
 
-def build(model: str, device: torch.device) -> tuple[nn.Module, Loss]:
-    """Returns a freshly initialised model and its loss on a batch drawn from a generator."""
+def build_model(model: str, device: torch.device) -> tuple[nn.Module, Loss]:
+    """Returns an untrained model and its loss on a batch drawn from a generator."""
 
     def draw(high: int, *shape: int, generator: torch.Generator) -> Tensor:
         return torch.randint(high, shape, generator=generator, device=device)
@@ -91,8 +91,8 @@ def build(model: str, device: torch.device) -> tuple[nn.Module, Loss]:
     return network.to(device), loss
 
 
-def drift_of(method: str) -> tuple[bool, float, int]:
-    """Whether a method is local training, the density of its exchanges, and after how many steps each comes.
+def parse_drift(method: str) -> tuple[bool, float, int]:
+    """Returns whether a method is local training, the density of its exchanges and the steps between them.
 
     ``drift_0.001_every_8`` sends as much as ``drift_0.001``, in an eighth of the exchanges.
     """
@@ -102,29 +102,29 @@ def drift_of(method: str) -> tuple[bool, float, int]:
     return True, float(density) * int(every or 1), int(every or 1)
 
 
-def aimed_density(method: str) -> float | None:
-    """The density that a method's name asks for; None for those that are not to be brought to one."""
-    is_drift, density, _ = drift_of(method)
+def target_density(method: str) -> float | None:
+    """Returns the density in a method's name, or None if the method needs no tuning."""
+    is_drift, density, _ = parse_drift(method)
     if is_drift:
         return density
     density = float(method.removeprefix(HARD_THRESHOLD)) if method.startswith(HARD_THRESHOLD) else 1.0
     return density if density < 1 else None
 
 
-def sparsifier_of(method: str) -> HardThreshold | TopK | None:
-    """The sparsifier of a sparse method, None for the others. λ is 0, also where it is yet to be found."""
+def make_sparsifier(method: str) -> HardThreshold | TopK | None:
+    """Returns the sparsifier of a sparse method, with λ = 0 before tuning, or None."""
     if method.startswith(HARD_THRESHOLD):
         return HardThreshold(threshold=0.0)
     return TopK(float(method.removeprefix("top_k_"))) if method.startswith("top_k_") else None
 
 
-class Trainee:
-    """A model of its own under one way of exchanging gradients, with all that belongs to its training."""
+class Training:
+    """A training with an exchange method."""
 
     def __init__(self, method: str, task: dict[str, Any], device: torch.device) -> None:
         self.method, self.device = method, device
         torch.manual_seed(0)
-        network, self.loss = build(task["model"], device)
+        network, self.loss = build_model(task["model"], device)
         self.module = DistributedDataParallel(network, gradient_as_bucket_view=task["bucket_view"])
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=LEARNING_RATE)
         self.generator = torch.Generator(device).manual_seed(1 + dist.get_rank())  # the same batches for all methods
@@ -133,10 +133,10 @@ class Trainee:
         self.seconds: list[float] = []
         self.collectives: list[int] = []
         self.page_faults: list[int] = []
-        if sparsifier := sparsifier_of(method):
+        if sparsifier := make_sparsifier(method):
             self.state = register_comm_hook(self.module, sparsifier)
         elif method == "ddp_idle":
-            self.module.register_comm_hook(None, idle_hook)
+            self.module.register_comm_hook(None, empty_hook)
         elif method == "ddp_bf16":
             self.module.register_comm_hook(None, bf16_compress_hook)
         elif method == "powersgd_4":
@@ -144,7 +144,7 @@ class Trainee:
             self.module.register_comm_hook(power_sgd, powerSGD_hook)
 
     def step(self) -> float:
-        """Makes a training step, with what a logger would keep of it; returns the seconds it took."""
+        """Makes and logs a training step; returns its seconds."""
         started = time.perf_counter()
         with self.module.no_sync() if self.method == "floor" else nullcontext():
             self.loss(self.module, self.generator).backward()
@@ -156,48 +156,48 @@ class Trainee:
         return time.perf_counter() - started
 
     def log(self, stats: StepStats | None) -> None:
-        """Keeps what a logger would."""
+        """Records the values that a logger would record."""
         if stats is not None:
             names = ("density", "error_norm", "threshold", "payload_bytes")
             self.logged.append({f"sparse/{name}": getattr(stats, name) for name in names})
 
     def warm_up(self) -> None:
-        """Makes the first steps, and brings a hard threshold to its density. Collective."""
-        density = aimed_density(self.method)
+        """Makes the first steps and tunes a hard threshold to its density. Collective."""
+        density = target_density(self.method)
         if density is not None:
             self._guess_threshold(density)
         for _ in range(WARM_UP_STEPS):
             self.step()
         if density is None:
             return
-        for _ in range(MOST_SETTLINGS):
+        for _ in range(MAX_CORRECTIONS):
             self.logged.clear()
-            for _ in range(SETTLING_STEPS):
+            for _ in range(STEPS_PER_CORRECTION):
                 self.step()
-            # Density is about E‖g‖² / (λ² d). It is the same number on all workers, and so is the new λ.
+            # Density is about E‖g‖² / (λ² d). It is equal on all workers, and so is the new λ.
             excess = max(self._mean("sparse/density") / density, 0.1)
-            if abs(excess - 1) < SETTLED:
+            if abs(excess - 1) < DENSITY_TOLERANCE:
                 return
             self._change_threshold(sqrt(excess))
 
     def _guess_threshold(self, density: float) -> None:
-        """Sets λ = sqrt(E‖g‖² / (density · d)), and residuals as many steps with it would leave them. Collective."""
+        """Sets λ = sqrt(E‖g‖² / (density · d)), and residuals as after many steps. Collective."""
         assert self.state is not None
         elements = sum(parameter.numel() for parameter in self.module.parameters())
         threshold = sqrt(self.squared_gradient_norm(self.module.no_sync) / (density * elements))
         set_threshold(self.state, threshold)
         layers = self.module.module.named_parameters()
-        residuals = {name: settled_residual(layer.numel(), threshold, self.generator) for name, layer in layers}
+        residuals = {name: draw_residual(layer.numel(), threshold, self.generator) for name, layer in layers}
         self.state.residuals.load_state_dict(residuals)
 
     def squared_gradient_norm(self, without_exchange: Callable[[], Any]) -> float:
-        """E‖g‖², from a few batches of every worker. Collective."""
+        """Returns E‖g‖², estimated from a few batches of every worker. Collective."""
         squared_norms = torch.zeros(8, dtype=torch.float64)
-        for place in range(8):
+        for index in range(8):
             with without_exchange():
                 self.loss(self.module, self.generator).backward()
             gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
-            squared_norms[place] = sum(gradient.double().square().sum().item() for gradient in gradients)
+            squared_norms[index] = sum(gradient.double().square().sum().item() for gradient in gradients)
             self.optimizer.zero_grad()
         mean = squared_norms.mean().to(self.device)
         dist.all_reduce(mean)
@@ -213,22 +213,22 @@ class Trainee:
         return statistics.fmean(float(row[name]) for row in self.logged)
 
 
-class DriftTrainee(Trainee):
-    """A model of its own in local training; a step of one that exchanges every so many is the mean of so many."""
+class LocalTraining(Training):
+    """A local training; the time of a step is the mean over the steps between exchanges."""
 
     def __init__(self, method: str, task: dict[str, Any], device: torch.device) -> None:
         self.method, self.device = method, device
         torch.manual_seed(0)
-        self.module, self.loss = build(task["model"], device)
+        self.module, self.loss = build_model(task["model"], device)
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=LEARNING_RATE)
         self.generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
-        _, _, self.every = drift_of(method)
+        _, _, self.every = parse_drift(method)
         self.state = SparseModelAverager(self.module, HardThreshold(threshold=0.0), DriftOptions(self.every))
         self.logged = []
         self.seconds, self.collectives, self.page_faults = [], [], []
 
     def step(self) -> float:
-        """Makes as many steps as lie between exchanges; returns the seconds that one took on average."""
+        """Makes the steps up to the next exchange; returns the mean seconds per step."""
         started = time.perf_counter()
         for _ in range(self.every):
             self.loss(self.module, self.generator).backward()
@@ -247,7 +247,7 @@ class DriftTrainee(Trainee):
         set_threshold(self.state, threshold)
         with torch.no_grad():
             for parameter in self.module.parameters():
-                drift = settled_residual(parameter.numel(), threshold, self.generator)
+                drift = draw_residual(parameter.numel(), threshold, self.generator)
                 parameter.sub_(drift.view(parameter.shape))
 
     def _change_threshold(self, factor: float) -> None:
@@ -257,82 +257,82 @@ class DriftTrainee(Trainee):
                 parameter.copy_(anchor - factor * (anchor - parameter))
 
 
-def idle_hook(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Leaves the gradient as it is: what DDP costs by itself."""
+def empty_hook(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Returns the gradient unchanged, to measure DDP without an exchange."""
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
 
 
 def set_threshold(state: SparseState | SparseModelAverager, threshold: float) -> None:
-    """Gives λ to the state of one worker; all workers must do so in the same step."""
+    """Sets λ on this worker; every rank must call this in the same step."""
     assert isinstance(state.sparsifier, HardThreshold)
     state.sparsifier.fix_threshold(threshold)
 
 
-def settled_residual(num_elements: int, threshold: float, generator: torch.Generator) -> Tensor:
-    """Residuals as they are long after the start: triangular on (−λ, λ), whatever a coordinate's own deviation.
+def draw_residual(num_elements: int, threshold: float, generator: torch.Generator) -> Tensor:
+    """Returns residuals with the distribution after many steps, triangular on (−λ, λ).
 
-    That is how a random walk of small steps is spread that begins again at 0 when it leaves (−λ, λ). From residuals
-    of 0 it would take 1/density steps to come to it.
+    This is the distribution of a random walk of small steps that restarts at 0 when it leaves (−λ, λ). Residuals of 0
+    would need 1/density steps to reach it.
     """
     drawn = torch.rand(2, num_elements, generator=generator, device=generator.device).mul_(threshold)
     return drawn[0] - drawn[1]
 
 
 class Collectives:
-    """Counts what Python code issues through torch.distributed, and so what a step needs beyond its usual rounds."""
+    """A counter of collectives that Python code issues, which reveals second rounds."""
 
     def __init__(self) -> None:
         self.count = 0
         for name in ("all_gather_into_tensor", "all_reduce", "all_to_all_single"):
-            setattr(dist, name, self._counting(getattr(dist, name)))
+            setattr(dist, name, self._counted(getattr(dist, name)))
 
-    def _counting(self, collective: Callable[..., Any]) -> Callable[..., Any]:
-        def counting(*arguments: Any, **options: Any) -> Any:
+    def _counted(self, collective: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **options: Any) -> Any:
             self.count += 1
             return collective(*arguments, **options)
 
-        return counting
+        return counted
 
 
 def train(task: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Times steps of all methods in turn until the time is up. Collective; the result is the first worker's."""
-    kinds = [DriftTrainee if drift_of(method)[0] else Trainee for method in task["methods"]]
-    trainees = [kind(method, task, device) for kind, method in zip(kinds, task["methods"], strict=True)]
-    for trainee in trainees:
-        trainee.warm_up()
-        trainee.logged.clear()
+    """Times steps of all methods in turn and returns the results. Collective."""
+    kinds = [LocalTraining if parse_drift(method)[0] else Training for method in task["methods"]]
+    trainings = [kind(method, task, device) for kind, method in zip(kinds, task["methods"], strict=True)]
+    for training in trainings:
+        training.warm_up()
+        training.logged.clear()
     collectives = Collectives()
     deadline, rounds = time.monotonic() + task["seconds"], 0
-    while rounds < task["least_rounds"] or not is_over(deadline, device):
-        first = rounds % len(trainees)
-        for trainee in trainees[first:] + trainees[:first]:
-            trainee.step()  # not counted: it finds another method's data in the caches, and TCP after a pause
-            if trainee.logged:
-                trainee.logged.pop()
+    while rounds < task["least_rounds"] or not is_past(deadline, device):
+        first = rounds % len(trainings)
+        for training in trainings[first:] + trainings[:first]:
+            training.step()  # untimed, because caches hold another method's data and TCP restarts after a pause
+            if training.logged:
+                training.logged.pop()
             dist.barrier()
             for _ in range(task["steps"]):
-                before = collectives.count, page_faults()
-                trainee.seconds.append(trainee.step())
-                trainee.collectives.append(collectives.count - before[0])
-                trainee.page_faults.append(page_faults() - before[1])
+                before = collectives.count, count_page_faults()
+                training.seconds.append(training.step())
+                training.collectives.append(collectives.count - before[0])
+                training.page_faults.append(count_page_faults() - before[1])
         rounds += 1
-    found = {}
-    for trainee in trainees:
-        found[trainee.method] = {
-            "seconds": report.quartiles(slowest(trainee.seconds, device)),
-            "page_faults": statistics.median(trainee.page_faults),
-            "loss": trainee.loss(getattr(trainee.module, "module", trainee.module), trainee.generator).item(),
+    results = {}
+    for training in trainings:
+        results[training.method] = {
+            "seconds": report.quartiles(gather_slowest(training.seconds, device)),
+            "page_faults": statistics.median(training.page_faults),
+            "loss": training.loss(getattr(training.module, "module", training.module), training.generator).item(),
         }
-        if trainee.state is not None:
-            found[trainee.method] |= summarise(trainee.logged, trainee.collectives)
-    parameters = sum(parameter.numel() for parameter in trainees[0].module.parameters())
-    return {"parameters": parameters, "rounds": rounds, "methods": found}
+        if training.state is not None:
+            results[training.method] |= summarise(training.logged, training.collectives)
+    parameters = sum(parameter.numel() for parameter in trainings[0].module.parameters())
+    return {"parameters": parameters, "rounds": rounds, "methods": results}
 
 
 def summarise(logged: list[dict[str, Any]], counts: list[int]) -> dict[str, Any]:
-    """The sparse methods' own numbers, over the timed steps."""
+    """Returns the statistics of a sparse method over the timed steps."""
     usual = statistics.mode(counts)
     return {
         "density": report.quartiles([row["sparse/density"] for row in logged])
@@ -345,42 +345,43 @@ def summarise(logged: list[dict[str, Any]], counts: list[int]) -> dict[str, Any]
     }
 
 
-def page_faults() -> int:
-    """How often this process has touched memory so far that the kernel had yet to give it."""
+def count_page_faults() -> int:
+    """Returns the number of minor page faults of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def is_over(deadline: float, device: torch.device) -> bool:
-    """Whether the first worker's clock says so. Collective."""
-    answer = torch.tensor([time.monotonic() > deadline], dtype=torch.int32, device=device)
-    dist.broadcast(answer, 0)
-    return bool(answer.item())
+def is_past(deadline: float, device: torch.device) -> bool:
+    """Returns whether rank 0's clock is past the deadline. Collective."""
+    is_late = torch.tensor([time.monotonic() > deadline], dtype=torch.int32, device=device)
+    dist.broadcast(is_late, 0)
+    return bool(is_late.item())
 
 
-def slowest(seconds: list[float], device: torch.device) -> list[float]:
-    """What each step took on the worker that took longest. Collective."""
+def gather_slowest(seconds: list[float], device: torch.device) -> list[float]:
+    """Returns the time of each step on the slowest worker. Collective."""
     longest = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(longest, dist.ReduceOp.MAX)
     return longest.tolist()
 
 
-def serve(answer: Callable[[dict[str, Any], torch.device], dict[str, Any]]) -> None:
-    """Does the task in the first argument of this process; the first worker prints the result. Collective."""
+def run_worker(run_task: Callable[[dict[str, Any], torch.device], dict[str, Any]]) -> None:
+    """Runs the task in this process's first argument; rank 0 prints the result. Collective."""
     task = json.loads(sys.argv[1])
     device = torch.device("cpu")
     if task["device"] == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     torch.set_num_threads(1)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=task["patience"]))
-    result = answer(task, device)
+    timeout = timedelta(seconds=task["timeout_seconds"])
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    result = run_task(task, device)
     if dist.get_rank() == 0:
         print(MARK + json.dumps(result), flush=True)
     dist.barrier()
     dist.destroy_process_group()
-    # Where Python ends while a thread of Gloo lets go of a tensor, the process aborts (pytorch/pytorch#190489).
+    # The process aborts if Python exits while a Gloo thread releases a tensor (pytorch/pytorch#190489).
     time.sleep(0.1)
 
 
 if __name__ == "__main__":
-    serve(train)
+    run_worker(train)

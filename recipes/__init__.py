@@ -1,4 +1,4 @@
-"""Complete trainings that reproduce published results, run by ``python -m recipes fit --config <recipe>.yaml``."""
+"""Trainings that reproduce published results: ``python -m recipes fit --config <recipe>.yaml``."""
 
 from recipes.missing_data import MissingDataError
 

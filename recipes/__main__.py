@@ -1,6 +1,6 @@
-"""The one command line of all recipes: ``python -m recipes fit|validate|test|predict --config <recipe>.yaml``.
+"""Command line of all recipes: ``python -m recipes fit|validate|test|predict --config <recipe>.yaml``.
 
-Every entry of the YAML can be overridden behind it: ``--trainer.strategy=ddp``, ``--data.root=<folder>``.
+Arguments after the file override its entries: ``--trainer.strategy=ddp``, ``--data.root=<folder>``.
 """
 
 import sys
@@ -14,19 +14,19 @@ from recipes import MissingDataError
 
 
 def main() -> LightningCLI:
-    """Runs Lightning's command line with the model and the data that the YAML names, and returns it when it is done."""
-    # Lightning 2.6 still uses what torch deprecated since; nothing that the reader of a recipe's output could change.
+    """Runs Lightning's command line and returns it when the training is done."""
+    # Lightning 2.6 uses an API that torch has deprecated; users of a recipe cannot change that.
     warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
     try:
         return LightningCLI(
             seed_everything_default=1,
-            # A recipe's model brings the optimizer and the schedule that its result depends on.
+            # Each recipe's model configures the optimizer and the schedule that its result depends on.
             auto_configure_optimizers=False,
-            # Lightning refuses to write config.yaml a second time, also when a run is repeated on purpose.
+            # Without this, Lightning refuses to overwrite config.yaml when you repeat a run.
             save_config_kwargs={"overwrite": True},
         )
     except MissingDataError as error:
-        # Every worker comes here; eight tracebacks would hide the one line that helps.
+        # Every worker raises this error; only rank 0 prints it, and without a traceback.
         sys.exit(str(error) if rank_zero_only.rank == 0 else 1)
 
 

@@ -1,7 +1,7 @@
-"""The demo: ``python -m recipes.demo`` trains a small ResNet with a hard threshold, then with plain DDP, and compares.
+"""Demo: ``python -m recipes.demo`` trains a small ResNet with a hard threshold, then with plain DDP, and compares.
 
-Both trainings are the recipe ``resnet18_cifar10/demo.yaml``, started as a user would. All numbers are read back from
-the TensorBoard files that they leave, except the size of the model.
+Both trainings run the recipe ``resnet18_cifar10/demo.yaml`` from the command line. Except for the model's size, all
+numbers are from their TensorBoard files.
 """
 
 import os
@@ -26,7 +26,7 @@ STEPS_OF_MEAN = 25
 
 @dataclass(frozen=True)
 class Run:
-    """What a training left in its TensorBoard files: by name, the steps and the values of each scalar."""
+    """The TensorBoard scalars of a training: steps and values by name."""
 
     folder: Path
     steps: dict[str, list[int]]
@@ -34,14 +34,14 @@ class Run:
 
 
 def main() -> None:
-    """Trains twice, prints a table and draws a picture."""
+    """Runs both trainings, prints a table and draws a picture."""
     started = time.monotonic()
     output = REPOSITORY / "demo_output" / time.strftime("%Y-%m-%d_%H-%M-%S")
     sparse = train("hard threshold", output / "hard_threshold", number=1)
     dense = train("plain DDP", output / "dense", "--trainer.strategy=ddp", number=2)
 
-    num_elements = model_size()
-    print("\n" + table(sparse, dense, num_elements))
+    num_elements = count_elements()
+    print("\n" + format_table(sparse, dense, num_elements))
     picture = output / "demo.png"
     draw(sparse, dense, num_elements).savefig(picture, dpi=150)
     show = os.path.relpath
@@ -52,10 +52,10 @@ def main() -> None:
 
 
 def train(title: str, folder: Path, *arguments: str, number: int) -> Run:
-    """Runs the recipe in a process of its own, its progress bars on this terminal, and returns what it logged."""
+    """Runs the recipe in a child process and returns its logged scalars."""
     print(f"\n=== {number} of 2: {title}, two workers on the CPU ===\n", flush=True)
     command = [sys.executable, "-m", "recipes", "fit", f"--config={RECIPE}", f"--trainer.logger.save_dir={folder}"]
-    # One thread each: two workers with a thread pool of all cores would get in each other's way.
+    # One thread per worker; thread pools of all cores would compete on one machine.
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     finished = subprocess.run([*command, *arguments], cwd=REPOSITORY, env=environment, check=False)
     if finished.returncode:
@@ -64,11 +64,11 @@ def train(title: str, folder: Path, *arguments: str, number: int) -> Run:
 
 
 def read(folder: Path) -> Run:
-    """Returns the scalars of the one TensorBoard run below a folder."""
+    """Returns the scalars of the only TensorBoard run below a folder."""
     found = sorted(folder.rglob("events.out.tfevents.*"))
     if len(found) != 1:
-        told = ", ".join(file.parent.name for file in found) or "none"
-        sys.exit(f"{folder} must hold one run, and holds {len(found)} ({told}). Take away what does not belong there.")
+        names = ", ".join(file.parent.name for file in found) or "none"
+        sys.exit(f"{folder} holds {len(found)} runs ({names}). It must hold one run: remove the others or train again.")
     (event_file,) = found
     events = EventAccumulator(str(event_file), size_guidance={"scalars": 0})
     events.Reload()
@@ -80,16 +80,16 @@ def read(folder: Path) -> Run:
     )
 
 
-def model_size() -> int:
-    """Returns d, the elements of the recipe's gradient, which plain DDP does not log."""
-    from recipes.resnet18_cifar10.architectures import build_network  # and torch, which reading results does without
+def count_elements() -> int:
+    """Returns d, the number of elements of the recipe's gradient, which plain DDP does not log."""
+    from recipes.resnet18_cifar10.architectures import build_network  # here, because reading results needs no torch
 
     width = yaml.safe_load(RECIPE.read_text())["model"]["init_args"]["width"]
     return sum(parameter.numel() for parameter in build_network("resnet18", width=width).parameters())
 
 
-def table(sparse: Run, dense: Run, num_elements: int) -> str:
-    """Returns the comparison of both trainings of a model of so many parameters as text."""
+def format_table(sparse: Run, dense: Run, num_elements: int) -> str:
+    """Returns a text table that compares both trainings of a model with ``num_elements`` parameters."""
     num_steps = len(sparse.values["sparse/payload_bytes"])
     sent = sum(sparse.values["sparse/payload_bytes"])
     sent_dense = num_steps * num_elements * BYTES_OF_A_VALUE
@@ -110,14 +110,14 @@ def table(sparse: Run, dense: Run, num_elements: int) -> str:
     ]
     title = f"A narrow ResNet-18 ({num_elements:,} parameters) on digits, {num_steps} steps"
     note = (
-        "Both workers are on this machine, where sending costs next to nothing: the step times show what choosing\n"
-        "the coordinates and logging every step cost, not what a network between the workers would save."
+        "Both workers run on this machine, where sending is almost free. The step times show the cost of selecting\n"
+        "coordinates and of logging every step. They do not show the time that a slow network would save."
     )
     return "\n".join([title, "", *(f"  {name:<33}{left:>16}{right:>14}" for name, left, right in rows), "", note])
 
 
 def draw(sparse: Run, dense: Run, num_elements: int) -> Figure:
-    """Returns accuracy, density and error norm against the step, one above the other."""
+    """Returns a figure with accuracy, density and error norm by step."""
     figure = Figure(figsize=(8, 8.5), layout="constrained")
     figure.suptitle("Sending only the gradient coordinates that reach a threshold: two workers, a small ResNet")
     accuracy, density, error = figure.subplots(3, sharex=True)
@@ -129,7 +129,7 @@ def draw(sparse: Run, dense: Run, num_elements: int) -> Figure:
     accuracy.legend(loc="lower right")
 
     steps, values = sparse.steps["sparse/density"], sparse.values["sparse/density"]
-    # A step that sends nothing has no place on a logarithmic axis; the mean over many steps shows it.
+    # A logarithmic axis cannot show a step with an empty payload; the mean over many steps includes it.
     density.plot(steps, [value or None for value in values], ".", color=SPARSE_COLOUR, alpha=0.35, label="each step")
     starts = range(0, len(values), STEPS_OF_MEAN)
     means = [fmean(values[start : start + STEPS_OF_MEAN]) for start in starts]
@@ -153,7 +153,7 @@ def draw(sparse: Run, dense: Run, num_elements: int) -> Figure:
         color=SPARSE_COLOUR,
         label="hard threshold",
     )
-    # No unsent coordinate reaches λ, so the norm of d of them stays below λ √d.
+    # Every unsent coordinate is below λ, so the norm of d coordinates is below λ √d.
     bound = sparse.values["sparse/threshold"][-1] * sqrt(num_elements)
     error.axhline(bound, color=MEAN_COLOUR, linestyle=":", label=f"bound λ √d = {bound:.3g}")
     error.legend(loc="center right")

@@ -1,4 +1,4 @@
-"""Fetching a data set's file: resumable, checked, and there whole or not at all."""
+"""Downloads a data set's file, resumably, and verifies it before it appears at its path."""
 
 import fcntl
 import hashlib
@@ -15,40 +15,39 @@ from tqdm import tqdm
 
 from recipes import MissingDataError
 
-# Some servers refuse Python's own.
+# Some servers refuse the user agent of urllib.
 USER_AGENT = "Mozilla/5.0 (compatible; lightning-sparse)"
 READ_TIMEOUT_SECONDS = 30.0
 CHUNK_BYTES = 1 << 16
 
 
 def fetch(url: str, path: Path, *, md5: str | None = None) -> Path:
-    """Returns ``path`` once the file is there, whole and right; fetches it from ``url`` only if it is not there.
+    """Downloads a file unless it exists, verifies it and returns ``path``.
 
-    1. A file that is there is taken if its md5 is right (without ``md5``: as it is), without a connection.
-    2. Else it is fetched to ``<path>.part``. What an earlier attempt left there is completed if the server sends
-       ranges and either ``md5`` or the server's own version of the file (its ETag or date, kept in
-       ``<path>.part.version``) can tell that both halves are of the same file.
-    3. Length and md5 are checked, the bytes are on the disk, and only then is it renamed to ``path``.
+    1. If ``path`` exists and its md5 matches, returns without a connection. Without ``md5``, any content matches.
+    2. Otherwise downloads to ``<path>.part``. Completes an earlier ``.part`` file if the server sends ranges. Then
+       ``md5``, or the server's ETag or date in ``<path>.part.version``, must show that both parts are of one file.
+    3. Checks length and md5, writes the bytes to disk, and then renames the file to ``path``.
 
-    Not collective: call it in ``LightningDataModule.prepare_data``, on one process per node. What it raises there
-    leaves the other workers waiting, so catch it and let ``setup`` fail on all of them. Two processes that fetch the
-    same file, as two nodes with one file system, wait for each other.
+    Not collective: call it in ``LightningDataModule.prepare_data``, on one process per node. An exception there would
+    leave the other workers waiting, so catch it and let ``setup`` raise on all workers. Processes that download to one
+    path, for example on two nodes with a shared file system, wait for each other.
 
     Args:
-        url: where the file is, http or https.
-        path: where to put it; missing folders are made.
-        md5: of the whole file, in hexadecimal.
+        url: http or https address of the file.
+        path: path of the file; missing folders are created.
+        md5: hexadecimal digest of the complete file.
 
     Raises:
-        MissingDataError: the file could not be fetched, or is there and is not the right one. One line that says which
-            file to get from where and where to put it.
+        MissingDataError: the download failed, or ``path`` holds another file. The message is one line with address
+            and path.
     """
     part = path.with_name(f"{path.name}.part")
     try:
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             with _locked(part) as file:
-                # It may have come while this process waited for the lock.
+                # Another process may have downloaded it while this process waited for the lock.
                 if not path.exists():
                     if md5 is None or _md5(part) != md5:
                         _complete(url, file, md5)
@@ -58,33 +57,33 @@ def fetch(url: str, path: Path, *, md5: str | None = None) -> Path:
         found = md5 and _md5(path)
     except (OSError, HTTPException) as error:
         resumable = part.exists() and (md5 or _version_file(part).exists())
-        kept = part.stat().st_size if resumable else 0
-        again = f" The first {kept:,} bytes are in {part.name}; run it again to fetch the rest." if kept else ""
+        size = part.stat().st_size if resumable else 0
+        hint = f" The first {size:,} bytes are in {part.name}; run it again to fetch the rest." if size else ""
         raise MissingDataError(
             f"{path.name} is missing and could not be fetched: {_reason(error)}. Put the file from {url} at "
-            f"{path.absolute()}.{again}"
+            f"{path.absolute()}.{hint}"
         ) from error
     if found != md5:
-        # Not removed here: it may be something that the user wants to keep.
+        # Do not delete it: the user may want to keep it.
         raise MissingDataError(
-            f"{path.absolute()} is there but is not the right file, or not whole: md5 {found}, expected {md5}. Delete "
-            f"it to have it fetched again, or put the file from {url} there."
+            f"{path.absolute()} is another file or incomplete: md5 {found}, expected {md5}. Delete it to download it "
+            f"again, or replace it by the file from {url}."
         )
     return path
 
 
 @contextmanager
 def _locked(part: Path) -> Iterator[BinaryIO]:
-    """Opens the unfinished file for appending, which no other process does meanwhile; removes it if left empty."""
+    """Opens the unfinished file for appending under a lock, and removes it if it stays empty."""
     while True:
         with part.open("ab") as file:
-            with suppress(OSError):  # a network file system without locks; the md5 still tells what came of it
+            with suppress(OSError):  # a network file system without locks; the md5 still detects damage
                 fcntl.flock(file, fcntl.LOCK_EX)
             try:
                 is_current = os.path.samefile(part, file.fileno())
             except FileNotFoundError:
                 is_current = False
-            # Else the process that held the lock renamed or removed it, and what is open here has no name any more.
+            # Otherwise the previous holder of the lock renamed or removed the file that is open here.
             if is_current:
                 try:
                     yield file
@@ -95,7 +94,7 @@ def _locked(part: Path) -> Iterator[BinaryIO]:
 
 
 def _complete(url: str, file: BinaryIO, md5: str | None) -> None:
-    """Fetches what the file lacks; if the result is wrong because of what it began with, the whole of it."""
+    """Downloads the missing rest of a file, or all of it if the existing part is wrong."""
     if md5 is None and not _version_file(Path(file.name)).exists():
         file.truncate(0)
     offset = os.fstat(file.fileno()).st_size
@@ -112,17 +111,17 @@ def _complete(url: str, file: BinaryIO, md5: str | None) -> None:
         if found == md5:
             return
     file.truncate(0)
-    raise HTTPException(f"what the server sends has md5 {found}, expected {md5}")
+    raise HTTPException(f"the server's file has md5 {found}, expected {md5}")
 
 
 def _download(url: str, file: BinaryIO, offset: int) -> None:
-    """Appends to the first ``offset`` bytes of the file what follows them, or all of it if the server sends all."""
+    """Downloads the bytes from ``offset`` on, or the complete file if the server ignores the range."""
     headers = {"User-Agent": USER_AGENT, "Accept-Encoding": "identity"}
     version_file = _version_file(Path(file.name))
     if offset:
         headers["Range"] = f"bytes={offset}-"
         if version_file.exists():
-            headers["If-Range"] = version_file.read_text()  # a server that has another version now sends all of it
+            headers["If-Range"] = version_file.read_text()  # a server with another version sends the complete file
     response: HTTPResponse
     with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=READ_TIMEOUT_SECONDS) as response:
         if response.status != 206:
@@ -134,10 +133,10 @@ def _download(url: str, file: BinaryIO, offset: int) -> None:
             if version:
                 version_file.write_text(version)
         elif not response.headers.get("Content-Range", "").startswith(f"bytes {offset}-"):
-            raise HTTPException(f"the server sent another range than asked for: {response.headers['Content-Range']}")
+            raise HTTPException(f"the server sent a range that was not requested: {response.headers['Content-Range']}")
         announced = response.headers.get("Content-Length")
         if announced is None and not response.chunked:
-            raise HTTPException("the server does not say how long the file is")
+            raise HTTPException("the server does not send the file's length")
         total = None if announced is None else offset + int(announced)
         file.truncate(offset)
         name = Path(file.name).name.removesuffix(".part")
@@ -148,7 +147,7 @@ def _download(url: str, file: BinaryIO, offset: int) -> None:
                     progress.update(len(chunk))
             finally:
                 file.flush()
-    # http.client takes a connection that ends early for the end of the file when it is read in chunks.
+    # When read in chunks, http.client mistakes an early end of the connection for the end of the file.
     received = os.fstat(file.fileno()).st_size
     if total is not None and received != total:
         raise HTTPException(f"the connection ended after {received:,} of {total:,} bytes")

@@ -10,12 +10,12 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch.optim.lr_scheduler import LambdaLR
 
 
-def scheduled_by_epoch(module: LightningModule, optimizer: torch.optim.Optimizer) -> OptimizerLRScheduler:
-    """Return an optimizer with the schedule of a module's hyperparameters, for ``configure_optimizers``.
+def schedule_by_epoch(module: LightningModule, optimizer: torch.optim.Optimizer) -> OptimizerLRScheduler:
+    """Returns an optimizer and its schedule, for ``configure_optimizers``.
 
     Args:
         module: has the hyperparameters ``learning_rate``, ``warmup_from``, ``warmup_epochs`` and ``milestones``.
-        optimizer: its optimizer.
+        optimizer: the module's optimizer.
     """
     options, epoch_length = module.hparams, steps_per_epoch(module)
 
@@ -31,8 +31,8 @@ def scheduled_by_epoch(module: LightningModule, optimizer: torch.optim.Optimizer
 
 
 def steps_per_epoch(module: LightningModule) -> int:
-    """Return the optimizer steps of an epoch of the module's Trainer."""
-    # Reading it makes the Trainer load the training data, without which num_training_batches is still infinite.
+    """Returns the optimizer steps per epoch of the module's Trainer."""
+    # Makes the Trainer load the training data; num_training_batches is infinite before that.
     _ = module.trainer.estimated_stepping_batches
     return ceil(module.trainer.num_training_batches / module.trainer.accumulate_grad_batches)
 
@@ -40,13 +40,13 @@ def steps_per_epoch(module: LightningModule) -> int:
 def relative_learning_rate(
     epoch: float, *, warmup_from: float, warmup_epochs: float, milestones: Sequence[float]
 ) -> float:
-    """Returns the learning rate at a point of the training, as a multiple of the rate after the warm-up.
+    """Returns the learning rate as a multiple of the rate after the warmup.
 
     Args:
         epoch: epochs since the start, with fractions.
         warmup_from: the multiple at the start.
         warmup_epochs: epochs until the multiple is 1.
-        milestones: epochs from which on it is a tenth of what it was, in rising order.
+        milestones: epochs at which the rate drops to a tenth, in rising order.
 
     Example:
         >>> schedule = dict(warmup_from=1 / 16, warmup_epochs=5, milestones=(150, 250))

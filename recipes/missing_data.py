@@ -1,4 +1,4 @@
-"""Missing data: the error, and how all workers learn of it."""
+"""Raises an error about missing data on all workers."""
 
 import tarfile
 from collections.abc import Callable, Iterator
@@ -6,13 +6,14 @@ from contextlib import contextmanager
 
 
 class MissingDataError(FileNotFoundError):
-    """A recipe's data set is not there or cannot be used; the message says what to put where, or what is wrong."""
+    """Raised if a recipe's data set is missing or invalid; the message says how to provide it."""
 
 
 def fetch_error(title: str, fetch: Callable[[], object]) -> MissingDataError | None:
-    """Return why fetching a data set failed; None if it did not.
+    """Returns the error of fetching a data set, or None on success.
 
-    For ``prepare_data``, which must not raise: the other workers would wait. ``setup`` raises the error on all workers.
+    Call it in ``prepare_data``, which must not raise because the other workers would wait. Let ``setup`` raise the
+    error on all workers.
     """
     try:
         fetch()
@@ -25,10 +26,10 @@ def fetch_error(title: str, fetch: Callable[[], object]) -> MissingDataError | N
 
 @contextmanager
 def failing_together() -> Iterator[None]:
-    """Raise an error of any worker on all workers; every rank enters it. Nodes may see different disks.
+    """Raises any worker's error on all workers. Every rank enters it, because nodes may have different disks.
 
     Raises:
-        MissingDataError: this worker's own, or what another worker raised if this one raised nothing.
+        MissingDataError: this worker's own error, else that of another worker.
     """
     try:
         yield
@@ -41,8 +42,8 @@ def failing_together() -> Iterator[None]:
 
 
 def _messages(own: str | None) -> list[str | None]:
-    """Return the message of each worker, None for those without an error. Collective."""
-    import torch.distributed as dist  # not at the top: recipes.compare and recipes.plot do without torch
+    """Returns each worker's message, None for workers without an error. Every rank calls this."""
+    import torch.distributed as dist  # here, because recipes.compare and recipes.plot do not need torch
 
     if not (dist.is_available() and dist.is_initialized()):
         return [own]

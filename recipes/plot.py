@@ -1,7 +1,7 @@
-"""Curves of several trainings in one picture: ``python -m recipes.plot dense=<folder> sparse=<folder> --output x.png``.
+"""Draws several trainings in one picture: ``python -m recipes.plot dense=<folder> sparse=<folder> --output x.png``.
 
-A folder is what a recipe's TensorBoardLogger wrote. Drawn against the step: the training loss of the first worker,
-density and error norm; a run that logged none of one of them is left out there.
+A folder holds the logs of a recipe's TensorBoardLogger. The picture shows rank 0's training loss, the density and the
+error norm by step. A run that did not log a metric is missing from that metric's axes.
 """
 
 import argparse
@@ -23,7 +23,7 @@ ROWS = (
 
 
 def main() -> None:
-    """Reads the runs named on the command line and writes the picture."""
+    """Reads the given runs and writes the picture."""
     parser = argparse.ArgumentParser(prog="python -m recipes.plot", description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="LABEL=FOLDER", type=labelled_folder)
     parser.add_argument("--output", type=Path, required=True, help="the picture to write, for example curves.png")
@@ -36,7 +36,7 @@ def labelled_folder(text: str) -> tuple[str, Path]:
     """Returns label and folder of ``LABEL=FOLDER``.
 
     Raises:
-        ArgumentTypeError: no label, or no such folder.
+        ArgumentTypeError: the label is empty or the folder does not exist.
     """
     label, _, folder = text.rpartition("=")  # a label may hold an equals sign: λ = 0.01
     if not label or not Path(folder).is_dir():
@@ -45,7 +45,7 @@ def labelled_folder(text: str) -> tuple[str, Path]:
 
 
 def draw(runs: dict[str, Run]) -> Figure:
-    """Returns one row of axes per scalar, one colour per run: each step in pale, the mean of ten in full."""
+    """Returns a row of axes per metric, with single steps in pale and means of ten in full colour."""
     figure = Figure(figsize=(8, 6.5), layout="constrained")
     for axes, (name, label, scale) in zip(figure.subplots(len(ROWS), sharex=True), ROWS, strict=True):
         for number, (run_label, run) in enumerate(runs.items()):

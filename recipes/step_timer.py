@@ -1,4 +1,4 @@
-"""What a step costs, as metrics: its time, and the bytes of its gradient."""
+"""Logs the time of each step and the bytes of its gradient."""
 
 import time
 from typing import Any
@@ -8,11 +8,11 @@ from typing_extensions import override
 
 
 class StepTimer(Callback):
-    """Logs ``step_time``, the seconds from one training batch's start to the next one's, and ``gradient_bytes``, once.
+    """Logs ``step_time`` in every step and ``gradient_bytes`` once.
 
-    It is the first worker's time; the workers wait for each other in every step. Logged with the later of the two
-    batches, and not for the first batch of an epoch, whose predecessor was followed by validation. On a GPU the host
-    runs ahead of the device, so that single values mean little there and the median over many steps is right.
+    ``step_time`` is rank 0's time in seconds from the start of the previous training batch. The first batch of an epoch
+    logs none, because validation may precede it. On a GPU the host runs ahead of the device: use the median of many
+    steps, not single values.
     """
 
     def __init__(self) -> None:

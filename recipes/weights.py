@@ -1,11 +1,11 @@
-"""Whose weights are best to look at? ``python -m recipes.weights FOLDER… [-- ARGUMENTS]``.
+"""Compares the weights that local training could validate: ``python -m recipes.weights FOLDER… [-- ARGUMENTS]``.
 
-Validates, for runs of local training, the mean of the workers' weights, which validation and checkpoints take, the
-anchor, and the first worker's own::
+For each run of local training, validates the mean of the workers' weights, the anchor and rank 0's weights. Validation
+and checkpoints use the mean::
 
     python -m recipes.weights comparison/gpt_wikitext/drift_1_/0.003/1 -- --data.root=data
 
-A folder is one that a recipe has logged to, with its ``config.yaml`` and one checkpoint of all workers
+A folder is the log folder of a recipe, with its ``config.yaml`` and one checkpoint of all workers
 (``worker_state: full``).
 """
 
@@ -24,23 +24,23 @@ KEY = "lightning_sparse"
 
 
 def variants(saved: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
-    """Returns the state of the module with the mean, with the anchor and with the first worker's weights.
+    """Returns the module's state with the mean, the anchor and rank 0's weights.
 
     Args:
         saved: a checkpoint of local training.
     """
     state, content = saved["state_dict"], saved[KEY]
     if "weights" not in next(iter(content["workers"]), {}):
-        sys.exit("The checkpoint has no single worker's weights: it needs worker_state: full.")
-    held = {"anchor": content["shared"]["anchor"], "first worker": content["workers"][0]["weights"]}
+        sys.exit("The checkpoint lacks the weights of each worker. Train with worker_state: full.")
+    candidates = {"anchor": content["shared"]["anchor"], "first worker": content["workers"][0]["weights"]}
     return {"mean": state} | {
-        whose: state | {name: flat.view(state[name].shape).to(state[name].dtype) for name, flat in weights.items()}
-        for whose, weights in held.items()
+        source: state | {name: flat.view(state[name].shape).to(state[name].dtype) for name, flat in weights.items()}
+        for source, weights in candidates.items()
     }
 
 
 def validate(folder: Path, arguments: list[str]) -> dict[str, dict[str, float]]:
-    """Returns the metrics of each variant of the one checkpoint below a folder."""
+    """Returns the metrics of each variant of the only checkpoint below a folder."""
     [path] = folder.rglob("*.ckpt")
     [config] = folder.rglob("config.yaml")
     saved = torch.load(path, weights_only=True, map_location="cpu")
@@ -60,7 +60,7 @@ def validate(folder: Path, arguments: list[str]) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    """Prints a table, a line for each folder."""
+    """Prints a table with one row per folder."""
     parser = argparse.ArgumentParser(
         prog="python -m recipes.weights", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,1 +1,1 @@
-"""What a release must be before it is one: `make release-check`."""
+"""Checks a release before publication: `make release-check`."""

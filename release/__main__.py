@@ -1,9 +1,9 @@
-"""Builds the wheel and the sdist, and says what is wrong with them: `make release-check`.
+"""Builds the wheel and the sdist, and reports their faults: `make release-check`.
 
-    python -m release                # each in an environment that begins empty; gigabytes, twice unpacked
-    python -m release --lent         # dependencies are those of this environment
+    python -m release                # tries each in an empty environment; unpacks gigabytes twice
+    python -m release --lent         # uses the dependencies of this environment
 
-What passed lies in dist/.
+Distributions without faults go to dist/.
 """
 
 import argparse
@@ -21,61 +21,63 @@ from release.distributions import (
     PROJECT,
     Environment,
     build,
-    names_in_sdist,
-    names_in_wheel,
+    find_sdist_faults,
+    find_wheel_faults,
+    list_sdist,
+    list_tracked_files,
+    list_wheel,
     run,
-    sdist_faults,
-    tracked_files,
-    wheel_faults,
 )
-from release.import_time import measure
+from release.import_time import measure_import_time
 
 
-def changelog_faults(changelog: str, version: str) -> list[str]:
-    """Returns what is wrong with the first heading of the changelog, a sentence each."""
+def find_changelog_faults(changelog: str, version: str) -> list[str]:
+    """Returns a sentence for each fault in the changelog's first heading."""
     heading = re.search(r"^## \[(.+?)\]", changelog, re.MULTILINE)
     found = heading[1] if heading else "nothing"
     return (
-        [] if found == version else [f"CHANGELOG.md begins with {found}, lightning_sparse/_version.py has {version}."]
+        [] if found == version else [f"CHANGELOG.md starts with {found}, lightning_sparse/_version.py has {version}."]
     )
 
 
 class Verdicts:
-    """Prints a line for everything that was looked at, and counts what is not right."""
+    """Prints a line for every check and counts the failures."""
 
     def __init__(self) -> None:
         self.num_failed = 0
 
-    def add(self, what: str, faults: list[str], seen: str = "") -> None:
-        """Prints what was looked at, what was seen, and the faults."""
+    def add(self, what: str, faults: list[str], details: str = "") -> None:
+        """Prints the name of a check, its details and its faults."""
         self.num_failed += bool(faults)
-        print(f"{'FAILED' if faults else 'ok':<8}{what}{': ' if seen else ''}{seen}", flush=True)
+        print(f"{'FAILED' if faults else 'ok':<8}{what}{': ' if details else ''}{details}", flush=True)
         for fault in faults:
             print(f"        {fault}")
 
 
 def check(folder: Path, constraints: Path, *, is_lent: bool) -> int:
-    """Prints all verdicts and returns how many are bad. `folder` is outside of the project, and the caller's."""
+    """Prints all verdicts and returns the number of failures; `folder` is a temporary folder of the caller."""
     verdicts = Verdicts()
-    verdicts.add("version", changelog_faults((PROJECT / "CHANGELOG.md").read_text(), __version__), __version__)
+    verdicts.add("version", find_changelog_faults((PROJECT / "CHANGELOG.md").read_text(), __version__), __version__)
     wheel, sdist = build(folder / "dist", is_isolated=not is_lent)
     verdicts.add("built", [], f"{wheel.name}, {wheel.stat().st_size:,} bytes; {sdist.name}, {sdist.stat().st_size:,}")
     if is_lent:
-        print("skipped metadata: twine is not lent")
+        print("skipped metadata: twine is not part of this environment")
     else:
-        verdicts.add("metadata", metadata_faults([wheel, sdist], folder / "twine", constraints), "twine check --strict")
-    names = names_in_wheel(wheel)
-    verdicts.add("contents of the wheel", wheel_faults(names), f"{len(names)} files")
-    names, tracked = names_in_sdist(sdist), tracked_files()
+        verdicts.add(
+            "metadata", find_metadata_faults([wheel, sdist], folder / "twine", constraints), "twine check --strict"
+        )
+    names = list_wheel(wheel)
+    verdicts.add("contents of the wheel", find_wheel_faults(names), f"{len(names)} files")
+    names, tracked = list_sdist(sdist), list_tracked_files()
     compared = "" if tracked is None else ", compared with the repository's"
-    verdicts.add("contents of the sdist", sdist_faults(names, tracked), f"{len(names)} files{compared}")
+    verdicts.add("contents of the sdist", find_sdist_faults(names, tracked), f"{len(names)} files{compared}")
     for kind, distribution in (("wheel", wheel), ("sdist", sdist)):
         home = folder / kind
         home.mkdir()
         environment = Environment(home / "environment", is_lent=is_lent)
         try_out(kind, distribution, environment, constraints, verdicts)
         if kind == "wheel" and not verdicts.num_failed:
-            print(f"        {measure(environment.python, home, environment.variables)}", flush=True)
+            print(f"        {measure_import_time(environment.python, home, environment.variables)}", flush=True)
         shutil.rmtree(environment.folder)
     if not verdicts.num_failed:
         (PROJECT / "dist").mkdir(exist_ok=True)
@@ -84,10 +86,10 @@ def check(folder: Path, constraints: Path, *, is_lent: bool) -> int:
     return verdicts.num_failed
 
 
-def metadata_faults(distributions: list[Path], folder: Path, constraints: Path) -> list[str]:
-    """Returns what twine has to say against the metadata and the page that is made from the README.
+def find_metadata_faults(distributions: list[Path], folder: Path, constraints: Path) -> list[str]:
+    """Returns twine's complaints about the metadata and the README's page.
 
-    It has an environment of its own: it brings `rich`, and where that is Lightning has other progress bars.
+    Twine runs in a separate environment, because it installs `rich`, which changes Lightning's progress bars.
     """
     environment = Environment(folder, is_lent=False)
     try:
@@ -100,41 +102,41 @@ def metadata_faults(distributions: list[Path], folder: Path, constraints: Path) 
 
 
 def try_out(kind: str, distribution: Path, environment: Environment, constraints: Path, verdicts: Verdicts) -> None:
-    """Installs a wheel or sdist, lets pip look for what is missing, and trains."""
-    where = "an environment with lent dependencies" if environment.is_lent else "an empty environment"
+    """Installs a wheel or sdist, checks its requirements with pip, and trains."""
+    where = "an environment with existing dependencies" if environment.is_lent else "an empty environment"
     begin = time.monotonic()
     try:
         environment.install(str(distribution), constraints)
         seconds = time.monotonic() - begin
         if not environment.is_lent:
             run([environment.python, "-m", "pip", "check"], variables=environment.variables)
-        told = smoke.train(environment, environment.folder.parent / "training")
+        result = smoke.train(environment, environment.folder.parent / "training")
     except RuntimeError as error:
         verdicts.add(f"{kind} in {where}", str(error).splitlines())
         return
-    first, last = told["losses"]
-    seen = (
-        f"installed in {seconds:.0f} s; torch {told['torch']}; {told['workers']} workers, {told['steps']} steps, "
-        f"loss {first:.2f} → {last:.2f}, {told['density']:.2%} sent in the last step"
+    first, last = result["losses"]
+    details = (
+        f"installed in {seconds:.0f} s; torch {result['torch']}; {result['workers']} workers, {result['steps']} steps, "
+        f"loss {first:.2f} → {last:.2f}, {result['density']:.2%} sent in the last step"
     )
-    verdicts.add(f"{kind} in {where}", smoke.faults(told, environment, __version__), seen)
+    verdicts.add(f"{kind} in {where}", smoke.faults(result, environment, __version__), details)
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Runs the check and returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m release", description=__doc__.partition("\n")[0])
-    parser.add_argument("--lent", action="store_true", help="take the dependencies of this environment; no download")
+    parser.add_argument("--lent", action="store_true", help="use the dependencies of this environment")
     parser.add_argument(
         "--constraint",
         type=Path,
         default=PROJECT / "requirements" / "constraints.txt",
-        help="versions to install; default: those of make setup, so that pip's cache has them",
+        help="versions to install (default: the versions of make setup, which pip has cached)",
     )
     arguments = parser.parse_args()
     print(f"Python {platform.python_version()}, {platform.system()} {platform.machine()}")
     with tempfile.TemporaryDirectory(prefix="release-check-") as folder:
         num_failed = check(Path(folder).resolve(), arguments.constraint.resolve(), is_lent=arguments.lent)
-    print("Not fit for a release." if num_failed else "Fit for a release: dist/ has both.")
+    print("Not ready for release." if num_failed else "Ready for release: dist/ holds wheel and sdist.")
     return 1 if num_failed else 0
 
 

@@ -1,4 +1,4 @@
-"""The wheel and the sdist: how they are built, what they must hold, and environments to try them in."""
+"""Builds the wheel and the sdist, checks their files, and creates environments to try them."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ from pathlib import Path
 
 PROJECT = Path(__file__).parents[1]
 PACKAGE = "lightning_sparse"
-# Files that are no Python, which a build could leave out unseen.
+# A build can omit files that are not Python without an error.
 IN_THE_WHEEL = ("py.typed", "kernels/native.c", "callbacks/density_monitor.py")
 IN_THE_SDIST = (
     *("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "PKG-INFO", "README.md", "pyproject.toml"),
@@ -24,11 +24,11 @@ IN_THE_SDIST = (
 
 
 def build(folder: Path, *, is_isolated: bool) -> tuple[Path, Path]:
-    """Returns a wheel and an sdist, built into a folder: the sdist from the project, the wheel from the sdist.
+    """Builds the sdist from the project and the wheel from the sdist, and returns both paths.
 
     Args:
-        folder: where they go.
-        is_isolated: whether what builds them is installed for it alone, or that of this environment is used.
+        folder: the output folder.
+        is_isolated: whether to install the build tools in a separate environment.
     """
     command = [sys.executable, "-m", "build", "--outdir", str(folder), str(PROJECT)]
     run(command if is_isolated else [*command, "--no-isolation"])
@@ -36,63 +36,63 @@ def build(folder: Path, *, is_isolated: bool) -> tuple[Path, Path]:
     return wheel, sdist
 
 
-def names_in_wheel(wheel: Path) -> list[str]:
+def list_wheel(wheel: Path) -> list[str]:
     """Returns the files of a wheel."""
     with zipfile.ZipFile(wheel) as archive:
         return archive.namelist()
 
 
-def names_in_sdist(sdist: Path) -> list[str]:
-    """Returns the files of an sdist, without the folder in which all of them are."""
+def list_sdist(sdist: Path) -> list[str]:
+    """Returns the files of an sdist, relative to its top folder."""
     with tarfile.open(sdist) as archive:
         return [member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()]
 
 
-def wheel_faults(names: Collection[str]) -> list[str]:
-    """Returns what is wrong with the files of a wheel, a sentence each."""
+def find_wheel_faults(names: Collection[str]) -> list[str]:
+    """Returns a sentence for each fault in the files of a wheel."""
     folders = {name.partition("/")[0] for name in names}
-    others = sorted(one for one in folders if one != PACKAGE and not one.endswith(".dist-info"))
-    faults = [f"{one} does not belong into the wheel." for one in others]
-    return faults + _missing([f"{PACKAGE}/{name}" for name in IN_THE_WHEEL], names) + _leftovers(names)
+    others = sorted(folder for folder in folders if folder != PACKAGE and not folder.endswith(".dist-info"))
+    faults = [f"{folder} does not belong in the wheel." for folder in others]
+    return faults + _find_missing([f"{PACKAGE}/{name}" for name in IN_THE_WHEEL], names) + _find_leftovers(names)
 
 
-def sdist_faults(names: Collection[str], tracked: Collection[str] | None = None) -> list[str]:
-    """Returns what is wrong with the files of an sdist, a sentence each.
+def find_sdist_faults(names: Collection[str], tracked: Collection[str] | None = None) -> list[str]:
+    """Returns a sentence for each fault in the files of an sdist.
 
     Args:
-        names: its files.
-        tracked: those that the repository knows. Nothing else may be there, and of its folders everything.
+        names: files of the sdist.
+        tracked: files of the repository, which the sdist must match; None skips this check.
     """
-    faults = _missing(IN_THE_SDIST, names) + _leftovers(names)
+    faults = _find_missing(IN_THE_SDIST, names) + _find_leftovers(names)
     if tracked is not None:
         faults += [f"{name} is not in the repository." for name in sorted({*names} - {*tracked, "PKG-INFO"})]
-        wanted = [name for name in tracked if not name.startswith(".")]  # what does serves the repository alone
-        faults += _missing([name for name in wanted if name not in IN_THE_SDIST], names)
+        expected = [name for name in tracked if not name.startswith(".")]  # hidden files serve the repository only
+        faults += _find_missing([name for name in expected if name not in IN_THE_SDIST], names)
     return faults
 
 
-def _missing(wanted: Collection[str], names: Collection[str]) -> list[str]:
-    return [f"{name} is missing." for name in wanted if name not in names]
+def _find_missing(expected: Collection[str], names: Collection[str]) -> list[str]:
+    return [f"{name} is missing." for name in expected if name not in names]
 
 
-def _leftovers(names: Collection[str]) -> list[str]:
+def _find_leftovers(names: Collection[str]) -> list[str]:
     return [f"{name} is a leftover." for name in names if "__pycache__" in name or name.endswith((".so", ".pyc"))]
 
 
-def tracked_files() -> list[str] | None:
-    """Returns the files that git knows, None where the project is no repository or there is no git."""
+def list_tracked_files() -> list[str] | None:
+    """Returns the files that git tracks, or None without git or a repository."""
     if not (PROJECT / ".git").exists() or shutil.which("git") is None:
         return None
     return run(["git", "ls-files"], cwd=PROJECT).splitlines()
 
 
 class Environment:
-    """A virtual environment with nothing in it but pip.
+    """A virtual environment that contains only pip.
 
     Args:
-        folder: where it is made.
-        is_lent: whether gigabytes are saved: the dependencies are those of the environment that runs this, which is
-            then no proof that the package names them all.
+        folder: folder of the environment.
+        is_lent: whether to use the dependencies of the current environment. This saves gigabytes, but does not prove
+            that the package declares all its dependencies.
     """
 
     def __init__(self, folder: Path, *, is_lent: bool) -> None:
@@ -101,33 +101,33 @@ class Environment:
         self.is_lent = is_lent
         self.python = str(folder / "bin" / "python")
 
-    def install(self, what: str, constraints: Path) -> None:
-        """Installs a wheel, an sdist or a package by name, and unless they are lent its dependencies."""
+    def install(self, requirement: str, constraints: Path) -> None:
+        """Installs a wheel, an sdist or a package by name, with its dependencies unless they are lent."""
         command = [self.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         if self.is_lent:
             command += ["--no-deps", "--no-index", "--no-build-isolation"]
         else:
             command += ["--constraint", str(constraints)]
-        run([*command, what], variables=self.variables)
+        run([*command, requirement], variables=self.variables)
 
     @property
     def variables(self) -> dict[str, str]:
-        """What its programs find in their environment: nothing of a training that runs, no way back to the project."""
+        """Returns environment variables without those of a running training and of the project's path."""
         hidden = ("PYTHON", "COVERAGE", "LIGHTNING_SPARSE")
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
-        kept = {name: value for name, value in kept.items() if not name.endswith(("RANK", "WORLD_SIZE"))}
-        # On PYTHONPATH the .pth files of the lender are not read: its own editable install is out of sight.
-        return {**kept, "PYTHONPATH": sysconfig.get_path("purelib")} if self.is_lent else kept
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
+        inherited = {name: value for name, value in inherited.items() if not name.endswith(("RANK", "WORLD_SIZE"))}
+        # Python ignores .pth files on PYTHONPATH, so the editable install of the current environment is not found.
+        return {**inherited, "PYTHONPATH": sysconfig.get_path("purelib")} if self.is_lent else inherited
 
 
 def run(command: list[str], cwd: Path | None = None, variables: Mapping[str, str] | None = None) -> str:
-    """Returns what a command wrote to stdout.
+    """Returns the standard output of a command.
 
     Raises:
-        RuntimeError: it failed; with what it wrote.
+        RuntimeError: the command fails; the message ends with its output.
     """
     done = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = "\n".join((done.stdout + done.stderr).splitlines()[-40:])
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{said}")
+        last_lines = "\n".join((done.stdout + done.stderr).splitlines()[-40:])
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{last_lines}")
     return done.stdout

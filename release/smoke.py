@@ -1,4 +1,4 @@
-"""Whether a training of a few steps works in an environment, outside of the project."""
+"""Checks a short training in an environment outside the project."""
 
 import json
 import shutil
@@ -11,26 +11,26 @@ SCRIPT = PROJECT / "release" / "smoke_train.py"
 
 
 def train(environment: Environment, folder: Path) -> dict[str, Any]:
-    """Returns what the script says of a training on two workers that begins in another folder."""
+    """Trains on two workers from another folder and returns the script's result."""
     folder.mkdir()
     script = shutil.copy(SCRIPT, folder / "train.py")
     printed = run([environment.python, str(script)], cwd=folder, variables=environment.variables)
-    [told] = [json.loads(line) for line in printed.splitlines() if line.startswith('{"package"')]
-    return told
+    [result] = [json.loads(line) for line in printed.splitlines() if line.startswith('{"package"')]
+    return result
 
 
-def faults(told: dict[str, Any], environment: Environment, version: str) -> list[str]:
-    """Returns what is wrong with a training, a sentence each."""
-    first, last = told["losses"]
-    promises = {
-        f"The package was imported from {told['package']}.": environment.folder in Path(told["package"]).parents,
-        f"The versions are {told['version']}, not {version}.": told["version"] == [version, version],
-        "There is no py.typed.": told["typed"],
-        f"The strategy was {told['strategy']}.": told["strategy"] == "DDPHardThresholdStrategy",
-        f"DDP's hook was {told['hook']}.": told["hook"] == "sparse_hook",
-        f"There were {told['workers']} workers.": told["workers"] == 2,
-        f"The last step sent {told['density']:.1%}.": 0 < told["density"] < 0.1,
-        f"The loss went from {first:.3f} to {last:.3f}.": last < first,
-        f"Weights differ between workers by {told['spread']:.2g}.": told["spread"] == 0,
+def find_faults(result: dict[str, Any], environment: Environment, version: str) -> list[str]:
+    """Returns a sentence for each fault of a training."""
+    first, last = result["losses"]
+    checks = {
+        f"The package was imported from {result['package']}.": environment.folder in Path(result["package"]).parents,
+        f"The versions are {result['version']}, not {version}.": result["version"] == [version, version],
+        "py.typed is missing.": result["typed"],
+        f"The strategy was {result['strategy']}.": result["strategy"] == "DDPHardThresholdStrategy",
+        f"DDP's hook was {result['hook']}.": result["hook"] == "sparse_hook",
+        f"The training had {result['workers']} workers.": result["workers"] == 2,
+        f"The last step sent {result['density']:.1%}.": 0 < result["density"] < 0.1,
+        f"The loss changed from {first:.3f} to {last:.3f}.": last < first,
+        f"Weights differ between workers by {result['spread']:.2g}.": result["spread"] == 0,
     }
-    return [sentence for sentence, is_kept in promises.items() if not is_kept]
+    return [sentence for sentence, is_true in checks.items() if not is_true]

@@ -1,6 +1,6 @@
-"""Trains a small network on two CPU workers with the strategy that a string names; prints what came of it as JSON.
+"""Trains a small network on two CPU workers with a strategy's name and prints the result as JSON.
 
-It is run from a folder that is not the project, in an environment that has the package and its dependencies alone.
+It runs outside the project, in an environment with only the package and its dependencies.
 """
 
 import json
@@ -17,7 +17,7 @@ STEPS = 30
 
 
 class Model(LightningModule):
-    """Learns which of ten directions its input has most of."""
+    """A classifier of the largest of ten input coordinates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Model(LightningModule):
         self.losses: list[float] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Returns the loss, and keeps it."""
+        """Returns the loss and records it."""
         loss = nn.functional.cross_entropy(self.layers(batch), batch[:, :10].argmax(dim=1))
         self.losses.append(loss.item())
         return loss
@@ -35,13 +35,13 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
     def on_train_end(self) -> None:
-        """Prints what the first worker knows while DDP is still there."""
+        """Prints the result on rank 0 before DDP is torn down."""
         strategy = self.trainer.strategy
         weights = nn.utils.parameters_to_vector(self.parameters()).detach()
         spread = (strategy.reduce(weights, reduce_op="mean") - weights).abs().max().item()
         if self.global_rank == 0:
             package = Path(lightning_sparse.__file__).parent
-            told = {
+            result = {
                 "package": str(package),
                 "version": [lightning_sparse.__version__, version("lightning-sparse")],
                 "typed": (package / "py.typed").exists(),
@@ -54,7 +54,7 @@ class Model(LightningModule):
                 "spread": spread,
                 "torch": torch.__version__,
             }
-            print(json.dumps(told), flush=True)
+            print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Density per layer and over the run: a histogram, an image, and a table at the end of ``fit``."""
+"""Shows density per layer and over the run as a histogram, an image and a table."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ LAYER_COLUMNS = 62
 
 
 class DensityMonitor(StepMonitor):
-    """Shows how much is sent: on average, per layer and over time.
+    """Shows the density on average, per layer and over time.
 
     - ``sparse/average_density``: Σ selected / Σ elements of the run so far, logged every step, for any logger.
     - Per layer, every ``log_every_n_steps`` of the Trainer, of the newest exchange: a histogram in TensorBoard
@@ -35,12 +35,12 @@ class DensityMonitor(StepMonitor):
     - A table of at most 80 columns on rank 0 at the end of ``fit``, unless it is the only worker. It has the density
       asked for and reached, λ, bytes, times fewer than dense, and the number of calibration steps and of dense steps.
 
-    It works without a logger too (the table remains), costs no collective, and continues its averages when a
-    checkpoint is resumed. The image begins anew.
+    It also works without a logger (the table remains) and issues no collectives. After a resume, it continues its
+    averages and starts a new image.
 
     Args:
         per_layer: whether to follow single layers; each step then sends two more numbers per layer.
-        image_columns: the width of the image in columns, at least 2; of a longer run a column is the mean of steps.
+        image_columns: the width of the image in columns, at least 2; in a longer run, a column is a mean of steps.
 
     Raises:
         ValueError: too few columns.
@@ -51,7 +51,7 @@ class DensityMonitor(StepMonitor):
         self.average_density = AverageDensity()
         super().__init__(per_layer, "sparse/average_density", self.average_density)
         self._history = _LayerHistory(image_columns)
-        self._asked: float | None = None
+        self._target_density: float | None = None
         self._since = ""
         self._averages, self._sender = "gradient", "worker"
         self._totals: defaultdict[str, float] = defaultdict(int)
@@ -63,7 +63,7 @@ class DensityMonitor(StepMonitor):
         strategy = trainer.strategy
         if not isinstance(strategy, SparseStrategy):
             return
-        self._asked = asked_density(strategy.sparsifier)
+        self._target_density = asked_density(strategy.sparsifier)
         self._averages = "drift" if strategy.averages == "drifts" else "gradient"
         self._sender = "worker" if strategy.state.replica.num_workers == 1 else "replica"
         self._times = StepTimes()
@@ -72,8 +72,8 @@ class DensityMonitor(StepMonitor):
         every = getattr(trainer, "log_every_n_steps", 0)
         if trainer.loggers and every > 1:
             rank_zero_info(
-                f"DensityMonitor: loggers show one step in {every} (log_every_n_steps={every}); the table at the "
-                "end and sparse/average_density count all of them."
+                f"DensityMonitor: loggers show one step in {every} (log_every_n_steps={every}). The final table and "
+                "sparse/average_density include all steps."
             )
 
     @override
@@ -86,7 +86,7 @@ class DensityMonitor(StepMonitor):
             "steps": 1,
             "payload_bytes": step.payload_bytes,
             "dense_bytes": step.dense_bytes,
-            "dense_steps": step.dense_elements / step.num_elements if step.num_elements else 0,  # also half a step
+            "dense_steps": step.dense_elements / step.num_elements if step.num_elements else 0,  # can be a fraction
             "calibration_steps": not later,
             "later_density": later * step.density,
             "later_payload_bytes": later * step.payload_bytes,
@@ -108,7 +108,7 @@ class DensityMonitor(StepMonitor):
             try:
                 figure = self._history.figure()
             except ModuleNotFoundError:
-                rank_zero_warn("DensityMonitor draws no image: it needs matplotlib. Run `pip install matplotlib`.")
+                rank_zero_warn("DensityMonitor needs matplotlib for its image. Run `pip install matplotlib`.")
                 return
             logger.experiment.add_figure("sparse/log10_layer_density", figure, trainer.global_step)
 
@@ -132,11 +132,11 @@ class DensityMonitor(StepMonitor):
         calibration, later = total["calibration_steps"], total["steps"] - total["calibration_steps"]
         rows = [("steps exchanged", f"{total['steps']:,.0f}")]
         if total["dense_steps"]:
-            rows.append(("  travelled whole", f"{total['dense_steps']:,.4g}"))
+            rows.append(("  sent densely", f"{total['dense_steps']:,.4g}"))
         if calibration:
             rows.append(("  for calibration", f"{calibration:,.0f}"))
-        if self._asked is not None:
-            rows.append(("density asked for", f"{100 * self._asked:.4g} %"))
+        if self._target_density is not None:
+            rows.append(("density asked for", f"{100 * self._target_density:.4g} %"))
         rows.append(("average density", f"{100 * self.average_density.compute().item():.4g} %"))
         if calibration and later:
             rows.append(("density after calibration", f"{100 * total['later_density'] / later:.4g} %"))
@@ -145,7 +145,7 @@ class DensityMonitor(StepMonitor):
         sent, dense = total["payload_bytes"], total["dense_bytes"]
         rows += [
             (f"bytes sent per {self._sender}", _readable_bytes(sent)),
-            ("the same, dense", _readable_bytes(dense)),
+            ("bytes if dense", _readable_bytes(dense)),
             ("times fewer", f"{dense / sent:.1f}" if sent else "-"),
         ]
         if calibration and (later_sent := total["later_payload_bytes"]):
@@ -198,16 +198,16 @@ class _LayerHistory:
             self.steps_per_column *= 2
 
     def densest(self, count: int) -> list[tuple[str, int, float]]:
-        """Return the layers of highest average density: name, number of elements, density."""
+        """Return name, number of elements and density of the layers with the highest average density."""
         average = _mean(self.columns) if self.columns else {}
         ranked = sorted(average.items(), key=lambda item: -item[1])
         return [(name, self._sizes[name], density) for name, density in ranked[:count]]
 
     def figure(self) -> Any:
-        """Draw layers × steps in log10 of density; white where nothing was sent."""
+        """Draw layers × steps in log10 of density; white without sent values."""
         from matplotlib.figure import Figure
 
-        # DDP's buckets hold the layers in reverse; reversed again, the image begins at the model's input.
+        # DDP's buckets hold layers in reverse. Reversed again, the image starts at the model's input.
         names = list(self.columns[-1])[::-1]
         densities = torch.tensor([[column.get(name, 0.0) for column in self.columns] for name in names])
         figure = Figure(figsize=(10, max(2.5, 0.16 * len(names) + 1)), layout="constrained")

@@ -1,4 +1,4 @@
-"""The error that error feedback holds back, in total and per layer."""
+"""Shows the residual of error feedback, in total and per layer."""
 
 from math import sqrt
 from typing import Any
@@ -12,7 +12,7 @@ from lightning_sparse.engine.step_stats import StepStats
 
 
 class ErrorMonitor(StepMonitor):
-    """Shows what error feedback holds back: the error norm after each step, their total, and per layer on request.
+    """Shows the error norm of residuals after each step and the total error, optionally per layer.
 
     - ``sparse/total_error``: Σ_t (1/n) Σ_i ‖e_{i,t}‖² of the run so far (gradient units squared), logged every step.
       ``sparse/error_norm`` itself is logged by the strategy.
@@ -20,7 +20,7 @@ class ErrorMonitor(StepMonitor):
       in every logger.
     - A line on rank 0 at the end of ``fit``: last and largest error norm, total error.
 
-    It works with any logger or none, costs no collective, and continues its total when a checkpoint is resumed.
+    It works with any logger or none, issues no collectives, and continues its total after a resume.
 
     Args:
         per_layer: whether to follow single layers; each step then sends two more numbers per layer.

@@ -14,7 +14,7 @@ from lightning_sparse.engine.step_stats import StepStats
 
 
 class AverageDensity(Metric):
-    """Σ_t Σ_i k_{i,t} / Σ_t n d: all coordinates sent over all coordinates there were, in 0…1.
+    """Σ_t Σ_i k_{i,t} / Σ_t n d, the number of sent coordinates over the number of all coordinates, in 0…1.
 
     A ratio of sums, not a mean of ratios: a step that exchanges part of the model weighs by its size.
 
@@ -47,7 +47,7 @@ class AverageDensity(Metric):
 
 
 class TotalError(Metric):
-    """Σ_t (1/n) Σ_i ‖e_{i,t}‖², in gradient units squared: what error feedback held back, summed over the run.
+    """Σ_t (1/n) Σ_i ‖e_{i,t}‖², the squared residuals summed over the run, in gradient units squared.
 
     The quantity that the hard threshold minimises (Sahu et al., NeurIPS 2021, arXiv:2108.00951, section 4).
 

@@ -1,4 +1,4 @@
-"""The base of the monitors: it handles every exchange once, between batches."""
+"""The base class of the monitors, which handles every exchange once, between batches."""
 
 from typing import Any
 
@@ -13,10 +13,10 @@ from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 
 class StepMonitor(Callback):
-    """Collects the numbers of every exchange and hands them on at the end of the batch.
+    """Collects the numbers of every exchange and processes them at the end of the batch.
 
-    The numbers are the same on every worker, so a monitor communicates nothing. With a strategy that exchanges
-    densely it says so once and stays idle, so that you can switch strategies and keep your callbacks.
+    The numbers are the same on every worker, so a monitor does not communicate. With a dense strategy, it logs a
+    message and stays idle, so you can switch strategies and keep your callbacks.
 
     Args:
         per_layer: whether to follow single layers.
@@ -46,21 +46,21 @@ class StepMonitor(Callback):
         else:
             rank_zero_info(
                 f"{type(self).__name__} is idle: {type(strategy).__name__} exchanges whole gradients. "
-                "Its numbers come with strategy='ddp_hardthreshold' and the other sparse strategies."
+                "Use strategy='ddp_hardthreshold' or another sparse strategy to get its metrics."
             )
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        for step in self._new_steps:  # none under gradient accumulation, or where not every step exchanges
+        for step in self._new_steps:  # empty during gradient accumulation and between rarer exchanges
             self.take_in(step)
             self._newest, self._has_new_layers, self._has_numbers = step, self.per_layer, True
         self._new_steps.clear()
-        # In every batch: at the end of an epoch Lightning forgets what was logged before. Barebones, it warns of logs.
+        # In every batch, because Lightning drops earlier logs at the end of an epoch. Barebones, it warns about logs.
         if self._has_numbers and not trainer.barebones:
             pl_module.log(self._name, self._total.compute().float(), on_step=True, batch_size=1)
-        # Lightning logs the running batch only if it is the last of a step.
+        # Lightning logs a batch only if it is the last of a step.
         accumulates = pl_module.automatic_optimization and trainer.fit_loop._should_accumulate()
         is_logged = trainer._logger_connector.should_update_logs and not accumulates
         if self._newest is not None and self._has_new_layers and is_logged:
@@ -68,7 +68,7 @@ class StepMonitor(Callback):
             self._has_new_layers = False
 
     def take_in(self, step: StepStats) -> None:
-        """Take in the numbers of an exchange, on every worker, at the end of its batch."""
+        """Process the numbers of an exchange, on every worker, at the end of its batch."""
 
     def log_layers(self, trainer: Trainer, newest: StepStats) -> None:
         """Log numbers of layers, on every worker, in a step that Lightning logs if there are new ones."""

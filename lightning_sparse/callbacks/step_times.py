@@ -1,4 +1,4 @@
-"""The time of a step with a dense and with a sparse exchange, measured in the training itself."""
+"""Measures the time of steps with dense and with sparse exchanges during training."""
 
 import weakref
 from collections import deque
@@ -8,23 +8,23 @@ from time import perf_counter
 from lightning_sparse.engine import Averager, StepStats
 
 MOST_STEPS = 1000
-"""The newest steps of each kind that count."""
+"""Number of newest steps of each kind in a median."""
 FEWEST_STEPS = 2
 LIKE = 1.1
 """Steps whose times differ by less than this factor count as equally long."""
 DENSE, SPARSE, WAIT = "sparse/median_dense_step_ms", "sparse/median_step_ms", "sparse/median_wait_ms"
-WORDS = {DENSE: "median dense step", SPARSE: "median sparse step", WAIT: "  waited for the exchange"}
+LABELS = {DENSE: "median dense step", SPARSE: "median sparse step", WAIT: "  waited for the exchange"}
 """The rows of the table, by the names under which medians are logged."""
 
 
 class StepTimes:
-    """Medians of the time from one exchange to the next, and of the wait for it.
+    """Medians of the time between exchanges and of the wait for them.
 
-    Calibration sends everything, so its steps are dense. The first interval does not count: it contains set-up.
+    Calibration steps are dense. The first interval does not count, because it includes set-up.
     """
 
     def __init__(self) -> None:
-        self._seconds = {name: deque[float](maxlen=MOST_STEPS) for name in WORDS}
+        self._seconds = {name: deque[float](maxlen=MOST_STEPS) for name in LABELS}
         self._last: float | None = None
         self._is_first = True
 
@@ -34,7 +34,7 @@ class StepTimes:
         averager.subscribe(lambda step: self.add(step, exchanging.wait_seconds))
 
     def add(self, step: StepStats, wait_seconds: float) -> None:
-        """Add an exchange that ended just now, and for which this worker waited so long."""
+        """Add an exchange that has just ended, and this worker's wait for it."""
         now = perf_counter()
         if self._last is not None and not self._is_first:
             self._seconds[DENSE if step.is_calibration else SPARSE].append(now - self._last)
@@ -44,17 +44,17 @@ class StepTimes:
         self._last = now
 
     def pause(self) -> None:
-        """Leave out the time until the next exchange, in which other work runs, such as validation."""
+        """Exclude the time until the next exchange, for example because of a validation."""
         self._last = None
 
     def scalars(self) -> dict[str, float]:
         """Return the medians in milliseconds, by the names under which they are logged."""
-        found = self._seconds.items()
-        return {name: 1e3 * median(seconds) for name, seconds in found if len(seconds) >= FEWEST_STEPS}
+        samples = self._seconds.items()
+        return {name: 1e3 * median(seconds) for name, seconds in samples if len(seconds) >= FEWEST_STEPS}
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the rows of a table."""
-        return [(WORDS[name], f"{value:.4g} ms") for name, value in self.scalars().items()]
+        return [(LABELS[name], f"{value:.4g} ms") for name, value in self.scalars().items()]
 
     def verdict(self) -> str | None:
         """Return the gain of the sparse exchange in a sentence; None if steps of one kind are missing.

@@ -30,7 +30,7 @@ class ThresholdSchedule(Callback):
             strategy with a density or without a hard threshold.
 
     Example:
-        Everything is sent in the first 200 steps, and λ has grown to the strategy's own after 1,000:
+        The first 200 steps send everything, and λ grows to the strategy's threshold at step 1,000:
 
         >>> schedule = ThresholdSchedule({200: 0.0, 1000: 1.0})
         >>> [schedule.factor(step) for step in (0, 200, 400, 600, 5000)]
@@ -61,11 +61,11 @@ class ThresholdSchedule(Callback):
         sparsifier = getattr(strategy, "sparsifier", None)
         if not isinstance(strategy, SparseStrategy) or not isinstance(sparsifier, HardThreshold):
             what = type(strategy if sparsifier is None else sparsifier).__name__
-            raise ValueError(f"ThresholdSchedule changes the λ of a hard threshold, and {what} has none.")
+            raise ValueError(f"ThresholdSchedule changes the λ of a hard threshold, but {what} has none.")
         if sparsifier.density is not None:
             raise ValueError(
-                f"ThresholdSchedule was given with density={sparsifier.density:g}, which λ follows by itself. Give the "
-                "strategy threshold=… instead, or leave the schedule out."
+                f"ThresholdSchedule was given with density={sparsifier.density:g}, which already determines λ. Give "
+                "the strategy threshold=… instead, or remove the schedule."
             )
 
     @override

@@ -1,8 +1,7 @@
-"""The exchange: every worker's payload becomes the same averaged gradient on every worker.
+"""The exchange, which turns the payloads of all workers into the same averaged gradient on every worker.
 
-Only this package issues collectives. Every worker must issue the same ones in the same order, from the body of DDP's
-communication hook and from nowhere else: Gloo matches collectives by order, and the order of a future's callbacks
-differs between workers.
+Only this package issues collectives. Every worker must issue them in the same order, and only from the body of DDP's
+communication hook. Gloo matches collectives by order, and the order of a future's callbacks differs between workers.
 """
 
 from lightning_sparse.exchange.agreement import current_device, parameter_settings, require_agreement

@@ -1,4 +1,4 @@
-"""Check at set-up that all workers were started alike."""
+"""Check at set-up that all workers have equal settings."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,16 +15,16 @@ _T = TypeVar("_T")
 
 
 def current_device(device: torch.device | None) -> AbstractContextManager[Any]:
-    """Make a GPU the current device: NCCL sends objects from there, and not all workers may share the first GPU."""
+    """Make a GPU the current device, because NCCL sends objects from it and workers need different GPUs."""
     if device is None or device.type != "cuda":
         return nullcontext()
     return torch.cuda.device(device)
 
 
-def gather_objects(own: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
+def gather_objects(local_value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
     """Return the objects of all workers in rank order. Collective."""
-    gathered = [own] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, own, group=group)
+    gathered = [local_value] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, local_value, group=group)
     return gathered
 
 
@@ -48,8 +48,8 @@ def require_agreement(settings: dict[str, Any], group: dist.ProcessGroup | None 
         if len(lines) > MOST_NAMED:
             lines[MOST_NAMED:] = [f"  and {len(lines) - MOST_NAMED} more"]
         raise RuntimeError(
-            "The workers disagree on what is exchanged. Start all of them with the same model, settings and "
-            "versions. What differs:\n" + "\n".join(lines)
+            "The workers differ in model, settings or versions. Start all workers with the same ones. Differences:\n"
+            + "\n".join(lines)
         )
 
 
@@ -63,20 +63,20 @@ def differing(settings: dict[str, Any], group: dist.ProcessGroup | None = None) 
 
 @contextmanager
 def raised_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Raise an error of one worker on all workers, so that none waits for the others. Collective.
+    """Raise an error of any worker on all workers, so that no worker waits for the others. Collective.
 
-    Inside, workers must not communicate. Without a process group errors pass through.
+    Inside the context, workers must not communicate. Without a process group, errors pass through.
 
     Raises:
-        RuntimeError: on workers that raised nothing, with the message of the first that did.
+        RuntimeError: on workers without an error, with the message of the first worker's error.
     """
     raised: Exception | None = None
     try:
         yield
     except Exception as error:
         raised = error
-    own = None if raised is None else str(raised)
-    messages = gather_objects(own, group) if dist.is_initialized() else [own]
+    local_value = None if raised is None else str(raised)
+    messages = gather_objects(local_value, group) if dist.is_initialized() else [local_value]
     if raised is not None:
         raise raised
     for rank, message in enumerate(messages):
@@ -87,7 +87,7 @@ def raised_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 def parameter_settings(module: nn.Module) -> dict[str, Any]:
     """Return the shape, dtype and use of each parameter as settings, which must be the same on every worker.
 
-    Parameters that DDP is told to ignore are left out, such as the experts of a mixture that live on one worker each.
+    Parameters that DDP ignores are left out, such as the experts of a mixture with each expert on a single worker.
     """
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     return {

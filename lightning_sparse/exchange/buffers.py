@@ -1,4 +1,4 @@
-"""Memory that the exchange uses again in every step, and copies between host and device."""
+"""Memory that the exchange reuses in every step, and copies between host and device."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 PATIENCE = 100
-"""Steps after which memory is freed if none of them needed more than a quarter of it."""
+"""Number of consecutive steps that use less than a quarter of the memory before it is freed."""
 
 
 class Buffers:
@@ -21,7 +21,7 @@ class Buffers:
         self._steps = 0
 
     def forget(self) -> None:
-        """Free all memory. Tensors that were taken keep theirs."""
+        """Free all memory, except that of tensors in use."""
         for key in list(self._held):
             self._drop(key)
 
@@ -40,15 +40,15 @@ class Buffers:
         """Return an uninitialised tensor of shape (numel,); the same memory for the same name."""
         key = (name, dtype, device)
         self._most[key] = max(numel, self._most.get(key, 0))
-        room = numel
+        capacity = numel
         if key in self._held and self._held[key].numel() < numel:
-            # Freed before the larger tensor is made. Half as much again, so that a slowly growing density does not
-            # allocate in every step.
+            # Free it before allocating the larger tensor. The tensor has 50 % reserve, so that a slowly growing density
+            # does not allocate in every step.
             self._drop(key)
-            room += numel // 2
+            capacity += numel // 2
         if key not in self._held:
-            made = torch.empty(room, dtype=dtype, device=device)
-            self._held[key] = made.pin_memory() if pinned else made
+            tensor = torch.empty(capacity, dtype=dtype, device=device)
+            self._held[key] = tensor.pin_memory() if pinned else tensor
         return self._held[key][:numel]
 
     def _drop(self, key: tuple[object, torch.dtype, torch.device]) -> None:
@@ -56,25 +56,25 @@ class Buffers:
 
 
 def let_go(tensor: Tensor) -> None:
-    """Keep memory that is about to be freed from others until this stream's work with it has ended.
+    """Delay the reuse of memory that is about to be freed until this stream has finished with it.
 
-    Otherwise the allocator goes by the stream in which the tensor was made, which may be another one.
+    By default, the allocator considers only the stream that allocated the tensor.
     """
     if tensor.device.type == "cuda":
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def without_wait(table: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of a CPU tensor on another device, for which the host does not wait."""
+    """Return a copy of a CPU tensor on another device, without waiting for the copy."""
     if device.type == "cuda":
-        return table.pin_memory().to(device, non_blocking=True)  # of memory that is not pinned it would
+        return table.pin_memory().to(device, non_blocking=True)  # a copy from unpinned memory would wait
     return table.to(device)
 
 
 def copy_to_host(tensor: Tensor, buffers: Buffers) -> Callable[[], Tensor]:
-    """Begin to copy a tensor to the host, and return a function that waits for the copy and returns it.
+    """Start to copy a tensor to the host, and return a function that waits for the copy and returns it.
 
-    From a GPU the copy goes by way of pinned memory, while the caller enqueues other work.
+    A copy from a GPU uses pinned memory, so that the caller can enqueue other work meanwhile.
     """
     if tensor.device.type != "cuda":
         return tensor.cpu

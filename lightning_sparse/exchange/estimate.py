@@ -1,4 +1,4 @@
-"""The cost of an exchange, estimated before anything runs."""
+"""Estimates the cost of an exchange before a run."""
 
 from dataclasses import dataclass, replace
 from math import ceil, inf
@@ -11,29 +11,29 @@ from lightning_sparse.exchange.wire import DTYPES, ValueDtype
 from lightning_sparse.sparsifiers.protocol import is_number, require_density
 
 BUCKET_BYTES = 25 * 2**20
-"""The size of DDP's buckets by default."""
+"""Default size of DDP's buckets."""
 CPU_DENSE_ELEMENT, CPU_SPARSE_ELEMENT = 0.7e-9, 1.6e-9
 """Seconds per element that a step takes longer than without DDP: with DDP and nothing exchanged, and with a threshold
 that hardly any coordinate reaches (benchmarks/results/step_time_bucket_view.json, one core of an AMD EPYC)."""
 GPU_SPARSE_ELEMENT = 6e-12
-"""Reading gradient and residual and writing the residual at 2 TB/s; predicted, not measured."""
+"""Time to read gradient and residual and to write the residual at 2 TB/s; predicted, not measured."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The cost of exchanging a gradient per step, densely and sparsely, if nothing of it overlaps with backward.
+    """The cost of a dense and a sparse exchange per step, without overlap with backward.
 
     Attributes:
         num_elements: d, of all trained parameters.
         num_workers: n.
-        gbit_per_s: of a worker's link, in one direction.
-        density: share of the coordinates that is sent.
+        gbit_per_s: rate of a worker's link, in one direction.
+        density: share of sent coordinates.
         dense_seconds: seconds per step of a dense exchange in float32.
         sparse_seconds: seconds per step of a sparse exchange.
         dense_bytes: bytes that reach a worker per step in a dense exchange.
         sparse_bytes: bytes that reach a worker per step in a sparse exchange.
-        break_even: the density above which buckets go dense, since that costs less, in 0…1.
-        compute_seconds: of a step without any exchange; None if unknown.
+        break_even: the density above which a dense exchange costs less, in 0…1.
+        compute_seconds: time of a step without any exchange; None if unknown.
     """
 
     num_elements: int
@@ -49,29 +49,29 @@ class Estimate:
 
     @property
     def times_faster(self) -> float:
-        """How many times as fast a step is; of the exchange alone if ``compute_seconds`` is unknown."""
+        """The speedup of a step, or of the exchange alone if ``compute_seconds`` is unknown."""
         compute = self.compute_seconds or 0.0
         return (compute + self.dense_seconds) / (compute + self.sparse_seconds)
 
     def __str__(self) -> str:
         """Return the verdict in a few sentences."""
-        said = [
+        sentences = [
             f"{self.num_elements:,} elements, {self.num_workers} workers, {gbit(self.gbit_per_s)} Gbit/s each: "
-            f"exchanging them takes {duration(self.dense_seconds)} densely and {duration(self.sparse_seconds)} at a "
-            f"density of {100 * self.density:g} %, if nothing of it overlaps with backward."
+            f"without overlap with backward, a dense exchange takes {duration(self.dense_seconds)}, and one at a "
+            f"density of {100 * self.density:g} % takes {duration(self.sparse_seconds)}."
         ]
         if self.compute_seconds is not None:
             dense, sparse = self.compute_seconds + self.dense_seconds, self.compute_seconds + self.sparse_seconds
-            said.append(
-                f"With {duration(self.compute_seconds)} of computing a step takes {duration(dense)} and "
-                f"{duration(sparse)}: {100 * self.dense_seconds / dense:.0f} % of the dense step is exchange, and a "
-                f"sparse one is {self.times_faster:.2g} times as fast."
+            sentences.append(
+                f"With {duration(self.compute_seconds)} of computation, a dense step takes {duration(dense)} and a "
+                f"sparse step {duration(sparse)}. The exchange is {100 * self.dense_seconds / dense:.0f} % of the "
+                f"dense step, and a sparse step is {self.times_faster:.2g} times as fast."
             )
         if self.break_even == 0:
-            said.append("Dense is the fastest at any density: take strategy='ddp'.")
+            sentences.append("A dense exchange is fastest at any density: use strategy='ddp'.")
         elif self.break_even < 1:
-            said.append(f"Above a density of {float(f'{100 * self.break_even:.2g}'):g} % nothing is gained.")
-        return " ".join(said)
+            sentences.append(f"Densities above {float(f'{100 * self.break_even:.2g}'):g} % gain nothing.")
+        return " ".join(sentences)
 
 
 def estimate(
@@ -86,16 +86,16 @@ def estimate(
 ) -> Estimate:
     """Estimate the cost of an exchange by the cost model with which ``exchange="auto"`` chooses routes.
 
-    Its constants are measured on CPUs and predicted on GPUs. For gradients that travel during backward the result is an
+    Its constants are measured on CPUs and predicted on GPUs. If the exchange overlaps with backward, the result is an
     upper bound.
 
     Args:
         model: the module whose parameters with ``requires_grad`` are exchanged; or their number of elements.
         num_workers: n, at least 2.
-        gbit_per_s: of a worker's link, in one direction, above 0. Workers of a node share its link.
-        density: share of the coordinates that is sent, in (0, 1].
-        value_dtype: the dtype in which values travel.
-        compute_seconds: of a step without any exchange, if it is known.
+        gbit_per_s: rate of a worker's link, in one direction, above 0. Workers of a node share its link.
+        density: share of sent coordinates, in (0, 1].
+        value_dtype: the dtype of values in payloads.
+        compute_seconds: time of a step without any exchange, if it is known.
         on_gpu: whether gradients are on GPUs.
 
     Raises:
@@ -108,13 +108,13 @@ def estimate(
         (0.74, 0.023, 10)
     """
     if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 2:
-        raise ValueError(f"Invalid {num_workers=}. Must be at least 2: one worker exchanges nothing.")
+        raise ValueError(f"Invalid {num_workers=}. Must be at least 2: a single worker exchanges nothing.")
     if not is_number(gbit_per_s) or not 0 < gbit_per_s < inf:
         raise ValueError(f"Invalid {gbit_per_s=}. Must be above 0 and finite, in Gbit/s.")
     if isinstance(model, bool) or not isinstance(model, (int, nn.Module)):
         raise TypeError(f"Expected a module or the number of its parameters, got {model!r}.")
     if isinstance(model, nn.Module) and any(isinstance(p, UninitializedParameter) for p in model.parameters()):
-        raise ValueError("The model has layers that are not initialised. Run a batch through it first.")
+        raise ValueError("The model has uninitialised layers. Run a batch through it first.")
     if compute_seconds is not None and (not is_number(compute_seconds) or not compute_seconds >= 0):
         raise ValueError(f"Invalid {compute_seconds=}. Must be at least 0, in seconds.")
     if value_dtype not in DTYPES:
@@ -122,7 +122,7 @@ def estimate(
     require_density(density, "one in a thousand")
     num_elements = model if isinstance(model, int) else sum(p.numel() for p in model.parameters() if p.requires_grad)
     if num_elements < 1:
-        raise ValueError(f"Got {num_elements} elements to exchange. Is anything trained?")
+        raise ValueError(f"Got {num_elements} elements to exchange. Must be at least 1: check requires_grad.")
     rates = speeds(gbit_per_s, on_gpu=on_gpu)
     dense_element, sparse_element = (0.0, GPU_SPARSE_ELEMENT) if on_gpu else (CPU_DENSE_ELEMENT, CPU_SPARSE_ELEMENT)
     whole = Costs(num_workers, num_elements, DTYPES[value_dtype].itemsize, sum_bytes=4)
@@ -148,7 +148,7 @@ def estimate(
 
 
 def duration(seconds: float) -> str:
-    """Return a time with three digits, in the unit that suits it.
+    """Return a time with three digits, in a suitable unit.
 
     >>> duration(4.2e-5), duration(0.0765), duration(2.09)
     ('42 µs', '76.5 ms', '2.09 s')
@@ -159,7 +159,7 @@ def duration(seconds: float) -> str:
 
 
 def gbit(rate: float, digits: int = 3) -> str:
-    """Return a rate with so many digits, for people and for Python alike.
+    """Return a rate with at most ``digits`` digits, without an exponent.
 
     >>> gbit(0.9482), gbit(2400.0), gbit(2400.0, digits=1)
     ('0.948', '2400', '2000')

@@ -1,11 +1,11 @@
-"""The exchange of a whole step: which route each bucket takes, and the order in which collectives are issued.
+"""The exchange of a complete step: chooses each bucket's route and issues collectives in order.
 
 DDP calls the communication hook once per bucket, in the same order on all workers. From the hook's body, in that order:
 
 1. ``open``    chooses the bucket's route by the headers of the last step, the same on all workers
-2. ``start``   issues its first collective; early buckets travel while backward continues
-3. ``finish``  in the hook of the last bucket: reads all headers, the only wait of the step for the device; issues the
-               further rounds that a bucket needs, in order; writes all averages
+2. ``start``   issues its first collective; the exchange of early buckets overlaps with backward
+3. ``finish``  in the hook of the last bucket: reads all headers, the only synchronisation of the step with the device;
+               issues further rounds, in order; writes all averages
 
 The payload of the last bucket carries the headers of all buckets. If that bucket has no payload, a small gather of the
 headers follows.
@@ -33,27 +33,27 @@ from lightning_sparse.exchange.workers import Pending, Workers, let_senders_fini
 ExchangeMode = Literal["auto", "gather", "reduce_scatter", "dense", "hierarchical"]
 EXCHANGE_MODES: tuple[ExchangeMode, ...] = ("auto", "gather", "reduce_scatter", "dense", "hierarchical")
 FIRST_CAPACITY = 1024
-"""The capacity in the first step of a route that the user chose, when nothing is known."""
+"""The capacity in the first step of a route that the user chose, before any count."""
 UNEVEN_SLICES = 2
-"""How many times its even share the fullest slice is assumed to hold before the first count."""
+"""The assumed ratio of the fullest slice to the mean slice before the first count."""
 
 
 class Exchange:
     """Averages sparse buckets over the workers of a process group. Every method is collective.
 
     Args:
-        mode: a route of ``TransportOptions``. ``"auto"`` judges by the number of selected coordinates in the step
-            before (``lightning_sparse.exchange.routes.cost_model``). A bucket without a history, as in the first
-            step, goes dense.
+        mode: a route of ``TransportOptions``. ``"auto"`` chooses by the number of selected coordinates in the previous
+            step (``lightning_sparse.exchange.routes.cost_model``). A bucket without a history, as in the first step,
+            takes the dense route.
         group: the process group; None is the default group.
-        link_gbit_s: the rate of a worker's link, from which follow the choice of ``"auto"`` and how long payloads wait
-            for each other (``lightning_sparse.exchange.routes.gather``); None assumes a cautious one.
-        workers: other workers than the group's, for a warmup.
+        link_gbit_s: the rate of a worker's link, which determines the choice of ``"auto"`` and the coalescing of
+            payloads (``lightning_sparse.exchange.routes.gather``); None assumes a conservative rate.
+        workers: workers that replace those of the group, for a warmup.
 
     Attributes:
-        counts_slices: whether headers must tell the largest slice.
-        has_shortcut: whether a lone worker takes its selection for the average. Without, it goes through the motions of
-            the route: for warmups, and for benchmarks on a single GPU.
+        counts_slices: whether headers must hold the largest slice.
+        has_shortcut: whether a single worker returns its selection as the average. If not, it executes the route, for
+            warmups and for benchmarks on a single GPU.
     """
 
     has_shortcut: bool = True
@@ -81,33 +81,33 @@ class Exchange:
         self._headers: list[Tensor] = []
 
     def close(self) -> None:
-        """End the sub-groups of nodes, if there are any."""
+        """End the sub-groups of nodes, if any."""
         for workers in self._nodes or ():
             dist.destroy_process_group(workers.group)
         self._nodes = None
 
     def state_dict(self) -> dict[str, list[list[float]]]:
-        """Return the history from which routes and capacities follow; the same on all workers."""
+        """Return the history that determines routes and capacities; the same on all workers."""
         return {
             name: [[*key, *forecast] for key, forecast in forecasts.items()]
             for name, forecasts in self._forecasts.items()
         }
 
     def load_state_dict(self, state: dict[str, list[list[float]]]) -> None:
-        """Replace the history by that of another exchange of as many workers."""
+        """Replace the history by that of another exchange with equally many workers."""
         for name, forecasts in self._forecasts.items():
             forecasts.clear()
             for bucket, num_elements, last, mean, deviation in state.get(name, []):
                 forecasts[int(bucket), int(num_elements)] = Forecast(int(last), mean, deviation)
 
     def forget_sizes(self) -> None:
-        """Free memory that buckets of other sizes needed."""
+        """Free the memory of buckets with other sizes."""
         self._buffers.forget()
 
     def begin(self) -> None:
-        """Forget a step that was broken off in its middle."""
+        """Discard an interrupted step."""
         if self._shipments:
-            self._buffers.forget()  # messages under way still arrive in that memory
+            self._buffers.forget()  # pending messages still arrive in that memory
         self._shipments.clear()
         self._headers.clear()
         self._coalescer.waiting.clear()
@@ -118,13 +118,13 @@ class Exchange:
         """Return the bucket's shipment, for the caller to fill.
 
         Args:
-            bucket: the bucket's place in DDP's order.
-            wire: how values travel.
+            bucket: the bucket's position in DDP's order.
+            wire: the form of values in the payload.
             header_fields: H of this bucket.
             out: float32 or float64, shape (d,): receives the average, the same bits on all workers.
-            is_last: whether no bucket of this step comes after it.
-            is_full: whether all coordinates are sent for once, as in a calibration. The bucket then goes dense, as
-                payloads of all coordinates would take more memory and time, and forecasts ignore it.
+            is_last: whether this is the last bucket of the step.
+            is_full: whether this step sends all coordinates, as in a calibration. The bucket then takes the dense
+                route, because payloads would need more memory and time, and forecasts ignore it.
         """
         n, num_elements = self.workers.num_workers, out.numel()
         key = (bucket, num_elements)
@@ -132,7 +132,7 @@ class Exchange:
         common = (bucket, PayloadFormat(num_elements, wire, fields), out, self.workers, self._buffers)
         if n == 1 and self.has_shortcut:
             return Shipment(*common)
-        is_empty = num_elements == 0  # parameters without elements: a payload of no bytes has no views
+        is_empty = num_elements == 0  # a payload of no bytes has no views
         if self._nodes is not None and not is_empty:
             return HierarchicalShipment(*common, nodes=self._nodes)
         fixed_bytes = PayloadFormat(num_elements, wire).fixed_bytes
@@ -178,26 +178,26 @@ class Exchange:
         """Complete the step: every ``out`` holds its average.
 
         Returns:
-            For each bucket all workers' headers in rank order: float64, shape (n, H), on the CPU; the bytes that this
-            worker handed to collectives; and the elements of buckets that were sent densely.
+            For each bucket, all workers' headers in rank order: float64, shape (n, H), on the CPU; the bytes that this
+            worker passed to collectives; and the number of elements in dense buckets.
         """
         shipments, lengths = self._shipments, [header.numel() for header in self._headers]
         local_sizes = [size for shipment in shipments if (size := shipment.prepare()) is not None]
-        told = [size.double().view(1) for size in local_sizes]
+        numbers = [size.double().view(1) for size in local_sizes]
         if not shipments[-1].carries_headers:
-            told = self._headers + told
-        wait_for_copy = copy_to_host(self._gather(told), self._buffers)
+            numbers = self._headers + numbers
+        wait_for_copy = copy_to_host(self._gather(numbers), self._buffers)
         for shipment in shipments:
             shipment.complete()
         *headers, sizes = torch.split(wait_for_copy(), [*lengths, len(local_sizes)], dim=1)
         columns: Iterator[list[int]] = iter(sizes.T.long().tolist())
         for shipment, header in zip(shipments, headers, strict=True):
-            of_all = next(columns) if shipment.has_sizes else []
-            shipment.send_overflow(header, of_all)
-            self._remember(shipment, header, of_all)
+            all_sizes = next(columns) if shipment.has_sizes else []
+            shipment.send_overflow(header, all_sizes)
+            self._remember(shipment, header, all_sizes)
         for shipment, header in zip(shipments, headers, strict=True):
             shipment.finish(header)
-        sent_bytes = sum(shipment.sent_bytes for shipment in shipments) + 8 * sum(part.numel() for part in told)
+        sent_bytes = sum(shipment.sent_bytes for shipment in shipments) + 8 * sum(part.numel() for part in numbers)
         dense_elements = sum(shipment.out.numel() for shipment in shipments if shipment.is_dense)
         self._shipments, self._headers = [], []
         self._buffers.end_step()
@@ -221,23 +221,23 @@ class Exchange:
         if self.counts_slices and shipment.payload is not None:
             seen["slices"] = int(largest[LARGEST_SLICE])
         if isinstance(shipment, ReduceScatterShipment):
-            seen["unions"] = max(sizes)  # even one that did not fit: the next step has the capacity
+            seen["unions"] = max(sizes)  # also a size beyond the capacity, for the next step
         for name, count in seen.items():
             self._forecasts[name][key] = self._forecasts[name].get(key, Forecast.first(0)).after(count)
 
-    def _gather(self, told: list[Tensor]) -> Tensor:
+    def _gather(self, numbers: list[Tensor]) -> Tensor:
         """Return all workers' headers and sizes on the device: float64, shape (n, sum of lengths + sizes).
 
-        ``told`` are this worker's, without the headers that the last bucket's payload carries.
+        ``numbers`` are this worker's, without headers in the last bucket's payload.
         """
         n, pending, gathered = self.workers.num_workers, Pending([]), []
-        if told:
-            everyone = local = torch.cat(told)
+        if numbers:
+            everyone = local = torch.cat(numbers)
             if n > 1:
                 everyone = local.new_empty(n * local.numel())
                 pending = self.workers.all_gather(everyone, local)
             gathered.append(everyone.view(n, -1))
-        # A sum may have failed because of one worker, and then another worker sends no headers. So sums are first.
+        # Sums come first: if a worker makes a sum fail, another worker may send no headers.
         for shipment in self._shipments:
             shipment.work.wait()
         last = self._shipments[-1]

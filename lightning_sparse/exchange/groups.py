@@ -1,4 +1,4 @@
-"""Process groups that the package makes for itself."""
+"""Process groups that the package creates."""
 
 import os
 import socket
@@ -19,49 +19,49 @@ from lightning_sparse.exchange.workers import Workers
 
 _T = TypeVar("_T")
 _users: "WeakKeyDictionary[dist.ProcessGroup, int]" = WeakKeyDictionary()
-"""How many open exchanges use each group."""
-_made: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], Any]]" = WeakKeyDictionary()
-"""Meshes and groups by world: a group, with its threads, lasts as long as its world."""
+"""Number of open exchanges per group."""
+_cache_by_world: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], Any]]" = WeakKeyDictionary()
+"""Meshes and groups by world, because a group and its threads last as long as its world."""
 
 
 def new_group(parent: dist.ProcessGroup | None, global_ranks: list[int], name: str) -> dist.ProcessGroup:
-    """Return a new group of these ranks with the parent's timeout. Collective for these ranks alone.
+    """Return a new group of these ranks with the parent's timeout. Collective for these ranks only.
 
-    The name is the same on all of them, and one that no group had before: the group's keys in the store begin with it.
+    All ranks pass the same new name, with which the group's keys in the store start.
     """
     world = dist.group.WORLD
     assert world is not None
     backend, store = _world.pg_map[world]
     group = parent or world
     device = torch.device("cuda" if torch.device("cuda") in group._device_types else "cpu")
-    # None is torch's default, for a backend that does not tell its timeout.
+    # None is torch's default, for a backend without a readable timeout.
     timeout: timedelta | None = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
-    # Up to torch 2.14 (pull request 189073) a group has the keys of one of the same ranks that ended before. Workers
-    # would find there at which address each listened then, and wait for each other for ever.
+    # Up to torch 2.14 (pull request 189073), a group reuses the keys of an ended group with the same ranks. Workers
+    # would find outdated addresses there and wait for each other forever.
     _world.pg_map[world] = (backend, PrefixStore(name, store))
     try:
         made = dist.new_group(global_ranks, timeout=timeout, use_local_synchronization=True)
     finally:
         _world.pg_map[world] = (backend, store)
-    assert isinstance(made, dist.ProcessGroup)  # a non-member would get a number
+    assert isinstance(made, dist.ProcessGroup)  # torch returns a number to non-members
     return made
 
 
 def apart(workers: Workers, name: str) -> Workers:
-    """Return the same workers in a new group, with connections of its own; see ``new_group``. Collective."""
+    """Return the same workers in a new group with separate connections; see ``new_group``. Collective."""
     made = Workers(new_group(workers.group, workers.global_ranks, name), workers.rank, workers.num_workers)
     if not made.is_over_gloo:
-        # NCCL connects a group in its first operation, which all must take part in: messages are for two at a time.
+        # NCCL connects a group in its first operation, which needs all ranks; later messages have two ranks.
         made.all_reduce(torch.zeros(1, device=made.message_device(torch.device("cpu")))).wait()
     return made
 
 
 class OwnGroup:
-    """The given process group for its first user, and a new group of the same ranks for each further one.
+    """The given process group for its first user, and new groups for further users.
 
-    Gloo aborts a process that receives a message of another size than it expects, without a Python error, and would mix
-    up messages of equal sizes. In groups of their own, exchanges that step in different order wait for each other until
-    the timeout. Collective: all ranks of the group make and release their users in the same order.
+    Gloo aborts a process that receives a message of unexpected size, without a Python error, and confuses messages of
+    equal sizes. In separate groups, exchanges in different order wait for each other until the timeout. Collective: all
+    ranks of the group create and release their users in the same order.
 
     Args:
         group: the process group; None is the default group.
@@ -83,13 +83,13 @@ class OwnGroup:
             self.group = new_group(group, dist.get_process_group_ranks(given), f"lightning_sparse/exchange {name}")
 
     def release(self) -> None:
-        """Leave the given group to the next user: this one steps no more, but may still save. Idempotent."""
+        """Release the group for the next user. This user takes no more steps, but may save. Idempotent."""
         if not self._is_released:
             _users[self._given] -= 1
         self._is_released = True
 
     def close(self) -> None:
-        """Release the group, and destroy it if it was made here. Idempotent."""
+        """Release the group, and destroy it if this object created it. Idempotent."""
         self.release()
         if self._is_new and self._world() is not None and self._world() is dist.group.WORLD:
             dist.destroy_process_group(self.group)
@@ -97,7 +97,7 @@ class OwnGroup:
 
 
 class Nodes(NamedTuple):
-    """The two kinds of sub-groups: the workers of this node, and the workers of this local rank on every node."""
+    """The sub-groups of this node and of this local rank on every node."""
 
     inside: Workers
     between: Workers
@@ -111,74 +111,74 @@ def is_one_node(workers: Workers) -> bool:
 def find_nodes(group: dist.ProcessGroup | None = None) -> Nodes:
     """Group the workers by node. Collective: every worker of the group calls this at set-up.
 
-    The workers of a node have the same host name and, where the launcher tells it (torchrun's GROUP_RANK, Lightning's
+    The workers of a node have the same host name and, if the launcher sets it (torchrun's GROUP_RANK, Lightning's
     NODE_RANK), the same node rank.
 
     Raises:
         ValueError: the nodes do not all have the same number of workers (on every worker).
     """
-    everyone = gather_objects((_this_node(), f"lightning_sparse/{uuid4().hex}"), group)
+    gathered = gather_objects((_this_node(), f"lightning_sparse/{uuid4().hex}"), group)
     members: dict[tuple[str, str], list[int]] = {}
-    for rank, (node, _) in enumerate(everyone):
+    for rank, (node, _) in enumerate(gathered):
         members.setdefault(node, []).append(rank)
     if len({len(ranks) for ranks in members.values()}) > 1:
         listed = ", ".join(f"{name} {index}: ranks {ranks}" for (name, index), ranks in members.items())
         raise ValueError(
             f'exchange="hierarchical" needs the same number of workers on every node, got {listed}. '
-            'Start as many everywhere, or use exchange="auto".'
+            'Start equally many on each node, or use exchange="auto".'
         )
-    rank, (_, name) = dist.get_rank(group), everyone[0]
-    inside = members[everyone[rank][0]]
+    rank, (_, name) = dist.get_rank(group), gathered[0]
+    inside = members[gathered[rank][0]]
     between = [ranks[inside.index(rank)] for ranks in members.values()]
     return Nodes(_sub_group(group, inside, f"{name}/inside"), _sub_group(group, between, f"{name}/between"))
 
 
 def replica_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """Return a mesh of all ranks, the same mesh for the same arguments. Collective: world.
+    """Return a mesh of all ranks, the same mesh for the same arguments. Every rank of the world calls this.
 
-    ``init_device_mesh`` gives its groups torch's own timeout of half an hour; these have the world's.
+    Its groups have the world's timeout. ``init_device_mesh`` would give them torch's default of half an hour.
 
     Args:
-        device_type: of its devices.
-        shape: ranks along each dimension.
-        names: of the dimensions.
+        device_type: type of its devices.
+        shape: number of ranks along each dimension.
+        names: names of the dimensions.
     """
 
     def make() -> DeviceMesh:
         ranks = torch.arange(dist.get_world_size()).view(shape)
-        place = (ranks == dist.get_rank()).nonzero()[0].tolist()
+        coordinates = (ranks == dist.get_rank()).nonzero()[0].tolist()
         seed = gather_objects(uuid4().hex)[0]
         groups = []
         for dimension, name in enumerate(names):
-            line = ranks[tuple(slice(None) if axis == dimension else at for axis, at in enumerate(place))]
-            groups.append(new_group(None, line.tolist(), f"lightning_sparse/{seed}/{name}"))
+            index = tuple(slice(None) if axis == dimension else at for axis, at in enumerate(coordinates))
+            groups.append(new_group(None, ranks[index].tolist(), f"lightning_sparse/{seed}/{name}"))
         return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
 
     return _once((device_type, shape, names), make)
 
 
 def replica_workers(between: dist.ProcessGroup) -> Workers:
-    """Return the ranks that hold this worker's replica, as workers in a group for that. Collective: world.
+    """Return the ranks of this worker's replica, as workers in a group. Every rank of the world calls this.
 
-    All replicas have the same order of ranks: by the shards that they hold.
+    The ranks of all replicas are in the order of their shards.
 
     Args:
-        between: the ranks, one of each replica, that hold the same shard as this one.
+        between: the ranks, one per replica, that hold this worker's shard.
 
     Raises:
-        RuntimeError: the groups of all ranks do not make up replicas (on every rank).
+        RuntimeError: the groups of all ranks do not form replicas (on every rank).
     """
-    everyone = gather_objects((dist.get_process_group_ranks(between), uuid4().hex))
-    groups = sorted({tuple(ranks) for ranks, _ in everyone})
-    if len({len(ranks) for ranks in groups}) > 1 or sum(map(len, groups)) != len(everyone):
+    members = gather_objects((dist.get_process_group_ranks(between), uuid4().hex))
+    groups = sorted({tuple(ranks) for ranks, _ in members})
+    if len({len(ranks) for ranks in groups}) > 1 or sum(map(len, groups)) != len(members):
         raise RuntimeError(
-            f"The mesh does not divide {len(everyone)} ranks into replicas: those that hold the same shard would be "
-            f"{groups}. Give the dimension of replicas of one mesh of all ranks, mesh['replicate']."
+            f"The mesh does not divide {len(members)} ranks into replicas: the ranks with equal shards would be "
+            f"{groups}. Give the replica dimension of a mesh of all ranks, such as mesh['replicate']."
         )
     ranks = [ranks[dist.get_rank(between)] for ranks in groups]
     if len(ranks) == 1:
         return Workers(None, 0, 1)
-    name = f"lightning_sparse/replica {everyone[0][1]}"
+    name = f"lightning_sparse/replica {members[0][1]}"
     group = _once(("replica", tuple(groups)), partial(new_group, between, ranks, name))
     return Workers(group, ranks.index(dist.get_rank()), len(ranks))
 
@@ -188,16 +188,16 @@ def _this_node() -> tuple[str, str]:
 
 
 def _sub_group(group: dist.ProcessGroup | None, ranks: list[int], name: str) -> Workers:
-    # Only its members make a sub-group: every worker makes its own two.
+    # Only members create a sub-group, so every worker creates two.
     global_ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    made = new_group(group, [global_ranks[rank] for rank in ranks], name)
-    return Workers(made, dist.get_rank(made), len(ranks))
+    sub_group = new_group(group, [global_ranks[rank] for rank in ranks], name)
+    return Workers(sub_group, dist.get_rank(sub_group), len(ranks))
 
 
 def _once(kind: tuple[Any, ...], make: Callable[[], _T]) -> _T:
-    """Return the same object for the same kind in the same world: a later training needs no groups of its own."""
+    """Return the same object for the same kind in the same world, so that later trainings reuse groups."""
     assert dist.group.WORLD is not None
-    made = _made.setdefault(dist.group.WORLD, {})
-    if kind not in made:
-        made[kind] = make()
-    return made[kind]  # type: ignore[no-any-return]
+    cache = _cache_by_world.setdefault(dist.group.WORLD, {})
+    if kind not in cache:
+        cache[kind] = make()
+    return cache[kind]  # type: ignore[no-any-return]

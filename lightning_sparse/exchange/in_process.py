@@ -1,4 +1,4 @@
-"""Workers that are threads of one process: the exchange's collectives without a process group."""
+"""Workers as threads of a process, with the exchange's collectives but without a process group."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +15,7 @@ from lightning_sparse.exchange.workers import Pending, Workers
 
 
 class ThreadWorkers:
-    """Runs workers in threads that wait for each other in their collectives."""
+    """Runs workers in threads that synchronise in their collectives."""
 
     def __init__(self, num_workers: int) -> None:
         self._barrier = Barrier(num_workers)
@@ -24,9 +24,9 @@ class ThreadWorkers:
         self._threads = ThreadPoolExecutor(num_workers)
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:
-        """Return ``[function(rank) for every rank]``, all called at once; their collectives meet each other.
+        """Return ``[function(rank) for every rank]``, called in parallel threads with common collectives.
 
-        Gradients are not recorded. The first error of a worker is raised again once all workers have ended.
+        Gradients are not recorded. After all workers have ended, the first error of a worker is raised.
         """
         self._barrier.reset()
         futures = [self._threads.submit(self._call, function, worker.rank) for worker in self.workers]
@@ -44,12 +44,12 @@ class ThreadWorkers:
             with torch.no_grad():
                 return function(rank)
         except BaseException:
-            self._barrier.abort()  # so that no worker waits for this one
+            self._barrier.abort()  # so that other workers do not wait for this one
             raise
 
     @contextmanager
     def swap(self, rank: int, part: Any) -> Iterator[list[Any]]:
-        """Yield the parts of all workers in rank order. None leaves the context before all have read the parts."""
+        """Yield the parts of all workers in rank order. Workers leave the context after all have read the parts."""
         self._parts[rank] = part
         self._barrier.wait()
         yield self._parts
@@ -58,7 +58,7 @@ class ThreadWorkers:
 
 @dataclass(frozen=True)
 class _InProcess(Workers):
-    """A worker that is a thread. Sums are in rank order, and the same bits for all."""
+    """A worker in a thread. Sums are in rank order, with the same bits on all workers."""
 
     threads: ThreadWorkers = field(repr=False, compare=False)
 

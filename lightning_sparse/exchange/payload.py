@@ -1,14 +1,14 @@
-"""The bytes of a selection: packs values and 16-bit indices into one buffer, and unpacks them.
+"""Packs the values and 16-bit indices of a selection into a buffer, and unpacks them.
 
 The layout of a payload, every part in the machine's byte order, ends padded to 8 bytes and values to 2::
 
     | header: H x float64 | block ends: B x int32 | values: c | offsets: c x 16 bit |
 
-An index is an offset of 16 bits inside its block of 65,536 elements. Indices ascend, so the ends of the blocks'
-coordinates tell each coordinate's block: 2 bytes per index and 4 bytes per block instead of 8 bytes per index.
+An index is an offset of 16 bits inside its block of 65,536 elements. Indices ascend, so the ends of the blocks
+determine each coordinate's block. This takes 2 bytes per index and 4 bytes per block instead of 8 bytes per index.
 
-A payload has a capacity of c coordinates. The ends are always those of the whole selection of k coordinates, so the
-last end is k. If k < c, the places after the first k are unused; if k > c, the payload holds only the first c.
+A payload has a capacity of c coordinates. The ends are always those of all k selected coordinates, so the last end is
+k. If k < c, the positions after the first k are unused; if k > c, the payload holds only the first c.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from lightning_sparse.sparsifiers import Selection
 
 BLOCK_ELEMENTS = 65_536
 CAPACITY_STEP = 8
-"""Capacities that are multiples of this make payloads whose bytes are a multiple of 8, on every wire."""
+"""Capacities are multiples of this, so that payloads are a multiple of 8 bytes for every wire."""
 
 
 class PayloadParts(NamedTuple):
@@ -51,12 +51,12 @@ class PayloadFormat:
 
     @property
     def num_blocks(self) -> int:
-        """B: blocks of 65,536 elements that cover the bucket."""
+        """B, the number of blocks of 65,536 elements that cover the bucket."""
         return -(-self.num_elements // BLOCK_ELEMENTS)
 
     @property
     def coordinate_bytes(self) -> int:
-        """Bytes of one coordinate: its value and its offset."""
+        """Bytes per coordinate, for its value and its offset."""
         return self.wire.dtype.itemsize + 2
 
     @property
@@ -70,7 +70,7 @@ class PayloadFormat:
         return self.fixed_bytes + capacity * self.coordinate_bytes + padding
 
     def capacity(self, payload_bytes: int) -> int:
-        """Return the capacity of a payload of so many bytes."""
+        """Return the capacity of a payload with this number of bytes."""
         return (payload_bytes - self.fixed_bytes) // self.coordinate_bytes
 
     def parts(self, payload: Tensor) -> PayloadParts:
@@ -104,7 +104,7 @@ class PayloadFormat:
         ends.copy_(torch.searchsorted(indices, block_ends.expand(*indices.shape[:-1], -1).contiguous()))
         written = min(indices.shape[-1], values.shape[-1])
         values[..., :written].copy_(self.wire.encoded(selection.values[..., :written]))
-        # 16 unsigned bits, kept in an int16: 32,768 and above wrap to negative and are unwrapped when unpacked.
+        # 16 unsigned bits in an int16: 32,768 and above wrap to negative numbers, and unpacking reverses this.
         offsets[..., :written].copy_(indices[..., :written].bitwise_and(BLOCK_ELEMENTS - 1))
 
     def unpack(self, payload: Tensor, dtype: torch.dtype, num_selected: int | None = None) -> Selection:

@@ -1,6 +1,6 @@
-"""Distributed tensors for checkpoints: from flat shards, to whole tensors, and in folders.
+"""Converts flat shards to distributed tensors and full tensors, and writes and reads checkpoint folders.
 
-A tensor with its parameter's layout can be read under any other sharding.
+A tensor with its parameter's layout can be read with any other sharding.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ def like_parameter(parameter: Tensor, flat: Tensor) -> Tensor:
 
 
 def whole(tree: Any) -> Any:
-    """Return nested containers with every sharded tensor whole. Collective for the ranks that hold a part."""
+    """Return nested containers with full tensors instead of sharded ones. Collective for their ranks."""
     if isinstance(tree, Mapping):
         return {name: whole(entry) for name, entry in tree.items()}
     if isinstance(tree, list):
@@ -54,18 +54,18 @@ def own_part(parameter: Tensor, full: Tensor) -> Tensor:
 
 
 def write_folder(tree: dict[str, Any], folder: Path) -> None:
-    """Write nested dicts of tensors into a folder. Collective: all ranks, each its parts."""
+    """Write nested dicts of tensors into a folder, each rank its parts. Every rank calls this."""
     state_dict_saver.save(tree, checkpoint_id=folder)
 
 
 def read_folder(tree: dict[str, Any], folder: Path) -> str | None:
-    """Read tensors in place from a folder that all ranks have written. Collective: all ranks.
+    """Read tensors in place from a folder that all ranks have written. Every rank calls this.
 
-    Return None, or on every rank the same reason why the folder cannot be read.
+    Return None, or the reason for a failure, which is the same on every rank.
     """
     try:
         state_dict_loader.load(tree, checkpoint_id=folder)
-    except CheckpointException as error:  # on all ranks, which tell each other
+    except CheckpointException as error:  # torch raises it on all ranks
         reason, _ = next(iter(error.failures.values()))
         return str(reason)
     return None

@@ -1,4 +1,4 @@
-"""How a value travels: in a floating dtype, or in few bits as a multiple of a step."""
+"""The form of a value in a payload: a floating dtype or a multiple of a step."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,7 +21,7 @@ DTYPES: dict[ValueDtype, torch.dtype] = {
 }
 VALUE_DTYPES: tuple[ValueDtype, ...] = tuple(DTYPES)
 MOST_STEPS = {torch.float8_e4m3fn: 448 * 512, torch.int16: 32_767, torch.int8: 127}
-"""The largest magnitude that travels, in steps. Only sums of int8 travel as int16 (``exchange/routes/dense.py``)."""
+"""The largest magnitude in steps. int16 is only for sums of int8 (``exchange/routes/dense.py``)."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Wire:
 
     @property
     def is_whole(self) -> bool:
-        """Whether values travel as integers."""
+        """Whether values are sent as integers."""
         return not self.dtype.is_floating_point
 
     @property
     def storage(self) -> torch.dtype:
-        """The dtype of tensors that hold encoded values: few operations take a float8."""
+        """The dtype of tensors of encoded values; it is not float8, which few operations support."""
         return torch.uint8 if self.dtype == torch.float8_e4m3fn else self.dtype
 
     @property
@@ -69,8 +69,8 @@ class Wire:
     def rounded(self, values: Tensor) -> Tensor:
         """Return the values as they will be decoded, in their own dtype; the rest stays in the residual.
 
-        A finite value beyond the range (65,504 for float16, 127 steps for int8) becomes the largest that travels:
-        infinity would look like an overflow to every worker. The residual sends the remainder in later steps.
+        A finite value beyond the range (65,504 for float16, 127 steps for int8) becomes the largest finite value,
+        because infinity would look like an overflow to every worker. Later steps send the remainder.
         """
         if self.dtype == values.dtype:
             return values
@@ -78,12 +78,12 @@ class Wire:
             within = torch.where(values.isfinite(), values.clamp(-self.limit, self.limit), values)
             return within.to(self.dtype).to(values.dtype)
         scaled = values.div(self.scale).clamp_(-self.limit, self.limit)
-        # Half to even; and 0.0 for the -0.0 that whole numbers do not have.
+        # Rounds half to even, and turns -0.0, which integers cannot hold, into 0.0.
         scaled = scaled.round_().add_(0.0) if self.is_whole else scaled.to(self.dtype).to(values.dtype)
         return torch.where(values.isfinite(), scaled.mul_(self.scale), nan)
 
     def encoded(self, values: Tensor) -> Tensor:
-        """Return values that ``rounded`` returned as they travel: in the storage dtype."""
+        """Return rounded values, the results of ``rounded``, in the storage dtype."""
         if not self.is_stepped:
             return values.to(self.dtype)
         scaled = values.div(self.scale)
@@ -102,32 +102,32 @@ class Wire:
 
 
 def require_wire(sparsifier: Sparsifier, name: ValueDtype) -> None:
-    """Raise ValueError where values are to travel as multiples of a step and the sparsifier has none that fits."""
+    """Raise ValueError if a dtype needs multiples of a step and the sparsifier has no suitable step."""
     if DTYPES[name] in MOST_STEPS:
         sparsifier.require_grid(name, MOST_STEPS[DTYPES[name]])
 
 
 def wire_of(name: ValueDtype, residual_dtype: torch.dtype, sparsifier: Sparsifier | None = None) -> Wire:
-    """Return how values travel: with ``"float32"`` as the residual holds them, so float64 in a float64 model.
+    """Return the form of values; ``"float32"`` is the residual's dtype, so float64 in a float64 model.
 
     Args:
         name: the option of the strategy.
         residual_dtype: float32 or float64.
-        sparsifier: gives the step of multiples; without one, or where it has no step, they travel as in the residual.
+        sparsifier: gives the step of multiples; without a sparsifier or a step, values have the residual's dtype.
     """
     dtype = DTYPES[name]
     if dtype in MOST_STEPS and sparsifier is not None:
         step = sparsifier.grid_step(MOST_STEPS[dtype])
         if step is not None:
             return Wire(dtype, step)
-        _warn_of_no_step(name)
+        _warn_of_missing_step(name)
     return Wire(residual_dtype if dtype in (torch.float32, *MOST_STEPS) else dtype)
 
 
 @lru_cache
-def _warn_of_no_step(name: ValueDtype) -> None:
+def _warn_of_missing_step(name: ValueDtype) -> None:
     rank_zero_warn(
-        f"lightning_sparse: with the current thresholds, value_dtype={name!r} does not reach far enough beyond "
-        "the largest. Values travel as float32. Bring layer_thresholds nearer to the calibrated threshold, leave out "
-        "granularity='layer', whose thresholds may lie far apart, or use 'bfloat16'."
+        f"lightning_sparse: with the current thresholds, the range of value_dtype={name!r} is too small. Values are "
+        "sent as float32. Choose layer_thresholds closer to the calibrated threshold, leave out granularity='layer', "
+        "or use value_dtype='bfloat16'."
     )

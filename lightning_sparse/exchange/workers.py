@@ -17,24 +17,24 @@ from torch import Tensor
 from lightning_sparse.exchange.agreement import gather_objects
 
 MESSAGE_BYTES = 2**26
-"""Of tensors that are gathered for a checkpoint: enough for a network to be busy, and little beside a model."""
+"""Bytes per message when a checkpoint gathers tensors: large for a network, and small relative to a model."""
 TAG = 0x5EA5
-"""The tag of our messages between two workers, so that none meets a program's own in the same group, with tag 0."""
+"""The tag of our messages between two workers, which separates them from a program's messages with tag 0."""
 SMALL_MESSAGE_BYTES = 2**16
-"""Readiness to receive may be sent after a message of so many bytes without being late: 2.6 ms at 200 Mbit/s."""
+"""Up to this size, receives are posted after sends; the delay is at most 2.6 ms at 200 Mbit/s."""
 GLOO_THREAD = b"gloo_tcp_loop"
-"""The name of Gloo's threads in torch 2.15; that of 2.8 gives them no name, and they are left alone."""
+"""The name of Gloo's threads in torch 2.15. In torch 2.8 they have no name and are not changed."""
 _abandoned: list[list[tuple[dist.Work, int | None]]] = []
-"""Works of exchanges that were broken off: a few small objects, and their payloads, for each. The messages still arrive
-there, so that they do not hold up later messages on the same connections."""
+"""Works of interrupted exchanges, with a few small objects and their payloads for each. Their messages still arrive, so
+that they do not block later messages on the same connections."""
 
 
 class LostWorkerError(RuntimeError):
     """A message or collective failed, most likely because another worker ended.
 
     Args:
-        peer: the other worker's global rank; None where several take part and torch does not tell which one failed.
-        cause: the error that torch raised.
+        peer: the other worker's global rank; None if several take part and torch does not name the failed worker.
+        cause: the error of torch.
     """
 
     def __init__(self, peer: int | None, cause: BaseException) -> None:
@@ -44,11 +44,11 @@ class LostWorkerError(RuntimeError):
 
 
 class Pending:
-    """Messages or collectives under way. They still arrive if the object is deleted before they end.
+    """Pending messages or collectives. They still arrive if the object is deleted before they end.
 
     Args:
         works: the works to wait for.
-        peers: of each work, the global rank of the worker at its other end; None where all take part.
+        peers: global rank of the other worker of each work; None if all workers take part.
     """
 
     def __init__(self, works: Sequence[dist.Work | None], peers: Sequence[int | None] = ()) -> None:
@@ -56,12 +56,12 @@ class Pending:
         self._works = [(work, peer) for work, peer in zip(works, peers, strict=True) if work is not None]
 
     def __del__(self, abandoned: list[list[tuple[dist.Work, int | None]]] = _abandoned) -> None:
-        # Gloo's connection stands still for ever where a message arrives whose receiver is gone.
-        if works := getattr(self, "_works", None):  # a copy that was broken off has none
+        # A message without a receiver would block Gloo's connection forever.
+        if works := getattr(self, "_works", None):  # an incomplete copy has no works
             abandoned.append(works)
 
     def wait(self) -> None:
-        """Wait until all have ended; on a GPU make the current stream wait. A second call returns at once.
+        """Wait until all works have ended; on a GPU, the current stream waits. A second call returns at once.
 
         Raises:
             LostWorkerError: a work failed.
@@ -78,15 +78,15 @@ class Pending:
 class Workers:
     """The process group of an exchange and its collectives.
 
-    Over Gloo, gather and all-to-all are made of messages: every worker first says that it is ready to receive from all
-    others, then sends. It sends small messages first, so that nothing arrives meanwhile (``let_senders_finish``).
-    Gloo's own all-gather is a ring of n − 1 rounds, and a neighbour's readiness waits behind the data that goes its
-    way. At 100 Mbit/s two workers took 1.5 times as long for 8 MB as their links allow, and twice as long with Gloo's
-    all-to-all (benchmarks/scaling.py).
+    Over Gloo, gather and all-to-all consist of messages: every worker first posts the receives from all others, then
+    sends. For small messages it sends first, so that nothing arrives meanwhile (``let_senders_finish``). Gloo's
+    all-gather is a ring of n − 1 rounds, in which a posted receive waits behind data in its direction. At 100 Mbit/s,
+    8 MB between two workers took 1.5 times the link's time, and twice the time with Gloo's all-to-all
+    (benchmarks/scaling.py).
 
     Attributes:
-        group: None is the default group.
-        rank: of this worker in the group.
+        group: the process group; None is the default group.
+        rank: rank of this worker in the group.
         num_workers: n.
     """
 
@@ -96,26 +96,26 @@ class Workers:
 
     def all_gather(self, out: Tensor, part: Tensor) -> Pending:
         """Start gathering parts of shape (m,) into out, of shape (n · m,), in rank order. Collective."""
-        places = out.view(self.num_workers, -1).unbind()
+        outputs = out.view(self.num_workers, -1).unbind()
         if self.sends_messages(out):
-            return self._exchange_messages(places, [part] * self.num_workers)
+            return self._exchange_messages(outputs, [part] * self.num_workers)
         if out.device.type != "cpu" and dist.get_backend(self.group) == "gloo":
-            return self._pending(dist.all_gather(list(places), part, group=self.group, async_op=True))
-        return self._pending(dist.all_gather_into_tensor(out, part, group=self.group, async_op=True))
+            return self._make_pending(dist.all_gather(list(outputs), part, group=self.group, async_op=True))
+        return self._make_pending(dist.all_gather_into_tensor(out, part, group=self.group, async_op=True))
 
     def all_to_all(self, out: Tensor, parts: Tensor) -> Pending:
-        """Start sending the j-th of n equal parts to worker j; the part from worker i becomes out's i-th. Collective.
+        """Start an all-to-all: the j-th of n parts goes to worker j, worker i's part becomes out's i-th. Collective.
 
         Both tensors have the shape (n · m,).
         """
         if self.sends_messages(out):
-            places, given = (tensor.view(self.num_workers, -1).unbind() for tensor in (out, parts))
-            return self._exchange_messages(places, given)
-        return self._pending(dist.all_to_all_single(out, parts, group=self.group, async_op=True))
+            outputs, given = (tensor.view(self.num_workers, -1).unbind() for tensor in (out, parts))
+            return self._exchange_messages(outputs, given)
+        return self._make_pending(dist.all_to_all_single(out, parts, group=self.group, async_op=True))
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         """Start summing a tensor over the workers, in place. Collective."""
-        return self._pending(dist.all_reduce(tensor, group=self.group, async_op=True))
+        return self._make_pending(dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Replace floating-point or complex tensors by their mean, the same bits on all workers. Collective."""
@@ -129,7 +129,7 @@ class Workers:
             _replace(tensors, mean)
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Replace tensors by the first worker's. Collective."""
+        """Replace tensors by those of rank 0. Collective."""
 
         def first(flat: Tensor) -> Tensor:
             dist.broadcast(flat, self.global_ranks[0], group=self.group)
@@ -138,34 +138,34 @@ class Workers:
         if self.num_workers > 1:
             _replace(tensors, first)
 
-    def first_object(self, own: Any) -> Any:
-        """Return the first worker's object that is not None, in rank order; the same on all. Collective."""
-        return next((given for given in gather_objects(own, self.group) if given is not None), None)
+    def first_object(self, local_value: Any) -> Any:
+        """Return the first object that is not None, in rank order; the same on all workers. Collective."""
+        return next((given for given in gather_objects(local_value, self.group) if given is not None), None)
 
     def gather_numbers(self, numbers: Sequence[float], device: torch.device) -> Tensor:
         """Return all workers' numbers in rank order: float64, shape (n, numbers), on the CPU. Collective.
 
-        The numbers travel from ``device``, on which the group works.
+        ``device`` is a device on which the group can communicate.
         """
-        own = torch.tensor(numbers, dtype=torch.float64)
+        local_value = torch.tensor(numbers, dtype=torch.float64)
         if self.num_workers == 1:
-            return own.view(1, -1)
-        own = own.to(device)
-        everyone = own.new_empty(self.num_workers * own.numel())
-        self.all_gather(everyone, own).wait()
-        return everyone.view(self.num_workers, -1).cpu()
+            return local_value.view(1, -1)
+        local_value = local_value.to(device)
+        gathered = local_value.new_empty(self.num_workers * local_value.numel())
+        self.all_gather(gathered, local_value).wait()
+        return gathered.view(self.num_workers, -1).cpu()
 
-    def gather_objects_to_first(self, own: Any) -> list[Any]:
-        """Return the objects of all workers, in rank order, on the first worker; an empty list on others. Collective.
+    def gather_objects_to_first(self, local_value: Any) -> list[Any]:
+        """Return the objects of all workers in rank order on rank 0, and an empty list on others. Collective.
 
-        One rank sends at a time, so the first worker needs the memory of all results and of one more. Objects are plain
-        containers and tensors, which ``torch.load(weights_only=True)`` reads; all tensors of the result are on the CPU.
+        Only one rank sends at a time, so rank 0 needs the memory of all results and one more. Objects are containers
+        and tensors that ``torch.load(weights_only=True)`` reads. All tensors of the result are on the CPU.
         """
-        held = [move_data_to_device(own, torch.device("cpu"))] if self.rank == 0 else []
+        objects = [move_data_to_device(local_value, torch.device("cpu"))] if self.rank == 0 else []
         for source in range(1, self.num_workers):
             if self.rank == source:
                 file = io.BytesIO()
-                torch.save(own, file)
+                torch.save(local_value, file)
                 content = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
                 for part in (torch.tensor([content.numel()]), *torch.split(content, MESSAGE_BYTES)):
                     self._transfer(part, source)
@@ -175,11 +175,11 @@ class Workers:
                 content = torch.empty(int(size), dtype=torch.uint8)
                 for part in torch.split(content, MESSAGE_BYTES):
                     self._transfer(part, source)
-                held.append(torch.load(io.BytesIO(content.numpy().tobytes()), map_location="cpu", weights_only=True))
-        return held
+                objects.append(torch.load(io.BytesIO(content.numpy().tobytes()), map_location="cpu", weights_only=True))
+        return objects
 
     def sum_on_first(self, tensor: Tensor) -> None:
-        """Sum a tensor of any device over the workers, in place on the first; undefined on the others. Collective."""
+        """Sum a tensor of any device over the workers, in place on rank 0; undefined on others. Collective."""
         if self.num_workers > 1:
             total = tensor.to(self.message_device(tensor.device))
             dist.reduce(total, self.global_ranks[0], group=self.group)
@@ -187,18 +187,18 @@ class Workers:
                 tensor.copy_(total)
 
     def message_device(self, device: torch.device) -> torch.device:
-        """Return where a tensor of a device must be to be sent: Gloo takes none of a GPU, NCCL nothing else."""
+        """Return the device for sending a tensor: the CPU for Gloo, a GPU for NCCL."""
         if self.is_over_gloo:
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device()) if device.type == "cpu" else device
 
     def sends_messages(self, tensor: Tensor) -> bool:
-        """Return whether the workers gather such a tensor by messages from each worker to each."""
+        """Return whether workers gather this tensor by messages between all pairs."""
         return tensor.device.type == "cpu" and "cpu:gloo" in self._backends
 
     @property
     def is_over_gloo(self) -> bool:
-        """Whether messages go over Gloo, as they do where a group takes tensors of a CPU at all."""
+        """Whether messages use Gloo, which is true for every group that supports CPU tensors."""
         return "cpu:" in self._backends
 
     @cached_property
@@ -210,15 +210,15 @@ class Workers:
         """The global rank of each worker."""
         return list(range(self.num_workers)) if self.group is None else dist.get_process_group_ranks(self.group)
 
-    def _pending(self, work: dist.Work | None) -> Pending:
-        # Of two workers, the other is the one that is lost.
+    def _make_pending(self, work: dist.Work | None) -> Pending:
+        # With two workers, the lost worker is the other one.
         return Pending([work], [self.global_ranks[1 - self.rank] if self.num_workers == 2 else None])
 
-    def _exchange_messages(self, places: Sequence[Tensor], parts: Sequence[Tensor]) -> Pending:
-        # Each begins with its right neighbour, so that not all send to the same worker first.
+    def _exchange_messages(self, outputs: Sequence[Tensor], parts: Sequence[Tensor]) -> Pending:
+        # Each worker starts with its right neighbour, so that not all send to the same worker first.
         others = [(self.rank + distance) % self.num_workers for distance in range(1, self.num_workers)]
         sent = [(dist.isend, parts[other], self.global_ranks[other]) for other in others]
-        received = [(dist.irecv, places[other], self.global_ranks[other]) for other in reversed(others)]
+        received = [(dist.irecv, outputs[other], self.global_ranks[other]) for other in reversed(others)]
         messages = sent + received if parts[0].nbytes <= SMALL_MESSAGE_BYTES else received + sent
         works = []
         for start, tensor, peer in messages:
@@ -226,18 +226,18 @@ class Workers:
                 works.append(start(tensor, peer, group=self.group, tag=TAG))
             except RuntimeError as error:
                 raise LostWorkerError(peer, error) from error
-        places[self.rank].copy_(parts[self.rank])
+        outputs[self.rank].copy_(parts[self.rank])
         return Pending(works, [peer for *_, peer in messages])
 
     def _transfer(self, tensor: Tensor, source: int) -> None:
-        """Send a tensor of the CPU from that worker to the first one, which receives it in place."""
+        """Send a CPU tensor from worker ``source`` to rank 0, which receives it in place."""
         device, sends = self.message_device(tensor.device), self.rank == source
         part = tensor.to(device) if sends else torch.empty_like(tensor, device=device)
         peer = self.global_ranks[0 if sends else source]
         if self.is_over_gloo:
             (dist.send if sends else dist.recv)(part, peer, group=self.group, tag=TAG)
         else:
-            # A message of its own would have NCCL make a communicator for these two ranks; a batch takes the group's.
+            # For a single message, NCCL would create a communicator of two ranks; a batch uses the group's.
             operation = dist.P2POp(dist.isend if sends else dist.irecv, part, peer, group=self.group)
             Pending(dist.batch_isend_irecv([operation])).wait()
         if not sends:
@@ -245,39 +245,39 @@ class Workers:
 
 
 def let_senders_finish() -> None:
-    """Have the threads in which Gloo handles arrivals wait for those that send. On Linux, without privileges.
+    """Prevent Gloo's receiving threads from preempting sending threads. On Linux, without privileges.
 
-    Such a thread polls for the lock that a sender to the same worker holds (``Pair::handleEvents``,
-    gloo/transport/tcp/pair.cc), and the kernel gives a thread that wakes the core of one that computes. So on a single
-    core arrivals stop the sender until the kernel's time slice is over: 2 to 3 ms per message of any size. A thread of
-    the class ``SCHED_BATCH`` (sched(7)) has the same share of the cores and preempts no other thread when it wakes.
-    Threads that were given a scheduling class already keep it.
+    A receiving thread polls for the lock of a sender to the same worker (``Pair::handleEvents``,
+    gloo/transport/tcp/pair.cc), and the kernel lets a waking thread preempt a computing one. So on a single core, an
+    arrival stops the sender for the rest of the kernel's time slice: 2 to 3 ms per message of any size. A thread of the
+    class ``SCHED_BATCH`` (sched(7)) has the same share of the cores and does not preempt others when it wakes. Threads
+    with another scheduling class keep it.
     """
     if not hasattr(os, "SCHED_BATCH"):
         return
-    for folder in Path("/proc/self/task").glob("*"):  # none elsewhere
-        with contextlib.suppress(OSError):  # it has ended, or the kernel forbids it
+    for folder in Path("/proc/self/task").glob("*"):  # empty on other systems
+        with contextlib.suppress(OSError):  # the thread has ended, or the kernel forbids it
             is_gloo = (folder / "comm").read_bytes().strip() == GLOO_THREAD
             if is_gloo and os.sched_getscheduler(int(folder.name)) == os.SCHED_OTHER:
                 os.sched_setscheduler(int(folder.name), os.SCHED_BATCH, os.sched_param(0))
 
 
 def _replace(tensors: Sequence[Tensor], change: Callable[[Tensor], Tensor]) -> None:
-    """Replace tensors by the results of a collective on several of them at once, flat."""
-    for some in _messages([torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]):
-        flat = change(torch.cat([tensor.flatten() for tensor in some]))
-        for tensor, new in zip(some, torch.split(flat, [tensor.numel() for tensor in some]), strict=True):
+    """Replace tensors by the results of a collective on flat batches of them."""
+    for group in _batches([torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]):
+        flat = change(torch.cat([tensor.flatten() for tensor in group]))
+        for tensor, new in zip(group, torch.split(flat, [tensor.numel() for tensor in group]), strict=True):
             tensor.copy_(new.view(tensor.shape))
 
 
-def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield tensors that follow each other: of the same dtype, and of at most MESSAGE_BYTES if they are several."""
-    some: list[Tensor] = []
+def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield batches of consecutive tensors with equal dtype and at most MESSAGE_BYTES, or of a single tensor."""
+    group: list[Tensor] = []
     for tensor in tensors:
-        together = sum(held.nbytes for held in some) + tensor.nbytes
-        if some and (tensor.dtype != some[0].dtype or together > MESSAGE_BYTES):
-            yield some
-            some = []
-        some.append(tensor)
-    if some:
-        yield some
+        total_bytes = sum(member.nbytes for member in group) + tensor.nbytes
+        if group and (tensor.dtype != group[0].dtype or total_bytes > MESSAGE_BYTES):
+            yield group
+            group = []
+        group.append(tensor)
+    if group:
+        yield group

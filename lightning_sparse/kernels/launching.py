@@ -1,6 +1,6 @@
-"""Whether Triton's kernels run on a device, and their launch there."""
+"""Launches Triton's kernels, and checks whether a device can run them."""
 
-# The annotations of the kernels stay strings, so that the module can be imported without triton.
+# Annotations of the kernels stay strings, so that the module imports without triton.
 from __future__ import annotations
 
 import warnings
@@ -14,7 +14,7 @@ import torch.distributed as dist
 try:
     import triton  # type: ignore[import-untyped]
     import triton.language as tl  # type: ignore[import-untyped]
-except ImportError:  # PyTorch for CPUs comes without it
+except ImportError:  # PyTorch for CPUs does not include triton
     triton = tl = None
 
 __all__ = ["is_available", "jit", "launch", "tl", "triton", "warm_up"]
@@ -27,20 +27,20 @@ NUMBERS = {
 
 
 def jit(kernel: Callable[..., Any]) -> Any:
-    """Makes a kernel of a function; None without triton."""
+    """Compiles a function as a kernel; returns None without triton."""
     if triton is None:
         return None
     names = kernel.__code__.co_varnames[: kernel.__code__.co_argcount]
     keep = {"do_not_specialize": [name for name in names if name in NUMBERS]}
-    # If the load of bits is not known to be aligned, each thread loads the bits of its own coordinates; else threads
-    # exchange them in every round. Parts of a payload begin anywhere.
+    # Without known alignment, each thread loads the bits of its own coordinates. With it, threads would exchange bits
+    # in every round. Parts of a payload may start at any address.
     unaligned = ("bits", "values", "offsets", "ends")
     return triton.jit(kernel, **keep, do_not_specialize_on_alignment=[name for name in names if name in unaligned])
 
 
 @jit
-def _nothing(place: tl.tensor) -> None:
-    tl.store(place, 0)
+def _store_zero(address: tl.tensor) -> None:
+    tl.store(address, 0)
 
 
 def launch(kernel: Any, programs: int | tuple[int, int], *arguments: Any, **constants: Any) -> None:
@@ -51,18 +51,18 @@ def launch(kernel: Any, programs: int | tuple[int, int], *arguments: Any, **cons
 
 
 def is_available(device: torch.device) -> bool:
-    """Whether kernels run on this device: it is a GPU, and triton is installed and can build them."""
-    return triton is not None and device.type == "cuda" and device not in _given_up and _can_build(device)
+    """Returns whether this device is a GPU for which triton can build kernels."""
+    return triton is not None and device.type == "cuda" and device not in _disabled and _can_build(device)
 
 
 def warm_up(device: torch.device, run: Callable[[], None]) -> None:
     """Builds kernels before training by launching them; does nothing without kernels.
 
-    If a kernel cannot be built, this worker warns and uses none: tensor operations give the same bits and take longer.
+    If a kernel cannot be built, this worker warns and uses tensor operations, which give the same bits and take longer.
 
     Args:
-        device: where kernels run.
-        run: launches all kernels that training needs, on memory that nobody needs.
+        device: device of the kernels.
+        run: launches all kernels of the training on scratch memory.
     """
     if not is_available(device):
         return
@@ -71,28 +71,28 @@ def warm_up(device: torch.device, run: Callable[[], None]) -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     except Exception as error:  # a compiler may fail in any way
-        give_up(device, error)
+        disable(device, error)
 
 
-def give_up(device: torch.device, error: Exception) -> None:
+def disable(device: torch.device, error: Exception) -> None:
     """Stops using kernels on a device, with a warning."""
-    _given_up.add(device)
+    _disabled.add(device)
     rank = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
     warnings.warn(
-        f"lightning_sparse: {rank}the fused kernels cannot be built for {device} and are not used: selecting takes "
-        f"longer and waits for the device. Triton says: {type(error).__name__}: {error}",
+        f"lightning_sparse: {rank}the fused kernels cannot be built for {device} and are not used. Selecting takes "
+        f"longer and synchronises with the device. Triton's error: {type(error).__name__}: {error}",
         stacklevel=2,
     )
 
 
-_given_up: set[torch.device] = set()
+_disabled: set[torch.device] = set()
 
 
 @lru_cache(maxsize=64)
 def _can_build(device: torch.device) -> bool:
     try:
-        launch(_nothing, 1, torch.zeros(1, dtype=torch.int32, device=device))
-    except Exception as error:  # as above
-        give_up(device, error)
+        launch(_store_zero, 1, torch.zeros(1, dtype=torch.int32, device=device))
+    except Exception as error:  # a compiler may fail in any way
+        disable(device, error)
         return False
     return True

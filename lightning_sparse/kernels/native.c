@@ -1,14 +1,14 @@
-/* The hard threshold and the adding up of payloads on a CPU, each in one pass over memory; see native.py.
+/* The hard threshold and the addition of payloads on a CPU, each in one pass over memory; see native.py.
 
-   Plain C that compilers vectorise: groups of elements in local arrays, which overlap nothing. Without contraction and
-   reassociation it gives the same bits as the tensor operations that run where there is no compiler. */
+   Plain C that compilers vectorise, with groups of elements in local arrays, which do not overlap. Without contraction
+   and reassociation it gives the bits of the tensor operations that run without a compiler. */
 
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
 #define BLOCK_SHIFT 16 /* blocks of a payload have 65,536 elements */
-#define GROUP 64       /* elements that are worked on together; no group lies in two blocks */
+#define GROUP 64       /* elements processed together; each group lies in one block */
 #define INLINE static inline __attribute__((always_inline))
 
 enum wire { WIRE_FLOAT32, WIRE_BFLOAT16, WIRE_FLOAT16, WIRE_FLOAT8, WIRE_INT8 }; /* int8: for average only */
@@ -18,9 +18,9 @@ typedef struct {
     const float *before;    /* e */
     float *after;           /* e'; may be e */
     float *gradient;        /* g */
-    float *dense;           /* where selected values go, with zeros between; may be g. NULL: into the payload */
-    void *values;           /* of the payload: `capacity` of them, as the wire has them */
-    uint16_t *offsets;      /* `capacity` of them */
+    float *dense;           /* receives selected values, and zeros elsewhere; may be g. NULL: use the payload */
+    void *values;           /* of the payload: `capacity` encoded values */
+    uint16_t *offsets;      /* `capacity` offsets */
     int32_t *ends;          /* one for each block */
     int64_t capacity;
     int64_t *slices;        /* selected coordinates of each slice */
@@ -35,7 +35,7 @@ typedef struct {
     int32_t clears;         /* whether to leave zeros in the gradient */
 } step_t;
 
-/* The format's nearest number to a finite p, half to even, without the sign and at most `limit`. */
+/* Returns the nearest number of the format to a finite p, half to even, without the sign, at most `limit`. */
 INLINE uint32_t nearest(float p, int fraction_bits, int bias, float limit) {
     const float magic = 12582912.0f; /* 1.5 * 2^23: a sum with it has no fraction */
     const float steps = (float)(1 << (bias - 1 + fraction_bits)), smallest_normal = 1.0f / (float)(1 << (bias - 1));
@@ -47,7 +47,7 @@ INLINE uint32_t nearest(float p, int fraction_bits, int bias, float limit) {
     return ((bits + (1u << (shift - 1)) - 1 + ((bits >> shift) & 1)) >> shift) - ((127u - bias) << fraction_bits);
 }
 
-/* The finite number of such a format. */
+/* Returns the finite number of such a code. */
 INLINE float magnitude_of(uint32_t code, int fraction_bits, int bias) {
     uint32_t bits = (code << (23 - fraction_bits)) + ((127u - bias) << 23);
     float p;
@@ -73,7 +73,7 @@ INLINE float of_bfloat16(uint16_t code) {
 }
 
 INLINE uint16_t to_float16(float p) {
-    uint32_t code = nearest(p, 10, 15, 65504.0f); /* without branches: the limit of what is not finite, and more */
+    uint32_t code = nearest(p, 10, 15, 65504.0f); /* without branches; non-finite values give the limit or more */
     code += isinf(p) ? 0x7C00 - 0x7BFF : p != p ? 0x7E00 - 0x7BFF : 0;
     return (uint16_t)(code | (signbit(p) ? 0x8000 : 0));
 }
@@ -108,7 +108,7 @@ INLINE float get(const void *values, int64_t place, int32_t wire, float scale) {
     if (wire == WIRE_FLOAT16) return of_float16(((const uint16_t *)values)[place]);
     if (wire == WIRE_FLOAT8) return of_float8(((const uint8_t *)values)[place], scale);
     int8_t steps = ((const int8_t *)values)[place];
-    return steps == INT8_MIN ? NAN : (float)steps * scale; /* the lowest stands for values that are not finite */
+    return steps == INT8_MIN ? NAN : (float)steps * scale; /* the lowest encodes non-finite values */
 }
 
 /* The rule of a selected value: returns the value at the other end, and in kept the rest, 0 for a value that is not
@@ -133,7 +133,7 @@ INLINE void form(const step_t *step, int64_t begin, int64_t count, float *p) {
         for (int64_t j = 0; j < count; j++) p[j] = e[j] + g[j] / scale;
 }
 
-/* Writes a selected value into the payload, if there is room; returns what is kept once it is sent. */
+/* Writes a selected value into the payload if capacity remains; returns the rest that is kept after sending. */
 INLINE float send(step_t *step, float p, float excess, int64_t place) {
     int64_t at = step->selected++;
     float kept, sent = sent_and_kept(p, excess, step->wire, step->scale, &kept);
@@ -155,12 +155,12 @@ INLINE void add_squares(double *sums, const float *group) {
     }
 }
 
-/* Sends a group into the payload. A value that finds no room stays in e' as p. */
+/* Writes a group into the payload. A value beyond the capacity stays in e' as p. */
 INLINE void pack_group(step_t *step, int64_t begin, int64_t count, float threshold, float excess, double *squares) {
     float p[GROUP], below[GROUP];
     int all_below = 1;
     form(step, begin, count, p);
-    for (int j = 0; j < count; j++) all_below &= fabsf(p[j]) < threshold; /* which NaN is not */
+    for (int j = 0; j < count; j++) all_below &= fabsf(p[j]) < threshold; /* false for NaN */
     memcpy(step->after + begin, p, count * sizeof *p);
     if (step->clears) memset(step->gradient + begin, 0, count * sizeof *p);
     if (all_below) {
@@ -183,7 +183,7 @@ INLINE void pack_group(step_t *step, int64_t begin, int64_t count, float thresho
     step->ends[begin >> BLOCK_SHIFT] = (int32_t)step->selected;
 }
 
-/* Sends a group into the dense tensor, divided. */
+/* Writes a group into the dense tensor, divided. */
 INLINE void mask_group(step_t *step, int64_t begin, int64_t count, float threshold, float excess, int32_t wire,
                        double *squares) {
     float p[GROUP], sent[GROUP] = {0};
@@ -219,9 +219,9 @@ INLINE void walk(step_t *step, int64_t start, int64_t end, float threshold, floa
     for (int j = 0; j < GROUP / 4; j++) step->squares += squares[j];
 }
 
-/* Takes what reaches the threshold out of the elements from start to end; sent values exceed p by excess. */
+/* Takes values of at least the threshold out of [start, end); sent values exceed p by excess. */
 void take_out(step_t *step, int64_t start, int64_t end, float threshold, float excess) {
-    const int32_t wire = step->wire; /* below a constant, for each of which compilers vectorise */
+    const int32_t wire = step->wire; /* a constant in each branch, so that compilers vectorise */
     if (!step->dense) walk(step, start, end, threshold, excess, 0, wire);
     else if (wire == WIRE_FLOAT32) walk(step, start, end, threshold, excess, 1, WIRE_FLOAT32);
     else if (wire == WIRE_BFLOAT16) walk(step, start, end, threshold, excess, 1, WIRE_BFLOAT16);
@@ -249,7 +249,7 @@ void average(const char *ends, const char *values, const char *offsets, int64_t 
                     uint64_t bit = 1ull << (place[k] % 64);
                     if (pass == 0) {
                         part[place[k]] += get(value, k, wire, scale);
-                    } else if (!(divided[place[k] / 64] & bit)) { /* once, though several may have sent it */
+                    } else if (!(divided[place[k] / 64] & bit)) { /* once, even if several workers sent it */
                         divided[place[k] / 64] |= bit;
                         part[place[k]] /= divisor;
                     }

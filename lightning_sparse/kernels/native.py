@@ -1,4 +1,4 @@
-"""The hard threshold and the adding up of payloads on a CPU in one pass each: ``native.c``, compiled at set-up.
+"""Functions of ``native.c``, compiled at set-up, for the hard threshold and for adding payloads on a CPU.
 
 The compiled functions are tested before they are used. Without a compiler, or with ``LIGHTNING_SPARSE_NATIVE=0``,
 tensor operations give the same bits in several passes. The functions run in one thread: a pass takes hardly longer than
@@ -47,7 +47,7 @@ class Step(ctypes.Structure):
 
 
 def is_native(*tensors: Tensor, wire_dtype: torch.dtype) -> bool:
-    """Whether the compiled functions are available and take such tensors: float32 on a CPU."""
+    """Returns whether the compiled functions are available for these tensors: float32 on a CPU."""
     return (
         wire_dtype in WIRES
         and all(tensor.device.type == "cpu" and tensor.dtype == torch.float32 for tensor in tensors)
@@ -57,9 +57,9 @@ def is_native(*tensors: Tensor, wire_dtype: torch.dtype) -> bool:
 
 
 def take_out(step: Step, threshold: float, start: int, end: int, excess: float = 0.0) -> None:
-    """Takes the coordinates with not (abs(p) < λ) out of the elements from start to end; sends p + excess sign(p)."""
-    place = ctypes.c_int64(start), ctypes.c_int64(end)
-    _library().take_out(ctypes.byref(step), *place, ctypes.c_float(threshold), ctypes.c_float(excess))
+    """Takes coordinates with not (abs(p) < λ) out of [start, end) and sends p + excess sign(p)."""
+    bounds = ctypes.c_int64(start), ctypes.c_int64(end)
+    _library().take_out(ctypes.byref(step), *bounds, ctypes.c_float(threshold), ctypes.c_float(excess))
 
 
 def average(
@@ -93,36 +93,34 @@ def pointer(tensor: Tensor) -> int:
 def _library() -> Any:
     if os.environ.get("LIGHTNING_SPARSE_NATIVE") == "0" or sys.byteorder != "little":
         return None
-    chosen = os.environ.get("CC", "cc")
-    slower = "Taking out of buckets what is sent takes longer. LIGHTNING_SPARSE_NATIVE=0 is the same without this line."
+    command = os.environ.get("CC", "cc")
+    consequence = "Selecting coordinates takes longer. LIGHTNING_SPARSE_NATIVE=0 hides this message."
     try:
-        compiler = shlex.split(chosen)
+        compiler = shlex.split(command)
         if not compiler or shutil.which(compiler[0]) is None:
-            rank_zero_info(f"lightning_sparse: there is no C compiler {chosen!r} (set CC=… to name one). {slower}")
+            rank_zero_info(f"lightning_sparse: there is no C compiler {command!r} (CC=… names another). {consequence}")
             return None
-        # After the user's options: fast mathematics would lose NaN.
+        # These follow the user's options, because fast mathematics would lose NaN.
         flags = ["-O3", "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
         if platform.machine() in ("x86_64", "AMD64"):
             flags += _VECTORS.get(torch.backends.cpu.get_cpu_capability(), [])
-        # Without start files: linked for fast mathematics they change the process that loads the library.
-        are_kept = SUBNORMAL * 2 > 0.0  # unless torch.set_flush_denormal(True) was called
+        # Without start files, because those for fast mathematics change the process that loads the library.
+        keeps_subnormals = SUBNORMAL * 2 > 0.0  # unless torch.set_flush_denormal(True) was called
         library = build(SOURCE, [*compiler, *flags, "-shared", "-fPIC", "-nostartfiles"], _NAMES)
-        if are_kept and SUBNORMAL * 2 == 0.0:
+        if keeps_subnormals and SUBNORMAL * 2 == 0.0:
             torch.set_flush_denormal(False)
-            raise OSError("what it makes turns subnormal numbers into 0, in the whole process")
+            raise OSError("the compiled library sets subnormal numbers to 0 in the whole process")
         return library
     except (OSError, ValueError, AttributeError, subprocess.SubprocessError) as error:
-        told = str(getattr(error, "stderr", None) or error).strip()
-        rank_zero_warn(
-            f"lightning_sparse: the C compiler {chosen!r} makes nothing that works. {slower} It says: {told}"
-        )
+        output = str(getattr(error, "stderr", None) or error).strip()
+        rank_zero_warn(f"lightning_sparse: the C compiler {command!r} fails. {consequence} Its output: {output}")
         return None
 
 
 @lru_cache(maxsize=1)
 @torch.inference_mode(mode=False)
 def _is_right() -> bool:
-    """Whether the compiled functions give the bits of tensor operations on special values."""
+    """Returns whether the compiled functions give the bits of tensor operations on special values."""
     special = torch.tensor([float("nan"), float("inf"), 0.5, -0.0, 1e-40, 3.39e38, -0.7, 0.1]).repeat(20)
     gradient, size = special.flip(0) + 0.3, special.numel()
     after, out = torch.empty(2, size).unbind()
@@ -139,8 +137,8 @@ def _is_right() -> bool:
     is_right = all(torch.equal(*map(_bits, pair)) for pair in pairs)
     if not is_right:
         rank_zero_warn(
-            f"lightning_sparse: what the C compiler {os.environ.get('CC', 'cc')!r} makes does not calculate as IEEE "
-            "754 has it, and is not used: taking out of buckets what is sent takes longer. Set CC=… to name another."
+            f"lightning_sparse: functions compiled by {os.environ.get('CC', 'cc')!r} deviate from IEEE 754 and are not "
+            "used. Selecting coordinates takes longer. Set CC=… to use another compiler."
         )
     return is_right
 

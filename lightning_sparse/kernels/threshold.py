@@ -1,6 +1,6 @@
 """The hard threshold's kernels; ``selection/fused_threshold`` explains and launches them."""
 
-# The annotations of the kernels stay strings, so that the module can be imported without triton.
+# Annotations of the kernels stay strings, so that the module imports without triton.
 from __future__ import annotations
 
 from lightning_sparse.kernels.launching import jit, tl
@@ -18,18 +18,18 @@ def walk_block(
     CLEARS: tl.constexpr, MEASURES: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
     NON_FINITE: tl.constexpr, SQUARED_GRADIENT_NORM: tl.constexpr, SQUARED_ERROR: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Forms p of a block and marks selected coordinates, or with ``out`` writes them there and keeps the rest.
+    """Computes p of a block and marks selected coordinates, or writes them to ``out`` and keeps the rest.
 
-    ``numbers`` has a row of blocks for each number of a header, in the header's order.
+    ``numbers`` has a row per number of a header, in the header's order, and a column per block.
     """
     block = tl.program_id(0)
     begin = block.to(tl.int64) * BLOCK
     length = tl.minimum(num_elements - begin, BLOCK).to(tl.int32)
     selected_of_word = tl.zeros([WORDS], tl.int32)
     non_finite_of_word = tl.zeros([WORDS], tl.int32)
-    squares_of_place = tl.zeros([WORDS, 32], residual.dtype.element_ty)  # added up a few at a time, then in float64
+    squares_of_place = tl.zeros([WORDS, 32], residual.dtype.element_ty)  # sums of few values, added in float64 later
     gradient_of_place = tl.zeros([WORDS, 32], residual.dtype.element_ty)
-    # Whole words of 32 elements come first: the mask is the same for all elements, so threads load four at a time.
+    # Complete words of 32 elements come first, because their uniform mask lets threads load four elements at a time.
     whole = length // 32 * 32
     for tile in range(0, whole, WORDS * 32):
         ones, wrong, g, kept = _walk_words(
@@ -69,7 +69,7 @@ def _walk_words(
     begin: tl.tensor, word: tl.tensor, length: tl.tensor, divisor: tl.tensor, scale: tl.tensor,
     WIRE: tl.constexpr, LIMIT: tl.constexpr, CLEARS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Walks words of 32 elements; returns how many in each are selected and non-finite, g / S, and what is kept."""
+    """Walks words of 32 elements; returns counts of selected and non-finite elements, g / S, and e'."""
     column = tl.arange(0, 32)[None, :]
     at = word[:, None] * 32 + column
     inside = at < length
@@ -80,13 +80,13 @@ def _walk_words(
     p += g
     threshold = _of_run(thresholds, run_starts, first_run, begin, at, p)
     excess = _of_run(excesses, run_starts, first_run, begin, at, p)
-    # A comparison with NaN is false, so "not below" selects NaN as well.
+    # A comparison with NaN is false, so "not below" also selects NaN.
     selected = ~(tl.abs(p) < threshold) & inside
     ones = selected.to(tl.int32)
     _, sent, kept = sent_and_kept(p, excess, scale, WIRE, LIMIT)
     kept = tl.where(selected, kept, p)
     if out is None:
-        tl.store(residual + begin + at, p, mask=inside)  # values that find no room in the payload stay
+        tl.store(residual + begin + at, p, mask=inside)  # values beyond the payload's capacity stay as p
     else:
         tl.store(residual + begin + at, kept, mask=inside)
         part = divide(tl.where(selected, sent, 0.0), divisor.to(p.dtype))
@@ -102,12 +102,12 @@ def _walk_words(
 def _of_run(
     numbers: tl.tensor, run_starts: tl.tensor, first_run: tl.tensor, begin: tl.tensor, at: tl.tensor, p: tl.tensor
 ) -> tl.tensor:
-    """Returns the number of the run in which each place of this program's block lies."""
+    """Returns the number of the run of each position in this program's block."""
     if run_starts is None:
         number = tl.zeros_like(p) + tl.load(numbers)
     else:
         first = tl.load(first_run + tl.program_id(0))
-        last = tl.load(first_run + tl.program_id(0) + 1)  # may begin with the next block and hold nowhere in this one
+        last = tl.load(first_run + tl.program_id(0) + 1)  # this run may start with the next block
         number = tl.zeros_like(p) + tl.load(numbers + first)
         for run in range(first + 1, last + 1):
             start = (tl.load(run_starts + run) - begin).to(tl.int32)
@@ -123,10 +123,10 @@ def summarise(
     ROWS: tl.constexpr, SELECTED: tl.constexpr, LARGEST_SLICE: tl.constexpr, NON_FINITE: tl.constexpr,
     SQUARED_GRADIENT_NORM: tl.constexpr, SQUARED_ERROR: tl.constexpr, FIXED_FIELDS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Adds up the numbers of all blocks: where each block's coordinates begin in a payload, and the header.
+    """Sums the numbers of all blocks into the start of each block's coordinates in a payload, and the header.
 
-    One program. ``starts`` has one place more than there are blocks. A payload has an end for every PER_END blocks.
-    ``boundaries`` are those of layers, if any, and then those of slices, if any.
+    Runs as a single program. ``starts`` has one element more than there are blocks. A payload has an end for every
+    PER_END blocks. ``boundaries`` are those of layers, if any, followed by those of slices, if any.
     """
     total = tl.full((), 0, tl.int64)
     non_finite = tl.full((), 0.0, tl.float64)
@@ -150,7 +150,7 @@ def summarise(
     tl.store(starts + programs, total)
     largest_slice = tl.full((), 0, tl.int64)
     if boundaries is not None:
-        tl.debug_barrier()  # all starts are there
+        tl.debug_barrier()  # all starts must be in memory
         slices_at = num_layers + (num_layers > 0).to(tl.int32)
         num_boundaries = slices_at + num_slices + (num_slices > 0).to(tl.int32)
         for first in range(0, num_boundaries, ROWS):
@@ -166,9 +166,9 @@ def summarise(
             count = _difference(before, layer, layer < num_layers)
             tl.store(header + FIXED_FIELDS + layer, count.to(tl.float64), mask=layer < num_layers)
         for first in range(0, num_slices, WIDTH):
-            place = first + tl.arange(0, WIDTH)
+            position = first + tl.arange(0, WIDTH)
             largest_slice = tl.maximum(
-                largest_slice, tl.max(_difference(before + slices_at, place, place < num_slices), 0)
+                largest_slice, tl.max(_difference(before + slices_at, position, position < num_slices), 0)
             )
     tl.store(header + SELECTED, total.to(tl.float64))
     tl.store(header + LARGEST_SLICE, largest_slice.to(tl.float64))
@@ -182,7 +182,7 @@ def _count_before(boundary: tl.tensor, bits: tl.tensor, starts: tl.tensor, BLOCK
     """Counts the selected coordinates before each boundary."""
     block = boundary // BLOCK
     word = tl.arange(0, BLOCK // 32)[None, :]
-    # The length of the part of a word before the boundary.
+    # The bits of a word before the boundary.
     length = (boundary - block * BLOCK).to(tl.int32)[:, None] - word * 32
     marks = tl.load(bits + (block * (BLOCK // 32))[:, None] + word, mask=length > 0, other=0).to(
         tl.uint32, bitcast=True
@@ -194,9 +194,9 @@ def _count_before(boundary: tl.tensor, bits: tl.tensor, starts: tl.tensor, BLOCK
 
 
 @jit
-def _difference(before: tl.tensor, place: tl.tensor, inside: tl.tensor) -> tl.tensor:
-    start = tl.load(before + place, mask=inside, other=0)
-    return tl.load(before + place + 1, mask=inside, other=0) - start
+def _difference(before: tl.tensor, position: tl.tensor, inside: tl.tensor) -> tl.tensor:
+    start = tl.load(before + position, mask=inside, other=0)
+    return tl.load(before + position + 1, mask=inside, other=0) - start
 
 
 @jit
@@ -205,7 +205,7 @@ def pack_block(
     starts: tl.tensor, values: tl.tensor, offsets: tl.tensor, num_elements: tl.tensor, capacity: tl.tensor,
     scale: tl.tensor, LIMIT: tl.constexpr, BLOCK: tl.constexpr, PER_END: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Writes the marked coordinates of a block to their places in the payload, and keeps the rest."""
+    """Writes the marked coordinates of a block into the payload and keeps the rest."""
     block = tl.program_id(0)
     begin = block.to(tl.int64) * BLOCK
     length = tl.minimum(num_elements - begin, BLOCK).to(tl.int32)
@@ -215,25 +215,25 @@ def pack_block(
     word = tl.arange(0, BLOCK // 32)
     marks = tl.load(bits + begin // 32 + word, mask=word * 32 < length, other=0).to(tl.uint32, bitcast=True)
     ones = _bit_count(marks)
-    place = tl.cumsum(ones, 0) - ones
-    for _ in range(tl.max(ones, 0)):  # in each round one coordinate of every word that has any left
+    position = tl.cumsum(ones, 0) - ones
+    for _ in range(tl.max(ones, 0)):  # each round takes a coordinate of every word
         marked = marks != 0
         without_lowest = marks & (marks - 1)
         at = word * 32 + _bit_count((marks ^ without_lowest) - 1)
-        fits = marked & (place < room)
+        fits = marked & (position < room)
         p = tl.load(residual + begin + at, mask=fits, other=0.0)
         excess = _of_run(excesses, run_starts, first_run, begin, at, p)
         encoded, _, kept = sent_and_kept(p, excess, scale, values.dtype.element_ty, LIMIT)
-        tl.store(values + earlier + place, encoded, mask=fits)
-        tl.store(offsets + earlier + place, (first_offset + at).to(tl.int16), mask=fits)
+        tl.store(values + earlier + position, encoded, mask=fits)
+        tl.store(offsets + earlier + position, (first_offset + at).to(tl.int16), mask=fits)
         tl.store(residual + begin + at, kept, mask=fits)
         marks = without_lowest
-        place += 1
+        position += 1
 
 
 @jit
 def _bit_count(words: tl.tensor) -> tl.tensor:
-    # Compilers turn this into one instruction.
+    # Compilers translate this into a single instruction.
     words = words - ((words >> 1) & 0x55555555)
     words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
     words = (words + (words >> 4)) & 0x0F0F0F0F

@@ -1,6 +1,6 @@
-"""Kernels of the value that a selected coordinate sends, and of the rest that its residual keeps."""
+"""Kernels for the sent value of a selected coordinate and the rest in its residual."""
 
-# The annotations of the kernels stay strings, so that the module can be imported without triton.
+# Annotations of the kernels stay strings, so that the module imports without triton.
 from __future__ import annotations
 
 from lightning_sparse.kernels.launching import jit, tl
@@ -11,7 +11,7 @@ __all__ = ["divide", "of_wire", "sent_and_kept"]
 @jit
 def divide(values: tl.tensor, divisor: tl.tensor) -> tl.tensor:
     """Returns the quotients, rounded to nearest."""
-    # In float64 a plain / rounds to nearest, in float32 it does not.
+    # The / operator rounds to nearest in float64, but not in float32.
     return values / divisor if values.dtype == tl.float64 else tl.div_rn(values, tl.zeros_like(values) + divisor)
 
 
@@ -22,13 +22,13 @@ def _is_finite(values: tl.tensor) -> tl.tensor:
 
 @jit
 def _to_wire(p: tl.tensor, scale: tl.tensor, WIRE: tl.constexpr, LIMIT: tl.constexpr) -> tl.tensor:
-    # As Wire.rounded and Wire.encoded; uint8 is a float8.
+    # Equals Wire.rounded and Wire.encoded; uint8 holds a float8.
     sent = p
     if tl.uint8 == WIRE:
         scaled = tl.minimum(tl.maximum(divide(p, scale), -LIMIT), LIMIT)
         sent = tl.where(_is_finite(p), _to_float8(scaled.to(tl.float32)), 0x7F).to(WIRE)
     elif p.dtype != WIRE:
-        # Finite values stay finite. PyTorch, too, rounds float64 by way of float32.
+        # Finite values stay finite. Like PyTorch, this rounds float64 via float32.
         clamped = tl.minimum(tl.maximum(p, -LIMIT), LIMIT)
         sent = tl.where(_is_finite(p), clamped, p).to(tl.float32).to(WIRE)
     return sent
@@ -36,11 +36,11 @@ def _to_wire(p: tl.tensor, scale: tl.tensor, WIRE: tl.constexpr, LIMIT: tl.const
 
 @jit
 def _to_float8(p: tl.tensor) -> tl.tensor:
-    """Returns the bits of the nearest e4m3 as an int32, up to 448. The GPU need not know the format."""
+    """Returns the bits of the nearest e4m3 as an int32, up to 448, also on GPUs without this format."""
     bits = p.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    # 1.5 times the power of two from which on a number of this dtype has no fraction: half to even.
+    # 1.5 times the smallest power of two at which this dtype has no fraction; the addition rounds half to even.
     steps = (tl.abs(p) * 512.0 + 12582912.0) - 12582912.0
     code = tl.where(tl.abs(p) < 0.015625, steps.to(tl.int32), normal)
     return code | ((bits >> 24) & 0x80)
@@ -48,7 +48,7 @@ def _to_float8(p: tl.tensor) -> tl.tensor:
 
 @jit
 def of_wire(sent: tl.tensor, scale: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Returns the values at the other end, as Wire.decoded."""
+    """Returns the values that receivers decode, as in Wire.decoded."""
     value = sent.to(dtype)
     if sent.dtype == tl.int8:
         value = tl.where(sent == -128, float("nan"), value * scale)
@@ -66,7 +66,7 @@ def of_wire(sent: tl.tensor, scale: tl.tensor, dtype: tl.constexpr) -> tl.tensor
 def sent_and_kept(
     p: tl.tensor, excess: tl.tensor, scale: tl.tensor, WIRE: tl.constexpr, LIMIT: tl.constexpr
 ) -> tl.tensor:
-    """Returns a selected value in the payload and at the other end, and what is kept of it.
+    """Returns a selected value in the payload, its decoded value and the rest that is kept.
 
     The rule of a selected value for Triton. ``sent_and_kept`` in ``selection/bucket.py`` (tensors) and in ``native.c``
     give the same bits.

@@ -1,1 +1,1 @@
-"""Taking out of a flat bucket what is sent, and what stays: the hard threshold on CPUs and GPUs, others by asking."""
+"""Selects the coordinates of a flat bucket to send and keeps the rest, for all sparsifiers and devices."""

@@ -1,4 +1,4 @@
-"""A flat bucket of named layers, and its error feedback: p = e + g / S and e' = p − out."""
+"""A flat bucket of named layers with its error feedback: p = e + g / S and e' = p − out."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,10 +26,10 @@ class Residual(NamedTuple):
 
 @dataclass
 class FlatBucket:
-    """One bucket on its way through a step.
+    """A bucket in a step.
 
     Attributes:
-        index: its place in the order of all workers.
+        index: its position in the order of all workers.
         layout: its layers.
         gradient: g · S, flat, shape (layout.num_elements,). The average may be formed in its memory.
         residual: e, and where e' is formed; float32, or float64 where the gradient is.
@@ -48,10 +48,10 @@ class FlatBucket:
     left_out: Sequence[tuple[int, int]] = ()
     loss_scale: Tensor | None = None
     notes: Tensor | None = None
-    average: Tensor = None  # type: ignore[assignment]  # the engine's to give
+    average: Tensor = None  # type: ignore[assignment]  # the engine sets it
 
     def whole(self, dtype: torch.dtype) -> Tensor:
-        """Returns p in memory of its own, 0 where nothing is sent: shape (layout.num_elements,)."""
+        """Returns a new tensor with p, and 0 for left-out layers: shape (layout.num_elements,)."""
         before = self.residual.before
         whole = compensate(Residual(before, torch.empty_like(before)), self.gradient, self.loss_scale)
         for start, end in self.left_out:
@@ -72,7 +72,7 @@ def compensate(residual: Residual, gradient: Tensor, loss_scale: Tensor | None =
 
 
 def sent_and_kept(compensated: Tensor, values: Tensor, wire: Wire) -> tuple[Tensor, Tensor]:
-    """Returns what selected coordinates send and what they keep: out and e' = p − out, shapes (k,).
+    """Returns the sent values and the kept rest of selected coordinates: out and e' = p − out, shapes (k,).
 
     The rule of a selected value for tensors. ``sent_and_kept`` in ``kernels/native.c`` and in ``kernels/threshold.py``
     give the same bits. A value that is not finite leaves a residual of 0.
@@ -118,8 +118,8 @@ def rescale(residual: Tensor, layout: LayerLayout, factors: Mapping[str, float])
 def clip_norm(buckets: Sequence[FlatBucket], max_norm: float) -> None:
     """Scales the gradients of a whole step in place so that their common norm is at most max_norm.
 
-    As torch's ``clip_grad_norm_``, except that a gradient whose norm is NaN or infinite becomes 0 apart from its own
-    NaN. (torch turns all of it into NaN, which would be sent, and the whole residual with it.)
+    Equals torch's ``clip_grad_norm_``, except for a gradient with a NaN or infinite norm. Such a gradient becomes 0
+    except for its NaN, while torch turns all of it into NaN, which would be sent together with the residual.
 
     Args:
         buckets: of one step, with the same loss scale.

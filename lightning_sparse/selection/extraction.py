@@ -1,8 +1,8 @@
-"""Taking what this worker sends out of a bucket: p = e + g / S, the selection, and the rest that stays.
+"""Extracts this worker's sent values from a bucket and keeps the rest.
 
-Several implementations give the same bits. The hard threshold has a fast one for CPUs (compiled functions) and a fast
-one for GPUs (``fused_threshold``). A sparsifier that marks what it selects is asked for a mask on GPUs and on dense
-routes. In all other cases `Sparsifier.select` returns indices.
+Several implementations give the same bits. The hard threshold has compiled functions on CPUs and ``fused_threshold`` on
+GPUs. On GPUs and on dense routes, a ``MarkingSparsifier`` returns a mask. In all other cases `Sparsifier.select`
+returns indices.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,13 +32,13 @@ from lightning_sparse.sparsifiers import (
 
 
 class Extraction:
-    """Takes what a sparsifier selects out of buckets and fills their shipments with it.
+    """Takes a sparsifier's selection out of buckets and fills their shipments.
 
     Args:
         sparsifier: selects the sent values.
-        num_slices: the number of equal slices whose coordinates the exchange needs; 0 for none.
+        num_slices: number of equal slices whose coordinates are counted for the exchange; 0 for none.
         per_layer: whether to report numbers of every layer.
-        keeps_rest: False forgets unsent values.
+        keeps_rest: whether residuals keep unsent values.
     """
 
     def __init__(self, sparsifier: Sparsifier, *, num_slices: int, per_layer: bool, keeps_rest: bool) -> None:
@@ -47,7 +47,7 @@ class Extraction:
         self._per_layer = per_layer
         self._keeps_rest = keeps_rest
         self._is_marking = type(sparsifier).select is MarkingSparsifier.select
-        # A subclass of HardThreshold that selects differently is asked, not bypassed.
+        # A subclass of HardThreshold may select differently, so only the class itself takes the fast path.
         self._is_threshold = (
             self._is_marking
             and isinstance(sparsifier, HardThreshold)
@@ -58,7 +58,7 @@ class Extraction:
         self._known_boundaries: dict[tuple[LayerLayout, torch.device, bool], Boundaries] = {}
 
     def fill(self, bucket: FlatBucket, shipment: Shipment, *, measures_gradient: bool = False) -> Tensor:
-        """Forms p, writes the sent values into the shipment, leaves e' in the residual; returns the header.
+        """Computes p, writes sent values into the shipment, leaves e' in the residual and returns the header.
 
         Args:
             bucket: residual and gradient.
@@ -91,7 +91,7 @@ class Extraction:
         header = torch.empty(header_fields(bucket.layout, self._per_layer), dtype=torch.float64, device=after.device)
         if shipment.payload is not None:
             shipment.is_cleared = shipment.out is bucket.gradient
-            shipment.rest = partial(self._rest_in_residual, bucket, shipment.format, shipment.payload)
+            shipment.rest = partial(self._take_rest_from_residual, bucket, shipment.format, shipment.payload)
         boundaries = self._boundaries(bucket, has_slices=shipment.payload is not None)
         self._fused.take_out(bucket, shipment, runs, header, boundaries, measures_gradient=measures_gradient)
         if self._per_layer:
@@ -101,7 +101,7 @@ class Extraction:
     def _fill_natively(self, bucket: FlatBucket, shipment: Shipment) -> LocalNumbers:
         """Fills in one pass over memory: 12 bytes per element, 16 with the clearing or a masked gradient."""
         (before, after), gradient, wire = bucket.residual, bucket.gradient, shipment.format.wire
-        if gradient.dtype != shipment.out.dtype:  # then the average has memory of its own
+        if gradient.dtype != shipment.out.dtype:  # the average then has separate memory
             gradient = shipment.out.copy_(gradient)
         step = Step(wire=WIRES[wire.dtype], scale=wire.scale, divisor=shipment.divisor)
         step.before, step.after, step.gradient = pointer(before), pointer(after), pointer(gradient)
@@ -125,10 +125,10 @@ class Extraction:
             errors.append(step.squares)
         torch.autograd.graph.increment_version((after, shipment.out))
         if shipment.payload is not None:
-            shipment.rest = partial(self._rest_in_residual, bucket, shipment.format, shipment.payload)
+            shipment.rest = partial(self._take_rest_from_residual, bucket, shipment.format, shipment.payload)
         if not self._keeps_rest:
             if shipment.payload is not None and step.selected > step.capacity:
-                rest = shipment.rest()  # it is in the residual
+                rest = shipment.rest()  # takes it out of the residual
                 shipment.rest = lambda: rest
             after.zero_()
             errors = [0.0] * len(errors)
@@ -141,7 +141,7 @@ class Extraction:
         return numbers
 
     def _fill_marked(self, bucket: FlatBucket, shipment: Shipment) -> LocalNumbers:
-        """Fills by a mask: on a GPU the host would wait for the number of indices, and dense routes need none."""
+        """Fills by a mask, because indices would synchronise with a GPU and dense routes need none."""
         assert isinstance(self._sparsifier, MarkingSparsifier)
         compensated = compensate(bucket.residual, bucket.gradient, bucket.loss_scale)
         marks = self._marks(bucket)
@@ -149,8 +149,8 @@ class Extraction:
         non_finite = compensated.isfinite().logical_not_().logical_and_(marks).count_nonzero()
         take_out_marked(bucket.residual, marks, values, shipment)
 
-        def count_before(places: Tensor) -> Tensor:
-            return torch.nn.functional.pad(marks.cumsum(0), (1, 0)).index_select(0, places)
+        def count_before(positions: Tensor) -> Tensor:
+            return torch.nn.functional.pad(marks.cumsum(0), (1, 0)).index_select(0, positions)
 
         return self._numbers(bucket, shipment, marks.count_nonzero(), non_finite, count_before)
 
@@ -183,20 +183,20 @@ class Extraction:
             marks[start:end] = False
         return marks
 
-    def _rest_in_residual(self, bucket: FlatBucket, payload_format: PayloadFormat, payload: Tensor) -> Selection:
-        """Takes the values that found no room in a payload out of the residual. Waits for a GPU."""
+    def _take_rest_from_residual(self, bucket: FlatBucket, payload_format: PayloadFormat, payload: Tensor) -> Selection:
+        """Takes the values beyond a payload's capacity out of the residual. Waits for a GPU."""
         residual = bucket.residual.after
         first = payload_format.unpack(payload, residual.dtype, payload_format.num_selected(payload))
-        # Coordinates ascend: up to the last in the payload, rounding left the values that reach λ.
+        # Coordinates ascend. Before the last in the payload, values of at least λ are remainders of rounding.
         begin = int(first.indices[-1]) + 1 if first.indices.numel() else 0
-        found = [Selection(first.indices[:0], residual[:0])]
+        selections = [Selection(first.indices[:0], residual[:0])]
         for threshold, start, end, excess in self._runs(bucket):
-            if end > begin:  # not the whole bucket: that takes many times as long
-                place = max(start, begin)
-                part = residual[place:end]
+            if end > begin:  # a range, because the whole bucket takes many times as long
+                position = max(start, begin)
+                part = residual[position:end]
                 indices = (part.abs() < threshold).logical_not_().nonzero().squeeze(1)
-                found.append(Selection(indices + place, exceed(part[indices], excess)))
-        return keep_rest(residual, Selection(*map(torch.cat, zip(*found, strict=True))), payload_format.wire)
+                selections.append(Selection(indices + position, exceed(part[indices], excess)))
+        return keep_rest(residual, Selection(*map(torch.cat, zip(*selections, strict=True))), payload_format.wire)
 
     def _numbers(
         self,
@@ -206,7 +206,7 @@ class Extraction:
         non_finite: Tensor,
         count_before: Callable[[Tensor], Tensor],
     ) -> LocalNumbers:
-        """Returns the numbers of a bucket whose e' is formed; ``count_before`` counts coordinates before places."""
+        """Returns the numbers of a bucket with computed e'; ``count_before`` counts coordinates before positions."""
         after = bucket.residual.after
         if not self._keeps_rest:
             after.zero_()
@@ -238,7 +238,7 @@ class Extraction:
         runs = self._sparsifier.runs(bucket.layout, bucket.residual.after.dtype, by_layer=by_layer or bool(unused))
         if not unused:
             return runs
-        # Nothing reaches the threshold of unused layers: their residuals are finite.
+        # An infinite threshold for unused layers, whose residuals are finite, selects nothing.
         return [run._replace(threshold=inf) if (run.start, run.end) in unused else run for run in runs]
 
 
@@ -248,20 +248,20 @@ def take_out_marked(residual: Residual, marks: Tensor, values: Tensor, shipment:
     Args:
         residual: ``after`` holds p, shape (m,), and receives e'.
         marks: bool, shape (m,).
-        values: what marked coordinates send, shape (m,): p itself, or p rounded in some way.
+        values: values that marked coordinates send, shape (m,): p, or a rounding of p.
         shipment: receives the sent values.
     """
     after = residual.after
     sent, kept = sent_and_kept(after, values, shipment.format.wire)
-    sent = torch.where(marks, sent, 0)  # a copy: the values may be p itself, which becomes e'
+    sent = torch.where(marks, sent, 0)  # a copy, because the values may be p, whose memory becomes e'
     torch.where(marks, kept, after, out=after)
     if shipment.payload is None:
         torch.div(sent, shipment.divisor, out=shipment.out)
         return
     capacity = shipment.format.capacity(shipment.payload.numel())
     indices = torch.empty(0, dtype=torch.int64, device=after.device)
-    if marks.numel():  # without elements it fails on a GPU: pytorch#162473
-        # Unused places get an index beyond all blocks: it is before no block's end.
+    if marks.numel():  # fails on a GPU without elements: pytorch#162473
+        # Unused positions get an index beyond all blocks, so no block counts them.
         beyond = shipment.format.num_blocks * BLOCK_ELEMENTS
         indices = torch.nonzero_static(marks, size=capacity, fill_value=beyond).squeeze(1)
     selection = Selection(indices, sent.index_select(0, indices.clamp(max=max(marks.numel() - 1, 0))))

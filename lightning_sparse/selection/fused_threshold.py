@@ -4,14 +4,14 @@ The kernels give the bits of ``compensate``, ``HardThreshold.select``, ``keep_re
 all memory traffic is in one pass. It moves 12 bytes per element of a float32 gradient and 10 of a bfloat16 gradient. If
 the gradient is cleared for the average, it moves 4 or 2 more. A sparse selection adds some 100 bytes per coordinate.
 
-1. ``walk_block`` forms p in the memory of e' and marks selected coordinates with one bit per element.
-2. ``summarise`` adds up the numbers of all blocks: where each block's coordinates begin in the payload, and the header.
+1. ``walk_block`` computes p in the memory of e' and marks selected coordinates with one bit per element.
+2. ``summarise`` sums the numbers of all blocks into the start of each block in the payload, and the header.
 3. ``pack_block`` writes values and offsets into the payload and keeps the rest.
 
 A program has one block of 8,192 elements, an eighth of the payload's. A bucket of 25 MB has 800 programs, and a bucket
 of 1 MB has 32. An H100 with 132 multiprocessors runs two programs on each. The payload's own blocks of 65,536 elements
-would leave most of them idle. No two programs write to one place: coordinates ascend without a sort, and no atomic
-addition makes runs differ.
+would leave most of them idle. Each position has a single writer, so coordinates ascend without a sort, and no atomic
+additions make runs differ.
 """
 
 from collections.abc import Sequence
@@ -32,12 +32,12 @@ from lightning_sparse.sparsifiers import ThresholdRun
 BLOCK_ELEMENTS = 8192
 PER_END = ELEMENTS_PER_END // BLOCK_ELEMENTS
 ALIGNED_BYTES = 16
-"""A thread reads and writes so many bytes at once if the pointer is aligned to them. torch's allocations are."""
+"""Bytes that a thread reads and writes at once from an aligned pointer. torch's allocations are aligned."""
 # 512 threads with 8 elements each need some 50 registers: two programs fit a multiprocessor of an H100 or H200. Without
 # fusing, a multiplication and an addition round twice, as in PyTorch.
 _WALK = {"BLOCK": BLOCK_ELEMENTS, "WORDS": 128, "num_warps": 16, "enable_fp_fusion": False}
 _SUMMARISE = {"BLOCK": BLOCK_ELEMENTS, "PER_END": PER_END, "WIDTH": 2048, "ROWS": 16, "num_warps": 8}
-# The marks, not the numbers of blocks, tell how many coordinates are selected in a bucket and its slices.
+# The marks determine the selected coordinates of a bucket and its slices, not the numbers of blocks.
 _SLOTS = {name.upper(): slot for name, slot in SLOTS.items()}
 _WALK |= {name: slot for name, slot in _SLOTS.items() if name not in ("SELECTED", "LARGEST_SLICE")}
 _SUMMARISE |= _SLOTS | {"FIXED_FIELDS": FIXED_FIELDS}
@@ -45,7 +45,7 @@ _PACK = {"BLOCK": BLOCK_ELEMENTS, "PER_END": PER_END, "num_warps": 4, "enable_fp
 
 
 class Boundaries:
-    """Where layers and slices of a bucket begin and end whose coordinates are counted, on the bucket's device.
+    """The boundaries of layers and slices whose coordinates are counted, on the bucket's device.
 
     Args:
         layers: ascending from 0 to m; empty for none.
@@ -55,7 +55,7 @@ class Boundaries:
 
     def __init__(self, layers: Sequence[int], slices: Sequence[int], device: torch.device) -> None:
         self.num_layers, self.num_slices = (max(len(places) - 1, 0) for places in (layers, slices))
-        # Only the first step waits for this copy.
+        # The copy synchronises, but only in the first step.
         self.places = torch.tensor([*layers, *slices], dtype=torch.int64).to(device)
 
 
@@ -78,11 +78,11 @@ class FusedThreshold:
         *,
         measures_gradient: bool = False,
     ) -> None:
-        """Selects the coordinates with not (abs(p) < λ), p = e + g / S, writes them out and keeps the rest.
+        """Selects coordinates with not (abs(p) < λ), p = e + g / S, writes them out and keeps the rest.
 
-        Coordinates go into the payload in ascending order until it is full. Values that find no room stay in the
-        residual as p, but all numbers are those after they have been sent. Unused room is not written to. Without a
-        payload the values go into ``shipment.out``, divided, with zeros between; that takes two kernels.
+        Coordinates go into the payload in ascending order until it is full. Values beyond the capacity stay in the
+        residual as p, but all numbers are those after sending them. Unused capacity is not written. Without a payload,
+        two kernels write the divided values and zeros into ``shipment.out``.
 
         Args:
             bucket: all its tensors contiguous.
@@ -119,8 +119,8 @@ class FusedThreshold:
         counts = self._space.take("counts", blocks, torch.int32, device)
         numbers = self._space.take("numbers", FIXED_FIELDS * blocks, torch.float64, device)
         starts = self._space.take("starts", blocks + 1, torch.int64, device)
-        # The zeros follow from nothing that the kernel read. If the gradient is not aligned, threads write other
-        # elements than they read, and one thread could clear an element before another reads it.
+        # Zeros do not depend on loaded values. If the gradient is not aligned, threads write other elements than they
+        # read, so a thread could clear an element before another thread reads it.
         must_clear = parts is not None and shipment.is_cleared
         clears = must_clear and gradient.storage_offset() * gradient.element_size() % ALIGNED_BYTES == 0
         inputs = (before, after, gradient, bucket.loss_scale, *tables)
@@ -135,8 +135,8 @@ class FusedThreshold:
             places, num_layers, num_slices = boundaries.places, boundaries.num_layers, boundaries.num_slices
             counts_before = self._space.take("before", places.numel(), torch.int64, device)
         assert header.numel() >= FIXED_FIELDS + num_layers
-        found = (counts, numbers, bits, places, counts_before, starts, ends, header)
-        launch(summarise, 1, *found, blocks, num_layers, num_slices, MEASURES=measures_gradient, **_SUMMARISE)
+        arguments = (counts, numbers, bits, places, counts_before, starts, ends, header)
+        launch(summarise, 1, *arguments, blocks, num_layers, num_slices, MEASURES=measures_gradient, **_SUMMARISE)
         if parts is not None:
             packed = (
                 after,
@@ -153,7 +153,7 @@ class FusedThreshold:
 
 
 def _check_flat(size: int, **tensors: Tensor) -> None:
-    # With a wrong size a kernel writes into foreign memory.
+    # With a wrong size, a kernel would write out of bounds.
     for name, tensor in tensors.items():
         if tensor.shape != (size,) or not tensor.is_contiguous():
             given = f"shape {tuple(tensor.shape)}, stride {tensor.stride()}"
@@ -164,14 +164,14 @@ def _check_flat(size: int, **tensors: Tensor) -> None:
 def _threshold_tables(
     runs: tuple[ThresholdRun, ...], size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Returns λ, excess and start of each run, and the run in which each block, and the end, begins."""
+    """Returns λ, excess and start of each run, and the run at each block's start and at the end."""
     edges = [0, *(run.end for run in runs)]
     if edges != [*(run.start for run in runs), size]:
-        raise ValueError(f"Invalid {runs=}. Each must begin where the one before it ends, from 0 to {size}.")
+        raise ValueError(f"Invalid {runs=}. Must cover 0 to {size}, each run starting at the previous run's end.")
     numbers = [(run.threshold, run.excess) for run in runs if run.start < run.end]
     if len(set(numbers)) == 1:
         threshold, excess = (torch.full((1,), number, dtype=dtype, device=device) for number in numbers[0])
-        return threshold, excess, None, None  # filled on the device
+        return threshold, excess, None, None  # filled on the device, without a copy
     thresholds, excesses = (
         without_wait(torch.tensor(part, dtype=dtype), device) for part in zip(*numbers, strict=True)
     )

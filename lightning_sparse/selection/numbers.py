@@ -1,4 +1,4 @@
-"""The numbers of a step: how each is combined and logged, and those of one worker and bucket in a header."""
+"""The numbers of a step: rules to combine and log them, and their layout in a header."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ NORM_BLOCK = 1024
 
 @dataclass(frozen=True)
 class StepNumber:
-    """Tells how a number of a step is combined and where it is shown.
+    """The rules for combining and logging a number of a step.
 
     Attributes:
         name: its field in `StepStats`; in ``LocalNumbers`` as well if a header holds it.
@@ -65,7 +65,7 @@ constant."""
 HEADER = tuple(number for number in STEP_NUMBERS if number.in_header)
 LAYER_HEADER = tuple(number for number in HEADER if number.per_layer)
 SLOTS = {number.name: slot for slot, number in enumerate(HEADER)}
-"""The place of each number in a header."""
+"""The position of each number in a header."""
 FIXED_FIELDS = len(HEADER)
 """Fields of a header before the per-layer fields."""
 _of_header = attrgetter(*SLOTS)
@@ -86,7 +86,7 @@ def layer_fields(name: str, layout: LayerLayout) -> slice:
 def combined(
     rows: Tensor, numbers: Sequence[StepNumber], over: Literal["workers", "shards", "exchanges"], num_workers: int = 1
 ) -> list[Any]:
-    """Returns one number per column, combined by the number's rule.
+    """Returns a number per column, combined by the number's rule.
 
     Args:
         rows: float64, shape (m, N), on the CPU.
@@ -105,16 +105,16 @@ def combined(
 
 @dataclass
 class LocalNumbers:
-    """One worker's numbers of one bucket, as numbers or as tensors of one element on the bucket's device.
+    """A worker's numbers of a bucket: Python numbers, or tensors of one element on its device.
 
     Attributes:
         selected: k of this bucket.
         non_finite: NaN and infinite values among them.
         squared_error: ‖e'‖², in gradient units squared.
-        largest_slice: the most coordinates in any of the exchange's slices, if the exchange asks for it.
-        squared_gradient_norm: ‖g‖² of the unscaled gradient, if calibration asks for it.
-        of_layers: by name each number of ``LAYER_HEADER`` for every layer, shapes (L,), if per-layer numbers are asked
-            for.
+        largest_slice: the largest count of coordinates in a slice, if the exchange needs it.
+        squared_gradient_norm: ‖g‖² of the unscaled gradient, if calibration needs it.
+        of_layers: each number of ``LAYER_HEADER`` for every layer, by name, shapes (L,), if per-layer numbers are
+            enabled.
     """
 
     selected: int | Tensor
@@ -139,7 +139,7 @@ class LocalNumbers:
 
 
 SMALLEST_SQUARES = 1e-29
-"""A smaller sum of squares in float32 may have lost some of them."""
+"""In float32, a sum of squares below this may have lost some squares to underflow."""
 
 
 def layer_errors(residual: Tensor, layout: LayerLayout) -> Tensor:
@@ -149,7 +149,7 @@ def layer_errors(residual: Tensor, layout: LayerLayout) -> Tensor:
     parts = [residual[start:end] for _, start, end in layout.spans()]
     if residual.device.type == "cpu":
         return torch.stack([squared_norm(part) for part in parts])
-    return torch.stack(torch._foreach_norm(parts)).double().square()  # a few kernels for all layers together
+    return torch.stack(torch._foreach_norm(parts)).double().square()  # few kernels for all layers together
 
 
 def squared_norm(values: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ def squared_norm(values: Tensor) -> Tensor:
     squared = _sum_of_squares(values, torch.float32)
     if values.device.type != "cpu" or SMALLEST_SQUARES < float(squared) < inf or not values.any():
         return squared
-    return _sum_of_squares(values, torch.float64)  # beyond what float32 can square; nobody waits for a CPU
+    return _sum_of_squares(values, torch.float64)  # float32 cannot square these; a CPU needs no synchronisation
 
 
 def _sum_of_squares(values: Tensor, accumulate_in: torch.dtype) -> Tensor:

@@ -67,7 +67,7 @@ class Accordion(MarkingSparsifier):
             raise ValueError(f"Invalid {low_density=}. Must be at most {high_density=}.")
         require_count("interval", interval)
         if not (is_number(relative_change) and 0 < relative_change < float("inf")):
-            raise ValueError(f"Invalid {relative_change=}. Must be above 0; 0.5 is the authors'.")
+            raise ValueError(f"Invalid {relative_change=}. Must be above 0; the authors use 0.5.")
         self.low_density = low_density
         self.high_density = high_density
         self.interval = interval
@@ -75,27 +75,27 @@ class Accordion(MarkingSparsifier):
         self._low, self._high = TopK(low_density), TopK(high_density)
         self._step = 0
         self._last: dict[str, Tensor] = {}
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._epoch = -1
-        self._due = 0
-        self._coming: tuple[int, list[float]] | None = None
+        self._next_comparison = 0
+        self._next_epoch: tuple[int, list[float]] | None = None
         self._rates: list[float] = []
-        self._calm: set[str] = set()
+        self._stable_layers: set[str] = set()
         self._norms: dict[str, float] = {}
         self._sums: dict[str, Tensor] = {}
         self._last.clear()
 
     def density_of(self, name: str) -> float:
         """Returns the share of the layer with this parameter name that is sent."""
-        return self.low_density if name in self._calm else self.high_density
+        return self.low_density if name in self._stable_layers else self.high_density
 
     def begin_epoch(self, epoch: int, learning_rates: Sequence[float]) -> None:
         """Notes an epoch and its learning rates; see `Sparsifier.begin_epoch`."""
-        known = self._epoch if self._coming is None else self._coming[0]
+        known = self._epoch if self._next_epoch is None else self._next_epoch[0]
         if epoch != known:
-            self._coming = epoch, list(learning_rates)
+            self._next_epoch = epoch, list(learning_rates)
 
     def begin_step(self, step: int, rank: int) -> None:
         """Adds the averages of the last step, and compares norms if an epoch is over.
@@ -105,47 +105,46 @@ class Accordion(MarkingSparsifier):
         """
         if self._last and step > self._step:
             _add(self._sums, self._last)
-        self._last.clear()  # if not counted, the step was undone
+        self._last.clear()  # an average that was not added belongs to an undone step
         self._step = step
-        if self._coming is not None:
-            self._turn(*self._coming)
-            self._coming = None
+        if self._next_epoch is not None:
+            self._end_epoch(*self._next_epoch)
+            self._next_epoch = None
         elif self._epoch < 0 and step:
             raise RuntimeError(
-                "ACCORDION compares epochs, and nobody has said that one begins. Call "
-                "begin_epoch(epoch, learning_rates) of the state or the averager at the beginning of each; "
-                "with a Trainer the strategy does."
+                "ACCORDION needs begin_epoch(epoch, learning_rates) at the start of each epoch. Call it on the state "
+                "or the averager. With a Trainer, the strategy calls it."
             )
 
-    def _turn(self, epoch: int, rates: list[float]) -> None:
+    def _end_epoch(self, epoch: int, rates: list[float]) -> None:
         if self._sums:
             found = torch.stack([torch.linalg.vector_norm(total, dtype=torch.float64) for total in self._sums.values()])
-            norms = dict(zip(self._sums, found.tolist(), strict=True))
-            self._calm = {name for name, norm in norms.items() if self._is_calm(self._norms.get(name, 0.0), norm)}
+            old, norms = self._norms, dict(zip(self._sums, found.tolist(), strict=True))
+            self._stable_layers = {name for name, norm in norms.items() if self._is_stable(old.get(name, 0.0), norm)}
             self._norms, self._sums = norms, {}
-            self._due = self._epoch + self.interval
+            self._next_comparison = self._epoch + self.interval
         if any(new < old for old, new in zip(self._rates, rates, strict=False)):
-            self._calm = set()
+            self._stable_layers = set()
         self._epoch, self._rates = epoch, rates
 
-    def _is_calm(self, before: float, after: float) -> bool:
+    def _is_stable(self, before: float, after: float) -> bool:
         return before > 0 and abs(after - before) / before < self.relative_change
 
     def observe(self, layout: LayerLayout, average: Tensor) -> None:
-        """Keeps an average of the present step, in an epoch that will be compared."""
-        if self._epoch >= self._due:
+        """Keeps an average of the current step if its epoch will be compared."""
+        if self._epoch >= self._next_comparison:
             copied = average.to(torch.promote_types(average.dtype, torch.float32), copy=True)
             self._last.update(zip(layout.names, torch.split(copied, list(layout.sizes)), strict=True))
 
     def mark(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
         """Marks k coordinates of each layer, k by its regime, and every non-finite one."""
-        if not self._calm.intersection(layout.names):
+        if not self._stable_layers.intersection(layout.names):
             return self._high.mark(compensated, layout)
-        if self._calm.issuperset(layout.names):
+        if self._stable_layers.issuperset(layout.names):
             return self._low.mark(compensated, layout)
         marks = torch.empty_like(compensated, dtype=torch.bool)
         for name, start, end in layout.spans():
-            top_k = self._low if name in self._calm else self._high
+            top_k = self._low if name in self._stable_layers else self._high
             marks[start:end] = top_k.mark(compensated[start:end], LayerLayout((name,), (end - start,)))
         return marks
 
@@ -156,26 +155,26 @@ class Accordion(MarkingSparsifier):
             _add(sums, {name: average.to("cpu", copy=True) for name, average in self._last.items()})
         return {
             "epoch": self._epoch,
-            "due": self._due,
-            "coming": None if self._coming is None else list(self._coming),
+            "due": self._next_comparison,
+            "coming": None if self._next_epoch is None else list(self._next_epoch),
             "learning_rates": self._rates,
-            "calm": sorted(self._calm),
+            "calm": sorted(self._stable_layers),
             "norms": self._norms,
             "sums": sums,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from the result of `state_dict`; ``{}`` starts anew."""
-        self._forget()
+        self._reset()
         if state:
-            self._epoch, self._due, self._coming = state["epoch"], state["due"], state["coming"]
-            self._rates, self._calm, self._norms = state["learning_rates"], set(state["calm"]), state["norms"]
+            self._epoch, self._next_comparison, self._next_epoch = state["epoch"], state["due"], state["coming"]
+            self._rates, self._stable_layers, self._norms = state["learning_rates"], set(state["calm"]), state["norms"]
             self._sums = {name: total.clone() for name, total in state["sums"].items()}
 
 
 def _add(sums: dict[str, Tensor], averages: Mapping[str, Tensor]) -> None:
     for name, average in averages.items():
-        if name in sums and sums[name].device != average.device:  # a checkpoint's are on the CPU
+        if name in sums and sums[name].device != average.device:  # sums of a checkpoint are on the CPU
             sums[name] = sums[name].to(average.device)
     known = [name for name in averages if name in sums and sums[name].shape == averages[name].shape]
     if known:

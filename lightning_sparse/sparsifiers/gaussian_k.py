@@ -23,7 +23,7 @@ class GaussianK(MarkingSparsifier):
     magnitudes that then exceed t are sent, which may be many times k, or the largest if none does. k is at least 1.
 
     As with Top-k, unsent values have no bound. (The authors' code takes μ with its sign, sends at most k, and never
-    sends a layer of equal magnitudes. Here neither sign nor place decides, and no layer waits for ever.)
+    sends a layer of equal magnitudes. Here neither sign nor position decides, and every layer sends.)
 
     Args:
         density: the share of each layer to aim at, in (0, 1].
@@ -40,10 +40,10 @@ class GaussianK(MarkingSparsifier):
     def __init__(self, density: float = 0.001) -> None:
         require_density(density, "about 0.1 % of each layer")
         self.density = density
-        self._wanted: dict[tuple[LayerLayout, torch.device], Tensor] = {}
+        self._k_cache: dict[tuple[LayerLayout, torch.device], Tensor] = {}
 
     def mark(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
-        """Marks what exceeds its layer's threshold and every non-finite one; see `MarkingSparsifier.mark`."""
+        """Marks coordinates above their layer's threshold and non-finite ones; see `MarkingSparsifier.mark`."""
         is_finite = compensated.isfinite()
         finite = torch.where(is_finite, compensated, 0)
         marks = is_finite.logical_not_()
@@ -51,13 +51,13 @@ class GaussianK(MarkingSparsifier):
         if not spans:
             return marks
         moments = [torch.std_mean(finite[span], correction=0) for span in spans]
-        deviations, means = (torch.stack(some) for some in zip(*moments, strict=True))
+        deviations, means = (torch.stack(values) for values in zip(*moments, strict=True))
         thresholds = means.abs() + -NormalDist().inv_cdf(max(self.density / 2, SMALLEST)) * deviations
         magnitude = finite.abs_()
-        wanted = self._k_of_layers(layout, compensated.device)
+        k_by_layer = self._k_by_layer(layout, compensated.device)
         for _ in range(CORRECTIONS):
             exceed = [magnitude[span] > threshold for span, threshold in zip(spans, thresholds.unbind(), strict=True)]
-            share = torch.stack([marked.count_nonzero() for marked in exceed]) / wanted
+            share = torch.stack([marked.count_nonzero() for marked in exceed]) / k_by_layer
             factors = torch.where(share < TOO_FEW, SMALLER, torch.where(share > TOO_MANY, LARGER, 1.0))
             thresholds = thresholds * factors.to(thresholds.dtype)
         largest = torch.stack([magnitude[span].amax() for span in spans])
@@ -66,10 +66,10 @@ class GaussianK(MarkingSparsifier):
             marks[span].logical_or_(magnitude[span] > threshold)
         return marks
 
-    def _k_of_layers(self, layout: LayerLayout, device: torch.device) -> Tensor:
-        """Returns k of every layer, on the device: on a GPU a division per layer would be a launch per layer."""
+    def _k_by_layer(self, layout: LayerLayout, device: torch.device) -> Tensor:
+        """Returns k of every layer on the device; dividing layer by layer would be a launch each."""
         key = (layout, device)
-        if key not in self._wanted:
+        if key not in self._k_cache:
             k = [max(1, int(self.density * size)) for size in layout.sizes if size]
-            self._wanted[key] = torch.tensor(k, dtype=torch.float64).to(device, non_blocking=True)
-        return self._wanted[key]
+            self._k_cache[key] = torch.tensor(k, dtype=torch.float64).to(device, non_blocking=True)
+        return self._k_cache[key]

@@ -1,4 +1,4 @@
-"""The hard-threshold sparsifier, which sends what reaches a constant magnitude; and the dense one."""
+"""The hard-threshold sparsifier, which sends values of at least a constant magnitude, and the dense sparsifier."""
 
 import struct
 import sys
@@ -23,9 +23,9 @@ from lightning_sparse.sparsifiers.rounding import power_of_two
 
 DEFAULT_DENSITY = 0.001
 STEPS = 8
-"""λ is at least so many steps of a grid: sent values then have the four significant bits of a float8."""
+"""λ is at least this many steps of a grid, so that sent values have the four significant bits of a float8."""
 REACH = 100
-"""Values up to so many times the largest λ must not be cut off."""
+"""Values up to this multiple of the largest λ must be representable."""
 
 
 class ThresholdRun(NamedTuple):
@@ -63,8 +63,8 @@ class HardThreshold(MarkingSparsifier):
             calibration measures norms. It usually ends after 3.
         layer_thresholds: λ for single layers: fnmatch patterns of parameter names, the first match wins. A layer with a
             λ of its own is not calibrated; 0 sends a layer whole: ``{"*.bias": 0.0}``.
-        granularity: scope of a density. ``"model"``: one λ for all layers, so that some send much and others little;
-            ``"layer"``: after calibration a λ per layer, corrected so that each layer sends its share on average, but
+        granularity: scope of a density. ``"model"`` has one λ for all layers, so that some send much and others little.
+            ``"layer"`` has a λ per layer after calibration, adjusted so that each layer sends its share on average, but
             at least about one coordinate per step.
         overshoot: κ, in [0, 1). A sent value is p + κ λ sign(p), so the residual restarts at −κ λ sign(p) instead of 0.
             Residuals stay below λ, and at equal density they lag behind the gradient by (1 − κ) / (1 + κ) times as many
@@ -93,13 +93,13 @@ class HardThreshold(MarkingSparsifier):
         require_granularity(granularity)
         if granularity == "layer" and threshold is not None:
             raise ValueError(
-                f"Got {granularity=} and {threshold=}. What is held in each layer is a density: give density=… in "
-                "place of threshold=…, or thresholds of single layers as layer_thresholds."
+                f"Got {granularity=} and {threshold=}. granularity='layer' needs a density. Give density=… instead of "
+                "threshold=…, or set thresholds of single layers with layer_thresholds."
             )
         if threshold is not None and density is not None:
             raise ValueError(
-                f"Got both {threshold=} and {density=}. Give one: a threshold is used as it is, a density is turned "
-                "into a threshold by calibration."
+                f"Got both {threshold=} and {density=}. Give one: a threshold stays constant, and calibration turns a "
+                "density into a threshold."
             )
         if threshold is not None:
             _check_threshold("threshold", threshold)
@@ -112,12 +112,12 @@ class HardThreshold(MarkingSparsifier):
             raise TypeError(f"Invalid {layer_thresholds=}. Must be λ by pattern, such as {{'*.bias': 0.0}}, or None.")
         for pattern, value in (layer_thresholds or {}).items():
             if not isinstance(pattern, str):
-                raise TypeError(f"Invalid {layer_thresholds=}. {pattern!r} is no pattern of parameter names.")
+                raise TypeError(f"Invalid {layer_thresholds=}. {pattern!r} must be a pattern of parameter names.")
             _check_threshold(f"layer_thresholds[{pattern!r}]", value)
         if not is_number(overshoot) or not 0 <= overshoot < 1:
             raise ValueError(f"Invalid {overshoot=}. Must be within [0, 1); 0.5 sends 1.5 λ where p is λ.")
         if density == 1:
-            threshold, density = 0.0, None  # nothing to find
+            threshold, density = 0.0, None  # no calibration
         self.threshold = threshold
         self.density = density
         self.calibration_steps = calibration_steps
@@ -129,14 +129,14 @@ class HardThreshold(MarkingSparsifier):
 
     @property
     def current_threshold(self) -> float:
-        """λ in gradient units, the largest where layers have their own; 0 while it is being calibrated."""
+        """The largest λ of all layers without ``layer_thresholds``, in gradient units; 0 during calibration."""
         return 0.0 if self.threshold is None else self.threshold
 
     def grid_step(self, most_steps: int) -> float | None:
-        """The largest power of two up to an eighth of the smallest λ; see `Sparsifier.grid_step`.
+        """Returns the largest power of two up to an eighth of the smallest λ; see `Sparsifier.grid_step`.
 
-        None while λ is unknown, if a λ is 0 (sent values have no smallest magnitude), and if ``most_steps`` do not
-        reach far beyond the largest λ: values that are cut off could pile up.
+        Returns None while λ is unknown, and if a λ is 0, because sent values then have no smallest magnitude. Also
+        returns None if ``most_steps`` are too few for values far above the largest λ, whose remainders could grow.
         """
         known = [self.current_threshold, *self._of_layers.values(), *self.layer_thresholds.values()]
         step = power_of_two(min(known) / STEPS) if min(known) > 0 else 0.0
@@ -147,21 +147,21 @@ class HardThreshold(MarkingSparsifier):
         known = [*([] if self.threshold is None else [self.threshold]), *self.layer_thresholds.values()]
         if 0.0 in known:
             raise ValueError(
-                f"Got value_dtype={value_dtype!r} and a threshold of 0, which sends a layer whole: nothing says of "
-                "which step its values could be multiples. Use value_dtype='bfloat16', or a threshold above 0."
+                f"Got value_dtype={value_dtype!r} and a threshold of 0, which determines no step for small dtypes. Use "
+                "value_dtype='bfloat16', or a threshold above 0."
             )
         if most_steps < 2 * STEPS * REACH:
             raise ValueError(
-                f"Got value_dtype={value_dtype!r} with a hard threshold. It reaches {most_steps} steps, of which a "
-                "threshold is 8 to 16: what is beyond would be cut off, and residuals could pile up. Use "
-                "value_dtype='float8', which takes as many bytes; 'int8' is for ScaledIntegerRounding and "
+                f"Got value_dtype={value_dtype!r} with a hard threshold. A threshold takes 8 to 16 of its {most_steps} "
+                "steps, so it would truncate larger values, and residuals could grow without bound. Use "
+                "value_dtype='float8', which takes as many bytes. 'int8' is for ScaledIntegerRounding and "
                 "StochasticRounding."
             )
         if self.threshold is not None and self.grid_step(most_steps) is None:
             raise ValueError(
-                f"Got value_dtype={value_dtype!r} with thresholds from {min(known):g} to {max(known):g}. It reaches "
-                f"{most_steps} steps of an eighth of the smallest, too little for the largest, or the steps are no "
-                "float32 numbers. Use value_dtype='bfloat16'."
+                f"Got value_dtype={value_dtype!r} with thresholds from {min(known):g} to {max(known):g}. Its "
+                f"{most_steps} steps of an eighth of the smallest are too few for the largest, or a step is not a "
+                "float32 number. Use value_dtype='bfloat16'."
             )
 
     def fix_threshold(self, threshold: float) -> None:
@@ -193,11 +193,11 @@ class HardThreshold(MarkingSparsifier):
             self._fix(None, {})
 
     def is_given(self, name: str) -> bool:
-        """Whether ``layer_thresholds`` has a λ for the layer with this parameter name."""
+        """Returns whether ``layer_thresholds`` has a λ for the layer with this parameter name."""
         return any(fnmatchcase(name, pattern) for pattern in self.layer_thresholds)
 
     def threshold_of(self, name: str) -> float:
-        """λ of the layer with this parameter name, in gradient units."""
+        """Returns λ of the layer with this parameter name, in gradient units."""
         given = (value for pattern, value in self.layer_thresholds.items() if fnmatchcase(name, pattern))
         return next(given, self._of_layers.get(name, self.current_threshold))
 
@@ -265,8 +265,8 @@ def _product(overshoot: float, threshold: float, dtype: torch.dtype) -> float:
 def _check_threshold(name: str, value: float) -> None:
     if not (is_number(value) and 0 <= value <= sys.float_info.max):
         raise ValueError(
-            f"Invalid {name}={value!r}. Must be a finite number of at least 0, in units of what is "
-            "exchanged (gradients; in local training parameters); 0 sends everything."
+            f"Invalid {name}={value!r}. Must be a finite number of at least 0, in gradient units (with local training: "
+            "in units of the parameters). 0 sends everything."
         )
 
 
@@ -279,10 +279,10 @@ def _round_up(threshold: float, dtype: torch.dtype) -> float:
     if dtype != torch.float32:
         return threshold
     try:
-        bits = struct.pack("=f", threshold)  # to nearest; ten times as fast as with a tensor
+        bits = struct.pack("=f", threshold)  # rounds to nearest, ten times as fast as a tensor
     except OverflowError:
         return inf
     (rounded,) = struct.unpack("=f", bits)
-    if rounded < threshold:  # the next larger positive number has the next larger bits
+    if rounded < threshold:  # the bits of positive numbers are in the order of the numbers
         (rounded,) = struct.unpack("=f", struct.pack("=I", struct.unpack("=I", bits)[0] + 1))
     return float(rounded)

@@ -130,7 +130,7 @@ class Sparsifier(ABC):
         return
 
     def survey(self, step: "WholeStep") -> None:
-        """Sees all that a step has to send, if ``needs_survey``."""
+        """Receives all compensated gradients of a step before ``select``, if ``needs_survey``."""
         return
 
     def begin_epoch(self, epoch: int, learning_rates: Sequence[float]) -> None:
@@ -138,12 +138,12 @@ class Sparsifier(ABC):
 
         Args:
             epoch: its number, the same on all workers.
-            learning_rates: of all parameter groups of all optimizers, in order.
+            learning_rates: learning rates of all parameter groups of all optimizers, in order.
         """
         return
 
     def observe(self, layout: LayerLayout, average: Tensor) -> None:
-        """Sees the average of a bucket, the same bits on all workers, if ``needs_averages``.
+        """Receives the average of a bucket, the same bits on all workers, if ``needs_averages``.
 
         Args:
             layout: the layers of the bucket.
@@ -153,7 +153,7 @@ class Sparsifier(ABC):
         return
 
     def state_dict(self, next_step: int) -> dict[str, Any]:
-        """Returns the state that a checkpoint must hold beside the settings, the same on every worker.
+        """Returns the state for a checkpoint, without the settings; it is the same on every worker.
 
         ``torch.load(weights_only=True)`` must read it: Python's numbers, strings, lists, dicts, tensors.
 
@@ -181,13 +181,13 @@ class Sparsifier(ABC):
 
     @property
     def current_threshold(self) -> float | None:
-        """The present λ of layers without a λ of their own, in gradient units; None if the sparsifier has no λ."""
+        """The current λ of layers without ``layer_thresholds``, in gradient units; None without a λ."""
         return None
 
     def grid_step(self, most_steps: int) -> float | None:
-        """Returns ε, a power of two of which values may be sent as multiples, the same on all workers.
+        """Returns ε, a power of two, if values may be sent as multiples of it; the same on all workers.
 
-        None if there is no ε, or not yet: values are then sent as they are.
+        Returns None without ε, or before it is known. Values are then sent unrounded.
 
         Args:
             most_steps: the largest magnitude that can be sent, in steps.
@@ -197,9 +197,9 @@ class Sparsifier(ABC):
     def require_grid(self, value_dtype: str, most_steps: int) -> None:
         """Raises ValueError if values cannot be sent as multiples of a step, up to ``most_steps`` of them."""
         raise ValueError(
-            f"Got value_dtype={value_dtype!r} with {type(self).__name__}, which has no step of which values could "
-            "travel as multiples. Use value_dtype='bfloat16', or a sparsifier that has one: HardThreshold, "
-            "StochasticRounding, ScaledIntegerRounding."
+            f"Got value_dtype={value_dtype!r} with {type(self).__name__}, which has no step for small dtypes. Use "
+            "value_dtype='bfloat16', or a sparsifier with a step: HardThreshold, StochasticRounding or "
+            "ScaledIntegerRounding."
         )
 
     def settings(self) -> dict[str, object]:
@@ -208,14 +208,14 @@ class Sparsifier(ABC):
         Tensors are described by shape, dtype and content, other objects by their class, and sparsifiers and dataclasses
         also by their attributes.
         """
-        own = {"needs_survey": True} if self.needs_survey else {}
-        return {"sparsifier": type(self).__name__, **own} | {
-            name: _described(value) for name, value in sorted(vars(self).items()) if not name.startswith("_")
+        extra = {"needs_survey": True} if self.needs_survey else {}
+        return {"sparsifier": type(self).__name__, **extra} | {
+            name: _describe(value) for name, value in sorted(vars(self).items()) if not name.startswith("_")
         }
 
 
 class MarkingSparsifier(Sparsifier):
-    """A sparsifier that selects by a mask: on a GPU the host need not wait for the number of coordinates."""
+    """A sparsifier that selects by a mask, so that the host does not wait for a GPU's count."""
 
     @abstractmethod
     def mark(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
@@ -232,13 +232,13 @@ class MarkingSparsifier(Sparsifier):
 
 
 def require_sparsifier(value: object, advice: str = "") -> None:
-    """Raises TypeError unless this is a sparsifier, and not its class."""
+    """Raises TypeError unless this is an instance of a sparsifier."""
     if not isinstance(value, Sparsifier):
         raise TypeError(f"Expected a sparsifier such as HardThreshold(density=0.01), got {value!r}.{advice}")
 
 
 def is_number(value: object) -> bool:
-    """Whether this is a real number, of Python or NumPy."""
+    """Returns whether this is a real number of Python or NumPy."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
@@ -249,25 +249,25 @@ def require_count(name: str, value: object, least: int = 1, instead: str = "") -
 
 
 def require_density(density: float, example: str, name: str = "density") -> None:
-    """Raises ValueError unless this is a share of coordinates to send."""
+    """Raises ValueError unless this is a density in (0, 1]."""
     if not is_number(density) or not 0 < density <= 1:
         raise ValueError(f"Invalid {name}={density!r}. Must be within (0, 1]; for example 0.001 sends {example}.")
 
 
 def require_granularity(granularity: Granularity) -> None:
-    """Raises ValueError unless a density can be held in this unit."""
+    """Raises ValueError unless this is a granularity."""
     if granularity not in get_args(Granularity):
         raise ValueError(f"Invalid {granularity=}. Must be one of {', '.join(map(repr, get_args(Granularity)))}.")
 
 
-def _described(value: object) -> object:
-    """Returns a plain value that differs between workers if the value does, as far as can be seen."""
+def _describe(value: object) -> object:
+    """Returns a plain value that differs between workers if the value's content does."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _described(item) for key, item in value.items()}
+        return {str(key): _describe(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_described(item) for item in value]
+        return [_describe(item) for item in value]
     if isinstance(value, Tensor):
         digest = hashlib.sha256(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return f"tensor of shape {list(value.shape)}, {value.dtype}, content {digest.hexdigest()[:12]}"
@@ -275,5 +275,5 @@ def _described(value: object) -> object:
     if isinstance(value, Sparsifier):
         return value.settings()
     if is_dataclass(value) and not isinstance(value, type):
-        return {"class": name} | {part.name: _described(getattr(value, part.name)) for part in fields(value)}
+        return {"class": name} | {part.name: _describe(getattr(value, part.name)) for part in fields(value)}
     return getattr(value, "__qualname__", name)

@@ -1,4 +1,4 @@
-"""The Random-k sparsifier: send a share of every layer, picked at random anew in each step."""
+"""The Random-k sparsifier, which sends a new random share of every layer in each step."""
 
 import torch
 from torch import Tensor
@@ -13,8 +13,8 @@ class RandomK(MarkingSparsifier):
     Random-k with error feedback (Stich, Cordonnier and Jaggi, *Sparsified SGD with memory*, NeurIPS 2018): unsent
     values are kept, so sent values are not scaled up. A coordinate waits size / k steps on average, at any magnitude.
 
-    The choice follows from the seed, the number of the step and the layer's name: a resumed run makes the same choices
-    as a run without a stop, on every kind of device and with any buckets of DDP.
+    The choice depends on the seed, the number of the step and the layer's name. A resumed run therefore makes the same
+    choices as an uninterrupted run, on every kind of device and with any buckets of DDP.
 
     Args:
         density: the share to send, in (0, 1].

@@ -1,4 +1,4 @@
-"""Random numbers of each coordinate and step, which every worker, device and resumed run can repeat."""
+"""Reproducible random numbers for each coordinate and step, on every worker, device and resumed run."""
 
 import hashlib
 
@@ -8,11 +8,11 @@ from torch import Tensor
 from lightning_sparse.sparsifiers.protocol import LayerLayout, require_count
 
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-"""2**64 divided by the golden ratio, odd: the distance between the numbers of two steps."""
+"""The distance between the numbers of two steps, 2**64 divided by the golden ratio, odd."""
 
 
 class RandomSource:
-    """Draws random bits that follow from a seed, the number of a step, a worker's rank and the layers' names.
+    """A source of random bits that depend on seed, step, rank and layer names.
 
     Raises:
         ValueError: a seed that is not a whole number of at least 0.
@@ -24,9 +24,9 @@ class RandomSource:
         self._starts: dict[tuple[LayerLayout, torch.device, int], tuple[Tensor, Tensor]] = {}
 
     def random_bits(self, layout: LayerLayout, device: torch.device, step: int, rank: int) -> Tensor:
-        """Returns 64 random bits for each element: int64, no two of a layer alike, the same on every kind of device."""
+        """Returns 64 random bits per element: int64, unique within a layer, equal on all devices."""
         key = (layout, device, rank)
-        if key not in self._starts:  # to add to an element's place in the bucket
+        if key not in self._starts:  # added to an element's position in the bucket
             starts = torch.tensor([_digest(self._seed, rank, name) for name in layout.names], dtype=torch.int64)
             starts -= torch.tensor(layout.boundaries[:-1], dtype=torch.int64)
             sizes = torch.tensor(layout.sizes, dtype=torch.int64)
@@ -34,15 +34,15 @@ class RandomSource:
         starts, sizes = self._starts[key]
         numbers = torch.repeat_interleave(starts, sizes, output_size=layout.num_elements)
         numbers.add_(torch.arange(layout.num_elements, device=device)).add_(step * GOLDEN % (1 << 63))
-        return _mixed(numbers)
+        return _mix(numbers)
 
 
-def _digest(*what: object) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest(), "big", signed=True)
+def _digest(*values: object) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "big", signed=True)
 
 
-def _mixed(numbers: Tensor) -> Tensor:
-    """Maps 64-bit numbers one to one onto others that look random, in place.
+def _mix(numbers: Tensor) -> Tensor:
+    """Maps 64-bit numbers one to one to numbers that look random, in place.
 
     The finaliser of SplitMix64 (Steele, Lea and Flood, *Fast splittable pseudorandom number generators*, OOPSLA 2014).
     """

@@ -9,9 +9,9 @@ from lightning_sparse.sparsifiers.protocol import LayerLayout, MarkingSparsifier
 from lightning_sparse.sparsifiers.random_source import RandomSource
 
 BITS = 24
-"""Random bits per element: as fine as float32 is between 1/2 and 1."""
+"""Random bits per element, the resolution of float32 between 1/2 and 1."""
 SMALLEST_STEP, LARGEST_STEP = 2.0**-126, 2.0**100
-"""Within these, 1 / ε and sums of multiples of ε are float32 numbers."""
+"""Limits of ε, within which 1 / ε and sums of multiples of ε are float32 numbers."""
 
 
 def power_of_two(largest: float) -> float:
@@ -53,32 +53,31 @@ class ScaledIntegerRounding(MarkingSparsifier):
         return power_of_two(self.step)
 
     def require_grid(self, value_dtype: str, most_steps: int) -> None:
-        """Does nothing: there always is a step; see `Sparsifier.require_grid`."""
+        """Does nothing, because every rounding has a step; see `Sparsifier.require_grid`."""
 
     def mark(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
-        """Marks what is not rounded to 0; see `MarkingSparsifier.mark`."""
+        """Marks values that do not round to 0; see `MarkingSparsifier.mark`."""
         return self.values(compensated, layout) != 0  # NaN is not 0
 
     def values(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
         """Returns multiples of ε; see `MarkingSparsifier.values`."""
-        rounded = self._whole(compensated / self.grid_step(), layout).mul_(self.grid_step())
-        # So large a number that its steps overflow is a multiple of ε as it is.
+        rounded = self._whole_steps(compensated / self.grid_step(), layout).mul_(self.grid_step())
+        # A number whose steps overflow is already a multiple of ε.
         return torch.where(rounded.isfinite(), rounded, compensated)
 
-    def _whole(self, steps: Tensor, layout: LayerLayout) -> Tensor:
-        return steps.round()  # half to even
+    def _whole_steps(self, steps: Tensor, layout: LayerLayout) -> Tensor:
+        return steps.round()  # rounds half to even
 
 
 class StochasticRounding(ScaledIntegerRounding):
-    """Rounds every coordinate up or down to a multiple of a step ε, so that on average it is what it was.
+    """Rounds every coordinate up or down to a multiple of a step ε, without a bias.
 
-    Stochastic rounding to a grid (Gupta et al., *Deep learning with limited numerical precision*, ICML 2015), an
-    absolute compressor (Sahu et al., NeurIPS 2021, section 5): a coordinate x ε is rounded up with probability x − ⌊x⌋.
-    With error feedback every coordinate of the residual stays below ε. It is unbiased, so it also works without:
-    ``error_feedback="none"``.
+    This is stochastic rounding to a grid (Gupta et al., *Deep learning with limited numerical precision*, ICML 2015),
+    an absolute compressor (Sahu et al., NeurIPS 2021, section 5). It rounds x ε up with probability x − ⌊x⌋. With error
+    feedback every coordinate of the residual stays below ε. It is unbiased, so ``error_feedback="none"`` also works.
 
-    The random bits follow from the seed, the number of the step, the worker and the layer's name: a resumed run rounds
-    like a run without a stop, on every kind of device and with any buckets of DDP.
+    The random bits depend on the seed, the number of the step, the worker and the layer's name. A resumed run therefore
+    rounds like an uninterrupted run, on every kind of device and with any buckets of DDP.
 
     Args:
         step: see `ScaledIntegerRounding`.
@@ -104,7 +103,7 @@ class StochasticRounding(ScaledIntegerRounding):
         """Notes the number of the step and the rank."""
         self._step_number, self._rank = step, rank
 
-    def _whole(self, steps: Tensor, layout: LayerLayout) -> Tensor:
+    def _whole_steps(self, steps: Tensor, layout: LayerLayout) -> Tensor:
         random_bits = self._random.random_bits(layout, steps.device, self._step_number, self._rank)
         uniform = random_bits.bitwise_and_((1 << BITS) - 1).to(steps.dtype).div_(1 << BITS)
         below = steps.floor()

@@ -66,11 +66,11 @@ class ThresholdCalibration:
         if isfinite(squared_gradient_norm):
             self.measured_steps += 1
             self._sum += squared_gradient_norm
-            self._sum_of_squares += squared_gradient_norm * squared_gradient_norm  # ** raises where it overflows
+            self._sum_of_squares += squared_gradient_norm * squared_gradient_norm  # ** raises on overflow
 
     @property
     def is_complete(self) -> bool:
-        """Whether enough steps were measured, at least one of them with a gradient other than zero."""
+        """Whether enough steps were measured, at least one of them with a nonzero gradient."""
         return self._sum > 0 and (self.measured_steps >= self.steps or self._is_stable())
 
     def _is_stable(self) -> bool:

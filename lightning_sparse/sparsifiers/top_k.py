@@ -21,8 +21,8 @@ _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 class TopK(MarkingSparsifier):
     """Selects the k coordinates of largest magnitude of every layer, or of the whole model.
 
-    The usual rival of the hard threshold (Aji and Heafield, EMNLP 2017; layer-wise as in the experiments of Sahu et
-    al., NeurIPS 2021). k = max(1, ⌊density · size⌋) of a layer or of the model.
+    The usual alternative to the hard threshold (Aji and Heafield, EMNLP 2017; layer-wise as in the experiments of Sahu
+    et al., NeurIPS 2021). k = max(1, ⌊density · size⌋) of a layer or of the model.
 
     Unsent values have no bound: the residual can build up for as long as gradients stay large. By layer, even a layer
     whose gradient is zero sends k coordinates, and ``torch.topk`` chooses among equal magnitudes. By model, all
@@ -56,7 +56,7 @@ class TopK(MarkingSparsifier):
         return self.granularity == "model"
 
     def begin_step(self, step: int, rank: int) -> None:
-        """Forgets the k-th magnitude of the last step."""
+        """Discards the k-th magnitude of the last step."""
         self._kth = None
 
     def survey(self, step: WholeStep) -> None:
@@ -81,11 +81,11 @@ class TopK(MarkingSparsifier):
         if not compensated.numel():
             return torch.zeros_like(compensated, dtype=torch.bool)
         kth = self._kth
-        if kth is None:  # without a survey the bucket is the whole
+        if kth is None:  # without a survey, the bucket is the whole model
             kth = kth_largest_magnitude([lambda: compensated], self._k(compensated.numel()), compensated.dtype)
-        # Nothing is below a NaN: if it is the k-th, finite values stay.
+        # No value is below NaN, so if NaN is the k-th, finite values stay.
         kth = kth.to(compensated.device, non_blocking=True).nan_to_num(nan=torch.inf, posinf=torch.inf)
-        if kth.dtype != compensated.dtype:  # rounded down by the comparison, it would let in smaller magnitudes
+        if kth.dtype != compensated.dtype:  # a comparison that rounds k-th down would admit smaller magnitudes
             rounded = kth.to(compensated.dtype)
             kth = torch.where(rounded < kth, rounded.nextafter(torch.full_like(rounded, torch.inf)), rounded)
         magnitude = compensated.abs()
@@ -98,9 +98,9 @@ class TopK(MarkingSparsifier):
 def kth_largest_magnitude(parts: Sequence[Callable[[], Tensor]], k: int, dtype: torch.dtype) -> Tensor:
     """Returns the k-th largest magnitude of all parts together. Nothing waits for the device.
 
-    A radix selection: magnitudes are in the order of their bits, read as whole numbers. A histogram of their highest 16
-    bits gives those of the k-th, and a histogram of the next 16 bits of magnitudes that share them gives the next 16:
-    two passes over float32, four over float64. NaN counts as larger than infinity.
+    This is a radix selection, because magnitudes are in the order of their bits. A histogram of their highest 16 bits
+    gives those of the k-th. A histogram of the next 16 bits, of magnitudes that share the highest, gives the next 16.
+    This takes two passes over float32 and four over float64. NaN counts as larger than infinity.
 
     Args:
         parts: each returns a tensor of shape (m,) whenever it is called.
@@ -110,32 +110,32 @@ def kth_largest_magnitude(parts: Sequence[Callable[[], Tensor]], k: int, dtype: 
     Returns:
         One element of this dtype, on the first part's device.
     """
-    found: Tensor | None = None
-    place: Tensor | int = k
+    prefix: Tensor | None = None
+    rank: Tensor | int = k
     for shift in range(8 * dtype.itemsize - DIGIT_BITS, -1, -DIGIT_BITS):
         histogram: Tensor | None = None
         for part in parts:
             words = part().abs().view(_INTEGERS[dtype])
-            counts = _histogram(words, shift, None if found is None else found.to(words.device, non_blocking=True))
+            counts = _histogram(words, shift, None if prefix is None else prefix.to(words.device, non_blocking=True))
             histogram = counts if histogram is None else histogram.add_(counts.to(histogram.device, non_blocking=True))
         assert histogram is not None
-        at_least = histogram.flip(0).cumsum(0)  # how many have the highest digit, one of the two highest, …
-        higher = (at_least < place).count_nonzero()  # digits above that of the k-th
-        place = place - torch.cat([at_least.new_zeros(1), at_least]).index_select(0, higher.view(1)).view(())
+        at_least = histogram.flip(0).cumsum(0)  # counts of the highest digit, of the two highest digits, …
+        higher = (at_least < rank).count_nonzero()  # digits above the k-th's digit
+        rank = rank - torch.cat([at_least.new_zeros(1), at_least]).index_select(0, higher.view(1)).view(())
         digit = len(at_least) - 1 - higher
-        found = digit if found is None else found << DIGIT_BITS | digit
-    assert found is not None
-    return found.to(_INTEGERS[dtype]).view(dtype)
+        prefix = digit if prefix is None else prefix << DIGIT_BITS | digit
+    assert prefix is not None
+    return prefix.to(_INTEGERS[dtype]).view(dtype)
 
 
 def _histogram(words: Tensor, shift: int, above: Tensor | None) -> Tensor:
-    """Counts the digits at ``shift`` of the words whose higher digits are those given: int64, shape (2**16,)."""
+    """Counts the digits at ``shift`` of the words with the given higher digits: int64, shape (2**16,)."""
     digits = words >> shift
     if above is not None:
-        # All others count as a digit beyond the last, which is cut off.
+        # Other words count as a digit beyond the last, which is dropped.
         digits = torch.where(digits >> DIGIT_BITS == above, digits & (1 << DIGIT_BITS) - 1, 1 << DIGIT_BITS)
     size = (1 << DIGIT_BITS) + 1
     if words.device.type == "cpu":
         return digits.bincount(minlength=size)[:-1]
-    counts = torch.zeros(size, dtype=torch.int64, device=words.device)  # bincount would wait for a GPU
+    counts = torch.zeros(size, dtype=torch.int64, device=words.device)  # bincount would synchronise with a GPU
     return counts.index_add_(0, digits, counts.new_ones(1).expand(digits.numel()))[:-1]

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def is_whole(number: float) -> bool:
-    """Return whether a number is a whole one of at least 1."""
+    """Return whether this is a whole number of at least 1."""
     return number >= 1 and number % 1 == 0
 
 
@@ -14,7 +14,7 @@ def require_real(*tensors: Tensor) -> None:
     """Raise ValueError if a tensor is complex."""
     for tensor in tensors:
         if tensor.is_complex():
-            raise ValueError(f"Got {tensor.dtype}. Give real numbers: torch.view_as_real has those of complex ones.")
+            raise ValueError(f"Got {tensor.dtype}. Must be real: convert complex tensors with torch.view_as_real.")
 
 
 def require(**numbers: float) -> None:

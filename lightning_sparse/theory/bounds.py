@@ -7,7 +7,7 @@ from lightning_sparse.theory.arguments import require
 
 
 def squared_error_bound(num_elements: int, threshold: float, learning_rate: float = 1.0) -> float:
-    """Return γ² d λ², an upper bound of ‖γ e‖²: residuals stay below λ (Remark 5).
+    """Return γ² d λ², an upper bound of ‖γ e‖², because residuals stay below λ (Remark 5).
 
     Args:
         num_elements: d.
@@ -72,11 +72,11 @@ class Problem:
 
     @property
     def variance_of_mean(self) -> float:
-        """(M ζ² + σ²) / n, the noise of the mean gradient without its share in ∇f."""
+        """Return (M ζ² + σ²) / n, the noise of the mean gradient without its part proportional to ∇f."""
         return (self.relative_noise * self.heterogeneity + self.noise) / self.num_workers
 
     def largest_learning_rate(self, *, is_convex: bool) -> float:
-        """Return the largest γ for which the bound holds: 1 / (4 L (1 + M/n)) if f is convex, else twice that."""
+        """Return the largest γ of the bound, 1 / (4 L (1 + M/n)) for convex f, and twice that otherwise."""
         return (1 if is_convex else 2) / (4 * self.smoothness * (1 + self.relative_noise / self.num_workers))
 
 
@@ -135,4 +135,4 @@ def nonconvex_bound(
 def _require_rate(problem: Problem, learning_rate: float, *, is_convex: bool) -> None:
     largest = problem.largest_learning_rate(is_convex=is_convex)
     if not 0 < learning_rate <= largest * (1 + 1e-12):
-        raise ValueError(f"Invalid {learning_rate=}. The bound holds above 0 and up to {largest:g} for this problem.")
+        raise ValueError(f"Invalid {learning_rate=}. Must be within (0, {largest:g}] for the bound of this problem.")

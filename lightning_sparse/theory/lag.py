@@ -1,4 +1,4 @@
-"""The statistics of one residual coordinate: how often it is sent, how far it lags, how large it is.
+"""The statistics of a residual coordinate: its send rate, lag and size.
 
 A coordinate whose gradients are independent with mean μ and standard deviation σ performs a random walk in its
 residual e. It is sent when it reaches λ in magnitude, and restarts at −κ λ sign(e), where κ is the overshoot. The
@@ -12,11 +12,11 @@ from typing import NamedTuple
 MEAN_JUMP = 0.5826
 """−ζ(1/2) / √(2π): the mean distance in σ by which a Gaussian walk exceeds a boundary that it crosses."""
 SMALLEST_DRIFT = 1e-3
-"""Of μ b / σ²; below it the formulas are replaced by their limits, which are accurate to 1e-6."""
+"""Value of μ b / σ² below which the limits of the formulas apply, with an accuracy of 1e-6."""
 
 
 class ResidualStatistics(NamedTuple):
-    """Long-run statistics of one coordinate.
+    """Long-run statistics of a coordinate.
 
     Attributes:
         density: share of the steps in which the coordinate is sent, in 0…1.
@@ -64,11 +64,11 @@ def residual_statistics(
         # The limits for a small drift: linear in it, or independent of it.
         mean = drift * (boundary - start) ** 2 / (6 * variance)
         return ResidualStatistics(variance / (boundary**2 - start**2), sign * mean, (boundary**2 + start**2) / 6)
-    above_from_low, above_from_high = (_exit_above(place, boundary, variance, drift) for place in (-start, start))
-    above = above_from_high / (1 - above_from_low + above_from_high)  # of all exits; after one the walk restarts low
+    above_from_low, above_from_high = (_exit_above(position, boundary, variance, drift) for position in (-start, start))
+    above = above_from_high / (1 - above_from_low + above_from_high)  # share of exits above, after which e restarts low
 
     def per_passage(cubic: float, quadratic: float, linear: float) -> float:
-        """The mean change of a polynomial of e from a restart to the next exit."""
+        """Returns the mean change of a polynomial of e from a restart to the next exit."""
         ends = ((boundary, above), (-boundary, 1 - above), (-start, -above), (start, above - 1))
         return sum(share * (cubic * e**3 + quadratic * e**2 + linear * e) for e, share in ends)
 
@@ -79,8 +79,8 @@ def residual_statistics(
     return ResidualStatistics(1 / steps, sign * sum_of_e / steps, sum_of_squares / steps)
 
 
-def _exit_above(place: float, boundary: float, variance: float, drift: float) -> float:
-    """The probability that a walk from a place leaves (−boundary, boundary) above."""
+def _exit_above(position: float, boundary: float, variance: float, drift: float) -> float:
+    """Returns the probability that a walk from this position leaves (−boundary, boundary) at the top."""
     if variance == 0:
         return 1.0
-    return expm1(-2 * drift * (place + boundary) / variance) / expm1(-4 * drift * boundary / variance)
+    return expm1(-2 * drift * (position + boundary) / variance) / expm1(-4 * drift * boundary / variance)

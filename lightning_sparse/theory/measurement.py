@@ -24,9 +24,9 @@ def measured_noise(gradients: Sequence[Tensor]) -> tuple[float, float]:
     gradients = list(gradients)
     if not gradients or any(draws.dim() != 2 or draws.shape[1:] != gradients[0].shape[1:] for draws in gradients):
         shapes = [tuple(draws.shape) for draws in gradients]
-        raise ValueError(f"Got draws of shapes {shapes}. Give (draws, d) of every worker.")
+        raise ValueError(f"Got draws of shapes {shapes}. Must be (draws, d) for every worker.")
     if any(len(draws) < 2 for draws in gradients):
-        raise ValueError(f"Got {min(map(len, gradients))} draws of a worker. Give two or more: one has no variance.")
+        raise ValueError(f"Got {min(map(len, gradients))} draws of a worker. Must be at least 2 to have a variance.")
     require_real(*gradients)
     variances = torch.stack([draws.double().var(dim=0).sum() for draws in gradients])
     means = torch.stack([draws.double().mean(dim=0) for draws in gradients])
@@ -48,11 +48,11 @@ def measured_smoothness(points: Tensor, gradients: Tensor) -> float:
     """
     if points.dim() != 2 or points.shape != gradients.shape:
         raise ValueError(
-            f"Got points of shape {tuple(points.shape)}, gradients of {tuple(gradients.shape)}. Give (points, d) twice."
+            f"Got points of shape {tuple(points.shape)}, gradients of {tuple(gradients.shape)}. Must be (points, d)."
         )
     require_real(points, gradients)
     steps = points.double().diff(dim=0).norm(dim=1)
     changes = gradients.double().diff(dim=0).norm(dim=1)
     if not bool((steps > 0).any()):
-        raise ValueError(f"Got {len(points)} points, all in one place. Give two that differ.")
+        raise ValueError(f"Got {len(points)} equal points. Must contain two different points.")
     return float((changes / steps)[steps > 0].max())

@@ -17,7 +17,7 @@ def total_error(sequence: Tensor, sent: Tensor) -> float:
         ValueError: a mask of another shape or another dtype.
     """
     if sent.dtype != torch.bool or sent.shape != sequence.shape:
-        raise ValueError(f"Got sent of {sent.dtype}, shape {tuple(sent.shape)}. Give bool of {tuple(sequence.shape)}.")
+        raise ValueError(f"Got sent of {sent.dtype}, shape {tuple(sent.shape)}. Must be bool, {tuple(sequence.shape)}.")
     require_real(sequence)
     return float((sequence.double() ** 2)[~sent].sum())
 
@@ -46,5 +46,5 @@ def optimal_threshold(sequence: Tensor, budget: int) -> float:
     require_real(sequence)
     magnitudes = sequence.double().abs().flatten()
     if bool(magnitudes.isnan().any()):
-        raise ValueError("The sequence holds NaN. Give numbers.")
+        raise ValueError("The sequence contains NaN. Must contain numbers only.")
     return float(magnitudes.kthvalue(sequence.numel() - int(budget) + 1).values)

@@ -1,1 +1,1 @@
-"""Runs one recipe with several strategies, densities and seeds; tables, a CSV and pictures of what they came to."""
+"""Runs a recipe with several strategies, densities and seeds; writes tables, a CSV and pictures."""

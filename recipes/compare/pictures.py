@@ -1,4 +1,4 @@
-"""Pictures of a comparison, as the paper's Fig. 2 and 3: the metric against the volume, and what happened by step."""
+"""Draws a comparison in the style of the paper's Fig. 2 and 3."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
@@ -12,10 +12,10 @@ from recipes.compare.runs import Outcome
 from recipes.compare.variants import Variant
 from recipes.demo import Run
 
-WIDE = 20.0
-"""Times the smallest value: a metric with a larger one, as of a training that diverged, has a logarithmic axis."""
-POINTS = 200
-"""Along a curve: steps that are drawn as one, by their mean."""
+LOG_SCALE_RATIO = 20.0
+"""An axis is logarithmic if its largest value exceeds this multiple of the smallest, as after divergence."""
+MAX_POINTS = 200
+"""Points of a curve; longer curves show means over neighbouring steps."""
 
 
 def draw_volume(outcomes: Mapping[Variant, Sequence[Outcome]], metric: str) -> Figure:
@@ -24,12 +24,12 @@ def draw_volume(outcomes: Mapping[Variant, Sequence[Outcome]], metric: str) -> F
     axes = figure.subplots()
     names = list(dict.fromkeys(variant.name for variant in outcomes))
     for number, name in enumerate(names):
-        own = [runs for variant, runs in outcomes.items() if variant.name == name]
-        own.sort(key=lambda runs: fmean([run.payload_bytes for run in runs]))
+        curve = [runs for variant, runs in outcomes.items() if variant.name == name]
+        curve.sort(key=lambda runs: fmean([run.payload_bytes for run in runs]))
         axes.errorbar(
-            [fmean([run.payload_bytes for run in runs]) / 1e6 for runs in own],
-            [fmean([run.metric for run in runs]) for runs in own],
-            [stdev([run.metric for run in runs]) if len(runs) > 1 else 0.0 for runs in own],
+            [fmean([run.payload_bytes for run in runs]) / 1e6 for runs in curve],
+            [fmean([run.metric for run in runs]) for runs in curve],
+            [stdev([run.metric for run in runs]) if len(runs) > 1 else 0.0 for runs in curve],
             color=f"C{number}",
             marker="o",
             capsize=3,
@@ -45,10 +45,10 @@ def draw_volume(outcomes: Mapping[Variant, Sequence[Outcome]], metric: str) -> F
 
 
 def draw_steps(runs: Mapping[str, Sequence[Run]], metric: str) -> Figure:
-    """Returns a picture of metric, error norm, total error and density by step: of each label the mean of its runs."""
+    """Returns a picture of metric, error norm, total error and density by step, averaged over runs."""
     rows: tuple[tuple[str, str, str | None, Callable[[list[float]], list[float]]], ...] = (
         (metric, metric, None, list),
-        ("sparse/error_norm", "error norm ‖e‖\n(units of what is sent)", None, list),
+        ("sparse/error_norm", "error norm ‖e‖\n(units of sent values)", None, list),
         (
             "sparse/error_norm",
             "total error Σ ‖e‖²",
@@ -58,8 +58,8 @@ def draw_steps(runs: Mapping[str, Sequence[Run]], metric: str) -> Figure:
         ("sparse/density", "density k / d", "log", list),
     )
     figure = Figure(figsize=(8.5, 9), layout="constrained")
-    for axes, (name, title, scale, made) in zip(figure.subplots(len(rows), sharex=True), rows, strict=True):
-        curves = {label: _mean_curve(some, name, made) for label, some in runs.items()}
+    for axes, (name, title, scale, transform) in zip(figure.subplots(len(rows), sharex=True), rows, strict=True):
+        curves = {label: _mean_curve(variant_runs, name, transform) for label, variant_runs in runs.items()}
         scale = scale or _scale([mean for _, means in curves.values() for mean in means if mean])
         for number, (label, (steps, means)) in enumerate(curves.items()):
             if means and (scale == "linear" or any(means)):
@@ -79,20 +79,20 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def _scale(values: Sequence[float]) -> str:
-    return "log" if values and min(values) > 0 and max(values) > WIDE * min(values) else "linear"
+    return "log" if values and min(values) > 0 and max(values) > LOG_SCALE_RATIO * min(values) else "linear"
 
 
 def _mean_curve(
-    runs: Sequence[Run], name: str, made: Callable[[list[float]], list[float]]
+    runs: Sequence[Run], name: str, transform: Callable[[list[float]], list[float]]
 ) -> tuple[list[float], list[float]]:
-    """Returns steps and values: the mean over runs, and over neighbouring steps where there are many."""
-    curves = [(run.steps[name], made(run.values[name])) for run in runs if name in run.values]
+    """Returns steps and values, averaged over runs and, in long runs, over neighbouring steps."""
+    curves = [(run.steps[name], transform(run.values[name])) for run in runs if name in run.values]
     if not curves:
         return [], []
     length = min(len(values) for _, values in curves)
     steps = curves[0][0][:length]
     means = [fmean(at) for at in zip(*(values[:length] for _, values in curves), strict=True)]
-    width = max(1, length // POINTS)
+    width = max(1, length // MAX_POINTS)
     starts = range(0, length, width)
     return [fmean(steps[at : at + width]) for at in starts], [fmean(means[at : at + width]) for at in starts]
 

@@ -1,4 +1,4 @@
-"""Markdown tables of what runs came to, and a CSV with one row a run."""
+"""Formats outcomes as Markdown tables and as a CSV with one row per run."""
 
 import csv
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,12 +9,12 @@ from recipes.compare.runs import Outcome
 from recipes.compare.variants import Grid
 
 
-def table(outcomes: Mapping[str, Sequence[Outcome]], metric: str) -> str:
-    """Return a Markdown table: mean and standard deviation over the seeds.
+def format_table(outcomes: Mapping[str, Sequence[Outcome]], metric: str) -> str:
+    """Returns a Markdown table of means and standard deviations over the seeds.
 
     Args:
-        outcomes: of each variant, seed by seed.
-        metric: its name.
+        outcomes: the outcome for each seed, by label of the variant.
+        metric: the metric's name.
     """
     head = [metric, "average density", "MB sent per worker", "times fewer", "median step"]
     lines = [f"| | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
@@ -22,8 +22,8 @@ def table(outcomes: Mapping[str, Sequence[Outcome]], metric: str) -> str:
         sent = fmean([run.payload_bytes for run in runs])
         cells = [
             _cell(label),
-            spread([run.metric for run in runs], 4),
-            f"{spread([100 * run.density for run in runs], 2)} %",
+            format_mean([run.metric for run in runs], 4),
+            f"{format_mean([100 * run.density for run in runs], 2)} %",
             f"{sent / 1e6:,.1f}",
             f"{fmean([run.dense_bytes for run in runs]) / sent:.1f}",
             f"{1000 * fmean([run.step_time for run in runs]):.0f} ms",
@@ -32,22 +32,22 @@ def table(outcomes: Mapping[str, Sequence[Outcome]], metric: str) -> str:
     return "\n".join(lines)
 
 
-def spread(values: Sequence[float], digits: int) -> str:
-    """Returns mean and standard deviation."""
-    if fmean(values) >= 10:  # a perplexity or a percentage, not a share
+def format_mean(values: Sequence[float], digits: int) -> str:
+    """Returns mean and standard deviation as text."""
+    if fmean(values) >= 10:  # a perplexity or a percentage, not a fraction
         digits = 1
     deviation = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{fmean(values):.{digits}f}{deviation}"
 
 
-def grid_table(grid: Grid, tried: dict[str, dict[str, float]], metric: str, seeds: list[int]) -> str:
-    """Returns a Markdown table of what each value of the grid came to, the best in bold."""
+def format_grid_table(grid: Grid, grid_metrics: dict[str, dict[str, float]], metric: str, seeds: list[int]) -> str:
+    """Returns a Markdown table of the metric at each grid value, with the best in bold."""
     of_seeds = f"{'seed' if len(seeds) == 1 else 'mean of seeds'} {', '.join(map(str, seeds))}"
     lines = [
         f"| {metric} by {grid.argument}, {of_seeds} | {' | '.join(grid.values)} |",
         "|---" * (len(grid.values) + 1) + "|",
     ]
-    for label, metrics in tried.items():
+    for label, metrics in grid_metrics.items():
         best = grid.best(metrics)
         cells = [f"**{metric:.4f}**" if value == best else f"{metric:.4f}" for value, metric in metrics.items()]
         lines.append(f"| {_cell(label)} | {' | '.join(cells)} |")
@@ -59,7 +59,7 @@ def _cell(label: str) -> str:
 
 
 def write_csv(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """Writes a file of which each line is a run: its variant, what it came to, and the command that repeats it."""
+    """Writes a CSV file with one row per run."""
     rows = list(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8", newline="") as file:

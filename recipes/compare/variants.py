@@ -1,4 +1,4 @@
-"""What is compared: labels, arguments, densities, and values of an argument of which each takes the best."""
+"""Variants of a comparison and the grid of values to choose from."""
 
 import math
 import shlex
@@ -10,12 +10,12 @@ DENSITY, TUNED = "{density}", "{tuned}"
 
 
 class Grid(NamedTuple):
-    """Values of an argument, of which each variant takes the best.
+    """Values of an argument, from which each variant takes the best.
 
     Attributes:
         argument: its name on the command line, without dashes.
-        values: as they are written there.
-        mode: ``"min"`` or ``"max"``: what is best of a metric. NaN never is.
+        values: the values as text.
+        mode: ``"min"`` or ``"max"``: the best metric. NaN is never the best.
     """
 
     argument: str
@@ -28,29 +28,29 @@ class Grid(NamedTuple):
         return min(metrics, key=lambda value: math.inf if math.isnan(metrics[value]) else sign * metrics[value])
 
 
-def parsed_grid(text: object, mode: str) -> Grid:
+def parse_grid(text: object, mode: str) -> Grid:
     """Returns the grid of ``NAME=VALUE,VALUE``.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text has another form or repeats a value.
     """
     argument, _, values = text.removeprefix("--").partition("=") if isinstance(text, str) else ("", "", "")
     listed = values.split(",")
     if not (argument and all(listed) and len({*listed}) == len(listed)):
-        raise ValueError(f"Invalid grid {text!r}. Must be an argument and values: model.learning_rate=0.01,0.1.")
+        raise ValueError(f"Invalid grid {text!r}. Must be NAME=VALUE,VALUE, as in model.learning_rate=0.01,0.1.")
     return Grid(argument, listed, mode)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One line of the table.
+    """A row of the table.
 
     Attributes:
-        label: with the density that was asked for, where there are several.
-        name: without it.
-        arguments: of the command line; ``{tuned}`` stands for what is found.
-        density: that was asked for; None where nothing was.
-        start: where the search for ``{tuned}`` begins; None where there is none.
+        label: the name, and the target density if there are several.
+        name: the name without the density.
+        arguments: command-line arguments; ``{tuned}`` stands for the tuned value.
+        density: target density; None without a target.
+        start: first value of ``{tuned}``; None if nothing is tuned.
     """
 
     label: str
@@ -60,32 +60,32 @@ class Variant:
     start: float | None = None
 
     def with_tuned(self, value: str | None) -> list[str]:
-        """Returns the arguments with what was found in its place."""
+        """Returns the arguments with ``value`` in place of ``{tuned}``."""
         return [argument.replace(TUNED, value or "") for argument in self.arguments]
 
 
-def labelled(text: str) -> tuple[str, str]:
+def parse_variant(text: str) -> tuple[str, str]:
     """Returns label and arguments of ``LABEL: ARGUMENTS``.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the text has another form.
     """
-    label, colon, own = f"{text} ".partition(": ")
+    label, colon, variant_arguments = f"{text} ".partition(": ")
     if not (label and colon):
-        raise ValueError(f"Invalid variant {text!r}. Must be 'LABEL: ARGUMENTS'; the arguments may be none.")
-    return label, own.strip()
+        raise ValueError(f"Invalid variant {text!r}. Must be 'LABEL: ARGUMENTS'; the arguments may be empty.")
+    return label, variant_arguments.strip()
 
 
-def expanded(listed: Mapping[str, object], densities: Sequence[float]) -> list[Variant]:
-    """Returns a variant for each density, of those that ask for one.
+def expand_variants(listed: Mapping[str, object], densities: Sequence[float]) -> list[Variant]:
+    """Returns the variants, with a copy per density of those that use ``{density}`` or ``{tuned}``.
 
     Args:
-        listed: by label the arguments as text, or ``{"arguments": …, "tuned": start}`` where ``{tuned}`` is among them:
-            with the start the first density is tried.
-        densities: shares of coordinates.
+        listed: arguments as text by label, or ``{"arguments": …, "tuned": start}`` for arguments with ``{tuned}``. The
+            search for the first density begins at ``start``.
+        densities: target densities, within (0, 1].
 
     Raises:
-        ValueError: a variant asks for a density or is to be tuned, and there is none to take.
+        ValueError: a density or a variant is invalid, or a variant needs a density and ``densities`` is empty.
     """
     if wrong := [density for density in densities if not (isinstance(density, (int, float)) and 0 < density <= 1)]:
         raise ValueError(f"Invalid densities {wrong}. Must be within (0, 1].")
@@ -98,22 +98,22 @@ def expanded(listed: Mapping[str, object], densities: Sequence[float]) -> list[V
                 or not isinstance(given["tuned"], (int, float))
                 or given["tuned"] <= 0
             ):
-                raise ValueError(f"Variant {name!r} is {given!r}. Give arguments, and as tuned a number above 0.")
+                raise ValueError(f"Variant {name!r} is {given!r}. Give 'arguments', and a number above 0 as 'tuned'.")
             text, start = given["arguments"], float(given["tuned"])
         if not isinstance(text, str):
             raise ValueError(f"Variant {name!r} is {given!r}. Give its arguments as text.")
         arguments = tuple(shlex.split(text))
         if (TUNED in text) != (start is not None):
-            raise ValueError(f"Variant {name!r}: {TUNED} and a number to start from, as tuned: …, go together.")
+            raise ValueError(f"Variant {name!r} must have both {TUNED} and its first value, as 'tuned: …', or neither.")
         if DENSITY not in text and start is None:
             variants.append(Variant(name, name, arguments))
             continue
         if not densities:
-            raise ValueError(f"Variant {name!r} asks for a density, and none is given: --densities 0.01.")
+            raise ValueError(f"Variant {name!r} needs a density. Give --densities, for example --densities 0.01.")
         for density in densities:
-            # The density of a hard threshold goes about with 1 / λ².
-            begin = None if start is None else start * math.sqrt(densities[0] / density)
-            own = tuple(argument.replace(DENSITY, f"{density:g}") for argument in arguments)
+            # The density of a hard threshold is about proportional to 1 / λ².
+            first_value = None if start is None else start * math.sqrt(densities[0] / density)
+            variant_arguments = tuple(argument.replace(DENSITY, f"{density:g}") for argument in arguments)
             label = f"{name}, {100 * density:g} %" if len(densities) > 1 else name
-            variants.append(Variant(label, name, own, density, begin))
+            variants.append(Variant(label, name, variant_arguments, density, first_value))
     return variants

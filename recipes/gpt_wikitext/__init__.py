@@ -1,1 +1,1 @@
-"""A small GPT on WikiText-2 with AdamW: what local training and its threshold on drift are for."""
+"""A small GPT on WikiText-2 with AdamW, for local training with a threshold on drift."""

@@ -1,4 +1,4 @@
-"""Windows of WikiText-2, as bytes or as words, or of a Markov chain's text, which needs no download."""
+"""Loads windows of WikiText-2, as bytes or words, or of a Markov chain without a download."""
 
 from pathlib import Path
 from typing import Literal
@@ -10,18 +10,25 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from recipes import MissingDataError
-from recipes.lstm_wikitext2.corpus import FILES, FOLDER, CorpusError, builtin_corpus, fetch_wikitext2, read_wikitext2
+from recipes.lstm_wikitext2.corpus import (
+    FILES,
+    FOLDER,
+    CorpusError,
+    fetch_wikitext2,
+    make_builtin_corpus,
+    read_wikitext2,
+)
 from recipes.missing_data import failing_together, fetch_error
 
 NUM_BYTES = 256
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """A text cut into windows of equal length; the remainder is left out.
+    """A text cut into windows of equal length, without the remainder.
 
     Args:
         tokens: the text, one-dimensional, of any integer dtype.
-        length: tokens of a window; each is predicted from those before it.
+        length: tokens per window.
 
     Example:
         >>> [(inputs.tolist(), targets.tolist()) for inputs, targets in Windows(torch.arange(8), 3)]
@@ -43,18 +50,18 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
 
 class GPTDataModule(LightningDataModule):
-    """Batches of inputs and of targets one token further on, int64 of shape (batch_size, length).
+    """Batches of inputs and of targets shifted by a token, int64 of shape (batch_size, length).
 
     Args:
-        root: folder of the data sets; WikiText-2 is fetched into ``<root>/wikitext-2`` unless it is there.
-        source: ``wikitext2``, or ``builtin``: 240,000 words of a Markov chain, for ``tokenizer="words"``.
-        tokenizer: ``bytes``, of which there are 256, or ``words``, torchtext's vocabulary of the training split.
-        vocabulary_size: keep so many of the most frequent words; the others become ``<unk>``. All by default.
-        length: tokens of a window.
-        batch_size: windows of a worker's batch.
+        root: folder of the data sets; WikiText-2 is downloaded to ``<root>/wikitext-2`` unless it exists.
+        source: ``wikitext2``, or ``builtin`` for 240,000 words of a Markov chain, with ``tokenizer="words"``.
+        tokenizer: ``bytes`` for 256 tokens, or ``words`` for torchtext's vocabulary of the training split.
+        vocabulary_size: number of most frequent words to keep; other words become ``<unk>``. None keeps all.
+        length: tokens per window.
+        batch_size: windows per worker and step.
 
     Raises:
-        ValueError: a number that is out of range, or ``builtin`` with bytes.
+        ValueError: a number is out of range, or ``builtin`` is combined with bytes.
     """
 
     def __init__(
@@ -71,7 +78,7 @@ class GPTDataModule(LightningDataModule):
             if number < 1:
                 raise ValueError(f"Invalid {name}={number}. Must be at least 1.")
         if source == "builtin" and tokenizer == "bytes":
-            raise ValueError("The builtin text has words and no bytes. Use --data.tokenizer=words with it.")
+            raise ValueError("Got source='builtin' with tokenizer='bytes'. Add --data.tokenizer=words.")
         self.root = Path(root)
         self.source, self.tokenizer, self.max_vocabulary_size = source, tokenizer, vocabulary_size
         self.length, self.batch_size = length, batch_size
@@ -81,16 +88,16 @@ class GPTDataModule(LightningDataModule):
 
     @override
     def prepare_data(self) -> None:
-        """Fetches WikiText-2 unless its files are there; Lightning calls this on one process per node."""
+        """Downloads WikiText-2 unless its files exist; Lightning calls this on one process per node."""
         if self.source == "wikitext2":
             self._failure = fetch_error("WikiText-2", lambda: fetch_wikitext2(self.root))
 
     @override
     def setup(self, stage: str) -> None:
-        """Reads the text; collective where there is a process group.
+        """Reads the text; with a process group, every rank calls this.
 
         Raises:
-            MissingDataError: a file is not there, on this worker or another one.
+            MissingDataError: a file is missing on any worker.
         """
         if self._texts:
             return
@@ -111,7 +118,7 @@ class GPTDataModule(LightningDataModule):
                 texts[split] = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
         else:
             corpus = (
-                builtin_corpus()
+                make_builtin_corpus()
                 if self.source == "builtin"
                 else read_wikitext2(self.root / FOLDER, vocabulary_size=self.max_vocabulary_size)
             )

@@ -1,4 +1,4 @@
-"""A small GPT, its optimizer and its schedule: a linear warm-up, then a cosine to nothing."""
+"""A small GPT with its optimizer and schedule: a linear warmup, then a cosine to zero."""
 
 from math import cos, pi
 from typing import Any, Literal
@@ -18,13 +18,13 @@ class GPT(nn.Module):
 
     Args:
         vocabulary_size: number of tokens.
-        length: most tokens of a window.
-        width: dimensions of the embeddings and of each layer; four times as many inside of a layer.
-        num_layers: layers.
-        num_heads: attention heads, of which the width is a multiple.
+        length: largest number of tokens per window.
+        width: dimensions of the embeddings and of each layer; the inner dimension of a layer is four times larger.
+        num_layers: number of layers.
+        num_heads: attention heads; must divide the width.
 
     Raises:
-        ValueError: a size below 1, or a width that is no multiple of the heads.
+        ValueError: a size is below 1, or the width is not a multiple of the heads.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class GPT(nn.Module):
             if size < 1:
                 raise ValueError(f"Invalid {name}={size}. Must be at least 1.")
         if width % num_heads:
-            raise ValueError(f"Invalid {width=} with {num_heads=}. Must be a multiple of it.")
+            raise ValueError(f"Invalid {width=}. Must be a multiple of {num_heads=}.")
         self.tokens = nn.Embedding(vocabulary_size, width)
         self.positions = nn.Embedding(length, width)
         layer = nn.TransformerEncoderLayer(
@@ -44,7 +44,7 @@ class GPT(nn.Module):
         )
         self.layers = nn.TransformerEncoder(layer, num_layers, nn.LayerNorm(width), enable_nested_tensor=False)
         self.decoder = nn.Linear(width, vocabulary_size, bias=False)
-        # A stack of copies would begin with equal layers.
+        # nn.TransformerEncoder copies a layer, so without this all layers would start with equal weights.
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
@@ -66,25 +66,25 @@ class GPT(nn.Module):
 
 
 class GPTLanguageModel(LightningModule):
-    """Language modelling with a small GPT.
+    """A module that trains a small GPT as a language model.
 
-    Logs ``train/local_loss``, the first worker's, every step, and ``val/loss`` (``test/loss``), in nats a token over
-    all windows of all workers.
+    Logs rank 0's ``train/local_loss`` in every step. Logs ``val/loss`` and ``test/loss``, in nats per token, over all
+    windows of all workers.
 
     Args:
-        vocabulary_size: see ``GPT``; at least that of the data.
+        vocabulary_size: see ``GPT``; at least the vocabulary size of the data.
         length: see ``GPT``.
         width: see ``GPT``.
         num_layers: see ``GPT``.
         num_heads: see ``GPT``.
-        learning_rate: of the optimizer, after the warm-up.
-        warmup_steps: optimizer steps in which it rises from zero.
-        weight_decay: of the optimizer.
-        optimizer: ``"adamw"``, with betas of 0.9 and 0.95, or ``"sgd"``, with a momentum of 0.9 and a learning rate of
-            its own, such as 0.3.
+        learning_rate: the rate after the warmup.
+        warmup_steps: optimizer steps in which the rate rises from zero.
+        weight_decay: weight decay of the optimizer.
+        optimizer: ``"adamw"``, with betas of 0.9 and 0.95, or ``"sgd"``, with a momentum of 0.9. SGD needs a larger
+            learning rate, such as 0.3.
 
     Raises:
-        ValueError: a number that is out of range.
+        ValueError: a number is out of range.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class GPTLanguageModel(LightningModule):
 
     @override
     def configure_model(self) -> None:
-        """Shards every layer, and what is left, over the ranks of a replica where the strategy has such."""
+        """Shards every layer and the remaining parameters over a replica's ranks if the strategy shards."""
         if self.device_mesh is None or isinstance(self.network, FSDPModule):
             return
         mesh = self.device_mesh["data_parallel"]
@@ -119,10 +119,10 @@ class GPTLanguageModel(LightningModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """Raises a ValueError for data that have more tokens than this model."""
+        """Raises a ValueError if the data have a larger vocabulary than the model."""
         needed, have = getattr(self.trainer.datamodule, "vocabulary_size", 0), self.hparams["vocabulary_size"]
         if needed > have:
-            raise ValueError(f"The data have {needed:,} tokens, more than --model.vocabulary_size={have:,}.")
+            raise ValueError(f"The data have {needed:,} tokens. --model.vocabulary_size={have} must not be smaller.")
 
     @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -157,7 +157,7 @@ class GPTLanguageModel(LightningModule):
 
 
 def relative_learning_rate(step: int, warmup_steps: int, total_steps: int) -> float:
-    """Returns the learning rate of a step as a share of its highest.
+    """Returns the learning rate of a step as a fraction of the highest rate.
 
     Example:
         >>> [round(relative_learning_rate(step, 10, 110), 2) for step in (0, 4, 9, 10, 60, 109)]

@@ -1,1 +1,1 @@
-"""Logistic regression with 20 workers, whose minimum is known: suboptimality, error norms and the theory's bounds."""
+"""Logistic regression with a known minimum: suboptimality, error norms and the theory's bounds."""

@@ -1,8 +1,8 @@
-"""Trains with several sparsifiers, and puts the theory beside it, on one data set.
+"""Trains on a data set with several sparsifiers and compares the results with the theory.
 
     python -m recipes.logistic_regression --root data --dataset madelon --output DIR
 
-Writes curves.csv, bound.csv and their figures to DIR and prints two tables. To draw again:
+Writes curves.csv, bound.csv and their figures to DIR and prints two tables. To repeat only the figures and tables, run
 ``python -m recipes.logistic_regression.report DIR``.
 """
 
@@ -14,22 +14,22 @@ import pandas as pd
 import torch
 
 from recipes import MissingDataError
-from recipes.logistic_regression.bounds import SHARES_OF_THRESHOLD, allowed_learning_rate, bounds
-from recipes.logistic_regression.curves import METHODS, Setting, curves, threshold_of_density
+from recipes.logistic_regression.bounds import SHARES_OF_THRESHOLD, compute_bounds, limit_learning_rate
+from recipes.logistic_regression.curves import METHODS, Setting, compute_curves, tune_threshold_to_density
 from recipes.logistic_regression.data import URLS, load
 from recipes.logistic_regression.objective import Objective
 from recipes.logistic_regression.report import BOUND, CURVES, report
-from recipes.logistic_regression.training import shards, without_remainder
+from recipes.logistic_regression.training import drop_remainder, shards
 
 
 def main() -> None:
-    """Runs everything and reports."""
+    """Runs all trainings and writes the report."""
     parser = argparse.ArgumentParser(
         prog="python -m recipes.logistic_regression",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--root", type=Path, default=Path("data"), help="the folder that has, or gets, libsvm/")
+    parser.add_argument("--root", type=Path, default=Path("data"), help="parent folder of libsvm/")
     parser.add_argument("--dataset", choices=URLS, default="gisette")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
     parser.add_argument("--shardings", nargs="+", choices=["shuffled", "sorted"], default=["shuffled", "sorted"])
@@ -37,10 +37,10 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--workers", type=int, default=20)
     parser.add_argument("--iterations", type=int, default=3000)
-    parser.add_argument("--every", type=int, default=30, help="iterations from one record to the next")
-    parser.add_argument("--density", type=float, default=0.002, help="of Top-k, k at least 1")
-    parser.add_argument("--threshold", type=float, help="λ in gradient units; else that of Top-k's volume")
-    parser.add_argument("--relative-rate", type=float, default=1.0, help="the learning rate times L + l2")
+    parser.add_argument("--every", type=int, default=30, help="iterations between records")
+    parser.add_argument("--density", type=float, default=0.002, help="density of Top-k; k is at least 1")
+    parser.add_argument("--threshold", type=float, help="λ in gradient units (tuned to Top-k's volume if omitted)")
+    parser.add_argument("--relative-rate", type=float, default=1.0, help="learning rate times smoothness")
     arguments = parser.parse_args()
     try:
         run(arguments)
@@ -50,9 +50,9 @@ def main() -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Writes both CSV files, and the numbers of the problem to standard output."""
+    """Writes both CSV files and prints the constants of the problem."""
     examples = load(arguments.root, arguments.dataset)
-    kept = without_remainder(len(examples.labels), arguments.workers)
+    kept = drop_remainder(len(examples.labels), arguments.workers)
     objective = Objective(examples.features[kept], examples.labels[kept])
     rate = arguments.relative_rate / objective.smoothness
     print(
@@ -65,13 +65,13 @@ def run(arguments: argparse.Namespace) -> None:
         setting = Setting(objective, own, rate, arguments.iterations, arguments.every)
         threshold = arguments.threshold
         if threshold is None:
-            threshold = threshold_of_density(setting, arguments.density)
-        frame = curves(setting, arguments.methods, arguments.seeds, arguments.density, threshold)
-        curve_frames.append(_labelled(frame, arguments.dataset, sharding))
+            threshold = tune_threshold_to_density(setting, arguments.density)
+        frame = compute_curves(setting, arguments.methods, arguments.seeds, arguments.density, threshold)
+        curve_frames.append(_add_labels(frame, arguments.dataset, sharding))
 
-        slower = setting._replace(learning_rate=allowed_learning_rate(objective, rate))
-        bounded = bounds(slower, [share * threshold for share in SHARES_OF_THRESHOLD], arguments.seeds)
-        bound_frames.append(_labelled(bounded.frame, arguments.dataset, sharding))
+        slower = setting._replace(learning_rate=limit_learning_rate(objective, rate))
+        bounded = compute_bounds(slower, [share * threshold for share in SHARES_OF_THRESHOLD], arguments.seeds)
+        bound_frames.append(_add_labels(bounded.frame, arguments.dataset, sharding))
         print(
             f"{sharding} shards: λ = {threshold:.4g}; σ² = {bounded.problem.noise:.4g} and "
             f"ζ² = {bounded.problem.heterogeneity:.4g} measured, bound for γ = {slower.learning_rate:.4g}"
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> None:
     pd.concat(bound_frames).to_csv(arguments.output / f"{BOUND}.csv", index=False)
 
 
-def _labelled(frame: pd.DataFrame, dataset: str, sharding: str) -> pd.DataFrame:
+def _add_labels(frame: pd.DataFrame, dataset: str, sharding: str) -> pd.DataFrame:
     return frame.assign(dataset=dataset, sharding=sharding)
 
 

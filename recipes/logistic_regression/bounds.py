@@ -1,4 +1,4 @@
-"""The theory beside the measurement: the bound on the mean suboptimality of a convex f, and what f came to."""
+"""Compares the measured mean suboptimality of a convex f with its bound."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -10,61 +10,63 @@ from torch import Tensor
 from lightning_sparse import HardThreshold
 from lightning_sparse.theory import Problem, convex_bound, measured_noise, squared_error_bound
 from recipes.logistic_regression.curves import Setting
-from recipes.logistic_regression.objective import Objective, minimiser
+from recipes.logistic_regression.objective import Objective, find_minimiser
 
 NOISE_DRAWS = 100
 NOISE_POINTS = 5
 SHARES_OF_THRESHOLD = (0.0, 0.1, 1.0)
-"""Of the λ that sends what Top-k does: 0 sends everything, and the last is mostly beyond what the bound is good for."""
+"""Multiples of the λ that matches Top-k's volume; 0 is dense, and at 1 the bound is mostly loose."""
 
 
-class Bounded(NamedTuple):
-    """What ``bounds`` found.
+class BoundResult(NamedTuple):
+    """The result of ``bounds``.
 
     Attributes:
-        problem: L exactly; σ² and ζ², the largest of all points at which they were measured.
-        frame: a row for each threshold, seed and record.
+        problem: the exact L, and the largest measured σ² and ζ².
+        frame: one row per threshold, seed and record.
     """
 
     problem: Problem
     frame: pd.DataFrame
 
 
-def allowed_learning_rate(objective: Objective, learning_rate: float) -> float:
-    """Returns the learning rate, or the largest for which the bound holds, 1 / (4 L), if that is smaller."""
+def limit_learning_rate(objective: Objective, learning_rate: float) -> float:
+    """Returns the learning rate, limited to 1 / (4 L), the largest for which the bound holds."""
     problem = Problem(objective.smoothness, num_workers=1, noise=0.0)
     return min(learning_rate, problem.largest_learning_rate(is_convex=True))
 
 
-def noise_at(objective: Objective, shards: Tensor, x: Tensor, seed: int) -> tuple[float, float]:
-    """Returns estimates of σ² and ζ² at x, of 100 single-example gradients of each worker."""
+def estimate_noise(objective: Objective, shards: Tensor, x: Tensor, seed: int) -> tuple[float, float]:
+    """Returns estimates of σ² and ζ² at x, from 100 single-example gradients per worker."""
     n, m = shards.shape
-    places = torch.randint(m, (n, NOISE_DRAWS), generator=torch.Generator().manual_seed(seed))
-    return measured_noise([objective.gradients(x, own[some]) for own, some in zip(shards, places, strict=True)])
+    positions = torch.randint(m, (n, NOISE_DRAWS), generator=torch.Generator().manual_seed(seed))
+    return measured_noise(
+        [objective.gradients(x, examples[positions]) for examples, positions in zip(shards, positions, strict=True)]
+    )
 
 
-def bounds(setting: Setting, thresholds: Iterable[float], seeds: Sequence[int]) -> Bounded:
-    """Returns the bound and the mean of f(x_t) − f* over the records so far, for each threshold and seed.
+def compute_bounds(setting: Setting, thresholds: Iterable[float], seeds: Sequence[int]) -> BoundResult:
+    """Returns the bound and the running mean of f(x_t) − f* for each threshold and seed.
 
-    The mean is over the records before ``iteration``, the first iterate among them: while f falls it is a little above
-    the mean over all iterations.
+    The mean includes the initial record and excludes that of ``iteration``. While f falls, it is slightly above the
+    mean over all iterations.
 
     Columns of the frame:
         threshold: λ in gradient units.
-        seed, iteration: which.
-        average_suboptimality: of the records up to here.
-        bound: what the theory allows, the sum of the next three.
+        seed, iteration: seed and iteration of the record.
+        average_suboptimality: mean of f(x_t) − f* over the earlier records.
+        bound: sum of the next three columns.
         start_term, noise_term, threshold_term: 2 ‖x_0 − x*‖² / (γ T), 2 γ σ² / n and 4 L γ² d λ², where T is
             ``iteration``.
-        squared_shift: ‖ē‖² of the workers' mean residual in gradient units, the mean of the records after the first.
-            The proof puts d λ² in its place.
+        squared_shift: ‖ē‖² of the workers' mean residual in gradient units, averaged over the records after the first.
+            The proof bounds it by d λ².
         density: share of coordinates sent so far, in 0…1.
 
     Raises:
-        ValueError: a learning rate for which the bound does not hold.
+        ValueError: the bound does not hold for the learning rate.
     """
     objective, rate = setting.objective, setting.learning_rate
-    solution = minimiser(objective)
+    solution = find_minimiser(objective)
     minimum, squared_distance = objective.value(solution), float(solution.square().sum())
     points = max(1, setting.iterations // setting.every // NOISE_POINTS)
     noises, measured = [], []
@@ -73,14 +75,14 @@ def bounds(setting: Setting, thresholds: Iterable[float], seeds: Sequence[int]) 
             total = shifts = 0.0
             for number, state in enumerate(setting.training(HardThreshold(threshold=threshold), seed)):
                 if number % points == 0:
-                    noises.append(noise_at(objective, setting.shards, state.x, seed))
+                    noises.append(estimate_noise(objective, setting.shards, state.x, seed))
                 if number:
                     shifts += float(state.residuals.mean(dim=0).square().sum())
                     density = state.sent / (state.iteration * state.residuals.numel())
                     measured.append((threshold, seed, state.iteration, total / number, shifts / number, density))
                 total += objective.value(state.x) - minimum
     noise, heterogeneity = (max(values) for values in zip(*noises, strict=True))
-    # An estimate without bias, below 0 where workers hardly differ.
+    # The estimate is unbiased and can fall below 0 if workers hardly differ.
     problem = Problem(objective.smoothness, len(setting.shards), noise, max(0.0, heterogeneity))
     rows = []
     for threshold, seed, iteration, average, squared_shift, density in measured:
@@ -99,4 +101,4 @@ def bounds(setting: Setting, thresholds: Iterable[float], seeds: Sequence[int]) 
                 "density": density,
             }
         )
-    return Bounded(problem, pd.DataFrame(rows))
+    return BoundResult(problem, pd.DataFrame(rows))

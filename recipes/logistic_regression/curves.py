@@ -1,4 +1,4 @@
-"""Several sparsifiers on one problem: what each reaches, sends and keeps, as a table with a row for each record."""
+"""Trains with several sparsifiers and returns suboptimality, volume and residual norms as a table."""
 
 from collections.abc import Iterator, Sequence
 from math import ceil, log2, nan
@@ -9,22 +9,22 @@ import torch
 
 from lightning_sparse import Dense, HardThreshold, Sparsifier, TopK
 from lightning_sparse.theory import squared_error_bound
-from recipes.logistic_regression.objective import Objective, minimiser
-from recipes.logistic_regression.training import State, draws, training, tuned_threshold
+from recipes.logistic_regression.objective import Objective, find_minimiser
+from recipes.logistic_regression.training import State, draw_examples, training, tune_threshold
 
 VALUE_BITS = 32
 TUNING_SEED = 0
 
 
 class Setting(NamedTuple):
-    """What all methods share.
+    """The problem and the options that all methods share.
 
     Attributes:
         objective: f.
-        shards: numbers of each worker's examples, shape (n, m).
+        shards: indices of each worker's examples, shape (n, m).
         learning_rate: γ.
         iterations: T.
-        every: iterations from one record to the next.
+        every: iterations between records.
     """
 
     objective: Objective
@@ -34,16 +34,16 @@ class Setting(NamedTuple):
     every: int
 
     def training(self, sparsifier: Sparsifier, seed: int) -> Iterator[State]:
-        """Yields the states of a training whose examples are drawn with this seed, the same for every sparsifier."""
-        drawn = draws(self.shards, self.iterations, seed)
+        """Yields the states of a training; ``seed`` determines the examples, for any sparsifier."""
+        drawn = draw_examples(self.shards, self.iterations, seed)
         return training(self.objective, drawn, sparsifier, self.learning_rate, self.every)
 
 
-def sparsifiers(density: float, threshold: float) -> dict[str, Sparsifier]:
-    """Returns one sparsifier for each method's name.
+def make_sparsifiers(density: float, threshold: float) -> dict[str, Sparsifier]:
+    """Returns a sparsifier for each method's name.
 
-    The model is a single vector, so Top-k of each layer and of the model differ in ties only: the latter sends all that
-    equal the k-th.
+    The model is a single vector, so Top-k of each layer and of the model differ in ties only. Top-k of the model sends
+    all values that equal the k-th.
     """
     return {
         "dense": Dense(),
@@ -53,40 +53,40 @@ def sparsifiers(density: float, threshold: float) -> dict[str, Sparsifier]:
     }
 
 
-METHODS = tuple(sparsifiers(1.0, 0.0))
+METHODS = tuple(make_sparsifiers(1.0, 0.0))
 
 
-def threshold_of_density(setting: Setting, density: float) -> float:
-    """Returns λ that sends as many coordinates in all as Top-k of each layer, tuned on draws of a seed of its own."""
-    drawn = draws(setting.shards, setting.iterations, TUNING_SEED)
+def tune_threshold_to_density(setting: Setting, density: float) -> float:
+    """Returns the λ that sends as many coordinates as Top-k of each layer, tuned with a separate seed."""
+    drawn = draw_examples(setting.shards, setting.iterations, TUNING_SEED)
     k = max(1, int(density * setting.objective.num_elements))
-    return tuned_threshold(setting.objective, drawn, setting.learning_rate, drawn.numel() * k)
+    return tune_threshold(setting.objective, drawn, setting.learning_rate, drawn.numel() * k)
 
 
 def coordinate_bits(method: str, num_elements: int) -> int:
-    """Returns what a coordinate costs: 32 bits for its value and ⌈log2 d⌉ for its index, which dense does without."""
+    """Returns the bits per coordinate: 32 for its value and, except for dense, ⌈log2 d⌉ for its index."""
     return VALUE_BITS + (0 if method == "dense" else ceil(log2(num_elements)))
 
 
-def curves(
+def compute_curves(
     setting: Setting, methods: Sequence[str], seeds: Sequence[int], density: float, threshold: float
 ) -> pd.DataFrame:
-    """Returns a row for each method, seed and record.
+    """Returns one row per method, seed and record.
 
     Columns:
-        method, seed, iteration: which.
+        method, seed, iteration: method, seed and iteration of the record.
         epoch: iterations · n / N.
         suboptimality: f(x) − f*.
-        bits: sent by a worker so far, the mean of all.
-        squared_error: ‖e_i‖² in gradient units, the mean of all workers.
+        bits: bits sent so far, averaged over workers.
+        squared_error: ‖e_i‖² in gradient units, averaged over workers.
         density: share of coordinates sent so far, in 0…1.
         threshold: λ in gradient units; NaN for Top-k.
-        squared_error_bound: d λ²; likewise.
+        squared_error_bound: d λ²; NaN for Top-k.
     """
     objective, num_workers = setting.objective, len(setting.shards)
     d = objective.num_elements
-    minimum = objective.value(minimiser(objective))
-    available = sparsifiers(density, threshold)
+    minimum = objective.value(find_minimiser(objective))
+    available = make_sparsifiers(density, threshold)
     rows = []
     for seed in seeds:
         for method in methods:

@@ -1,4 +1,4 @@
-"""Two-class data sets as dense matrices: from LIBSVM's collection, and MADELON from scikit-feature's."""
+"""Loads two-class data sets of LIBSVM, and MADELON of scikit-feature, as dense matrices."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +31,7 @@ class Examples(NamedTuple):
 
     Attributes:
         features: float64, shape (examples, d).
-        labels: -1.0 or 1.0, float64, shape (examples,); the higher of the file's two labels is 1.
+        labels: -1.0 or 1.0, float64, shape (examples,); 1 is the higher of the file's labels.
     """
 
     features: Tensor
@@ -39,15 +39,15 @@ class Examples(NamedTuple):
 
 
 def load(root: Path, dataset: str) -> Examples:
-    """Returns a data set of ``<root>/libsvm``, fetched unless its file is there.
+    """Returns a data set of ``<root>/libsvm``, downloaded unless its file exists.
 
-    Features of a9a and mushrooms are 0 or 1 and those of gisette within -1 and 1, as LIBSVM has them. Those of madelon,
-    whole numbers around 500, are standardised: mean 0 and variance 1 over all examples. In madelon_unit each goes from
-    0 to 1 instead, so that all have a mean, along which f is far steeper than across.
+    Features of a9a and mushrooms are 0 or 1, and those of gisette are within -1 and 1. Features of madelon are
+    standardised to mean 0 and variance 1. Features of madelon_unit range from 0 to 1; their common mean makes f much
+    steeper in that direction.
 
     Raises:
-        MissingDataError: the file could not be fetched or read. One line that says what to put where.
-        ValueError: no data set of this name.
+        MissingDataError: the file could not be downloaded or read.
+        ValueError: an unknown name.
     """
     if dataset not in URLS:
         raise ValueError(f"Invalid {dataset=}. Must be one of {', '.join(URLS)}.")
@@ -60,8 +60,8 @@ def load(root: Path, dataset: str) -> Examples:
             raise ValueError(f"it has {len(classes)} classes instead of two")
     except (ValueError, TypeError, LookupError, EOFError, OSError, MatReadError) as error:
         raise MissingDataError(
-            f"{path.absolute()} cannot be read: {' '.join(str(error).split())}. Delete it to have it fetched again, or "
-            f"put the file from {URLS[dataset]} there."
+            f"{path.absolute()} cannot be read: {' '.join(str(error).split())}. Delete it to download it again, or "
+            f"replace it by the file from {URLS[dataset]}."
         ) from error
     if path.suffix == ".mat":
         features = minmax_scale(features) if dataset.endswith("_unit") else scale(features)

@@ -1,4 +1,4 @@
-"""Logistic regression with an l2 penalty: values, gradients, smoothness and the minimum."""
+"""Computes values, gradients, smoothness and the minimum of l2-regularised logistic regression."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 CURVATURE_RATIO = 1e4
-"""Smoothness of the data's part of f over l2, as in Fig. 1 of the paper."""
+"""Ratio of the smoothness of f without the penalty to l2, as in the paper's Fig. 1."""
 LARGEST_ERROR_OF_MINIMUM = 1e-12
 
 
@@ -30,22 +30,22 @@ class Objective:
 
     @property
     def num_elements(self) -> int:
-        """The number of unknowns, d."""
+        """Returns d, the number of unknowns."""
         return self.features.shape[1]
 
     @cached_property
     def data_smoothness(self) -> float:
-        """λ_max(AᵀA) / (4 N), the smoothness of f without the penalty: σ'(·) ≤ 1/4, which is reached at 0."""
+        """Returns λ_max(AᵀA) / (4 N), the smoothness of f without the penalty, since max σ'(·) = 1/4."""
         return float(torch.linalg.eigvalsh(self.features.T @ self.features)[-1]) / (4 * len(self.features))
 
     @cached_property
     def l2(self) -> float:
-        """The penalty's factor, which is also the strong convexity of f."""
+        """Returns the factor of the penalty, which is also the strong convexity of f."""
         return self.data_smoothness / CURVATURE_RATIO
 
     @property
     def smoothness(self) -> float:
-        """L of f with the penalty."""
+        """Returns L, the smoothness of f with the penalty."""
         return self.data_smoothness + self.l2
 
     def value(self, x: Tensor) -> float:
@@ -58,11 +58,11 @@ class Objective:
         return self.features.T @ slopes / len(slopes) + self.l2 * x
 
     def gradients(self, x: Tensor, examples: Tensor) -> Tensor:
-        """Returns the gradients at x of single examples, each with the whole penalty, so that their mean is ∇f.
+        """Returns the gradients of single examples at x; each includes the penalty, so their mean is ∇f.
 
         Args:
             x: shape (d,).
-            examples: their numbers, int64, shape (m,).
+            examples: indices of the examples, int64, shape (m,).
 
         Returns:
             Shape (m, d).
@@ -80,16 +80,18 @@ class Objective:
         return result
 
 
-def error_of_minimum(objective: Objective, x: Tensor) -> float:
-    """Returns ‖∇f(x)‖² / (2 l2), which f(x) − f* does not exceed, since f is strongly convex with l2."""
+def bound_error(objective: Objective, x: Tensor) -> float:
+    """Returns ‖∇f(x)‖² / (2 l2), an upper bound of f(x) − f* by strong convexity."""
     return float(objective.gradient(x).square().sum()) / (2 * objective.l2)
 
 
-def minimiser(objective: Objective) -> Tensor:
-    """Returns x with f(x) − f* below 1e-12, shape (d,), by SciPy's trust-region method with the exact Hessian.
+def find_minimiser(objective: Objective) -> Tensor:
+    """Returns x with f(x) − f* below 1e-12, shape (d,).
+
+    Uses SciPy's trust-region method with the exact Hessian.
 
     Raises:
-        RuntimeError: the method ended before that.
+        RuntimeError: the method does not reach this accuracy.
     """
     found = minimize(
         lambda x: objective.value(torch.from_numpy(x)),
@@ -100,8 +102,8 @@ def minimiser(objective: Objective) -> Tensor:
         options={"gtol": (objective.l2 * LARGEST_ERROR_OF_MINIMUM) ** 0.5},
     )
     x = torch.from_numpy(found.x)
-    if not (error := error_of_minimum(objective, x)) < LARGEST_ERROR_OF_MINIMUM:
+    if not (error := bound_error(objective, x)) < LARGEST_ERROR_OF_MINIMUM:
         raise RuntimeError(
-            f"The minimum is known up to {error:g} only, not {LARGEST_ERROR_OF_MINIMUM:g}: {found.message}"
+            f"The minimum has an error of up to {error:g}, above {LARGEST_ERROR_OF_MINIMUM:g}: {found.message}"
         )
     return x

@@ -1,4 +1,4 @@
-"""WikiText-2 as numbers of words: its files, fetched and checked, or a Markov chain's text, which needs no download."""
+"""Loads WikiText-2 as word indices, or the text of a Markov chain without a download."""
 
 import hashlib
 import os
@@ -15,7 +15,7 @@ from recipes import MissingDataError
 from recipes.download import fetch
 from recipes.lstm_wikitext2.markov_chain import MarkovChain
 
-# torchtext's own address of this file is dead.
+# The address in torchtext no longer works.
 URL = "https://wikitext.smerity.com/wikitext-2-v1.zip"
 FOLDER = "wikitext-2"
 FILES = {"train": "wiki.train.tokens", "val": "wiki.valid.tokens", "test": "wiki.test.tokens"}
@@ -29,36 +29,36 @@ HEADING = "="
 
 
 class CorpusError(MissingDataError):
-    """A file of the corpus is there but cannot be used; the message names it and says where it is wrong."""
+    """Raised if a file of the corpus is invalid; the message names the file and the position."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The three splits as numbers of words, int64 and one-dimensional, and what they are numbers of."""
+    """The three splits as word indices, int64 and one-dimensional, and the vocabulary."""
 
     train: Tensor
     val: Tensor
     test: Tensor
     vocabulary_size: int
     end_of_line: int
-    """The word that is taken to precede each split."""
+    """Index of the word that precedes each split."""
     heading: int = -1
-    """The word ``=`` around titles of articles; -1 where there is none."""
+    """Index of ``=``, which encloses titles of articles; -1 without titles."""
 
 
 def read_wikitext2(folder: Path, tokenizer: str = "wikitext", vocabulary_size: int | None = None) -> Corpus:
-    """Returns the three files as numbers; the vocabulary is the training split's, the most frequent word first.
+    """Returns the three files as word indices, in descending frequency in the training split.
 
     Raises:
-        MissingDataError: a file is not there.
+        MissingDataError: a file is missing.
         CorpusError: a file is empty or not UTF-8.
     """
     for name in FILES.values():
         _check(folder / name)
-    # No token for padding: nothing is padded, and 33,278 words are 33,278 rows of the embedding.
+    # No padding token, so that 33,278 words are 33,278 rows of the embedding.
     field = Field(tokenize=None if tokenizer == "wikitext" else tokenizer, pad_token=None)
     texts = {split: LanguageModelingDataset(str(folder / name), field)[0].text for split, name in FILES.items()}
-    # torchtext does not count <unk> among the words that it limits.
+    # torchtext's limit does not count <unk>.
     field.build_vocab([texts["train"]], max_size=None if vocabulary_size is None else vocabulary_size - 1)
     numbers = {split: field.numericalize([text]).flatten() for split, text in texts.items()}
     words = field.vocab.stoi
@@ -67,18 +67,18 @@ def read_wikitext2(folder: Path, tokenizer: str = "wikitext", vocabulary_size: i
     )
 
 
-def builtin_corpus() -> Corpus:
-    """Returns a Markov chain's text, always the same: 200,000 words to train on, 20,000 for each of the others."""
+def make_builtin_corpus() -> Corpus:
+    """Returns a fixed text of a Markov chain with 200,000, 20,000 and 20,000 words."""
     chain = MarkovChain()
     train, val, test = (chain.sample(number, seed) for seed, number in enumerate((200_000, 20_000, 20_000)))
     return Corpus(train, val, test, vocabulary_size=len(chain.transitions), end_of_line=0)
 
 
 def fetch_wikitext2(root: Path) -> None:
-    """Makes ``<root>/wikitext-2`` hold the three files: those that are there stay, the others are fetched.
+    """Downloads the missing files of WikiText-2 to ``<root>/wikitext-2``.
 
     Raises:
-        MissingDataError: the archive could not be fetched, or is not the right one.
+        MissingDataError: the archive could not be downloaded, or its checksum is wrong.
     """
     folder = root / FOLDER
     missing = []
@@ -86,10 +86,10 @@ def fetch_wikitext2(root: Path) -> None:
         if not (folder / name).exists():
             missing.append(name)
         elif _md5((folder / name).read_bytes()) != MD5[name]:
-            rank_zero_warn(f"{folder / name} is not WikiText-2's file of that name; it is used as it is.")
+            rank_zero_warn(f"{folder / name} differs from WikiText-2's {name} and is used anyway.")
     if not missing:
         return
-    # What is unpacked is checked, so that it does not matter which packing of the same files a server has.
+    # Check the files and not the archive, because servers may compress the files differently.
     archive = fetch(URL, root / Path(URL).name)
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -97,9 +97,7 @@ def fetch_wikitext2(root: Path) -> None:
             for name in missing:
                 _write_whole(folder / name, files.read(f"{FOLDER}/{name}"))
     except (zipfile.BadZipFile, KeyError) as error:
-        raise MissingDataError(
-            f"{archive.absolute()} is damaged: {error}. Delete it to have it fetched again."
-        ) from error
+        raise MissingDataError(f"{archive.absolute()} is damaged: {error}. Delete it to download it again.") from error
 
 
 def _write_whole(path: Path, content: bytes) -> None:
@@ -116,7 +114,7 @@ def _md5(content: bytes) -> str:
 
 
 def _check(path: Path) -> None:
-    # torchtext would report a wrong byte by its offset within a buffer, and take an empty file.
+    # torchtext would accept an empty file and report an invalid byte by its offset in a buffer.
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -129,7 +127,7 @@ def _check(path: Path) -> None:
         raise CorpusError(f"{path.absolute()} cannot be read: {error.strerror}.") from error
     if not content.strip():
         raise CorpusError(
-            f"{path.absolute()} is empty: {len(content):,} bytes and no word. Delete it to have it fetched."
+            f"{path.absolute()} is empty: {len(content):,} bytes without a word. Delete it to download it again."
         )
     try:
         content.decode("utf-8")
@@ -137,5 +135,5 @@ def _check(path: Path) -> None:
         line = content.count(b"\n", 0, error.start) + 1
         raise CorpusError(
             f"{path.absolute()}, line {line:,}: the byte 0x{content[error.start]:02x} at offset {error.start:,} is not "
-            f"UTF-8 ({error.reason}). Convert the file to UTF-8, or delete it to have it fetched."
+            f"UTF-8 ({error.reason}). Convert the file to UTF-8, or delete it to download it again."
         ) from None

@@ -1,4 +1,4 @@
-"""A corpus of words in columns that every worker reads on its own."""
+"""Cuts a corpus into columns and windows for each worker."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,47 +18,47 @@ from recipes.lstm_wikitext2.corpus import (
     FOLDER,
     Corpus,
     CorpusError,
-    builtin_corpus,
     fetch_wikitext2,
+    make_builtin_corpus,
     read_wikitext2,
 )
-from recipes.lstm_wikitext2.topics import by_topic
+from recipes.lstm_wikitext2.topics import sort_by_topic
 from recipes.missing_data import failing_together, fetch_error
 
 IGNORED = -100
-"""The target of a position that is not in the text; torch's cross-entropy leaves it out."""
+"""Target of a padding position; torch's cross-entropy ignores it."""
 
 
 class WikiText2DataModule(LightningDataModule):
-    """Windows of text for truncated backpropagation through time: inputs, and targets one word further on.
+    """Windows of text for truncated backpropagation through time, with targets shifted by a word.
 
-    Both are int64 of shape (time, columns). Training text is cut into ``num_workers * columns`` columns of equal
-    length, of which each worker has ``columns``; the remainder, shorter than the number of columns, is left out.
-    Validation and test text is cut in the same way into ``num_workers * eval_columns`` columns, and nothing is left
-    out: every word is a target of one worker, once, and places without a word have the target ``IGNORED``.
+    Inputs and targets are int64 of shape (time, columns). The training text has ``num_workers * columns`` columns of
+    equal length, without the remainder; each worker has ``columns`` of them. Validation and test text has
+    ``num_workers * eval_columns`` columns. Every word of it is the target of exactly one worker, and padding has the
+    target ``IGNORED``.
 
-    Every worker has as many windows as the others. The windows' order matters, so there is no sampler and no shuffling.
+    All workers have equally many windows. The order of windows matters, so there is no sampler and no shuffling.
 
     Args:
-        root: folder of the data sets; WikiText-2 is fetched into ``<root>/wikitext-2`` unless it is there.
-        source: ``wikitext2``, or ``builtin``: 240,000 words of a Markov chain, whose best perplexity is known.
+        root: folder of the data sets; WikiText-2 is downloaded to ``<root>/wikitext-2`` unless it exists.
+        source: ``wikitext2``, or ``builtin`` for 240,000 words of a Markov chain with a known best perplexity.
         columns: columns of training text per worker.
-        bptt: words of a window.
-        eval_columns: columns of validation and test text per worker. The model begins each without a past, so that
-            fewer columns give a slightly lower perplexity and take longer.
-        tokenizer: ``wikitext`` takes the words as the files have them, separated by blanks. ``basic_english`` is
-            torchtext's: lower case, without most punctuation; its perplexity is another and not to be compared.
-        vocabulary_size: keep so many of the most frequent words of the training split; the others become ``<unk>``.
-            All of them by default.
-        train_share: train on this share of the training split, from its beginning; the vocabulary is the whole's.
-        heterogeneous: orders the articles to train on by topic first, so that workers, whose columns follow one
-            another, read about different things. Needs WikiText's words as they are, titles between ``=``.
+        bptt: words per window.
+        eval_columns: columns of validation and test text per worker. The model starts each column with an empty state,
+            so fewer columns give a slightly lower perplexity and take longer.
+        tokenizer: ``wikitext`` splits at blanks. ``basic_english``, of torchtext, lowers the case and drops most
+            punctuation. Their perplexities are not comparable.
+        vocabulary_size: number of most frequent words of the training split to keep; other words become ``<unk>``. None
+            keeps all.
+        train_share: share of the training split to train on, from its start. The vocabulary is that of the full split.
+        heterogeneous: orders the training articles by topic, so that workers read different topics. Requires the
+            ``wikitext`` tokenizer, because titles are between ``=``.
 
     Attributes:
-        corpus: the text, from ``setup`` on.
+        corpus: the text; available after ``setup``.
 
     Raises:
-        ValueError: a number that is out of range.
+        ValueError: a number is out of range.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class WikiText2DataModule(LightningDataModule):
             raise ValueError(f"Invalid {train_share=}. Must be within (0, 1].")
         if heterogeneous and (source, tokenizer) != ("wikitext2", "wikitext"):
             raise ValueError(
-                f"Invalid {heterogeneous=} with {source=} and {tokenizer=}. Only WikiText's own words mark where "
-                "articles begin; leave source and tokenizer at wikitext2 and wikitext."
+                f"Invalid {heterogeneous=} with {source=} and {tokenizer=}. Use source='wikitext2' and "
+                "tokenizer='wikitext', because only that text marks titles of articles."
             )
         self.root = Path(root)
         self.source = source
@@ -102,23 +102,23 @@ class WikiText2DataModule(LightningDataModule):
 
     @property
     def vocabulary_size(self) -> int:
-        """How many words there are: the model needs at least as many. Known from ``setup`` on."""
+        """Returns the number of words, the minimum for the model; available after ``setup``."""
         assert self.corpus is not None
         return self.corpus.vocabulary_size
 
     @override
     def prepare_data(self) -> None:
-        """Fetches WikiText-2 unless its files are there; Lightning calls this on one process per node."""
+        """Downloads WikiText-2 unless its files exist; Lightning calls this on one process per node."""
         if self.source == "wikitext2":
             self._failure = fetch_error("WikiText-2", lambda: fetch_wikitext2(self.root))
 
     @override
     def setup(self, stage: str) -> None:
-        """Reads the text; collective where there is a process group.
+        """Reads the text; with a process group, every rank calls this.
 
         Raises:
-            MissingDataError: a file is not there, on this worker or another one.
-            CorpusError: a file is empty, is not UTF-8, or is too short for so many columns.
+            MissingDataError: a file is missing on any worker.
+            CorpusError: a file is empty, is not UTF-8, or is too short for the number of columns.
         """
         if self.corpus is not None:
             return
@@ -128,7 +128,7 @@ class WikiText2DataModule(LightningDataModule):
 
     def _read(self) -> Corpus:
         if self.source == "builtin":
-            corpus = builtin_corpus()
+            corpus = make_builtin_corpus()
         else:
             try:
                 corpus = read_wikitext2(self.root / FOLDER, self.tokenizer, self.max_vocabulary_size)
@@ -137,19 +137,19 @@ class WikiText2DataModule(LightningDataModule):
             except MissingDataError:
                 if self._failure is None:
                     raise
-                # Why it is missing says more than that it is.
+                # The error of the download says more than the missing file.
                 raise MissingDataError(f"{self._failure} Or try the recipe with --data.source=builtin.") from None
         used = round(self.train_share * len(corpus.train))
         all_columns = self.columns * self._num_workers
         if used < 2 * all_columns:
             raise CorpusError(
                 f"{self.root / FOLDER / FILES['train']} has {used:,} words to train on, too few for {all_columns:,} "
-                "columns of at least two. Lower --data.columns or raise --data.train_share."
+                "columns of at least two words. Lower --data.columns or raise --data.train_share."
             )
         train = corpus.train[:used]
         if self.heterogeneous:
             try:
-                train = by_topic(train, corpus.end_of_line, corpus.heading)
+                train = sort_by_topic(train, corpus.end_of_line, corpus.heading)
             except ValueError as error:
                 raise CorpusError(f"{self.root / FOLDER / FILES['train']}: {error}") from None
         return replace(corpus, train=train)
@@ -175,7 +175,7 @@ class WikiText2DataModule(LightningDataModule):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Returns where in the epoch the training is, so that a resumed run goes on with the next window."""
+        """Returns the position in the epoch, so that a resumed run continues with the next window."""
         if self.trainer is None or self._train_windows is None:
             return {"position": 0}
         ready = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
@@ -183,7 +183,7 @@ class WikiText2DataModule(LightningDataModule):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # Lightning would hand it to the windows themselves, but not once the schedule has asked for their number.
+        # Lightning would call Windows.load_state_dict, but not after the schedule has read the number of windows.
         self._resume_at = int(state_dict["position"])
 
     def _evaluation_windows(self, tokens: Tensor) -> "Windows":
@@ -203,18 +203,18 @@ class WikiText2DataModule(LightningDataModule):
 
 
 class Windows:
-    """One worker's windows in order, as a data loader; torchtext's BPTTIterator cuts them.
+    """A data loader over a worker's windows in order, cut by torchtext's BPTTIterator.
 
-    Not a DataLoader: Lightning would give that a DistributedSampler. A resumed training begins its first epoch at the
-    window that ``load_state_dict`` names.
+    It is not a DataLoader, because Lightning would add a DistributedSampler. A resumed training starts its first epoch
+    at the window that ``load_state_dict`` sets.
 
     Args:
         columns: the text, int64, shape (columns, length).
-        bptt: words of a window; the last one of an epoch may be shorter.
+        bptt: words per window; the last window of an epoch may be shorter.
     """
 
     def __init__(self, columns: Tensor, bptt: int) -> None:
-        # The words are numbers already; without a vocabulary the field hands IGNORED on like any other.
+        # The words are indices already; without a vocabulary, the field passes IGNORED on unchanged.
         field = Field(use_vocab=False, pad_token=None)
         fields = [("text", field)]
         text = Dataset([Example.fromlist([columns.flatten().tolist()], fields)], fields)
@@ -226,7 +226,7 @@ class Windows:
         return len(self._iterator)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields inputs and targets, int64 of shape (time, columns), targets with ``IGNORED`` where there is none."""
+        """Yields inputs and targets, int64 of shape (time, columns); padding has the target ``IGNORED``."""
         begin, self._resume_at = self._resume_at, 0
         for index, window in enumerate(self._iterator):
             if index >= begin:
@@ -234,16 +234,16 @@ class Windows:
                 yield window.text.clamp(min=0), window.target
 
     def state_dict(self) -> dict[str, int]:
-        """Returns how many windows of the running epoch were handed out."""
+        """Returns the number of windows yielded in the current epoch."""
         return {"position": self._position % max(len(self), 1)}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Makes the next epoch begin at a window other than the first."""
+        """Sets the window at which the next epoch starts."""
         self._resume_at = state_dict["position"]
 
 
 def training_columns(tokens: Tensor, columns: int, worker: int, num_workers: int) -> Tensor:
-    """Returns one worker's columns of the training text, shape (columns, length); the remainder is left out.
+    """Returns a worker's columns of the training text, shape (columns, length), without the remainder.
 
     Example:
         >>> [training_columns(torch.arange(9), 2, worker, 2).tolist() for worker in (0, 1)]
@@ -255,16 +255,17 @@ def training_columns(tokens: Tensor, columns: int, worker: int, num_workers: int
 
 
 def evaluation_columns(tokens: Tensor, before: int, columns: int, worker: int, num_workers: int) -> Tensor:
-    """Returns one worker's columns of a text of which every word is predicted once, shape (columns, length + 1).
+    """Returns a worker's columns of evaluation text, shape (columns, length + 1).
 
-    Each column begins with the word before its first target; the last ones may end in ``IGNORED``.
+    Over all workers, every word is a target once. Each column starts with the word before its first target; the last
+    columns may end in ``IGNORED``.
 
     Args:
         tokens: the text, int64, one-dimensional.
         before: the word that precedes the text.
-        columns: columns of a worker.
-        worker: which worker.
-        num_workers: how many there are.
+        columns: columns per worker.
+        worker: index of the worker.
+        num_workers: number of workers.
 
     Example:
         >>> [evaluation_columns(torch.arange(1, 6), 0, 1, worker, 2).tolist() for worker in (0, 1)]

@@ -1,4 +1,4 @@
-"""A text whose best possible perplexity is known: words drawn from a Markov chain."""
+"""Draws a text with a known best perplexity from a Markov chain."""
 
 from bisect import bisect_right
 from itertools import accumulate
@@ -8,15 +8,15 @@ from torch import Tensor
 
 
 class MarkovChain:
-    """A chain over words in which every word has a few successors, drawn with their probabilities from a seed.
+    """A random Markov chain over words in which every word has a few successors.
 
     Args:
         num_words: size of the vocabulary.
-        successors: how many words can follow a word.
-        seed: of the transition matrix.
+        successors: number of words that can follow a word.
+        seed: seed of the transition matrix.
 
     Attributes:
-        transitions: float64, shape (num_words, num_words); row i holds the probabilities of what follows word i.
+        transitions: float64, shape (num_words, num_words); row i holds the probabilities of the words after word i.
 
     Raises:
         ValueError: fewer than two words or successors, or more successors than words.
@@ -31,7 +31,7 @@ class MarkovChain:
         if not 2 <= successors <= num_words:
             raise ValueError(f"Invalid {successors=}. Must be within [2, {num_words=}].")
         generator = torch.Generator().manual_seed(seed)
-        # Each word's first successor is its neighbour in a ring, so that every word can be reached from every other.
+        # Each word's first successor is its neighbour in a ring, so that every word is reachable from every other.
         ring = torch.eye(num_words, dtype=torch.float64).roll(1, dims=1)
         others = torch.rand(num_words, num_words, generator=generator, dtype=torch.float64)
         chosen = (others - ring).topk(successors - 1, dim=1).indices
@@ -40,9 +40,9 @@ class MarkovChain:
         self.transitions = weights / weights.sum(1, keepdim=True)
 
     def stationary(self) -> Tensor:
-        """Returns how often each word occurs in a long text: float64, shape (num_words,), summing to 1."""
+        """Returns the frequency of each word in a long text, float64, shape (num_words,), summing to 1."""
         num_words = len(self.transitions)
-        # π P = π leaves one equation too many, in whose place Σ π = 1 stands.
+        # π P = π has a redundant equation; replace it by Σ π = 1.
         equations = self.transitions.T - torch.eye(num_words, dtype=torch.float64)
         equations[-1] = 1.0
         right_side = torch.zeros(num_words, dtype=torch.float64)
@@ -51,17 +51,17 @@ class MarkovChain:
         return stationary
 
     def perplexity(self) -> float:
-        """Returns exp of the entropy rate −Σ_i π_i Σ_j P_ij ln P_ij: no model can stay below it on a long text."""
+        """Returns the best perplexity on a long text, exp of the entropy rate −Σ_i π_i Σ_j P_ij ln P_ij."""
         entropies = torch.special.entr(self.transitions).sum(1)
         return float((self.stationary() @ entropies).exp())
 
     def sample(self, num_tokens: int, seed: int) -> Tensor:
-        """Returns a text: int64, shape (num_tokens,), numbers of words. It begins with the successor of word 0."""
+        """Returns a text as word indices, int64, shape (num_tokens,), starting after word 0."""
         rows = []
         for probabilities in self.transitions:
             successors = probabilities.nonzero().flatten().tolist()
             bounds = list(accumulate(probabilities[successors].tolist()))
-            rows.append((successors, bounds[:-1]))  # without the last, which rounding may leave below 1
+            rows.append((successors, bounds[:-1]))  # without the last bound, which rounding may leave below 1
         draws = torch.rand(num_tokens, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         text, word = [], 0
         for draw in draws.tolist():

@@ -1,4 +1,4 @@
-"""The paper's LSTM language model, its optimizer, its learning-rate schedule, and the state that it carries along."""
+"""The paper's LSTM language model with its optimizer, learning-rate schedule and recurrent state."""
 
 from typing import Any, Literal
 
@@ -13,14 +13,14 @@ from torch.nn import functional
 from torchmetrics import MeanMetric, Metric
 from typing_extensions import override
 
-from recipes.learning_rate import scheduled_by_epoch
+from recipes.learning_rate import schedule_by_epoch
 from recipes.lstm_wikitext2.data import IGNORED
 
 WIKITEXT2_VOCABULARY_SIZE = 33_278
 PAPER_HIDDEN_SIZE = 650
 PAPER_NUM_LAYERS = 3
 NUM_PARAMETERS = 31_819_578
-"""Of the paper's network with WikiText-2's own vocabulary."""
+"""Sizes of the paper's network, with WikiText-2's vocabulary."""
 
 Stage = Literal["train", "val", "test"]
 Hidden = tuple[Tensor, Tensor]
@@ -28,7 +28,7 @@ Hidden = tuple[Tensor, Tensor]
 
 
 class TiedLSTM(nn.Module):
-    """A word embedding, an LSTM of as many dimensions, and a decoder that shares the embedding's weight.
+    """A word embedding, an LSTM of equal width, and a decoder that shares the embedding's weight.
 
     Dropout acts on the embedded words, between the layers and on the output.
 
@@ -36,10 +36,10 @@ class TiedLSTM(nn.Module):
         vocabulary_size: number of words.
         hidden_size: dimensions of the embedding and of each layer.
         num_layers: layers of the LSTM.
-        dropout: share of the activations that is dropped, in [0, 1).
+        dropout: dropout probability, in [0, 1).
 
     Raises:
-        ValueError: a size below 1, or a dropout out of range.
+        ValueError: a size is below 1, or the dropout is out of range.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class TiedLSTM(nn.Module):
             raise ValueError(f"Invalid {dropout=}. Must be within [0, 1).")
         self.dropout = nn.Dropout(dropout)
         self.embedding = nn.Embedding(vocabulary_size, hidden_size)
-        # With a single layer there is nothing between layers, and torch would warn of a dropout there.
+        # torch warns about dropout between layers if there is only one layer.
         self.lstm = nn.LSTM(hidden_size, hidden_size, num_layers, dropout=dropout if num_layers > 1 else 0.0)
         self.decoder = nn.Linear(hidden_size, vocabulary_size)
         nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
@@ -70,18 +70,18 @@ class TiedLSTM(nn.Module):
 
     @override
     def forward(self, words: Tensor, hidden: Hidden | None = None) -> tuple[Tensor, Hidden]:
-        """Returns logits of the next words, shape (time, columns, vocabulary_size), and the state after the last.
+        """Returns logits of the next words, shape (time, columns, vocabulary_size), and the final state.
 
         Args:
             words: int64, shape (time, columns).
-            hidden: the state before the first, zeros if None.
+            hidden: the initial state; None for zeros.
         """
         output, hidden = self.lstm(self.dropout(self.embedding(words)), hidden)
         return self.decoder(self.dropout(output)), hidden
 
 
 class CorpusPerplexity(Metric):
-    """exp of the mean cross-entropy over all words of all workers, whatever windows and shards they came in."""
+    """A metric: exp of the mean cross-entropy over all words of all workers."""
 
     is_differentiable = False
     higher_is_better = False
@@ -96,36 +96,35 @@ class CorpusPerplexity(Metric):
 
     @override
     def update(self, summed_loss: Tensor, num_words: Tensor) -> None:
-        """Adds the summed cross-entropy of some words, in nats, and their number; both scalars."""
+        """Adds the summed cross-entropy, in nats, and the number of words; both are scalars."""
         self.summed_loss += summed_loss.detach()
         self.num_words += num_words
 
     @override
     def compute(self) -> Tensor:
-        """Returns the perplexity of everything since the last reset."""
+        """Returns the perplexity since the last reset."""
         return (self.summed_loss / self.num_words).exp().float()
 
 
 class LSTMLanguageModel(LightningModule):
-    """Word-level language modelling with an LSTM under the paper's hyper-parameters, which are the defaults.
+    """A module that trains a word-level LSTM, with the paper's hyper-parameters as defaults.
 
-    Logs ``train/loss``, ``train/perplexity``, ``val/loss`` and ``val/perplexity`` (``test/…`` likewise) once an epoch,
-    over all words of all workers, and ``train/local_loss``, the first worker's, every step. The paper's own figure, the
-    mean over windows of exp(mean cross-entropy of a window), is ``val/perplexity_mean_of_windows``; it is larger.
+    Logs ``loss`` and ``perplexity`` under ``train/``, ``val/`` and ``test/`` once per epoch, over all words of all
+    workers. Logs rank 0's ``train/local_loss`` in every step. ``val/perplexity_mean_of_windows`` is the paper's metric,
+    the mean over windows of exp(mean cross-entropy of a window). It is larger than ``val/perplexity``.
 
-    The LSTM's state goes on from window to window, without its gradient, and begins anew with every epoch. Each worker
-    has its own; a checkpoint holds those of all workers, and a training that is resumed in the middle of an epoch by
-    as many workers goes on with them.
+    The LSTM's state carries over between windows, without its gradient, and starts at zero in every epoch. Each worker
+    has its own state, and a checkpoint holds all states. You can resume in the middle of an epoch with as many workers.
 
     Args:
-        vocabulary_size: number of words, at least as many as the data have.
+        vocabulary_size: number of words; at least the vocabulary size of the data.
         hidden_size: dimensions of the embedding and of each layer.
         num_layers: layers of the LSTM.
-        dropout: share of the activations that is dropped.
-        learning_rate: the rate after the warm-up.
+        dropout: dropout probability.
+        learning_rate: the rate after the warmup.
         warmup_from: the rate of the first step.
-        warmup_epochs: epochs over which the rate grows linearly from the one to the other.
-        milestones: epochs from which on the rate is a tenth of what it was. Scale them with ``max_epochs``.
+        warmup_epochs: epochs of linear growth from ``warmup_from`` to ``learning_rate``.
+        milestones: epochs at which the rate drops to a tenth. Scale them with ``max_epochs``.
     """
 
     def __init__(
@@ -156,24 +155,24 @@ class LSTMLanguageModel(LightningModule):
         """Compares the vocabularies of model and data.
 
         Raises:
-            ValueError: the data have more words than the model.
+            ValueError: the data have a larger vocabulary than the model.
         """
         known = self.hparams["vocabulary_size"]
         given = getattr(getattr(self.trainer, "datamodule", None), "vocabulary_size", known)
         if given > known:
             raise ValueError(
-                f"The data have {given:,} words and the model {known:,}. Run with --model.vocabulary_size={given}, or "
-                f"limit the data with --data.vocabulary_size={known}."
+                f"The data have {given:,} words, but the model has {known:,}. Add --model.vocabulary_size={given} or "
+                f"--data.vocabulary_size={known}."
             )
         if given < known:
             rank_zero_warn(
-                f"The data have {given:,} words and the model {known:,}, which it learns not to use. "
+                f"The data have {given:,} words, but the model has {known:,}. It works, but "
                 f"--model.vocabulary_size={given} is faster."
             )
 
     @override
     def forward(self, words: Tensor, hidden: Hidden | None = None) -> tuple[Tensor, Hidden]:
-        """Returns logits, shape (time, columns, vocabulary_size), and the state after the last of the words."""
+        """Returns logits, shape (time, columns, vocabulary_size), and the final state."""
         result: tuple[Tensor, Hidden] = self.network(words, hidden)
         return result
 
@@ -182,7 +181,7 @@ class LSTMLanguageModel(LightningModule):
         summed_loss, num_words = self._summed_loss(batch, batch_idx, "train")
         loss = summed_loss / num_words
         self.train_perplexity.update(summed_loss, num_words)
-        # Not synchronised: Lightning would add a barrier and a collective to every step, which is what is measured.
+        # Not synchronised, because Lightning would add a barrier and a collective to the measured step.
         self.log("train/local_loss", loss, on_step=True, on_epoch=False, prog_bar=True, batch_size=1)
         size = batch[1].numel()
         self.log("train/loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=size)
@@ -211,7 +210,6 @@ class LSTMLanguageModel(LightningModule):
         perplexity.update(summed_loss, num_words)
         loss.update(window_loss, num_words)
         mean_of_windows.update(window_loss.exp(), num_words > 0)
-        # Lightning computes and resets a metric object at the end of the epoch, over all workers.
         options: dict[str, Any] = {"on_step": False, "on_epoch": True, "batch_size": 1}
         self.log(f"{stage}/loss", loss, **options)
         self.log(f"{stage}/perplexity", perplexity, prog_bar=True, **options)
@@ -219,16 +217,16 @@ class LSTMLanguageModel(LightningModule):
 
     def _summed_loss(self, batch: tuple[Tensor, Tensor], batch_idx: int, stage: Stage) -> tuple[Tensor, Tensor]:
         words, targets = batch
-        # By index and not in a hook for the start of an epoch, which Lightning does not call in every resumed run.
+        # By index, because Lightning does not call the hook for the start of an epoch in every resumed run.
         hidden = None if batch_idx == 0 else self.hidden[stage]
         if hidden is not None and hidden[0].shape[1] != words.shape[1]:
             rank_zero_warn(
-                f"The checkpoint's state is of {hidden[0].shape[1]} columns and the text has {words.shape[1]}: the "
-                "LSTM begins without a past."
+                f"The checkpoint's LSTM state has {hidden[0].shape[1]} columns, but the text has {words.shape[1]}. The "
+                "LSTM starts with an empty state."
             )
             hidden = None
         if hidden is not None:
-            # A checkpoint is loaded before the model goes to its device.
+            # The checkpoint was loaded before the model moved to its device.
             hidden = (hidden[0].to(words.device), hidden[1].to(words.device))
         logits, (output, cell) = self(words, hidden)
         self.hidden[stage] = (output.detach(), cell.detach())
@@ -239,7 +237,7 @@ class LSTMLanguageModel(LightningModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds the state of every worker's LSTM; every rank calls this, and the first one writes the checkpoint."""
+        """Adds the LSTM state of every worker to the checkpoint; every rank calls this."""
         hidden = self.hidden["train"]
         if hidden is None:
             return
@@ -253,15 +251,15 @@ class LSTMLanguageModel(LightningModule):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Takes this worker's state from a checkpoint that as many workers have written; else it begins with zeros."""
+        """Restores this worker's state if equally many workers wrote the checkpoint, else starts with zeros."""
         self.hidden["train"] = None
         states = checkpoint.get("hidden")
         if states is None or self._trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
             return
         if len(states) != self.trainer.world_size:
             rank_zero_warn(
-                f"The checkpoint holds the LSTM states of {len(states)} workers and there are "
-                f"{self.trainer.world_size}: all begin without a past."
+                f"The checkpoint holds LSTM states of {len(states)} workers, but this run has "
+                f"{self.trainer.world_size}. All workers start with an empty state."
             )
             return
         output, cell = states[self.trainer.global_rank]
@@ -269,4 +267,4 @@ class LSTMLanguageModel(LightningModule):
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        return scheduled_by_epoch(self, torch.optim.SGD(self.parameters(), lr=self.hparams["learning_rate"]))
+        return schedule_by_epoch(self, torch.optim.SGD(self.parameters(), lr=self.hparams["learning_rate"]))

@@ -1,4 +1,4 @@
-"""Fetching MovieLens from GroupLens' server."""
+"""Downloads MovieLens from GroupLens' server."""
 
 import os
 import re
@@ -12,23 +12,23 @@ from recipes.download import fetch
 
 SERVER = "https://files.grouplens.org/datasets/movielens"
 CHECKSUMMED = ("ml-20m",)
-"""Data sets beside whose archive the server keeps an md5; ml-latest-small changes over time and has none."""
+"""Data sets with a published md5; ml-latest-small changes over time and has none."""
 
 
-def ratings_file(root: Path, dataset: str) -> Path:
-    """Returns where the ratings of a data set are, or are to be: ``<root>/<dataset>/ratings.csv``."""
+def ratings_path(root: Path, dataset: str) -> Path:
+    """Returns ``<root>/<dataset>/ratings.csv``, which may not exist yet."""
     return root / dataset / "ratings.csv"
 
 
 def fetch_ratings(root: Path, dataset: str) -> Path:
-    """Returns ``<root>/<dataset>/ratings.csv``, fetched and unpacked unless it is there.
+    """Returns ``<root>/<dataset>/ratings.csv``, downloaded and unpacked unless it exists.
 
-    The archive stays in ``root``; one that is there already is not fetched again. Not collective: one process per node.
+    The archive stays in ``root`` and is not downloaded again. Not collective: call it in one process per node.
 
     Raises:
-        MissingDataError: it could not be fetched, or the archive is broken. One line that says what to put where.
+        MissingDataError: the file could not be downloaded, or the archive is damaged.
     """
-    target = ratings_file(root, dataset)
+    target = ratings_path(root, dataset)
     if target.exists():
         return target
     url, archive = f"{SERVER}/{dataset}.zip", root / f"{dataset}.zip"
@@ -44,20 +44,20 @@ def _published_md5(url: str, archive: Path) -> str | None:
         fetch(f"{url}.md5", checksum)
     except MissingDataError as error:
         if archive.exists():
-            return None  # brought by hand; unpacking checks it against the zip's own checksums
+            return None  # the user provided the archive; unpacking checks the zip's own checksums
         raise MissingDataError(
             f"{archive.name} is missing and could not be fetched ({error.__cause__ or error}). Put the file from {url} "
             f"at {archive.absolute()}."
         ) from error
     found = re.search(r"\b[0-9a-fA-F]{32}\b", checksum.read_text(errors="replace"))
     if not found:
-        raise MissingDataError(f"{checksum.absolute()} holds no md5. Delete it to have it fetched again.")
+        raise MissingDataError(f"{checksum.absolute()} holds no md5. Delete it to download it again.")
     return found.group().lower()
 
 
 def _unpack(archive: Path, member: str, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    # A name of its own: other nodes may unpack into a shared folder at this moment.
+    # A unique name, because other nodes may unpack into a shared folder at the same time.
     with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f"{target.name}.", delete=False) as file:
         try:
             with zipfile.ZipFile(archive) as opened, opened.open(member) as source:
@@ -66,9 +66,9 @@ def _unpack(archive: Path, member: str, target: Path) -> None:
             shutil.copymode(archive, file.name)
             os.replace(file.name, target)
         except (zipfile.BadZipFile, KeyError, EOFError) as error:
-            reason = error.args[0] if error.args else type(error).__name__  # str() would quote a KeyError's
+            reason = error.args[0] if error.args else type(error).__name__  # str() would quote a KeyError's message
             raise MissingDataError(
-                f"{archive.absolute()} is broken: {reason}. Delete it to have it fetched again."
+                f"{archive.absolute()} is broken: {reason}. Delete it to download it again."
             ) from error
         finally:
             Path(file.name).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""MovieLens as implicit feedback with negative sampling, or interactions from a known model without a download."""
+"""Loads MovieLens as implicit feedback, or interactions of a known model without a download."""
 
 import os
 from pathlib import Path
@@ -11,39 +11,39 @@ from typing_extensions import override
 
 from recipes import MissingDataError
 from recipes.missing_data import failing_together, fetch_error
-from recipes.ncf_movielens.archive import SERVER, fetch_ratings, ratings_file
-from recipes.ncf_movielens.low_rank import low_rank_ratings
+from recipes.ncf_movielens.archive import SERVER, fetch_ratings, ratings_path
+from recipes.ncf_movielens.low_rank import draw_low_rank_ratings
 from recipes.ncf_movielens.ratings import Ratings, load_ratings
 from recipes.ncf_movielens.sampling import Batches, TrainingBatches, make_shard, ranking_batches
 
 
 class MovieLensDataModule(LightningDataModule):
-    """Who watched what: each user's last rating is held out and to be found among 100 movies not rated.
+    """Interactions of users with items, and a ranking of each user's last rating among 100 unrated items.
 
-    ``movielens``: the ratings in ``<root>/<dataset>/ratings.csv``, fetched if missing, read once and then cached beside
-    the file. Any file of that layout will do. ``builtin``: 1,000 users and 400 items drawn from a known low-rank model,
-    whose best possible hit rate is ``best_hit_rate``.
+    ``movielens`` reads ``<root>/<dataset>/ratings.csv``, downloads it if it is missing, and caches the parsed ratings
+    beside it. You may provide another file with these columns. ``builtin`` draws 1,000 users and 400 items from a known
+    low-rank model with the best possible hit rate ``best_hit_rate``.
 
-    A training sample is a user, an item and a label: 1 for a rating, whatever its value, and 0 for each of the
-    ``negatives`` items that every epoch draws anew for it. An epoch holds every rating once, over all workers; order,
-    negatives and shards depend on the seed of ``seed_everything``. Validation and test are the same ranking of the
-    held-out items, over all users, and depend on nothing but the ratings.
+    A training sample is a user, an item and a label. The label is 1 for a rating, whatever its value, and 0 for each of
+    its ``negatives`` items, which every epoch draws anew. Over all workers, an epoch holds every rating once. Order,
+    negatives and shards depend on the seed of ``seed_everything``. Validation and test rank the held-out items of all
+    users, and depend on the ratings only.
 
     Args:
         root: folder of the data sets.
-        source: which interactions.
-        dataset: which of GroupLens' data sets, for ``movielens``.
-        batch_size: samples per worker and step, at most: an epoch is cut into batches of about equal size.
-        negatives: negatives a positive.
-        heterogeneous: gives each worker a slice of the samples ordered by label, positives first, as the paper's code
-            does by accident, instead of a random share.
+        source: source of the interactions.
+        dataset: name of GroupLens' data set, for ``movielens``.
+        batch_size: largest number of samples per worker and step. Batches of an epoch have about equal size.
+        negatives: negatives per positive.
+        heterogeneous: gives each worker a slice of the samples ordered by label, positives first, instead of a random
+            share. The paper's code does this by accident.
 
     Attributes:
         ratings: the interactions; None before ``setup``.
-        best_hit_rate: the best HR@10 that can be expected of any model; None where it is not known.
+        best_hit_rate: the best expected HR@10 of any model; None if it is unknown.
 
     Raises:
-        ValueError: a number that is too small.
+        ValueError: a number is too small.
     """
 
     def __init__(
@@ -72,45 +72,45 @@ class MovieLensDataModule(LightningDataModule):
 
     @property
     def num_users(self) -> int:
-        """How many users; known after ``setup``."""
+        """Returns the number of users; available after ``setup``."""
         return self._loaded().num_users
 
     @property
     def num_items(self) -> int:
-        """How many items; known after ``setup``."""
+        """Returns the number of items; available after ``setup``."""
         return self._loaded().num_items
 
     @override
     def prepare_data(self) -> None:
-        """Fetches the ratings unless they are there, and makes their cache; Lightning calls this once per node."""
+        """Downloads the ratings unless they exist, and caches them; Lightning calls this once per node."""
         if self.source != "builtin":
             self._failure = fetch_error("MovieLens", lambda: load_ratings(fetch_ratings(self.root, self.dataset)))
 
     @override
     def setup(self, stage: str) -> None:
-        """Reads the ratings; collective where there is a process group.
+        """Reads the ratings; with a process group, every rank calls this.
 
         Raises:
-            MissingDataError: they are not there, on this worker or another one.
-            InvalidRatingsError: the file is not as it should be; with file and row.
+            MissingDataError: the ratings are missing on any worker.
+            InvalidRatingsError: the file is invalid; the message names file and row.
         """
         if self.ratings is not None:
             return
         if self.source == "builtin":
-            known = low_rank_ratings()
+            known = draw_low_rank_ratings()
             self.ratings, self.best_hit_rate = known.ratings, known.best_hit_rate()
-            rank_zero_info(f"The best HR@10 that a model can be expected to reach is {self.best_hit_rate:.3f}.")
+            rank_zero_info(f"The best expected HR@10 of any model is {self.best_hit_rate:.3f}.")
             return
         with failing_together():
             ratings = self._read()
         self.ratings = ratings
 
     def _read(self) -> Ratings:
-        path = ratings_file(self.root, self.dataset)
+        path = ratings_path(self.root, self.dataset)
         if path.exists():
             return load_ratings(path)
         raise self._failure or MissingDataError(
-            f"{path.absolute()} is not there. Put {self.dataset}.zip from {SERVER}/{self.dataset}.zip into "
+            f"{path.absolute()} is missing. Put {self.dataset}.zip from {SERVER}/{self.dataset}.zip into "
             f"{self.root.absolute()}, or try the recipe with --data.source=builtin."
         )
 
@@ -150,7 +150,7 @@ class MovieLensDataModule(LightningDataModule):
 
     def _loaded(self) -> Ratings:
         if self.ratings is None:
-            raise RuntimeError("The ratings are not loaded yet: call setup() first, or let a Trainer do so.")
+            raise RuntimeError("The ratings are not loaded yet. Call setup() first, or use a Trainer.")
         return self.ratings
 
     def _trainer(self) -> Trainer:
@@ -159,5 +159,5 @@ class MovieLensDataModule(LightningDataModule):
 
 
 def _seed() -> int:
-    """The number given to ``seed_everything``, which Lightning hands to all workers this way; 0 without."""
+    """Returns the seed of ``seed_everything``, which Lightning passes to all workers, else 0."""
     return int(os.environ.get("PL_GLOBAL_SEED", "0"))

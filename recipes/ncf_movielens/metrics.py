@@ -1,4 +1,4 @@
-"""Hit rate and NDCG of one relevant candidate among many: vectorised, for all users in one pass."""
+"""Vectorised hit rate and NDCG of one relevant candidate per user."""
 
 from typing import Any
 
@@ -9,13 +9,13 @@ from typing_extensions import override
 
 
 def pessimistic_ranks(scores: Tensor) -> Tensor:
-    """Returns the rank of the first candidate of each row, 0 for the best; int64 of shape (users,).
+    """Returns the rank of the first candidate of each row, 0 for the best, int64 of shape (users,).
 
-    Whoever has the same score is ranked before it, so that a model that scores everything alike finds nothing. So is a
-    candidate whose score is NaN, and all of them where the first one's is.
+    Ties count against the first candidate, so a model with constant scores finds nothing. A NaN score ranks before the
+    first candidate, and a NaN score of the first candidate ranks it last.
 
     Args:
-        scores: one row a user, the relevant candidate first; shape (users, candidates).
+        scores: one row per user with the relevant candidate first, shape (users, candidates).
 
     Example:
         >>> pessimistic_ranks(torch.tensor([[0.5, 0.1, 0.9], [0.5, 0.5, 0.1], [0.5, 0.1, float("nan")]])).tolist()
@@ -24,8 +24,8 @@ def pessimistic_ranks(scores: Tensor) -> Tensor:
     return (scores[:, 1:] < scores[:, :1]).logical_not().sum(dim=1)
 
 
-class _MeanOverUsers(Metric):
-    """Mean over the users of all workers of what a rank is worth; workers may have seen different numbers of users."""
+class _RankingMetric(Metric):
+    """Base of metrics that average a value of the rank over the users of all workers."""
 
     is_differentiable = False
     higher_is_better = True
@@ -43,50 +43,50 @@ class _MeanOverUsers(Metric):
 
     @override
     def update(self, scores: Tensor) -> None:
-        """Adds users: scores of shape (users, candidates), the relevant candidate first. No user is fine too."""
+        """Adds scores of shape (users, candidates), the relevant candidate first; ``users`` may be 0."""
         ranks = pessimistic_ranks(scores)
-        self.total += torch.where(ranks < self.top_k, self._worth(ranks), 0.0).sum()
+        self.total += torch.where(ranks < self.top_k, self._value_of_rank(ranks), 0.0).sum()
         self.users += len(scores)
 
     @override
     def compute(self) -> Tensor:
         return self.total / self.users
 
-    def _worth(self, ranks: Tensor) -> Tensor:
+    def _value_of_rank(self, ranks: Tensor) -> Tensor:
         raise NotImplementedError
 
 
-class HitRate(_MeanOverUsers):
-    """The share of users whose relevant candidate is among the ``top_k`` of highest score.
+class HitRate(_RankingMetric):
+    """The share of users whose relevant candidate is among the ``top_k`` highest scores.
 
-    Equals torchmetrics' ``RetrievalHitRate`` where no scores are equal, without a loop over users.
+    Equals torchmetrics' ``RetrievalHitRate`` except for ties, without a loop over users.
 
     Args:
-        top_k: how many candidates are looked at.
-        **kwargs: those of ``torchmetrics.Metric``.
+        top_k: number of candidates that count as a hit.
+        **kwargs: arguments of ``torchmetrics.Metric``.
 
     Raises:
-        ValueError: a ``top_k`` below 1.
+        ValueError: ``top_k`` is below 1.
     """
 
     @override
-    def _worth(self, ranks: Tensor) -> Tensor:
+    def _value_of_rank(self, ranks: Tensor) -> Tensor:
         return torch.ones_like(ranks, dtype=torch.float32)
 
 
-class NDCG(_MeanOverUsers):
-    """Mean over users of 1 / log2(2 + rank) of the relevant candidate, 0 outside the ``top_k`` of highest score.
+class NDCG(_RankingMetric):
+    """The mean over users of 1 / log2(2 + rank), or 0 for a rank outside ``top_k``.
 
-    Equals torchmetrics' ``RetrievalNormalizedDCG`` where no scores are equal, without a loop over users.
+    Equals torchmetrics' ``RetrievalNormalizedDCG`` except for ties, without a loop over users.
 
     Args:
-        top_k: how many candidates are looked at.
-        **kwargs: those of ``torchmetrics.Metric``.
+        top_k: number of candidates that count.
+        **kwargs: arguments of ``torchmetrics.Metric``.
 
     Raises:
-        ValueError: a ``top_k`` below 1.
+        ValueError: ``top_k`` is below 1.
     """
 
     @override
-    def _worth(self, ranks: Tensor) -> Tensor:
+    def _value_of_rank(self, ranks: Tensor) -> Tensor:
         return (2.0 + ranks).log2().reciprocal()

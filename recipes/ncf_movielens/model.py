@@ -1,4 +1,4 @@
-"""NeuMF, its optimizer, and how its ranking is measured."""
+"""NeuMF with its optimizer and ranking metrics."""
 
 from itertools import pairwise
 from math import sqrt
@@ -18,20 +18,20 @@ PAPER_NUM_PARAMETERS = 31_832_577
 
 
 class NeuMF(nn.Module):
-    """Neural matrix factorisation (He et al., WWW 2017): a product of factors beside a multi-layer perceptron.
+    """Neural matrix factorisation (He et al., WWW 2017): a product of factors and a multi-layer perceptron.
 
-    Initialised as in the published code: embeddings N(0, 0.01²), hidden layers after Glorot, the output after LeCun,
-    both uniform, biases as PyTorch does.
+    The initialisation follows the published code: embeddings N(0, 0.01²), hidden layers after Glorot and the output
+    after LeCun, both uniform, and PyTorch's biases.
 
     Args:
-        num_users: how many users.
-        num_items: how many items.
-        factors: size of the embeddings that are multiplied.
-        mlp_sizes: the perceptron's input, half from the user and half from the item, then its layers.
-        dropout: after each hidden layer.
+        num_users: number of users.
+        num_items: number of items.
+        factors: size of the multiplied embeddings.
+        mlp_sizes: size of the perceptron's input, half for the user and half for the item, then of its layers.
+        dropout: dropout after each hidden layer.
 
     Raises:
-        ValueError: a size below 1, an odd input of the perceptron, or a dropout outside [0, 1).
+        ValueError: a size is below 1, the perceptron's input is odd, or the dropout is outside [0, 1).
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class NeuMF(nn.Module):
                 raise ValueError(f"Invalid {name}={size}. Must be at least 1.")
         if not mlp_sizes or min(mlp_sizes) < 1 or mlp_sizes[0] % 2:
             raise ValueError(
-                f"Invalid {mlp_sizes=}. Must be positive and begin with an even one, as {PAPER_MLP_SIZES}."
+                f"Invalid {mlp_sizes=}. Must be positive and begin with an even size, as in {PAPER_MLP_SIZES}."
             )
         if not 0 <= dropout < 1:
             raise ValueError(f"Invalid {dropout=}. Must be within [0, 1).")
@@ -84,19 +84,19 @@ class NeuMF(nn.Module):
 
 
 class NCFRecommender(LightningModule):
-    """Recommendation with NeuMF under the paper's hyper-parameters, which are the defaults.
+    """A module that recommends items with NeuMF, with the paper's hyper-parameters as defaults.
 
-    Logs ``val/hr10`` and ``val/ndcg10`` (``test/…`` likewise) over all users of all workers, ``train/loss`` once an
-    epoch, over all workers, and ``train/local_loss``, the first worker's, every step.
+    Logs ``hr10`` and ``ndcg10`` under ``val/`` and ``test/`` over all users of all workers. Logs ``train/loss`` once
+    per epoch over all workers, and rank 0's ``train/local_loss`` in every step.
 
     Args:
-        factors: size of the embeddings that are multiplied.
-        mlp_sizes: the perceptron's input, half from the user and half from the item, then its layers.
-        dropout: after each hidden layer.
-        learning_rate: Adam's, constant.
-        betas: Adam's.
-        num_users: how many users; None takes it from the data module, and checkpoints remember it.
-        num_items: how many items, likewise.
+        factors: size of the multiplied embeddings.
+        mlp_sizes: size of the perceptron's input, half for the user and half for the item, then of its layers.
+        dropout: dropout after each hidden layer.
+        learning_rate: Adam's constant learning rate.
+        betas: Adam's betas.
+        num_users: number of users; None takes it from the checkpoint or the data module.
+        num_items: number of items; None takes it from the checkpoint or the data module.
     """
 
     def __init__(
@@ -120,14 +120,14 @@ class NCFRecommender(LightningModule):
 
     @override
     def configure_model(self) -> None:
-        # The data say how many users and items there are; Lightning calls this once they are loaded.
+        # Lightning calls this after the data module knows the numbers of users and items.
         if self.network is not None:
             return
         for name in ("num_users", "num_items"):
             if self.hparams[name] is None:
                 datamodule = getattr(self.trainer, "datamodule", None)
                 if not hasattr(datamodule, name):
-                    raise RuntimeError(f"Nothing says what {name} is. Pass it, or use a MovieLensDataModule.")
+                    raise RuntimeError(f"{name} is unknown. Pass it, or use a MovieLensDataModule.")
                 self.hparams[name] = getattr(datamodule, name)
         self.network = NeuMF(
             **{name: self.hparams[name] for name in ("num_users", "num_items", "factors", "dropout")},
@@ -145,7 +145,7 @@ class NCFRecommender(LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
         users, items, labels = batch
         loss: Tensor = self.loss(self(users, items), labels)
-        # Not synchronised: Lightning would add a barrier and a collective to every step, which is what is measured.
+        # Not synchronised, because Lightning would add a barrier and a collective to the measured step.
         self.log("train/local_loss", loss, on_step=True, on_epoch=False, prog_bar=True, batch_size=len(labels))
         self.log("train/loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(labels))
         return loss
@@ -163,7 +163,6 @@ class NCFRecommender(LightningModule):
         scores = self(users[:, None].expand_as(candidates).flatten(), candidates.flatten()).view_as(candidates)
         hit_rate.update(scores)
         ndcg.update(scores)
-        # Lightning computes and resets a metric object at the end of the epoch, over all workers.
         self.log(f"{stage}/hr10", hit_rate, on_step=False, on_epoch=True, prog_bar=True, batch_size=len(users))
         self.log(f"{stage}/ndcg10", ndcg, on_step=False, on_epoch=True, batch_size=len(users))
 

@@ -1,4 +1,4 @@
-"""From MovieLens' ``ratings.csv`` to what is trained on and what is ranked; read once, then cached beside the file."""
+"""Splits MovieLens' ``ratings.csv`` into training interactions and candidates, with a cache."""
 
 import os
 import pickle
@@ -15,11 +15,11 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from recipes.ncf_movielens.table import LARGEST_ID, InvalidRatingsError, place_of, read_table
+from recipes.ncf_movielens.table import LARGEST_ID, InvalidRatingsError, describe_row, read_table
 
 NUM_NEGATIVE_CANDIDATES = 100
 CANDIDATES_SEED = 20
-"""Not the training's seed: every run, with any seed and any number of workers, ranks the same candidates."""
+"""A fixed seed, so that all runs rank equal candidates for any seed and number of workers."""
 
 _CACHE_VERSION = 1
 
@@ -28,17 +28,17 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Ratings:
-    """Interactions without their held-out part, and the candidates among which the held-out item is to be found.
+    """Training interactions, and for each user the candidates of the ranking.
 
-    Users and items are numbered from 0 in the order of their ids; an item that nobody rated has no number.
+    Users and items have indices from 0 in the order of their ids. Items without ratings have no index.
 
     Attributes:
         users: user of each training interaction, int32 of shape (positives,), in the order of the file.
-        items: its item, likewise.
-        candidates: int32 of shape (num_users, 1 + 100): each user's held-out item, then 100 distinct items that the
-            user has not rated.
-        num_users: how many users.
-        num_items: how many items.
+        items: item of each training interaction, int32 of shape (positives,).
+        candidates: each user's held-out item, then 100 distinct items that the user has not rated; int32 of shape
+            (num_users, 1 + 100).
+        num_users: number of users.
+        num_items: number of items.
     """
 
     users: Tensor
@@ -49,13 +49,13 @@ class Ratings:
 
 
 def load_ratings(path: Path) -> Ratings:
-    """Returns the ratings in a MovieLens ``ratings.csv``, from ``<path>.cache.pt`` if that was made from this file.
+    """Returns the ratings in a MovieLens ``ratings.csv``, from ``<path>.cache.pt`` if it is current.
 
-    The cache is recognised by the file's size and time of modification, and written as a whole or not at all.
+    The cache records the file's size and time of modification. It appears at its path only when complete.
 
     Raises:
-        InvalidRatingsError: the file is not as it should be; with file and row.
-        FileNotFoundError: there is no such file.
+        InvalidRatingsError: the file is invalid; the message names file and row.
+        FileNotFoundError: the file does not exist.
     """
     status = path.stat()
     made_from = {"version": _CACHE_VERSION, "bytes": status.st_size, "modified_ns": status.st_mtime_ns}
@@ -64,7 +64,7 @@ def load_ratings(path: Path) -> Ratings:
         found = torch.load(cache, weights_only=True)
         if found.pop("made_from") == made_from:
             return Ratings(**found)
-    # Whatever is wrong with a cache, the file it was made from is at hand.
+    # If the cache is invalid in any way, parse the original file.
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, KeyError, TypeError, AttributeError, ValueError):
         pass
     ratings = parse_ratings(path)
@@ -73,46 +73,48 @@ def load_ratings(path: Path) -> Ratings:
 
 
 def parse_ratings(path: Path) -> Ratings:
-    """Returns the ratings in a MovieLens ``ratings.csv``; every rating counts as an interaction, whatever its value.
+    """Returns the ratings in a MovieLens ``ratings.csv``; the value of a rating does not matter.
 
     Raises:
-        InvalidRatingsError: no rows; a missing column; a row that does not hold four numbers; an id outside 0…2^31 - 1;
-            a user with a single rating, of whom nothing would be left to train on; the same movie rated twice by a
-            user; a user who left fewer than 100 movies unrated. With file and row (the header is row 1).
+        InvalidRatingsError: the file lacks rows or a column, or a row does not hold four numbers. Or an id is negative
+            or above 2^31 - 1. Or a user has a single rating, rated a movie twice, or left fewer than 100 movies
+            unrated. The message names file and row, where the header is row 1.
     """
     table = read_table(path)
     for name in ("userId", "movieId"):
         outside = np.flatnonzero((table[name] < 0) | (table[name] > LARGEST_ID))
         if len(outside):
             row, value = outside[0], table[name].iloc[outside[0]]
-            raise InvalidRatingsError(f"{place_of(path, row)}: {name} {value} is not within 0…{LARGEST_ID} (2^31 - 1).")
+            raise InvalidRatingsError(
+                f"{describe_row(path, row)}: {name} {value} is not within 0…{LARGEST_ID} (2^31 - 1)."
+            )
     not_finite = np.flatnonzero(~np.isfinite(table["rating"].to_numpy()))
     if len(not_finite):
-        raise InvalidRatingsError(f"{place_of(path, not_finite[0])}: rating is not a finite number.")
-    timestamps = table.pop("timestamp").to_numpy(copy=True)  # torch wants to be able to write
+        raise InvalidRatingsError(f"{describe_row(path, not_finite[0])}: rating is not a finite number.")
+    timestamps = table.pop("timestamp").to_numpy(copy=True)  # torch warns about read-only arrays
     users, user_ids = pd.factorize(table.pop("userId"), sort=True)
     items, item_ids = pd.factorize(table.pop("movieId"), sort=True)
     try:
         return split(users, items, timestamps)
     except _InvalidRowError as error:
         ids = {"user": user_ids[users[error.row]], "item": item_ids[items[error.row]]}
-        raise InvalidRatingsError(f"{place_of(path, error.row)}: {error.reason.format(**ids)}") from None
+        raise InvalidRatingsError(f"{describe_row(path, error.row)}: {error.reason.format(**ids)}") from None
 
 
 def split(users: Integers, items: Integers, timestamps: Integers) -> Ratings:
-    """Returns the interactions without each user's last one, and that one among its candidates.
+    """Holds out each user's last interaction and draws the other candidates.
 
     Args:
-        users: the user of each interaction, numbered from 0 without gaps.
-        items: its item, likewise.
-        timestamps: when it happened; of a user's equally late ones the last in this order counts as last.
+        users: user of each interaction, indices from 0 without gaps.
+        items: item of each interaction, indices from 0 without gaps.
+        timestamps: time of each interaction. Of a user's simultaneous interactions, the last in this order is held out.
 
     Raises:
-        ValueError: users or items that cannot be split so.
+        ValueError: a user has a single rating, rated an item twice, or rated too many items.
     """
     num_users, num_items = int(users.max()) + 1, int(items.max()) + 1
     counts = np.bincount(users, minlength=num_users)
-    # User and item as one number, sorted: what a user has rated lies side by side.
+    # Sorted keys of user and item, so that each user's items are adjacent.
     rated = users * num_items + items
     rated.sort()
     twice = rated[1:][rated[1:] == rated[:-1]]
@@ -121,7 +123,7 @@ def split(users: Integers, items: Integers, timestamps: Integers) -> Ratings:
         raise _InvalidRowError(int(row), "user {user} has rated movie {item} in an earlier row already.")
     held_out = last_interactions(users, timestamps, num_users)
     if counts.min() < 2:
-        reason = "user {user} has this rating only, and the last one of each user is held out. Remove the row."
+        reason = "user {user} has this rating only. Must have at least two, as the last is held out. Remove the row."
         raise _InvalidRowError(int(held_out[counts < 2].min()), reason)
     unrated = num_items - counts
     if unrated.min() < NUM_NEGATIVE_CANDIDATES:
@@ -144,7 +146,7 @@ def split(users: Integers, items: Integers, timestamps: Integers) -> Ratings:
 
 
 def last_interactions(users: Integers, timestamps: Integers, num_users: int) -> Integers:
-    """Returns the row of each user's latest interaction, the last such row where several are equally late.
+    """Returns the row of each user's latest interaction, or the last row of a tie.
 
     Example:
         >>> last_interactions(np.array([0, 1, 0, 1, 1]), np.array([9, 4, 5, 7, 7]), num_users=2).tolist()
@@ -154,25 +156,25 @@ def last_interactions(users: Integers, timestamps: Integers, num_users: int) -> 
     latest = torch.full((num_users,), torch.iinfo(torch.int64).min).scatter_reduce_(0, *by_user, "amax").numpy()
     rows = np.flatnonzero(timestamps == latest[users])
     last = np.empty(num_users, dtype=np.int64)
-    # numpy assigns in order, so that of a user's rows the last one remains.
+    # numpy assigns in order, so each user's last row remains.
     last[users[rows]] = rows
     return last
 
 
 def unrated_items(rated: Integers, counts: Integers, num_items: int, size: int, seed: int) -> Integers:
-    """Returns for each user ``size`` distinct items that the user has not rated, drawn uniformly.
+    """Returns ``size`` distinct items per user that the user has not rated, drawn uniformly.
 
     Args:
         rated: user * num_items + item of every rating, sorted.
-        counts: ratings of each user; at least ``size`` less than there are items.
-        num_items: how many items.
-        size: items to draw for each user.
-        seed: of the draw.
+        counts: ratings per user, at most ``num_items - size``.
+        num_items: number of items.
+        size: items to draw per user.
+        seed: seed of the draw.
     """
     generator = np.random.default_rng(seed)
     drawn = generator.integers(num_items, size=(len(counts), size))
-    # All users at once: draw, look for what must not be, draw that again. Where so much is rated that this would
-    # take long, the unrated items are listed instead.
+    # Draw for all users at once and redraw invalid items. For users with so many ratings that this would take long,
+    # list the unrated items instead.
     listed = num_items - counts - size < num_items / 4
     starts = np.cumsum(counts) - counts
     for user in np.flatnonzero(listed):
@@ -195,7 +197,7 @@ def unrated_items(rated: Integers, counts: Integers, num_items: int, size: int, 
 
 
 class _InvalidRowError(ValueError):
-    """An interaction that makes a split impossible: its index and the reason, with {user} and {item} to fill in."""
+    """Raised for an interaction that prevents a split, with its index and a reason with placeholders."""
 
     def __init__(self, row: int, reason: str) -> None:
         super().__init__(f"Interaction {row}: {reason}")
@@ -205,14 +207,14 @@ class _InvalidRowError(ValueError):
 
 def _write(path: Path, content: dict[str, Any], ratings: Path) -> None:
     try:
-        # A name of its own: other nodes may write the same cache into a shared folder at this moment.
+        # A unique name, because other nodes may write this cache to a shared folder at the same time.
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", delete=False) as file:
             try:
                 torch.save(content, file)
                 file.close()
-                shutil.copymode(ratings, file.name)  # whoever may read the one may read the other
+                shutil.copymode(ratings, file.name)  # users that can read the ratings can read the cache
                 os.replace(file.name, path)
             finally:
                 Path(file.name).unlink(missing_ok=True)
     except OSError as error:
-        rank_zero_warn(f"Every worker will read the ratings anew, in every run: no cache could be written: {error}")
+        rank_zero_warn(f"Every worker will parse the ratings in every run: the cache could not be written: {error}")

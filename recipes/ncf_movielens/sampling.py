@@ -1,4 +1,4 @@
-"""Which worker sees which samples, and in which batches: whole batches by indexing, no Python per sample."""
+"""Assigns samples to workers and indexes whole batches, without Python code per sample."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ Batch = TypeVar("Batch")
 
 @dataclass(frozen=True)
 class Shard:
-    """One worker's samples of an epoch, but for the items of the negatives, which every epoch draws anew.
+    """A worker's samples of an epoch, without the negative items, which every epoch draws anew.
 
     Attributes:
-        users: the user of each sample, int32 of shape (samples,), the positives' first.
-        positive_items: the items of the positives, int32 of shape (positives,).
-        num_batches: batches of an epoch, the same on all workers.
+        users: user of each sample, int32 of shape (samples,), those of positives first.
+        positive_items: items of the positives, int32 of shape (positives,).
+        num_batches: batches per epoch, equal on all workers.
     """
 
     users: Tensor
@@ -39,23 +39,23 @@ def make_shard(
     heterogeneous: bool,
     seed: int,
 ) -> Shard:
-    """Returns the samples of one worker; those of all workers together hold every positive once.
+    """Returns a worker's samples; all workers together hold every positive once.
 
-    Shuffled, each worker has its share of the positives, drawn once for the run, and ``negatives`` negatives for each.
-    Heterogeneous, all samples lie in one row, first the positives and then the negatives, and each worker takes a
-    slice: with 8 workers and 4 negatives a positive, one has positives only, one has both, six have negatives only.
+    By default, each worker has a random share of the positives, fixed for the run, with ``negatives`` negatives each.
+    With ``heterogeneous``, each worker takes a slice of all samples in order, positives first. With 8 workers and 4
+    negatives per positive, one worker has positives only, one has both, and six have negatives only.
 
     Args:
         ratings: the interactions.
-        negatives: negatives a positive.
-        batch_size: samples of a batch at most.
-        rank: whose shard.
-        world_size: how many workers.
-        heterogeneous: whether slices are by label.
-        seed: of the shuffling; the same on all workers.
+        negatives: negatives per positive.
+        batch_size: largest number of samples per batch.
+        rank: rank of the worker.
+        world_size: number of workers.
+        heterogeneous: whether to slice by label.
+        seed: seed of the shuffling, equal on all workers.
 
     Raises:
-        ValueError: more workers than positives, or batches too small to give all workers equally many.
+        ValueError: there are more workers than positives, or batches are too small for an equal number per worker.
     """
     positives = len(ratings.users)
     if heterogeneous:
@@ -67,8 +67,8 @@ def make_shard(
     else:
         start, end = (positives * edge // world_size for edge in (rank, rank + 1))
         largest = ceil(positives / world_size) * (1 + negatives)
-        # On the CPU, whose generator gives all workers the same order; GPUs of two kinds might not.
-        shuffled = torch.randperm(positives, generator=torch.Generator().manual_seed(derived_seed(seed)))
+        # On the CPU, because generators of different GPU types may not give all workers the same order.
+        shuffled = torch.randperm(positives, generator=torch.Generator().manual_seed(derive_seed(seed)))
         own = shuffled[start:end]
         of_negatives = own.repeat(negatives)
     num_batches = ceil(largest / batch_size)
@@ -81,21 +81,21 @@ def make_shard(
 
 
 class TrainingBatches:
-    """The batches of one worker's shard, in a new order and with new negatives every epoch; to be iterated anew.
+    """The batches of a worker's shard, with a new order and new negatives in every epoch.
 
-    A batch is users and items, int32, and labels, float32, each of shape (samples,) and on ``device``, where they are
-    also drawn. Batches of an epoch differ by one sample at most, and there are equally many on all workers.
+    A batch is users and items, int32, and labels, float32, each of shape (samples,) on ``device``. Batches of an epoch
+    differ by at most one sample, and all workers have equally many batches.
 
-    Negatives are drawn uniformly from all items, so that now and then one is a positive: so do the paper's code and
-    the MLPerf code that it builds on. Filtering them would cost a search per sample and change little: the mean
-    MovieLens user has rated 0.5 % of the items.
+    Negatives are drawn uniformly from all items, so a few are positives, as in the paper's code and the MLPerf code on
+    which it builds. Filtering them would cost a search per sample and change little, because the mean MovieLens user
+    has rated 0.5 % of the items.
 
     Args:
         shard: the worker's samples.
-        num_items: how many items there are to draw from.
-        epoch: gives the number of the epoch that begins; with it and the seeds, order and negatives are determined.
-        seeds: what distinguishes the run and the worker: the run's seed, and the rank.
-        device: where to draw and to index.
+        num_items: number of items to draw from.
+        epoch: returns the current epoch, which determines order and negatives together with the seeds.
+        seeds: the run's seed and the rank.
+        device: device for drawing and indexing.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class TrainingBatches:
         return self._num_batches
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        generator = torch.Generator(self._users.device).manual_seed(derived_seed(*self.seeds, self.epoch()))
+        generator = torch.Generator(self._users.device).manual_seed(derive_seed(*self.seeds, self.epoch()))
         positives = len(self._positive_items)
         items = torch.empty_like(self._users)
         items[:positives] = self._positive_items
@@ -123,7 +123,7 @@ class TrainingBatches:
 
 
 class Batches(Generic[Batch]):
-    """Batches that are there already. Lightning would take a plain list of them for a list of data loaders."""
+    """A sequence of existing batches; Lightning would treat a plain list as a list of data loaders."""
 
     def __init__(self, batches: Sequence[Batch]) -> None:
         self._batches = batches
@@ -138,16 +138,16 @@ class Batches(Generic[Batch]):
 def ranking_batches(
     candidates: Tensor, *, batch_size: int, rank: int, world_size: int
 ) -> Batches[tuple[Tensor, Tensor]]:
-    """Returns one worker's users, shape (users,), with their candidates, shape (users, candidates), in batches.
+    """Returns batches of a worker's users, shape (users,), and candidates, shape (users, candidates).
 
-    Every user is on one worker. All workers have equally many batches, so that all log the metrics; if there are fewer
-    users than workers, some are empty.
+    Every user belongs to one worker. All workers have equally many batches, so that all log the metrics. With fewer
+    users than workers, some batches are empty.
 
     Args:
-        candidates: of all users, one row each.
-        batch_size: users times candidates of a batch at most, but one user at least.
-        rank: whose users.
-        world_size: how many workers.
+        candidates: candidates of all users, one row per user.
+        batch_size: largest product of users and candidates per batch; a batch holds at least one user.
+        rank: rank of the worker.
+        world_size: number of workers.
     """
     users_per_batch = max(1, batch_size // candidates.shape[1])
     num_batches = ceil(ceil(len(candidates) / world_size) / users_per_batch)
@@ -155,11 +155,11 @@ def ranking_batches(
     return Batches([(chosen, candidates[chosen]) for chosen in users.tensor_split(num_batches)])
 
 
-def derived_seed(*parts: int) -> int:
-    """Returns a seed for a torch generator that differs wherever one of the parts does.
+def derive_seed(*parts: int) -> int:
+    """Returns a seed for a torch generator that depends on all parts.
 
     Example:
-        >>> derived_seed(1, 2) == derived_seed(1, 2), derived_seed(1, 2) == derived_seed(2, 1)
+        >>> derive_seed(1, 2) == derive_seed(1, 2), derive_seed(1, 2) == derive_seed(2, 1)
         (True, False)
     """
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0])

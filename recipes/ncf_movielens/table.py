@@ -1,4 +1,4 @@
-"""Reads MovieLens' ``ratings.csv`` as a table of numbers, or says which row of the file is none."""
+"""Reads MovieLens' ``ratings.csv`` as a table of numbers and reports the first invalid row."""
 
 import csv
 import mmap
@@ -20,16 +20,16 @@ _CHUNK_ROWS = 1_000_000
 
 
 class InvalidRatingsError(MissingDataError):
-    """A ratings file cannot be used; the message names the file and the row."""
+    """Raised if a ratings file is invalid; the message names the file and the row."""
 
 
 def read_table(path: Path) -> pd.DataFrame:
-    """Returns the columns of ``COLUMNS`` of a CSV file that has them, each of the type that stands there.
+    """Returns the columns in ``COLUMNS`` of a CSV file with their dtypes.
 
     Raises:
         InvalidRatingsError: the file is empty; a column is missing; a row does not hold numbers or has too many fields.
     """
-    # Not a single quote in these files: taken as such, one would swallow the lines up to the next.
+    # These files contain no quotes. If pandas parsed a quote, it would join all lines up to the next quote.
     options: dict[str, Any] = {"quoting": csv.QUOTE_NONE, "na_filter": False, "encoding_errors": "replace"}
     try:
         found = list(pd.read_csv(path, nrows=0, **options).columns)
@@ -40,32 +40,32 @@ def read_table(path: Path) -> pd.DataFrame:
     missing = [name for name in COLUMNS if name not in found]
     if missing:
         raise InvalidRatingsError(
-            f"{path}, row 1: no column {', '.join(missing)}. The header is {','.join(found)}, expected "
+            f"{path}, row 1: no column {', '.join(missing)}. The header is {','.join(found)}. Must contain "
             f"{','.join(COLUMNS)}."
         )
-    if (with_zero := _first_zero_byte(path, found)) is not None:
+    if (with_zero := _describe_first_zero_byte(path, found)) is not None:
         raise InvalidRatingsError(with_zero)
-    # With a choice of columns pandas would let rows with too many fields pass.
+    # With a selection of columns, pandas would accept rows with too many fields.
     if len(found) > len(COLUMNS):
         options["usecols"] = list(COLUMNS)
     try:
         with warnings.catch_warnings():
-            # All rows longer than the header: pandas would cut them off and warn.
+            # If all rows are longer than the header, pandas would truncate them and warn.
             warnings.simplefilter("error", pd.errors.ParserWarning)
             table = pd.read_csv(path, dtype=COLUMNS, index_col=False, engine="c", **options)
         if any(table[name].dtype != kind for name, kind in COLUMNS.items()):
-            raise ValueError("A number is too large.")  # pandas 2 makes the column one of larger numbers
+            raise ValueError("A number is too large.")  # pandas 2 changes the column to a larger dtype
     except pd.errors.ParserWarning:
-        raise InvalidRatingsError(f"{place_of(path, 0)}: more fields than the {len(found)} of the header.") from None
+        raise InvalidRatingsError(f"{describe_row(path, 0)}: more fields than the header's {len(found)}.") from None
     except (ValueError, OverflowError) as error:  # pandas' ParserError is a ValueError
-        raise InvalidRatingsError(_first_bad_row(path, options, error)) from None
+        raise InvalidRatingsError(_describe_first_bad_row(path, options, error)) from None
     if table.empty:
-        raise InvalidRatingsError(f"{path}, row 2: there are no ratings below the header.")
+        raise InvalidRatingsError(f"{path}, row 2: the file has no ratings below the header.")
     return table
 
 
-def _first_bad_row(path: Path, options: dict[str, Any], error: Exception) -> str:
-    """Returns what is wrong where in a file that pandas has refused to read as numbers, which does not say."""
+def _describe_first_bad_row(path: Path, options: dict[str, Any], error: Exception) -> str:
+    """Returns row and reason of the first invalid row; the error of pandas does not name the row."""
     too_many = re.search(r"Expected (\d+) fields in line (\d+), saw (\d+)", str(error))
     start = 0
     try:
@@ -75,10 +75,10 @@ def _first_bad_row(path: Path, options: dict[str, Any], error: Exception) -> str
                     bad = np.flatnonzero(~chunk[name].fillna("").map(_is_whole if kind == "int64" else _is_number))
                     if len(bad):
                         text = chunk[name].iloc[bad[0]]
-                        return f"{place_of(path, start + bad[0])}: {name} {text!r} is not {_EXPECTED[kind]}."
+                        return f"{describe_row(path, start + bad[0])}: {name} {text!r} is not {_EXPECTED[kind]}."
                 not_finite = np.flatnonzero(np.isinf(chunk["rating"].map(float)))
-                if len(not_finite):  # pandas 2 reads no number that float64 cannot hold
-                    return f"{place_of(path, start + not_finite[0])}: rating is not a finite number."
+                if len(not_finite):  # pandas 2 does not read a number that float64 cannot hold
+                    return f"{describe_row(path, start + not_finite[0])}: rating is not a finite number."
                 start += len(chunk)
     except pd.errors.ParserError:
         pass
@@ -88,15 +88,15 @@ def _first_bad_row(path: Path, options: dict[str, Any], error: Exception) -> str
     return f"{path}: {error}"
 
 
-def _first_zero_byte(path: Path, header: list[str]) -> str | None:
-    """Returns what is wrong where there is a byte of 0, at which pandas 2 takes a number to end."""
+def _describe_first_zero_byte(path: Path, header: list[str]) -> str | None:
+    """Returns row and reason of the first zero byte, which ends a number for pandas 2."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        place = content.find(b"\0")
-        if place < 0:
+        offset = content.find(b"\0")
+        if offset < 0:
             return None
-        start = content.rfind(b"\n", 0, place) + 1
+        start = content.rfind(b"\n", 0, offset) + 1
         row = content[:start].count(b"\n") + 1
-        field = content[start:place].count(b",")
+        field = content[start:offset].count(b",")
         content.seek(start)
         fields = content.readline().rstrip(b"\r\n").decode(errors="replace").split(",")
     name = header[field] if field < len(header) else f"field {field + 1}"
@@ -111,8 +111,8 @@ def _is_number(text: str) -> bool:
     return bool(re.fullmatch(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*", text))
 
 
-def place_of(path: Path, index: int) -> str:
-    """Returns file and row, as an editor counts them, of the n-th rating; pandas does not count empty lines."""
+def describe_row(path: Path, index: int) -> str:
+    """Returns file and row of the n-th rating as text; empty lines, which pandas skips, count as rows."""
     ratings = -2
     with path.open("rb") as lines:
         for row, line in enumerate(lines, start=1):

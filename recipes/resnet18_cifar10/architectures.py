@@ -1,7 +1,7 @@
-"""The three networks of the paper's table, made from torchvision's: for images of 32 x 32 pixels, without a checkpoint.
+"""Adapts torchvision networks to images of 32 x 32 pixels, as in the paper's table.
 
-torchvision's are made for 224 x 224 pixels and would shrink these to nothing in the first layers. These keep the
-resolution up to the second stage, as the implementations that the paper uses (github.com/kuangliu/pytorch-cifar) do.
+torchvision's networks expect 224 x 224 pixels and would reduce small images to nothing in their first layers. These
+networks keep the resolution up to the second stage, like the paper's (github.com/kuangliu/pytorch-cifar).
 """
 
 from math import gcd
@@ -17,16 +17,16 @@ Architecture = Literal["resnet18", "googlenet", "senet18"]
 
 PAPER_WIDTH = 64
 PAPER_NUM_PARAMETERS: dict[Architecture, int] = {"resnet18": 11_173_962, "googlenet": 6_166_250, "senet18": 11_260_354}
-"""With ten classes; the paper's table names its models by them."""
+"""Parameters with ten classes, as in the paper's table."""
 
 
 def build_network(architecture: Architecture, num_classes: int = 10, width: int = PAPER_WIDTH) -> nn.Module:
-    """Returns a freshly initialised network that makes logits, shape (batch, num_classes), of a batch of images.
+    """Returns an untrained network that maps images to logits, shape (batch, num_classes).
 
     Args:
-        architecture: which of the three.
-        num_classes: how many logits.
-        width: channels of the first stage of ResNet-18 and SENet18, whose other stages have 2, 4 and 8 times as many.
+        architecture: name of the network.
+        num_classes: number of logits.
+        width: channels of the first stage of ResNet-18 and SENet18. The other stages have 2, 4 and 8 times as many.
 
     Raises:
         ValueError: an unknown name, no class, a width below 1, or a width for GoogLeNet.
@@ -41,8 +41,8 @@ def build_network(architecture: Architecture, num_classes: int = 10, width: int 
     if architecture == "googlenet":
         if width != PAPER_WIDTH:
             raise ValueError(
-                f"Invalid {width=} for googlenet, whose channels are fixed. Leave it at {PAPER_WIDTH}; resnet18 and "
-                f"senet18 can be made narrower."
+                f"Invalid {width=} for googlenet. Must be {PAPER_WIDTH}, because its channels are fixed. Use resnet18 "
+                f"or senet18 for a narrower network."
             )
         network = SmallImageGoogLeNet(num_classes)
     else:
@@ -54,24 +54,24 @@ def build_network(architecture: Architecture, num_classes: int = 10, width: int 
     return network
 
 
-def group_normalised(network: nn.Module) -> nn.Module:
-    """Returns the network, changed in place, with group normalisation in place of batch normalisation.
+def use_group_norm(network: nn.Module) -> nn.Module:
+    """Replaces batch normalisation by group normalisation in place and returns the network.
 
-    Groups are of four channels, and larger where four do not divide their number. For workers whose data differ: the
-    statistics of a batch are then those of other images on each worker, and the running ones, which validation takes,
-    the first worker's (Hsieh et al., *The non-IID data quagmire of decentralized machine learning*, ICML 2020).
+    Groups have four channels, or more if four does not divide the number of channels. Use it if workers have different
+    data. Their batch statistics then differ, and validation would use rank 0's running statistics (Hsieh et al., *The
+    non-IID data quagmire of decentralized machine learning*, ICML 2020).
     """
     for name, child in network.named_children():
         if isinstance(child, nn.BatchNorm2d):
             channels = child.num_features
             setattr(network, name, nn.GroupNorm(gcd(max(1, channels // 4), channels), channels))
         else:
-            group_normalised(child)
+            use_group_norm(child)
     return network
 
 
 class SmallImageResNet(ResNet):
-    """torchvision's ResNet of 18 layers with a stem of 3 x 3, stride 1, no max-pool, and a first stage of any width."""
+    """torchvision's ResNet-18 with a 3 x 3 stem of stride 1, no max-pool and any width."""
 
     def __init__(self, block: Any, num_classes: int, width: int) -> None:
         self._width = width
@@ -84,16 +84,16 @@ class SmallImageResNet(ResNet):
 
     @override
     def _make_layer(self, block: Any, planes: int, *args: Any, **kwargs: Any) -> nn.Sequential:
-        # torchvision asks for 64, 128, 256 and 512 planes, in this order, after a stem of 64.
+        # torchvision calls this with 64, 128, 256 and 512 planes, in this order, after a stem of 64.
         if planes == 64:
             self.inplanes = self._width
         return super()._make_layer(block, planes * self._width // 64, *args, **kwargs)
 
 
 class PreActivationBlock(nn.Module):
-    """SENet18's residual block: normalisation before convolution, squeeze and excitation before the sum.
+    """SENet18's residual block, with normalisation before convolution, and squeeze and excitation.
 
-    It is called as torchvision's ResNet calls its blocks, whose grouped and dilated convolutions it does not have.
+    Its signature is that of torchvision's blocks. It ignores the arguments of grouped and dilated convolutions.
     """
 
     expansion = 1
@@ -108,7 +108,7 @@ class PreActivationBlock(nn.Module):
         self.conv2 = nn.Conv2d(planes, planes, kernel_size=3, padding=1, bias=False)
         self.relu = nn.ReLU(inplace=True)
         self.excitation = SqueezeExcitation(planes, max(1, planes // 16))
-        # torchvision's shortcut is a convolution and a normalisation; here the latter comes first, and is shared.
+        # torchvision's shortcut is convolution and normalisation; here bn1 normalises before both branches.
         self.shortcut = None if downsample is None else downsample[0]
 
     @override
@@ -121,13 +121,13 @@ class PreActivationBlock(nn.Module):
 
 
 class SmallImageGoogLeNet(GoogLeNet):
-    """torchvision's GoogLeNet with one 3 x 3 convolution of stride 1 for a stem, no dropout and no auxiliary heads."""
+    """torchvision's GoogLeNet with a 3 x 3 stem of stride 1, no dropout and no auxiliary heads."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__(
             num_classes,
             aux_logits=False,
-            init_weights=False,  # as every layer initialises itself; True draws from a narrow normal, and slowly
+            init_weights=False,  # PyTorch's initialisation; True draws from a narrow normal, and slowly
             blocks=[_convolution, FactorisedInception, nn.Identity],
             dropout=0.0,
         )
@@ -138,9 +138,9 @@ class SmallImageGoogLeNet(GoogLeNet):
 
 
 class FactorisedInception(Inception):
-    """torchvision's Inception module, with two convolutions of 3 x 3 where the original has one of 5 x 5.
+    """torchvision's Inception module with two 3 x 3 convolutions instead of a 5 x 5 convolution.
 
-    torchvision has a single one of 3 x 3 there, which it keeps for the sake of its checkpoints.
+    torchvision uses a single 3 x 3 convolution, for compatibility with its checkpoints.
     """
 
     def __init__(self, *channels: int) -> None:
@@ -150,7 +150,7 @@ class FactorisedInception(Inception):
 
 
 def _convolution(in_channels: int, out_channels: int, **options: Any) -> nn.Sequential:
-    # With a bias, which the normalisation makes idle, but which is in the published number of parameters.
+    # The normalisation cancels the bias, but the published number of parameters includes it.
     return nn.Sequential(
         nn.Conv2d(in_channels, out_channels, **options), nn.BatchNorm2d(out_channels), nn.ReLU(inplace=True)
     )

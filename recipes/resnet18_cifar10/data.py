@@ -1,6 +1,6 @@
-"""CIFAR-10 and CIFAR-100 with the usual augmentation, or scikit-learn's digits, which need no download.
+"""Loads CIFAR-10 and CIFAR-100 with the usual augmentation, or scikit-learn's digits without a download.
 
-The images lie in memory as bytes and are cut, flipped and normalised a batch at a time::
+The images stay in memory as bytes. The loader crops, flips and normalises one batch at a time::
 
     images, uint8 --index--> batch, uint8 --crop, flip--> uint8 --normalise--> float32 --> model
                                              in the loader, or with device_augmentation on the device
@@ -21,7 +21,15 @@ from typing_extensions import override
 
 from recipes import MissingDataError
 from recipes.missing_data import failing_together, fetch_error
-from recipes.resnet18_cifar10.images import ImageBatches, digits, filled_up, first, read, slice_by_label, unpack
+from recipes.resnet18_cifar10.images import (
+    ImageBatches,
+    pad_to_multiple,
+    read,
+    read_digits,
+    slice_by_label,
+    take_first,
+    unpack,
+)
 
 Source = Literal["cifar10", "cifar100", "builtin"]
 
@@ -39,31 +47,28 @@ DEVIATIONS: dict[Source, tuple[float, ...]] = {
 class CIFARDataModule(LightningDataModule):
     """Images of 10 or 100 classes for training, validation and test.
 
-    ``cifar10`` and ``cifar100``: 50,000 training images, cropped to 32 x 32 at random after padding by 4 and flipped
-    at random, and the 10,000 test images for both validation and test, as is usual for these benchmarks. ``builtin``:
-    the 1,797 digits that come with scikit-learn, 8 x 8 pixels, repeated to three channels and split 1,437 to 360, for
-    trying things out.
+    ``cifar10`` and ``cifar100`` have 50,000 training images, padded by 4, cropped to 32 x 32 at random and flipped at
+    random. Their 10,000 test images serve for validation and test, as is usual for these benchmarks. ``builtin`` has
+    scikit-learn's 1,797 digits of 8 x 8 pixels, repeated to three channels. Of these, 360 serve for validation.
 
-    In training no image is dropped: on several workers a few are seen twice in an epoch, so that all workers have
-    batches of the same size. In validation and test none is counted twice: the shares of the workers are filled up
-    with images labelled ``IGNORED_LABEL``.
+    Training uses every image. With several workers, an epoch repeats a few images so that all batches have equal size.
+    Validation and test count every image once: images labelled ``IGNORED_LABEL`` pad the workers' shares.
 
     Args:
-        root: folder of the data sets; CIFAR is fetched into it unless it is there.
-        source: which images.
+        root: folder of the data sets; CIFAR is downloaded to it unless it exists.
+        source: the data set.
         batch_size: images per worker and step.
-        num_workers: processes that load and augment, per worker; 0 does so in the worker itself.
-        device_augmentation: augment and normalise on the device, to which the images then go as bytes. For workers
-            that wait for their images.
-        num_train_images: train on only so many, the first ones; the order of CIFAR is random. All if not given.
-        num_val_images: validate and test on only so many.
-        heterogeneous: gives each worker a slice of the training images ordered by label, the same in every epoch, in
-            place of a share that is drawn anew. Two workers then see five of ten classes each. Use it with a model
-            that keeps no running statistics (``normalisation="group"``): they would be those of the first worker's
-            classes.
+        num_workers: loader processes per worker; 0 loads in the worker itself.
+        device_augmentation: sends bytes to the device and augments and normalises there. Use it if workers wait for
+            their images.
+        num_train_images: trains on the first images only; CIFAR's order is random. None takes all images.
+        num_val_images: validates and tests on the first images only.
+        heterogeneous: gives each worker a fixed slice of the training images, ordered by label, instead of a random
+            share per epoch. With two workers, each has five of ten classes. Use a model without running statistics
+            (``normalisation="group"``), because validation would use those of rank 0's classes.
 
     Raises:
-        ValueError: a number of images below 1, or, from ``setup``, above what there is.
+        ValueError: a number of images is below 1, or, from ``setup``, larger than the data set.
     """
 
     def __init__(
@@ -80,7 +85,7 @@ class CIFARDataModule(LightningDataModule):
         super().__init__()
         for name, number in (("num_train_images", num_train_images), ("num_val_images", num_val_images)):
             if number is not None and number < 1:
-                raise ValueError(f"Invalid {name}={number}. Must be at least 1; leave it out for all.")
+                raise ValueError(f"Invalid {name}={number}. Must be at least 1. Omit it to use all images.")
         self.root = Path(root)
         self.source = source
         self.batch_size = batch_size
@@ -95,44 +100,43 @@ class CIFARDataModule(LightningDataModule):
 
     @property
     def num_classes(self) -> int:
-        """How many classes the images have."""
+        """Returns the number of classes."""
         return NUM_CLASSES[self.source]
 
     @override
     def prepare_data(self) -> None:
-        """Fetches and unpacks CIFAR unless it is there; Lightning calls this on one process per node."""
+        """Downloads and unpacks CIFAR unless it exists; Lightning calls this on one process per node."""
         if self.source != "builtin":
             self._failure = fetch_error(TITLES[self.source], lambda: unpack(DATASETS[self.source], self.root))
 
     @override
     def setup(self, stage: str) -> None:
-        """Reads the images; collective where there is a process group.
+        """Reads the images; with a process group, every rank calls this.
 
         Raises:
-            MissingDataError: CIFAR is not there and could not be fetched, or a file is broken, on any worker;
-                the message names it.
-            ValueError: more images asked for than there are.
+            MissingDataError: on any worker, CIFAR is missing and could not be downloaded, or a file is damaged.
+            ValueError: a requested number of images is larger than the data set.
         """
         with failing_together():
             train, val = self._read()
-        self.train_images = first(train, self.num_train_images, "num_train_images")
-        self.val_images = first(val, self.num_val_images, "num_val_images")
+        self.train_images = take_first(train, self.num_train_images, "num_train_images")
+        self.val_images = take_first(val, self.num_val_images, "num_val_images")
 
     def _read(self) -> tuple["ImageBatches", "ImageBatches"]:
         if self._failure is not None:
             raise self._failure
         if self.source == "builtin":
-            return digits()
+            return read_digits()
         return read(DATASETS[self.source], self.root, TITLES[self.source])
 
     @override
     def train_dataloader(self) -> DataLoader[Any]:
         assert self.train_images is not None
         if not self.heterogeneous or self.trainer is None or self.trainer.world_size == 1:
-            # Lightning adds a DistributedSampler, which is what makes the batches of all workers equal in size.
+            # Lightning adds a DistributedSampler, which gives all workers batches of equal size.
             return self._loader(self.train_images, augment=True, shuffle=True)
         own = slice_by_label(self.train_images, self.trainer.global_rank, self.trainer.world_size)
-        # Lightning leaves a DistributedSampler as it is, and tells it the epoch; any other it would replace.
+        # Lightning sets the epoch of a DistributedSampler and would replace any other sampler.
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
         sampler = DistributedSampler(own, num_replicas=1, rank=0, shuffle=True, seed=seed)
         return self._loader(own, augment=True, sampler=sampler)
@@ -142,10 +146,10 @@ class CIFARDataModule(LightningDataModule):
         assert self.val_images is not None
         if self.trainer is None or self.trainer.world_size == 1:
             return self._loader(self.val_images, augment=False)
-        # Every worker has the same number of batches: in the first of them DDP broadcasts the statistics of batch
-        # normalisation, and without it a worker would wait for ever. Lightning's sampler repeats images to that end.
+        # All workers need equally many batches: DDP broadcasts the statistics of batch normalisation in the first
+        # batch, and a worker without a batch would never join. Lightning's sampler repeats images for this reason.
         world_size = self.trainer.world_size
-        images = filled_up(self.val_images, world_size)
+        images = pad_to_multiple(self.val_images, world_size)
         shard = DistributedSampler(images, num_replicas=world_size, rank=self.trainer.global_rank, shuffle=False)
         return self._loader(images, augment=False, sampler=shard)
 
@@ -158,60 +162,60 @@ class CIFARDataModule(LightningDataModule):
         if not self.device_augmentation:
             return batch
         assert self.trainer is not None
-        return transformed(batch, self.source, augment=self.trainer.training)
+        return transform(batch, self.source, augment=self.trainer.training)
 
     def _loader(self, images: "ImageBatches", *, augment: bool, **options: Any) -> DataLoader[Any]:
-        # Not a method of this object, which processes that are not forked would be sent as a whole.
-        in_loader = partial(transformed, source=self.source, augment=augment)
+        # Not a method, because spawned loader processes would receive a copy of this object and its images.
+        in_loader = partial(transform, source=self.source, augment=augment)
         return DataLoader(
             images,
             batch_size=self.batch_size,
             num_workers=self.num_workers,
-            collate_fn=_as_it_is if self.device_augmentation else in_loader,
+            collate_fn=_identity if self.device_augmentation else in_loader,
             pin_memory=torch.cuda.is_available(),
             persistent_workers=self.num_workers > 0,
             **options,
         )
 
 
-def _as_it_is(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _identity(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return batch
 
 
-def transformed(batch: tuple[Tensor, Tensor], source: Source, *, augment: bool) -> tuple[Tensor, Tensor]:
-    """Returns a batch of a source as the model takes it, its images augmented or not; the built-in ones never are."""
+def transform(batch: tuple[Tensor, Tensor], source: Source, *, augment: bool) -> tuple[Tensor, Tensor]:
+    """Returns a batch ready for the model, augmented on request; built-in images are never augmented."""
     images, labels = batch
     if source == "builtin":
         return batch
     if augment:
-        images = flip_each(crop_each(images, padding=4))
-    return normalised(images, MEANS[source], DEVIATIONS[source]), labels
+        images = flip_randomly(crop_randomly(images, padding=4))
+    return normalise(images, MEANS[source], DEVIATIONS[source]), labels
 
 
-def crop_each(images: Tensor, padding: int) -> Tensor:
-    """Returns each image cut out of itself, padded with black, at a place of its own, drawn at random.
+def crop_randomly(images: Tensor, padding: int) -> Tensor:
+    """Returns a random crop of each image after padding it with black.
 
-    v2.RandomCrop cuts all images of a batch at the same place.
+    v2.RandomCrop would use one position for all images of a batch.
 
     Args:
         images: shape (batch, channels, height, width), any dtype and device.
         padding: pixels on each side; the shape of the result is that of the images.
     """
     height, width = images.shape[-2:]
-    # Views: every place at which the padded images can be cut, (batch, channels, places, places, height, width).
-    places = v2.functional.pad(images, [padding]).unfold(2, height, 1).unfold(3, width, 1)
+    # Views of all possible crops, (batch, channels, top, left, height, width).
+    crops = v2.functional.pad(images, [padding]).unfold(2, height, 1).unfold(3, width, 1)
     top, left = torch.randint(2 * padding + 1, (2, len(images)), device=images.device)
-    return places[torch.arange(len(images), device=images.device), :, top, left]
+    return crops[torch.arange(len(images), device=images.device), :, top, left]
 
 
-def flip_each(images: Tensor) -> Tensor:
-    """Returns each image of a batch (…, width) mirrored with a probability of one half, each for itself."""
-    mirrored = torch.rand(len(images), device=images.device) < 0.5
-    return torch.where(mirrored[:, None, None, None], v2.functional.horizontal_flip(images), images)
+def flip_randomly(images: Tensor) -> Tensor:
+    """Returns a batch (…, width) with each image flipped with a probability of one half."""
+    is_flipped = torch.rand(len(images), device=images.device) < 0.5
+    return torch.where(is_flipped[:, None, None, None], v2.functional.horizontal_flip(images), images)
 
 
-def normalised(images: Tensor, mean: tuple[float, ...], deviation: tuple[float, ...]) -> Tensor:
-    """Returns bytes as float32 with the given mean and deviation of each channel at zero and one."""
+def normalise(images: Tensor, mean: tuple[float, ...], deviation: tuple[float, ...]) -> Tensor:
+    """Returns bytes as float32, shifted and scaled by each channel's mean and deviation."""
     return v2.functional.normalize(
         v2.functional.to_dtype(images, torch.float32, scale=True), list(mean), list(deviation)
     )

@@ -1,4 +1,4 @@
-"""Images and labels in memory: torchvision's CIFAR data sets, or scikit-learn's digits."""
+"""Reads torchvision's CIFAR data sets or scikit-learn's digits into memory."""
 
 import os
 import tarfile
@@ -16,32 +16,32 @@ from recipes import MissingDataError
 from recipes.download import fetch
 
 IGNORED_LABEL = -100
-"""Marks images that only fill a worker's share up; PyTorch's own default for what a loss leaves out."""
+"""Label of padding images; PyTorch's default ``ignore_index``."""
 
 
 class ImageBatches(TensorDataset):
-    """Images and labels of which a loader takes a whole batch by one indexing, and not image by image."""
+    """Images and labels from which a loader takes a batch with a single indexing operation."""
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
         """Returns the images and the labels of a batch."""
         return self[torch.tensor(indices)]
 
 
-def first(images: ImageBatches, number: int | None, name: str) -> ImageBatches:
-    """Returns the first so many images, or all.
+def take_first(images: ImageBatches, number: int | None, name: str) -> ImageBatches:
+    """Returns the first ``number`` images, or all images for None.
 
     Raises:
-        ValueError: there are fewer; ``name`` is that of the argument at fault.
+        ValueError: ``number`` is too large; the message calls it ``name``.
     """
     if number is None:
         return images
     if number > len(images):
-        raise ValueError(f"Invalid {name}={number}. There are {len(images)}.")
+        raise ValueError(f"Invalid {name}={number}. Must be at most {len(images)}, the size of the data set.")
     return ImageBatches(*(tensor[:number] for tensor in images.tensors))
 
 
-def filled_up(images: ImageBatches, multiple: int) -> ImageBatches:
-    """Returns the images and as few ignored ones as make their number a multiple of another."""
+def pad_to_multiple(images: ImageBatches, multiple: int) -> ImageBatches:
+    """Returns the images, padded with ignored images to a multiple of ``multiple``."""
     missing = -len(images) % multiple
     pixels, labels = images.tensors
     return ImageBatches(
@@ -51,9 +51,9 @@ def filled_up(images: ImageBatches, multiple: int) -> ImageBatches:
 
 
 def slice_by_label(images: ImageBatches, worker: int, num_workers: int) -> ImageBatches:
-    """Returns one worker's slice of the images in the order of their labels, as many for each worker.
+    """Returns a worker's slice of the images in the order of their labels.
 
-    Every image is in a slice; the last slice has up to ``num_workers - 1`` of the images of the one before it too.
+    All slices have equal length. The last slice repeats up to ``num_workers - 1`` images of the previous slice.
 
     Example:
         >>> images = ImageBatches(torch.arange(5), torch.tensor([1, 0, 1, 0, 1]))
@@ -63,15 +63,15 @@ def slice_by_label(images: ImageBatches, worker: int, num_workers: int) -> Image
     pixels, labels = images.tensors
     length = ceil(len(labels) / num_workers)
     start = min(worker * length, len(labels) - length)
-    own = labels.argsort(stable=True)[start : start + length]
-    return ImageBatches(pixels[own], labels[own])
+    selected = labels.argsort(stable=True)[start : start + length]
+    return ImageBatches(pixels[selected], labels[selected])
 
 
 def unpack(dataset: type[CIFAR10], root: Path) -> None:
-    """Makes sure that the data set's folder is there, whole or not at all; fetches the archive if need be.
+    """Downloads and unpacks a data set unless its folder exists; the folder appears only when complete.
 
     Raises:
-        MissingDataError: the archive is not there and could not be fetched, or is not the right one.
+        MissingDataError: the archive could not be downloaded, or its checksum is wrong.
     """
     folder = root / dataset.base_folder
     if folder.exists():
@@ -83,15 +83,15 @@ def unpack(dataset: type[CIFAR10], root: Path) -> None:
         try:
             os.rename(Path(unfinished) / dataset.base_folder, folder)
         except OSError:
-            if not folder.exists():  # else another node with the same file system was faster
+            if not folder.exists():  # otherwise another node has unpacked it to a shared file system
                 raise
 
 
 def read(dataset: type[CIFAR10], root: Path, title: str) -> tuple[ImageBatches, ImageBatches]:
-    """Returns the images, uint8 of shape (number, 3, 32, 32), and int64 labels for training and for validation.
+    """Returns training and validation images, uint8 of shape (number, 3, 32, 32), with int64 labels.
 
     Raises:
-        MissingDataError: the data set is not there, or a file of it is missing or broken; the message names it.
+        MissingDataError: a file of the data set is missing or damaged; the message names it.
     """
     folder = root.absolute() / dataset.base_folder
     source = f"{dataset.filename} from {dataset.url}"
@@ -99,14 +99,14 @@ def read(dataset: type[CIFAR10], root: Path, title: str) -> tuple[ImageBatches, 
         raise MissingDataError(f"{title} is not in {root.absolute()}. Put {source} there.")
     try:
         parts = (dataset(root, train=True), dataset(root, train=False))
-    except RuntimeError:  # which does not say which file it is
+    except RuntimeError:  # torchvision's error does not name the file
         files = dict([*dataset.train_list, *dataset.test_list, (dataset.meta["filename"], dataset.meta["md5"])])
         path = next(folder / name for name, md5 in files.items() if not check_integrity(folder / name, md5))
         raise MissingDataError(
             f"{title}: {path} is {'broken' if path.exists() else 'missing'}. Delete the folder {folder} to have it "
             f"unpacked again from {source}."
         ) from None
-    # The data set keeps (height, width, channels) as a view of what was read, (channels, height, width).
+    # torchvision stores (height, width, channels) as a view of (channels, height, width).
     train, val = (
         ImageBatches(torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(part.targets))
         for part in parts
@@ -114,8 +114,8 @@ def read(dataset: type[CIFAR10], root: Path, title: str) -> tuple[ImageBatches, 
     return train, val
 
 
-def digits() -> tuple[ImageBatches, ImageBatches]:
-    """Returns scikit-learn's digits for training and for validation, always the same split.
+def read_digits() -> tuple[ImageBatches, ImageBatches]:
+    """Returns scikit-learn's digits in a fixed split for training and validation.
 
     Images are float32 of shape (3, 8, 8), about zero mean and unit deviation; labels are int64.
     """

@@ -1,4 +1,4 @@
-"""Image classification with the paper's networks, its optimizer and its learning-rate schedule."""
+"""Classifies images with the paper's networks, optimizer and learning-rate schedule."""
 
 from typing import Any, Literal
 
@@ -11,34 +11,31 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 from typing_extensions import override
 
-from recipes.learning_rate import scheduled_by_epoch
-from recipes.resnet18_cifar10.architectures import PAPER_WIDTH, Architecture, build_network, group_normalised
+from recipes.learning_rate import schedule_by_epoch
+from recipes.resnet18_cifar10.architectures import PAPER_WIDTH, Architecture, build_network, use_group_norm
 from recipes.resnet18_cifar10.images import IGNORED_LABEL
 
 
 class ImageClassifier(LightningModule):
-    """Image classification under the paper's hyper-parameters, which are the defaults.
+    """A module that classifies images, with the paper's hyper-parameters as defaults.
 
-    Logs ``train/loss``, ``train/accuracy``, ``val/loss`` and ``val/accuracy`` (``test/…`` likewise) once an epoch,
-    over all workers, and ``train/local_loss``, the first worker's, every step. In validation and test images labelled
-    ``IGNORED_LABEL`` are not counted.
+    Logs ``loss`` and ``accuracy`` under ``train/``, ``val/`` and ``test/`` once per epoch, over all workers. Logs rank
+    0's ``train/local_loss`` in every step. Validation and test ignore images labelled ``IGNORED_LABEL``.
 
     Args:
         architecture: the network: ``resnet18``, ``googlenet`` or ``senet18``.
         num_classes: classes of the data.
         width: channels of the first stage of the network; GoogLeNet's are fixed.
-        learning_rate: the rate after the warm-up, for the batch of all workers together.
+        learning_rate: the rate after the warmup, for the batch of all workers together.
         warmup_from: the rate of the first step.
-        warmup_epochs: epochs over which the rate grows linearly from the one to the other.
-        milestones: epochs from which on the rate is a tenth of what it was. Scale them with ``max_epochs``.
+        warmup_epochs: epochs of linear growth from ``warmup_from`` to ``learning_rate``.
+        milestones: epochs at which the rate drops to a tenth. Scale them with ``max_epochs``.
         momentum: Nesterov momentum.
-        weight_decay: of all parameters but those of normalisation.
-        normalisation: ``batch``, the networks' own, or ``group``, which needs no statistics of a batch and is for
-            workers that see other classes.
+        weight_decay: of all parameters except those of normalisation layers.
+        normalisation: ``batch``, or ``group`` for workers with different classes, which uses no batch statistics.
 
     Raises:
-        ValueError: a network that cannot be built, an unknown normalisation; on all workers before training, data of
-            another number of classes.
+        ValueError: an invalid network or normalisation; before training on all workers, a wrong number of classes.
     """
 
     def __init__(
@@ -58,7 +55,7 @@ class ImageClassifier(LightningModule):
         self.save_hyperparameters()
         self.network = build_network(architecture, num_classes, width)
         if normalisation == "group":
-            group_normalised(self.network)
+            use_group_norm(self.network)
         elif normalisation != "batch":
             raise ValueError(f"Invalid {normalisation=}. Must be batch or group.")
         self.loss = nn.CrossEntropyLoss(ignore_index=IGNORED_LABEL, reduction="sum")
@@ -70,7 +67,7 @@ class ImageClassifier(LightningModule):
 
     @override
     def setup(self, stage: str) -> None:
-        # The data module is set up first; on a GPU a label out of range would end in an assertion without a name.
+        # The data module is set up first. On a GPU, a label out of range would raise an unspecific assertion.
         num_classes = getattr(getattr(self.trainer, "datamodule", None), "num_classes", None)
         if num_classes not in (None, self.hparams["num_classes"]):
             raise ValueError(
@@ -90,10 +87,9 @@ class ImageClassifier(LightningModule):
         logits = self(images)
         loss: Tensor = self.loss(logits, labels) / len(labels)
         self.train_accuracy.update(logits, labels)
-        # Not synchronised: Lightning would add a barrier and a collective to every step, which is what is measured.
+        # Not synchronised, because Lightning would add a barrier and a collective to the measured step.
         self.log("train/local_loss", loss, on_step=True, on_epoch=False, prog_bar=True)
         self.log("train/loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(labels))
-        # Lightning computes and resets a metric object at the end of the epoch, over all workers.
         self.log("train/accuracy", self.train_accuracy, on_step=False, on_epoch=True)
         return loss
 
@@ -124,14 +120,13 @@ class ImageClassifier(LightningModule):
             momentum=options["momentum"],
             nesterov=options["momentum"] > 0,
         )
-        return scheduled_by_epoch(self, optimizer)
+        return schedule_by_epoch(self, optimizer)
 
 
 class MeanLoss(Metric):
     """The mean loss of all images of all workers, each counted once.
 
-    Lightning's own mean over workers is off where these have different numbers of images: it divides by the mean of
-    these numbers, rounded down.
+    Lightning's mean is wrong if workers have different numbers of images: it divides by the rounded mean number.
     """
 
     total: Tensor
@@ -144,7 +139,7 @@ class MeanLoss(Metric):
 
     @override
     def update(self, total: Tensor, num_counted: Tensor) -> None:
-        """Adds the sum of the losses of so many images, 0-d tensors; a batch may hold none that counts."""
+        """Adds the summed loss and the number of counted images, both 0-d tensors; the number may be 0."""
         self.total += total
         self.num_counted += num_counted
 
@@ -155,7 +150,7 @@ class MeanLoss(Metric):
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Returns the optimizer's groups: ``decayed``, and ``normalisation`` (scale and shift) without."""
+    """Returns the optimizer's groups: ``decayed``, and ``normalisation`` (scale and shift) without decay."""
     normalisation = {
         parameter
         for layer in module.modules()
@@ -163,7 +158,7 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
         for parameter in layer.parameters(recurse=False)
     }
     decayed = [parameter for parameter in module.parameters() if parameter not in normalisation]
-    # In the model's order and not in the set's, which differs between workers.
+    # In the model's order, because the order of the set differs between workers.
     exempt = [parameter for parameter in module.parameters() if parameter in normalisation]
     return [
         {"params": decayed, "weight_decay": weight_decay, "name": "decayed"},

@@ -14,8 +14,8 @@ from recipes import plot
 from recipes.compare import __main__ as compare
 from recipes.compare.pictures import draw_steps, draw_volume
 from recipes.compare.runs import Choice, Outcome, Runs
-from recipes.compare.tables import grid_table, table
-from recipes.compare.variants import Grid, Variant, expanded, labelled, parsed_grid
+from recipes.compare.tables import format_grid_table, format_table
+from recipes.compare.variants import Grid, Variant, expand_variants, parse_grid, parse_variant
 from recipes.demo import Run, read
 from tests.integration.unwatched_workers import is_running
 
@@ -93,17 +93,17 @@ def test_a_variant_that_fails_shows_what_the_run_said_and_leaves_nothing(tmp_pat
 
 def test_a_table_has_mean_and_deviation_over_seeds():
     runs = [Outcome(0.5, 0.01, 2e6, 100e6, 0.030), Outcome(0.7, 0.03, 2e6, 100e6, 0.050)]
-    last = table({"spar|se": runs}, "accuracy").splitlines()[-1]
+    last = format_table({"spar|se": runs}, "accuracy").splitlines()[-1]
     assert last == r"| spar\|se | 0.6000 ± 0.1414 | 2.00 ± 1.41 % | 2.0 | 50.0 | 40 ms |"
 
 
 @pytest.mark.parametrize(("mode", "best"), [("min", "0.01"), ("max", "0.1")])
 def test_a_grid_takes_the_best_and_never_a_run_that_diverged(mode, best):
-    grid = parsed_grid("--model.learning_rate=0.01,0.1,1", mode)
+    grid = parse_grid("--model.learning_rate=0.01,0.1,1", mode)
     assert grid == Grid("model.learning_rate", ["0.01", "0.1", "1"], mode)
     metrics = {"1": float("nan"), "0.01": 1.5, "0.1": 2.0}
     assert grid.best(metrics) == best
-    first, _, last = grid_table(grid, {"dense": dict(sorted(metrics.items()))}, "loss", [1, 2]).splitlines()
+    first, _, last = format_grid_table(grid, {"dense": dict(sorted(metrics.items()))}, "loss", [1, 2]).splitlines()
     assert first == "| loss by model.learning_rate, mean of seeds 1, 2 | 0.01 | 0.1 | 1 |"
     assert last == f"| dense | {'**1.5000** | 2.0000' if mode == 'min' else '1.5000 | **2.0000**'} | nan |"
 
@@ -116,35 +116,35 @@ def test_a_grid_takes_the_best_and_never_a_run_that_diverged(mode, best):
     ],
 )
 def test_a_variant_is_a_label_and_arguments(text, expected):
-    (variant,) = expanded(dict([labelled(text)]), [])
+    (variant,) = expand_variants(dict([parse_variant(text)]), [])
     assert (variant.label, variant.name, list(variant.arguments)) == (expected[0], *expected)
 
 
 def test_a_variant_that_asks_for_a_density_is_one_for_each():
     listed = {"a": "--x={density}", "b": {"arguments": "--y={tuned}", "tuned": 0.02}, "c": "--z"}
-    variants = expanded(listed, [0.01, 0.0001])
+    variants = expand_variants(listed, [0.01, 0.0001])
     assert [variant.label for variant in variants] == ["a, 1 %", "a, 0.01 %", "b, 1 %", "b, 0.01 %", "c"]
     assert [variant.name for variant in variants] == ["a", "a", "b", "b", "c"]
     assert [variant.arguments for variant in variants[:2]] == [("--x=0.01",), ("--x=0.0001",)]
     assert [variant.start for variant in variants] == [None, None, 0.02, pytest.approx(0.2), None]
     assert variants[2].with_tuned("0.5") == ["--y=0.5"]
-    assert [variant.label for variant in expanded(listed, [0.01])] == ["a", "b", "c"]
+    assert [variant.label for variant in expand_variants(listed, [0.01])] == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(
     ("listed", "message"),
     [
-        ({"a": "--x={density}"}, "'a' asks for a density, and none is given"),
-        ({"a": "--x={tuned}"}, "{tuned} and a number to start from"),
-        ({"a": {"arguments": "--x=1", "tuned": 1}}, "{tuned} and a number to start from"),
+        ({"a": "--x={density}"}, "'a' needs a density. Give --densities"),
+        ({"a": "--x={tuned}"}, "must have both {tuned} and its first value"),
+        ({"a": {"arguments": "--x=1", "tuned": 1}}, "must have both {tuned} and its first value"),
         ({"a": 3}, "Variant 'a' is 3. Give its arguments as text"),
-        ({"a": {"tuned": 1}}, "Give arguments, and as tuned a number above 0"),
-        ({"a": {"arguments": "--x={tuned}", "tuned": -1}}, "Give arguments, and as tuned a number above 0"),
+        ({"a": {"tuned": 1}}, "Give 'arguments', and a number above 0 as 'tuned'"),
+        ({"a": {"arguments": "--x={tuned}", "tuned": -1}}, "Give 'arguments', and a number above 0 as 'tuned'"),
     ],
 )
 def test_a_variant_that_cannot_be_is_refused(listed, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        expanded(listed, [])
+        expand_variants(listed, [])
 
 
 @pytest.mark.parametrize("power", [-2.0, -1.0, -5.0])
@@ -157,8 +157,8 @@ def test_what_is_tuned_comes_to_the_density_asked_for_by_runs_that_are_kept(powe
 
     runs = Runs(tmp_path / "x.yaml", tmp_path, "loss", [], None)
     variant = Variant("a", "a", ("--x={tuned}",), density=0.01, start=1.0)
-    choice = runs.tuned(variant, "0.1", outcome)
-    assert choice.of_grid == "0.1"
+    choice = runs.tune(variant, "0.1", outcome)
+    assert choice.grid_value == "0.1"
     assert 0.3 * float(choice.tuned) ** power == pytest.approx(0.01, rel=0.1)
     assert choice.tuned == made[-1]
     assert len(made) <= 5
@@ -169,16 +169,16 @@ def test_what_cannot_be_tuned_ends_with_what_was_tried(tmp_path):
     variant = Variant("a", "a", ("--x={tuned}",), density=0.01, start=1.0)
     made = []
     runs = Runs(tmp_path / "x.yaml", tmp_path, "loss", [], None)
-    with pytest.raises(SystemExit, match=r"a: no value came within 10% of 0.01 \(1: 0.5, 7.071: 0.5, .*: 0.5\)"):
-        runs.tuned(variant, None, lambda *_: made.append(1) or Outcome(0.0, 0.5, 1.0, 1.0, 1.0))
+    with pytest.raises(SystemExit, match=r"a: no value reaches 0.01 within 10% \(1: 0.5, 7.071: 0.5, .*: 0.5\)"):
+        runs.tune(variant, None, lambda *_: made.append(1) or Outcome(0.0, 0.5, 1.0, 1.0, 1.0))
     assert len(made) == 3
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "must hold label: arguments"),
-        ("1: --x", "must hold label: arguments"),
+        ("", "must hold lines 'label: arguments'"),
+        ("1: --x", "must hold lines 'label: arguments'"),
         ("a: [", "cannot be read"),
         ("mode: Min\nvariants: {a: --x}", "Invalid mode 'Min'. Must be min or max"),
         ("seeds: 1\nvariants: {a: --x}", "Invalid seeds 1. Must be a list of numbers"),
@@ -193,16 +193,16 @@ def test_what_cannot_be_tuned_ends_with_what_was_tried(tmp_path):
         ("grid: foo\nvariants: {a: --x}", "Invalid grid 'foo'"),
         ("grid: foo=\nvariants: {a: --x}", "Invalid grid 'foo='"),
         ("grid: foo=1,1\nvariants: {a: --x}", "Invalid grid 'foo=1,1'"),
-        ("grid: foo=1,2\nmetric: val/perplexity\nvariants: {a: --x}", "What is best of val/perplexity"),
+        ("grid: foo=1,2\nmetric: val/perplexity\nvariants: {a: --x}", "The best value of val/perplexity is unclear"),
         ("a: --x\na: --y", r"\['a'\] are given more than once"),
         ("variants: {a: --x, a: --y}", r"\['a'\] are given more than once"),
-        ("'a,b': --x\na b: --y", "The runs of 'a,b', 'a b' would be kept in one folder"),
-        ("a: --seed_everything=5", "Got '--seed_everything=5', which is set for each run"),
-        ("a: --trainer.logger.save_dir=x", "which is set for each run"),
-        ("a: --trainer.logger.init_args.save_dir=x", "which is set for each run"),
-        ("a: --trainer.logger=false", "which is set for each run"),
-        ("a: --config=x.yaml", "which is set for each run"),
-        ("[a, b]: --x", "cannot be read: a key is no text"),
+        ("'a,b': --x\na b: --y", "The runs of 'a,b', 'a b' would share one folder"),
+        ("a: --seed_everything=5", "Got '--seed_everything=5', which the comparison sets itself"),
+        ("a: --trainer.logger.save_dir=x", "which the comparison sets itself"),
+        ("a: --trainer.logger.init_args.save_dir=x", "which the comparison sets itself"),
+        ("a: --trainer.logger=false", "which the comparison sets itself"),
+        ("a: --config=x.yaml", "which the comparison sets itself"),
+        ("[a, b]: --x", "cannot be read: a key is not text"),
         ("λ: --x".encode("utf-16"), "cannot be read"),
     ],
 )
@@ -223,7 +223,7 @@ def test_a_file_that_cannot_be_is_refused(content, message, tmp_path, call, caps
         (["--variant", "a: --x", "--variant", "a: --y"], "['a'] are given more than once"),
         (["--variant", "a: --x", "--seeds", "1", "1"], "The seeds [1] are given more than once"),
         (["--variant", "a: --x", "--only", "b"], "Unknown variants ['b']"),
-        (["--variant", "a: --x", "--", "--seed_everything=1"], "which is set for each run"),
+        (["--variant", "a: --x", "--", "--seed_everything=1"], "which the comparison sets itself"),
         (["nowhere.yaml", "--variant", "a: --x"], "There is no recipe nowhere.yaml"),
     ],
 )
@@ -248,7 +248,7 @@ def without_training(monkeypatch, tmp_path):
         made.append(command)
         return 0, ""
 
-    monkeypatch.setattr("recipes.compare.runs.outcome_of", lambda folder, metric: folder)
+    monkeypatch.setattr("recipes.compare.runs.read_outcome", lambda folder, metric: folder)
     monkeypatch.setattr("recipes.compare.runs._run", fit)
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "x.yaml").write_text("model: {rate: 0.1} # a recipe")
@@ -257,23 +257,23 @@ def without_training(monkeypatch, tmp_path):
 
 def test_a_kept_run_of_another_recipe_is_not_taken_for_this_one(without_training):
     (runs, _), variant = without_training, Variant("a", "a", ("--x=1",))
-    folder = runs.outcome(variant, CHOICE, 1)
+    folder = runs.run(variant, CHOICE, 1)
     runs.config.write_text("model: {rate: 0.1} # said otherwise")
-    assert runs.outcome(variant, CHOICE, 1) == folder
+    assert runs.run(variant, CHOICE, 1) == folder
     runs.config.write_text("model: {rate: 0.2}")
-    with pytest.raises(SystemExit, match=r"holds a run of another x.yaml: see recipe.yaml there"):
-        runs.outcome(variant, CHOICE, 1)
+    with pytest.raises(SystemExit, match=r"holds a run of another x.yaml \(see its recipe.yaml\)"):
+        runs.run(variant, CHOICE, 1)
 
 
 def test_a_kept_run_of_other_arguments_is_not_taken_for_this_one(without_training, tmp_path):
     runs, _ = without_training
     first, other = Variant("c d", "c d", ("--x=1",)), Variant("c-d", "c-d", ("--x=2",))
-    folder = runs.outcome(first, CHOICE, 1)
-    assert runs.outcome(first, CHOICE, 1) == folder
+    folder = runs.run(first, CHOICE, 1)
+    assert runs.run(first, CHOICE, 1) == folder
     assert "--x=1" in (folder / "arguments.txt").read_text()
-    with pytest.raises(SystemExit, match="holds a run of other arguments"):
-        runs.outcome(other, CHOICE, 1)
-    away = runs.outcome(Variant("..", "..", ("--x=3",)), CHOICE, 1)
+    with pytest.raises(SystemExit, match="holds a run with other arguments"):
+        runs.run(other, CHOICE, 1)
+    away = runs.run(Variant("..", "..", ("--x=3",)), CHOICE, 1)
     assert away.is_relative_to(tmp_path / "recipe")
     assert away != folder
 
@@ -282,10 +282,10 @@ def test_what_a_killed_comparison_left_is_in_nobodys_way(without_training, tmp_p
     (runs, made), variant = without_training, Variant("a", "a", ("--x=1",))
     orphan = tmp_path / "recipe" / "a" / "1.unfinished-00000000"
     orphan.mkdir(parents=True)
-    folder = runs.outcome(variant, CHOICE, 1)
+    folder = runs.run(variant, CHOICE, 1)
     assert orphan.name not in str(made[0])
     orphan.mkdir()  # its training goes on, and writes there again
-    assert runs.outcome(variant, CHOICE, 1) == folder
+    assert runs.run(variant, CHOICE, 1) == folder
     assert len(made) == 1
     assert sorted(file.name for file in folder.iterdir()) == ["arguments.txt", "recipe.yaml"]
 
@@ -317,7 +317,7 @@ def test_who_stops_a_comparison_stops_its_training(number, tmp_path):
         time.sleep(0.1)
     compared.send_signal(number)
     _, said = compared.communicate(timeout=60)
-    assert "Stopped. Runs that are finished are kept" in said
+    assert "Stopped. Finished runs are kept" in said
     assert "Traceback" not in said
     for process in map(int, (tmp_path / "pids").read_text().split()):
         for _ in range(100):
@@ -329,16 +329,16 @@ def test_who_stops_a_comparison_stops_its_training(number, tmp_path):
 
 def test_two_comparisons_do_not_make_runs_in_one_folder(tmp_path):
     first, second = (Runs(tmp_path / "x.yaml", tmp_path / "out", "loss", [], None) for _ in range(2))
-    with first.alone(), pytest.raises(SystemExit, match="Another comparison is running in"), second.alone():
+    with first.locked(), pytest.raises(SystemExit, match="Another comparison is running in"), second.locked():
         pass
-    with second.alone():
+    with second.locked():
         pass
 
 
 def test_the_command_of_a_run_does_not_write_where_the_run_is_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     runs = Runs(Path("recipes/a/x.yaml"), tmp_path, "loss", ["--data.root=d"], None)
-    command = runs.command_again(Variant("a b", "a b", ("--x=[1, 2]",)), CHOICE, 3)
+    command = runs.command_to_repeat(Variant("a b", "a b", ("--x=[1, 2]",)), CHOICE, 3)
     assert command == (
         "OMP_NUM_THREADS=2 python -m recipes fit --config=recipes/a/x.yaml --seed_everything=3 "
         "--data.root=d '--x=[1, 2]'"
@@ -349,7 +349,7 @@ def test_a_folder_of_several_runs_is_refused(tmp_path):
     for name in ("version_0", "version_1"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "events.out.tfevents.1").touch()
-    with pytest.raises(SystemExit, match=r"must hold one run, and holds 2 \(version_0, version_1\)"):
+    with pytest.raises(SystemExit, match=r"holds 2 runs \(version_0, version_1\). It must hold one run"):
         read(tmp_path)
 
 

@@ -104,7 +104,7 @@ class TestAlreadyThere:
     def test_wrong_file_is_named_and_kept(self, server, path):
         path.parent.mkdir()
         path.write_bytes(CONTENT[:1000])
-        with pytest.raises(MissingDataError, match=rf"data\.bin is there but is not the right .* {MD5}\. Delete it"):
+        with pytest.raises(MissingDataError, match=rf"data\.bin is another file or incomplete: .* {MD5}\. Delete it"):
             fetch(server.url, path, md5=MD5)
         assert path.read_bytes() == CONTENT[:1000]
         assert server.requests == []
@@ -174,7 +174,7 @@ class TestFailure:
         assert names(path) == []
 
     def test_wrong_md5(self, server, path):
-        self.fails(server.url, path, f"what the server sends has md5 {MD5}, expected {'0' * 32}", md5="0" * 32)
+        self.fails(server.url, path, f"the server's file has md5 {MD5}, expected {'0' * 32}", md5="0" * 32)
 
     def test_not_found(self, server, path):
         self.fails(server.url.replace("data.bin", "other.bin"), path, "404: Not Found")
@@ -193,7 +193,7 @@ class TestFailure:
 
     def test_unknown_length(self, server, path):
         server.announce = False
-        self.fails(server.url, path, "does not say how long the file is")
+        self.fails(server.url, path, "does not send the file's length")
 
     def test_folder_that_cannot_be_made(self, server, tmp_path):
         (tmp_path / "folder").write_text("a file")

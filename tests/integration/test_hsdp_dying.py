@@ -188,7 +188,7 @@ def test_who_is_alone_with_an_exception_saves_nothing_and_shows_it(tmp_path: Pat
         assert started.processes[1].exitcode == 1  # not by a signal, as of a collective that met another
     said = (tmp_path / "output of 1").read_text()
     assert "my own error" in said
-    assert "No checkpoint was written: the first worker did not come to save" in said
+    assert "No checkpoint was written: rank 0 did not reach the save" in said
     [last] = (tmp_path / "saved").iterdir()
     saved = torch.load(last / "meta.pt" if is_folder else last, weights_only=False)
     assert saved["global_step"] == 4

@@ -44,7 +44,7 @@ AT_THE_BARRIER = Point("save 2", "after store.set came")
 WHILE_WRITTEN = Point("save 2", "while written")
 
 RESIDUALS = "residuals"
-NOBODY_CAME = "did not come to save within"
+NOBODY_CAME = "did not reach the save within"
 IN_THE_MIDDLE = "in the middle of an optimizer's step"
 NO_FILE = "no file"
 

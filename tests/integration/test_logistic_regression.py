@@ -17,11 +17,11 @@ from recipes import MissingDataError
 from recipes.logistic_regression import objective as objective_module
 from recipes.logistic_regression import report
 from recipes.logistic_regression.__main__ import main
-from recipes.logistic_regression.bounds import allowed_learning_rate, bounds, noise_at
-from recipes.logistic_regression.curves import Setting, curves, threshold_of_density
+from recipes.logistic_regression.bounds import compute_bounds, estimate_noise, limit_learning_rate
+from recipes.logistic_regression.curves import Setting, compute_curves, tune_threshold_to_density
 from recipes.logistic_regression.data import URLS, load
-from recipes.logistic_regression.objective import Objective, error_of_minimum, minimiser
-from recipes.logistic_regression.training import draws, shards, training, tuned_threshold, without_remainder
+from recipes.logistic_regression.objective import Objective, bound_error, find_minimiser
+from recipes.logistic_regression.training import draw_examples, drop_remainder, shards, training, tune_threshold
 from tests.integration.recipe_runs import DATA, needs_data
 
 KEYS = ["dataset", "sharding", "method", "seed", "iteration"]
@@ -72,7 +72,7 @@ class TestObjective:
         assert objective.l2 == pytest.approx(objective.data_smoothness / 1e4)
 
     def test_minimum_against_scikit_learn(self, objective):
-        x = minimiser(objective)
+        x = find_minimiser(objective)
         model = LogisticRegression(
             C=1 / (objective.l2 * len(objective.labels)), fit_intercept=False, solver="newton-cholesky", tol=1e-10
         )
@@ -80,20 +80,20 @@ class TestObjective:
         torch.testing.assert_close(x, theirs, rtol=1e-5, atol=1e-6)
 
     def test_minimum_is_certified(self, objective):
-        x = minimiser(objective)
-        assert error_of_minimum(objective, x) < 1e-12
+        x = find_minimiser(objective)
+        assert bound_error(objective, x) < 1e-12
         for offset in points(objective.num_elements):
             above = objective.value(x + 0.1 * offset) - objective.value(x)
-            assert 0 < above <= error_of_minimum(objective, x + 0.1 * offset)
+            assert 0 < above <= bound_error(objective, x + 0.1 * offset)
 
     def test_the_certificate_is_exact_where_only_the_penalty_acts(self):
         features, labels = classified()
         objective = Objective(torch.nn.functional.pad(features, (0, 1)), labels)  # a feature that is always 0
-        x = minimiser(objective)
+        x = find_minimiser(objective)
         along = torch.zeros_like(x)
         along[-1] = 50.0
         above = objective.value(x + along) - objective.value(x)
-        assert error_of_minimum(objective, x + along) == pytest.approx(above, rel=1e-6)
+        assert bound_error(objective, x + along) == pytest.approx(above, rel=1e-6)
 
     def test_a_minimum_that_is_not_reached_is_an_error(self, objective, monkeypatch):
         minimize = objective_module.minimize
@@ -102,8 +102,8 @@ class TestObjective:
             return minimize(*args, options={**options, "maxiter": 1}, **kwargs)
 
         monkeypatch.setattr(objective_module, "minimize", one_iteration)
-        with pytest.raises(RuntimeError, match=r"The minimum is known up to .* only"):
-            minimiser(objective)
+        with pytest.raises(RuntimeError, match=r"The minimum has an error of up to .*, above 1e-12"):
+            find_minimiser(objective)
 
 
 class TestShards:
@@ -118,22 +118,22 @@ class TestShards:
     def test_workers_with_different_numbers_are_refused(self):
         with pytest.raises(ValueError, match="Got 7 examples for 2 workers"):
             shards(torch.ones(7), 2, "shuffled")
-        kept = without_remainder(7, 2)
+        kept = drop_remainder(7, 2)
         assert len(set(kept.tolist())) == 6
 
     def test_a_worker_draws_from_its_own(self):
         own = torch.arange(12).view(3, 4)
-        drawn = draws(own, 200, seed=1)
+        drawn = draw_examples(own, 200, seed=1)
         for worker in range(3):
             assert set(drawn[:, worker].tolist()) == set(own[worker].tolist())
-        assert torch.equal(drawn, draws(own, 200, seed=1))
-        assert not torch.equal(drawn, draws(own, 200, seed=2))
+        assert torch.equal(drawn, draw_examples(own, 200, seed=1))
+        assert not torch.equal(drawn, draw_examples(own, 200, seed=2))
 
 
 class TestTraining:
     @pytest.fixture
     def drawn(self, objective):
-        return draws(shards(objective.labels, 4, "sorted"), 80, seed=1)
+        return draw_examples(shards(objective.labels, 4, "sorted"), 80, seed=1)
 
     def test_everything_sent_is_sgd_on_the_mean_gradient(self, objective, drawn):
         x = torch.zeros(objective.num_elements, dtype=torch.float64, requires_grad=True)
@@ -168,13 +168,13 @@ class TestTraining:
 
     @pytest.mark.parametrize("budget", [100, 1000])
     def test_tuned_threshold_sends_the_budget(self, objective, drawn, budget):
-        threshold = tuned_threshold(objective, drawn, 0.1, budget)
+        threshold = tune_threshold(objective, drawn, 0.1, budget)
         *_, last = training(objective, drawn, HardThreshold(threshold=threshold), 0.1, every=80)
         assert last.sent == pytest.approx(budget, rel=0.02)  # so few coordinates: one more or less is 1 % already
 
     def test_a_budget_that_cannot_be_is_refused(self, objective, drawn):
         with pytest.raises(ValueError, match=r"Invalid budget=3840\. Must be at least 1 and below 3840"):
-            tuned_threshold(objective, drawn, 0.1, drawn.numel() * objective.num_elements)
+            tune_threshold(objective, drawn, 0.1, drawn.numel() * objective.num_elements)
 
 
 class TestCurves:
@@ -185,8 +185,8 @@ class TestCurves:
     def test_what_is_recorded(self, setting):
         d = setting.objective.num_elements
         setting = setting._replace(learning_rate=0.1)
-        threshold = threshold_of_density(setting, 0.2)
-        frame = curves(setting, ["dense", "top_k", "hard_threshold"], [1, 2], 0.2, threshold)
+        threshold = tune_threshold_to_density(setting, 0.2)
+        frame = compute_curves(setting, ["dense", "top_k", "hard_threshold"], [1, 2], 0.2, threshold)
         assert len(frame) == 3 * 2 * 11
         assert (frame["suboptimality"] > 0).all()
         first = frame[frame["iteration"] == 0]
@@ -205,10 +205,10 @@ class TestCurves:
 
     def test_the_bound_and_what_it_bounds(self, setting):
         objective = setting.objective
-        slower = setting._replace(learning_rate=allowed_learning_rate(objective, setting.learning_rate))
+        slower = setting._replace(learning_rate=limit_learning_rate(objective, setting.learning_rate))
         assert slower.learning_rate == pytest.approx(setting.learning_rate / 4)
-        assert allowed_learning_rate(objective, 1e-3) == 1e-3
-        problem, frame = bounds(slower, [0.0, 0.5], [1, 2])
+        assert limit_learning_rate(objective, 1e-3) == 1e-3
+        problem, frame = compute_bounds(slower, [0.0, 0.5], [1, 2])
         final = frame[frame["iteration"] == 200].groupby("threshold")[["density", "squared_shift"]].mean()
         assert final.loc[0.0].tolist() == [1, 0]
         assert 0 < final.loc[0.5, "density"] < 1
@@ -219,18 +219,18 @@ class TestCurves:
         assert frame["bound"].to_numpy() == pytest.approx(terms.sum(axis=1).to_numpy())
         start = objective.value(torch.zeros(objective.num_elements, dtype=torch.float64))
         first = frame[frame["iteration"] == 20]["average_suboptimality"]
-        assert first.to_numpy() == pytest.approx(start - objective.value(minimiser(objective)))
-        with pytest.raises(ValueError, match="The bound holds above 0 and up to"):
-            bounds(setting, [0.0], [1])
+        assert first.to_numpy() == pytest.approx(start - objective.value(find_minimiser(objective)))
+        with pytest.raises(ValueError, match="for the bound of this problem"):
+            compute_bounds(setting, [0.0], [1])
 
     def test_noise_of_single_examples_and_of_classes(self, objective):
         x = points(objective.num_elements, 1)[0]
         each = shards(objective.labels, 60, "shuffled")
-        noise, heterogeneity = noise_at(objective, each, x, seed=1)
+        noise, heterogeneity = estimate_noise(objective, each, x, seed=1)
         gradients = objective.gradients(x, torch.arange(60))
         assert noise == pytest.approx(0, abs=1e-12)
         assert heterogeneity == pytest.approx(float((gradients - objective.gradient(x)).square().sum(dim=1).mean()))
-        noise, heterogeneity = noise_at(objective, shards(objective.labels, 2, "sorted"), x, seed=1)
+        noise, heterogeneity = estimate_noise(objective, shards(objective.labels, 2, "sorted"), x, seed=1)
         own = [gradients[examples] for examples in shards(objective.labels, 2, "sorted")]
         exact = sum(float(gradient.var(dim=0, correction=0).sum()) for gradient in own) / 2
         assert noise == pytest.approx(exact, rel=0.2)  # of 100 draws a worker
@@ -303,7 +303,7 @@ class TestCommand:
 
     def test_nothing_to_draw(self, tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
-        with pytest.raises(SystemExit, match=r"has no curves\.csv: run python -m recipes\.logistic_regression"):
+        with pytest.raises(SystemExit, match=r"has no curves\.csv. Run python -m recipes\.logistic_regression"):
             report.main()
 
 
@@ -359,4 +359,4 @@ class TestData:
         examples = load(DATA, dataset)
         assert examples.features.shape == shape
         objective = Objective(*examples)
-        assert error_of_minimum(objective, minimiser(objective)) < 1e-12
+        assert bound_error(objective, find_minimiser(objective)) < 1e-12

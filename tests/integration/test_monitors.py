@@ -123,7 +123,7 @@ def test_without_a_logger_the_table_remains_and_only_the_first_worker_prints_it(
     sent = sum(step.payload_bytes for step in first.steps)
     dense = 6 * 4 * NUM_ELEMENTS
     assert rows["bytes sent per worker"] == f"{sent / 1000:.4g} kB"
-    assert rows["the same, dense"] == f"{dense / 1000:.4g} kB"
+    assert rows["bytes if dense"] == f"{dense / 1000:.4g} kB"
     assert rows["times fewer"] == f"{dense / sent:.1f}"
     assert first.printed.startswith("Sparse gradient exchange\n")
     assert ("densest layers (elements)\n" in first.printed) == per_layer
@@ -176,7 +176,7 @@ def test_the_table_tells_calibration_and_what_travelled_whole_from_the_rest() ->
     assert all(step.dense_elements == 0 and step.density < 1 for step in later[1:])
     assert rows["steps exchanged"] == "12"
     assert rows["for calibration"] == f"{number}"
-    assert rows["travelled whole"] == f"{sum(step.dense_elements for step in first.steps) / NUM_ELEMENTS:.4g}"
+    assert rows["sent densely"] == f"{sum(step.dense_elements for step in first.steps) / NUM_ELEMENTS:.4g}"
     assert rows["density asked for"] == "5 %"
     assert rows["density after calibration"] == f"{100 * sum(step.density for step in later) / len(later):.4g} %"
     assert rows["threshold λ at the end"] == f"{later[-1].threshold:.4g}"

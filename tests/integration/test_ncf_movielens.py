@@ -18,11 +18,11 @@ from lightning_sparse import DDPHardThresholdStrategy, DensityMonitor
 from recipes import MissingDataError
 from recipes.ncf_movielens import archive
 from recipes.ncf_movielens.data import MovieLensDataModule
-from recipes.ncf_movielens.low_rank import low_rank_ratings
+from recipes.ncf_movielens.low_rank import draw_low_rank_ratings
 from recipes.ncf_movielens.metrics import NDCG, HitRate, pessimistic_ranks
 from recipes.ncf_movielens.model import NCFRecommender, NeuMF
 from recipes.ncf_movielens.ratings import InvalidRatingsError, load_ratings, parse_ratings, unrated_items
-from recipes.ncf_movielens.sampling import Shard, TrainingBatches, derived_seed, make_shard, ranking_batches
+from recipes.ncf_movielens.sampling import Shard, TrainingBatches, derive_seed, make_shard, ranking_batches
 from tests.integration.models import quiet_trainer
 from tests.integration.recipe_runs import DATA, needs_data, refuse_to_fetch
 from tests.workers import of_all_workers, on_workers, run_workers
@@ -49,7 +49,7 @@ def some_rows():
 
 @pytest.fixture(scope="module")
 def known():
-    return low_rank_ratings(num_users=60, num_items=200, ratings_per_user=8)
+    return draw_low_rank_ratings(num_users=60, num_items=200, ratings_per_user=8)
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ class TestModel:
     def test_says_that_it_does_not_know_its_size(self):
         model = NCFRecommender()
         model.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-        with pytest.raises(RuntimeError, match=r"Nothing says what num_users is\. Pass it, or use"):
+        with pytest.raises(RuntimeError, match=r"num_users is unknown\. Pass it, or use"):
             model.configure_model()
 
     def test_optimizer(self):
@@ -210,7 +210,7 @@ class TestSampling:
                 assert torch.equal(own, candidates[users])
 
     def test_derived_seeds_differ(self):
-        assert len({derived_seed(*parts) for parts in np.ndindex(5, 5, 5)}) == 125
+        assert len({derive_seed(*parts) for parts in np.ndindex(5, 5, 5)}) == 125
 
 
 @on_workers(2, process_group=False)
@@ -228,7 +228,7 @@ def test_epochs_of_two_workers():
     trainer.fit(NCFRecommender(factors=2, mlp_sizes=(4, 4)), data)
     hit_rates = of_all_workers(trainer.callback_metrics["val/hr10"].item())
     assert hit_rates == pytest.approx([hit_rates[0]] * 2)
-    ratings = low_rank_ratings().ratings
+    ratings = draw_low_rank_ratings().ratings
     positives = sorted(zip(ratings.users.tolist(), ratings.items.tolist(), strict=True))
     first, second = of_all_workers([torch.cat(epoch, dim=1) for epoch in epochs])
     for ours, theirs in zip(first, second, strict=True):
@@ -273,7 +273,7 @@ class TestSplit:
         assert counts[4:].tolist() == pytest.approx([num_users * share] * (num_items - 4), abs=5 * deviation + 1e-9)
 
     def test_candidates_are_the_same_every_time(self, known):
-        again = low_rank_ratings(num_users=60, num_items=200, ratings_per_user=8)
+        again = draw_low_rank_ratings(num_users=60, num_items=200, ratings_per_user=8)
         assert torch.equal(known.ratings.candidates, again.ratings.candidates)
         assert torch.equal(known.scores, again.scores)
 
@@ -342,7 +342,7 @@ def learn_low_rank(world_size, strategy):
 
 class TestLowRank:
     def test_best_ranking_reaches_the_best_hit_rate(self):
-        known = low_rank_ratings()
+        known = draw_low_rank_ratings()
         hits = pessimistic_ranks(known.scores.gather(1, known.ratings.candidates.long())) < 10
         best = known.best_hit_rate()
         deviation = (best * (1 - best) / len(hits)) ** 0.5
@@ -370,8 +370,8 @@ class TestFile:
         [
             ("", "row 1: the file is empty"),
             ("\n\n", "row 1: the file is empty"),
-            (f"{HEADER}\n", "row 2: there are no ratings below the header"),
-            ("userId,movieId,rating\n1,2,3\n", "row 1: no column timestamp. The header is userId,movieId,rating,"),
+            (f"{HEADER}\n", "row 2: the file has no ratings below the header"),
+            ("userId,movieId,rating\n1,2,3\n", "row 1: no column timestamp. The header is userId,movieId,rating. Must"),
             ("1,2,3.0,4\n1,3,4.0,5\n", "row 1: no column userId, movieId, rating, timestamp"),
             (["1,x,3.0,5"], "row 4: movieId 'x' is not a whole number"),
             (["1,9,three,5"], "row 4: rating 'three' is not a number"),
@@ -380,7 +380,7 @@ class TestFile:
             (["", "1,9,,5"], "row 5: rating '' is not a number"),
             (["1,9,4.0"], "row 4: timestamp '' is not a whole number"),
             (["1,9,4,0,5"], "row 4: 5 fields, expected 4"),
-            (f"{HEADER}\n1,9,4,0,5\n1,8,4,5,5\n", "row 2: more fields than the 4 of the header"),
+            (f"{HEADER}\n1,9,4,0,5\n1,8,4,5,5\n", "row 2: more fields than the header's 4"),
             (['"1,9,4.0,5'], "row 4: userId '\"1' is not a whole number"),
             (["1,9\x00,4.0,5"], "row 4: movieId '9\\x00' is not a whole number"),
             (["2147483648,9,4.0,5"], "row 4: userId 2147483648 is not within 0…2147483647"),
@@ -457,7 +457,7 @@ class TestFile:
 
         monkeypatch.setattr("recipes.ncf_movielens.ratings.tempfile.NamedTemporaryFile", refuse)
         path = write_ratings(tmp_path / "ratings.csv", some_rows())
-        with pytest.warns(UserWarning, match="no cache could be written: read-only"):
+        with pytest.warns(UserWarning, match="cache could not be written: read-only"):
             assert load_ratings(path).num_users == 13
 
     @pytest.mark.full
@@ -528,7 +528,7 @@ class TestArchive:
             "flipped": content.replace(b"rows", b"rots", 1),
         }
         path.write_bytes(damaged[damage])
-        message = rf"{re.escape(str(path))} is broken: .*Delete it to have it fetched"
+        message = rf"{re.escape(str(path))} is broken: .*Delete it to download it"
         with pytest.raises(MissingDataError, match=message):
             archive.fetch_ratings(tmp_path, "ml-20m")
         assert not list((tmp_path / "ml-20m").iterdir())

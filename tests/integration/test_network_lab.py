@@ -164,7 +164,7 @@ def test_without_ip_the_command_runs_on_loopback():
     command += [sys.executable, "-c", SHOW_ENVIRONMENT]
     environment = os.environ | {"PATH": "/nowhere"}
     done = subprocess.run(command, env=environment, cwd=PROJECT, capture_output=True, text=True, check=True)
-    assert done.stderr == "There is no ip or no tc (Linux's package iproute2). Running on loopback, unshaped.\n"
+    assert done.stderr == "ip or tc is missing (Linux package iproute2). Running on loopback, unshaped.\n"
     lines = sorted(done.stdout.splitlines())
     assert [line[:9] for line in lines] == ["[host 0] ", "[host 1] "]
     for rank, line in enumerate(lines):
@@ -179,7 +179,7 @@ def test_a_command_that_cannot_start_ends_those_that_did():
 
 @pytest.mark.parametrize("rate", ["1 gigabit", "5", "1mbps"])
 def test_a_rate_is_a_number_and_its_unit(lab, rate):
-    with pytest.raises(ValueError, match=r"Invalid rate='.*'\. Must be a number and its unit"):
+    with pytest.raises(ValueError, match=r"Invalid rate='.*'\. Must be a number with the unit"):
         lab.shape(rate)
 
 

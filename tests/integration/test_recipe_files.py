@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_sparse import DDPHardThresholdStrategy, SparseDDPStrategy
 from recipes.__main__ import main
-from recipes.compare.variants import expanded
+from recipes.compare.variants import expand_variants
 from recipes.gpt_wikitext.data import GPTDataModule
 from recipes.gpt_wikitext.model import GPT, GPTLanguageModel
 from recipes.logistic_regression.data import load as load_examples
@@ -49,7 +49,7 @@ VARIANTS = {
     )
     for path in COMPARISONS
     for content in [yaml.safe_load(path.read_text())]
-    for variant in expanded(content.get("variants", content), content.get("densities", []))
+    for variant in expand_variants(content.get("variants", content), content.get("densities", []))
 }
 COMPARED = dict.fromkeys((RESNET, NCF, LSTM), ("hard_threshold", "dense", "top_k"))
 COMPARED[GPT_FOLDER] = ("hard_threshold", "dense", "drift")
@@ -378,12 +378,12 @@ THREE_OF_EACH = {"num_users": 3, "num_items": 3}
         (WikiText2DataModule, {"vocabulary_size": 1}, r"Invalid vocabulary_size=1\. Must be at least 2"),
         (WikiText2DataModule, {"train_share": 0.0}, r"Invalid train_share=0\.0\. Must be within \(0, 1\]"),
         (WikiText2DataModule, {"heterogeneous": True, "source": "builtin"}, r"=True with source='builtin'"),
-        (WikiText2DataModule, {"heterogeneous": True, "tokenizer": "basic_english"}, r"english'\. Only WikiText's"),
+        (WikiText2DataModule, {"heterogeneous": True, "tokenizer": "basic_english"}, r"english'\. Use source="),
         (ImageClassifier, {"width": 0}, r"Invalid width=0\. Must be at least 1"),
         (
             ImageClassifier,
             {"architecture": "googlenet", "width": 32},
-            r"Invalid width=32 for googlenet.* Leave it at 64",
+            r"Invalid width=32 for googlenet. Must be 64",
         ),
         (ImageClassifier, {"architecture": "vgg"}, r"'vgg'\. Must be one of resnet18, googlenet, senet18"),
         (ImageClassifier, {"num_classes": 0}, r"Invalid num_classes=0\. Must be at least 1"),

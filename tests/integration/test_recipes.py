@@ -20,8 +20,8 @@ from recipes import MissingDataError, demo
 from recipes.learning_rate import steps_per_epoch
 from recipes.resnet18_cifar10 import images as images_module
 from recipes.resnet18_cifar10.architectures import PAPER_NUM_PARAMETERS, build_network
-from recipes.resnet18_cifar10.data import DEVIATIONS, MEANS, CIFARDataModule, crop_each, flip_each
-from recipes.resnet18_cifar10.images import IGNORED_LABEL, ImageBatches, digits, filled_up, slice_by_label
+from recipes.resnet18_cifar10.data import DEVIATIONS, MEANS, CIFARDataModule, crop_randomly, flip_randomly
+from recipes.resnet18_cifar10.images import IGNORED_LABEL, ImageBatches, pad_to_multiple, read_digits, slice_by_label
 from recipes.resnet18_cifar10.model import ImageClassifier, parameter_groups
 from tests.integration.models import quiet_trainer
 from tests.integration.recipe_runs import CONFIGS, DATA, RECIPES, RESNET, SMALL, fit_recipe, needs_data
@@ -137,7 +137,7 @@ def test_each_worker_has_its_classes_in_another_order_each_epoch():
     first, second = seen
     assert sorted(first) == sorted(second)
     assert first != second
-    labels = sorted(digits()[0].tensors[1].tolist())
+    labels = sorted(read_digits()[0].tensors[1].tolist())
     assert of_all_workers(sorted(first)) == [labels[:719], labels[-719:]]
 
 
@@ -212,7 +212,7 @@ def opened(dataset, folder, **options):
 
 class TestData:
     def test_digits_are_split_the_same_way_every_time_and_no_picture_is_in_both_parts(self):
-        train, val = digits()
+        train, val = read_digits()
         assert (len(train), len(val)) == (1437, 360)
         images, labels = train.tensors
         assert images.shape == (1437, 3, 8, 8)
@@ -220,7 +220,7 @@ class TestData:
         assert torch.cat([images, val.tensors[0]]).mean().abs() < 1e-4
         assert labels.dtype == torch.int64
         assert set(labels.tolist()) == set(range(10))
-        for once, again in zip((train, val), digits(), strict=True):
+        for once, again in zip((train, val), read_digits(), strict=True):
             assert all(map(torch.equal, once.tensors, again.tensors))
         trained, validated = ({tuple(image.flatten().tolist()) for image in part.tensors[0]} for part in (train, val))
         assert trained.isdisjoint(validated)
@@ -266,7 +266,7 @@ class TestData:
         torch.manual_seed(0)
         # Every pixel says where it was; padding is zero.
         image = torch.arange(1, 1 + 32 * 32, dtype=torch.int32).view(1, 32, 32)
-        cropped = crop_each(image.expand(2000, 3, 32, 32), padding=4)
+        cropped = crop_randomly(image.expand(2000, 3, 32, 32), padding=4)
         assert cropped.shape == (2000, 3, 32, 32)
         assert cropped.dtype == torch.int32
         rows, columns = torch.arange(32).view(1, 1, 32, 1), torch.arange(32).view(1, 1, 1, 32)
@@ -283,7 +283,7 @@ class TestData:
     def test_flips_each_image_or_not(self):
         torch.manual_seed(0)
         images = torch.randint(0, 256, (1000, 3, 4, 4), dtype=torch.uint8)
-        flipped = flip_each(images)
+        flipped = flip_randomly(images)
         mirrored, same = ((flipped == other).flatten(1).all(1) for other in (images.flip(-1), images))
         assert torch.equal(same, ~mirrored)
         # Four standard deviations of a thousand fair coins.
@@ -293,15 +293,15 @@ class TestData:
         data = opened(dataset, folder, num_train_images=3, num_val_images=2)
         assert torch.equal(data.train_images.tensors[1], torch.tensor([0, 1, 2]))
         assert len(data.val_images) == 2
-        with pytest.raises(ValueError, match=r"Invalid num_val_images=5\. There are 4"):
+        with pytest.raises(ValueError, match=r"Invalid num_val_images=5\. Must be at most 4"):
             opened(dataset, folder, num_val_images=5)
 
     def test_fills_up_with_ignored_images(self):
         images = ImageBatches(torch.ones(7, 3, 2, 2), torch.arange(7))
-        filled = filled_up(images, 3)
+        filled = pad_to_multiple(images, 3)
         assert filled.tensors[1].tolist() == [*range(7), IGNORED_LABEL, IGNORED_LABEL]
         assert filled.tensors[0].sum(dim=(1, 2, 3)).tolist() == [12.0] * 7 + [0.0] * 2
-        assert len(filled_up(images, 7)) == 7
+        assert len(pad_to_multiple(images, 7)) == 7
 
     @pytest.mark.full
     @needs_data("cifar-10-batches-py")
@@ -433,8 +433,8 @@ class TestDemo:
         ]
 
     def test_table(self, runs):
-        assert demo.model_size() == 701_466
-        text = demo.table(*runs, num_elements=2500)
+        assert demo.count_elements() == 701_466
+        text = demo.format_table(*runs, num_elements=2500)
         rows = {line[2:35].strip(): line[35:].split() for line in text.splitlines() if line.startswith("  ")}
         assert rows["validation accuracy, last epoch"] == ["75.0", "%", "75.0", "%"]
         assert rows["average density"] == ["1.00", "%", "100", "%"]

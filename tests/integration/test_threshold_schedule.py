@@ -84,7 +84,7 @@ def test_a_resumed_run_goes_on_with_it(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("strategy", "said"),
     [
-        (DDPHardThresholdStrategy(density=0.1), r"with density=0\.1, which λ follows by itself"),
+        (DDPHardThresholdStrategy(density=0.1), r"with density=0\.1, which already determines λ"),
         (SparseDDPStrategy(TopK(0.1)), "and TopK has none"),
         ("ddp", "and DDPStrategy has none"),
     ],

@@ -6,17 +6,17 @@ import pytest
 
 from lightning_sparse import __version__
 from release import smoke
-from release.__main__ import changelog_faults
+from release.__main__ import find_changelog_faults
 from release.distributions import (
     IN_THE_SDIST,
     PROJECT,
     Environment,
     build,
-    names_in_sdist,
-    names_in_wheel,
-    sdist_faults,
-    tracked_files,
-    wheel_faults,
+    find_sdist_faults,
+    find_wheel_faults,
+    list_sdist,
+    list_tracked_files,
+    list_wheel,
 )
 
 pytestmark = pytest.mark.xdist_group("wheel")  # which is built once
@@ -28,42 +28,42 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) -> None:
-    names = names_in_wheel(built[0])
-    assert wheel_faults(names) == []
-    assert wheel_faults([*names, "tests/__init__.py"]) == ["tests does not belong into the wheel."]
-    assert wheel_faults([*names, "lightning_sparse/a.pyc"]) == ["lightning_sparse/a.pyc is a leftover."]
+    names = list_wheel(built[0])
+    assert find_wheel_faults(names) == []
+    assert find_wheel_faults([*names, "tests/__init__.py"]) == ["tests does not belong in the wheel."]
+    assert find_wheel_faults([*names, "lightning_sparse/a.pyc"]) == ["lightning_sparse/a.pyc is a leftover."]
     for missing in ("py.typed", "kernels/native.c"):
         rest = [name for name in names if name != f"lightning_sparse/{missing}"]
-        assert wheel_faults(rest) == [f"lightning_sparse/{missing} is missing."]
+        assert find_wheel_faults(rest) == [f"lightning_sparse/{missing} is missing."]
 
 
 def test_the_sdist_holds_tests_docs_and_recipes(built: tuple[Path, Path]) -> None:
-    names = names_in_sdist(built[1])
-    assert sdist_faults(names) == []
+    names = list_sdist(built[1])
+    assert find_sdist_faults(names) == []
     for missing in IN_THE_SDIST:
-        assert sdist_faults([name for name in names if name != missing]) == [f"{missing} is missing."]
+        assert find_sdist_faults([name for name in names if name != missing]) == [f"{missing} is missing."]
 
 
 def test_the_sdist_is_compared_with_the_repository() -> None:
     tracked = [*IN_THE_SDIST, ".gitignore", "tests/unit/test_theory.py"]
     names = [*IN_THE_SDIST, "tests/unit/test_theory.py"]
-    assert sdist_faults(names, tracked) == []
-    assert sdist_faults([*names, "docs/draft.md"], tracked) == ["docs/draft.md is not in the repository."]
-    assert sdist_faults(names[:-1], tracked) == ["tests/unit/test_theory.py is missing."]
+    assert find_sdist_faults(names, tracked) == []
+    assert find_sdist_faults([*names, "docs/draft.md"], tracked) == ["docs/draft.md is not in the repository."]
+    assert find_sdist_faults(names[:-1], tracked) == ["tests/unit/test_theory.py is missing."]
 
 
 def test_git_is_asked_for_the_repositorys_files() -> None:
-    tracked = tracked_files()
+    tracked = list_tracked_files()
     if tracked is None:
         pytest.skip("This is no repository of git's, or there is no git.")
     assert {"pyproject.toml", "tests/integration/test_wheel.py"} <= {*tracked}
 
 
 def test_the_version_is_that_of_the_changelog() -> None:
-    assert changelog_faults((PROJECT / "CHANGELOG.md").read_text(), __version__) == []
-    [fault] = changelog_faults("# Changelog\n\n## [0.0.9] - 2026-01-01\n\n## [0.1.0]", "0.1.0")
+    assert find_changelog_faults((PROJECT / "CHANGELOG.md").read_text(), __version__) == []
+    [fault] = find_changelog_faults("# Changelog\n\n## [0.0.9] - 2026-01-01\n\n## [0.1.0]", "0.1.0")
     assert "0.0.9" in fault
-    assert changelog_faults("# Changelog", "0.1.0") != []
+    assert find_changelog_faults("# Changelog", "0.1.0") != []
 
 
 @pytest.mark.full
@@ -73,6 +73,6 @@ def test_it_trains_from_an_environment_of_its_own(kind: str, built: tuple[Path, 
     # The dependencies (gigabytes) are lent by the environment that runs the tests.
     environment = Environment(tmp_path.resolve() / "environment", is_lent=True)
     environment.install(str(built[kind == "sdist"]), PROJECT / "requirements" / "constraints.txt")
-    told = smoke.train(environment, tmp_path / "training")
-    assert smoke.faults(told, environment, __version__) == []
-    assert len(smoke.faults({**told, "hook": None, "spread": 1e-9}, environment, __version__)) == 2
+    result = smoke.train(environment, tmp_path / "training")
+    assert smoke.find_faults(result, environment, __version__) == []
+    assert len(smoke.find_faults({**result, "hook": None, "spread": 1e-9}, environment, __version__)) == 2

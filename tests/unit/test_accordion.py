@@ -171,7 +171,7 @@ def test_a_layer_of_another_size_begins_anew():
 
 def test_a_bucket_may_hold_layers_of_both_kinds_and_what_is_not_finite_is_sent():
     sparsifier = Accordion(0.1, 0.5)
-    sparsifier._calm = {"calm"}
+    sparsifier._stable_layers = {"calm"}
     layout = LayerLayout(("calm", "critical"), (10, 10))
     values = torch.arange(1.0, 21.0)
     assert sparsifier.select(values, layout).indices.tolist() == [9, 15, 16, 17, 18, 19]
@@ -182,7 +182,9 @@ def test_a_bucket_may_hold_layers_of_both_kinds_and_what_is_not_finite_is_sent()
 def test_it_says_so_where_nobody_tells_of_epochs():
     sparsifier = Accordion()
     sparsifier.begin_step(0, 0)  # as kernels are tried out
-    with pytest.raises(RuntimeError, match=r"nobody has said that one begins. Call begin_epoch\(epoch"):
+    with pytest.raises(
+        RuntimeError, match=r"ACCORDION needs begin_epoch\(epoch, learning_rates\) at the start of each epoch"
+    ):
         sparsifier.begin_step(1, 0)
 
 

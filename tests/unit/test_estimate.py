@@ -53,29 +53,29 @@ def test_only_what_is_trained_is_exchanged():
 def test_the_verdict_in_words():
     text = str(estimate(11_173_962, num_workers=8, gbit_per_s=1, compute_seconds=0.06))
     assert text == (
-        "11,173,962 elements, 8 workers, 1 Gbit/s each: exchanging them takes 736 ms densely and 23.5 ms at a density "
-        "of 0.1 %, if nothing of it overlaps with backward. With 60 ms of computing a step takes 796 ms and 83.5 ms: "
-        "92 % of the dense step is exchange, and a sparse one is 9.5 times as fast. Above a density of 36 % nothing is "
-        "gained."
+        "11,173,962 elements, 8 workers, 1 Gbit/s each: without overlap with backward, a dense exchange takes 736 ms, "
+        "and one at a density of 0.1 % takes 23.5 ms. With 60 ms of computation, a dense step takes 796 ms and a "
+        "sparse step 83.5 ms. The exchange is 92 % of the dense step, and a sparse step is 9.5 times as fast. "
+        "Densities above 36 % gain nothing."
     )
-    assert "computing" not in str(estimate(1000, num_workers=2, gbit_per_s=1))
+    assert "computation" not in str(estimate(1000, num_workers=2, gbit_per_s=1))
     fast = estimate(10_000, num_workers=2, gbit_per_s=5000, on_gpu=True)
     assert fast.break_even == pytest.approx(0, abs=1e-6)
     assert "2 workers, 5000 Gbit/s each" in str(fast)
-    assert str(fast).endswith("Dense is the fastest at any density: take strategy='ddp'.")
+    assert str(fast).endswith("A dense exchange is fastest at any density: use strategy='ddp'.")
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"num_workers": 1}, "Invalid num_workers=1. Must be at least 2: one worker exchanges nothing"),
+        ({"num_workers": 1}, "Invalid num_workers=1. Must be at least 2: a single worker exchanges nothing"),
         ({"gbit_per_s": 0}, "Invalid gbit_per_s=0. Must be above 0"),
         ({"gbit_per_s": "1gbit"}, "Invalid gbit_per_s='1gbit'"),
         ({"density": 0.0}, "Invalid density=0.0"),
         ({"value_dtype": "half"}, "Invalid value_dtype='half'. Must be one of 'float32'"),
         ({"compute_seconds": -1.0}, "Invalid compute_seconds=-1.0. Must be at least 0"),
         ({"model": nn.ReLU()}, "Got 0 elements to exchange"),
-        ({"model": nn.LazyLinear(3)}, "has layers that are not initialised"),
+        ({"model": nn.LazyLinear(3)}, "The model has uninitialised layers"),
     ],
 )
 def test_numbers_outside_their_range_are_refused(options, said):

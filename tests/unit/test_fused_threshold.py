@@ -439,10 +439,10 @@ def parts_of(ends=1, offsets=4):
         ),
         ({"payload": parts_of(ends=2)}, r"Invalid ends: .* Must be contiguous, of shape \(1,\)"),
         ({"payload": parts_of(offsets=3)}, r"Invalid offsets: .* of shape \(4,\)"),
-        ({"runs": [ThresholdRun(1.0, 0, 9)]}, r"Invalid runs=.* from 0 to 10"),
+        ({"runs": [ThresholdRun(1.0, 0, 9)]}, r"Invalid runs=.* Must cover 0 to 10"),
         (
             {"runs": [ThresholdRun(1.0, 0, 4), ThresholdRun(1.0, 5, 10)]},
-            r"Each must begin where the one before it ends",
+            r"each run starting at the previous run",
         ),
     ],
 )

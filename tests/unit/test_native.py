@@ -193,7 +193,7 @@ def compiler(folder, script):
         ({"LIGHTNING_SPARSE_NATIVE": "0"}, False, None),
         ({"CC": "no-such-compiler"}, False, None),
         ({"CC": ""}, False, None),
-        ({"CC": "false"}, False, "'false' makes nothing that works.* exit status 1"),
+        ({"CC": "false"}, False, "the C compiler 'false' fails.* exit status 1"),
         ({"CC": "gcc -DX='a"}, False, "No closing quotation"),
     ],
 )
@@ -209,10 +209,10 @@ def test_without_a_compiler_that_works_tensor_operations_do_it(environment, is_t
     [
         ("echo nothing > $made", "file too short|invalid ELF"),
         ('cc -shared -fPIC -x c -o "$made" /dev/null', "undefined symbol"),
-        ("echo no room >&2; exit 3", "It says: no room"),
+        ("echo no room >&2; exit 3", "Its output: no room"),
         ("sleep 30", "timed out"),
         ('cc "$@" -ffast-math', "IEEE"),
-        ('cc -ffast-math -shared -fPIC -o "$made" $last', "subnormal numbers into 0"),
+        ('cc -ffast-math -shared -fPIC -o "$made" $last', "subnormal numbers to 0"),
     ],
 )
 def test_what_does_not_work_is_not_used_and_not_kept(script, warning, again, tmp_path, monkeypatch):

@@ -73,8 +73,8 @@ def test_multiples_are_of_the_sparsifiers_steps():
     assert wire_of("bfloat16", torch.float32, HardThreshold(threshold=1.0)) == BRAIN
     # Too far apart, or too small, which with a density is not known before training.
     far_apart, too_small = HardThreshold(threshold=1.0, layer_thresholds={"a": 1e-9}), HardThreshold(threshold=1e-50)
-    wire._warn_of_no_step.cache_clear()
-    with pytest.warns(UserWarning, match="value_dtype='float8' does not reach far enough"):
+    wire._warn_of_missing_step.cache_clear()
+    with pytest.warns(UserWarning, match="the range of value_dtype='float8' is too small"):
         assert wire_of("float8", torch.float32, far_apart) == FLOAT
     assert wire_of("float8", torch.float64, too_small) == DOUBLE
 
@@ -82,13 +82,13 @@ def test_multiples_are_of_the_sparsifiers_steps():
 @pytest.mark.parametrize(
     ("sparsifier", "value_dtype", "message"),
     [
-        (TopK(0.1), "float8", "with TopK, which has no step of which"),
-        (HardThreshold(threshold=0.0), "float8", "a threshold of 0, which sends a layer whole"),
+        (TopK(0.1), "float8", "with TopK, which has no step for small dtypes"),
+        (HardThreshold(threshold=0.0), "float8", "a threshold of 0, which determines no step"),
         (HardThreshold(threshold=0.1, layer_thresholds={"*.bias": 0.0}), "float8", "a threshold of 0"),
-        (HardThreshold(threshold=1e-50), "float8", "are no float32 numbers"),
+        (HardThreshold(threshold=1e-50), "float8", "is not a float32 number"),
         (Dense(), "float8", "a threshold of 0"),
-        (HardThreshold(threshold=0.1), "int8", "It reaches 127 steps, .* Use value_dtype='float8'"),
-        (HardThreshold(density=0.1), "int8", "It reaches 127 steps"),
+        (HardThreshold(threshold=0.1), "int8", "of its 127 steps, .* Use value_dtype='float8'"),
+        (HardThreshold(density=0.1), "int8", "8 to 16 of its 127 steps"),
         (
             HardThreshold(threshold=0.1, layer_thresholds={"bias": 1e-4}),
             "float8",

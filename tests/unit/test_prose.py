@@ -1,4 +1,4 @@
-"""Plain English in README, docs and docstrings, as far as a machine can see it."""
+"""Plain English in pages, docstrings and comments of recipes, as far as a machine can see it."""
 
 import ast
 import re
@@ -11,7 +11,9 @@ import pytest
 import lightning_sparse
 from tests.markdown import PAGES
 
-PACKAGE = Path(lightning_sparse.__file__).parent
+PROJECT = Path(__file__).parents[2]
+FOLDERS = (Path(lightning_sparse.__file__).parent, *(PROJECT / name for name in ("recipes", "benchmarks", "release")))
+READMES, RECIPES = (sorted((PROJECT / "recipes").rglob(name)) for name in ("README.md", "*.yaml"))
 MOST_WORDS_OF_A_SENTENCE = 40
 MOST_NUMBERS_OF_A_SENTENCE = 4
 MOST_WORDS = {
@@ -91,7 +93,7 @@ def refused(paragraph: str) -> list[tuple[str, list[str]]]:
     ]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *READMES], ids=lambda page: f"{page.parent.name}/{page.name}")
 def test_a_page_reads_easily(page: Path) -> None:
     assert not [hit for paragraph in paragraphs(page.read_text()) for hit in refused(paragraph)]
 
@@ -122,7 +124,18 @@ def docstring_paragraphs(text: str) -> Iterator[str]:
         yield re.sub(r"^\*{0,2}[\w.]+: ", "", paragraph)
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_comments_of_a_recipe_read_easily(path: Path) -> None:
+    comments = re.sub(r"^ *(?:#(.*)|.*)$", r"\1", path.read_text(), flags=re.MULTILINE)
+    text = re.sub(r"^ +", "", re.sub(r"^ (?=[A-Z]\w+  )", "- ", comments, flags=re.MULTILINE), flags=re.MULTILINE)
+    assert not [hit for paragraph in paragraphs(text) for hit in refused(paragraph)]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for folder in FOLDERS for path in sorted(folder.rglob("*.py"))],
+    ids=lambda path: f"{path.parent.name}/{path.name}",
+)
 def test_docstrings_read_easily(path: Path) -> None:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     texts = [ast.get_docstring(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, documented)]

@@ -144,7 +144,7 @@ def test_what_is_measured_is_what_is_there():
     steepest[quadratic.curvature.argmax()] = 1.0
     points = torch.stack([x, x + 1, x + 1 + steepest, x + 1 + steepest])
     assert measured_smoothness(points, quadratic.curvature * points) == pytest.approx(quadratic.problem.smoothness)
-    with pytest.raises(ValueError, match=r"Got 1 draws of a worker\. Give two or more"):
+    with pytest.raises(ValueError, match=r"Got 1 draws of a worker\. Must be at least 2"):
         measured_noise([draws[0, :1]])
 
 
@@ -166,8 +166,8 @@ PAIR = torch.ones(2, 2)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: total_error(PAIR, PAIR), r"Got sent of torch.float32, shape \(2, 2\). Give bool of \(2, 2\)"),
-        (lambda: optimal_threshold(PAIR / 0 * 0, 1), "The sequence holds NaN"),
+        (lambda: total_error(PAIR, PAIR), r"Got sent of torch.float32, shape \(2, 2\). Must be bool, \(2, 2\)"),
+        (lambda: optimal_threshold(PAIR / 0 * 0, 1), "The sequence contains NaN"),
         (lambda: squared_error_bound(0, 1.0), r"Invalid num_elements=0\. Must be a whole number of at least 1"),
         (lambda: top_k_squared_error_bound(2.0, 1.0), r"Invalid density=2\.0\. Must be within \(0, 1\]"),
         (lambda: threshold_of_equal_bound(0.5, 1.0, 0), "Invalid num_elements=0"),
@@ -182,11 +182,11 @@ PAIR = torch.ones(2, 2)
         (lambda: convex_bound(Problem(1.0, 1, 1.0), 1.0, 0.1, 10, -5.0), "Invalid squared_error=-5.0"),
         (lambda: optimal_threshold(PAIR, 1.5), "Invalid budget=1.5. Must be a whole number from 1 to 4"),
         (lambda: optimal_threshold(PAIR, 5), "Invalid budget=5"),
-        (lambda: optimal_threshold(PAIR + 1j, 1), "Got torch.complex64. Give real numbers"),
-        (lambda: measured_smoothness(PAIR + 1j, PAIR), "Got torch.complex64. Give real numbers"),
-        (lambda: measured_noise([]), r"Got draws of shapes \[\]. Give \(draws, d\) of every worker"),
+        (lambda: optimal_threshold(PAIR + 1j, 1), "Got torch.complex64. Must be real"),
+        (lambda: measured_smoothness(PAIR + 1j, PAIR), "Got torch.complex64. Must be real"),
+        (lambda: measured_noise([]), r"Got draws of shapes \[\]. Must be \(draws, d\) for every worker"),
         (lambda: measured_smoothness(PAIR, PAIR[:1]), r"points of shape \(2, 2\), gradients of \(1, 2\)"),
-        (lambda: measured_smoothness(PAIR, PAIR), "Got 2 points, all in one place"),
+        (lambda: measured_smoothness(PAIR, PAIR), "Got 2 equal points"),
         (lambda: residual_statistics(0.0, noise=1.0), r"Invalid threshold=0\.0\. Must be finite and above 0"),
         (lambda: residual_statistics(1.0, noise=-1.0), r"Invalid noise=-1\.0"),
         (lambda: residual_statistics(1.0, noise=0.0), r"Invalid drift=0\.0\. Must be finite, and not 0 without noise"),
@@ -208,7 +208,7 @@ def test_magnitudes_are_those_of_the_numbers_whatever_holds_them():
 @pytest.mark.parametrize("rate", [0.0, 0.26, float("nan")])
 def test_a_learning_rate_for_which_a_bound_does_not_hold_is_refused(rate):
     problem = Problem(smoothness=1.0, num_workers=4, noise=1.0)
-    with pytest.raises(ValueError, match=r"The bound holds above 0 and up to 0\.25 for this problem"):
+    with pytest.raises(ValueError, match=r"Must be within \(0, 0\.25\] for the bound of this problem"):
         convex_bound(problem, 1.0, rate, 10, 0.0)
     assert nonconvex_bound(problem, 1.0, 0.5, 8, 0.0) == pytest.approx(4 / 4 + 2 * 0.5 * 0.25)
 

@@ -1,7 +1,7 @@
-"""Add received payloads in rank order, put slices side by side, and pack values other than zero.
+"""Add received payloads in rank order, concatenate slices, and pack nonzero values.
 
-Payloads of the same format and capacity c are ``rows``: uint8, shape (n, payload_bytes(c)), each contiguous. Of a
-payload with k > c only the c coordinates in it count.
+``rows`` are payloads of the same format and capacity c: uint8, shape (n, payload_bytes(c)), each contiguous. If k > c,
+only the c coordinates in the payload count.
 
 On a GPU one kernel decodes all payloads of a bucket, without their sizes on the host and with the same bits as adding
 payload by payload. A program has one block of 65,536 elements and goes through the workers in rank order; a bucket of
@@ -20,7 +20,7 @@ from lightning_sparse.kernels.native import is_native
 from lightning_sparse.sparsifiers import Selection
 
 TILE = 1024
-"""Coordinates at a time: 4 for each of 256 threads. A block has 655 of each worker at a density of 1 %."""
+"""Coordinates per iteration, 4 for each of 256 threads. At a density of 1 %, a block has 655 per worker."""
 
 
 def average(payload_format: PayloadFormat, rows: Tensor, out: Tensor, buffers: Buffers) -> None:
@@ -32,7 +32,7 @@ def average(payload_format: PayloadFormat, rows: Tensor, out: Tensor, buffers: B
         payload_format: of each payload.
         rows: the payloads.
         out: shape (num_elements,), all zeros: receives the average.
-        buffers: gives work space, which all buckets share, as they are decoded one after the other.
+        buffers: gives work space, which all buckets share, because they are decoded one after the other.
     """
     num_workers = len(rows)
     if is_available(out.device):
@@ -49,7 +49,7 @@ def average(payload_format: PayloadFormat, rows: Tensor, out: Tensor, buffers: B
 
 def add(payload_format: PayloadFormat, rows: Tensor, out: Tensor) -> None:
     """Add payloads to ``out`` in rank order; see ``average``. Waits for a GPU."""
-    # A GPU adds in no order. The indices of one addition must be unique, so each payload is one.
+    # A GPU adds in arbitrary order, so indices of an addition must be unique: add each payload separately.
     for row in rows.unbind():
         out.scatter_add_(0, *payload_format.unpack(row, out.dtype, payload_format.num_selected(row)))
 
@@ -81,7 +81,7 @@ def decode(payload_format: PayloadFormat, rows: Tensor, out: Tensor, quotients: 
     _, ends, values, offsets = payload_format.parts(rows[0])
     if not payload_format.num_blocks or not values.numel():
         return
-    # How far it is from each part of a payload to that of the next payload.
+    # The distance from each part of a payload to that part of the next payload.
     strides = (rows.stride(0) // part.itemsize for part in (ends, values, offsets))
     launch(
         add_payloads,
@@ -105,8 +105,8 @@ def pack_nonzero(payload_format: PayloadFormat, values: Tensor, payload: Tensor)
         payload: uint8, shape (payload_bytes(c),): receives the first c of them.
     """
     capacity = payload_format.capacity(payload.numel())
-    if values.numel():  # of no elements it fails on a GPU: pytorch#162473
-        # Unused places get an index beyond all blocks: it is before no block's end.
+    if values.numel():  # fails on a GPU without elements: pytorch#162473
+        # Unused positions get an index beyond all blocks, so no block counts them.
         beyond = payload_format.num_blocks * BLOCK_ELEMENTS
         indices = torch.nonzero_static(values, size=capacity, fill_value=beyond).squeeze(1)
         selection = Selection(indices, values.index_select(0, indices.clamp(max=values.numel() - 1)))

@@ -1,7 +1,7 @@
-"""Forecast the capacities that payloads need, and choose the fastest route.
+"""Forecast the capacities of payloads and choose the fastest route.
 
-Every worker and every repeated run must get the same result. So nothing is timed: forecasts and costs follow from the
-numbers of former steps' headers, and from the link that the user names.
+Every worker and every repeated run must get the same result, so this module does not measure time. Forecasts and costs
+depend on the headers of earlier steps and on the given link.
 """
 
 from bisect import bisect_left
@@ -16,20 +16,20 @@ SMALLEST_CAPACITY = 16
 MEAN_WEIGHT = 0.2
 DEVIATION_WEIGHT = 0.1
 SLACK_DEVIATIONS = 2.0
-"""In mean absolute deviations: for Gaussian noise 1.6 standard deviations, an overflow in twenty steps."""
+"""Margin in mean absolute deviations. For Gaussian noise it is 1.6 standard deviations, an overflow in 20 steps."""
 INSIDE_GBIT_S, BETWEEN_GBIT_S = 2400.0, 100.0
 """The assumed rates of a GPU's link: NVLink if all workers share a node, else a network of 100 Gbit/s. Sparse routes
-are then chosen only where they win even on these."""
+are chosen only if they are faster even at these rates."""
 GATHER_LAUNCHES, REDUCE_SCATTER_LAUNCHES = 2, 46
-"""Kernels of a bucket beyond those of the dense route (tests/distributed/test_launches.py)."""
+"""Additional kernels per bucket relative to the dense route (tests/distributed/test_launches.py)."""
 
 
 class Forecast(NamedTuple):
-    """Forecasts a count that all workers saw in every step so far.
+    """A forecast of a count that all workers see in every step.
 
-    The capacity is the running mean and twice the running mean deviation from it, so a steady count needs next to no
-    padding. A count that varies overflows now and then, which costs another round and not correctness: rarer overflows
-    would cost more bytes than they save (docs/performance.md). A count that halves or doubles begins anew.
+    The capacity is the running mean plus twice the running mean deviation, so a steady count needs almost no padding. A
+    varying count sometimes overflows, which costs a round but stays correct. Rarer overflows would cost more bytes than
+    they save (docs/performance.md). A count that halves or doubles restarts the forecast.
     """
 
     last: int  # the count of the last step
@@ -38,11 +38,11 @@ class Forecast(NamedTuple):
 
     @classmethod
     def first(cls, count: int) -> "Forecast":
-        """Return the forecast after the count of a first step."""
+        """Return the forecast after the first count."""
         return cls(count, float(count), count / 16)
 
     def after(self, count: int) -> "Forecast":
-        """Return the forecast after the count of a further step."""
+        """Return the forecast after another count."""
         if not self.mean / 2 <= count <= 2 * self.mean:
             return Forecast.first(count)
         mean = self.mean + MEAN_WEIGHT * (count - self.mean)
@@ -56,7 +56,7 @@ class Forecast(NamedTuple):
 
 
 def require_link(link_gbit_s: float | None) -> None:
-    """Raise ValueError where this is no rate of a link."""
+    """Raise ValueError unless this is a valid link rate or None."""
     is_number = isinstance(link_gbit_s, (int, float)) and not isinstance(link_gbit_s, bool)
     if link_gbit_s is not None and not (is_number and 1e-6 <= link_gbit_s <= 1e6):
         raise ValueError(
@@ -65,24 +65,23 @@ def require_link(link_gbit_s: float | None) -> None:
 
 
 class Speeds(NamedTuple):
-    """Seconds that parts of an exchange take, the same on every worker."""
+    """Seconds for the parts of an exchange, the same on every worker."""
 
     byte: float  # for a byte to arrive
     select: float  # to select and pack a coordinate
     add: float  # to add a received coordinate
     round: float  # for a round of messages, however small they are
-    payload: float  # to begin with each payload that is added, one after the other
+    payload: float  # to start adding a payload
     launch: float  # to launch a kernel
 
 
 def speeds(link_gbit_s: float | None, *, on_gpu: bool, is_one_node: bool = False) -> Speeds:
-    """Return the speeds of CPUs, which were measured, or of GPUs, which are predicted.
+    """Return the measured speeds of CPUs or the predicted speeds of GPUs.
 
     CPU: 34 ns and 8 ns per coordinate at a density of 20 % without a compiler (benchmarks/selection.py), and 1.3 ns per
-    byte for a Gloo all-reduce beside the link's own time. An unknown link is taken for one of 10 Gbit/s: on a slower
-    link a bucket then goes dense earlier than necessary, above a density of 10 %, but no step is ever much slower than
-    plain DDP's. GPU: about 100 bytes of memory traffic per coordinate, 4 µs per launch, and as long for each payload's
-    chain of reads (docs/performance.md).
+    byte for a Gloo all-reduce in addition to the link's time. The default link has 10 Gbit/s. On a slower link, buckets
+    above a density of 10 % become dense too early, but no step is much slower than in plain DDP. GPU: about 100 bytes
+    of memory traffic per coordinate, 4 µs per launch, and 4 µs for each payload's chain of reads (docs/performance.md).
 
     Args:
         link_gbit_s: the rate of a worker's link, in one direction.
@@ -97,25 +96,25 @@ def speeds(link_gbit_s: float | None, *, on_gpu: bool, is_one_node: bool = False
 
 @dataclass(frozen=True)
 class Costs:
-    """Bytes that reach one worker on each route for one bucket, and the time by which routes are compared."""
+    """The received bytes and the time of each route for a bucket."""
 
     num_workers: int  # n
     num_elements: int  # d of the bucket
     value_bytes: int  # of a value on the wire
     sum_bytes: int  # of an element of the averaged gradient, which dense routes send
     fixed_bytes: int = 0  # of a payload without coordinates
-    dense_element_bytes: int = 0  # of an element on the dense route, there and back; 0 for twice those of a sum
+    dense_element_bytes: int = 0  # sent and received, of an element on the dense route; 0 for twice those of a sum
 
     def received_bytes(self, selected: float, largest_slice: float) -> dict[Route, float]:
         """Return the bytes that reach a worker on each route; see ``seconds`` for the arguments."""
         n, coordinate = self.num_workers, self.value_bytes + 2
         union = self.independent_union(selected)
-        of_slice = self.fixed_bytes / n + largest_slice * coordinate
-        of_sums = min(union * (self.sum_bytes + 2), self.num_elements * self.sum_bytes)  # sparse or dense
+        slice_bytes = self.fixed_bytes / n + largest_slice * coordinate
+        sums_bytes = min(union * (self.sum_bytes + 2), self.num_elements * self.sum_bytes)  # sparse or dense
         return {
             "dense": (n - 1) / n * self.num_elements * (self.dense_element_bytes or 2 * self.sum_bytes),
             "gather": (n - 1) * (self.fixed_bytes + selected * coordinate),
-            "reduce_scatter": (n - 1) * of_slice + (n - 1) / n * of_sums,
+            "reduce_scatter": (n - 1) * slice_bytes + (n - 1) / n * sums_bytes,
         }
 
     def independent_union(self, selected: float) -> float:
@@ -128,11 +127,11 @@ class Costs:
         return min(taken, key=lambda route: taken[route])
 
     def seconds(self, selected: float, largest_slice: float, speeds: Speeds) -> dict[Route, float]:
-        """Return the seconds that each route takes for the coordinates expected of a worker.
+        """Return the seconds of each route for the expected coordinates of a worker.
 
         Args:
-            selected: coordinates of the worker that selects most.
-            largest_slice: the most that any worker has for any slice.
+            selected: the largest number of coordinates of a worker.
+            largest_slice: the largest number of coordinates of a worker in a slice.
             speeds: see ``speeds``.
         """
         n, byte, launch = self.num_workers, speeds.byte, speeds.launch
@@ -146,7 +145,7 @@ class Costs:
             + GATHER_LAUNCHES * launch,
         }
         if n > 2:
-            # Dense sums are copied into place, at the price of memory alone.
+            # Dense sums are copied into place, which costs only memory traffic.
             union = self.independent_union(selected)
             is_sparse = union * (self.sum_bytes + 2) < self.num_elements * self.sum_bytes
             taken["reduce_scatter"] = (
@@ -160,10 +159,10 @@ class Costs:
         return taken
 
     def break_even_density(self, speeds: Speeds) -> float:
-        """Return the density above which the dense route is the cheapest, in 0…1; 0 where it always is."""
+        """Return the density above which the dense route is the fastest, in 0…1."""
 
-        def is_dense(place: int) -> bool:
-            selected = place / 2**30 * self.num_elements
+        def is_dense(index: int) -> bool:
+            selected = index / 2**30 * self.num_elements
             return self.cheapest(selected, selected / self.num_workers, speeds) == "dense"
 
         return bisect_left(range(1, 2**30), True, key=is_dense) / 2**30

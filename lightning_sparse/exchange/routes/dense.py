@@ -1,4 +1,4 @@
-"""The dense routes: the selected values as a whole gradient with zeros between them."""
+"""The dense routes, which send a masked gradient: the selected values, and zeros elsewhere."""
 
 from dataclasses import dataclass, field
 
@@ -11,10 +11,10 @@ from lightning_sparse.exchange.wire import Wire
 
 
 class DenseShipment(Shipment):
-    """All-reduces the masked gradient in ``out``: the same meaning as the sparse routes at dense cost.
+    """All-reduces the masked gradient in ``out``, with the meaning of the sparse routes at dense cost.
 
-    The all-reduce decides the order of the additions, the same for every worker. Sums travel in the residual's dtype,
-    even where values are rounded to a half precision: no residual would keep the rounding error of a sum.
+    The all-reduce determines the order of additions, the same for every worker. Sums have the residual's dtype, even if
+    values are rounded to half precision, because no residual would keep the rounding error of a sum.
     """
 
     def start(self) -> None:
@@ -32,15 +32,15 @@ class DenseShipment(Shipment):
 
 @dataclass(eq=False, repr=False)
 class DenseStepsShipment(Shipment):
-    """Sends every element as it travels to the worker that sums its slice, and the sums to all.
+    """Sends every encoded element to the worker that sums its slice, and the sums to all workers.
 
     ::
 
         worker i ── slice j, 1 byte per element ──▶ worker j              one all-to-all
         worker j ── its sums ──▶ all                                      one all-gather
 
-    Sums of int8 travel as int16 as long as they fit, others in the dtype of ``out``. An all-reduce cannot do that: it
-    adds in the dtype in which it sends, and no dtype of few bits holds a sum.
+    Sums of int8 are sent as int16 if they fit, other sums in the dtype of ``out``. An all-reduce would add in the dtype
+    that it sends, and dtypes of few bits cannot hold a sum.
     """
 
     _received: Tensor = field(init=False)
@@ -48,7 +48,7 @@ class DenseStepsShipment(Shipment):
 
     def __post_init__(self) -> None:
         n = self.workers.num_workers
-        self._sums = sums_of(self.format.wire, self.out.dtype, n)
+        self._sums = wire_of_sums(self.format.wire, self.out.dtype, n)
         self._num_padded = slice_elements(self.out.numel(), n) * n
 
     def start(self) -> None:
@@ -78,12 +78,12 @@ class DenseStepsShipment(Shipment):
 
 
 def dense_element_bytes(wire: Wire, dtype: torch.dtype, num_workers: int) -> int:
-    """Return the bytes of an element on the dense route, there and back."""
-    sums = sums_of(wire, dtype, num_workers)
+    """Return the bytes of an element on the dense route, both to and from the summing worker."""
+    sums = wire_of_sums(wire, dtype, num_workers)
     return wire.dtype.itemsize + sums.dtype.itemsize if wire.is_stepped else 2 * dtype.itemsize
 
 
-def sums_of(wire: Wire, dtype: torch.dtype, num_workers: int) -> Wire:
-    """Return how sums of so many workers' values travel without rounding."""
+def wire_of_sums(wire: Wire, dtype: torch.dtype, num_workers: int) -> Wire:
+    """Return a form for sums of the workers' values that does not round."""
     fits = wire.dtype == torch.int8 and 127 * num_workers <= torch.iinfo(torch.int16).max
     return Wire(torch.int16, wire.step) if fits else Wire(dtype)

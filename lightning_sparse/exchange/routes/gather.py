@@ -1,4 +1,4 @@
-"""The usual route: an all-gather of payloads, of which small ones share a message."""
+"""The usual route: an all-gather of payloads, with shared messages for small payloads."""
 
 from dataclasses import dataclass, field
 
@@ -14,22 +14,22 @@ from lightning_sparse.kernels import is_available
 from lightning_sparse.sparsifiers import Selection
 
 MESSAGE_SECONDS = 1e-3
-"""Core time of one Gloo message per worker, whatever its size: 0.2 ms at best, and up to 3 ms where
-``let_senders_finish`` cannot help (docs/performance.md)."""
+"""Core time of a Gloo message per worker, at any size: 0.2 ms at best, and up to 3 ms without the effect of
+``let_senders_finish`` (docs/performance.md)."""
 FULL_BYTES = 2**16
-"""Waiting payloads of so many bytes are sent at once where the link's rate is unknown: it suits 500 Mbit/s."""
+"""Bytes of waiting payloads that are sent at once if the link's rate is unknown, suitable for 500 Mbit/s."""
 
 
 class PayloadCoalescer:
-    """Gathers the payloads of neighbouring buckets together, as a Gloo message costs more than the bytes in it.
+    """Gathers the payloads of neighbouring buckets together, because a Gloo message costs more than its bytes.
 
-    On a GPU it sends each payload at once: the computation of backward hides its latency. Collective: all workers'
-    payloads are equally long.
+    On a GPU it sends each payload at once, because backward hides the latency. Collective: the payloads of all workers
+    are equally long.
 
     Args:
         workers: the workers that exchange payloads.
-        link_gbit_s: the rate of a worker's link; None if it is not known. As many waiting bytes as the link carries
-            in the time of one message are sent at once.
+        link_gbit_s: the rate of a worker's link; None if it is unknown. The coalescer sends waiting payloads once they
+            hold as many bytes as the link transfers in the time of a message.
 
     Attributes:
         waiting: the shipments whose payloads wait.
@@ -41,14 +41,14 @@ class PayloadCoalescer:
         self.waiting: list[GatherShipment] = []
 
     def add(self, shipment: "GatherShipment") -> None:
-        """Add a payload, which must not change any more, to those that wait; send them once they are enough."""
+        """Add a final payload to the waiting payloads, and send them if they are large enough."""
         self.waiting.append(shipment)
         waiting_bytes = sum(waiting.payload.nbytes for waiting in self.waiting)
         if not self._workers.sends_messages(shipment.payload) or waiting_bytes >= self._full_bytes:
             self.flush()
 
     def flush(self) -> None:
-        """Start to gather the waiting payloads: the step's last payload has come, or a shipment needs its own."""
+        """Start to gather the waiting payloads, after the step's last payload or if a shipment needs its own."""
         waiting, self.waiting = self.waiting, []
         if not waiting:
             return
@@ -65,20 +65,20 @@ class PayloadCoalescer:
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class GatherShipment(Shipment):
-    """Gathers payloads of a forecast capacity; a second round of exact size sends the coordinates beyond it.
+    """Gathers payloads of a forecast capacity; a second round sends the coordinates beyond the capacity.
 
     ::
 
         first     | header | ends | c values | c offsets |   one all-gather; k may be larger than c on some workers
         second             | ends | rest                 |   only then: one all-gather, as large as the largest rest
 
-    The result equals that of ``plain_average`` in tests/distributed/test_exchange.py, to the last bit: all coordinates
-    of a rank are added before any of the next.
+    The result has the bits of ``plain_average`` in tests/distributed/test_exchange.py, because all coordinates of a
+    rank are added before those of the next rank.
 
     Args:
         coalescer: sends payloads.
         capacity: c, the same on all workers.
-        costs: if given, the bucket restarts as a dense all-reduce where the rest would cost more than that.
+        costs: if given, the bucket restarts as a dense all-reduce if the second round would cost more.
 
     Attributes:
         rows: all workers' payloads once ``work`` has ended: uint8, shape (n, bytes), each contiguous.
@@ -102,31 +102,31 @@ class GatherShipment(Shipment):
         self.coalescer.add(self)
         self.sent_bytes += self.payload.nbytes
         if not self.is_cleared:
-            self.out.zero_()  # while the payload travels
+            self.out.zero_()  # overlaps with the gather
 
     def prepare(self) -> Tensor | None:
-        """Add up the payloads of an early bucket while that of the last one travels."""
+        """Add the payloads of an early bucket while the gather of the last bucket runs."""
         if not self.format.header_fields:
             self.complete()
         return None
 
     def complete(self) -> None:
-        """Average the payloads on a GPU: the result is final if no capacity was exceeded."""
+        """Average the payloads on a GPU; the result is final unless a capacity was exceeded."""
         if not self._is_averaged and is_available(self.out.device):
-            average(self.format, self._arrived(), self.out, self.buffers)
+            average(self.format, self._wait_for_payloads(), self.out, self.buffers)
             self._is_averaged = True
 
     def headers(self) -> Tensor:
         """Wait for the gather and return all workers' headers: float64, shape (n, H), on the device."""
-        return self._arrived()[:, : 8 * self.format.header_fields].contiguous().view(torch.float64)
+        return self._wait_for_payloads()[:, : 8 * self.format.header_fields].contiguous().view(torch.float64)
 
     def send_overflow(self, header: Tensor, sizes: list[int]) -> None:
-        """Send the coordinates beyond the capacity: none in the usual step."""
+        """Send the coordinates beyond the capacity; usually there are none."""
         counts: list[int] = header[:, NUM_SELECTED].long().tolist()
         largest_rest = max(counts) - self.capacity
         if largest_rest <= 0:
             return
-        self._arrived()
+        self._wait_for_payloads()
         if self._is_averaged:
             self._is_averaged = False
             self.out.zero_()
@@ -154,7 +154,7 @@ class GatherShipment(Shipment):
         """Add all payloads in rank order and divide by n."""
         if self._is_averaged:
             return
-        rows = self._arrived()
+        rows = self._wait_for_payloads()
         if not self.is_dense and self._rests is None:
             average(self.format, rows, self.out, self.buffers)
             return
@@ -166,8 +166,8 @@ class GatherShipment(Shipment):
                 self.out.scatter_add_(0, *held).scatter_add_(0, *beyond)
         self.out.div_(self.workers.num_workers)
 
-    def _arrived(self) -> Tensor:
-        """Return all workers' payloads once the last collective has ended."""
+    def _wait_for_payloads(self) -> Tensor:
+        """Wait for the last collective and return all workers' payloads."""
         if self.rows is None:
             self.coalescer.flush()
         assert self.rows is not None

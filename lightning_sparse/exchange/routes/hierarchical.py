@@ -22,11 +22,11 @@ class HierarchicalShipment(Shipment):
 
         node A: workers 0 … L-1   all-reduce of masked gradients           fast links, dense
         local rank l: slice l     its non-zero sums to local rank l of     slow links, sparse; each worker of a node
-                                  every other node                         carries an L-th
+                                  every other node                         sends an L-th
         node A: workers 0 … L-1   all-gather of the slices                 fast links, dense
 
-    Every worker keeps its own residual and selects its own coordinates. Sums are made first within nodes, then over
-    nodes, in the same order for every worker.
+    Every worker keeps its own residual and selects its own coordinates. Sums are first within nodes, then over nodes,
+    in the same order for every worker.
 
     Args:
         nodes: the sub-groups.
@@ -37,7 +37,7 @@ class HierarchicalShipment(Shipment):
     nodes: Nodes
     _slice: Tensor = field(init=False)
     _selection: Selection = field(init=False)
-    _whole: Tensor = field(init=False)
+    _slices: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self._slice_elements = slice_elements(self.format.num_elements, self.nodes.inside.num_workers)
@@ -50,7 +50,7 @@ class HierarchicalShipment(Shipment):
             self.sent_bytes += self.out.nbytes
 
     def prepare(self) -> Tensor | None:
-        """Wait for the sums, pick those of this worker's slice that are not zero, and return their number."""
+        """Wait for the sums, pack the nonzero sums of this worker's slice, and return their number."""
         self.work.wait()
         start = self.nodes.inside.rank * self._slice_elements
         part = self.out[start : start + self._slice_elements]
@@ -61,7 +61,7 @@ class HierarchicalShipment(Shipment):
         return torch.full((), indices.numel(), device=indices.device)
 
     def send_overflow(self, header: Tensor, sizes: list[int]) -> None:
-        """Exchange the slice between nodes, sparse or dense, whichever is less, and gather the slices inside."""
+        """Exchange the slice between nodes, sparse or dense, whichever is smaller, and gather the slices inside."""
         inside, between = self.nodes.inside, self.nodes.between
         if between.num_workers > 1:
             size = self._slice_format.payload_bytes(aligned(max(sizes)))
@@ -75,19 +75,19 @@ class HierarchicalShipment(Shipment):
             else:
                 between.all_reduce(self._slice).wait()
                 self.sent_bytes += self._slice.nbytes
-        self._whole = self._slice
+        self._slices = self._slice
         if inside.num_workers > 1:
-            self._whole = self.take("slices", self._slice_elements * inside.num_workers, self.out.dtype)
-            self.work = inside.all_gather(self._whole, self._slice)
+            self._slices = self.take("slices", self._slice_elements * inside.num_workers, self.out.dtype)
+            self.work = inside.all_gather(self._slices, self._slice)
             if self.out.device.type != "cpu":
-                # Of two communicators that are busy at once, GPUs may run kernels in different orders, and wait for
-                # each other for ever: the next bucket's way between nodes begins, on the device, after this one.
+                # With two busy communicators, GPUs may run kernels in different orders and deadlock. So on the device,
+                # the next bucket's exchange between nodes starts after this exchange.
                 self.work.wait()
             self.sent_bytes += self._slice.nbytes
 
     def finish(self, header: Tensor) -> None:
-        """Copy the slices into place and divide by n."""
+        """Copy the slices to ``out`` and divide by n."""
         self.work.wait()
-        self.out.copy_(self._whole[: self.out.numel()])
+        self.out.copy_(self._slices[: self.out.numel()])
         if self.divisor == 1:
             self.out.div_(self.workers.num_workers)

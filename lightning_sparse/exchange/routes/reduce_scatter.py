@@ -1,4 +1,4 @@
-"""The route for many workers: each worker sums one slice of the bucket, then all gather the summed slices."""
+"""The route for many workers: each worker averages a slice of the bucket, then all gather the slices."""
 
 from dataclasses import dataclass, field
 
@@ -19,31 +19,30 @@ def slice_elements(num_elements: int, num_workers: int) -> int:
 
 
 def slice_bounds(num_elements: int, num_workers: int) -> list[int]:
-    """Return where the slices begin, and the end of the last one."""
+    """Return the starts of the slices and the end of the last slice."""
     size = slice_elements(num_elements, num_workers)
     return [min(rank * size, num_elements) for rank in range(num_workers + 1)]
 
 
 def largest_slice(indices: Tensor, num_elements: int, num_workers: int) -> Tensor:
-    """Return how many of these ascending indices the fullest slice holds, without a wait for the device."""
+    """Return the number of ascending indices in the fullest slice, without a wait for the device."""
     bounds = torch.arange(num_workers + 1, device=indices.device) * slice_elements(num_elements, num_workers)
     return torch.searchsorted(indices, bounds.clamp_(max=num_elements)).diff().amax()
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class ReduceScatterShipment(GatherShipment):
-    """A sparse reduce-scatter, then a gather of the averages: volume stays below a dense all-reduce for any n.
+    """A sparse reduce-scatter and a gather of the averages, with less volume than a dense all-reduce for any n.
 
     ::
 
         worker i ── coordinates in slice j ──▶ worker j       one all-to-all of fixed capacity
         worker j:   average of its slice, in rank order
         worker j ── its average ──▶ all                       one all-gather of fixed capacity, sparse or dense,
-                                                              whichever is less
+                                                              whichever is smaller
 
-    The sums are made in rank order, so the result is that of the gather route to the last bit. If a worker has more
-    coordinates for a slice than fit, or a slice more than fit into the second half, all workers see it in the headers
-    and sizes and gather the bucket instead.
+    Sums are in rank order, so the result has the bits of the gather route. If a slice of a worker or a summed slice
+    exceeds its capacity, all workers see it in the headers and sizes, and gather the bucket instead.
 
     Args:
         slice_capacity: capacity for one worker's coordinates in one slice, the same on all workers.
@@ -77,10 +76,10 @@ class ReduceScatterShipment(GatherShipment):
         self.work = self.workers.all_to_all(received, parcels)
         self.sent_bytes += parcels.nbytes
         if not self.is_cleared:
-            self.out.zero_()  # while the parcels travel
+            self.out.zero_()  # overlaps with the all-to-all
 
     def prepare(self) -> Tensor | None:
-        """Average this worker's slice and issue its gather; return how many of its coordinates any worker sent."""
+        """Average this worker's slice, issue its gather and return the number of coordinates in the slice."""
         self.work.wait()
         mean = self.take("slice", self._slice_elements, self.out.dtype).zero_()
         average(self._parcel_format, self._received, mean, self.buffers)
@@ -95,7 +94,7 @@ class ReduceScatterShipment(GatherShipment):
         return union
 
     def complete(self) -> None:
-        """Put the slices together."""
+        """Concatenate the slices."""
         self.work.wait()
         if self._is_sparse:
             side_by_side(self._average_format, self._averages.view(self.workers.num_workers, -1), self.out)
@@ -120,7 +119,7 @@ class ReduceScatterShipment(GatherShipment):
         places = starts[:-1, None] + torch.arange(self.slice_capacity, device=indices.device)
         is_used = places < starts[1:, None]
         places = places.clamp_(max=max(indices.numel() - 1, 0))
-        # Unused places get an index beyond the slice, after all blocks: it is before no block's end.
+        # Unused positions get an index beyond the slice and all blocks, so no block counts them.
         beyond = self._parcel_format.num_blocks * BLOCK_ELEMENTS
         local = torch.where(is_used, indices[places] - bounds[:-1, None], beyond)
         self._parcel_format.fill(parcels, Selection(local, values[places]))

@@ -1,4 +1,4 @@
-"""One bucket's exchange in one step: the interface of all routes."""
+"""The interface of all routes, for the exchange of a bucket in a step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,38 +13,38 @@ from lightning_sparse.exchange.workers import Pending, Workers
 from lightning_sparse.sparsifiers import Selection
 
 NUM_SELECTED, LARGEST_SLICE = range(2)
-"""The header fields that the exchange reads: k, and the most coordinates in any of n equal slices."""
+"""The header fields of the exchange: k, and the largest number of coordinates in any of n equal slices."""
 
 
 @dataclass(eq=False, repr=False)
 class Shipment:
-    """A bucket's exchange in one step. This class serves a lone worker, whose selection is the average.
+    """The exchange of a bucket in a step, in this class for a single worker.
 
-    Collective: all workers make the same shipments and call the same methods in this order:
+    Collective: all workers create the same shipments and call the same methods in this order:
 
-    1. the caller writes what it sends: into ``payload``, or for a masked route into ``out``
+    1. the caller writes the sent values into ``payload``, or for a masked route into ``out``
     2. ``start``     in the bucket's hook: issues the first collective while backward continues
     3. ``prepare``   in the last bucket's hook, before any header is read: may issue a second collective in ``work``
-    4. ``complete``  while headers are copied to the host: enqueues the usual ending
-    5. ``send_overflow``  with the headers: issues what else is needed
+    4. ``complete``  during the copy of headers to the host: enqueues the usual last operations
+    5. ``send_overflow``  with the headers: issues further rounds if needed
     6. ``finish``    the average is in ``out``
 
     Args:
-        bucket: the bucket's place in DDP's order.
+        bucket: the bucket's position in DDP's order.
         format: the format of its payload.
         out: float32 or float64, shape (d,): receives the average.
         workers: the workers that take part.
-        buffers: memory that every step uses again.
+        buffers: memory that every step reuses.
 
     Attributes:
-        payload: where the caller writes what it sends; None for a masked gradient, which it writes into ``out``.
+        payload: memory for the sent values; None for a masked gradient, which the caller writes into ``out``.
         rest: returns the selected coordinates that exceed the payload's capacity; the caller sets it.
-        work: the last collective that was started; after ``prepare`` the exchange waits for it.
-        sent_bytes: bytes that this worker handed to collectives.
-        is_dense: whether the whole bucket is sent.
-        is_typical: whether later steps are expected to be like this one.
+        work: the last started collective; after ``prepare`` the exchange waits for it.
+        sent_bytes: bytes that this worker passed to collectives.
+        is_dense: whether every element of the bucket is sent.
+        is_typical: whether later steps are expected to resemble this step.
         is_cleared: whether the caller left zeros in ``out``.
-        has_sizes: whether ``prepare`` returns a number that all workers must know of each other.
+        has_sizes: whether ``prepare`` returns a number that all workers need.
         carries_headers: whether the last bucket's payload carries the headers of all buckets.
     """
 
@@ -66,21 +66,21 @@ class Shipment:
 
     @property
     def divisor(self) -> int:
-        """The number by which the caller divides a masked gradient: n, or 1 where a sum of values is exact."""
+        """The divisor of a masked gradient for the caller: n, or 1 if sums of values are exact."""
         return 1 if self.format.wire.is_stepped else self.workers.num_workers
 
     def start(self) -> None:
         """Issue the first collective."""
 
     def prepare(self) -> Tensor | None:
-        """Continue without any header; return a number for all to know if ``has_sizes``: int64, on the device."""
+        """Continue without headers; if ``has_sizes``, return a number for all workers: int64, on the device."""
         return None
 
     def complete(self) -> None:
-        """Enqueue on a GPU what is right in the usual step, so that the device does not wait for the host."""
+        """Enqueue the usual last operations on a GPU, so that the device does not wait for the host."""
 
     def send_overflow(self, header: Tensor, sizes: list[int]) -> None:
-        """Issue what an unusual step needs.
+        """Issue further rounds of an unusual step.
 
         Args:
             header: all workers' headers of this bucket on the CPU, shape (n, H).
@@ -88,7 +88,7 @@ class Shipment:
         """
 
     def finish(self, header: Tensor) -> None:
-        """Wait for ``work`` and write the average into ``out``, unless it is there."""
+        """Wait for ``work`` and write the average into ``out``, unless ``out`` holds it already."""
 
     def take(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         """Return memory for this bucket by name; see ``Buffers``."""
