@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_sparse.sparsifiers import LayerLayout
 
-Rule = Literal["sum", "mean", "max"]
+Rule = Literal["sum", "mean"]
 NORM_BLOCK = 1024
 
 
@@ -95,11 +95,9 @@ def combined(
         num_workers: n, the divisor of a mean over the workers.
     """
     rules = [getattr(number, over) for number in numbers]
-    totals = rows.sum(0).tolist()
-    largest = rows.amax(0).tolist() if "max" in rules else totals
     return [
-        (int if number.is_count else float)(most if rule == "max" else total / num_workers if rule == "mean" else total)
-        for number, rule, total, most in zip(numbers, rules, totals, largest, strict=True)
+        (int if number.is_count else float)(total / num_workers if rule == "mean" else total)
+        for number, rule, total in zip(numbers, rules, rows.sum(0).tolist(), strict=True)
     ]
 
 
