@@ -188,18 +188,19 @@ def transformed(batch: tuple[Tensor, Tensor], source: Source, *, augment: bool) 
     return normalised(images, MEANS[source], DEVIATIONS[source]), labels
 
 
-def crop_each(images: Tensor, padding: int) -> Tensor:
-    """Returns each image cut out of itself, padded with black, at a place of its own, drawn at random.
+def crop_each(images: Tensor, padding: int, padding_mode: str = "constant") -> Tensor:
+    """Returns each image cut out of itself, padded, at a place of its own, drawn at random.
 
     v2.RandomCrop cuts all images of a batch at the same place.
 
     Args:
         images: shape (batch, channels, height, width), any dtype and device.
         padding: pixels on each side; the shape of the result is that of the images.
+        padding_mode: ``"constant"`` pads with black, ``"reflect"`` with the mirrored image.
     """
     height, width = images.shape[-2:]
     # Views: every place at which the padded images can be cut, (batch, channels, places, places, height, width).
-    places = v2.functional.pad(images, [padding]).unfold(2, height, 1).unfold(3, width, 1)
+    places = v2.functional.pad(images, [padding], padding_mode=padding_mode).unfold(2, height, 1).unfold(3, width, 1)
     top, left = torch.randint(2 * padding + 1, (2, len(images)), device=images.device)
     return places[torch.arange(len(images), device=images.device), :, top, left]
 

@@ -16,52 +16,26 @@ from recipes.resnet18_cifar10.architectures import PAPER_WIDTH, Architecture, bu
 from recipes.resnet18_cifar10.images import IGNORED_LABEL
 
 
-class ImageClassifier(LightningModule):
-    """Image classification under the paper's hyper-parameters, which are the defaults.
+class LoggedClassifier(LightningModule):
+    """Cross-entropy training of a network on images, with the metrics that recipes.compare reads.
 
     Logs ``train/loss``, ``train/accuracy``, ``val/loss`` and ``val/accuracy`` (``test/…`` likewise) once an epoch,
     over all workers, and ``train/local_loss``, the first worker's, every step. In validation and test images labelled
-    ``IGNORED_LABEL`` are not counted.
+    ``IGNORED_LABEL`` are not counted. A subclass configures the optimizer.
 
     Args:
-        architecture: the network: ``resnet18``, ``googlenet`` or ``senet18``.
+        network: returns logits, shape (batch, num_classes).
         num_classes: classes of the data.
-        width: channels of the first stage of the network; GoogLeNet's are fixed.
-        learning_rate: the rate after the warm-up, for the batch of all workers together.
-        warmup_from: the rate of the first step.
-        warmup_epochs: epochs over which the rate grows linearly from the one to the other.
-        milestones: epochs from which on the rate is a tenth of what it was. Scale them with ``max_epochs``.
-        momentum: Nesterov momentum.
-        weight_decay: of all parameters but those of normalisation.
-        normalisation: ``batch``, the networks' own, or ``group``, which needs no statistics of a batch and is for
-            workers that see other classes.
+        label_smoothing: share of each target that is spread over all classes, in the loss of all stages.
 
     Raises:
-        ValueError: a network that cannot be built, an unknown normalisation; on all workers before training, data of
-            another number of classes.
+        ValueError: on all workers before training, data of another number of classes.
     """
 
-    def __init__(
-        self,
-        architecture: Architecture = "resnet18",
-        num_classes: int = 10,
-        width: int = PAPER_WIDTH,
-        learning_rate: float = 1.6,
-        warmup_from: float = 0.1,
-        warmup_epochs: float = 5.0,
-        milestones: tuple[float, ...] = (150.0, 250.0),
-        momentum: float = 0.9,
-        weight_decay: float = 1e-4,
-        normalisation: Literal["batch", "group"] = "batch",
-    ) -> None:
+    def __init__(self, network: nn.Module, num_classes: int, label_smoothing: float = 0.0) -> None:
         super().__init__()
-        self.save_hyperparameters()
-        self.network = build_network(architecture, num_classes, width)
-        if normalisation == "group":
-            group_normalised(self.network)
-        elif normalisation != "batch":
-            raise ValueError(f"Invalid {normalisation=}. Must be batch or group.")
-        self.loss = nn.CrossEntropyLoss(ignore_index=IGNORED_LABEL, reduction="sum")
+        self.network = network
+        self.loss = nn.CrossEntropyLoss(ignore_index=IGNORED_LABEL, reduction="sum", label_smoothing=label_smoothing)
         self.train_accuracy = MulticlassAccuracy(num_classes, average="micro")
         self.val_accuracy = MulticlassAccuracy(num_classes, average="micro", ignore_index=IGNORED_LABEL)
         self.test_accuracy = MulticlassAccuracy(num_classes, average="micro", ignore_index=IGNORED_LABEL)
@@ -114,6 +88,48 @@ class ImageClassifier(LightningModule):
         accuracy.update(logits, labels)
         self.log(f"{stage}/loss", loss, on_step=False, on_epoch=True)
         self.log(f"{stage}/accuracy", accuracy, on_step=False, on_epoch=True, prog_bar=True)
+
+
+class ImageClassifier(LoggedClassifier):
+    """Image classification under the paper's hyper-parameters, which are the defaults.
+
+    Args:
+        architecture: the network: ``resnet18``, ``googlenet`` or ``senet18``.
+        num_classes: classes of the data.
+        width: channels of the first stage of the network; GoogLeNet's are fixed.
+        learning_rate: the rate after the warm-up, for the batch of all workers together.
+        warmup_from: the rate of the first step.
+        warmup_epochs: epochs over which the rate grows linearly from the one to the other.
+        milestones: epochs from which on the rate is a tenth of what it was. Scale them with ``max_epochs``.
+        momentum: Nesterov momentum.
+        weight_decay: of all parameters but those of normalisation.
+        normalisation: ``batch``, the networks' own, or ``group``, which needs no statistics of a batch and is for
+            workers that see other classes.
+
+    Raises:
+        ValueError: a network that cannot be built, an unknown normalisation.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture = "resnet18",
+        num_classes: int = 10,
+        width: int = PAPER_WIDTH,
+        learning_rate: float = 1.6,
+        warmup_from: float = 0.1,
+        warmup_epochs: float = 5.0,
+        milestones: tuple[float, ...] = (150.0, 250.0),
+        momentum: float = 0.9,
+        weight_decay: float = 1e-4,
+        normalisation: Literal["batch", "group"] = "batch",
+    ) -> None:
+        network = build_network(architecture, num_classes, width)
+        if normalisation == "group":
+            group_normalised(network)
+        elif normalisation != "batch":
+            raise ValueError(f"Invalid {normalisation=}. Must be batch or group.")
+        super().__init__(network, num_classes)
+        self.save_hyperparameters()
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
