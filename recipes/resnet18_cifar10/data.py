@@ -192,18 +192,19 @@ def transform(batch: tuple[Tensor, Tensor], source: Source, *, augment: bool) ->
     return normalise(images, MEANS[source], DEVIATIONS[source]), labels
 
 
-def crop_randomly(images: Tensor, padding: int) -> Tensor:
-    """Returns a random crop of each image after padding it with black.
+def crop_randomly(images: Tensor, padding: int, padding_mode: str = "constant") -> Tensor:
+    """Returns a random crop of each image after padding it.
 
     v2.RandomCrop would use one position for all images of a batch.
 
     Args:
         images: shape (batch, channels, height, width), any dtype and device.
         padding: pixels on each side; the shape of the result is that of the images.
+        padding_mode: ``"constant"`` pads with black, ``"reflect"`` with the mirrored image.
     """
     height, width = images.shape[-2:]
     # Views of all possible crops, (batch, channels, top, left, height, width).
-    crops = v2.functional.pad(images, [padding]).unfold(2, height, 1).unfold(3, width, 1)
+    crops = v2.functional.pad(images, [padding], padding_mode=padding_mode).unfold(2, height, 1).unfold(3, width, 1)
     top, left = torch.randint(2 * padding + 1, (2, len(images)), device=images.device)
     return crops[torch.arange(len(images), device=images.device), :, top, left]
 

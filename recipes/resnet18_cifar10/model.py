@@ -16,49 +16,25 @@ from recipes.resnet18_cifar10.architectures import PAPER_WIDTH, Architecture, bu
 from recipes.resnet18_cifar10.images import IGNORED_LABEL
 
 
-class ImageClassifier(LightningModule):
-    """A module that classifies images, with the paper's hyper-parameters as defaults.
+class LoggedClassifier(LightningModule):
+    """Trains a network on images with cross-entropy; a subclass configures the optimizer.
 
     Logs ``loss`` and ``accuracy`` under ``train/``, ``val/`` and ``test/`` once per epoch, over all workers. Logs rank
     0's ``train/local_loss`` in every step. Validation and test ignore images labelled ``IGNORED_LABEL``.
 
     Args:
-        architecture: the network: ``resnet18``, ``googlenet`` or ``senet18``.
+        network: returns logits, shape (batch, num_classes).
         num_classes: classes of the data.
-        width: channels of the first stage of the network; GoogLeNet's are fixed.
-        learning_rate: the rate after the warmup, for the batch of all workers together.
-        warmup_from: the rate of the first step.
-        warmup_epochs: epochs of linear growth from ``warmup_from`` to ``learning_rate``.
-        milestones: epochs at which the rate drops to a tenth. Scale them with ``max_epochs``.
-        momentum: Nesterov momentum.
-        weight_decay: of all parameters except those of normalisation layers.
-        normalisation: ``batch``, or ``group`` for workers with different classes, which uses no batch statistics.
+        label_smoothing: share of each target that is spread over all classes, in the loss of all stages.
 
     Raises:
-        ValueError: an invalid network or normalisation; before training on all workers, a wrong number of classes.
+        ValueError: before training on all workers, a wrong number of classes.
     """
 
-    def __init__(
-        self,
-        architecture: Architecture = "resnet18",
-        num_classes: int = 10,
-        width: int = PAPER_WIDTH,
-        learning_rate: float = 1.6,
-        warmup_from: float = 0.1,
-        warmup_epochs: float = 5.0,
-        milestones: tuple[float, ...] = (150.0, 250.0),
-        momentum: float = 0.9,
-        weight_decay: float = 1e-4,
-        normalisation: Literal["batch", "group"] = "batch",
-    ) -> None:
+    def __init__(self, network: nn.Module, num_classes: int, label_smoothing: float = 0.0) -> None:
         super().__init__()
-        self.save_hyperparameters()
-        self.network = build_network(architecture, num_classes, width)
-        if normalisation == "group":
-            use_group_norm(self.network)
-        elif normalisation != "batch":
-            raise ValueError(f"Invalid {normalisation=}. Must be batch or group.")
-        self.loss = nn.CrossEntropyLoss(ignore_index=IGNORED_LABEL, reduction="sum")
+        self.network = network
+        self.loss = nn.CrossEntropyLoss(ignore_index=IGNORED_LABEL, reduction="sum", label_smoothing=label_smoothing)
         self.train_accuracy = MulticlassAccuracy(num_classes, average="micro")
         self.val_accuracy = MulticlassAccuracy(num_classes, average="micro", ignore_index=IGNORED_LABEL)
         self.test_accuracy = MulticlassAccuracy(num_classes, average="micro", ignore_index=IGNORED_LABEL)
@@ -110,6 +86,47 @@ class ImageClassifier(LightningModule):
         accuracy.update(logits, labels)
         self.log(f"{stage}/loss", loss, on_step=False, on_epoch=True)
         self.log(f"{stage}/accuracy", accuracy, on_step=False, on_epoch=True, prog_bar=True)
+
+
+class ImageClassifier(LoggedClassifier):
+    """Classifies images, with the paper's hyper-parameters as defaults.
+
+    Args:
+        architecture: the network: ``resnet18``, ``googlenet`` or ``senet18``.
+        num_classes: classes of the data.
+        width: channels of the first stage of the network; GoogLeNet's are fixed.
+        learning_rate: the rate after the warmup, for the batch of all workers together.
+        warmup_from: the rate of the first step.
+        warmup_epochs: epochs of linear growth from ``warmup_from`` to ``learning_rate``.
+        milestones: epochs at which the rate drops to a tenth. Scale them with ``max_epochs``.
+        momentum: Nesterov momentum.
+        weight_decay: of all parameters except those of normalisation layers.
+        normalisation: ``batch``, or ``group`` for workers with different classes, which uses no batch statistics.
+
+    Raises:
+        ValueError: an invalid network or normalisation.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture = "resnet18",
+        num_classes: int = 10,
+        width: int = PAPER_WIDTH,
+        learning_rate: float = 1.6,
+        warmup_from: float = 0.1,
+        warmup_epochs: float = 5.0,
+        milestones: tuple[float, ...] = (150.0, 250.0),
+        momentum: float = 0.9,
+        weight_decay: float = 1e-4,
+        normalisation: Literal["batch", "group"] = "batch",
+    ) -> None:
+        network = build_network(architecture, num_classes, width)
+        if normalisation == "group":
+            use_group_norm(network)
+        elif normalisation != "batch":
+            raise ValueError(f"Invalid {normalisation=}. Must be batch or group.")
+        super().__init__(network, num_classes)
+        self.save_hyperparameters()
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:

@@ -44,7 +44,7 @@ from tests.workers import run_workers
 
 VARIANTS = {
     f"{path.parent.name}/{path.stem}: {variant.label}": (
-        path.with_name("laptop.yaml"),
+        next(filter(Path.exists, map(path.with_name, ("laptop.yaml", "hard_threshold.yaml")))),
         variant.with_tuned(str(variant.start)),
     )
     for path in COMPARISONS
