@@ -7,7 +7,9 @@ problem:
 
     L       ‖∇f(x) − ∇f(y)‖ ≤ L ‖x − y‖                          how fast gradients change
     M, σ²   E‖ξ_i‖² ≤ M ‖∇f_i(x)‖² + σ²                          how noisy they are
-    ζ²      (1/n) Σ_i ‖∇f_i(x) − ∇f(x)‖² ≤ ζ²                    how different the workers' data are
+    C, ζ²   (1/n) Σ_i ‖∇f_i(x) − ∇f(x)‖² ≤ C ‖∇f(x)‖² + ζ²       how different the workers' data are
+    D       D = (1/n) Σ_i ‖∇f_i(x*)‖²                            how different they are at the minimiser x* of f
+    μ       every f_i is μ-strongly convex
 
 The constants of the bounds are those of the proofs in docs/theory.md, which are short and complete.
 """
@@ -16,25 +18,41 @@ from lightning_sparse.theory.bounds import (
     Problem,
     convex_bound,
     nonconvex_bound,
+    nonconvex_contraction_bound,
     squared_error_bound,
+    threshold_from_estimates,
     threshold_of_equal_bound,
     top_k_squared_error_bound,
 )
 from lightning_sparse.theory.lag import ResidualStatistics, residual_statistics
 from lightning_sparse.theory.measurement import measured_noise, measured_smoothness
+from lightning_sparse.theory.rates import (
+    convex_contraction_rate,
+    convex_rate,
+    strongly_convex_contraction_rate,
+    strongly_convex_rate,
+    top_k_contraction,
+)
 from lightning_sparse.theory.total_error import optimal_threshold, total_error
 
 __all__ = [
     "Problem",
     "ResidualStatistics",
     "convex_bound",
+    "convex_contraction_rate",
+    "convex_rate",
     "measured_noise",
     "measured_smoothness",
     "nonconvex_bound",
+    "nonconvex_contraction_bound",
     "optimal_threshold",
     "residual_statistics",
     "squared_error_bound",
+    "strongly_convex_contraction_rate",
+    "strongly_convex_rate",
+    "threshold_from_estimates",
     "threshold_of_equal_bound",
+    "top_k_contraction",
     "top_k_squared_error_bound",
     "total_error",
 ]

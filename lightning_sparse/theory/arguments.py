@@ -22,7 +22,7 @@ def require(**numbers: float) -> None:
     for name, value in numbers.items():
         if name.startswith("num_"):
             is_allowed, allowed = is_whole(value), "a whole number of at least 1"
-        elif name == "density":
+        elif name in ("density", "contraction"):
             is_allowed, allowed = 0 < value <= 1, "within (0, 1]"
         elif name in ("learning_rate", "smoothness"):
             is_allowed, allowed = value > 0, "finite and above 0"

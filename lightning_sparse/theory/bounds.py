@@ -59,6 +59,9 @@ class Problem:
         noise: σ² ≥ 0.
         heterogeneity: ζ² ≥ 0.
         relative_noise: M ≥ 0.
+        relative_heterogeneity: C ≥ 0.
+        gradients_at_minimiser: D ≥ 0, for convex f.
+        strong_convexity: μ ≥ 0, 0 if f is not strongly convex.
     """
 
     smoothness: float
@@ -66,6 +69,9 @@ class Problem:
     noise: float
     heterogeneity: float = 0.0
     relative_noise: float = 0.0
+    relative_heterogeneity: float = 0.0
+    gradients_at_minimiser: float = 0.0
+    strong_convexity: float = 0.0
 
     def __post_init__(self) -> None:
         require(**vars(self))
@@ -75,15 +81,21 @@ class Problem:
         """Return (M ζ² + σ²) / n, the noise of the mean gradient without its part proportional to ∇f."""
         return (self.relative_noise * self.heterogeneity + self.noise) / self.num_workers
 
+    @property
+    def noise_at_minimiser(self) -> float:
+        """Return σ² + M D, the noise of a worker's gradient at the minimiser."""
+        return self.noise + self.relative_noise * self.gradients_at_minimiser
+
     def largest_learning_rate(self, *, is_convex: bool) -> float:
-        """Return the largest γ of the bound, 1 / (4 L (1 + M/n)) for convex f, and twice that otherwise."""
-        return (1 if is_convex else 2) / (4 * self.smoothness * (1 + self.relative_noise / self.num_workers))
+        """Return the largest γ of the bound, 1 / (4 L (1 + M (C + 1) / n)) for convex f, and twice that otherwise."""
+        relative = self.relative_noise * (self.relative_heterogeneity + 1) / self.num_workers
+        return (1 if is_convex else 2) / (4 * self.smoothness * (1 + relative))
 
 
 def convex_bound(
     problem: Problem, squared_distance: float, learning_rate: float, num_steps: int, squared_error: float
 ) -> float:
-    """Return an upper bound of (1/T) Σ_t E f(x_t) − f* for convex f (similar to Theorem 6).
+    """Return an upper bound of (1/T) Σ_t E f(x_t) − f* for convex f, with the rate of Theorem 5.
 
     2 ‖x_0 − x*‖² / (γ T) + 2 γ (M ζ² + σ²) / n + 4 L B
 
@@ -109,7 +121,7 @@ def convex_bound(
 def nonconvex_bound(
     problem: Problem, suboptimality: float, learning_rate: float, num_steps: int, squared_error: float
 ) -> float:
-    """Return an upper bound of (1/T) Σ_t E‖∇f(x_t)‖² for any f (similar to Theorem 7).
+    """Return an upper bound of (1/T) Σ_t E‖∇f(x_t)‖² for any f (Theorem 6; Theorem 1 for one worker).
 
     4 (f(x_0) − f*) / (γ T) + 2 L γ (M ζ² + σ²) / n + 2 L² B
 
@@ -118,7 +130,7 @@ def nonconvex_bound(
         suboptimality: f(x_0) − f*.
         learning_rate: γ.
         num_steps: T.
-        squared_error: B, of `squared_error_bound` with the same γ.
+        squared_error: B, of `squared_error_bound` with the same γ. Theorem 1 takes (1/T) Σ_t E‖e_t‖² of any compressor.
 
     Raises:
         ValueError: a learning rate for which the bound does not hold.
@@ -132,7 +144,64 @@ def nonconvex_bound(
     )
 
 
+def nonconvex_contraction_bound(
+    problem: Problem, suboptimality: float, learning_rate: float, num_steps: int, contraction: float
+) -> float:
+    """Return an upper bound of (1/T) Σ_t E‖∇f(x_t)‖² for any f and a contraction such as Top-k (Theorem 7).
+
+    8 (f(x_0) − f*) / (γ T) + 4 γ L (M ζ² + σ²) / n + (8 γ² L² / δ) ((2/δ + M) ζ² + σ²)
+
+    Args:
+        problem: L, n, the noise, ζ² and C.
+        suboptimality: f(x_0) − f*.
+        learning_rate: γ.
+        num_steps: T.
+        contraction: δ, in (0, 1], of `top_k_contraction`.
+
+    Raises:
+        ValueError: a learning rate for which the bound does not hold.
+    """
+    require(num_steps=num_steps, suboptimality=suboptimality, contraction=contraction)
+    relative = (2 / contraction + problem.relative_noise) * sqrt(problem.relative_heterogeneity + 1)
+    largest = min(problem.largest_learning_rate(is_convex=False), 1 / (2 * problem.smoothness * relative))
+    _require_at_most(learning_rate, largest)
+    error = (2 / contraction + problem.relative_noise) * problem.heterogeneity + problem.noise
+    return (
+        8 * suboptimality / (learning_rate * num_steps)
+        + 4 * learning_rate * problem.smoothness * problem.variance_of_mean
+        + 8 * (learning_rate * problem.smoothness) ** 2 / contraction * error
+    )
+
+
+def threshold_from_estimates(
+    num_selected: int, num_elements: int, noise: float, heterogeneity: float, relative_noise: float = 0.0
+) -> float:
+    """Return λ = (2/√k) √((2d/k + M) ζ² + σ²), in gradient units, from estimates of a problem (section 6).
+
+    For this λ the last terms of Theorem 6 and Theorem 7 are equal. `paper_threshold` is the simplification of it that
+    the paper's Table 1 uses. Both bound an error; neither predicts how many coordinates λ sends.
+
+    Args:
+        num_selected: k of Top-k.
+        num_elements: d.
+        noise: σ², for example of `measured_noise`.
+        heterogeneity: ζ².
+        relative_noise: M.
+
+    Example:
+        >>> threshold_from_estimates(num_selected=100, num_elements=10_000, noise=0.25, heterogeneity=0.0)
+        0.1
+    """
+    require(num_selected=num_selected, num_elements=num_elements)
+    require(noise=noise, heterogeneity=heterogeneity, relative_noise=relative_noise)
+    error = (2 * num_elements / num_selected + relative_noise) * heterogeneity + noise
+    return 2 * sqrt(error / num_selected)
+
+
 def _require_rate(problem: Problem, learning_rate: float, *, is_convex: bool) -> None:
-    largest = problem.largest_learning_rate(is_convex=is_convex)
+    _require_at_most(learning_rate, problem.largest_learning_rate(is_convex=is_convex))
+
+
+def _require_at_most(learning_rate: float, largest: float) -> None:
     if not 0 < learning_rate <= largest * (1 + 1e-12):
         raise ValueError(f"Invalid {learning_rate=}. Must be within (0, {largest:g}] for the bound of this problem.")

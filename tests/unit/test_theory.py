@@ -1,6 +1,6 @@
 """Lemma 3 and the bounds as laws: of sequences, and of trainings in plain tensors with all noise known."""
 
-from math import sqrt
+from math import exp, sqrt
 
 import pytest
 import torch
@@ -11,13 +11,20 @@ from lightning_sparse import HardThreshold, LayerLayout, TopK
 from lightning_sparse.theory import (
     Problem,
     convex_bound,
+    convex_contraction_rate,
+    convex_rate,
     measured_noise,
     measured_smoothness,
     nonconvex_bound,
+    nonconvex_contraction_bound,
     optimal_threshold,
     residual_statistics,
     squared_error_bound,
+    strongly_convex_contraction_rate,
+    strongly_convex_rate,
+    threshold_from_estimates,
     threshold_of_equal_bound,
+    top_k_contraction,
     top_k_squared_error_bound,
     total_error,
 )
@@ -160,6 +167,70 @@ def test_bounds_have_the_constants_of_the_docs():
     assert nonconvex_bound(problem, 7.0, 0.05, 10, 0.3) == pytest.approx(4 * 7 / 0.5 + 2 * 2 * 0.05 * 2 + 2 * 4 * 0.3)
 
 
+@settings(max_examples=20)
+@given(st.integers(0, 1000), st.floats(0.05, 1), st.sampled_from([0.1, 0.3, 1.0]), st.sampled_from([20, 200]))
+def test_no_training_with_top_k_exceeds_theorem_7(seed, share_of_rate, density, steps):
+    quadratic = Quadratic(seed)
+    rate = share_of_rate * density / (4 * quadratic.problem.smoothness)  # M = C = 0
+    _, squared_gradient, *_ = quadratic.train(TopK(density), rate, steps)
+    start = quadratic.excess(quadratic.minimiser + 3.0 / sqrt(quadratic.d))
+    assert squared_gradient <= nonconvex_contraction_bound(quadratic.problem, start, rate, steps, density)
+
+
+@given(st.integers(1, 100), st.floats(0, 10), st.floats(0, 10), st.floats(0, 3))
+def test_theorems_6_and_7_agree_on_the_error_at_the_threshold_from_estimates(k, noise, heterogeneity, relative_noise):
+    d, rate = 100, 1e-4
+    problem = Problem(2.0, 4, noise, heterogeneity, relative_noise)
+    threshold = threshold_from_estimates(k, d, noise, heterogeneity, relative_noise)
+    of_noise = 2 * rate * problem.smoothness * problem.variance_of_mean
+    absolute = nonconvex_bound(problem, 0.0, rate, 1, squared_error_bound(d, threshold, rate)) - of_noise
+    contraction = nonconvex_contraction_bound(problem, 0.0, rate, 1, k / d) - 2 * of_noise
+    assert absolute == pytest.approx(contraction, rel=1e-6, abs=1e-12)
+
+
+WITH_ALL = Problem(2.0, 4, noise=3.0, relative_noise=1.0, gradients_at_minimiser=5.0, strong_convexity=0.5)
+
+
+def test_rates_are_those_of_the_paper():
+    """σ² + M D is 8, R₀ is 9, T is 100, v² is 6, δ is 0.5."""
+    # Theorem 4: 2 · 9 · 1.25 exp(−50 / 24) + 8 / 200 + 12 / 2500.
+    assert strongly_convex_rate(WITH_ALL, 9.0, 100, 6.0) == pytest.approx(22.5 * exp(-50 / 24) + 0.04 + 0.0048)
+    # Remark 6: 2 · 9 · 2 √1.5 exp(−25 / (32 √7.5)) + 0.04 + 2 (5 · 1.5 + 1.5) / (0.25 · 2500).
+    expected = 36 * sqrt(1.5) * exp(-25 / (32 * sqrt(7.5))) + 0.04 + 0.0288
+    assert strongly_convex_contraction_rate(WITH_ALL, 9.0, 100, 0.5) == pytest.approx(expected)
+    # Theorem 5: √(72 / 400) + (48 / 8 + 2 · 1.25) · 0.09.
+    assert convex_rate(WITH_ALL, 9.0, 100, 6.0) == pytest.approx(sqrt(0.18) + 8.5 * 0.09)
+    # Remark 7: (2 √6 · 0.09)^(2/3) + 2 · 0.09.
+    expected = (0.18 * sqrt(6)) ** (2 / 3) + 0.18
+    assert convex_rate(Problem(2.0, 4, noise=0.0), 9.0, 100, 6.0) == pytest.approx(expected)
+    # Remark 8: √0.18 + (2 √1.5 / 0.5 + 8 · 9 / (0.25 · 8)) · 0.09.
+    expected = sqrt(0.18) + (4 * sqrt(1.5) + 36) * 0.09
+    assert convex_contraction_rate(WITH_ALL, 9.0, 100, 0.5) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("gradients_at_minimiser", "growth"), [(0.0, 2), (5.0, 4)])
+def test_a_contraction_pays_twice_for_its_density_where_workers_differ(gradients_at_minimiser, growth):
+    problem = Problem(1.0, 4, noise=1e-9, relative_noise=1.0, gradients_at_minimiser=gradients_at_minimiser)
+    if gradients_at_minimiser == 0:
+        problem = Problem(1.0, 4, noise=1.0)
+    rates = [convex_contraction_rate(problem, 1e12, 1, delta) for delta in (1e-4, 5e-5)]
+    assert rates[1] / rates[0] == pytest.approx(growth, rel=1e-3)
+
+
+@given(st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=30), st.floats(0.01, 1))
+def test_top_k_contracts_any_vector_and_bell_shaped_ones_more(values, density):
+    def rest(vector):
+        selected = TopK(density).select(vector, LayerLayout(("all",), (len(vector),)))
+        return float(vector.square().sum() - selected.values.square().sum()), len(selected.indices) / len(vector)
+
+    vector = torch.tensor(values, dtype=torch.float64)
+    left, share = rest(vector)
+    assert left <= (1 - top_k_contraction(share)) * float(vector.square().sum()) * (1 + 1e-9) + 1e-9
+    normal = torch.randn(100_000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    left, share = rest(normal)
+    assert left <= (1 - top_k_contraction(share, bell_shaped=True)) * float(normal.square().sum()) * (1 + 1e-9)
+
+
 PAIR = torch.ones(2, 2)
 
 
@@ -175,6 +246,14 @@ PAIR = torch.ones(2, 2)
         (lambda: Problem(1.0, 0, 1.0), "Invalid num_workers=0"),
         (lambda: Problem(1.0, 1, -1.0), r"Invalid noise=-1\.0\. Must be finite and at least 0"),
         (lambda: convex_bound(Problem(1.0, 1, 1.0), 1.0, 0.1, 0, 0.0), "Invalid num_steps=0"),
+        (lambda: strongly_convex_rate(Problem(1.0, 1, 1.0), 1.0, 1, 1.0), "Got strong_convexity=0. Must be above 0"),
+        (lambda: convex_contraction_rate(Problem(1.0, 1, 0.0), 1.0, 1, 0.5), "Must be above 0 for Remark 8"),
+        (
+            lambda: convex_contraction_rate(Problem(1.0, 1, 1.0), 1.0, 1, 0.0),
+            r"Invalid contraction=0\.0\. Must be within",
+        ),
+        (lambda: nonconvex_contraction_bound(Problem(1.0, 1, 1.0), 1.0, 0.2, 1, 0.5), r"Invalid learning_rate=0\.2"),
+        (lambda: threshold_from_estimates(0, 10, 1.0, 1.0), "Invalid num_selected=0"),
         (lambda: nonconvex_bound(Problem(1.0, 1, 1.0), -1.0, 0.1, 1, 0.0), "Invalid suboptimality=-1.0"),
         (lambda: squared_error_bound(10, float("inf"), 1.0), "Invalid threshold=inf"),
         (lambda: top_k_squared_error_bound(0.5, 1.0, -2.0), "Invalid learning_rate=-2.0"),
