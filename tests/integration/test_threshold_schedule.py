@@ -85,8 +85,8 @@ def test_a_resumed_run_goes_on_with_it(tmp_path: Any) -> None:
     ("strategy", "said"),
     [
         (DDPHardThresholdStrategy(density=0.1), r"with density=0\.1, which already determines λ"),
-        (SparseDDPStrategy(TopK(0.1)), "and TopK has none"),
-        ("ddp", "and DDPStrategy has none"),
+        (SparseDDPStrategy(TopK(0.1)), "but TopK has none"),
+        ("ddp", "but DDPStrategy has none"),
     ],
     ids=["density", "top k", "ddp"],
 )

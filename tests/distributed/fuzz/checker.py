@@ -63,6 +63,11 @@ class Checker:
             threshold_after: λ of the sparsifier after the step, None if it has none yet.
         """
         case, simulation = self.case, self.simulation
+        if case.sparsifier == "density" and simulation.threshold and stats.threshold:
+            # The simulation takes over the controller's λ, which is bounded. A resume may undo the last changes.
+            if not 0.2 < stats.threshold / simulation.threshold < 10:
+                raise Difference(f"step {step}: λ is {stats.threshold} after {simulation.threshold}")
+            simulation.threshold = stats.threshold
         workers, squared_gradient_norm = simulation.step(step, scale, residuals)
         non_finite = sum(int((~one.sent.isfinite()).sum()) for worker in workers for one in worker.values())
         for index, layer in enumerate(case.layers):
