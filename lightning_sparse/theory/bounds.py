@@ -178,7 +178,7 @@ def threshold_from_estimates(
 ) -> float:
     """Return λ = (2/√k) √((2d/k + M) ζ² + σ²), in gradient units, from estimates of a problem (section 6).
 
-    For this λ the last terms of Theorem 6 and Theorem 7 are equal. `paper_threshold` is the simplification of it that
+    For this λ the last terms of Theorem 6 and Theorem 7 are equal. ``paper_threshold`` is the simplification of it that
     the paper's Table 1 uses. Both bound an error; neither predicts how many coordinates λ sends.
 
     Args:
