@@ -227,7 +227,7 @@ def test_of_other_settings_at_a_resume_only_what_differs_is_told() -> None:
             say_other_sparsifier(settings[current], settings[before])
     told = [message.partition("checkpoint: ")[2] for message in messages]
     assert told[0].startswith(
-        "density=0.1, threshold=None instead of density=None, threshold=0.5. The current one is used;"
+        "density=0.1, threshold=None instead of density=None, threshold=0.5. The new settings apply;"
     )
     assert told[1].startswith("sparsifier='TopK', ")
     assert told[2].startswith("granularity='model' instead of granularity='layer'. ")
