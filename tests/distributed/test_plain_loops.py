@@ -114,7 +114,7 @@ ROWS: dict[tuple[Any, str], str | None] = {
     (local, "step within averaged_weights"): "An optimizer's step while the model has the mean of all workers' weights",
     (hooked, "all in one optimizer"): None,
     (hooked, "a head in no optimizer"): (
-        r"2 parameters get gradients, and no optimizer stepped on them in 20 steps \(1.bias, 1.weight\)"
+        r"2 parameters get gradients, but no optimizer stepped on them in 20 steps \(1.bias, 1.weight\)"
     ),
     (sharded, "one call"): None,
     (sharded, "in a closure"): None,
