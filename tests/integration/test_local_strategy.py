@@ -435,7 +435,7 @@ def test_an_outer_optimizer_has_the_options_of_now_and_another_begins_anew() -> 
     _, other, told_other = _loaded(saved, outer_optimizer=partial(torch.optim.Adam, lr=0.01))
     assert [float(state["step"]) for state in other.state.values()] == [1.0] * len(other.state)
     assert told_slow == []
-    for told, current in ((told_other, "Adam, which begins anew"), (_loaded(saved)[2], "none")):
+    for told, current in ((told_other, "Adam, which starts without state"), (_loaded(saved)[2], "none")):
         [message] = told
         assert f"optimizer is SGD, the current one is {current}: what" in message
 
