@@ -179,7 +179,7 @@ def test_states_can_be_saved_after_the_process_group_has_ended() -> None:
             with pytest.raises(TypeError, match=f"{type(holder).__name__} cannot be copied or pickled"):
                 copies(holder)
     dist.destroy_process_group()
-    with pytest.raises(RuntimeError, match=r"The process group ended while drifts were on their way. Call flush\(\)"):
+    with pytest.raises(RuntimeError, match=r"The process group ended during an exchange of drifts. Call flush\(\)"):
         travelling.state_dict()
     for holder in holders:
         assert {"rank", "world_size", "seal", "shared"} <= holder.state_dict().keys()

@@ -437,7 +437,7 @@ def test_an_outer_optimizer_has_the_options_of_now_and_another_begins_anew() -> 
     assert told_slow == []
     for told, current in ((told_other, "Adam, which starts without state"), (_loaded(saved)[2], "none")):
         [message] = told
-        assert f"optimizer is SGD, the current one is {current}: what" in message
+        assert f"optimizer is SGD, the current one is {current}: the saved state" in message
 
 
 # What is refused.
