@@ -144,7 +144,7 @@ class Advice:
             self._warn(
                 "calibration",
                 f"training ended during calibration: all {_count(self._calibrating)} exchanges sent everything. "
-                "Set a smaller calibration_steps.",
+                "Lower calibration_steps.",
             )
         sent = self._selected / max(self._elements, 1) * self._steps
         silent = {name: norm for name, norm in self._silent_layers.items() if norm > 0}

@@ -120,7 +120,7 @@ SITUATIONS = {
         keeps_rest=False,
     ),
     "nothing without error feedback while λ is corrected": Situation(
-        [step(0, error=0.0)] * 200, [r"too high or gradients are 0. The controller is lowering"], keeps_rest=False
+        [step(0, error=0.0)] * 200, [r"too high or gradients are 0. λ is being lowered"], keeps_rest=False
     ),
     "nothing of zero gradients, after others": Situation([step(10)] + [step(0)] * 200, ["gradients are zero"]),
     "nothing moves": Situation([step(10)] + [step(0)] * 200, averages="drifts"),
