@@ -1,4 +1,4 @@
-"""Local training: every worker runs its own optimizer, and workers exchange drifts from a shared anchor."""
+"""Local training: workers run their own optimizers and exchange drifts from an anchor."""
 
 from lightning_sparse.drift.averager import SparseModelAverager
 from lightning_sparse.drift.options import DriftOptions

@@ -1,4 +1,4 @@
-"""The anchor: the weights that all workers share, and the outer optimizer that moves it."""
+"""The anchor, which all workers share, and its outer optimizer."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from lightning_sparse.engine.grouping import ParameterBucket, as_real, local
 from lightning_sparse.engine.snapshot import Tensors
 
 PREFIX = "outer."
-"""Begins the kinds of the outer optimizer's tensors in a ``Snapshot``."""
+"""Prefix of the outer optimizer's kinds of tensors in a ``Snapshot``."""
 
 
 @dataclass
@@ -22,8 +22,8 @@ class AnchorBucket(ParameterBucket):
     """Parameters and their flat tensors, all of shape (layout.num_elements,).
 
     Attributes:
-        anchor: x, the same bits on all workers: float32, or float64 where parameters are.
-        drift: holds x − θ, and after the exchange the average.
+        anchor: x, the same bits on all workers: float64 for double precision, else float32.
+        drift: x − θ, and after the exchange the average.
         kept: unsent values.
     """
 
@@ -36,7 +36,7 @@ class AnchorBucket(ParameterBucket):
         self.read(self.anchor)
 
     def read(self, out: Tensor) -> Tensor:
-        """Copy the parameters into a flat tensor, each in the order of its indices."""
+        """Copy the parameters into a flat tensor, in the order of indices."""
         torch._foreach_copy_(self.shaped_parts(out), self._thetas())
         return out
 
@@ -70,7 +70,7 @@ class AnchorBucket(ParameterBucket):
 
 
 def drifting(named: Mapping[str, Tensor], *, but: Collection[str] = ()) -> dict[str, Tensor]:
-    """Return the parameters that training changes, apart from those with the given names."""
+    """Return nonempty parameters that require a gradient, except the given names."""
     return {
         name: parameter
         for name, parameter in named.items()
@@ -81,7 +81,7 @@ def drifting(named: Mapping[str, Tensor], *, but: Collection[str] = ()) -> dict[
 def outer_state(outer: Optimizer | None, buckets: Sequence[AnchorBucket]) -> tuple[Tensors, dict[str, Any]]:
     """Return an outer optimizer's tensors, and its kind and numbers.
 
-    Tensors as large as the anchor are flat views by ``PREFIX`` + key and by name. All else is a number: a copy by name
+    Tensors with the anchor's shape are flat views by ``PREFIX`` + key and by name. All other state is copied by name
     and key, under ``"numbers"``.
     """
     tensors: Tensors = {}
@@ -111,7 +111,7 @@ def load_outer(
     if saved["kind"] is not None and saved["kind"] != now:
         rank_zero_warn(
             f"lightning_sparse: the checkpoint's outer optimizer is {saved['kind']}, the current one is "
-            f"{'none' if now is None else now + ', which begins anew'}: what the other has gathered is dropped."
+            f"{'none' if now is None else now + ', which starts without state'}: the saved state is not loaded."
         )
         return
     if outer is None:
@@ -122,12 +122,12 @@ def load_outer(
         for name in bucket.layout.names:
             for key, value in saved["numbers"].get(name, {}).items():
                 state.setdefault(key, value.clone() if isinstance(value, Tensor) else value)
-        for kind, of_names in tensors.items():
-            if kind.startswith(PREFIX) and of_names.keys() & set(bucket.layout.names):
+        for kind, by_name in tensors.items():
+            if kind.startswith(PREFIX) and by_name.keys() & set(bucket.layout.names):
                 flat = state[kind.removeprefix(PREFIX)] = torch.zeros_like(bucket.anchor)
                 for name, part in bucket.by_name(flat).items():
-                    if name in of_names and of_names[name].numel() == part.numel():
-                        part.copy_(of_names[name])
+                    if name in by_name and by_name[name].numel() == part.numel():
+                        part.copy_(by_name[name])
         if state:
             outer.state[bucket.anchor] = state
 
@@ -140,27 +140,27 @@ _owners: WeakSet["WeightOwnership"] = WeakSet()
 
 
 class WeightOwnership:
-    """An averager's right to step, until it is closed or another averager takes any of its weights."""
+    """Allows an averager to step until it is closed or loses weights to another averager."""
 
     def __init__(self) -> None:
         self._why_not: str | None = None
-        # Not weak references to weights: torch refuses to move a sharded module that has any.
+        # Not weak references to weights, because torch refuses to move a sharded module with weak references.
         self._ids: set[int] = set()
         _owners.add(self)
 
     def take(self, weights: Iterable[Tensor]) -> None:
-        """Take all of an averager's weights, which it keeps alive; their previous owners must not step any more."""
+        """Take an averager's weights, which it keeps alive; previous owners must not step."""
         self._ids = set(map(id, weights))
         for owner in _owners:
             if owner is not self and not owner._ids.isdisjoint(self._ids):
                 owner._why_not = (
-                    "Another averager has been made for the same weights since, and the two would undo each other's "
-                    "work. Make one averager for a model, and call step() of the newest."
+                    "A newer averager has the same weights, and the two would undo each other's work. Make only one "
+                    "averager for a model, or call step() of the newest."
                 )
 
     def close(self) -> None:
-        """Give the right up for good."""
-        self._why_not = "The averager was closed: what has drifted since would stay each worker's own. Make a new one."
+        """Forbid all further steps."""
+        self._why_not = "The averager was closed, so later drifts would not be exchanged. Make a new averager."
 
     def require(self) -> None:
         """Raise RuntimeError if the averager must not step."""

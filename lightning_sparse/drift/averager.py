@@ -1,14 +1,14 @@
-"""Local training: every worker steps its own optimizer, and workers exchange how far their weights have drifted.
+"""Local training: workers run their own optimizers and exchange drifts of their weights.
 
 All workers share an anchor x. Every ``every_n_steps`` optimizer steps, on worker i::
 
-    p_i = x − θ_i                    its drift: its own progress and its unsent values
+    p_i = x − θ_i                    the drift: local progress and unsent values
     sent_i = p_i where |p_i| >= λ    e_i = p_i − sent_i
     x ← x − outer((1/n) Σ_j sent_j)  the same bits on all workers
     θ_i ← x − e_i                    unsent values stay in the worker's own weights
 
-So after an exchange no worker's weight is λ or more from the anchor, and nothing is lost. A threshold on gradients
-gives Adam rare large values, which it normalises away; here Adam sees its own worker's gradients as they come.
+After an exchange, every weight is less than λ from the anchor, and no value is lost. A threshold on gradients gives
+Adam rare large values, which it normalises away. In local training, Adam gets its worker's complete gradients.
 """
 
 from collections.abc import Iterator, Mapping
@@ -41,9 +41,10 @@ from lightning_sparse.sparsifiers import Sparsifier, require_sparsifier
 
 
 class SparseModelAverager(Averager):
-    """Local training with a sparse exchange, for a module that is *not* wrapped in DistributedDataParallel.
+    """Local training with a sparse exchange of drifts.
 
-    Call `step` after every optimizer step, on all workers alike, also if a worker's own step was skipped.
+    The module must *not* be wrapped in DistributedDataParallel. Call `step` after every optimizer step, on all workers,
+    even if a worker skipped its own step.
 
     Example::
 
@@ -57,23 +58,23 @@ class SparseModelAverager(Averager):
             validate(model)
 
     Args:
-        module: the model, on its device. All workers take rank 0's weights and buffers. Collective.
+        module: the model, on its device. All workers receive rank 0's weights and buffers. Collective.
         sparsifier: selects the values of drifts to send, λ in the parameters' own units; copied.
         options: see `DriftOptions`.
         group: the process group; None is the default group.
         per_layer_stats: whether to report density and error of every layer.
 
     Attributes:
-        num_steps: how often `step` was called.
+        num_steps: the number of calls of `step`.
         observed_steps: the steps of optimizers on the module's parameters.
-        device: of the module's first parameter.
+        device: the device of the module's first parameter.
         own_group: the process group in which drifts are exchanged.
-        exchange: holds the anchors; starts and ends the exchanges of drifts from them.
-        shared: gives the module weights that all workers share.
+        exchange: holds the anchors; starts and ends exchanges of drifts.
+        shared: copies weights that all workers share into the module.
 
     Raises:
-        RuntimeError: workers disagree on the settings or the model (on every worker).
-        ValueError: a module that DDP wraps, that is sharded or on several devices, or without parameters to train.
+        RuntimeError: settings or the model differ between workers (on every worker).
+        ValueError: the module is wrapped in DDP, sharded, on several devices, or has no parameters to train.
     """
 
     kind = "drifts"
@@ -96,7 +97,7 @@ class SparseModelAverager(Averager):
         if any(isinstance(part, nn.parallel.DistributedDataParallel) for part in module.modules()):
             raise ValueError("The module is wrapped in DistributedDataParallel, which averages gradients. Unwrap it.")
         if any(nn.parameter.is_lazy(tensor) for tensor in named_tensors(module).values()):
-            raise ValueError("The module has parameters that are not initialised. Run a forward pass of it first.")
+            raise ValueError("The module has parameters that are not initialised. Run a forward pass first.")
         if not self.is_sharded and any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             raise ValueError(
                 "The module is sharded (fully_shard, or tensor parallelism). For replicas of shards use "
@@ -115,8 +116,8 @@ class SparseModelAverager(Averager):
                 Engine(sparsifier, self.options, group=self.own_group.group, per_layer_stats=per_layer_stats), weights
             )
             self.save_barrier = SaveBarrier(self.workers)
-            ignored, held = ignored_names(module), named_tensors(module)
-            self.workers.broadcast([local(tensor) for name, tensor in held.items() if name not in ignored])
+            ignored, tensors = ignored_names(module), named_tensors(module)
+            self.workers.broadcast([local(tensor) for name, tensor in tensors.items() if name not in ignored])
         empty = {name: local(weight).new_empty(0, dtype=kept_dtype(weight)) for name, weight in weights.items()}
         warm_up_steps(self._engine, empty)
         self.exchange = DriftExchange(module, self._engine, self.options, self.replica, may_change=not self.is_sharded)
@@ -131,25 +132,25 @@ class SparseModelAverager(Averager):
 
     @property
     def parameter_sizes(self) -> dict[str, int]:
-        """By name, how many real numbers this worker exchanges of each parameter."""
+        """The real numbers that this worker exchanges per parameter."""
         return {name: real_numel(local(parameter)) for name, parameter in self.exchange.anchored.items()}
 
     @property
     def is_exchanging(self) -> bool:
-        """Whether an exchange has begun to change weights and has not ended, or was broken off."""
+        """Whether an exchange is changing weights or was interrupted."""
         return self.exchange.is_changing
 
     @property
     def largest_drift(self) -> float:
-        """The largest distance of any worker's weight from the anchor, just before the last exchange."""
+        """The largest distance of a weight from the anchor before the last exchange."""
         return self.exchange.largest_drift
 
     def own_metrics(self) -> dict[str, float]:
-        """Return the metrics that are logged with the last exchange beside `StepStats`."""
+        """Return metrics that are logged in addition to `StepStats`."""
         return {"sparse/largest_drift": self.largest_drift} | super().own_metrics()
 
     def close(self) -> None:
-        """End the averager's own groups. With ``overlap=True`` call `flush` before it, on all workers."""
+        """Destroy the averager's groups. With ``overlap=True``, first call `flush` on all workers."""
         self.exchange.ownership.close()
         self.observed_steps.close()
         self._engine.exchange.close()
@@ -159,11 +160,11 @@ class SparseModelAverager(Averager):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def step(self) -> None:
-        """Count an optimizer step, and exchange drifts after every ``every_n_steps`` of them. Collective.
+        """Count an optimizer step, and exchange drifts every ``every_n_steps`` steps. Collective.
 
         Raises:
-            RuntimeError: the module has the mean of all workers' weights, and the step would be lost; or the averager
-                was closed, or another has been made for the same weights.
+            RuntimeError: the module has the mean of all workers' weights, so the step would be lost; or the averager
+                was closed, or a newer averager has the same weights.
         """
         self._prepare()
         self.exchange.ownership.require()
@@ -179,19 +180,19 @@ class SparseModelAverager(Averager):
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Apply values that still travel with ``overlap=True``. Collective."""
+        """Complete a pending exchange, which ``overlap=True`` allows. Collective."""
         self._prepare()
         self.exchange.land()
 
     def _prepare(self) -> None:
-        """Do nothing; a sharded model frees its gathered parameters."""
+        """Do nothing; subclasses free gathered parameters."""
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Give all workers the mean of their weights inside the context, and their own after it. Collective.
+        """Set all workers' weights to their mean inside the context. Collective.
 
-        For validation, test, predict and saving. One dense exchange of weights and floating-point buffers. A nested
-        context changes nothing.
+        Use it for validation, test, predict and saving. It costs a dense exchange of weights and floating-point
+        buffers. After it, all workers have their own weights again. A nested context has no effect.
         """
         if self.shared.is_shown:
             yield
@@ -205,33 +206,34 @@ class SparseModelAverager(Averager):
     # State.
 
     def snapshot(self, workers: Workers | None = None) -> Snapshot:
-        """Return this worker's state; weights and buffers only if they differ from those at set-up.
+        """Return this worker's state, with frozen tensors only if they have changed.
 
-        Collective with ``overlap=True``, and if ``workers`` are given, who agree on the changed tensors.
+        Collective with ``overlap=True`` or with ``workers``, which agree on the changed tensors.
         """
         self.flush()
         snapshot = self._engine.snapshot()
         snapshot.shared, numbers = self.exchange.state()
         unsent = snapshot.shared.pop("kept")
         snapshot.numbers |= {"num_steps": self.num_steps} | numbers
-        held = self.shared.weights() | self.exchange.untrained.changed(workers) | self.shared.own
+        saved = self.shared.weights() | self.exchange.untrained.changed(workers) | self.shared.own
         parameters = self.parameters
-        names = [name for name in parameters if name in held]
-        if workers is not None:  # a frozen shard may have changed on another rank of the replica only
-            flags = self.replica.gather_numbers([name in held for name in parameters], self.device).any(0).tolist()
+        names = [name for name in parameters if name in saved]
+        if workers is not None:  # a frozen shard may have changed only on another rank of the replica
+            flags = self.replica.gather_numbers([name in saved for name in parameters], self.device).any(0).tolist()
             names = [name for name, flag in zip(parameters, flags, strict=True) if flag]
-        snapshot.own["weights"] = {name: as_real(held.get(name, local(parameters[name]))).reshape(-1) for name in names}
+        flat = {name: as_real(saved.get(name, local(parameters[name]))).reshape(-1) for name in names}
+        snapshot.own["weights"] = flat
         if not self.options.keep_drift:
             snapshot.own["unsent"] = unsent
-        snapshot.extra["buffers"] = {name: held[name] for name in held.keys() - parameters.keys()}
+        snapshot.extra["buffers"] = {name: saved[name] for name in saved.keys() - parameters.keys()}
         return snapshot
 
     @torch.no_grad()
     def restore(self, snapshot: Snapshot) -> None:
-        """Replace all state by a snapshot of another run, as far as it fits the model. Not collective.
+        """Replace all state by those parts of a snapshot that fit the model. Not collective.
 
-        The module keeps its current weights until ``shared.give_back`` gives it its own. They become the anchor if the
-        snapshot has none.
+        The module keeps its current weights until ``shared.give_back`` restores the saved ones. Without an anchor in
+        the snapshot, the current weights become the anchor.
         """
         self.reset()
         self._engine.restore(snapshot)
@@ -242,46 +244,46 @@ class SparseModelAverager(Averager):
         self.exchange.load(snapshot.shared | kept, snapshot.numbers["outer"])
         weights: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
-            held = local(parameter)
-            if name in saved and saved[name].numel() == real_numel(held):
-                weights[name] = torch.empty_like(held, memory_format=torch.contiguous_format)
-                as_real(weights[name]).copy_(saved[name].view(as_real(held).shape))
-            if self.options.keep_drift and name in unsent and unsent[name].numel() == real_numel(held):
-                # Values that another run kept apart belong to the weights.
-                weight = weights.setdefault(name, held.clone())
-                as_real(weight).sub_(unsent[name].to(held.device).view(as_real(held).shape))
+            part = local(parameter)
+            if name in saved and saved[name].numel() == real_numel(part):
+                weights[name] = torch.empty_like(part, memory_format=torch.contiguous_format)
+                as_real(weights[name]).copy_(saved[name].view(as_real(part).shape))
+            if self.options.keep_drift and name in unsent and unsent[name].numel() == real_numel(part):
+                # With keep_drift, unsent values of a run without it belong to the weights.
+                weight = weights.setdefault(name, part.clone())
+                as_real(weight).sub_(unsent[name].to(part.device).view(as_real(part).shape))
         self.shared.set_apart(weights | snapshot.extra.get("buffers", {}))
 
     def reset(self) -> None:
-        """Return to the state before the first step, with the module's current weights as the anchor."""
+        """Return to the state before the first step; the anchor is the current weights."""
         self._engine.reset()
         self.shared.own = {}
         self.exchange.restart()
         self.num_steps = 0
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continue from the result of ``state_dict`` on the worker of the same rank; gives the module its weights.
+        """Continue from ``state_dict`` of the worker of the same rank, including its weights.
 
-        Drops values that travel with ``overlap=True``.
+        Discards a pending exchange of ``overlap=True``.
 
         Raises:
-            RuntimeError: the state belongs to another rank or another number of workers, or is damaged.
+            RuntimeError: the rank or the number of workers differs, or the state is damaged.
         """
         super().load_state_dict(saved)
         self.shared.give_back()
 
     @property
     def progress(self) -> object:
-        """How often `step` was called."""
+        """The number of calls of `step`."""
         return self.num_steps
 
     def anchor(self) -> dict[str, Tensor]:
-        """Return x by parameter name: views in the weights' shapes, complex ones as real; exchanges change them."""
+        """Return views of x by name with the weights' shapes, complex ones as real."""
         return self.exchange.anchors()
 
 
 def checked(options: DriftOptions | None) -> DriftOptions:
-    """Return options, or the default for None; raise TypeError for anything else."""
+    """Return options, or the default for None; raise TypeError otherwise."""
     if not isinstance(options, (DriftOptions, type(None))):
         raise TypeError(f"Expected DriftOptions(every_n_steps=…), for example, got {options!r}.")
     return DriftOptions() if options is None else options
@@ -290,6 +292,6 @@ def checked(options: DriftOptions | None) -> DriftOptions:
 def drift_settings(
     module: nn.Module, sparsifier: Sparsifier, options: DriftOptions, per_layer_stats: bool
 ) -> dict[str, Any]:
-    """Return the settings that must be the same on all workers, as plain values."""
-    own = sparsifier.settings() | options.settings() | {"per_layer_stats": per_layer_stats}
-    return parameter_settings(module) | own
+    """Return plain values of the settings that must be equal on all workers."""
+    settings = sparsifier.settings() | options.settings() | {"per_layer_stats": per_layer_stats}
+    return parameter_settings(module) | settings

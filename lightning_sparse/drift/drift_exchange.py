@@ -1,4 +1,4 @@
-"""One exchange of drifts: its start, and the move of anchor and weights once the average has arrived."""
+"""Starts an exchange of drifts, and moves anchor and weights by the average."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeVar
@@ -22,20 +22,20 @@ T = TypeVar("T")
 
 
 class DriftExchange:
-    """The anchors of a module's parameters, and the exchange of drifts from them.
+    """The anchors of a module's parameters, and the exchange of drifts from the anchors.
 
     A parameter is anchored at its value when it first requires a gradient. ``replica`` are the ranks among which the
-    module is sharded; ``may_change`` tells whether its layers may be replaced between two exchanges.
+    module is sharded. ``may_change`` is True if layers may be replaced between two exchanges.
 
     Attributes:
         buckets: the anchored parameters.
-        anchored: these parameters by name.
+        anchored: the anchored parameters by name.
         outer: moves the anchors; None subtracts the average.
-        untrained: the module's tensors beside them.
-        ownership: the right to step on these parameters.
-        flight: buckets that travel and have not landed.
-        is_changing: whether an exchange has begun to change weights and has not ended, or was broken off.
-        largest_drift: the largest distance of any worker's weight from the anchor, just before the last exchange.
+        untrained: the module's other tensors.
+        ownership: allows or forbids steps on the anchored parameters.
+        flight: buckets of an exchange that has started and not ended.
+        is_changing: whether an exchange is changing weights or was interrupted.
+        largest_drift: the largest distance of any worker's weight from the anchor before the last exchange.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class DriftExchange:
         self._module, self._engine, self._replica, self._may_change = module, engine, replica, may_change
         self.flight: list[FlatBucket] = []
         self._starts: list[Tensor] = []
-        self._told: dict[str, Tensor] = {}
+        self._compared: dict[str, Tensor] = {}
         self._zeros: dict[torch.dtype, Tensor] = {}
         self.take_in_new()
 
     def depart(self) -> None:
-        """Select the drifts' values to send, and start their exchange. Collective."""
+        """Select values of drifts and start their exchange. Collective."""
         self.is_changing = True
         self.take_in_new()
         self._engine.begin()
@@ -76,21 +76,21 @@ class DriftExchange:
             notes = _largest(bucket.drift)
             is_last = bucket is self.buckets[-1]
             if is_last:
-                self._told = self.untrained.floating(only_buffers=True)
-                notes = torch.cat([notes, fingerprints([*self._told.values()]).to(notes.device)])
+                self._compared = self.untrained.floating(only_buffers=True)
+                notes = torch.cat([notes, fingerprints([*self._compared.values()]).to(notes.device)])
             self.flight.append(FlatBucket(bucket.index, bucket.layout, bucket.drift, residual, is_last, notes=notes))
             yield self.flight[-1]
 
     def _zeros_like(self, kept: Tensor) -> Tensor:
-        """Return zeros, which all buckets share."""
+        """Return zeros in memory that all buckets share."""
         if kept.dtype not in self._zeros or self._zeros[kept.dtype].numel() < kept.numel():
             self._zeros[kept.dtype] = torch.zeros_like(kept)
         return self._zeros[kept.dtype][: kept.numel()]
 
     def land(self) -> None:
-        """Move the anchor by the average, and this worker's weights with it. Collective.
+        """End the exchange, and move anchor and weights by the average. Collective.
 
-        Does nothing if nothing travels.
+        Does nothing without a pending exchange.
 
         Raises:
             RuntimeError: the averager must not change the weights any more, or the process group has ended.
@@ -99,7 +99,7 @@ class DriftExchange:
             return
         if not dist.is_initialized():
             raise RuntimeError(
-                "The process group ended while drifts were on their way. Call flush() on every worker before "
+                "The process group ended during an exchange of drifts. Call flush() on every worker before "
                 "destroy_process_group()."
             )
         self.ownership.require()
@@ -109,7 +109,7 @@ class DriftExchange:
         notes = self._engine.finish()
         largest = max(float(note[:, 0].max()) for note in notes)
         self.largest_drift = float(self._replica.gather_numbers([largest], self.buckets[0].anchor.device).max())
-        self._engine.workers.average([*self.untrained.differing(self._told, notes[-1][:, 1:]).values()])
+        self._engine.workers.average([*self.untrained.differing(self._compared, notes[-1][:, 1:]).values()])
         self._move_anchor([bucket.average for bucket in flight])
         for place, bucket in enumerate(self.buckets):
             if starts:  # the weights have changed since the exchange started
@@ -136,10 +136,10 @@ class DriftExchange:
                 bucket.anchor.grad = None
 
     def restart(self) -> None:
-        """Make the current weights the anchor, and forget all history. Not collective."""
+        """Make the current weights the anchor, and discard all history. Not collective."""
         if self.flight:
             for bucket in self.buckets:
-                bucket.drift = torch.zeros_like(bucket.drift)  # values under way still arrive in the old tensors
+                bucket.drift = torch.zeros_like(bucket.drift)  # pending collectives still write to the old tensors
         self.flight, self._starts = [], []
         for bucket in self.buckets:
             bucket.read(bucket.anchor)
@@ -148,7 +148,7 @@ class DriftExchange:
             self.outer.state.clear()
 
     def anchors(self) -> dict[str, Tensor]:
-        """Return x by parameter name: views in the weights' shapes, complex ones as real; exchanges change them."""
+        """Return views of x by name with the weights' shapes, complex ones as real."""
         return {
             name: part
             for bucket in self.buckets
@@ -156,42 +156,42 @@ class DriftExchange:
         }
 
     def _views(self, kind: Literal["anchor", "kept"]) -> dict[str, Tensor]:
-        """Return the parts of all buckets' tensors by name: flat, in the order of the parameter's indices."""
+        """Return flat parts of all buckets' tensors by name, in the order of indices."""
         return {name: part for bucket in self.buckets for name, part in bucket.by_name(getattr(bucket, kind)).items()}
 
     def state(self) -> tuple[Tensors, dict[str, Any]]:
-        """Return tensors by kind and name: anchor, unsent values and the outer optimizer's; and layout and numbers."""
+        """Return tensors by kind and name, and plain values of layout and outer optimizer."""
         tensors, outer = outer_state(self.outer, self.buckets)
         layout = [list(bucket.layout.names) for bucket in self.buckets]
-        own: Tensors = {"anchor": self._views("anchor"), "kept": self._views("kept")}
-        return own | tensors, {"layout": layout, "outer": outer}
+        views: Tensors = {"anchor": self._views("anchor"), "kept": self._views("kept")}
+        return views | tensors, {"layout": layout, "outer": outer}
 
     def load(self, tensors: Tensors, outer: Mapping[str, Any]) -> None:
-        """Load the results of ``state``, as far as they fit the buckets."""
+        """Load those results of ``state`` that fit the buckets."""
         for kind, parts in (("anchor", self._views("anchor")), ("kept", self._views("kept"))):
             for name, saved in tensors.get(kind, {}).items():
                 if name in parts and saved.numel() == parts[name].numel():
                     parts[name].copy_(saved)
         load_outer(self.outer, self.buckets, tensors, outer)
 
-    # Parameters that are unfrozen, and layers that change.
+    # Unfrozen parameters and changed layers.
 
     def take_in_as(self, layout: list[list[str]]) -> None:
-        """Anchor parameters that had an anchor in another run, bucket by bucket."""
-        held: dict[str, Tensor] = dict(self._module.named_parameters())
+        """Anchor the parameters of a saved layout in its buckets."""
+        named: dict[str, Tensor] = dict(self._module.named_parameters())
         for names in layout:
-            known = {name: held[name] for name in names if name in held and name not in self.anchored}
+            known = {name: named[name] for name in names if name in named and name not in self.anchored}
             self._take_in(known, is_shared=True)
 
     def take_in_new(self) -> None:
-        """Anchor parameters that require a gradient by now. Collective, the same on all workers.
+        """Anchor parameters that newly require a gradient. Collective, the same on all workers.
 
         Raises:
-            RuntimeError: layers were replaced that must not be.
+            RuntimeError: layers of a sharded module were replaced.
         """
         ignored = ignored_names(self._module)
-        held = self._module.named_parameters()
-        named: dict[str, Tensor] = {name: parameter for name, parameter in held if name not in ignored}
+        parameters = self._module.named_parameters()
+        named: dict[str, Tensor] = {name: parameter for name, parameter in parameters if name not in ignored}
         gone = [name for name, parameter in self.anchored.items() if named.get(name) is not parameter]
         if gone:
             self._follow_change(named, gone)
@@ -203,14 +203,14 @@ class DriftExchange:
             self.untrained.take_in_new()
 
     def _follow_change(self, named: Mapping[str, Tensor], gone: list[str]) -> None:
-        """Anchor the parameters of a module whose layers were replaced, added or removed. Collective.
+        """Anchor parameters after layers were replaced, added or removed. Collective.
 
-        A renamed parameter keeps its anchor; new parameters begin with their mean over the workers.
+        A renamed parameter keeps its anchor. New parameters are set to their mean over the workers.
         """
         if not self._may_change:
             raise RuntimeError(
-                f"The model has other parameters than when the averager was made: {gone[0]!r} was replaced or removed. "
-                "Call fully_shard first, and make a new averager after it."
+                f"The model's parameters have changed after set-up: {gone[0]!r} was replaced or removed. Call "
+                "fully_shard first, and make a new averager after it."
             )
         known = {id(parameter): name for name, parameter in self.anchored.items()}
         names_before = {name: known[id(parameter)] for name, parameter in named.items() if id(parameter) in known}
@@ -229,14 +229,14 @@ class DriftExchange:
             options = {key: value for key, value in outer.param_groups[0].items() if key != "params"}
             outer.param_groups[:] = [{**options, "params": [bucket.anchor for bucket in self.buckets]}]
             self.outer = outer
-        of_outer = numbers["outer"] | {"numbers": renamed(numbers["outer"]["numbers"])}
-        self.load({kind: renamed(parts) for kind, parts in tensors.items()}, of_outer)
+        outer_numbers = numbers["outer"] | {"numbers": renamed(numbers["outer"]["numbers"])}
+        self.load({kind: renamed(parts) for kind, parts in tensors.items()}, outer_numbers)
         self.untrained.take_in_new()
         self._engine.forget_sizes()
         say_new_layers(set(new), set(gone) - set(names_before.values()))
 
     def _take_in(self, parameters: dict[str, Tensor], *, is_shared: bool = False) -> None:
-        """Anchor parameters, after averaging how far they have drifted unless ``is_shared``."""
+        """Average parameters over the workers, unless ``is_shared``, and anchor them."""
         if not parameters:
             return
         if self.anchored and not is_shared:
@@ -259,7 +259,7 @@ class DriftExchange:
 
 
 def _largest(values: Tensor) -> Tensor:
-    """Return max |v|, shape (1,), in a fifteenth of the time of torch's norm for infinity."""
+    """Return max |v|, shape (1,), fifteen times faster than torch's infinity norm."""
     if not values.numel():
         return values.new_zeros(1, dtype=torch.float64)
     lowest, highest = torch.aminmax(values)
@@ -267,7 +267,7 @@ def _largest(values: Tensor) -> Tensor:
 
 
 def say_new_layers(new: set[str], gone: set[str]) -> None:
-    """Say which parameters of a model were added, replaced or removed during training."""
+    """Log the parameters that were added, replaced or removed during training."""
     kinds = {"replaced": new & gone, "added or unfrozen": new - gone, "removed": gone - new}
     changes = [
         f"{len(names)} parameters were {kind} ({', '.join(sorted(names)[:3])}{', …' if len(names) > 3 else ''})"
@@ -275,5 +275,5 @@ def say_new_layers(new: set[str], gone: set[str]) -> None:
         if names
     ]
     if changes:
-        begin = " All workers begin with the mean of the new ones." if new else ""
+        begin = " All workers start with the mean of the new parameters." if new else ""
         rank_zero_info(f"lightning_sparse: {', '.join(changes)}.{begin}")

@@ -1,4 +1,4 @@
-"""Steps of optimizers on an averaged module, and whether a loop calls ``averager.step()`` for each."""
+"""Observes optimizer steps on an averaged module and calls of ``averager.step()``."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -11,21 +11,21 @@ from lightning_sparse.drift.shared_weights import SharedWeights
 from lightning_sparse.engine.optimizer_steps import Arguments, StepObserver, changes_weights
 
 MOST_UNSEEN = 20
-"""An optimizer's steps without a call before the warning."""
+"""Steps of an optimizer without a call of ``averager.step()`` before a warning."""
 ENOUGH_CALLS = 40
-"""Calls before the warning that there are too many of them."""
+"""Calls before a warning about too many calls."""
 LOST_STEP = (
     "An optimizer's step while the model has the mean of all workers' weights (in averaged_weights(), in validation) "
-    "would be lost: each worker's own weights come back after it. Step before or after."
+    "would be lost, because each worker's own weights are restored afterwards. Step before or after."
 )
 
 
 class ObservedSteps:
-    """Refuses steps that would be lost, notifies a strategy of others or counts them, and warns of missing calls.
+    """Rejects lost steps, and notifies a strategy or warns about missing calls.
 
     Args:
         observed: the parameters, or their module if its layers may be replaced.
-        shared: tells whether the module has the mean of all workers' weights.
+        shared: knows whether the module has the mean of all workers' weights.
 
     Attributes:
         on_step: called after each step if a strategy calls ``averager.step()``; None if the loop calls it.
@@ -62,7 +62,7 @@ class ObservedSteps:
             )
 
     def averager_stepped(self) -> None:
-        """Count a call of ``averager.step()``. Ignores calls before any optimizer's step: weights updated by hand."""
+        """Count a call of ``averager.step()``, and warn if many follow no optimizer step."""
         self._observer.forget()
         self._calls += 1
         self._idle_calls += self._steps > 0 and not self._steps_since_call

@@ -1,4 +1,4 @@
-"""Options of local training with a sparse exchange of drifts, checked when they are made."""
+"""Options of local training, checked at construction."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -16,25 +16,25 @@ OuterOptimizer = Callable[[Iterable[Tensor]], Optimizer]
 
 @dataclass(frozen=True)
 class DriftOptions(TransportOptions):
-    """How drifts are exchanged.
+    """Options of the exchange of drifts.
 
     Args:
-        every_n_steps: optimizer steps (of all optimizers together) from one exchange to the next, at least 1.
-        keep_drift: True leaves each worker where it is but for the sent values: θ_i = x − e_i. False takes every worker
-            back to the anchor after each exchange, θ_i = x, and keeps unsent values e_i apart (SparseLoCo: Sarfi et
-            al., *Communication efficient LLM pre-training with SparseLoCo*, 2025, arXiv:2508.15706).
+        every_n_steps: optimizer steps (of all optimizers together) per exchange, at least 1.
+        keep_drift: True keeps unsent values e_i in each worker's weights: θ_i = x − e_i. False resets every worker to
+            the anchor after each exchange, θ_i = x, and stores unsent values e_i separately (SparseLoCo: Sarfi et al.,
+            *Communication efficient LLM pre-training with SparseLoCo*, 2025, arXiv:2508.15706).
         drift_decay: β, factor on unsent values before the next drift is added, in (0, 1]; below 1 only with
             ``keep_drift=False``.
         outer_optimizer: makes the optimizer that moves the anchor, with the average drift as its gradient; None
             subtracts the average. DiLoCo (Douillard et al., 2023, arXiv:2311.08105):
             ``partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``.
-        overlap: True overlaps the exchange with the next step and applies its result one step late.
-        value_dtype: what values travel in, as for gradients. What rounding leaves is kept.
+        overlap: True overlaps the exchange with the next step and applies its result one step later.
+        value_dtype: dtype of sent values, as for gradients. Rounding errors stay with unsent values.
         exchange: the route, as for gradients.
         link_gbit_s: the rate of a worker's link, as for gradients.
 
     Raises:
-        ValueError: a number or a word that is not allowed, or two that do not go together.
+        ValueError: an option has a value that is not allowed, or two options exclude each other.
     """
 
     every_n_steps: int = 1
@@ -53,8 +53,8 @@ class DriftOptions(TransportOptions):
             raise ValueError(f"Invalid drift_decay={self.drift_decay!r}. Must be within (0, 1].")
         if self.keep_drift and self.drift_decay != 1:
             raise ValueError(
-                f"Got drift_decay={self.drift_decay} with keep_drift=True, where drifts are the weights' own and "
-                "cannot decay. Use keep_drift=False, or leave drift_decay out."
+                f"Got drift_decay={self.drift_decay} with keep_drift=True, where unsent values are part of the weights "
+                "and cannot decay. Use keep_drift=False, or leave drift_decay out."
             )
         if self.outer_optimizer is not None and not callable(self.outer_optimizer):
             raise ValueError(
@@ -68,12 +68,12 @@ class DriftOptions(TransportOptions):
         return "for drifts, where it would move a worker's own weights back"
 
     def settings(self) -> dict[str, object]:
-        """Return the values that must be the same on all workers, as plain values."""
+        """Return plain values of the options that must be equal on all workers."""
         return vars(self) | {"outer_optimizer": _described(self.outer_optimizer)}
 
 
 def _described(function: object) -> str | None:
     if isinstance(function, partial):
         given = f"{_described(function.func)}{function.args}{dict(sorted(function.keywords.items()))}"
-        return re.sub(r" at 0x[0-9a-f]+", "", given)  # of objects that only say where they are
+        return re.sub(r" at 0x[0-9a-f]+", "", given)  # addresses differ between workers
     return None if function is None else getattr(function, "__qualname__", type(function).__qualname__)

@@ -1,6 +1,6 @@
-"""Local training of replicas of a sharded model, which exchange how far their weights have drifted.
+"""Local training of replicas of a sharded model, which exchange drifts of their weights.
 
-A replica of FSDP2 takes the place of a worker in `SparseModelAverager`. Inside a replica, FSDP2 averages gradients and
+A replica of FSDP2 replaces a worker of `SparseModelAverager`. Inside a replica, FSDP2 averages gradients and
 the optimizer steps on shards. Between replicas, the ranks that hold the same shard exchange its drift from the anchor.
 """
 
@@ -16,10 +16,10 @@ from lightning_sparse.sparsifiers import Dense, Sparsifier, require_sparsifier
 
 
 class ShardModelAverager(SparseModelAverager):
-    """Local training of replicas that ``fully_shard`` shards, with a sparse exchange of their drifts.
+    """Local training of sharded replicas, with a sparse exchange of their drifts.
 
-    Call ``step`` after every optimizer step, on all ranks alike. A replica takes the place of a worker of
-    `SparseModelAverager`; numbers are those of the whole model.
+    Call ``step`` after every optimizer step, on all ranks. A replica replaces a worker of `SparseModelAverager`.
+    Statistics refer to the whole model.
 
     Example::
 
@@ -31,11 +31,11 @@ class ShardModelAverager(SparseModelAverager):
         # then as with SparseModelAverager
 
     Args:
-        module: the model, sharded over the ranks of a replica and no further. All replicas take the first replica's
-            weights and buffers. Collective: all ranks.
-        mesh: the dimension of replicas, one rank each, of a mesh of all ranks.
-        sparsifier: selects the values of drifts to send, with one λ for the whole model in the parameters' own units;
-            copied. A number of coordinates, as of `TopK`, is each shard's own.
+        module: the model, sharded only over the ranks of a replica with ``fully_shard``. All replicas receive the first
+            replica's weights and buffers. Collective: all ranks.
+        mesh: the dimension of replicas, one rank per replica, of a mesh of all ranks.
+        sparsifier: selects the values of drifts to send, with λ equal in all shards and in the parameters' own units;
+            copied. A number of coordinates, as in `TopK`, is per shard.
         options: see `DriftOptions`.
         per_layer_stats: whether to report density and error of every layer.
 
@@ -43,8 +43,8 @@ class ShardModelAverager(SparseModelAverager):
         replica: the ranks that hold this rank's replica.
 
     Raises:
-        ValueError: a mesh of several dimensions, or a module that is not sharded as it must be.
-        RuntimeError: ranks disagree on the settings, or the mesh does not divide them into replicas (on every rank).
+        ValueError: the mesh has several dimensions, or the module's sharding is not supported.
+        RuntimeError: settings differ between ranks, or the mesh does not divide ranks into replicas (on every rank).
     """
 
     is_sharded = True

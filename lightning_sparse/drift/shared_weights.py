@@ -1,4 +1,4 @@
-"""The same weights on all workers, for validation, for files and after training."""
+"""Sets equal weights on all workers for validation, checkpoints and after training."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,10 +14,10 @@ from lightning_sparse.exchange import Workers
 
 
 class SharedWeights:
-    """Gives a module the mean of the workers' weights, or the anchor's, and its own back.
+    """Replaces a module's weights by their mean or the anchor, and restores them.
 
     Attributes:
-        own: by name, this worker's own weights and buffers while the module has shared ones; else empty.
+        own: this worker's own weights and buffers by name while the module has shared ones; else empty.
     """
 
     def __init__(self, module: nn.Module, exchange: DriftExchange, workers: Workers) -> None:
@@ -27,7 +27,7 @@ class SharedWeights:
 
     @property
     def is_shown(self) -> bool:
-        """Whether the module has other weights than this worker's own."""
+        """Whether the module has shared weights instead of this worker's own."""
         return bool(self.own)
 
     @property
@@ -37,69 +37,69 @@ class SharedWeights:
 
     @torch.no_grad()
     def take_mean(self) -> None:
-        """Give the module the mean of all workers' weights and buffers, unless it has shared ones. Collective."""
+        """Set the module to all workers' mean unless it has shared weights. Collective."""
         if not self.is_shown:
             self._keep_apart(self.mean(self._workers))
 
     @torch.no_grad()
     def take_anchor(self) -> None:
-        """Give the module the anchor's weights, unless it has shared ones. Not collective."""
+        """Set the module to the anchor unless it has shared weights. Not collective."""
         if not self.is_shown:
             self._keep_apart(self.anchor())
 
     def _keep_apart(self, shared: dict[str, Tensor]) -> None:
-        """Exchange the module's tensors with shared ones, one by one: that needs no memory for both."""
-        held = self._held()
+        """Swap the module's tensors for shared ones, one by one to save memory."""
+        tensors = self._tensors()
         for name in list(shared):
             tensor = shared.pop(name)
-            if name in held and held[name].shape == tensor.shape:
-                self.own[name] = held[name].clone()
-                held[name].copy_(tensor)
+            if name in tensors and tensors[name].shape == tensor.shape:
+                self.own[name] = tensors[name].clone()
+                tensors[name].copy_(tensor)
         self._marks_of_shared = self._marks()
 
     @torch.no_grad()
     def give_back(self) -> None:
-        """Give the module its own weights and buffers back."""
-        held = self._held()
+        """Restore the module's own weights and buffers."""
+        tensors = self._tensors()
         for name, own in self.own.items():
-            if name in held and held[name].shape == own.shape:
-                held[name].copy_(own)
+            if name in tensors and tensors[name].shape == own.shape:
+                tensors[name].copy_(own)
         self.own = {}
 
     def set_apart(self, saved: Mapping[str, Tensor]) -> None:
-        """Keep saved weights apart as the module's own, as far as they fit; its current weights become shared."""
-        held = self._held()
+        """Store saved weights that fit as the module's own; current weights become shared."""
+        tensors = self._tensors()
         self.own = {
-            name: tensor.to(held[name].device)
+            name: tensor.to(tensors[name].device)
             for name, tensor in saved.items()
-            if name in held and held[name].shape == tensor.shape
+            if name in tensors and tensors[name].shape == tensor.shape
         }
         self._marks_of_shared = self._marks()
 
-    # Copies, and a module that shows them without being written to.
+    # Copies of weights, and a context in which the module refers to them.
 
     @torch.no_grad()
     def mean(self, workers: Workers) -> dict[str, Tensor]:
-        """Return the mean of all workers' weights and of other tensors that differ, by name. Collective."""
-        # Parameters unfrozen since the last exchange are untrained until the next: looking changes nothing.
+        """Return means of all workers' weights and differing other tensors by name. Collective."""
+        # Parameters unfrozen since the last exchange stay untrained until the next, so this changes no state.
         self._exchange.land()
         untrained = self._exchange.untrained
         untrained.take_in_new()
-        told = untrained.floating(only_buffers=False)
-        mine = fingerprints([*told.values()])
-        prints = mine.new_zeros(workers.num_workers, mine.numel())
-        if told:
-            workers.all_gather(prints.view(-1), mine).wait()
-        averaged = self.weights() | untrained.differing(told, prints.cpu())
+        compared = untrained.floating(only_buffers=False)
+        local_prints = fingerprints([*compared.values()])
+        prints = local_prints.new_zeros(workers.num_workers, local_prints.numel())
+        if compared:
+            workers.all_gather(prints.view(-1), local_prints).wait()
+        averaged = self.weights() | untrained.differing(compared, prints.cpu())
         tensors = {name: tensor.clone() for name, tensor in averaged.items()}
         workers.average(list(tensors.values()))
         return tensors
 
     @torch.no_grad()
     def anchor(self) -> dict[str, Tensor]:
-        """Return copies of the anchor by parameter name, each like the parameter.
+        """Return copies of the anchor by name, with the parameters' dtypes and shapes.
 
-        A parameter that has another size since the last exchange has no anchor: its copy is its own value.
+        A parameter whose size has changed since the last exchange has no anchor, so its own value is copied.
         """
         anchors = self._exchange.anchors()
         copies = {name: weight.clone() for name, weight in self.weights().items()}
@@ -110,32 +110,32 @@ class SharedWeights:
 
     @contextmanager
     def shown(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Give the module these tensors inside the context, without writing to its own.
+        """Set the module's tensors inside the context without writing to its own.
 
-        A signal may ask for a checkpoint in the middle of a backward, which fails if weights were written to.
+        A signal may request a checkpoint during a backward, which fails if weights were written to.
         """
-        held = named_tensors(self._module)
-        shards = {name: local(held[name]).clone() for name in tensors if isinstance(held[name], DTensor)}
-        own = {name: held[name].data for name in tensors.keys() - shards.keys()}
+        named = named_tensors(self._module)
+        shards = {name: local(named[name]).clone() for name in tensors if isinstance(named[name], DTensor)}
+        own = {name: named[name].data for name in tensors.keys() - shards.keys()}
         try:
             for name, tensor in tensors.items():
                 if name in shards:
-                    local(held[name]).copy_(tensor)  # a backward needs the gathered parameters, not the shards
+                    local(named[name]).copy_(tensor)  # a backward needs the gathered parameters, not the shards
                 else:
-                    held[name].data = tensor
+                    named[name].data = tensor
             yield
         finally:
             for name, shard in shards.items():
-                local(held[name]).copy_(shard)
+                local(named[name]).copy_(shard)
             for name, data in own.items():
-                held[name].data = data
+                named[name].data = data
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the parameters that have an anchor, by name, detached."""
+        """Return the anchored parameters by name, detached."""
         named = self._module.named_parameters()
         return {name: local(parameter) for name, parameter in named if name in self._exchange.anchored}
 
-    def _held(self) -> dict[str, Tensor]:
+    def _tensors(self) -> dict[str, Tensor]:
         return {name: local(tensor) for name, tensor in named_tensors(self._module).items()}
 
     def _marks(self) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""A module's tensors beside its trained weights: buffers, and frozen parameters that code updates itself."""
+"""Compares and averages buffers, and frozen parameters that code updates."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from lightning_sparse.exchange import Workers, without_wait
 
 WORD_BYTES = 8
 SMALL_BYTES = 2**16
-"""Tensors of up to so many bytes are hashed together, such as a hundred statistics of batch norm."""
+"""The largest size of tensors that are hashed together, such as a hundred statistics of batch norm."""
 BLOCK_ELEMENTS = 2**22
-"""So many words of larger tensors are hashed at a time, which needs as much memory again."""
+"""The number of words of larger tensors that are hashed at a time, which needs an equal amount of work space."""
 _SPREAD, _FIRST, _SECOND = (number - 2**64 for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
@@ -26,7 +26,7 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def ignored_names(module: nn.Module) -> set[str]:
-    """Return the parameters and buffers that DDP is told to ignore, such as a worker's own experts."""
+    """Return names of tensors that DDP ignores, such as a worker's own experts."""
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
@@ -35,15 +35,15 @@ class _Known:
     is_buffer: bool
     is_floating: bool
     at_first: Tensor
-    """Its fingerprint at set-up."""
+    """The fingerprint at set-up."""
 
 
 class UntrainedTensors:
-    """Buffers, and parameters that require no gradient. Only tensors that differ between workers are averaged.
+    """Buffers and frozen parameters, which are averaged only if they differ between workers.
 
-    So constants keep their bits, and workers share a statistic (batch norm) or a target network (a moving average of
-    weights) that each has computed from its own weights. This concerns only tensors that have the same size everywhere.
-    Tensors of integers or truth values at set-up stay each worker's own.
+    So constants keep their bits, and workers share statistics (batch norm) or a target network (a moving average of
+    weights) that each worker computes from its own weights. Only tensors with equal sizes on all workers are averaged.
+    Tensors that hold integers or booleans at set-up stay local to each worker.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -52,76 +52,76 @@ class UntrainedTensors:
         self._take_in(is_set_up=True)
 
     def take_in_new(self) -> None:
-        """Take in new buffers and the frozen parameters that came with them; others become known when they train."""
+        """Register new buffers, and frozen parameters if there are new buffers."""
         if any(name not in self._known for name, _ in self._module.named_buffers()):
             self._take_in(is_set_up=False)
 
     def _take_in(self, *, is_set_up: bool) -> None:
         ignored, buffers = ignored_names(self._module), dict(self._module.named_buffers())
-        frozen = {name: held for name, held in self._module.named_parameters() if not held.requires_grad}
+        frozen = {name: weight for name, weight in self._module.named_parameters() if not weight.requires_grad}
         for name, tensor in {**frozen, **buffers}.items():
             if name not in ignored and name not in self._known:
-                # A new tensor counts as changed since set-up, so that files hold each worker's.
+                # A new tensor counts as changed since set-up, so that checkpoints contain it for every worker.
                 at_first = fingerprints([local(tensor)]) if is_set_up else torch.full((2,), nan)
                 is_floating = tensor.is_floating_point() or tensor.is_complex()
                 self._known[name] = _Known(name in buffers, is_floating, at_first)
 
     def floating(self, *, only_buffers: bool) -> dict[str, Tensor]:
-        """Return the tensors that workers may average, by name; only buffers, or frozen parameters too."""
+        """Return floating-point buffers by name, and frozen parameters unless ``only_buffers``."""
         known = self._known.items()
         return self._tensors([name for name, of in known if of.is_floating and (of.is_buffer or not only_buffers)])
 
-    def differing(self, told: Mapping[str, Tensor], prints: Tensor) -> dict[str, Tensor]:
-        """Return by name the tensors that differ between workers and have one size; the same names on all workers.
+    def differing(self, compared: Mapping[str, Tensor], prints: Tensor) -> dict[str, Tensor]:
+        """Return tensors that differ between workers but not in size, equally on all workers.
 
         Takes an earlier result of ``floating`` and all workers' ``fingerprints`` of it, shape (n, numbers), on the CPU.
-        A tensor that has changed its size since, or is gone, is replaced by its old value.
+        A tensor that was removed or resized in the meantime is replaced by its old value.
         """
-        if not told:
+        if not compared:
             return {}
         rows = prints.view(len(prints), -1, 2)
         is_same = (rows == rows[:1]).all(0)
         return {
-            name: now if now.numel() == told[name].numel() and now.dtype == told[name].dtype else told[name]
+            name: now if now.numel() == compared[name].numel() and now.dtype == compared[name].dtype else compared[name]
             for (name, now), (has_one_hash, has_one_size) in zip(
-                self._tensors(told).items(), is_same.tolist(), strict=True
+                self._tensors(compared).items(), is_same.tolist(), strict=True
             )
             if has_one_size and not has_one_hash
         }
 
     def changed(self, workers: Workers | None = None) -> dict[str, Tensor]:
-        """Return by name the tensors of any dtype that have changed since set-up.
+        """Return tensors of any dtype that have changed since set-up by name.
 
-        On any of the workers, if they are given: then collective. Else on this worker.
+        With ``workers``, the result includes tensors that have changed on any worker, and the call is collective.
         """
         now = self._tensors(self._known)
-        flags = [not torch.equal(fingerprints([held]), self._known[name].at_first) for name, held in now.items()]
+        flags = [not torch.equal(fingerprints([tensor]), self._known[name].at_first) for name, tensor in now.items()]
         if workers is not None and flags:
             counts = torch.tensor(flags, dtype=torch.int32, device=next(iter(now.values())).device)
             workers.all_reduce(counts).wait()
             flags = counts.bool().tolist()
-        return {name: held for (name, held), flag in zip(now.items(), flags, strict=True) if flag}
+        return {name: tensor for (name, tensor), flag in zip(now.items(), flags, strict=True) if flag}
 
     def _tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return tensors by name, and an empty tensor for those that are gone."""
-        held = named_tensors(self._module)
-        return {name: local(held[name]) if name in held else torch.zeros(0) for name in names}
+        """Return tensors by name, with empty tensors for removed ones."""
+        found = named_tensors(self._module)
+        return {name: local(found[name]) if name in found else torch.zeros(0) for name in names}
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
-    """Return hash and size of each tensor: float64, shape (2 · len(tensors),), on the first tensor's device.
+    """Return hash and size of each tensor: float64, shape (2 · len(tensors),).
 
-    The hash is the sum, modulo 2⁶⁴, of SplitMix64 (Steele et al., 2014) of each word of 8 bytes and its place, in the
-    order of indices, so that it also detects permutations and other signs. The result has 53 bits of it. Known sizes
-    need no wait for a GPU.
+    The result is on the first tensor's device. The hash is the sum, modulo 2⁶⁴, of SplitMix64 (Steele et al., 2014) of
+    each word of 8 bytes and its position, in the order of indices. So it also detects permutations and changed signs.
+    The result has 53 bits of the sum. Repeated sizes need no wait for a GPU.
     """
     if not tensors:
         return torch.zeros(0, dtype=torch.float64)
     device = tensors[0].device
     octets = [as_real(tensor).flatten().contiguous().view(torch.uint8) for tensor in tensors]
-    small = [place for place, own in enumerate(octets) if own.numel() <= SMALL_BYTES and own.device == device]
-    together = dict(zip(small, _hash_together([octets[place] for place in small]), strict=True))
-    hashes = [together[place] if place in together else _hash(own).to(device) for place, own in enumerate(octets)]
+    small = [index for index, flat in enumerate(octets) if flat.numel() <= SMALL_BYTES and flat.device == device]
+    together = dict(zip(small, _hash_together([octets[index] for index in small]), strict=True))
+    hashes = [together[index] if index in together else _hash(flat).to(device) for index, flat in enumerate(octets)]
     sizes = _sizes(tuple(tensor.numel() for tensor in tensors), device)
     return torch.stack([(torch.stack(hashes) >> 11).double(), sizes], 1).flatten()
 
@@ -130,9 +130,9 @@ def _hash_together(octets: Sequence[Tensor]) -> Sequence[Tensor]:
     if not octets:
         return []
     device = octets[0].device
-    counts = tuple(-(-own.numel() // WORD_BYTES) for own in octets)
-    nothing = torch.zeros(WORD_BYTES, dtype=torch.uint8, device=device)
-    pieces = [piece for own in octets for piece in (own, nothing[: -own.numel() % WORD_BYTES])]
+    counts = tuple(-(-flat.numel() // WORD_BYTES) for flat in octets)
+    padding = torch.zeros(WORD_BYTES, dtype=torch.uint8, device=device)
+    pieces = [piece for flat in octets for piece in (flat, padding[: -flat.numel() % WORD_BYTES])]
     places, owners = _places(counts, device)
     mixed = _mixed(torch.cat(pieces).view(torch.int64), places.clone())
     return torch.zeros(len(octets), dtype=torch.int64, device=device).index_add_(0, owners, mixed).unbind()
@@ -150,7 +150,7 @@ def _hash(octets: Tensor) -> Tensor:
 
 
 def _mixed(words: Tensor, places: Tensor) -> Tensor:
-    """Return SplitMix64 of words and their places, in the memory of the places."""
+    """Return SplitMix64 of words and their positions, in the memory of ``places``."""
     mixed = places.mul_(_SPREAD).add_(words)
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
         mixed = mixed.bitwise_xor_(mixed >> shift).mul_(factor)
@@ -159,7 +159,7 @@ def _mixed(words: Tensor, places: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _places(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return for every word its place in its own tensor, from 1 on, and the tensor's index."""
+    """Return every word's position in its tensor, from 1 on, and the tensor's index."""
     owners = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     places = torch.cat([torch.arange(1, count + 1) for count in counts])
     return without_wait(places, device), without_wait(owners, device)

@@ -1,4 +1,4 @@
-"""One step of sparse averaging, whatever is averaged, and what a worker keeps from one step to the next."""
+"""The engine of sparse averaging, and the state that a worker keeps between steps."""
 
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.engine import Engine

@@ -1,4 +1,4 @@
-"""The base of all averagers, which bring buckets to an engine."""
+"""The base class of all averagers."""
 
 import difflib
 from abc import ABC, abstractmethod
@@ -18,24 +18,24 @@ from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.exchange import Workers
 from lightning_sparse.sparsifiers import HardThreshold
 
-BROKEN_OFF = "it was saved in the middle of an exchange, which an exception has broken off"
+BROKEN_OFF = "it was saved in the middle of an exchange, which an exception interrupted"
 """Why a checkpoint lacks tensors of workers."""
 
 
 class Averager(ABC):
-    """The base of all averagers, which bring buckets to an engine.
+    """The base class of all averagers, which pass buckets to an engine.
 
     Args:
-        engine: the averager's own.
-        names: of all parameters that are averaged.
+        engine: the engine of this averager alone.
+        names: the names of all averaged parameters.
 
     Attributes:
         kind: the averaged tensors: ``"gradients"`` or ``"drifts"``.
-        forgets: whether unsent values are thrown away, so that saved ones are lost.
-        workers: the workers that take part.
-        sparsifier: the averager's own; holds the calibrated λ once calibration has ended.
-        replica: the ranks among which a model is sharded; this rank alone if it is not.
-        place: this rank's place among all ranks, as ``state_dict`` holds it.
+        forgets: whether unsent values are discarded, so that saved ones are lost.
+        workers: the workers that exchange values.
+        sparsifier: this averager's copy, with the calibrated λ after calibration.
+        replica: the ranks among which a model is sharded; only this rank if it is not sharded.
+        place: this rank and the number of ranks, as ``state_dict`` saves them.
     """
 
     kind: ClassVar[str]
@@ -58,41 +58,41 @@ class Averager(ABC):
 
     @property
     def parameter_sizes(self) -> dict[str, int]:
-        """By name, how many real numbers this worker exchanges of each parameter; two for a complex element."""
+        """The real numbers that this worker exchanges per parameter, two for a complex element."""
         return {name: real_numel(parameter) for name, parameter in self.parameters.items()}
 
     @property
     def num_elements(self) -> int:
-        """The number of exchanged elements of the whole model; counts all shards as large as this rank's."""
+        """The number of exchanged elements of the model, if all shards have this rank's size."""
         return self.replica.num_workers * sum(self.parameter_sizes.values())
 
     @property
     def last_step(self) -> StepStats | None:
-        """The numbers of the last exchange, None before the first."""
+        """The statistics of the last exchange, None before the first."""
         return self._engine.last_step
 
     @property
     def wait_seconds(self) -> float:
-        """How long this worker waited for the last exchange after handing over its last bucket."""
+        """Seconds for which this worker waited after it started its last bucket."""
         return self._engine.wait_seconds
 
     def own_metrics(self) -> dict[str, float]:
-        """Return this worker's own metrics, which are logged with the last exchange."""
+        """Return metrics of this worker alone, logged with the last exchange."""
         return {"sparse/exchange_wait_ms": 1e3 * self.wait_seconds}
 
     def begin_epoch(self, epoch: int, learning_rates: Sequence[float]) -> None:
-        """Tell the sparsifier that an epoch begins, as ACCORDION needs. With a Trainer the strategy calls it.
+        """Begin an epoch in the sparsifier, as ACCORDION needs. With a Trainer, the strategy calls it.
 
         Args:
-            epoch: its number from 0, the same on all workers; you may repeat a call.
-            learning_rates: of all parameter groups of all optimizers.
+            epoch: the number of the epoch from 0, the same on all workers; you may repeat a call.
+            learning_rates: the learning rates of all parameter groups of all optimizers.
 
         Raises:
-            TypeError: the epoch is no whole number, or the learning rates are no list of numbers.
+            TypeError: the epoch is not an integer, or the learning rates are not a list of numbers.
         """
         try:
             number = index(epoch)
-            rates = [float(rate) for rate in learning_rates]  # a tensor would change with the next epoch's
+            rates = [float(rate) for rate in learning_rates]  # a scheduler may change a tensor in place
         except (TypeError, ValueError):
             raise TypeError(
                 f"Got begin_epoch({epoch!r}, {learning_rates!r}). Give the number of the epoch, and the learning rates "
@@ -107,23 +107,23 @@ class Averager(ABC):
         return self._engine.epoch
 
     def subscribe(self, receiver: Callable[[StepStats], None]) -> None:
-        """Call the receiver with the numbers of every exchange from now on, when it is over.
+        """Call the receiver with the statistics of every later exchange when that ends.
 
-        It may run inside backward, on every worker: it must be quick and must not communicate.
+        The receiver may run inside backward, on every worker. It must be fast and must not communicate.
         """
         if not callable(receiver):
             raise TypeError(f"Expected a function of StepStats, got {receiver!r}.")
         self._engine.subscribers.append(receiver)
 
     def set_threshold(self, threshold: float) -> None:
-        """Set λ from the next step on, to the same value on all workers; ends a calibration.
+        """Set λ from the next step on; ends a calibration. Pass the same value on all workers.
 
         Args:
             threshold: λ ≥ 0, in the units of the averaged tensors.
 
         Raises:
-            TypeError: the sparsifier is no hard threshold.
-            ValueError: a threshold that is negative, NaN or infinite.
+            TypeError: the sparsifier is not a hard threshold.
+            ValueError: the threshold is negative, NaN or infinite.
         """
         self._engine.calibrator.set_threshold(threshold)
 
@@ -134,13 +134,12 @@ class Averager(ABC):
         """Return the state from which this worker continues exactly.
 
         Args:
-            workers: for a checkpoint that all workers share: the group in which they agree on its content. Collective
-                if given.
+            workers: for a shared checkpoint, the group in which workers agree on its content. Collective if given.
         """
 
     @abstractmethod
     def restore(self, snapshot: Snapshot) -> None:
-        """Replace all state by a snapshot of another run, as far as it fits the model. Not collective."""
+        """Replace all state by those parts of a snapshot that fit the model. Not collective."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -148,13 +147,13 @@ class Averager(ABC):
 
     @property
     def progress(self) -> object:
-        """A value that is equal on all workers at the same point of training."""
+        """A value that is equal on all workers after the same number of steps."""
         return self._engine.next_step
 
     @property
     @abstractmethod
     def is_exchanging(self) -> bool:
-        """Whether an exchange has begun and has not ended, or was broken off."""
+        """Whether an exchange is running or was interrupted."""
 
     @property
     def has_own_state(self) -> bool:
@@ -162,30 +161,30 @@ class Averager(ABC):
         return True
 
     def obstacles(self) -> list[str]:
-        """Return why no checkpoint can hold this worker's tensors at this moment."""
+        """Return reasons why a checkpoint cannot hold this worker's tensors now."""
         return [BROKEN_OFF] if self.is_exchanging else []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state from which this worker continues exactly. Without a Trainer, save one file per worker.
+        """Return the state from which this worker continues exactly.
 
-        Plain containers and copies, which ``torch.load(weights_only=True)`` reads. Collective only for averagers of
-        drifts with ``overlap=True``.
+        Without a Trainer, save one file per worker. The state consists of plain containers and copies, so
+        ``torch.load(weights_only=True)`` reads it. Collective only for averagers of drifts with ``overlap=True``.
         """
         return sealed(self.place | copied(vars(self.snapshot())))
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continue from the result of ``state_dict`` on the worker of the same rank, before the first step.
+        """Continue from ``state_dict`` of the worker of the same rank, before the first step.
 
         Raises:
-            RuntimeError: the state belongs to another rank or another number of workers, or is damaged.
+            RuntimeError: the rank or the number of workers differs, or the state is damaged.
         """
         names = [field.name for field in fields(Snapshot)]
         found = list(saved) if isinstance(saved, Mapping) else []
         missing = [name for name in (*self.place, *names) if name not in found]
         if missing:
             raise RuntimeError(
-                f"This is no state of a {type(self).__name__}: it has {', '.join(map(str, found)) or 'nothing'}, and "
-                f"not {', '.join(missing)}."
+                f"This is not the state of a {type(self).__name__}: it has {', '.join(map(str, found)) or 'nothing'}, "
+                f"but not {', '.join(missing)}."
             )
         if any(saved[name] != here for name, here in self.place.items()):
             raise RuntimeError(
@@ -197,19 +196,19 @@ class Averager(ABC):
         self.restore(Snapshot(**{name: saved[name] for name in names}))
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        """Raises TypeError: it is part of a process group, and cannot be copied or pickled."""
+        """Raise TypeError, because an averager belongs to its process group."""
         raise TypeError(
             f"{type(self).__name__} cannot be copied or pickled: it belongs to this process and its process group. "
-            "Save state_dict(), and load it into a new one."
+            "Save state_dict() and load it into a new averager."
         )
 
 
 def warn_of_patterns(patterns: Collection[str], names: Collection[str]) -> None:
-    """Warn of patterns that match no name and so have no effect."""
+    """Warn about patterns that match no name and have no effect."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            like = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or sorted(names)[:3]
+            similar = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or sorted(names)[:3]
             rank_zero_warn(
                 f"lightning_sparse: layer_thresholds[{pattern!r}] matches no parameter and does nothing. Names are "
-                f"{', '.join(map(repr, like))}, …; a pattern may hold *, as in '*.bias'."
+                f"{', '.join(map(repr, similar))}, …; a pattern may contain *, as in '*.bias'."
             )

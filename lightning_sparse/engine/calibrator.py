@@ -1,4 +1,4 @@
-"""Sets a hard threshold's λ during training from the density that the user asked for."""
+"""Sets λ of a hard threshold during training from the target density."""
 
 from collections.abc import Collection, Mapping
 from math import isinf
@@ -16,13 +16,15 @@ LATE = 3
 
 
 class Calibrator:
-    """Finds λ of a ``HardThreshold`` with a density, and holds the density; does nothing for other sparsifiers.
+    """Finds λ of a ``HardThreshold`` for a density, and keeps the density.
+
+    Does nothing for other sparsifiers.
 
     Args:
         sparsifier: the sparsifier whose λ the calibrator sets.
         speaks: whether to log the calibrated λ and to warn about a late calibration.
-        keeps_rest: whether unsent values stay in the residual. If not, the residual is always zero, and the calibrator
-            concludes nothing from it.
+        keeps_rest: whether unsent values stay in the residual. If not, the residual is always zero, so the calibrator
+            ignores it.
     """
 
     def __init__(self, sparsifier: Sparsifier, *, speaks: bool, keeps_rest: bool) -> None:
@@ -36,40 +38,40 @@ class Calibrator:
         """Discard a calibrated λ and start a new calibration."""
         self._running: ThresholdCalibration | None = None
         self._control: DensityControl | None = None
-        self._of_layers: LayerControl | None = None
+        self._layer_control: LayerControl | None = None
         self._open: tuple[StepStats, StepStats | None] | None = None
         self._observed_steps = 0
         if self._sparsifier is not None and self._sparsifier.density is not None:
             density, overshoot = self._sparsifier.density, self._sparsifier.overshoot
             self._sparsifier.forget_calibration()
             if self._sparsifier.granularity == "layer":
-                self._of_layers = LayerControl(density, keeps_rest=self._keeps_rest, overshoot=overshoot)
+                self._layer_control = LayerControl(density, keeps_rest=self._keeps_rest, overshoot=overshoot)
             else:
                 self._control = DensityControl(density, pace_of(density))
             self._running = ThresholdCalibration(density, self._sparsifier.calibration_steps, overshoot=overshoot)
 
     @property
     def is_running(self) -> bool:
-        """Whether calibration still runs, so that every step must measure ‖g‖²."""
+        """Whether calibration runs, so that every step must measure ‖g‖²."""
         return self._running is not None
 
     @property
     def needs_layers(self) -> bool:
-        """Whether ``observe`` needs the numbers of every layer."""
-        return self._of_layers is not None
+        """Whether ``observe`` needs the statistics of every layer."""
+        return self._layer_control is not None
 
     def set_threshold(self, threshold: float) -> None:
-        """Set λ and end calibration; with a density, λ is adjusted from this value."""
+        """Set λ and end calibration. With a density, λ is adjusted from this value."""
         if self._sparsifier is None:
             raise TypeError(f"{self._name} has no λ to set. Use HardThreshold.")
         self._sparsifier.fix_threshold(threshold)
         self._running = self._open = None
 
     def observe(self, stats: StepStats, before: StepStats | None, *, counts: bool = True) -> None:
-        """Use the numbers of a step: for calibration until λ is fixed, after that to adjust λ.
+        """Calibrate or adjust λ with the statistics of a step.
 
-        λ stays if nothing was sent and no residual has changed since the previous step (a learning rate of 0). With
-        ``counts=False`` the step adjusts λ only once ``confirm`` is called, before the next step.
+        λ does not change if nothing was sent and no residual has changed since the previous step (a learning rate of
+        0). With ``counts=False``, the step adjusts λ only if you call ``confirm`` before the next step.
         """
         if self._sparsifier is None:
             return
@@ -82,7 +84,7 @@ class Calibrator:
         self._running.observe(stats.squared_gradient_norm)
         self._observed_steps += 1
         if not self._running.is_complete and self._observed_steps == LATE * self._running.steps:
-            self._is_late(stats, self._running)
+            self._report_late_calibration(stats, self._running)
         if self._running.is_complete:
             calibration, self._running = self._running, None
             threshold = calibration.threshold(stats.num_elements)
@@ -93,34 +95,34 @@ class Calibrator:
                     f"steps, for a density of {calibration.density:g} of {stats.num_elements:,} elements."
                 )
 
-    def _is_late(self, stats: StepStats, calibration: ThresholdCalibration) -> None:
+    def _report_late_calibration(self, stats: StepStats, calibration: ThresholdCalibration) -> None:
         if isinf(stats.squared_gradient_norm) and not stats.non_finite:
             raise RuntimeError(
-                f"No threshold can be calibrated: gradients are finite, and ‖g‖² overflowed in {self._observed_steps} "
+                f"No threshold can be calibrated: gradients are finite, but ‖g‖² overflowed in {self._observed_steps} "
                 "steps. Scale the loss down, or give threshold=… instead of density=…"
             )
         if self._speaks:
             rank_zero_warn(
                 f"lightning_sparse: no threshold after {self._observed_steps} steps, so everything is sent. "
-                f"Calibration needs {calibration.steps} steps with a finite ‖g‖², one of them above 0. It saw "
+                f"Calibration needs {calibration.steps} steps with a finite ‖g‖², at least one above 0. It observed "
                 f"{calibration.measured_steps}, and the last ‖g‖² is {stats.squared_gradient_norm:g}. Look for "
                 "gradients that are zero, not finite or too small to square, or give threshold=… instead of density=…"
             )
 
     def confirm(self, names: Collection[str]) -> None:
-        """Adjust λ for the stored step, which counts for these layers: an optimizer has stepped on them.
+        """Adjust λ with the stored step, because an optimizer has stepped on these layers.
 
-        A λ of its own is adjusted once per layer; a λ for all layers once per step.
+        With one λ per layer, λ is adjusted once per layer. A single λ is adjusted once per step.
         """
         if self._open is None or not names:
             return
         self._correct(*self._open, names)
-        if self._of_layers is None:
-            self._open = None  # a step counts once for the λ of all layers
+        if self._layer_control is None:
+            self._open = None  # a step adjusts a single λ only once
 
     def _correct(self, stats: StepStats, before: StepStats | None, names: Collection[str] | None) -> None:
         sparsifier = self._sparsifier
-        # NaN and infinity are sent at any λ, so such a step tells nothing about λ.
+        # NaN and infinity are sent at any λ, so λ does not depend on steps that contain them.
         if sparsifier is None or not sparsifier.threshold or stats.non_finite:
             return
         has_moved = stats.selected or before is None or stats.squared_error != before.squared_error
@@ -128,20 +130,20 @@ class Calibrator:
             excess = sparsifier.overshoot * sparsifier.threshold
             is_all = self._keeps_rest and is_all_sent(stats, self._control.density, excess)
             sparsifier.fix_threshold(self._control.corrected(sparsifier.threshold, stats.density, is_all=is_all))
-        if self._of_layers is not None:
-            own = {name: layer for name, layer in stats.layers.items() if not sparsifier.is_given(name)}
-            sparsifier.fix_layers(self._of_layers.corrected(own, sparsifier.threshold_of, names))
+        if self._layer_control is not None:
+            controlled = {name: layer for name, layer in stats.layers.items() if not sparsifier.is_given(name)}
+            sparsifier.fix_layers(self._layer_control.corrected(controlled, sparsifier.threshold_of, names))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return λ, the running calibration and the controller; None for each that does not exist."""
+        """Return λ, the running calibration and the controller, or None for missing ones."""
         state: dict[str, Any] = {
             "threshold": None if self._sparsifier is None else self._sparsifier.threshold,
             "calibration": None if self._running is None else self._running.state_dict(),
             "control": None if self._control is None else self._control.state_dict(),
         }
-        if self._of_layers is not None and self._sparsifier is not None:
+        if self._layer_control is not None and self._sparsifier is not None:
             thresholds = dict(self._sparsifier.of_layers)
-            state["layers"] = {"thresholds": thresholds, "controls": self._of_layers.state_dict()}
+            state["layers"] = {"thresholds": thresholds, "controls": self._layer_control.state_dict()}
         return state
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -152,8 +154,8 @@ class Calibrator:
             self._running = None
             if self._control is not None and saved["control"] is not None:
                 self._control.load_state_dict(saved["control"])
-            if self._of_layers is not None and saved.get("layers") is not None:
+            if self._layer_control is not None and saved.get("layers") is not None:
                 self._sparsifier.fix_layers(saved["layers"]["thresholds"])
-                self._of_layers.load_state_dict(saved["layers"]["controls"])
+                self._layer_control.load_state_dict(saved["layers"]["controls"])
         elif self._running is not None and saved["calibration"] is not None:
             self._running.load_state_dict(saved["calibration"])

@@ -1,4 +1,4 @@
-"""Control of λ after calibration, so that the average volume meets the density, per model or per layer."""
+"""Controls λ after calibration to reach the density, per model or per layer."""
 
 from collections.abc import Callable, Collection, Mapping
 from math import exp, log
@@ -8,32 +8,32 @@ from torch import finfo, float32
 from lightning_sparse.engine.step_stats import LayerStats, StepStats
 
 RECENT_STEPS = 10
-"""The running density is averaged over about this many steps. This and the next two hold at a pace of 1."""
+"""The running density is averaged over about this many steps. RECENT_STEPS, HORIZON and GAIN assume a pace of 1."""
 HORIZON = 100
 """The controller makes up for a surplus or deficit since calibration in about this many steps."""
 GAIN = 0.04
-"""λ changes by this share of the ratio, in logarithms. Density goes about with 1/λ², so gain and average make a loop of
-damping ratio 1 / sqrt(8 · GAIN · RECENT_STEPS) = 0.56."""
+"""λ changes by this share of the ratio, in logarithms. Density is roughly proportional to 1/λ², so gain and average
+form a loop with a damping ratio of 1 / sqrt(8 · GAIN · RECENT_STEPS) = 0.56."""
 UNHURRIED, FASTEST = 0.01, 5.0
-"""Up to this density the pace is 1. Above it, the pace grows in proportion, up to this many times: a change of λ takes
-effect in about 1 / density steps, and a training may have only 40 exchanges. At a higher pace λ would swing if all
-coordinates move about equally far, as Adam's do."""
+"""The pace is 1 up to this density and then grows in proportion, up to this maximum. A change of λ takes effect in
+about 1 / density steps, and a training may have only 40 exchanges. At a higher pace, λ would oscillate if all
+coordinates move about equally far, as with Adam."""
 FURTHEST = log(16.0)
-"""A running density that is further off than this factor counts as this far off."""
+"""The controller limits the ratio of running to target density to this factor."""
 FAR_TOO_MUCH, CATCHING_UP = 2.0, 0.2
-"""While both the running and the present density exceed the wanted one by more than this factor, λ grows by this share
-of the excess as well: after calibration on the first steps of a warmup, λ is soon a hundred times too small. At a pace
-of 1 λ grows by at most 95 % per step and falls by at most 11 %; at the highest pace it triples, or falls by 43 %."""
+"""If both the running and the current density exceed the target by this factor, λ also grows by this share of the
+excess: after calibration in the first warmup steps, λ is soon a hundred times too small. At a pace of 1, λ grows by at
+most 95 % per step and falls by at most 11 %. At the highest pace, it triples or falls by 43 %."""
 MOST_OWED = log(4.0)
-"""The density aimed at is never further from the wanted density than this factor."""
+"""The controller's aim is within this factor of the target density."""
 SMALLEST, LARGEST = finfo(float32).tiny, finfo(float32).max
 """λ stays between these: it is compared with float32 values."""
 MOST_FOR_ONE = 0.5
-"""The largest share that a small layer is held to because its density is less than one coordinate."""
+"""The largest target share of a small layer in which the density is less than one coordinate."""
 
 
 def pace_of(density: float) -> float:
-    """Return how many times faster λ changes than at densities of 1 % and less.
+    """Return the pace of λ relative to densities of at most 1 %.
 
     Example:
         >>> [pace_of(density) for density in (0.001, 0.01, 0.03, 0.3)]
@@ -43,17 +43,17 @@ def pace_of(density: float) -> float:
 
 
 class DensityControl:
-    """Adjusts λ slowly from densities that all workers saw, to the same value on all of them.
+    """Adjusts λ slowly from global densities, so that it is equal on all workers.
 
-    A proportional controller that aims at the density asked for, and makes up for a surplus or deficit so far::
+    A proportional controller that aims at the target density and compensates for an earlier surplus or deficit::
 
-        owed   = Σ (asked − seen)                          in steps at the density asked for
+        owed   = Σ (asked − seen)                          in steps at the target density
         aim    = asked · exp(owed · pace / HORIZON)        within a factor of four
         λ      ← λ · (recent / aim) ^ (GAIN · pace) · max(1, min(recent, seen) / (2 · asked)) ^ CATCHING_UP
 
     Args:
         density: the share of coordinates to send on average, in (0, 1].
-        pace: how many times faster λ changes than at small densities; see ``pace_of``.
+        pace: the pace of λ relative to small densities; see ``pace_of``.
     """
 
     def __init__(self, density: float, pace: float) -> None:
@@ -69,15 +69,15 @@ class DensityControl:
         Args:
             threshold: λ of this step.
             density: the density of this step, in 0…1.
-            is_all: whether all values but zeros were sent. A smaller λ would have sent no more, so λ does not fall, and
-                the controller does not make up for this step.
+            is_all: whether all nonzero values were sent. A smaller λ would not send more, so λ does not fall, and the
+                controller does not compensate for this step.
         """
         seen = density / self.density
         if is_all and seen < 1:
             self._recent += (seen - self._recent) * self._pace / RECENT_STEPS
             return threshold
         most = MOST_OWED * HORIZON / self._pace
-        self._owed = min(most, self._owed + 1 - seen)  # bounded: a long deficit is not sent at once
+        self._owed = min(most, self._owed + 1 - seen)  # bounded, so that a long deficit is not sent at once
         self._recent += (seen - self._recent) * self._pace / RECENT_STEPS
         aim = max(-MOST_OWED, min(MOST_OWED, self._owed * self._pace / HORIZON))
         off = log(self._recent) - aim if self._recent > 0 else -FURTHEST
@@ -87,7 +87,7 @@ class DensityControl:
         return max(SMALLEST, min(LARGEST, threshold * exp(change)))
 
     def state_dict(self) -> dict[str, float]:
-        """Return the running density and the deficit, both relative to the density asked for."""
+        """Return the running density and the deficit, relative to the target density."""
         return {"recent": self._recent, "owed": self._owed}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
@@ -96,21 +96,21 @@ class DensityControl:
 
 
 def is_all_sent(stats: StepStats | LayerStats, density: float, excess: float) -> bool:
-    """Return whether a smaller λ would have sent no more: no residual is left but what sent values leave behind.
+    """Return whether the residual is too small for a smaller λ to send more.
 
-    A sent value leaves κ λ. So many residuals of that size as the density asks for do not count: λ would fall for ever
-    where a density cannot be reached.
+    With overshoot, a sent value leaves a residual of κ λ. Such residuals are ignored, up to the number that the density
+    allows. Otherwise λ would fall forever if the density cannot be reached.
 
     Args:
-        stats: of a step, or of a layer in it.
-        density: the density asked for.
-        excess: κ λ; without overshoot every residual must be zero.
+        stats: the statistics of a step, or of a layer in a step.
+        density: the target density.
+        excess: κ λ; without overshoot, every residual must be zero.
     """
     return stats.squared_error <= density * stats.num_elements * excess**2
 
 
 def share_of_layer(density: float, num_elements: int) -> float:
-    """Return the share of a layer with this many elements that is sent on average.
+    """Return the target share of a layer with this many elements.
 
     Example:
         >>> [share_of_layer(0.01, size) for size in (1, 10, 1000)]
@@ -120,16 +120,16 @@ def share_of_layer(density: float, num_elements: int) -> float:
 
 
 class LayerControl:
-    """Adjusts λ of every layer from densities that all workers saw, to the same values on all of them.
+    """Adjusts λ of every layer from global densities, so that all workers agree.
 
-    A layer of fewer than 1 / density elements is held to one coordinate per step, and to at most half of its
-    coordinates. A layer to be sent whole could never make up for a step that sent less, and λ would fall for ever. If
-    a layer sent nothing and its residual did not change, the layer was not used, and λ stays.
+    The target of a layer with fewer than 1 / density elements is one coordinate per step, but at most half of its
+    coordinates. A layer with a target of 100 % could never compensate for a step that sent less, so λ would fall
+    forever. If a layer sent nothing and its residual did not change, the layer was not used, and λ does not change.
 
     Args:
         density: the share of each layer to send on average, in (0, 1].
-        keeps_rest: whether unsent values stay in the residual. If not, λ also falls while a layer is not used: the
-            numbers of a layer that sent nothing are the same whether its gradient was zero or below λ.
+        keeps_rest: whether unsent values stay in the residual. If not, λ also falls while a layer is not used, because
+            the statistics do not show whether its gradient was zero or below λ.
         overshoot: κ of the hard threshold.
     """
 
@@ -137,7 +137,7 @@ class LayerControl:
         self.density = density
         self._keeps_rest = keeps_rest
         self._overshoot = overshoot
-        # Not the pace of a layer's own density: λ of a layer that sends one coordinate every second step would jump.
+        # Not the pace of a layer's target: λ of a layer that sends a coordinate in every second step would jump.
         self._pace = pace_of(density)
         self._layers: dict[str, DensityControl] = {}
 
@@ -147,17 +147,17 @@ class LayerControl:
         threshold_of: Callable[[str], float],
         names: Collection[str] | None = None,
     ) -> dict[str, float]:
-        """Return λ of every layer for the next step, from this step's numbers and λ of each layer.
+        """Return λ of every layer for the next step.
 
-        Layers for which this step does not count keep their λ; it counts for ``names``, or for all if that is None.
+        The step adjusts λ of layers in ``names``, or of all layers if ``names`` is None. Other layers keep their λ.
         """
+        thresholds = {name: threshold_of(name) for name, stats in layers.items() if stats.num_elements}
         return {
-            name: self._of(name, stats, threshold_of(name)) if names is None or name in names else threshold_of(name)
-            for name, stats in layers.items()
-            if stats.num_elements
+            name: self._correct_layer(name, layers[name], threshold) if names is None or name in names else threshold
+            for name, threshold in thresholds.items()
         }
 
-    def _of(self, name: str, stats: LayerStats, threshold: float) -> float:
+    def _correct_layer(self, name: str, stats: LayerStats, threshold: float) -> float:
         asked = share_of_layer(self.density, stats.num_elements)
         layer = self._layers.get(name)
         if layer is None or layer.density != asked:  # the checkpoint's layer had another size

@@ -1,15 +1,15 @@
-"""One step of sparse averaging: named flat buckets in, the same averages on all workers out.
+"""One step of sparse averaging, from named flat buckets to their averages.
 
-Every worker brings the same buckets in the same order, of gradients or of drifts. For each bucket:
+Every worker passes the same buckets in the same order, of gradients or of drifts. For each bucket:
 
 1. compensate    p = e + g / S, in the residual's memory
-2. select        the sparsifier picks coordinates of p, none of layers that are left out
+2. select        the sparsifier picks coordinates of p, except in layers that are left out
 3. keep          e' = p − out stays in the residual
 4. exchange      the exchange of out starts
 
 and after the last bucket:
 
-5. finish        (1/n) Σ_i out_i is in all averages; all workers' headers give the numbers of the step
+5. finish        (1/n) Σ_i out_i is in all averages; the headers of all workers give the step's statistics
 """
 
 import copy
@@ -38,30 +38,30 @@ from lightning_sparse.sparsifiers import Sparsifier, WholeStep
 
 
 class Engine:
-    """Averages sparsely, step by step. Collective: all workers make one and call it alike.
+    """Averages buckets sparsely. Collective: all workers make the same calls.
 
     Args:
-        sparsifier: chooses what is sent. Copied, so that calibration never changes the caller's own.
-        options: how values travel.
+        sparsifier: selects coordinates. Copied, so that calibration does not change the caller's sparsifier.
+        options: the options of the exchange.
         group: the process group; None is the default group.
-        per_layer_stats: whether `StepStats` holds numbers of every layer.
-        workers: others than the group's.
+        per_layer_stats: whether `StepStats` holds the statistics of every layer.
+        workers: replaces the group's workers.
 
     Raises:
-        ValueError: values are to travel as whole numbers, for which the sparsifier has no grid.
+        ValueError: the options do not support the sparsifier's values.
 
     Attributes:
-        sparsifier: the engine's own; holds the calibrated λ once calibration has ended.
-        workers: the workers that take part.
+        sparsifier: the engine's copy, with the calibrated λ after calibration.
+        workers: the workers that exchange values.
         exchange: routes payloads between the workers.
         calibrator: sets λ.
-        last_step: the numbers of the last step, None before the first.
-        wait_seconds: how long this worker waited in the last step after handing over its last bucket.
+        last_step: the statistics of the last step, None before the first.
+        wait_seconds: seconds for which this worker waited in the last step after it started its last bucket.
         next_step: the number of the next step for the sparsifier; the caller may set it back.
-        epoch: the number of the last epoch that began; None if unknown.
-        subscribers: called with each step's numbers when its exchange is over; must not communicate.
-        of_whole_model: turns a step's numbers into those of the model if other ranks hold other parts of it: the same
-            result on all of them.
+        epoch: the number of the epoch that began last; None if unknown.
+        subscribers: called with the statistics of each step after its exchange; must not communicate.
+        of_whole_model: returns the model's statistics from this rank's if the model is sharded. The result is equal on
+            all ranks of a replica.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Engine:
         self.epoch: int | None = None
         self.subscribers: list[Callable[[StepStats], None]] = []
         self.of_whole_model: Callable[[StepStats], StepStats] = lambda stats: stats
-        # As text: a checkpoint may not be able to hold the settings of a user's own sparsifier.
+        # As text, because a checkpoint may not support the types in a custom sparsifier's settings.
         self._settings = {name: repr(value) for name, value in sparsifier.settings().items()}
         self.per_layer_stats = per_layer_stats or self.calibrator.needs_layers
         self._extraction = Extraction(
@@ -100,20 +100,20 @@ class Engine:
         self._headers: list[Tensor] = []
 
     def forget_sizes(self) -> None:
-        """Free memory that buckets of other sizes needed; also in the middle of a step."""
+        """Free the memory of buckets with other sizes, even during a step."""
         self._averages.forget()
         self.exchange.forget_sizes()
 
     def begin(self) -> None:
-        """Begin a step, and forget a step that was broken off in its middle."""
+        """Begin a step, and discard an interrupted step."""
         if self._buckets:
-            self._averages.forget()  # values under way still arrive there
+            self._averages.forget()  # pending collectives still write to this memory
         self._buckets.clear()
         self.exchange.begin()
         self.sparsifier.begin_step(self.next_step, self.workers.rank)
 
     def add(self, bucket: FlatBucket) -> None:
-        """Select a bucket's values to send, and start their exchange. Collective."""
+        """Select a bucket's values and start their exchange. Collective."""
         self._buckets.append(bucket)
         gradient, layout, dtype = bucket.gradient, bucket.layout, bucket.residual.after.dtype
         is_full = self.calibrator.is_running
@@ -134,10 +134,10 @@ class Engine:
         self.exchange.start(shipment, header)
 
     def add_all(self, buckets: Iterable[FlatBucket]) -> None:
-        """Add buckets one by one, after a survey of all if the sparsifier needs it. Collective."""
+        """Survey all buckets if the sparsifier needs it, and add them. Collective."""
         if self.sparsifier.needs_survey:
             buckets = list(buckets)
-            dtype = max((bucket.residual.before.dtype for bucket in buckets), key=lambda kept: kept.itemsize)
+            dtype = max((bucket.residual.before.dtype for bucket in buckets), key=lambda dtype: dtype.itemsize)
             num_elements = sum(bucket.layout.num_elements for bucket in buckets)
             parts = [partial(bucket.whole, dtype) for bucket in buckets]
             self.sparsifier.survey(WholeStep(parts, num_elements, dtype))
@@ -145,10 +145,10 @@ class Engine:
             self.add(bucket)
 
     def finish(self) -> list[Tensor]:
-        """End the exchange, with the step's only wait for the device: all averages are there. Collective.
+        """End the exchange and complete all averages. Collective.
 
-        Returns all workers' notes by bucket: float64, shape (n, numbers), on the CPU. Raises RuntimeError if a worker
-        ended or stopped; names its rank if torch does.
+        This is the step's only wait for the device. Returns all workers' notes by bucket: float64, shape (n, numbers),
+        on the CPU. Raises RuntimeError if a worker ended or stopped, with its rank if torch reports it.
         """
         begin = perf_counter()
         try:
@@ -164,12 +164,13 @@ class Engine:
         return [header[:, length:] for header, length in zip(headers, lengths, strict=True)]
 
     def account(self, *, more_bytes: int = 0, dense_exchanges: int = 1, counts: bool = True) -> None:
-        """End the step: calibration and subscribers learn its numbers.
+        """End the step, and pass its statistics to calibration and subscribers.
 
         Args:
-            more_bytes: bytes that this worker handed to the caller's own collectives in this step.
+            more_bytes: bytes that this worker passed to the caller's own collectives in this step.
             dense_exchanges: the number of dense exchanges of gradients that this step replaces.
-            counts: whether the step surely counts; if not, a held density ignores it until ``calibrator.confirm``.
+            counts: whether training uses the step for certain; if not, the density controller ignores it until
+                ``calibrator.confirm``.
         """
         buckets, self._buckets = self._buckets, []
         before = self.last_step
@@ -197,7 +198,7 @@ class Engine:
         self.next_step = 0
 
     def mark(self) -> Mapping[str, Any]:
-        """Return the state of this moment, from which ``snapshot`` can be made later; cheap enough for every step."""
+        """Return the current state for a later ``snapshot``. Cheap enough for every step."""
         return {
             "settings": self._settings,
             **self.calibrator.state_dict(),
@@ -207,7 +208,7 @@ class Engine:
         }
 
     def snapshot(self, mark: Mapping[str, Any] | None = None) -> Snapshot:
-        """Return numbers and history at a ``mark``, or the current ones, without an averager's tensors."""
+        """Return numbers and history at a ``mark`` or now, without an averager's tensors."""
         numbers = dict(self.mark() if mark is None else mark)
         if numbers["last_step"] is not None:
             numbers["last_step"] = asdict(replace(numbers["last_step"], layers={}))
@@ -221,15 +222,15 @@ class Engine:
     def restore(self, snapshot: Snapshot) -> None:
         """Continue from another run's numbers and history.
 
-        λ and its calibration continue only if the sparsifier has the same settings as in that run. History that is
-        missing begins anew.
+        λ and its calibration continue only if the sparsifier has the same settings as in that run. Missing history
+        starts empty.
         """
         saved, history = snapshot.numbers, snapshot.history
         if saved["settings"] == self._settings:
             self.calibrator.load_state_dict(saved)
             self.sparsifier.load_state_dict(history.get("sparsifier", {}))
             self.epoch = None
-        elif self.workers.num_workers > 1 and self.workers.rank == 0:  # a single worker keeps nothing back
+        elif self.workers.num_workers > 1 and self.workers.rank == 0:  # a single worker exchanges nothing
             say_other_sparsifier(self._settings, saved["settings"])
         self.last_step = None if saved["last_step"] is None else StepStats(**saved["last_step"])
         self.next_step = saved["next_step"]
@@ -237,10 +238,10 @@ class Engine:
 
 
 def say_other_sparsifier(settings: Mapping[str, str], before: Mapping[str, str]) -> None:
-    """Say that a run resumes with other settings of its sparsifier, and which ones."""
+    """Log the sparsifier settings that differ from the checkpoint's."""
     names = [name for name in {**before, **settings} if settings.get(name) != before.get(name)]
     now, then = (", ".join(f"{name}={known.get(name, '(default)')}" for name in names) for known in (settings, before))
     rank_zero_info(
-        f"lightning_sparse: the sparsifier is not the one of the checkpoint: {now} instead of {then}. The current one "
-        "is used; with a density, calibration begins anew."
+        f"lightning_sparse: the sparsifier differs from the checkpoint's: {now} instead of {then}. The new settings "
+        "apply; with a density, calibration starts again."
     )

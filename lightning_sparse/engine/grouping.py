@@ -1,4 +1,4 @@
-"""Parameters in flat buckets: the local part of each, as real numbers in a fixed order."""
+"""Groups local parts of parameters into flat buckets of real numbers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ from torch.distributed.tensor import DTensor
 from lightning_sparse.sparsifiers import LayerLayout
 
 BUCKET_ELEMENTS = 25 * 2**18
-"""25 MiB of float32, as DDP's buckets. A larger parameter has a bucket of its own: no parameter is cut."""
+"""25 MiB of float32, as in DDP. A larger parameter has its own bucket, because no parameter is split."""
 
 
 def require_one_device(tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if a process has parameters on several devices: its buckets share one header."""
+    """Raise ValueError if parameters are on several devices, because buckets share a header."""
     first: dict[torch.device, str] = {}
     for name, tensor in tensors.items():
         first.setdefault(tensor.device, name)
     if len(first) > 1:
         places = ", ".join(f"{name!r} on {device}" for device, name in first.items())
         raise ValueError(
-            f"The module's parameters are on several devices: {places}. Every process must have all on one. For a "
-            "model that does not fit, see HSDPHardThresholdStrategy and shard_exchange."
+            f"The module's parameters are on several devices: {places}. Put all parameters of a process on one device. "
+            "If the model does not fit, see HSDPHardThresholdStrategy and shard_exchange."
         )
 
 
@@ -38,17 +38,17 @@ def as_real(tensor: Tensor) -> Tensor:
 
 
 def real_numel(tensor: Tensor) -> int:
-    """Return how many real numbers a tensor holds: two per complex element."""
+    """Return the number of real numbers in a tensor, two per complex element."""
     return tensor.numel() * (2 if tensor.is_complex() else 1)
 
 
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, detached; shares its memory."""
-    held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return held.detach()
+    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return part.detach()
 
 
-# DDP lays gradients out as their parameters lie in memory. Checkpoints hold the order of indices.
+# DDP's buckets have the memory order of parameters. Checkpoints have the order of indices.
 
 
 def require_strides(names: Sequence[str], parameters: Sequence[Tensor], strides: Mapping[str, tuple[int, ...]]) -> None:
@@ -57,20 +57,20 @@ def require_strides(names: Sequence[str], parameters: Sequence[Tensor], strides:
         if parameter.stride() != strides.get(name, parameter.stride()):
             raise RuntimeError(
                 f"The parameter {name!r} has strides {tuple(parameter.stride())}, and had {tuple(strides[name])} when "
-                "training was set up. Change the memory format before that: in __init__, configure_model or "
-                "setup, or before fit."
+                "training was set up. Change the memory format before set-up: in __init__, configure_model or setup, "
+                "or before fit."
             )
 
 
 def in_logical_order(residual: Tensor, parameter: Tensor) -> Tensor:
-    """Return a flat residual in the order of its parameter's indices, whatever the memory format."""
+    """Return a flat residual in the order of its parameter's indices."""
     if not _has_memory_order(parameter):
         return residual
     return _as_laid_out(residual, parameter).flatten(0, parameter.dim() - 1).flatten()
 
 
 def in_memory_order(residual: Tensor, parameter: Tensor) -> Tensor:
-    """Return a residual as DDP lays it out in a bucket; the inverse of ``in_logical_order``."""
+    """Return a residual in the order of DDP's buckets, the inverse of ``in_logical_order``."""
     if not _has_memory_order(parameter):
         return residual
     laid_out = torch.empty_like(residual)
@@ -80,17 +80,17 @@ def in_memory_order(residual: Tensor, parameter: Tensor) -> Tensor:
 
 
 def as_parameter(flat: Tensor, parameter: Tensor) -> Tensor:
-    """Return a view of a bucket's part with a real parameter's shape and strides."""
+    """Return a view of a bucket's part with a parameter's shape and strides."""
     return _as_laid_out(flat, parameter) if _has_memory_order(parameter) else flat.view(parameter.shape)
 
 
 def _has_memory_order(parameter: Tensor) -> bool:
-    """Return whether a parameter fills its memory without gaps or overlaps, but not in the order of its indices."""
+    """Return whether a dense parameter's memory is not in the order of its indices."""
     return not parameter.is_contiguous() and bool(torch.ops.aten.is_non_overlapping_and_dense(parameter))
 
 
 def _as_laid_out(flat: Tensor, parameter: Tensor) -> Tensor:
-    """Return a view of shape parameter.shape, with a last dimension of two if the parameter is complex."""
+    """Return a view of the parameter's shape, plus a dimension of two if complex."""
     if parameter.is_complex():
         strides = [2 * stride for stride in parameter.stride()]
         return flat.as_strided([*parameter.shape, 2], [*strides, 1])
@@ -99,12 +99,12 @@ def _as_laid_out(flat: Tensor, parameter: Tensor) -> Tensor:
 
 @dataclass
 class ParameterBucket:
-    """Parameters of one device, each with a part of a flat tensor.
+    """Parameters on one device, each with a part of a flat tensor.
 
     Attributes:
-        index: its place in the order that all workers keep to.
+        index: the position of the bucket, the same on all workers.
         layout: the parameters' names and sizes on this rank; a complex number is two coordinates.
-        parameters: the module's own; distributed tensors count with their local part.
+        parameters: the module's parameters; of distributed tensors, only the local part is used.
     """
 
     index: int
@@ -112,12 +112,12 @@ class ParameterBucket:
     parameters: list[Tensor]
 
     def zeros(self) -> Tensor:
-        """Return a flat tensor of zeros: float32, or float64 where parameters are."""
+        """Return a flat tensor of zeros: float64 for double precision, else float32."""
         first = local(self.parameters[0])
         return torch.zeros(self.layout.num_elements, dtype=kept_dtype(first), device=first.device)
 
     def by_name(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return the parts of a flat tensor by parameter name: flat views, in the order of the indices."""
+        """Return flat views of a flat tensor by parameter name, in the order of indices."""
         return {name: flat[start:end] for name, start, end in self.layout.spans()}
 
     def shaped_parts(self, flat: Tensor) -> list[Tensor]:
@@ -133,7 +133,7 @@ _Bucket = TypeVar("_Bucket", bound=ParameterBucket)
 def bucketed(
     kind: type[_Bucket], parameters: Mapping[str, Tensor], first_index: int, dtype_of: Callable[[Tensor], torch.dtype]
 ) -> list[_Bucket]:
-    """Group parameters into buckets of one dtype and device, in the order given: the same on all workers."""
+    """Group parameters in order into buckets of one dtype and device."""
     groups: dict[tuple[torch.dtype, torch.device], list[list[str]]] = {}
     sizes = {name: real_numel(local(parameter)) for name, parameter in parameters.items()}
     for name, parameter in parameters.items():

@@ -12,32 +12,32 @@ from lightning_sparse.sparsifiers import LayerLayout
 
 
 class ResidualMemory:
-    """The residuals e of this worker, keyed by parameter name and held in two flat tensors per bucket.
+    """The residuals e of this worker by parameter name, two flat tensors per bucket.
 
-    DDP rebuilds its buckets after the first iteration. A bucket with a new layout takes its residuals over by name::
+    DDP rebuilds its buckets after the first iteration. A bucket with a new layout copies its residuals by name::
 
         iteration 0   [ conv1 | conv2 | fc ]          one bucket holds everything
                           │       │      │            views by name
         iteration 1   [ fc | conv2 ]  [ conv1 ]       copied layer by layer, once; the old tensors are freed
 
-    A backward must be rolled back if no optimizer ever steps on its gradient
+    A backward must be rolled back if no optimizer steps on its gradient
     (``lightning_sparse.gradients.pending_gradients``). So it reads one tensor and writes the other, and the *committed*
-    residual stays unchanged. A step swaps the two::
+    residual does not change. A step swaps the two::
 
         backward      committed e ── + g, − out ──▶ pending e'
         step          e' is committed now, and the next backward writes to the memory of e
         no step       e is still committed
 
-    Parameters of one bucket may have different optimizers; values are copied only where those disagree. A further
-    backward before the step continues from e' in place.
+    Parameters of one bucket may have different optimizers. Values are copied only if some of these optimizers step and
+    others do not. Another backward before the step continues from e' in place.
 
     Args:
-        parameters: by name; required for those with another memory format than the default.
-        forgets: for a step that keeps nothing: one tensor of zeros, to which every bucket returns.
+        parameters: parameters by name; required for parameters without the default memory format.
+        forgets: whether every step starts from zero, so that each bucket needs only one tensor of zeros.
 
     Attributes:
         forgets: whether every step starts from zero (``error_feedback="none"``).
-        was_loaded: whether residuals came from elsewhere.
+        was_loaded: whether residuals were loaded.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor] | None = None, *, forgets: bool = False) -> None:
@@ -49,43 +49,43 @@ class ResidualMemory:
         self._loaded: dict[str, Tensor] = {}
 
     def bucket(self, index: int, layout: LayerLayout, gradient: Tensor) -> Residual:
-        """Begin a backward of a bucket: return its residual, each tensor of shape (layout.num_elements,).
+        """Begin a bucket's backward and return its residual, tensors of shape (layout.num_elements,).
 
-        The second tensor is the memory itself: ``keep`` makes its values pending. A parameter seen for the first time
-        has a residual of zeros. Dtype and device follow from the gradient.
+        The second tensor is the memory itself: ``keep`` makes its values pending. New parameters have a residual of
+        zeros. Dtype and device follow from the gradient.
         """
-        held = self._buckets.get(index)
-        if held is None or held.layout != layout or held.committed.device != gradient.device:
-            held = self._buckets[index] = self._lay_out(layout, gradient)
-        return held.begin()
+        bucket = self._buckets.get(index)
+        if bucket is None or bucket.layout != layout or bucket.committed.device != gradient.device:
+            bucket = self._buckets[index] = self._lay_out(layout, gradient)
+        return bucket.begin()
 
     def keep(self, index: int, unused: Iterable[str] = ()) -> None:
-        """End a backward of a bucket: its new residuals are pending, except for layers that it did not reach."""
+        """End a bucket's backward: new residuals become pending, except in unused layers."""
         self._buckets[index].keep(set(unused))
 
     def commit(self, names: set[str]) -> None:
-        """Make the pending residuals of these parameters the committed ones."""
-        for bucket in self._held():
+        """Commit the pending residuals of these parameters."""
+        for bucket in self._current_buckets():
             committed = bucket.pending & names
             bucket.pending -= committed
             bucket.in_back_buffer |= committed
 
     def roll_back(self, names: set[str]) -> None:
-        """Forget the pending residuals of these parameters."""
-        for bucket in self._held():
+        """Discard the pending residuals of these parameters."""
+        for bucket in self._current_buckets():
             bucket.pending -= names
 
     def abandon(self) -> None:
-        """Forget everything pending, also of a backward that was broken off in its middle."""
-        for bucket in self._held():
+        """Discard all pending residuals, even of an interrupted backward."""
+        for bucket in self._current_buckets():
             bucket.pending.clear()
             if self.forgets:
                 bucket.committed.zero_()
 
     def layers(self) -> dict[str, Tensor]:
-        """Return every parameter's committed residual by name: flat, in the order of the parameter's indices.
+        """Return committed residuals by name, flat and in the order of indices.
 
-        If the parameter has that order in memory, the result shares the memory, which later steps change.
+        If the parameter has this order in memory, the result shares the memory, which later steps change.
         """
         placed = {name: bucket.committed_part(name, start, end) for name, (bucket, start, end) in self._places.items()}
         return {
@@ -94,19 +94,19 @@ class ResidualMemory:
         }
 
     def all_layers(self) -> dict[str, Tensor]:
-        """Return the result of ``layers``, with zeros for parameters that no backward has reached yet."""
-        held = self.layers()
+        """Return the result of ``layers``, with zeros for parameters without a backward."""
+        layers = self.layers()
         for name, parameter in self._parameters.items():
-            if name not in held:
-                held[name] = torch.zeros(real_numel(parameter), dtype=kept_dtype(parameter), device=parameter.device)
-        return held
+            if name not in layers:
+                layers[name] = torch.zeros(real_numel(parameter), dtype=kept_dtype(parameter), device=parameter.device)
+        return layers
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the result of ``layers`` as copies that later steps do not change."""
+        """Return copies of the result of ``layers``."""
         return {name: residual.clone() for name, residual in self.layers().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Replace all residuals by the result of ``state_dict``, here or in another run."""
+        """Replace all residuals by the result of ``state_dict``."""
         self.was_loaded = bool(state)
         self._buckets.clear()
         self._places.clear()
@@ -135,15 +135,15 @@ class ResidualMemory:
             self._places[name] = (bucket, start, end)
         return bucket
 
-    def _held(self) -> set["_Bucket"]:
+    def _current_buckets(self) -> set["_Bucket"]:
         return {bucket for bucket, _, _ in self._places.values()}
 
 
 class _Bucket:
     """The two residuals of one bucket.
 
-    ``committed`` holds the committed residual, except of layers that are ``in_back_buffer``. ``back_buffer`` holds
-    these, and the pending residual of layers that are ``pending``.
+    ``committed`` holds the committed residual, except for layers that are ``in_back_buffer``. ``back_buffer`` holds
+    the committed residual of these layers, and the pending residual of layers that are ``pending``.
     """
 
     def __init__(self, layout: LayerLayout, committed: Tensor, back_buffer: Tensor) -> None:
@@ -154,7 +154,7 @@ class _Bucket:
         self.in_back_buffer: set[str] = set()
 
     def shrink(self) -> None:
-        """Free the tensor that holds no values, before another bucket takes the layers over."""
+        """Free the unused tensor before another bucket copies the layers."""
         if self.committed is self.back_buffer or self.pending:
             return
         if self._swap() or not self.in_back_buffer:
@@ -188,7 +188,7 @@ class _Bucket:
     def keep(self, unused: set[str]) -> None:
         if self.committed is self.back_buffer:
             return
-        # The backward neither added to unreached layers nor sent of them: they wait for no step and no rollback.
+        # The backward neither changed nor sent values of unused layers, so these need no step or rollback.
         idle = (unused & set(self.layout.names)) - self.pending
         self.in_back_buffer = idle
         self.pending = set(self.layout.names) - idle

@@ -1,7 +1,7 @@
-"""Observes the steps of torch optimizers, by one pair of global hooks for all observers.
+"""Observes steps of torch optimizers with one pair of global hooks for all observers.
 
-torch fails if a hook is removed while its hooks run, and an observer may be collected at any moment. So each observer
-is held by a weak reference, and the hooks stay until the last observer is closed.
+torch fails if a hook is removed while its hooks run, and an observer may be garbage-collected at any time. So observers
+are weak references, and the hooks stay until the last observer is closed.
 """
 
 import weakref
@@ -26,12 +26,12 @@ class Follower(Protocol):
 
 
 _followers: weakref.WeakKeyDictionary[Follower, None] = weakref.WeakKeyDictionary()
-"""In the order in which they came."""
+"""In the order of registration."""
 _hooks: list[torch.utils.hooks.RemovableHandle] = []
 
 
 def follow_steps(follower: Follower) -> None:
-    """Notify an object of steps for as long as it lives, or until ``follow_no_steps``."""
+    """Notify an object of steps until ``follow_no_steps`` or its deletion."""
     _followers[follower] = None
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_steps_begin))
@@ -62,10 +62,10 @@ def _steps_end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a method without keeping its object alive, and returns None once that is gone.
+    """Return a function that calls a method without keeping its object alive.
 
-    A state in a reference cycle would keep an ended process group until the cycle collector finds it. That may be in a
-    forked process, where the group's threads are missing when it is destroyed.
+    The function returns None after the object is deleted. A state in a reference cycle would keep an ended process
+    group until the garbage collector runs, perhaps in a forked process, which lacks the group's threads.
     """
     reference = weakref.WeakMethod(method)
 
@@ -77,10 +77,10 @@ def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class StepObserver:
-    """Calls back before and after each step that any optimizer takes on given parameters.
+    """Calls methods before and after each optimizer step on given parameters.
 
-    An optimizer around another (Lookahead, SAM) counts as one optimizer. Steps inside a backward, which hooks of single
-    parameters take, count together as one step when that backward ends.
+    An optimizer that wraps another (Lookahead, SAM) counts as one optimizer. Steps inside a backward, by hooks of
+    single parameters, count together as one step when this backward ends.
 
     Args:
         observed: the parameters, which the caller keeps alive; or their module if its layers may be replaced.
@@ -106,7 +106,7 @@ class StepObserver:
         follow_no_steps(self)
 
     def forget(self) -> None:
-        """Forget a step that an exception broke off: the next step is not inside of it."""
+        """Discard an interrupted step, so that the next step is not nested in it."""
         self._outer = None
 
     def _step_begins(self, optimizer: Optimizer, arguments: Arguments) -> Arguments | None:
@@ -136,34 +136,35 @@ class StepObserver:
 
 
 class UnexchangedParameters:
-    """Finds parameters of a module on which an optimizer steps although they are not exchanged.
+    """Finds parameters of a module on which an optimizer steps without an exchange.
 
-    They were frozen or absent when the module was set up, or their layer was replaced since. ``exchanged`` holds also
-    parameters that are known to be each worker's own. The module is not kept alive.
+    They were frozen or absent when the module was set up, or their layer was replaced afterwards. ``exchanged`` also
+    holds parameters that DDP ignores on purpose. The module is not kept alive.
     """
 
     def __init__(self, module: nn.Module, exchanged: Iterable[Tensor]) -> None:
         self._module = weakref.ref(module)
         self._exchanged = {id(parameter): parameter for parameter in exchanged}
-        self._of_others = WeakTensorKeyDictionary()
+        self._of_other_modules = WeakTensorKeyDictionary()
 
     def first_with_gradient(self) -> str | None:
-        """Return the name of the first such parameter that has a gradient, or None."""
+        """Return the first name of an unexchanged parameter with a gradient, or None."""
         for name, parameter in self._named():
             if id(parameter) not in self._exchanged and parameter.grad is not None:
                 return name
         return None
 
     def first_of(self, optimizer: Optimizer) -> str | None:
-        """Return the name of the first such parameter of an optimizer that has a gradient, or None."""
+        """Return an optimizer's first unexchanged parameter with a gradient, or None."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if id(parameter) in self._exchanged or parameter in self._of_others or parameter.grad is None:
+                is_known = id(parameter) in self._exchanged or parameter in self._of_other_modules
+                if is_known or parameter.grad is None:
                     continue
-                for name, held in self._named():
-                    if held is parameter:
+                for name, candidate in self._named():
+                    if candidate is parameter:
                         return name
-                self._of_others[parameter] = True
+                self._of_other_modules[parameter] = True
         return None
 
     def _named(self) -> Iterable[tuple[str, Tensor]]:
@@ -172,6 +173,6 @@ class UnexchangedParameters:
 
 
 def changes_weights(optimizer: Optimizer) -> bool:
-    """Return whether a step can change weights: torch steps with a rate of 0 to create an optimizer's state."""
+    """Return whether a step can change weights, which a learning rate of 0 excludes."""
     rates = [group.get("lr") for group in optimizer.param_groups]
     return any(rate is None or float(rate) != 0 for rate in rates)

@@ -1,4 +1,4 @@
-"""Models that FSDP2 shards: their requirements, the ranks of a replica, and the statistics of all shards."""
+"""Requirements, replicas and statistics of models that FSDP2 shards."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,25 +22,25 @@ OF_LAYER = [number for number in OF_STEP if number.per_layer]
 
 
 class Sharding:
-    """The ranks of a model that ``fully_shard`` shards. Collective: all ranks make it at set-up.
+    """The ranks of a model that ``fully_shard`` shards. Collective: all ranks.
 
     Args:
         module: the model.
-        mesh: the dimension of replicas, one rank each, of a mesh of all ranks.
-        settings: plain values by name that all ranks must agree on.
+        mesh: the dimension of replicas, one rank per replica, of a mesh of all ranks.
+        settings: plain values by name that must be equal on all ranks.
 
     Attributes:
-        named: the parameters by name, as the module has them when they are sharded.
-        device: this rank's.
+        named: the sharded parameters by name.
+        device: the device of this rank.
         group: the ranks that hold the same shard as this rank, one per replica.
-        is_alone: whether there is one replica, which has nothing to exchange.
+        is_alone: whether there is only one replica, which has nothing to exchange.
         replica: the ranks that hold this rank's replica.
-        place: this rank's place among all, which tells apart the states that ranks save.
+        place: this rank and the number of all ranks, which identify saved states.
 
     Raises:
-        TypeError: not a mesh.
-        ValueError: a mesh of several dimensions, or a module that is not sharded as it must be.
-        RuntimeError: ranks disagree on the settings, or the mesh does not divide them into replicas (on every rank).
+        TypeError: the mesh is not a DeviceMesh.
+        ValueError: the mesh has several dimensions, or the module's sharding is not supported.
+        RuntimeError: settings differ between ranks, or the mesh does not divide ranks into replicas (on every rank).
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, settings: dict[str, Any]) -> None:
@@ -50,9 +50,9 @@ class Sharding:
         self.device = local(next(iter(self.named.values()))).device
         self.group = mesh.get_group()
         self.is_alone = dist.get_world_size(self.group) == 1
-        shards = {f"shard of {name}": f"{list(local(held).shape)}, {held.dtype}" for name, held in self.named.items()}
+        shards = {f"shard of {name}": f"{list(local(p).shape)}, {p.dtype}" for name, p in self.named.items()}
         with current_device(self.device):
-            # Shards are compared between ranks in the same place; all ranks are told where they differ.
+            # Compare the shards that replicas share, and report differences on all ranks.
             different = list(differing(shards, self.group))
             require_agreement(settings | {"shards that differ between replicas": different})
             self.replica = replica_workers(self.group)
@@ -61,8 +61,8 @@ class Sharding:
     def of_all_shards(self, own: StepStats) -> StepStats:
         """Return the statistics of the whole model. Collective: every rank of the replica calls this.
 
-        Bytes count what all ranks of the replica handed to collectives between replicas. A parameter of which several
-        ranks hold copies, as under tensor parallelism, counts once per copy.
+        The bytes are those that all ranks of the replica pass to collectives between replicas. If several ranks hold
+        copies of a parameter, as under tensor parallelism, it counts once per copy.
         """
         if self.replica.num_workers == 1:
             return own
@@ -79,12 +79,12 @@ class Sharding:
 
 
 def _require_shards(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Raise if gradients would be averaged over too many ranks, or over too few."""
+    """Raise if gradients would be averaged over too many or too few ranks."""
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"Expected a mesh, mesh['replicate'] for example, got {mesh!r}.")
+        raise TypeError(f"Expected a DeviceMesh, mesh['replicate'] for example, got {mesh!r}.")
     if mesh.ndim != 1:
         raise ValueError(
-            f"Expected the dimension of replicas alone, mesh['replicate'] for example, got a mesh of {mesh.ndim} "
+            f"Expected only the dimension of replicas, mesh['replicate'] for example, got a mesh of {mesh.ndim} "
             f"dimensions: {mesh.mesh_dim_names}."
         )
     named = dict(module.named_parameters())
@@ -95,42 +95,42 @@ def _require_shards(module: nn.Module, mesh: DeviceMesh) -> None:
     is_distributed = any(isinstance(parameter, DTensor) for parameter in named.values())  # tensor parallelism, perhaps
     is_sharded = any(isinstance(part, FSDPModule) for part in module.modules())
     # With tensor parallelism some parameters may be on one rank each.
-    if num_ranks > 1 and {each.device_mesh.size() for each in named.values() if isinstance(each, DTensor)} == {1}:
+    if num_ranks > 1 and {p.device_mesh.size() for p in named.values() if isinstance(p, DTensor)} == {1}:
         raise ValueError(
-            f"All parameters are sharded over one rank, and a replica has {num_ranks}. Give fully_shard the mesh of a "
-            "replica, mesh['shard'], and what exchanges that of replicas, mesh['replicate']."
+            f"All parameters are sharded over one rank, but a replica has {num_ranks} ranks. Pass the mesh of a "
+            "replica, mesh['shard'], to fully_shard, and the mesh of replicas, mesh['replicate'], to the exchange."
         )
     for name, parameter in named.items():
         if local(parameter).is_meta:
             raise ValueError(
-                f"{name} is on no device (meta). Call model.to_empty(device=…) and initialise it before this."
+                f"{name} is on the meta device. Call model.to_empty(device=…) and initialise it before the exchange."
             )
         if isinstance(parameter, DTensor):
             if parameter.device_mesh.device_type != local(parameter).device.type:
                 raise ValueError(
-                    f"{name} is on the {local(parameter).device.type}, and its mesh is of "
-                    f"{parameter.device_mesh.device_type}: gradients that are offloaded cannot be exchanged. Leave "
-                    "CPUOffloadPolicy out."
+                    f"{name} is on the {local(parameter).device.type}, but its mesh is of "
+                    f"{parameter.device_mesh.device_type}: offloaded gradients cannot be exchanged. Remove "
+                    "CPUOffloadPolicy."
                 )
-            also = set(parameter.device_mesh.mesh.flatten().tolist()) & set(between)
-            if len(also) > 1:
+            common = set(parameter.device_mesh.mesh.flatten().tolist()) & set(between)
+            if len(common) > 1:
                 raise ValueError(
-                    f"{name} is sharded over ranks of several replicas ({sorted(also)} hold the same shard). Give "
-                    "fully_shard the mesh of one replica, mesh['shard'] (with the strategy "
-                    "self.device_mesh['data_parallel']), and what exchanges that of replicas, mesh['replicate']."
+                    f"{name} is sharded over ranks of several replicas ({sorted(common)} hold the same shard). Pass "
+                    "the mesh of one replica, mesh['shard'] (with the strategy self.device_mesh['data_parallel']), to "
+                    "fully_shard, and the mesh of replicas, mesh['replicate'], to the exchange."
                 )
         elif num_ranks > 1 and parameter.requires_grad and (is_sharded or not is_distributed):
             raise ValueError(
-                f"{name} is not sharded, so that its gradient would not be averaged inside a replica. Call "
-                "fully_shard(model, mesh=…) on the whole model too, after its blocks and before this."
+                f"{name} is not sharded, so its gradient would not be averaged inside a replica. Call "
+                "fully_shard(model, mesh=…) on the whole model too, after its blocks and before the exchange."
             )
 
 
 def reshard(module: nn.Module) -> None:
     """Free the parameters that FSDP2 has gathered, so that the module shows its shards.
 
-    FSDP2 keeps the outermost module's gathered parameters after a forward without a backward. A later forward would not
-    see values written to the shards meanwhile.
+    FSDP2 keeps the outermost module's gathered parameters after a forward without a backward. A later forward would
+    ignore values that were written to the shards.
     """
     for part in module.modules():
         if isinstance(part, FSDPModule):
@@ -138,11 +138,11 @@ def reshard(module: nn.Module) -> None:
 
 
 class Resharded(nn.Module):
-    """A view of a sharded model whose tensors are its shards at any time between steps."""
+    """A view of a sharded model that always shows its shards between steps."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._of = [module]  # not a child, whose names would begin with its own
+        self._of = [module]  # in a list: a child's name would be a prefix of all names
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the model's parameters, after ``reshard``."""

@@ -1,8 +1,8 @@
 """Snapshots: an averager's state as named tensors and plain numbers, and the seal that detects damage to it.
 
-A flipped bit, a value that became NaN or a missing entry would otherwise corrupt hours of training before anybody
-notices. The seal maps the path of each saved entry to a short description; a tensor's has its dtype, shape, norm and
-the sum of its bits. It finds damage and edits, but does not protect against forgery.
+A flipped bit, a NaN or a missing entry could otherwise corrupt hours of training unnoticed. The seal maps the path of
+each saved entry to a short description. For a tensor, it contains dtype, shape, norm and the sum of the bits. The seal
+detects damage and edits, but does not protect against forgery.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,25 +18,25 @@ from lightning_sparse.engine.grouping import as_real, local
 from lightning_sparse.selection.numbers import squared_norm
 
 Tensors = dict[str, dict[str, Tensor]]
-"""By kind, then by parameter name: flat, in the order of the parameter's indices, two numbers per complex element."""
+"""Flat tensors by kind and parameter name, in the order of indices, with two numbers per complex element."""
 SEAL = "seal"
 NORM_TOLERANCE = 1e-4
-"""Relative. Another processor adds squares in another order."""
+"""Relative tolerance, because another processor adds squares in another order."""
 
 
 @dataclass
 class Snapshot:
     """The state of one averager between two optimizer steps.
 
-    Tensors may be the averager's own memory, which later steps change.
+    Tensors may share the averager's memory, which later steps change.
 
     Attributes:
         numbers: plain values that are equal on all ranks: settings, λ and its controller, counters, layouts.
-        history: earlier steps of this rank's buckets as seen by the exchange and the sparsifier, under ``"exchange"``
-            and ``"sparsifier"``. Equal on all workers.
+        history: the history of this rank's buckets in the exchange and the sparsifier, under ``"exchange"`` and
+            ``"sparsifier"``. Equal on all workers.
         shared: tensors that are equal on all workers: ``"anchor"``, and the outer optimizer's state as ``"outer.KEY"``.
         own: tensors of this worker alone: ``"residual"``, or ``"weights"`` and ``"unsent"``.
-        extra: further state of this rank alone, such as ``"buffers"``; plain containers and tensors.
+        extra: additional state of this rank alone, such as ``"buffers"``; plain containers and tensors.
     """
 
     numbers: dict[str, Any]
@@ -56,7 +56,7 @@ def copied(tree: Any) -> Any:
 
 
 def unsent_norm(of_workers: Sequence[Mapping[str, Tensor]]) -> float | None:
-    """Return sqrt((1/n) Σ_i ‖e_i‖²) of the workers' unsent values by name; None of no workers."""
+    """Return sqrt((1/n) Σ_i ‖e_i‖²) of the workers' unsent values, None without workers."""
     if not of_workers:
         return None
     squares = [float(squared_norm(tensor.flatten())) for worker in of_workers for tensor in worker.values()]
@@ -64,7 +64,7 @@ def unsent_norm(of_workers: Sequence[Mapping[str, Tensor]]) -> float | None:
 
 
 def warn_of_forgotten(norm: float | None) -> None:
-    """Warn that saved residuals are lost, as this run keeps none."""
+    """Warn that saved residuals are lost because this run keeps none."""
     if norm:
         rank_zero_warn(
             f"lightning_sparse: the saved residuals (norm {norm:.3g}) are lost: error_feedback='none' keeps none. "
@@ -73,7 +73,7 @@ def warn_of_forgotten(norm: float | None) -> None:
 
 
 class DamagedStateError(RuntimeError):
-    """Saved state that has changed since it was saved: the first such entry, and how it differs."""
+    """Raised if saved state has changed; names the first changed entry and its difference."""
 
     def __init__(self, path: str, problem: str) -> None:
         super().__init__(
@@ -83,24 +83,24 @@ class DamagedStateError(RuntimeError):
 
 
 def sealed(state: dict[str, Any]) -> dict[str, Any]:
-    """Return state, nested dicts and lists of tensors and plain values, with its seal."""
+    """Return state (nested dicts and lists of tensors and plain values) with its seal."""
     return {**state, SEAL: {path: _description(entry) for path, entry in _entries_of(state)}}
 
 
 def require_seal(state: Any, *, but: tuple[str, ...] = ()) -> None:
-    """Raise ``DamagedStateError`` if an entry has changed since ``sealed`` returned the state.
+    """Raise ``DamagedStateError`` if an entry has changed since ``sealed``.
 
-    Leaves parts unchecked whose paths are in ``but``, such as ``workers/3``.
+    Skips parts with paths in ``but``, such as ``workers/3``.
     """
     seal = state.get(SEAL) if isinstance(state, Mapping) else None
     if not isinstance(seal, Mapping):
         raise DamagedStateError("its seal", "is missing")
     unchecked = tuple(f"{part}/" for part in but)
-    held = {path: entry for path, entry in _entries_of(state) if not path.startswith(unchecked)}
+    entries = {path: entry for path, entry in _entries_of(state) if not path.startswith(unchecked)}
     for path in seal:
-        if path not in held and not path.startswith(unchecked):
+        if path not in entries and not path.startswith(unchecked):
             raise DamagedStateError(path, "is missing")
-    for path, entry in held.items():
+    for path, entry in entries.items():
         if path not in seal:
             raise DamagedStateError(path, "was added")
         now, then = _description(entry), seal[path]
@@ -124,11 +124,11 @@ def _entries_of(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def _description(entry: Any) -> Any:
     if isinstance(entry, Tensor):
-        held = as_real(local(entry))
-        octets = held.contiguous().flatten().view(torch.uint8)
+        values = as_real(local(entry))
+        octets = values.contiguous().flatten().view(torch.uint8)
         words = octets if octets.numel() % 4 else octets.view(torch.int32)
-        bits = int(words.sum(dtype=torch.int64))  # modulo 2⁶⁴: another number after any single change
-        return [str(entry.dtype), list(entry.shape), _norm(held), bits]
+        bits = int(words.sum(dtype=torch.int64))  # modulo 2⁶⁴: any single change changes the sum
+        return [str(entry.dtype), list(entry.shape), _norm(values), bits]
     if isinstance(entry, (Mapping, list, tuple)):
         return f"a {'dict' if isinstance(entry, Mapping) else 'list'} of {len(entry)}"
     return repr(entry)
@@ -150,9 +150,9 @@ def _in_words(description: Any) -> str:
     return str(description)[:80]
 
 
-def _norm(held: Tensor) -> float:
-    if not held.is_floating_point():
-        held = held.double()
-    elif held.itemsize < 4:
-        held = held.float()
-    return float(squared_norm(held.flatten()).sqrt())
+def _norm(values: Tensor) -> float:
+    if not values.is_floating_point():
+        values = values.double()
+    elif values.itemsize < 4:
+        values = values.float()
+    return float(squared_norm(values.flatten()).sqrt())

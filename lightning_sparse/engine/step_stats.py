@@ -14,7 +14,7 @@ from lightning_sparse.sparsifiers import LayerLayout
 
 @dataclass(frozen=True)
 class LayerStats:
-    """The numbers of one layer in one step, averaged over the workers.
+    """Statistics of one layer in one step, averaged over the workers.
 
     Attributes:
         num_elements: elements of the layer.
@@ -31,22 +31,22 @@ class LayerStats:
 
 @dataclass(frozen=True)
 class StepStats:
-    """The numbers of one exchange of all gradients, the same on every worker.
+    """Statistics of one exchange of all gradients, the same on every worker.
 
     Attributes:
-        step: how many exchanges came before this one.
+        step: the number of earlier exchanges.
         num_workers: n.
         num_elements: d, the elements of all exchanged parameters.
         selected: Σ_i k_i over all workers.
         squared_error: (1/n) Σ_i ‖e_i‖² after the step, in gradient units squared.
-        squared_gradient_norm: (1/n) Σ_i ‖g_i‖² of the unscaled gradients; 0 when no calibration asked for it.
-        non_finite: NaN and infinite values that all workers sent together.
-        payload_bytes: bytes that each worker handed to collectives in this step.
-        dense_bytes: bytes of the gradient itself, which plain DDP hands to its all-reduce.
-        threshold: λ in gradient units, None for a sparsifier without one.
-        dense_elements: elements of buckets that travelled whole, because so many were selected or while calibrating.
+        squared_gradient_norm: (1/n) Σ_i ‖g_i‖² of the unscaled gradients during calibration, 0 after it.
+        non_finite: the number of NaN and infinite values that all workers sent.
+        payload_bytes: bytes that each worker passed to collectives in this step.
+        dense_bytes: bytes of the gradient itself, which plain DDP passes to its all-reduce.
+        threshold: λ in gradient units, None for a sparsifier without λ.
+        dense_elements: elements of buckets that were sent densely, because they were full or for calibration.
         is_calibration: whether everything was sent to find λ.
-        layers: per parameter name, if per-layer numbers were asked for; else empty.
+        layers: statistics per parameter name if ``per_layer_stats`` is set; else empty.
     """
 
     step: int
@@ -75,7 +75,7 @@ class StepStats:
 
 
 def numbers_of_headers(layouts: Sequence[LayerLayout], headers: Sequence[Tensor]) -> dict[str, Any]:
-    """Return the fields of `StepStats` that headers hold: of each bucket, float64 on the CPU, shape (n, H)."""
+    """Return fields of `StepStats` from headers per bucket: float64, CPU, shape (n, H)."""
     num_workers = headers[0].shape[0]
     fields = torch.cat([header[:, :FIXED_FIELDS] for header in headers])
     totals = zip(HEADER, combined(fields, HEADER, "workers", num_workers), strict=True)
@@ -101,7 +101,7 @@ def _of_layers(layout: LayerLayout, fields: Tensor) -> dict[str, LayerStats]:
 
 
 def layer_stats(numbers: Sequence[StepNumber], values: Sequence[Any], num_workers: int, **others: Any) -> LayerStats:
-    """Return the numbers of a layer, given as values and by name, with the density that follows from them."""
+    """Return the statistics of a layer from its values, including the density."""
     of_layer = dict(zip((number.name for number in numbers), values, strict=True)) | others
     num_coordinates = num_workers * of_layer["num_elements"]
     density = of_layer["selected"] / num_coordinates if num_coordinates else 0.0
@@ -109,7 +109,7 @@ def layer_stats(numbers: Sequence[StepNumber], values: Sequence[Any], num_worker
 
 
 def of_exchanges(steps: Sequence[StepStats]) -> StepStats:
-    """Return the numbers of several exchanges of the same workers as those of a single exchange."""
+    """Combine the statistics of several exchanges of the same workers."""
     if len(steps) == 1:
         return steps[0]
     numbers = [number for number in STEP_NUMBERS if number.exchanges]

@@ -1,4 +1,4 @@
-"""Options of an exchange that are the same for gradients and drifts, checked when they are made."""
+"""Options of every exchange, for gradients and drifts, checked at construction."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,31 +10,31 @@ from lightning_sparse.sparsifiers import Sparsifier
 
 
 def require_word(name: str, value: Any, allowed: Sequence[str | None]) -> None:
-    """Raise ValueError if an option has a value that is not allowed."""
+    """Raise ValueError if an option's value is not allowed."""
     if value not in allowed:
         raise ValueError(f"Invalid {name}={value!r}. Must be one of {', '.join(map(repr, allowed))}.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransportOptions:
-    """How values travel.
+    """Options that every exchange has.
 
     Args:
-        value_dtype: dtype in which values travel. Rounding errors stay with unsent values, which are sent later. With
-            its index a coordinate takes 6 bytes in ``"float32"``, 4 in ``"bfloat16"`` or ``"float16"`` and 3 in
-            ``"float8"`` (e4m3), which is scaled to λ and needs a threshold above 0 in every layer or a sparsifier that
-            rounds. ``"int8"`` needs a sparsifier that rounds.
+        value_dtype: dtype of sent values. Rounding errors stay with unsent values, which are sent later. With its
+            index, a coordinate takes 6 bytes in ``"float32"``, 4 in ``"bfloat16"`` or ``"float16"`` and 3 in
+            ``"float8"`` (e4m3). float8 is scaled to λ and needs a threshold above 0 in every layer or a sparsifier
+            that rounds. ``"int8"`` needs a sparsifier that rounds.
         exchange: route of the selected values. ``"gather"``: all-gather of every worker's values.
             ``"reduce_scatter"``: each value goes to the worker that sums its part of the bucket, and the sums go to
             all. ``"dense"``: all-reduce of the masked bucket. ``"hierarchical"``: dense inside a node, sparse between
-            nodes. ``"auto"``: for each bucket the cheapest of the first three, judged by the exchange before.
-        link_gbit_s: rate of a worker's link between nodes, above 0, in Gbit/s and one direction, by which
-            ``exchange="auto"`` chooses. Ranks of a node that share a link have a share of it each. None assumes
+            nodes. ``"auto"``: the fastest of the first three for each bucket, predicted from earlier exchanges.
+        link_gbit_s: rate of a worker's link between nodes, above 0, in Gbit/s and one direction, for
+            ``exchange="auto"``. If ranks of a node share a link, divide its rate by their number. None assumes
             10 Gbit/s on CPUs, and on GPUs NVLink inside a node and 100 Gbit/s between nodes. Over Gloo, small payloads
-            wait for each other up to the bytes that the link carries in 1 ms, or 64 kB if None.
+            are sent together, up to the bytes that the link carries in 1 ms, or 64 kB if None.
 
     Raises:
-        ValueError: a word or a rate that is not allowed.
+        ValueError: an option has a value that is not allowed.
     """
 
     value_dtype: ValueDtype = "float32"
@@ -43,11 +43,11 @@ class TransportOptions:
 
     @property
     def why_no_overshoot(self) -> str | None:
-        """Why sent values must not exceed the residual; None if they may."""
+        """The reason why sent values must not exceed the residual, None if they may."""
         return None
 
     def require(self, sparsifier: Sparsifier) -> None:
-        """Raise ValueError if the values that a sparsifier sends cannot be exchanged with these options."""
+        """Raise ValueError if these options do not support the sparsifier's values."""
         require_wire(sparsifier, self.value_dtype)
         overshoot = getattr(sparsifier, "overshoot", 0.0)
         if overshoot and self.why_no_overshoot is not None:

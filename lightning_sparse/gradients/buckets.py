@@ -1,14 +1,14 @@
-"""DDP's buckets as they arrive: numbered, named, without unused parameters, and after a resume regrouped.
+"""Numbers and names DDP's buckets, removes unused parameters, and regroups after a resume.
 
-**In the first iteration of a static graph** DDP gives all buckets the index 0 and, if there are several, calls none of
-them the last. ``DDPBuckets`` counts them.
+**In the first iteration of a static graph**, DDP gives all buckets the index 0 and, if there are several, marks none of
+them as the last. ``DDPBuckets`` counts them.
 
-**After a resume** DDP begins with one bucket of everything and rebuilds its buckets after the first iteration. Routes,
-and the places where an all-reduce cuts a bucket, would differ from an uninterrupted run, and so would the last bits of
-sums over more than two workers. So ``DDPBuckets`` regroups the gradients of that step into the saved layout::
+**After a resume**, DDP starts with one bucket for all parameters and rebuilds its buckets after the first iteration.
+Routes, and the positions at which an all-reduce splits a bucket, would differ from an uninterrupted run. So would the
+last bits of sums over more than two workers. ``DDPBuckets`` regroups the gradients of this step into the saved layout::
 
     DDP, first step    [ fc | conv2 | conv1 ]
-                          │     │       │        copied layer by layer, and the averages back
+                          │     │       │        copied layer by layer; averages are copied back
     saved layout       [ fc | conv2 ] [ conv1 ]
 """
 
@@ -28,7 +28,7 @@ Averaged = torch.futures.Future[Tensor]
 """The future of a bucket's averaged gradient, for which DDP waits at the end of backward."""
 MOST_REGROUPED_STEPS = 2
 """DDP rebuilds its buckets after the first iteration, or after the second of a static graph. The rebuilt buckets may
-still differ from the saved ones, as with another ``bucket_cap_mb``."""
+differ from the saved ones, for example with another ``bucket_cap_mb``."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class DDPBucket:
     """A bucket of a step.
 
     Attributes:
-        index: its place in the step's order.
+        index: its position in the step.
         layout: its layers.
         gradient: S · g and later the average, flat, shape (layout.num_elements,).
-        is_last: whether the step has no bucket after it.
+        is_last: whether it is the step's last bucket.
     """
 
     index: int
@@ -49,7 +49,7 @@ class DDPBucket:
 
 
 class DDPBuckets:
-    """The buckets of the running step: reads DDP's, and hands the averages back."""
+    """Reads DDP's buckets of the running step, and returns the averages to DDP."""
 
     def __init__(self, parameter_names: Mapping[Tensor, str], *, is_static_graph: bool) -> None:
         self._names = dict(parameter_names)
@@ -62,9 +62,9 @@ class DDPBuckets:
         self._regrouped: list[DDPBucket] = []
 
     def regroup_as(self, saved_layout: Sequence[Sequence[str]]) -> None:
-        """Regroup the next steps into the buckets of another run, until DDP's first bucket is that run's.
+        """Regroup the next steps into saved buckets until DDP's first bucket equals the saved one.
 
-        The layout has parameter names, bucket by bucket. With other parameters than DDP's buckets it has no effect.
+        The layout lists parameter names per bucket. It has no effect if its parameters differ from those of DDP.
         """
         names = [name for bucket in saved_layout for name in bucket]
         self._saved_layout = [list(bucket) for bucket in saved_layout] if sorted(names) == sorted(self._strides) else []
@@ -82,14 +82,14 @@ class DDPBuckets:
         if self._counts:
             index, is_last = self._count(layout.names, is_last)
         if index == 0:
-            self.forget()  # an exception may have broken off the backward before
+            self.forget()  # an exception may have interrupted the previous backward
         future: Averaged = torch.futures.Future(devices=None if gradient.device.type == "cpu" else [gradient.device])
         bucket = DDPBucket(index, layout, gradient, is_last)
         self._arrived.append((bucket, future))
         return bucket, future
 
     def ready(self, bucket: DDPBucket) -> list[DDPBucket]:
-        """Return the buckets to exchange now: this one, or while regrouping all of them once the last has arrived."""
+        """Return the buckets to exchange now. Regrouped buckets follow DDP's last bucket."""
         if self._saved_layout and bucket.index == 0:
             is_as_saved = list(bucket.layout.names) == self._saved_layout[0]
             if is_as_saved or not self._steps_to_regroup:
@@ -106,7 +106,7 @@ class DDPBuckets:
         return self._regrouped
 
     def resolve_futures(self) -> None:
-        """Complete all futures, when every bucket's gradient holds its average."""
+        """Complete all futures after every bucket's gradient contains its average."""
         parts = self._parts() if self._regrouped else {}
         for regrouped in self._regrouped:
             for name, start, end in regrouped.layout.spans():
@@ -116,20 +116,20 @@ class DDPBuckets:
         self.forget()
 
     def forget(self) -> None:
-        """Forget the running step's buckets."""
+        """Discard the running step's buckets."""
         self._arrived, self._regrouped = [], []
 
     def _count(self, names: Sequence[str], is_last: bool) -> tuple[int, bool]:
-        """Return the index of a static graph's bucket in the first step, and whether it is the last."""
+        """Return the index of a static graph's first-step bucket, and whether it is the last."""
         arrived = [name for bucket, _ in self._arrived for name in bucket.layout.names]
-        if names[0] in arrived:  # an exception broke off the backward before
+        if names[0] in arrived:  # an exception interrupted the previous backward
             arrived = []
         is_last = is_last or len(arrived) + len(names) == len(self._strides)
         self._counts = not is_last
         return (len(self._arrived) if arrived else 0), is_last
 
     def _parts(self) -> dict[str, Tensor]:
-        """Return each parameter's part of DDP's buckets by name: views."""
+        """Return views of each parameter's part of DDP's buckets by name."""
         return {
             name: bucket.gradient[start:end]
             for bucket, _ in self._arrived
@@ -148,21 +148,21 @@ class DDPBuckets:
 
 
 class ParameterUse:
-    """Notes which parameters a backward reaches, so that nothing of the others is exchanged.
+    """Records the parameters that a backward reaches, so that unused ones are not exchanged.
 
-    DDP ignores the average of a parameter that no worker used, so values sent of its residual would be lost. If an
-    unused parameter has a gradient of an earlier backward, DDP puts that gradient into the bucket. It was exchanged
-    when it was new, so it must not enter the residual again. It is taken out of the bucket, and then:
+    DDP ignores the average of a parameter that no worker used, so sent values of its residual would be lost. If an
+    unused parameter has a gradient of an earlier backward, DDP copies this gradient into the bucket. It was already
+    exchanged, so it must not enter the residual again. ``set_aside`` removes it from the bucket. Then:
 
-    - if no worker used the parameter, it keeps its old gradient;
-    - if some workers used it and added to their gradients, the old gradients of the others belong to the average, as
-      under DDP. They follow in a dense round, once all headers have arrived.
+    - If no worker used the parameter, it keeps its old gradient.
+    - If some workers used it and added to their gradients, the average includes the old gradients of the other workers,
+      as under DDP. They are sent in a dense round after all headers have arrived.
 
-    A hook on each parameter notes its use, as DDP does not tell. Without ``find_unused_parameters`` or
-    ``static_graph`` DDP insists that every parameter is used.
+    A hook on each parameter records its use, because DDP does not report it. Without ``find_unused_parameters`` or
+    ``static_graph``, DDP requires that every parameter is used.
 
     Args:
-        parameters: the name of every parameter that DDP may bring.
+        parameters: the names of all parameters in DDP's buckets.
         allows_unused: whether a backward may leave parameters out. If not, every parameter counts as used.
     """
 
@@ -172,7 +172,7 @@ class ParameterUse:
         self._used: set[str] = set()
         self._old: dict[str, Tensor] = {}
         self._hooks = [
-            # Not a hook on the gradient itself: torch.autograd.grad calls that too.
+            # Not a hook on the gradient itself, which torch.autograd.grad calls too.
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 lambda _, name=name, used=self._used: used.add(name)  # holds no reference to this object
             )
@@ -181,13 +181,13 @@ class ParameterUse:
         ]
 
     def forget_old(self) -> None:
-        """Forget old gradients: the step is over, or was broken off."""
+        """Discard old gradients after the step or an interruption."""
         self._old.clear()
 
     def set_aside(self, layout: LayerLayout, gradient: Tensor) -> dict[str, tuple[int, int]]:
-        """Return name and ``(start, end)`` of every layer of a bucket that was not reached since the last exchange.
+        """Return name and ``(start, end)`` of a bucket's unused layers since the last exchange.
 
-        The bucket's gradient, shape (layout.num_elements,), becomes zero there.
+        Sets these parts of the bucket's gradient, shape (layout.num_elements,), to zero.
         """
         if not self.allows_unused:
             return {}
@@ -200,9 +200,9 @@ class ParameterUse:
         return unused
 
     def marks(self, layout: LayerLayout, device: torch.device) -> Tensor | None:
-        """Return a bucket's marks for the header: float64, shape (2 L,); None if all layers are used.
+        """Return a bucket's marks: float64, shape (2 L,); None if unused layers are not allowed.
 
-        First 1 for each layer that this backward reached, then 1 for each other layer whose old gradient is not 0.
+        The first L marks are 1 for used layers. The others are 1 for unused layers with a nonzero old gradient.
         """
         if not self.allows_unused:
             return None
@@ -214,7 +214,7 @@ class ParameterUse:
         return marks
 
     def end(self, layouts: Sequence[LayerLayout], notes: Sequence[Tensor]) -> tuple[set[str], set[str]]:
-        """Return the names that any worker used, and those of them with old gradients on other workers.
+        """Return names of used parameters, and of used ones with old gradients on other workers.
 
         The notes of a bucket are all workers' ``marks``, on the CPU: shape (n, 2 L).
         """
@@ -224,13 +224,13 @@ class ParameterUse:
         used: set[str] = set()
         kept: set[str] = set()
         for layout, marks in zip(layouts, notes, strict=True):
-            of_used, of_kept = marks.any(0).view(2, -1).tolist()
-            used.update(compress(layout.names, of_used))
-            kept.update(compress(layout.names, of_kept))
+            used_flags, kept_flags = marks.any(0).view(2, -1).tolist()
+            used.update(compress(layout.names, used_flags))
+            kept.update(compress(layout.names, kept_flags))
         return used, kept & used
 
     def add_old(self, workers: Workers, names: set[str], layout: LayerLayout, average: Tensor) -> int:
-        """Add the mean of the workers' old gradients to a bucket's average; return the bytes sent. Collective.
+        """Add the mean of old gradients to a bucket's average; return sent bytes. Collective.
 
         The names are the second result of ``end``.
         """
@@ -250,7 +250,7 @@ class ParameterUse:
         return old.nbytes
 
     def put_back(self, used_by_any: set[str], layout: LayerLayout, gradient: Tensor) -> None:
-        """Put old gradients of layers that no worker used back into a bucket, which may be the gradients' memory."""
+        """Restore old gradients of layers that no worker used, as buckets may be gradients."""
         for name, start, end in layout.spans() if self._old else ():
             if name in self._old and name not in used_by_any:
                 gradient[start:end] = self._old[name]

@@ -1,4 +1,4 @@
-"""DDP's communication hook, its registration on a module, and its part in ``DistributedDataParallel.join``."""
+"""DDP's communication hook, its registration, and ``DistributedDataParallel.join``."""
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the types themselves.
 import weakref
@@ -24,20 +24,20 @@ from lightning_sparse.gradients.sparse_state import SparseState
 from lightning_sparse.sparsifiers import Sparsifier, require_sparsifier
 
 
-# A compiled optimizer step calls backward in its closure: the exchange must stay out of that graph.
+# A compiled optimizer step calls backward in its closure. The exchange must stay out of the compiled graph.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def sparse_hook(state: SparseState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Exchange a bucket sparsely, as DDP's communication hook. Collective; DDP calls it.
 
     Returns:
-        A future of the bucket's buffer holding S · (1/n) Σ_i out_i, the same bits on every worker.
+        A future of the bucket's buffer with S · (1/n) Σ_i out_i, the same bits on every worker.
     """
-    # A replay would always send as much as the recorded step.
+    # A replay would always send as many values as the recorded step.
     if bucket.index() == 0 and bucket.buffer().device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "A sparse exchange cannot be part of a CUDA graph: what is sent differs from step to step, and the host "
-            "reads how much. Record what is before the exchange, as torch.cuda.make_graphed_callables does for parts "
-            "of a model, or use Lightning's 'ddp'."
+            "A sparse exchange cannot be part of a CUDA graph: payload sizes differ between steps, and the host reads "
+            "them. Record only work before the exchange, as torch.cuda.make_graphed_callables does for parts of a "
+            "model, or use Lightning's 'ddp'."
         )
     return state.receive(bucket)
 
@@ -55,33 +55,32 @@ def register_comm_hook(
     grad_scaler: torch.amp.GradScaler | None = None,
     per_layer_stats: bool = False,
 ) -> SparseState:
-    """Make a DistributedDataParallel module exchange its gradients sparsely. Collective: every worker calls this.
+    """Make a DistributedDataParallel module exchange gradients sparsely. Collective: all workers.
 
-    For the Lightning Trainer use a strategy instead; this is for plain PyTorch and for Fabric.
+    Use it with plain PyTorch or Fabric. For the Lightning Trainer, use a strategy instead.
 
     Args:
         ddp_module: a ``DistributedDataParallel``, or the result of ``Fabric(strategy="ddp").setup(...)``, without a
             communication hook.
         sparsifier: selects coordinates; copied.
         error_feedback: ``"gradient"`` keeps residuals in gradient units, ``"learning_rate"`` rescales them as learning
-            rates change (and needs ``optimizer``), ``"none"`` throws unsent values away.
-        local_clip_norm: clips this worker's whole gradient to this norm before it is sent; None does not clip.
-        value_dtype: dtype in which values travel, as in `SparseDDPStrategy`.
+            rates change (and needs ``optimizer``), ``"none"`` discards unsent values.
+        local_clip_norm: clips this worker's whole gradient to this norm before the exchange; None does not clip.
+        value_dtype: dtype of sent values, as in `SparseDDPStrategy`.
         exchange: the route, as in `SparseDDPStrategy`.
         link_gbit_s: rate of a worker's link between nodes, in Gbit/s and one direction, as in `SparseDDPStrategy`.
         optimizer: the optimizer or optimizers, whose learning rates ``error_feedback="learning_rate"`` needs.
-        grad_scaler: the scaler of the losses, if they are scaled, so that thresholds and residuals are in units of the
-            unscaled gradient.
+        grad_scaler: the loss scaler, if any, so that thresholds and residuals are in units of the unscaled gradient.
         per_layer_stats: whether to report density and error of every layer; adds two numbers per layer to each step.
 
     Returns:
-        The state, whose ``last_step`` holds the numbers of the last step.
+        The state, whose ``last_step`` holds the statistics of the last step.
 
     Raises:
-        TypeError: not a DistributedDataParallel module, a sparsifier, an optimizer or a scaler.
-        ValueError: an invalid option, a module on several devices, or ``error_feedback="learning_rate"`` without an
-            optimizer.
-        RuntimeError: workers disagree on the settings (on every worker), or DDP cannot hand out its buckets.
+        TypeError: the module is not a DistributedDataParallel, or another argument has a wrong type.
+        ValueError: an option is invalid, the module is on several devices, or ``error_feedback="learning_rate"`` has
+            no optimizer.
+        RuntimeError: settings differ between workers (on every worker), or DDP has no buckets to exchange.
     """
     options = ExchangeOptions(
         error_feedback,
@@ -93,7 +92,7 @@ def register_comm_hook(
     if error_feedback == "learning_rate" and optimizer is None:
         raise ValueError('error_feedback="learning_rate" needs the learning rates. Pass optimizer=… as well.')
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or [])
-    if not all(isinstance(each, Optimizer) for each in optimizers):
+    if not all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
         raise TypeError(f"Invalid {optimizer=}. Must be an optimizer of torch.optim, or a list of them.")
     if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
         raise TypeError(f"Invalid {grad_scaler=}. Must be a torch.amp.GradScaler, or None if losses are not scaled.")
@@ -116,7 +115,7 @@ def attach(
     optimizers: Callable[[], Sequence[Optimizer]],
     per_layer_stats: bool,
 ) -> SparseState:
-    """Register ``sparse_hook`` with a new state, for optimizers and a scaler that may be made later."""
+    """Register ``sparse_hook`` with a new state; optimizers and scaler may be made later."""
     ddp_module = _unwrapped(ddp_module)
     if not isinstance(ddp_module, DistributedDataParallel):
         raise TypeError(
@@ -132,15 +131,15 @@ def attach(
     refuse_sparse_gradients(ddp_module.module)
     trained = {name: parameter for name, parameter in ddp_module.module.named_parameters() if parameter.requires_grad}
     require_one_device(trained)
-    # A compiled module adds a prefix to all names; without it residuals fit the uncompiled module too.
+    # Remove the prefix of a compiled module, so that residuals also fit the uncompiled module.
     names = {
         parameter: name.replace("_orig_mod.", "")
         for name, parameter in ddp_module.module.named_parameters()
         if name not in ddp_module.parameters_to_ignore
     }
     settings = sparsifier.settings() | asdict(options) | {"per_layer_stats": per_layer_stats}
-    decide_order_of_buckets = ("bucket_bytes_cap", "find_unused_parameters", "static_graph")
-    settings |= {name: getattr(ddp_module, name) for name in decide_order_of_buckets}
+    bucket_settings = ("bucket_bytes_cap", "find_unused_parameters", "static_graph")
+    settings |= {name: getattr(ddp_module, name) for name in bucket_settings}
     with current_device(ddp_module.device):
         require_agreement(settings, ddp_module.process_group)
         state = SparseState(
@@ -148,14 +147,14 @@ def attach(
             options,
             names,
             group=ddp_module.process_group,
-            # The public get_scale() synchronises. A disabled scaler has no such tensor, and a new scaler has None.
+            # The public get_scale() synchronises. A disabled scaler has no _scale, and a new scaler has None.
             loss_scale=lambda: getattr(grad_scaler(), "_scale", None),
             optimizers=optimizers,
             per_layer_stats=per_layer_stats,
             allows_unused_parameters=bool(ddp_module.find_unused_parameters or ddp_module.static_graph),
             is_static_graph=bool(ddp_module.static_graph),
         )
-        scaler = grad_scaler()  # it may not have begun yet
+        scaler = grad_scaler()  # may not have a scale yet
         state.warm_up(is_scaled=scaler is not None and scaler.is_enabled())
     ddp_module.register_comm_hook(state, sparse_hook)
     state.pending_gradients.follow(ddp_module)
@@ -164,22 +163,22 @@ def attach(
 
 
 def refuse_sparse_gradients(module: torch.nn.Module) -> None:
-    """Raise ValueError if a layer makes sparse gradients, which DDP's buckets hold in another form."""
+    """Raise ValueError if a layer has sparse gradients, which DDP does not put into buckets."""
     for name, layer in module.named_modules():
         is_sparse = isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.sparse
         if is_sparse and layer.weight.requires_grad:
             raise ValueError(
-                f"The layer {name!r} is {type(layer).__name__}(sparse=True), whose gradient is a sparse tensor. Make "
-                "it with sparse=False: the exchange then sends only rows whose gradients reach the threshold. Use "
-                "Adam or SGD instead of SparseAdam, or Lightning's 'ddp' for sparse gradients."
+                f"The layer {name!r} is {type(layer).__name__}(sparse=True), whose gradient is a sparse tensor. Set "
+                "sparse=False: the exchange then sends only rows whose gradients reach the threshold. Use Adam or SGD "
+                "instead of SparseAdam, or Lightning's 'ddp' for sparse gradients."
             )
 
 
 def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module inside of wrappers by Fabric (``_forward_module``) and ``torch.compile`` (``_orig_mod``)."""
+    """Return the module inside the wrappers of Fabric and ``torch.compile``."""
     while not isinstance(module, DistributedDataParallel):
-        held = vars(module)["_modules"]  # a compiled module returns attributes of the module inside
-        inner = held.get("_forward_module", held.get("_orig_mod"))
+        children = vars(module)["_modules"]  # a compiled module returns attributes of the module inside
+        inner = children.get("_forward_module", children.get("_orig_mod"))
         if inner is None:
             break
         module = inner
@@ -187,19 +186,18 @@ def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 
 class SparseJoinHook(JoinHook):
-    """DDP's own hook of ``Join`` for workers that have run out of batches, which also notifies the state.
+    """DDP's ``Join`` hook for workers without more batches, which also notifies the state.
 
-    Such a worker answers each exchange of the others with zeros and keeps its residual for its next backward: it takes
-    no step, so sent values would be rolled back and sent again. It does not see on which exchanges the others step, and
-    λ and the number of the next step depend on that. When all have run out, it receives both from a worker that saw
-    these steps.
+    A worker without batches sends zeros in each exchange and keeps its residual for its next backward. It takes no
+    step, so sent values would be rolled back and sent again. It also does not observe the steps of other workers, on
+    which λ and the step number depend. In the end, it receives both from a worker that observed these steps.
     """
 
     def __init__(self, hook: JoinHook, state: SparseState, device: torch.device | None) -> None:
         self._hook, self._state, self._device = hook, state, device
 
     def main_hook(self) -> None:
-        """Take part in a step of the workers that go on."""
+        """Join a step of the workers that still have batches."""
         self._state.is_idle = True
         try:
             self._hook.main_hook()
@@ -207,23 +205,23 @@ class SparseJoinHook(JoinHook):
             self._state.is_idle = False
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """End the context, on all workers: each has the weights of a worker that ran out last."""
+        """End the context on all workers, with the weights of a worker that finished last."""
         self._hook.post_hook(is_last_joiner)
         with current_device(self._device):
             self._state.catch_up(knows=is_last_joiner)
 
 
 def follow_join(module: DistributedDataParallel, state: SparseState) -> None:
-    """Notify the state of every ``Join`` context that this module is in, from now on."""
-    own_module, own_state = weakref.ref(module), weakref.ref(state)  # a reference cycle would not be freed at once
+    """Notify the state of all later ``Join`` contexts of this module."""
+    module_reference, state_reference = weakref.ref(module), weakref.ref(state)  # avoids a reference cycle
 
     def join_hook(**options: Any) -> JoinHook:
         if not options.get("divide_by_initial_world_size", True):
             raise ValueError(
-                "Invalid divide_by_initial_world_size=False. With a communication hook averages are over all workers, "
-                "also those that have run out of batches: leave it at True."
+                "Invalid divide_by_initial_world_size=False. Must be True: with a communication hook, averages include "
+                "all workers, even those without batches."
             )
-        module, state = own_module(), own_state()
+        module, state = module_reference(), state_reference()
         assert module is not None, "the caller holds it"
         hook = type(module).join_hook(module, **options)  # type: ignore[no-untyped-call]
         return hook if state is None else SparseJoinHook(hook, state, module.device)

@@ -21,15 +21,15 @@ def learning_rates_of(optimizers: Sequence[Optimizer]) -> dict[Tensor, float]:
             if group.get("lr") is None:
                 raise ValueError(
                     f"{type(optimizer).__name__} has a parameter group without a learning rate (lr=None). "
-                    "error_feedback='learning_rate' needs a number there: set lr=…, or use error_feedback='gradient'."
+                    "error_feedback='learning_rate' needs one: set lr=…, or use error_feedback='gradient'."
                 )
-            # float() synchronises with a GPU if the rate is a tensor there: once per group.
+            # float() synchronises once per group if the rate is a CUDA tensor.
             rates.update(dict.fromkeys(group["params"], float(group["lr"])))
     return rates
 
 
 class LastLearningRates:
-    """Remembers lr_{t-1} by parameter name, where t counts the steps that an optimizer made on that parameter.
+    """Stores lr_{t-1} by parameter name, where t counts optimizer steps on the parameter.
 
     Algorithm 1 of Sahu et al. (NeurIPS 2021) keeps residuals in units of lr · gradient. In gradient units they are
     multiplied by lr_{t-1} / lr_t. Like a residual, a new rate is pending until its backward is committed.
@@ -42,9 +42,9 @@ class LastLearningRates:
         self._ratios: dict[str, float] = {}
 
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
-        """Note lr_{t-1} / lr_t for a backward on which these optimizers will step; 1 for a first step.
+        """Compute lr_{t-1} / lr_t for a backward before a step of these optimizers; 1 at first.
 
-        A rate of 0 has no ratio: such a step leaves the residual and lr_{t-1} alone.
+        A rate of 0 has no ratio, so a step with this rate does not change the residual and lr_{t-1}.
         """
         self._ratios = {}
         for parameter, rate in learning_rates_of(optimizers).items():
@@ -54,18 +54,18 @@ class LastLearningRates:
                 self._pending[name] = rate
 
     def rescale(self, bucket: FlatBucket) -> None:
-        """Rescale a bucket's residual into units of this backward's rates, if they have changed since the last step."""
+        """Rescale a bucket's residual to this backward's rates if they have changed."""
         if any(ratio != 1.0 for ratio in self._ratios.values()):
             before, after = bucket.residual
             rescaled: Tensor = rescale(after.copy_(before), bucket.layout, self._ratios)
             bucket.residual = Residual(rescaled, rescaled)
 
     def commit(self, names: set[str]) -> None:
-        """Make the pending rates of these parameters those of their last step."""
+        """Commit the pending rates of these parameters."""
         self._committed |= {name: self._pending.pop(name) for name in names & self._pending.keys()}
 
     def roll_back(self, names: set[str]) -> None:
-        """Forget the pending rates of these parameters."""
+        """Discard the pending rates of these parameters."""
         for name in names & self._pending.keys():
             del self._pending[name]
 

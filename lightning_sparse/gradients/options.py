@@ -1,4 +1,4 @@
-"""Options of the exchange of gradients beside the sparsifier, checked when they are made."""
+"""Options of the exchange of gradients, checked at construction."""
 
 from dataclasses import dataclass
 from math import inf
@@ -16,13 +16,13 @@ class ExchangeOptions(TransportOptions):
 
     Args:
         error_feedback: units of the residual. ``"gradient"``; ``"learning_rate"``: multiplied by lr_{t-1} / lr_t
-            before each step (Algorithm 1 of Sahu et al., NeurIPS 2021); ``"none"`` throws unsent values away.
+            before each step (Algorithm 1 of Sahu et al., NeurIPS 2021); ``"none"`` discards unsent values.
         local_clip_norm: above 0, in gradient units: clips this worker's whole gradient to this norm *before* the
-            exchange (Lightning's ``gradient_clip_val`` acts on the averaged gradient). The exchange then begins only
-            after backward has ended. None does not clip.
+            exchange (Lightning's ``gradient_clip_val`` clips the averaged gradient). The exchange then starts only
+            after backward. None does not clip.
 
     Raises:
-        ValueError: a word or a number that is not allowed.
+        ValueError: an option has a value that is not allowed.
     """
 
     error_feedback: ErrorFeedback = "gradient"
@@ -37,7 +37,7 @@ class ExchangeOptions(TransportOptions):
 
     @property
     def why_no_overshoot(self) -> str | None:
-        """See ``TransportOptions``: without a residual nothing corrects the next value."""
+        """See ``TransportOptions``. Without a residual, later values do not correct the overshoot."""
         return None if self.keeps_rest else "with error_feedback='none', which would enlarge every sent value for good"
 
     @property

@@ -1,16 +1,16 @@
-"""Decides when a gradient becomes part of training, for every kind of loop.
+"""Commits changes of residuals when an optimizer steps, or rolls them back.
 
-Under plain DDP a gradient counts if an optimizer steps on it. With error feedback a backward also changes residuals,
-and these changes must share the fate of its gradient:
+Under plain DDP, a gradient counts if an optimizer steps on it. With error feedback, a backward also changes residuals,
+and these changes must count if and only if the gradient counts:
 
-1. A backward has exchanged gradients: its changes are *pending*, for each parameter that it reached.
-2. An optimizer that owns the parameter steps: the changes are *committed*.
-3. The next backward finds no gradient (``zero_grad``, a step skipped because losses overflowed, a backward that an
-   exception broke off): the changes are *rolled back*, as if there had been no such backward.
-4. The next backward finds the gradient and adds to it: the changes of both stay pending.
+1. After a backward exchanges gradients, its changes are *pending* for each parameter that it reached.
+2. If an optimizer with this parameter steps, the changes are *committed*.
+3. If the next backward finds no gradient (``zero_grad``, a step skipped after an overflow of the loss, a backward
+   interrupted by an exception), the changes are *rolled back*.
+4. If the next backward finds the gradient and adds to it, the changes of both stay pending.
 
 torch calls hooks for the steps of every optimizer. A search for missing gradients runs only if a forward or a backward
-begins while something is pending, as between two optimizers. Otherwise the cost is a note of each gradient's version.
+begins while changes are pending, as between two optimizers. Otherwise the only cost is storing each gradient's version.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,13 +35,13 @@ from lightning_sparse.engine.optimizer_steps import (
 from lightning_sparse.gradients.learning_rates import LastLearningRates
 
 PATIENCE = 20
-"""Backwards rolled back without any step, or steps with gradients that no optimizer uses, until a warning."""
+"""Backwards rolled back without any step, or steps with gradients that no optimizer uses, before a warning."""
 CAREFUL_EXCHANGES = 2
-"""Exchanges after which the norms of gradients are noted; later only if a gradient ever waited for its step."""
+"""Exchanges whose gradient norms are always stored; later only if a backward ever began with pending changes."""
 
 
 class _Mark(NamedTuple):
-    """Tells whether a gradient and its weights have been written to."""
+    """Shows whether a gradient and its weights have been written to."""
 
     address: int
     version: int
@@ -53,16 +53,16 @@ def _mark_of(parameter: Tensor, gradient: Tensor) -> _Mark:
 
 
 class PendingGradients:
-    """Follows backwards and optimizer steps of a DDP module; commits or rolls back each parameter's residual.
+    """Commits or rolls back residuals according to a DDP module's optimizer steps.
 
     Args:
-        parameters: the name of every parameter that DDP may bring.
+        parameters: the names of all parameters in DDP's buckets.
         memories: hold the changes of backwards; commit them or roll them back by parameter name.
 
     Attributes:
         pending: names of parameters for which a backward of this worker is pending.
         is_stepping: whether an optimizer's step runs, which may call backward several times and keep the last (LBFGS).
-        on_step: called after every step on these parameters, with the names of those of which any worker had a
+        on_step: called after every step on these parameters, with the names of parameters for which any worker had a
             gradient; the same on all workers.
         on_drop: called after a roll-back with the names of the parameters without a gradient.
     """
@@ -99,13 +99,13 @@ class PendingGradients:
         if torch.is_grad_enabled():
             self.expect_backward()
             if module.gradient_as_bucket_view and self.pending and module.reducer._rebuild_buckets():
-                # Gradients lie elsewhere now. DDP would rebuild next, once in its life. Later that looks like a change
-                # by the user, as Lightning's whole training_step is inside of the forward.
+                # DDP rebuilds its buckets only once and would do so next, which moves gradients. Inside the forward,
+                # which includes Lightning's training_step, this would look like a change by the user.
                 module._has_rebuilt_buckets = True
                 self.note_gradients()
 
     def close(self) -> None:
-        """Follow no more steps."""
+        """Stop observing steps."""
         _remove(self._watch)
         follow_no_steps(self)
         _remove(self._hooks)
@@ -114,28 +114,28 @@ class PendingGradients:
     def is_certain(self) -> bool:
         """Whether the committed changes belong to the current weights.
 
-        False once an optimizer's step has changed some of the weights, until it has ended, and while committing.
+        False while changes are committed, and within an optimizer's step after it has changed a weight.
         """
         if self._is_changing or not (self.is_stepping and self.pending):
             return not self._is_changing
         marks = [(self._parameters[name], self._marks.get(name)) for name in self.pending]
-        return bool(self._marks) and all(mark is None or mark.weight_version == held._version for held, mark in marks)
+        return bool(self._marks) and all(mark is None or mark.weight_version == p._version for p, mark in marks)
 
     @property
     def progress(self) -> int:
-        """The sum over parameters of the last committed exchange's number: equal on workers after the same steps."""
+        """The sum over parameters of their last committed exchange, equal after equal steps."""
         return sum(self._committed_at.values())
 
     def expect_backward(self) -> None:
-        """Look for missing gradients before DDP prepares for a backward, and again at its first gradient."""
+        """Search for missing gradients now and at the first gradient of the backward."""
         if not self.pending:
             return
         self._has_waited = True
         self._look()
         self._has_looked = False
         if not self._watch:
-            # On all parameters: before the first gradient is added, and before DDP handles unused parameters. Not on
-            # the tensors: torch.autograd.grad calls their hooks too, and adds nothing.
+            # On all parameters, to run before the first gradient is added and before DDP handles unused parameters.
+            # Not on the tensors, because torch.autograd.grad calls their hooks but adds no gradient.
             self._watch += [
                 get_gradient_edge(parameter).node.register_prehook(self._gradient_comes)
                 for parameter in self._parameters.values()
@@ -143,26 +143,26 @@ class PendingGradients:
             ]
 
     def note_gradients(self) -> None:
-        """Note address and version of pending gradients; again after DDP has moved them to other buckets."""
+        """Store address and version of pending gradients, also after DDP has moved them."""
         for name in self.pending:
             parameter = self._parameters[name]
             if parameter.grad is not None:
                 self._marks[name] = _mark_of(parameter, parameter.grad)
 
     def backward_has_ended(self) -> None:
-        """Note gradients after a backward in which no callback could be queued for its end."""
+        """Store gradients after a backward in which no callback could be queued."""
         if self.pending and not self._marks:
             self._note()
 
     def begin_exchange(self) -> None:
         """Roll back pending changes without a gradient, at the first bucket."""
         if self.pending and not self._has_looked:
-            self._look()  # this backward reached none of it
+            self._look()  # this backward used no pending parameter
 
     def end_exchange(self, used: set[str], used_by_any: set[str]) -> None:
-        """Make the changes pending when all gradients have been exchanged.
+        """Make changes pending after all gradients have been exchanged.
 
-        The names are those of parameters that the backward of this worker, and of any worker, has reached.
+        The names are those of parameters that this worker's backward, or any worker's, used.
         """
         _remove(self._watch)
         self._num_exchanges += 1
@@ -172,37 +172,37 @@ class PendingGradients:
         self._norms.clear()
         # In a static graph's first iteration Lightning flushes DDP's buckets after the backward.
         with suppress(RuntimeError):
-            # DDP puts the averages in place at the end of backward, by a callback that it queues after this one.
+            # DDP writes averages at the end of backward, in a callback that it queues after this one.
             _at_end_of_backward(lambda: _at_end_of_backward(self._note))
 
     def commit_all(self) -> None:
-        """Make everything pending part of training."""
+        """Commit all pending changes."""
         self._change(set(self.pending), commits=True)
         self._advance(set(self._waiting))
 
     def roll_back_all(self) -> None:
-        """Roll back everything pending, also of a backward that was broken off."""
+        """Roll back all pending changes, even of an interrupted backward."""
         self._change(set(self._parameters), commits=False)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _note(self) -> None:
-        """Note all pending gradients when DDP has put the averages in place."""
+        """Store all pending gradients after DDP has written the averages."""
         self.note_gradients()
         if self._has_waited or self._num_exchanges <= CAREFUL_EXCHANGES:
             gradients = {name: self._parameters[name].grad for name in self.pending}
-            held = {name: gradient.detach() for name, gradient in gradients.items() if gradient is not None}
-            # Read, with a synchronisation on a GPU, only if a gradient is zero later on.
-            self._norms = dict(zip(held, torch._foreach_norm(list(held.values())), strict=True)) if held else {}
+            found = {name: gradient.detach() for name, gradient in gradients.items() if gradient is not None}
+            # Norms are read, which synchronises with a GPU, only if a gradient is zero later.
+            self._norms = dict(zip(found, torch._foreach_norm(list(found.values())), strict=True)) if found else {}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _gradient_comes(self, _: Any) -> None:
         if not self._has_looked:
             self._look()
-            # Without an exchange (``no_sync``) autograd adds to the gradient, which is no change by the user.
+            # Without an exchange (``no_sync``), autograd adds to the gradient, which is not a change by the user.
             _at_end_of_backward(self.note_gradients)
 
     def _look(self) -> None:
-        """Roll back pending changes of parameters whose gradient is gone."""
+        """Roll back pending changes of parameters with a missing gradient."""
         self._has_looked = True
         gone: set[str] = set()
         changed: dict[int | None, dict[str, Tensor]] = {}
@@ -212,8 +212,8 @@ class PendingGradients:
                 gone.add(name)
             elif mark is None or mark[:2] != _mark_of(parameter, parameter.grad)[:2]:
                 changed.setdefault(self._owners.get(name), {})[name] = parameter.grad
-        for of_optimizer in changed.values():
-            gone |= self._zeroed(of_optimizer)
+        for gradients in changed.values():
+            gone |= self._zeroed(gradients)
         if not gone:
             return
         self._change(gone, commits=False)
@@ -224,18 +224,18 @@ class PendingGradients:
             if self._rolled_back_without_a_step == PATIENCE:
                 rank_zero_warn(
                     f"lightning_sparse: the gradients of {PATIENCE} backwards were dropped, and no "
-                    "torch.optim.Optimizer has stepped on these parameters: what was not sent of them is lost. If you "
+                    "torch.optim.Optimizer has stepped on these parameters: their unsent values are lost. If you "
                     "update weights without an optimizer, or an optimizer holds copies of them, call state.commit() "
-                    "after each update (strategy.state, or what register_comm_hook returned)."
+                    "after each update (strategy.state, or the result of register_comm_hook)."
                 )
 
     def _zeroed(self, changed: dict[str, Tensor]) -> set[str]:
-        """Return which of an optimizer's gradients, written to in place, were set to zero and not scaled."""
+        """Return those of an optimizer's changed gradients that were set to zero, not scaled."""
         with torch.no_grad():
             zero = {name for name, gradient in changed.items() if not gradient.any()}
         were_zero = {name for name in zero if name in self._norms and not bool(self._norms[name])}
-        # An average that was zero before tells nothing. A new tensor in its place is a copy; if it was written to, the
-        # optimizer's other gradients tell.
+        # An average that was zero before is no evidence. A new tensor at another address is a copy; whether it was
+        # written to follows from the optimizer's other gradients.
         addresses = {name: mark.address for name, mark in self._marks.items()}
         in_place = {name for name, gradient in changed.items() if addresses.get(name) == gradient.data_ptr()}
         written = (changed.keys() - were_zero) | in_place
@@ -247,7 +247,7 @@ class PendingGradients:
             rank_zero_warn(
                 f"lightning_sparse: an optimizer steps on {name!r}, which DDP does not exchange, so it differs between "
                 "workers, as under plain DDP. It was frozen or absent when DDP wrapped the model, or its layer was "
-                "replaced. Begin a new fit after the change, or freeze layers only after DDP has wrapped the model."
+                "replaced. Start a new fit after the change, or freeze layers only after DDP has wrapped the model."
             )
             self._unexchanged = None
 
@@ -255,17 +255,17 @@ class PendingGradients:
         self.is_stepping = False
         ids = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
         owned = {name for name, parameter in self._parameters.items() if id(parameter) in ids}
-        # A fused optimizer receives an overflow as found_inf and skips the step by itself.
+        # A fused optimizer reads an overflow from found_inf and skips the step itself.
         found_inf = getattr(optimizer, "found_inf", None)
         if not owned or (isinstance(found_inf, Tensor) and bool(found_inf)):
             return
         self._owners.update(dict.fromkeys(owned, id(optimizer)))
-        # An optimizer skips parameters without a gradient; some drop gradients themselves after the update.
-        stepped = {name for name in self.pending & owned if not self._was_passed_over(name)}
+        # An optimizer skips parameters without a gradient. Some optimizers drop gradients after the update.
+        stepped = {name for name in self.pending & owned if not self._was_skipped(name)}
         self._change(stepped, commits=True)
         self._advance(self._waiting & owned)
 
-    def _was_passed_over(self, name: str) -> bool:
+    def _was_skipped(self, name: str) -> bool:
         parameter, mark = self._parameters[name], self._marks.get(name)
         return parameter.grad is None and (mark is None or mark.weight_version == parameter._version)
 
@@ -276,9 +276,9 @@ class PendingGradients:
         if self._num_steps == PATIENCE and (unowned := sorted(self.pending - self._owners.keys())):
             listed = ", ".join(unowned[:3]) + (", …" if len(unowned) > 3 else "")
             rank_zero_warn(
-                f"lightning_sparse: {len(unowned)} parameters get gradients, and no optimizer stepped on them in "
-                f"{PATIENCE} steps ({listed}). Their gradients add up, count in the density and in Top-k, and "
-                "make resumes inexact. Freeze them, requires_grad_(False), or give them to an optimizer."
+                f"lightning_sparse: {len(unowned)} parameters get gradients, but no optimizer stepped on them in "
+                f"{PATIENCE} steps ({listed}). Their gradients accumulate, count in the density and in Top-k, and "
+                "make resumes inexact. Freeze them, requires_grad_(False), or pass them to an optimizer."
             )
         for call in self.on_step:
             call(names)

@@ -1,15 +1,15 @@
-"""Replicas of a sharded model that exchange the gradients of their shards sparsely, once per optimizer step.
+"""Sparse exchange of gradients between replicas of a sharded model.
 
-FSDP2 shards the parameters of a replica over its ranks, and leaves on each rank the mean gradient of its shard over the
-replica's data. The ranks that hold the same shard are the workers of a sparse exchange, with a group for every shard::
+FSDP2 shards the parameters of a replica over its ranks. After backward, each rank has the mean gradient of its shard
+over the replica's data. Ranks with the same shard are the workers of a sparse exchange, with a group for every shard::
 
     replica 0    rank 0: shard 0 ──┐   rank 1: shard 1 ──┐      inside: torch's own reduce-scatter and all-gather
     replica 1    rank 2: shard 0 ──┘   rank 3: shard 1 ──┘      between: the engine, on each shard
 
-λ is one for the whole model, or for a whole layer, and follows from the sums of all shards' numbers.
+λ is equal in all shards, per model or per layer, and depends on statistics summed over all shards.
 
-A gradient becomes part of training when `ShardExchange.average_gradients` takes it, between backward and an optimizer's
-step. Gradients that are dropped before that have never been in a residual.
+Gradients enter the residual in `ShardExchange.average_gradients`, between backward and an optimizer's step. Gradients
+that you drop before this call do not change the residual.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -37,7 +37,7 @@ class ShardBucket(ParameterBucket):
     """This rank's shards of some parameters, and unsent values of their gradients.
 
     Attributes:
-        residual: e, shape (layout.num_elements,): float32, or float64 where gradients are.
+        residual: e, shape (layout.num_elements,): float64 for double precision, else float32.
     """
 
     residual: Tensor = field(init=False)
@@ -45,8 +45,8 @@ class ShardBucket(ParameterBucket):
     def __post_init__(self) -> None:
         self.residual = self.zeros()
 
-    def bring(self, gradients: Mapping[str, Tensor], *, is_last: bool, notes: Tensor) -> FlatBucket:
-        """Return the bucket for a step, with a copy of the gradients; nothing of other parameters is sent."""
+    def copy_gradients(self, gradients: Mapping[str, Tensor], *, is_last: bool, notes: Tensor) -> FlatBucket:
+        """Return a bucket with copies of the gradients; leaves other parameters out."""
         first = local(self.parameters[0])
         flat = torch.empty(self.layout.num_elements, dtype=first.dtype.to_real(), device=first.device)
         parts = dict(zip(self.layout.names, self.shaped_parts(flat), strict=True))
@@ -59,7 +59,7 @@ class ShardBucket(ParameterBucket):
         return FlatBucket(self.index, self.layout, flat, residual, is_last, left_out=left_out, notes=notes)
 
     def give_back(self, average: Tensor, used_by_any: Collection[bool]) -> list[Tensor]:
-        """Make the average the gradient of every parameter that any replica used; return these parameters.
+        """Write averages to gradients of parameters that any replica used; return these.
 
         The average is flat, shape (layout.num_elements,), and ``used_by_any`` has an entry for each parameter.
         """
@@ -74,11 +74,11 @@ class ShardBucket(ParameterBucket):
 
 
 class ShardExchange(Averager):
-    """Averages the gradients of one rank's shards over the replicas. Made by `shard_exchange`.
+    """Averages gradients of this rank's shards over the replicas; see `shard_exchange`.
 
     Attributes:
         replica: the ranks that hold this rank's replica.
-        device: this rank's.
+        device: the device of this rank.
         own_group: the process group in which gradients are exchanged.
         steps: observes optimizers of these parameters.
     """
@@ -124,7 +124,7 @@ class ShardExchange(Averager):
         warm_up_steps(self._engine, trained, has_unused=True)
 
     def close(self) -> None:
-        """End groups of the exchange's own; groups that other exchanges of these ranks use end with the world."""
+        """Destroy the process groups of this exchange, except those that other exchanges share."""
         self._is_closed = True
         self._steps.close()
         self._engine.exchange.close()
@@ -133,20 +133,20 @@ class ShardExchange(Averager):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def average_gradients(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Replace gradients by their sparse average over the replicas. Collective: all ranks of all replicas.
+        """Replace gradients by their sparse average over the replicas. Collective: all ranks.
 
-        Call it once per optimizer step: after the last backward, before gradients are clipped and the optimizer steps.
-        A gradient is None on all ranks of a replica or on none. If it is None on some replicas only, it becomes the
-        average; if it is None on all, it stays None.
+        Call it once per optimizer step: after the last backward, before you clip gradients and the optimizer steps. A
+        gradient must be None on all ranks of a replica or on none. If it is None only on some replicas, it becomes the
+        average. If it is None on all replicas, it stays None.
 
         Args:
-            parameters: those whose gradients are exchanged, such as one optimizer's; None for all of the module.
+            parameters: the parameters to exchange, such as those of one optimizer; None for all of the module.
 
         Raises:
             RuntimeError: the exchange was closed.
         """
         if self._is_closed:
-            raise RuntimeError("The exchange was closed: gradients would stay each replica's own. Make a new one.")
+            raise RuntimeError("The exchange was closed, so gradients would differ between replicas. Make a new one.")
         chosen = set(map(id, self._parameters.values() if parameters is None else parameters))
         self._steps.require_new(parameter for parameter in self._parameters.values() if id(parameter) in chosen)
         self.is_exchanging = True
@@ -162,7 +162,8 @@ class ShardExchange(Averager):
                     if parameter.grad is not None and id(parameter) in chosen
                 }
                 is_last = bucket is self._buckets[-1]
-                flight.append(bucket.bring(gradients, is_last=is_last, notes=self._marks_of(bucket, gradients)))
+                notes = self._marks_of(bucket, gradients)
+                flight.append(bucket.copy_gradients(gradients, is_last=is_last, notes=notes))
                 yield flight[-1]
 
         self._engine.add_all(departing())
@@ -174,15 +175,15 @@ class ShardExchange(Averager):
         self.is_exchanging = False
 
     def _marks_of(self, bucket: ShardBucket, used: Collection[str]) -> Tensor:
-        """Return marks of the parameters of a bucket that this replica used, on the device; they hardly ever change."""
+        """Return cached marks on the device for parameters that this replica used."""
         marks = [name in used for name in bucket.layout.names]
         if bucket.index not in self._marks or self._marks[bucket.index][0] != marks:
             self._marks[bucket.index] = marks, torch.tensor(marks, dtype=torch.float64).to(bucket.residual.device)
         return self._marks[bucket.index][1]
 
     def _take_in_new(self) -> None:
-        """Lay out parameters that require a gradient by now. The same on all ranks."""
-        new = {name: held for name, held in self._parameters.items() if held.requires_grad and name not in self._taken}
+        """Make buckets for parameters that newly require a gradient, equally on all ranks."""
+        new = {name: p for name, p in self._parameters.items() if p.requires_grad and name not in self._taken}
         for bucket in bucketed(ShardBucket, new, len(self._buckets), lambda parameter: parameter.dtype):
             self._buckets.append(bucket)
             self._fill(bucket)
@@ -193,15 +194,15 @@ class ShardExchange(Averager):
             if name in self._loaded and self._loaded[name].numel() == part.numel():
                 part.copy_(self._loaded.pop(name))
 
-    # What is saved.
+    # Saved state.
 
     @property
     def parameter_sizes(self) -> dict[str, int]:
-        """By name, how many real numbers this rank exchanges of each parameter."""
-        return {name: real_numel(local(held)) for name, held in self._parameters.items() if name in self._taken}
+        """The real numbers that this rank exchanges per parameter."""
+        return {name: real_numel(local(p)) for name, p in self._parameters.items() if name in self._taken}
 
     def snapshot(self, workers: Workers | None = None) -> Snapshot:
-        """Return this rank's state; residuals only of parameters that required a gradient so far. Not collective."""
+        """Return this rank's state, with residuals of all laid-out parameters. Not collective."""
         snapshot = self._engine.snapshot()
         snapshot.own["residual"] = {}
         for bucket in self._buckets:
@@ -210,7 +211,7 @@ class ShardExchange(Averager):
 
     @torch.no_grad()
     def restore(self, snapshot: Snapshot) -> None:
-        """Replace all state by a snapshot of another run, as far as it fits the model. Not collective."""
+        """Replace all state by those parts of a snapshot that fit the model. Not collective."""
         self.reset()
         self._engine.restore(snapshot)
         self._loaded = dict(snapshot.own.get("residual", {}))
@@ -219,7 +220,7 @@ class ShardExchange(Averager):
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Return to the state before the first step: no residuals, no history, a new calibration."""
+        """Return to the state before the first step."""
         self._loaded = {}
         for bucket in self._buckets:
             bucket.residual.zero_()
@@ -237,10 +238,10 @@ def shard_exchange(
     link_gbit_s: float | None = None,
     per_layer_stats: bool = False,
 ) -> ShardExchange:
-    """Make replicas of a model that ``fully_shard`` shards exchange gradients sparsely. Collective: all ranks.
+    """Make replicas of a sharded model exchange gradients sparsely. Collective: all ranks.
 
-    For the Lightning Trainer use `HSDPHardThresholdStrategy`; this is for plain PyTorch. All replicas take the weights
-    and buffers of the first.
+    Use it with plain PyTorch and ``fully_shard``. For the Lightning Trainer, use `HSDPHardThresholdStrategy`. All
+    replicas receive the weights and buffers of the first.
 
     Example::
 
@@ -255,19 +256,19 @@ def shard_exchange(
             optimizer.zero_grad()
 
     Args:
-        module: the model, sharded over the ranks of a replica and no further.
-        mesh: the dimension of replicas, one rank each, of a mesh of all ranks.
-        sparsifier: selects coordinates; copied. λ is one for the whole model, or for a whole layer; a number of
-            coordinates, as of `TopK`, is each shard's own.
-        value_dtype: dtype in which values travel, as in `SparseDDPStrategy`.
+        module: the model, sharded only over the ranks of a replica.
+        mesh: the dimension of replicas, one rank per replica, of a mesh of all ranks.
+        sparsifier: selects coordinates; copied. λ is equal in all shards, per model or per layer; a number of
+            coordinates, as in `TopK`, is per shard.
+        value_dtype: dtype of sent values, as in `SparseDDPStrategy`.
         exchange: the route between replicas, as in `SparseDDPStrategy`.
         link_gbit_s: rate of a rank's link between replicas, in Gbit/s and one direction, as in `SparseDDPStrategy`.
         per_layer_stats: whether to report density and error of every layer.
 
     Raises:
-        TypeError: not a sparsifier.
-        ValueError: an invalid option, a mesh of several dimensions, or a module that is not sharded as it must be.
-        RuntimeError: ranks disagree on the settings, or the mesh does not divide them into replicas (on every rank).
+        TypeError: the sparsifier or the mesh has a wrong type.
+        ValueError: an option is invalid, the mesh has several dimensions, or the sharding is not supported.
+        RuntimeError: settings differ between ranks, or the mesh does not divide ranks into replicas (on every rank).
     """
     options = ExchangeOptions(value_dtype=value_dtype, exchange=exchange, link_gbit_s=link_gbit_s)
     return ShardExchange(module, mesh, sparsifier, options, per_layer_stats=per_layer_stats)

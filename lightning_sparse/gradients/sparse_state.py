@@ -1,8 +1,8 @@
-"""The state of DDP's communication hook, and the way of DDP's buckets through it.
+"""The state of DDP's communication hook, which passes DDP's buckets to the engine.
 
-DDP brings the buckets one by one, in the same order on all workers, while backward runs. Each gets its residual and
-goes to the engine. In the hook of the last bucket the averages, times S, replace the gradients in all buckets. The
-changes are pending until an optimizer steps on the gradients, and are rolled back if none does
+DDP passes buckets one by one, in the same order on all workers, during backward. Each bucket gets its residual and is
+added to the engine. In the hook of the last bucket, the averages, times S, replace the gradients in all buckets. The
+changes are pending until an optimizer steps on the gradients, and are rolled back otherwise
 (``lightning_sparse.gradients.pending_gradients``).
 """
 
@@ -31,24 +31,24 @@ from lightning_sparse.sparsifiers import Sparsifier
 
 
 class SparseState(Averager):
-    """Everything that a worker keeps between steps; the state of the communication hook.
+    """The state of the communication hook, which a worker keeps between steps.
 
     Args:
-        sparsifier: selects coordinates. Copied, so that calibration never changes the caller's own.
-        options: of the exchange.
-        parameter_names: the name of every parameter that DDP may bring.
+        sparsifier: selects coordinates. Copied, so that calibration does not change the caller's sparsifier.
+        options: the options of the exchange.
+        parameter_names: the names of all parameters in DDP's buckets.
         group: DDP's process group.
         loss_scale: returns S of the running step as a tensor of one element, or None if losses are not scaled.
-        optimizers: returns those that will step; called only with ``error_feedback="learning_rate"``.
-        per_layer_stats: whether `StepStats` holds numbers of every layer.
+        optimizers: returns the optimizers that will step; used only with ``error_feedback="learning_rate"``.
+        per_layer_stats: whether `StepStats` holds the statistics of every layer.
         allows_unused_parameters: whether a backward may leave parameters out.
         is_static_graph: whether DDP has ``static_graph=True``.
 
     Attributes:
         residuals: unsent values.
-        pending_gradients: decides which changes of residuals are part of training.
-        save_barrier: where workers wait for each other before rank 0 saves a checkpoint.
-        is_exchanging: whether a backward has begun to exchange gradients and has not ended, or was broken off.
+        pending_gradients: commits changes of residuals or rolls them back.
+        save_barrier: lets workers wait for each other before rank 0 saves a checkpoint.
+        is_exchanging: whether a backward is exchanging gradients or was interrupted.
         is_idle: whether this worker has no more batches; see ``SparseJoinHook``.
     """
 
@@ -79,7 +79,7 @@ class SparseState(Averager):
         self.save_barrier = SaveBarrier(self.workers)
         self._loss_scale = loss_scale
         self._optimizers = optimizers
-        self._has_said_dropped = False
+        self._has_reported_dropped = False
         self._rates = LastLearningRates(parameter_names)
         self.pending_gradients = PendingGradients(parameter_names, self.residuals, self._rates)
         self._ddp_buckets = DDPBuckets(parameter_names, is_static_graph=is_static_graph)
@@ -91,14 +91,14 @@ class SparseState(Averager):
         self._bucket_names: list[tuple[str, ...]] = []
         self._note_numbers()
         self.pending_gradients.on_step.append(weak_method(self._count_step))
-        self.pending_gradients.on_drop.append(weak_method(self._say_dropped))
+        self.pending_gradients.on_drop.append(weak_method(self._report_dropped))
 
     def warm_up(self, *, is_scaled: bool) -> None:
-        """Build the kernels that steps will need; see ``lightning_sparse.engine.warm_up_steps``."""
+        """Compile the kernels of all steps; see ``lightning_sparse.engine.warm_up_steps``."""
         warm_up_steps(self._engine, self._parameters, is_scaled=is_scaled, has_unused=self._use.allows_unused)
 
     def close(self) -> None:
-        """Remove this state from the model, except the hook, which DDP cannot remove. No backward may follow."""
+        """Detach this state from the model, which must not run another backward."""
         self._engine.exchange.close()
         self.pending_gradients.close()
         self.save_barrier.close()
@@ -106,25 +106,25 @@ class SparseState(Averager):
 
     @property
     def is_certain(self) -> bool:
-        """Whether the committed state belongs to the current weights, as it does but in an optimizer's step."""
+        """Whether the committed state belongs to the current weights."""
         return self.pending_gradients.is_certain and not self._is_moving
 
     def commit(self) -> None:
-        """Make all that backwards have exchanged so far part of training, as an optimizer's step does.
+        """Commit all exchanged gradients, as an optimizer's step does.
 
         Call it after each update if no ``torch.optim.Optimizer`` steps on the module's own parameters (you update
-        weights by hand, or an optimizer holds copies of them). If you keep gradients aside, drop them and use them
+        weights by hand, or an optimizer holds copies of them). If you copy gradients, clear them and use the copies
         later, call it after each backward, before ``zero_grad``.
         """
         self.pending_gradients.commit_all()
 
     @property
     def has_own_state(self) -> bool:
-        """Whether any residual can differ from zero, as far as all workers know; false within the first step."""
+        """Whether any residual can be nonzero on any worker; false within the first step."""
         return self.pending_gradients.progress > 0 or self.residuals.was_loaded or not self.is_certain
 
     def reset(self) -> None:
-        """Return to the state before the first step: no residuals, no history, a new calibration."""
+        """Return to the state before the first step."""
         self.pending_gradients.roll_back_all()
         self.residuals.load_state_dict({})
         self._engine.reset()
@@ -138,17 +138,17 @@ class SparseState(Averager):
         snapshot = self._engine.snapshot(self._mark)
         if self.options.error_feedback == "learning_rate":
             snapshot.numbers["learning_rates"] = self._rates.state_dict()
-        # A checkpoint has all parameters: in the first step workers may have laid out different buckets.
+        # A checkpoint has all parameters, because bucket layouts may differ between workers in the first step.
         residuals = self.residuals.layers() if workers is None else self.residuals.all_layers()
         snapshot.own["residual"] = dict(sorted(residuals.items()))
         return snapshot
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Replace all state by a snapshot of another run, as far as it fits the model. Not collective."""
+        """Replace all state by those parts of a snapshot that fit the model. Not collective."""
         self.reset()
         self._engine.restore(snapshot)
         self._rates.load_state_dict(snapshot.numbers.get("learning_rates", {}))
-        if snapshot.history.get("exchange"):  # of as many workers; with others, the last bits of sums differ anyway
+        if snapshot.history.get("exchange"):  # missing with another number of workers, where sums differ anyway
             self._ddp_buckets.regroup_as(snapshot.numbers.get("layout", []))
         self._note_numbers()
         residuals = snapshot.own.get("residual", {})
@@ -159,15 +159,15 @@ class SparseState(Averager):
 
     @property
     def progress(self) -> object:
-        """The progress of training, as optimizer steps count it."""
+        """A number that is equal on workers after the same optimizer steps."""
         return self.pending_gradients.progress
 
     def obstacles(self) -> list[str]:
-        """Return why residuals cannot be saved at this moment."""
+        """Return reasons why residuals cannot be saved now."""
         return [] if self.is_certain else ["the workers are in the middle of an optimizer's step"]
 
     def receive(self, grad_bucket: GradBucket) -> Averaged:
-        """Take a bucket of DDP through the step. Collective: every worker calls this for the same bucket."""
+        """Exchange a bucket of DDP. Collective: all workers, for the same bucket."""
         ddp_bucket, future = self._ddp_buckets.read(grad_bucket)
         if ddp_bucket.index == 0:
             self._begin_step()
@@ -184,11 +184,11 @@ class SparseState(Averager):
         return future
 
     def _begin_step(self) -> None:
-        if self.is_exchanging:  # an exception has broken off the last backward
+        if self.is_exchanging:  # an exception interrupted the last backward
             self.pending_gradients.roll_back_all()
             self.residuals.abandon()
         self.pending_gradients.begin_exchange()
-        # Exchanges without an optimizer step do not count, as in a run that resumes.
+        # Exchanges without an optimizer step do not count, as after a resume.
         self._engine.next_step = self._mark["next_step"]
         self.is_exchanging = True
         self._use.forget_old()
@@ -198,7 +198,7 @@ class SparseState(Averager):
             self._rates.begin(self._optimizers())
 
     def _flat_bucket(self, bucket: DDPBucket) -> FlatBucket:
-        """Return a bucket with its residual, and without gradients that this backward did not reach."""
+        """Return a bucket with its residual and without unused gradients."""
         layout, gradient = bucket.layout, bucket.gradient
         if self._bucket_names[bucket.index : bucket.index + 1] != [layout.names]:
             self._engine.forget_sizes()
@@ -222,7 +222,7 @@ class SparseState(Averager):
         )
 
     def _add(self, buckets: Sequence[FlatBucket]) -> None:
-        """Hand buckets to the engine: a single one, or those of the whole step to clip or survey them."""
+        """Add a bucket to the engine, or all buckets of a step to clip or survey them."""
         if self.options.local_clip_norm is not None:
             clip_norm(buckets, self.options.local_clip_norm)
         for bucket in buckets:
@@ -249,21 +249,21 @@ class SparseState(Averager):
         self.is_exchanging = False
         self.pending_gradients.end_exchange(set().union(*self._bucket_names) - self._unused, used_by_any)
         self._ddp_buckets.resolve_futures()
-        # It counts once an optimizer steps on it, which an idle worker will not see.
+        # The exchange counts after an optimizer steps on it, which an idle worker does not observe.
         self._engine.account(more_bytes=more_bytes, counts=self.is_idle)
 
     def _note_numbers(self) -> None:
-        """Keep the numbers of the step that has just counted, for checkpoints; a later backward may be rolled back."""
+        """Store the numbers of the committed step for checkpoints."""
         self._mark: dict[str, Any] = {**self._engine.mark(), "layout": self._bucket_names}
 
     def catch_up(self, *, knows: bool) -> None:
-        """Receive the committed numbers from a worker that had batches to the end, and knows. Collective."""
-        own: Any = None
+        """Receive committed numbers from a worker that ``knows`` all steps. Collective."""
+        known: Any = None
         if knows:
             running = self._engine.snapshot()
             running.history["sparsifier"] = self._engine.sparsifier.state_dict(self._mark["next_step"])
-            own = self._mark, running
-        received = self.workers.first_object(own)
+            known = self._mark, running
+        received = self.workers.first_object(known)
         if not knows:
             last_step, epoch = self._engine.last_step, self._engine.epoch
             self._mark, running = received
@@ -274,14 +274,14 @@ class SparseState(Averager):
         self._engine.calibrator.confirm(names)
         self._note_numbers()
 
-    def _say_dropped(self, names: set[str]) -> None:
+    def _report_dropped(self, names: set[str]) -> None:
         has_overflowed = self._scale is not None and self.last_step is not None and self.last_step.non_finite
-        is_search = self.pending_gradients.is_stepping  # LBFGS drops all gradients of a step but the last, as under DDP
-        if not (has_overflowed or self._has_said_dropped or self.is_exchanging or is_search):
-            self._has_said_dropped = True
+        is_search = self.pending_gradients.is_stepping  # LBFGS drops all gradients of a step except the last
+        if not (has_overflowed or self._has_reported_dropped or self.is_exchanging or is_search):
+            self._has_reported_dropped = True
             listed = ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")
             rank_zero_info(
                 f"lightning_sparse: gradients were dropped before an optimizer stepped on them ({listed}): they do not "
-                "train, as under DDP. If you keep gradients aside and use them later, call state.commit() after each "
-                "backward. Said once; see docs/reliability.md."
+                "train, as under DDP. If you store gradients and use them later, call state.commit() after each "
+                "backward. This message appears once; see docs/reliability.md."
             )

@@ -1,4 +1,4 @@
-"""Checks that each optimizer step uses gradients that were averaged once before it."""
+"""Checks that each optimizer step uses gradients that were averaged once."""
 
 from collections.abc import Collection, Iterable
 
@@ -14,7 +14,7 @@ MOST_EMPTY_CALLS = 20
 
 
 class StepsOnAverages:
-    """Warns once of a loop that calls ``average_gradients`` at the wrong place, or twice."""
+    """Warns once about a misplaced or repeated call of ``average_gradients``."""
 
     def __init__(self, module: nn.Module, parameters: Collection[Tensor]) -> None:
         self._ids = set(map(id, parameters))
@@ -25,14 +25,14 @@ class StepsOnAverages:
         self._observer = StepObserver(parameters, self._before, self._after)
 
     def close(self) -> None:
-        """Observe no more steps."""
+        """Stop observing steps."""
         self._observer.close()
 
     def require_new(self, parameters: Iterable[Tensor]) -> None:
-        """Warn if all gradients to be averaged now have been averaged since the last backward, or none come.
+        """Warn if there are no gradients, or all were averaged since the last backward.
 
         Raises:
-            RuntimeError: there are no gradients, and parameters that are not exchanged have some.
+            RuntimeError: only parameters that are not exchanged have gradients.
         """
         marks = _marks_of(parameters)
         self._empty_calls = 0 if marks else self._empty_calls + 1
@@ -50,7 +50,7 @@ class StepsOnAverages:
             )
 
     def averaged(self, parameters: Iterable[Tensor]) -> None:
-        """Note the parameters whose gradients were averaged just now."""
+        """Record the parameters whose gradients have just been averaged."""
         self._averaged |= _marks_of(parameters)
 
     def _before(self, optimizer: Optimizer, _: Arguments) -> None:
@@ -59,20 +59,20 @@ class StepsOnAverages:
     def _require_exchanged(self, name: str | None) -> None:
         if name is not None:
             raise RuntimeError(
-                f"{name!r} has a gradient that is not exchanged: the model has other parameters than when "
-                "shard_exchange was called. Call fully_shard first, and shard_exchange after it."
+                f"{name!r} has a gradient that is not exchanged: the model's parameters have changed since the call of "
+                "shard_exchange. Call fully_shard first, and shard_exchange after it."
             )
 
     def _after(self, optimizer: Optimizer) -> None:
-        own = [weight for group in optimizer.param_groups for weight in group["params"] if id(weight) in self._ids]
-        # Not before the step: its closure may average.
-        missing = sum(weight.grad is not None and id(weight) not in self._averaged for weight in own)
+        weights = [weight for group in optimizer.param_groups for weight in group["params"] if id(weight) in self._ids]
+        # Not before the step, because its closure may average.
+        missing = sum(weight.grad is not None and id(weight) not in self._averaged for weight in weights)
         if missing and changes_weights(optimizer):
             self._warn(
                 f"{type(optimizer).__name__} stepped on {missing} gradients that average_gradients() had not averaged, "
                 "so replicas differ. Call it after the last backward, before optimizer.step() and zero_grad()"
             )
-        for weight in own:
+        for weight in weights:
             self._averaged.pop(id(weight), None)
 
     def _warn(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Lightning's strategies, and the names under which Trainer finds them."""
+"""Lightning strategies, and their registration by name."""
 
 from collections.abc import Callable
 from functools import partial
@@ -50,7 +50,7 @@ def _make(strategy: Callable[..., Strategy], sparsifier: Callable[[], Sparsifier
 
 
 def register_strategies() -> None:
-    """Register every name with Lightning, in the twelve forms that it has for ``ddp``; a second call does nothing."""
+    """Register all strategies by name, in the twelve forms of ``ddp``, once."""
     if "ddp_hardthreshold" in StrategyRegistry:
         return
     families: dict[str, Callable[..., Strategy]] = {
@@ -67,9 +67,9 @@ def register_strategies() -> None:
             for ending, unused in _UNUSED_PARAMETERS.items():
                 name = family + suffix + ending
                 StrategyRegistry.register(name, strategy, description, start_method=start_method, **unused)
-    for name, of_replicas, what in (
+    for name, strategy, kind in (
         ("hsdp_hardthreshold", HSDPHardThresholdStrategy, "sparse"),
         ("local_hsdp_hardthreshold", LocalHSDPHardThresholdStrategy, "local training, sparse"),
     ):
-        description = f"FSDP2 in a replica, {what} between replicas: hardthreshold, start method popen"
-        StrategyRegistry.register(name, of_replicas, description)
+        description = f"FSDP2 in a replica, {kind} between replicas: hardthreshold, start method popen"
+        StrategyRegistry.register(name, strategy, description)

@@ -1,4 +1,4 @@
-"""Messages of rank 0 about likely problems: one line, once per process, with a remedy and a page to read."""
+"""Messages of rank 0 about likely problems, once per process, with a remedy and a page."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -18,35 +18,35 @@ from lightning_sparse.sparsifiers import Dense, HardThreshold, Sparsifier
 from lightning_sparse.sparsifiers.hard_threshold import DEFAULT_DENSITY
 
 FAR_OFF = 2.0
-"""A density is off if it differs from the density asked for by more than this factor."""
+"""A density causes a warning if it differs from the target by more than this factor."""
 ENOUGH_STEPS = 200
-"""Exchanges before a density is judged, and consecutive exchanges without a payload before a warning."""
+"""Exchanges before the density is checked, and consecutive exchanges without a payload before a warning."""
 FEWEST_SENT = 5.0
-"""How often a run should send each coordinate (docs/choosing-a-threshold.md)."""
+"""The minimum number of times that a run should send each coordinate (docs/choosing-a-threshold.md)."""
 LONG_CALIBRATION = 0.02
-"""The share of a run from which a calibration is worth a message."""
+"""The share of a run from which calibration causes a message."""
 FEWEST_SECONDS = 1e-3
-"""The time of a dense exchange at 1 Gbit/s, without latency, that a sparse exchange cannot shorten."""
+"""The time of a dense exchange at 1 Gbit/s, without latency, below which a sparse exchange saves almost nothing."""
 NORMALISING = re.compile(
     "adam|adadelta|adafactor|adagrad|adopt|dion|kron|lamb|lar[cs]|lion|madgrad|muon|prodigy|psgd|rmsprop|rprop|shampoo|"
     "sign|soap|sophia",
     re.IGNORECASE,
 )
-"""Parts of the names of optimizers whose updates do not grow in proportion to the gradient.
+"""Parts of the names of optimizers whose updates are not proportional to the gradient.
 
-LARS and LARC divide a layer's gradient by its norm, so a step is as long for one received coordinate as for all.
+LARS and LARC divide a layer's gradient by its norm, so a step with one received coordinate is as long as with all.
 """
-_said: set[str] = set()
-"""The kinds of messages that this process has said."""
+_reported: set[str] = set()
+"""The kinds of messages that this process has reported."""
 
 
 class Advice:
-    """Watches the exchanges of a fit. All workers see the same numbers, so it communicates nothing.
+    """Reports likely problems of a fit from its statistics, without communication.
 
     Args:
         averages: ``"gradients"``, ``"gradients of shards"`` or ``"drifts"``.
-        averager: makes the exchanges; those of a single worker are not watched.
-        options: of the exchange.
+        averager: the averager of the fit; exchanges of a single worker are ignored.
+        options: the options of the exchange.
     """
 
     def __init__(self, averages: str, averager: Averager, options: TransportOptions) -> None:
@@ -58,13 +58,13 @@ class Advice:
             averager.subscribe(self.add)
 
     def begin(self, optimizers: Sequence[Optimizer], num_exchanges: float | None) -> None:
-        """Say what is known before the first step, and count from zero.
+        """Reset all counts, and report problems that are known before the first step.
 
         Args:
-            optimizers: of the training.
-            num_exchanges: how many there will be; infinite if unknown, None for a run whose steps are discarded.
+            optimizers: the optimizers of the training.
+            num_exchanges: the planned number of exchanges; infinite if unknown, None if the run's steps are discarded.
         """
-        # A discarded run may precede a training: its numbers do not count.
+        # A discarded run may precede training, and its numbers do not count.
         self._is_watching = self._num_workers > 1 and num_exchanges is not None
         self._num_exchanges = inf if num_exchanges is None else num_exchanges
         self._calibrating = self._steps = self._silent = 0
@@ -72,32 +72,32 @@ class Advice:
         self._selected = self._elements = self._dense_elements = 0
         self._silent_layers: dict[str, float] = {}
         if self._num_workers == 1 and num_exchanges is not None:
-            text = f"one worker has nobody to exchange with: {self._averages} pass through whole."
-            self._say("alone", text, "troubleshooting")
+            text = f"a single worker exchanges nothing: its {self._averages} are not sparsified."
+            self._report("alone", text, "troubleshooting")
         if not self._is_watching or self._sends_all:
             return
         density = asked_density(self._sparsifier)
         times_sent = self._num_exchanges * (density or inf)
-        # The latency of messages is left out: a sparse exchange has it too.
+        # Ignores the latency of messages, which a sparse exchange has too.
         dense_seconds = 8e-9 * 4 * self._num_elements * 2 * (self._num_workers - 1) / self._num_workers
         if dense_seconds < FEWEST_SECONDS:
-            self._say(
+            self._report(
                 "small model",
                 f"the model trains {self._num_elements:,} elements: a sparse exchange saves under 1 ms at 1 Gbit/s. "
                 "Prefer a dense one.",
                 "performance",
             )
         elif times_sent < FEWEST_SENT:
-            self._say(
+            self._report(
                 "short run",
-                f"density={density:.3g} sends a coordinate only {times_sent:.2g} times in "
+                f"density={density:.3g} sends each coordinate only {times_sent:.2g} times in "
                 f"{_count(self._num_exchanges)} exchanges. "
                 f"Set density={min(1.0, FEWEST_SENT / max(self._num_exchanges, 1)):.1g}.",
             )
         normalising = [name for optimizer in optimizers for name in _normalising(optimizer)]
         if self._averages != "drifts" and normalising:
             is_sharded = self._averages == "gradients of shards"
-            self._say(
+            self._report(
                 "optimizer",
                 f"{shortened(normalising[-1], 20)} normalises gradients, so sparse ones train worse. Use "
                 f"'local_{'hsdp_' if is_sharded else ''}hardthreshold'.",
@@ -109,14 +109,14 @@ class Advice:
         return isinstance(self._sparsifier, Dense) or getattr(self._sparsifier, "threshold", None) == 0
 
     def add(self, stats: StepStats) -> None:
-        """Add the numbers of an exchange."""
+        """Add the statistics of an exchange."""
         if not self._is_watching:
             return
         if stats.is_calibration:
             self._calibrating += 1
             return
         if self._steps == 0:
-            self._say_calibrated()
+            self._report_calibrated()
             self._silent_layers = dict.fromkeys(stats.layers, 0.0)
         self._steps += 1
         self._selected += stats.selected
@@ -131,20 +131,20 @@ class Advice:
             self._silent_since = stats.squared_error
         if self._silent == ENOUGH_STEPS:
             self._was_silent = True
-            self._say_nothing_sent(stats)
+            self._report_nothing_sent(stats)
         elif self._steps >= ENOUGH_STEPS and not self._silent and not self._was_silent:
-            self._say_far_off(stats)
-            self._say_dense()
+            self._report_far_off(stats)
+            self._report_dense()
 
     def end(self) -> None:
-        """Say what only the end of a fit shows."""
+        """Report problems that are known only at the end of a fit."""
         if not self._is_watching:
             return
         if self._calibrating and not self._steps:
             self._warn(
                 "calibration",
-                f"training ended in calibration: all {_count(self._calibrating)} exchanges sent everything. "
-                "Set a smaller calibration_steps.",
+                f"training ended during calibration: all {_count(self._calibrating)} exchanges sent everything. "
+                "Lower calibration_steps.",
             )
         sent = self._selected / max(self._elements, 1) * self._steps
         silent = {name: norm for name, norm in self._silent_layers.items() if norm > 0}
@@ -156,33 +156,33 @@ class Advice:
                 "Set layer_thresholds.",
             )
 
-    def _say_calibrated(self) -> None:
+    def _report_calibrated(self) -> None:
         share = self._calibrating / self._num_exchanges if self._num_exchanges else 0.0
         if share >= LONG_CALIBRATION:
-            self._say(
+            self._report(
                 "calibrated",
                 f"calibration took {_count(self._calibrating)} of {_count(self._num_exchanges)} exchanges "
-                f"({100 * share:.0f} %) and sent everything in them.",
+                f"({100 * share:.0f} %), which sent everything.",
             )
 
-    def _say_nothing_sent(self, stats: StepStats) -> None:
+    def _report_nothing_sent(self, stats: StepStats) -> None:
         grown = stats.squared_error - self._silent_since
         has_grown = grown > 1e-6 * stats.squared_error
         if not isinstance(self._sparsifier, HardThreshold) or (self._options.keeps_rest and not has_grown):
             if self._averages == "drifts":
-                return  # with a learning rate of 0 nothing moves
-            told = "gradients are zero. Check that the loss depends on the weights."
+                return  # weights do not change with a learning rate of 0
+            cause = "gradients are zero. Check that the loss depends on the weights."
         else:
             now, fitting = self._sparsifier.current_threshold, inf
-            if has_grown:  # a residual from which nothing is sent is a random walk
+            if has_grown:  # assumes that a residual without sent values is a random walk
                 fitting = sqrt(grown / (self._silent * stats.num_elements) / DEFAULT_DENSITY)
             remedy = f"Set threshold={min(fitting, now / 2):.2g} or density={DEFAULT_DENSITY}."
             if asked_density(self._sparsifier) is not None:
-                remedy = "It is being lowered."
-            told = f"λ={now:.3g} is too high{'' if has_grown else ' or gradients are 0'}. {remedy}"
-        self._warn("nothing", f"nothing was sent in {ENOUGH_STEPS} exchanges: {told}")
+                remedy = "λ is being lowered."
+            cause = f"λ={now:.3g} is too high{'' if has_grown else ' or gradients are 0'}. {remedy}"
+        self._warn("nothing", f"nothing was sent in {ENOUGH_STEPS} exchanges: {cause}")
 
-    def _say_far_off(self, stats: StepStats) -> None:
+    def _report_far_off(self, stats: StepStats) -> None:
         asked, seen = asked_density(self._sparsifier), self._selected / self._elements
         if asked is None or not isinstance(self._sparsifier, HardThreshold):
             return
@@ -192,39 +192,39 @@ class Advice:
         if 1 / FAR_OFF < seen / asked < FAR_OFF:
             return
         seen, asked = 100 * seen, 100 * asked
-        self._warn("density", f"density is {seen:.3g} % after calibration, not {asked:.3g} %. λ is being corrected.")
+        self._warn("density", f"density is {seen:.3g} % after calibration, not {asked:.3g} %. λ is being adjusted.")
 
-    def _say_dense(self) -> None:
+    def _report_dense(self) -> None:
         share = self._dense_elements / self._elements
         if share > 0.5 and not self._sends_all:
             seen = 100 * self._selected / self._elements
             self._warn(
                 "dense",
-                f"{100 * share:.0f} % of elements went out densely at a density of {seen:.3g} %: nothing is saved. "
+                f"{100 * share:.0f} % of elements were sent densely at a density of {seen:.3g} %: nothing is saved. "
                 "Set a lower density.",
             )
 
     def _warn(self, kind: str, text: str) -> None:
-        self._say(kind, text, tell=rank_zero_warn)
+        self._report(kind, text, tell=rank_zero_warn)
 
-    def _say(
+    def _report(
         self, kind: str, text: str, page: str = "choosing-a-threshold", tell: Callable[[str], None] = rank_zero_info
     ) -> None:
-        if kind not in _said:
-            _said.add(kind)
+        if kind not in _reported:
+            _reported.add(kind)
             tell(f"lightning_sparse: {text} See docs/{page}.md.")
 
 
 def asked_density(sparsifier: Sparsifier) -> float | None:
-    """Return the density that a sparsifier was asked for; None if there is none."""
+    """Return a sparsifier's target density, or None."""
     density = getattr(sparsifier, "density", None)
     return float(density) if isinstance(density, (int, float)) else None
 
 
 def exchanges_of(module: LightningModule, every_n_steps: int) -> float | None:
-    """Return how many exchanges a fit will make, for ``Advice.begin``."""
+    """Return the planned number of exchanges of a fit, for ``Advice.begin``."""
     trainer: Any = module.trainer
-    # The steps of Lightning's search for a learning rate are thrown away.
+    # Lightning's learning rate finder discards its steps.
     if trainer.fast_dev_run or any(isinstance(callback, _LRCallback) for callback in trainer.callbacks):
         return None
     if not module.automatic_optimization:
@@ -234,7 +234,7 @@ def exchanges_of(module: LightningModule, every_n_steps: int) -> float | None:
 
 
 def shortened(name: str, most: int) -> str:
-    """Return a name without its middle if it is longer than ``most`` characters.
+    """Return a name of at most ``most`` characters, without its middle if necessary.
 
     Example:
         >>> shortened("base_model.model.layers.31.lora_A.weight", 26)
@@ -250,7 +250,7 @@ def _count(number: float) -> str:
 
 
 def _normalising(optimizer: Optimizer) -> list[str]:
-    """Return the class names of this optimizer and of those inside it that normalise gradients."""
+    """Return class names of normalising optimizers among this one and those inside it."""
     found = [optimizer]
     for outer in found:  # the loop extends the list
         found += [inner for inner in vars(outer).values() if isinstance(inner, Optimizer) and inner not in found]
@@ -258,6 +258,6 @@ def _normalising(optimizer: Optimizer) -> list[str]:
 
 
 def _normalises(optimizer: Optimizer) -> bool:
-    # A pair of betas: moments of the gradient and of its square, or, with Lion, a sign. AggMo of SGD has three.
+    # Two betas are moments of the gradient and of its square, or belong to Lion's sign. AggMo of SGD has three.
     has_moments = any(len(group.get("betas") or ()) == 2 for group in optimizer.param_groups)
     return has_moments or any(NORMALISING.search(base.__name__) for base in type(optimizer).__mro__)

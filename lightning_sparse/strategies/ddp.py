@@ -20,11 +20,11 @@ from lightning_sparse.strategies.options import ddp_arguments
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 _LIGHTNING_STARTS_STATIC_GRAPHS = "post_backward" in vars(DDPStrategy)
-"""Since pull request 21251 (Lightning 2.6). Before, a static graph in manual optimization exchanged nothing."""
+"""Since Lightning 2.6 (pull request 21251). Earlier versions exchange nothing for a static graph in manual mode."""
 
 
 class SparseDDPStrategy(SparseStrategy, DDPStrategy):
-    """DDP in which every worker sends only the coordinates that a sparsifier selects and keeps the rest for later.
+    """DDP in which workers send selected coordinates and keep the rest for later.
 
     Logs ``sparse/density`` (k_t/d, in 0…1), ``sparse/error_norm`` and ``sparse/threshold`` (gradient units) and
     ``sparse/payload_bytes`` per optimizer step through the LightningModule. Each ``fit`` starts with residuals of
@@ -33,8 +33,8 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     Args:
         **kwargs: every argument of Lightning's ``DDPStrategy`` and, through it, of ``DistributedDataParallel``
             (``find_unused_parameters``, ``static_graph``, ``bucket_cap_mb``, ``process_group_backend``, …).
-            ``gradient_as_bucket_view``, which saves two copies of the gradient per step, is True by default where no
-            program can notice: in automatic optimization, if no parameter may stay unused.
+            ``gradient_as_bucket_view``, which saves two copies of the gradient per step, is True by default in
+            automatic optimization without unused parameters.
 
     Attributes:
         state: the `SparseState` of the running or last ``fit``, None before.
@@ -55,7 +55,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     def configure_ddp(self) -> None:
         # Lightning flushes the first static-graph iteration once per strategy object, but a second fit has one too.
         self._pl_static_graph_delay_done = False
-        # Before DDP is made: if sizes differ it raises on all workers but rank 0, which waits.
+        # Before DDP is made: if sizes differ, DDP raises on all workers except rank 0, which hangs.
         assert self.model is not None
         require_agreement(parameter_settings(self.model) | {"worker_state": self.worker_state})
         super().configure_ddp()
@@ -63,8 +63,8 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     @override
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
         given = self._ddp_kwargs
-        # Avoids copies of gradients into buckets and back. It would change gradients that a program keeps over another
-        # backward, as manual optimization allows, and drop earlier gradients of unused parameters (see ParameterUse).
+        # Avoids copies of gradients into buckets and back. In manual optimization, it could change gradients that a
+        # program keeps during another backward. It would also drop old gradients of unused parameters (ParameterUse).
         if (
             self.lightning_module is not None
             and self.lightning_module.automatic_optimization
@@ -78,10 +78,10 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
 
     @override
     def _register_ddp_hooks(self) -> None:
-        # Lightning's own method registers hooks on CUDA only; elsewhere it would silently train densely.
+        # Lightning's method registers hooks only on CUDA. On other devices, it would silently train densely.
         assert isinstance(self.model, DistributedDataParallel)
         sparsifier, options = self.sparsifier, self._options
-        if self.world_size == 1:  # it has nobody to exchange with
+        if self.world_size == 1:  # nothing to exchange
             sparsifier, options = Dense(), replace(options, value_dtype="float32")
         state = attach(
             self.model,
@@ -96,7 +96,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
 
     @override
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
-        # In manual optimization Lightning prepares DDP for each backward, without a forward of DDP's own.
+        # In manual optimization, Lightning prepares DDP for each backward without calling DDP's forward.
         if self.state is not None:
             self.state.pending_gradients.expect_backward()
         super().pre_backward(closure_loss)
@@ -105,7 +105,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
 
     @override
     def post_backward(self, closure_loss: torch.Tensor) -> None:
-        super().post_backward(closure_loss)  # where the first buckets of a static graph are exchanged
+        super().post_backward(closure_loss)  # exchanges the first buckets of a static graph
         if not _LIGHTNING_STARTS_STATIC_GRAPHS:
             self._start_static_graph()
         if self.state is not None:
@@ -135,4 +135,4 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        self._restore(checkpoint)  # Lightning restores after the model was wrapped
+        self._restore(checkpoint)  # Lightning restores after it has wrapped the model

@@ -1,4 +1,4 @@
-"""The strategies that take a threshold or a density instead of a sparsifier."""
+"""Strategies with a threshold or a density instead of a sparsifier."""
 
 from typing import Any, ClassVar
 
@@ -10,16 +10,16 @@ from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 
 class ByThreshold(SparseStrategy):
-    """Takes the options of `HardThreshold` in place of a sparsifier.
+    """Takes the options of `HardThreshold` instead of a sparsifier.
 
     Args:
         threshold: λ ≥ 0, in units of gradients or, for local training, of parameters; 0 sends everything.
-        density: share of coordinates to send on average, in (0, 1]; λ is calibrated to it. With neither, 0.001, or 0.01
-            for local training.
+        density: target share of coordinates to send on average, in (0, 1], for which λ is calibrated. Without threshold
+            and density, it is 0.001, or 0.01 for local training.
 
     Raises:
-        ValueError: both threshold and density, or a number or a word that is not allowed.
-        TypeError: a misspelt argument.
+        ValueError: both threshold and density are given, or an option has a value that is not allowed.
+        TypeError: an argument is unknown.
     """
 
     _takes: ClassVar[tuple[type, ...]] = (HardThreshold,)
@@ -32,7 +32,7 @@ class ByThreshold(SparseStrategy):
 
 
 class DDPHardThresholdStrategy(ByThreshold, SparseDDPStrategy):
-    """DDP that sends the coordinates whose error-compensated magnitude reaches a constant threshold λ.
+    """DDP that sends coordinates with an error-compensated magnitude of at least λ.
 
     The hard-threshold sparsifier with error feedback of Sahu et al., *Rethinking gradient sparsification as total
     error minimization* (NeurIPS 2021, arXiv:2108.00951). Registered as ``Trainer(strategy="ddp_hardthreshold")``.
@@ -42,7 +42,7 @@ class DDPHardThresholdStrategy(ByThreshold, SparseDDPStrategy):
 class LocalHardThresholdStrategy(ByThreshold, SparseLocalStrategy):
     """Local training that sends weight changes larger than a constant threshold λ.
 
-    After an exchange each worker's weights are less than λ from the anchor. λ is in the units of the parameters.
+    After an exchange, each worker's weights are less than λ from the anchor. λ is in the units of the parameters.
     Registered as ``Trainer(strategy="local_hardthreshold")``.
     """
 
@@ -50,16 +50,16 @@ class LocalHardThresholdStrategy(ByThreshold, SparseLocalStrategy):
 
 
 class HSDPHardThresholdStrategy(ByThreshold, SparseHSDPStrategy):
-    """FSDP2 inside a replica, and between replicas the coordinates that reach a constant threshold λ.
+    """FSDP2 inside replicas, and a hard threshold λ on gradients between replicas.
 
-    Registered as ``Trainer(strategy="hsdp_hardthreshold")``; `SparseHSDPStrategy` says how to write a model.
+    Registered as ``Trainer(strategy="hsdp_hardthreshold")``. `SparseHSDPStrategy` describes how to write a model.
     """
 
 
 class LocalHSDPHardThresholdStrategy(ByThreshold, SparseLocalHSDPStrategy):
-    """FSDP2 inside a replica, and between replicas local training with a constant threshold λ on weight changes.
+    """FSDP2 inside replicas, and local training with a hard threshold λ between replicas.
 
-    Registered as ``Trainer(strategy="local_hsdp_hardthreshold")``; `SparseHSDPStrategy` says how to write a model.
+    Registered as ``Trainer(strategy="local_hsdp_hardthreshold")``. `SparseHSDPStrategy` describes how to write a model.
     """
 
     _default_density = 0.01

@@ -1,4 +1,4 @@
-"""Lightning strategies for models that are sharded inside replicas, with a sparse exchange between replicas."""
+"""Lightning strategies with a sparse exchange between replicas of sharded models."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -20,16 +20,16 @@ from lightning_sparse.strategies.replica_strategy import ReplicaStrategy, statel
 
 
 class SparseHSDPStrategy(ReplicaStrategy):
-    """FSDP2 inside a replica, and between replicas a sparse exchange of the gradients of each shard.
+    """FSDP2 inside replicas, and a sparse exchange of gradients between replicas.
 
-    For models that are too big for DDP. A replica is, for example, a node whose ranks hold a shard each. Replicas
+    Use it for models that are too big for DDP. A replica is, for example, a node with one shard per rank. Replicas
     exchange only the coordinates that a sparsifier selects, once per optimizer step. Write a model as for Lightning's
-    ``ModelParallelStrategy``: in ``configure_model`` call ``fully_shard`` with
+    ``ModelParallelStrategy``: in ``configure_model``, call ``fully_shard`` with
     ``mesh=self.device_mesh["data_parallel"]``, the ranks of one replica, and optionally ``parallelize_module`` with
     ``self.device_mesh["tensor_parallel"]``. Each rank of ``data_parallel`` in each replica gets its own data.
 
-    Logs the same numbers as `SparseDDPStrategy`, over all shards; ``sparse/payload_bytes`` counts a whole replica. λ
-    applies to the whole model, or to a whole layer; a number of coordinates, as of `TopK`, applies to each shard.
+    Logs the metrics of `SparseDDPStrategy`, over all shards; ``sparse/payload_bytes`` counts a whole replica. λ
+    applies to the whole model, or to a whole layer; a number of coordinates, as in `TopK`, applies to each shard.
 
     Attributes:
         state: the `ShardExchange` of the running or last ``fit``, None before.
@@ -61,7 +61,7 @@ class SparseHSDPStrategy(ReplicaStrategy):
             self._observer = None
         super().teardown()
 
-    # Gradients are exchanged after backward, before they are clipped and an optimizer steps.
+    # Gradients are exchanged after backward, before clipping and the optimizer step.
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -88,16 +88,16 @@ class SparseHSDPStrategy(ReplicaStrategy):
 
 
 class SparseLocalHSDPStrategy(ReplicaStrategy, LocalTraining):
-    """FSDP2 inside a replica, and between replicas local training with a sparse exchange of drifts.
+    """FSDP2 inside replicas, and local training with a sparse exchange between replicas.
 
-    For models that are too big for DDP, with optimizers that normalise gradients, such as Adam. Each replica runs its
-    own optimizer, and every ``every_n_steps`` optimizer steps replicas exchange how far their weights drifted from the
-    shared anchor. See `ShardModelAverager`; write a model as for `SparseHSDPStrategy`.
+    Use it for models that are too big for DDP, with optimizers that normalise gradients, such as Adam. Each replica
+    runs its own optimizer. Every ``every_n_steps`` optimizer steps, replicas exchange the drifts of their weights from
+    the shared anchor. See `ShardModelAverager`; write a model as for `SparseHSDPStrategy`.
 
     Validation, test, predict, checkpoints and the module after ``fit`` have the mean of the replicas' weights.
 
-    Logs the same numbers as `SparseLocalStrategy`, over all shards; ``sparse/payload_bytes`` counts a whole replica. λ
-    applies to the whole model, or to a whole layer; a number of coordinates, as of `TopK`, applies to each shard.
+    Logs the metrics of `SparseLocalStrategy`, over all shards; ``sparse/payload_bytes`` counts a whole replica. λ
+    applies to the whole model, or to a whole layer; a number of coordinates, as in `TopK`, applies to each shard.
 
     Attributes:
         state: the `ShardModelAverager` of the running or last ``fit``, None before; also called ``averager``.
@@ -122,5 +122,5 @@ class SparseLocalHSDPStrategy(ReplicaStrategy, LocalTraining):
                 for at, optimizer in enumerate(self.optimizers):
                     states[str(at)] = get_optimizer_state_dict(self.model, optimizer)
         if self.state.workers.rank != 0 and self._save_distributed_checkpoint:
-            checkpoint["optimizer_states"] = []  # rank 0's replica writes those that any strategy reads
+            checkpoint["optimizer_states"] = []  # rank 0's replica writes the states that any strategy reads
         return states

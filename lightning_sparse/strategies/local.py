@@ -1,4 +1,4 @@
-"""Lightning strategies for local training: every worker steps its own optimizer, drifts are exchanged sparsely."""
+"""Lightning strategies for local training with a sparse exchange of drifts."""
 
 import copy
 from abc import abstractmethod
@@ -35,7 +35,7 @@ _OWN_WEIGHTS = ("WeightAveraging", "StochasticWeightAveraging", "ModelPruning") 
 
 
 class LocalTraining(SparseStrategy):
-    """Gives workers the mean of their weights in validation and after ``fit``, and their own in training."""
+    """Uses the mean of all workers' weights in validation and after ``fit``."""
 
     averages = "drifts"
     state: SparseModelAverager | None
@@ -44,7 +44,7 @@ class LocalTraining(SparseStrategy):
     _call_each_step = "step() after"
     _has_ended = False
     _why_not: str | None = None
-    """Why a checkpoint that is being written lacks tensors of workers."""
+    """The reason why a checkpoint that is being written lacks tensors of workers."""
 
     def __init__(self, sparsifier: Sparsifier, **kwargs: Any) -> None:
         self._options = self._taken(DriftOptions, kwargs)
@@ -69,7 +69,7 @@ class LocalTraining(SparseStrategy):
 
     @property
     def _shared(self) -> SharedWeights | None:
-        """Changes weights while a fit trains; None before and after."""
+        """Changes weights during training; None before and after."""
         module = self.lightning_module
         is_fitting = module is not None and module.trainer.state.fn == TrainerFn.FITTING
         return self.state.shared if self.state is not None and is_fitting and not self._has_ended else None
@@ -88,22 +88,22 @@ class LocalTraining(SparseStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        self._return_weights()  # a checkpoint may have brought others
+        self._return_weights()  # a checkpoint may contain other weights
         assert self.lightning_module is not None
         kinds = tuple(kind for name in _OWN_WEIGHTS if (kind := getattr(callbacks, name, None)) is not None)
         trainer: Any = self.lightning_module.trainer
         found = [type(callback).__name__ for callback in trainer.callbacks if isinstance(callback, kinds)]
         if found:
             rank_zero_warn(
-                f"lightning_sparse: {', '.join(found)} keeps a state that follows from each worker's own weights, and "
-                "checkpoints hold rank 0's. A resumed run differs slightly from one that never stopped. See "
+                f"lightning_sparse: the state of {', '.join(found)} depends on each worker's own weights, but "
+                "checkpoints contain only rank 0's. A resumed run differs slightly from an uninterrupted run. See "
                 "docs/local-training.md."
             )
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        self._has_ended = False  # a search for a learning rate ends as a training does
+        self._has_ended = False  # Lightning's learning rate finder also calls on_train_end
         self._return_weights()
 
     @override
@@ -116,10 +116,10 @@ class LocalTraining(SparseStrategy):
     @override
     def teardown(self) -> None:
         if self.state is not None and self._shared is not None:
-            # An exception has ended the fit, perhaps on this worker alone: all workers have the same anchor.
+            # An exception ended the fit, perhaps only on this worker. All workers have the same anchor.
             if self.state.num_steps:
                 self._shared.take_anchor()
-            self._shared.own = {}  # the module keeps what it shows
+            self._shared.own = {}  # the module keeps its current weights
         super().teardown()
 
     def _return_weights(self) -> None:
@@ -128,12 +128,12 @@ class LocalTraining(SparseStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        # Lightning asks every rank, and then calls save_checkpoint on it.
+        # Lightning calls this on every rank before save_checkpoint.
         self._why_not = None
         if self.state is None or self._has_ended:
             return super().lightning_module_state_dict()
         shared, weights = self.state.shared, None
-        is_shown = shared.is_shown  # while validation looks at the mean
+        is_shown = shared.is_shown  # during validation
         if not is_shown:
             weights = self._mean_weights(self.state)
             weights = shared.anchor() if weights is None else weights
@@ -145,15 +145,15 @@ class LocalTraining(SparseStrategy):
 
     @abstractmethod
     def _mean_weights(self, averager: SparseModelAverager) -> dict[str, Tensor] | None:
-        """Return the mean of all workers' weights; if there is none, warn, set ``_why_not`` and return None."""
+        """Return the mean of all workers' weights, or warn, set ``_why_not`` and return None."""
 
 
 class SparseLocalStrategy(LocalTraining, DDPStrategy):
-    """Local training: workers send only the coordinates of their drift that a sparsifier selects.
+    """Local training in which workers send selected coordinates of their drifts.
 
-    There is no DDP module and no exchange of gradients. Each worker runs its own optimizer, and every ``every_n_steps``
-    optimizer steps workers exchange how far their weights drifted from the shared anchor. See `SparseModelAverager`.
-    Use it with optimizers that normalise gradients, such as Adam.
+    There is no DDP module and no exchange of gradients. Each worker runs its own optimizer. Every ``every_n_steps``
+    optimizer steps, workers exchange the drifts of their weights from the shared anchor. See `SparseModelAverager`. Use
+    it with optimizers that normalise gradients, such as Adam.
 
     Validation, test, predict, checkpoints and the module after ``fit`` have the mean of the workers' weights.
 
@@ -163,7 +163,7 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
 
     Args:
         **kwargs: ``process_group_backend``, ``timeout``, ``start_method``, ``parallel_devices``, … of Lightning's
-            ``DDPStrategy``. Arguments that concern DDP's own exchange are refused.
+            ``DDPStrategy``. Arguments for DDP's own exchange are rejected.
 
     Attributes:
         state: the `SparseModelAverager` of the running or last ``fit``, None before; also called ``averager``.
@@ -179,7 +179,7 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
         assert self.model is not None
         require_agreement({"worker_state": self.worker_state})
         sparsifier, options = self.sparsifier, self._options
-        if self.world_size == 1:  # it has nobody to exchange with
+        if self.world_size == 1:  # nothing to exchange
             sparsifier, options = Dense(), replace(options, value_dtype="float32")
         self._follow(SparseModelAverager(self.model, sparsifier, options, per_layer_stats=self.per_layer_stats))
 
@@ -188,8 +188,8 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
         super().setup_optimizers(trainer)
         if any(isinstance(optimizer, ZeroRedundancyOptimizer) for optimizer in self.optimizers):
             raise ValueError(
-                "ZeroRedundancyOptimizer steps each parameter on one worker only, with that worker's gradient. In "
-                "local training gradients are not averaged: use the optimizer that is inside of it."
+                "ZeroRedundancyOptimizer steps each parameter on one worker only, with that worker's gradient. Local "
+                "training does not average gradients: use the optimizer inside it."
             )
 
     @override
@@ -199,7 +199,7 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._is_in_a_step = False  # the last training_step may have returned None, which no backward follows
+        self._is_in_a_step = False  # the last training_step may have returned None, without a backward
         super().on_train_batch_start(batch, batch_idx)
 
     @override
@@ -242,13 +242,12 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
         return None
 
     def _obstacles(self) -> list[str]:
-        """Return why no checkpoint can hold drifts now, in the same words on all workers."""
+        """Return reasons why drifts cannot be saved now, in equal words on all workers."""
         assert self.state is not None
         obstacles = {
-            "the weights were changed since all workers had the same": self.state.shared.was_written_to,
-            # Arriving values would change weights that a backward needs.
-            "an exchange is still travelling": bool(self.state.exchange.flight)
-            and (is_in_trouble() or self._is_in_a_step),
+            "the shared weights were changed": self.state.shared.was_written_to,
+            # Received values would change weights that a backward needs.
+            "an exchange has not ended": bool(self.state.exchange.flight) and (is_in_trouble() or self._is_in_a_step),
         }
         return [why for why, is_so in obstacles.items() if is_so]
 
@@ -273,11 +272,11 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        own = self._restore(checkpoint)  # Lightning restores after the model's set-up
-        states = own.get("optimizer_states", checkpoint["optimizer_states"])
+        extra = self._restore(checkpoint)  # Lightning restores after the model's set-up
+        states = extra.get("optimizer_states", checkpoint["optimizer_states"])
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
-        if "precision_state" in own:  # Lightning has loaded rank 0's
-            self.precision_plugin.load_state_dict(own["precision_state"])
+        if "precision_state" in extra:  # replaces rank 0's state, which Lightning has loaded
+            self.precision_plugin.load_state_dict(extra["precision_state"])
 
     @property
     def _precision_key(self) -> str:

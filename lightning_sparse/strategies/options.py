@@ -1,4 +1,4 @@
-"""Options of strategies, shown by every strategy that takes them, and checks of the arguments for Lightning's."""
+"""Signatures and docstrings with all options, and checks of Lightning's arguments."""
 
 import difflib
 import inspect
@@ -16,17 +16,16 @@ SECTION = re.compile(r"[A-Z]\w+:$")
 _REPLACED_ARGUMENTS = {
     "ddp_comm_hook": "The sparse exchange is the communication hook, and DDP has only one. Use value_dtype='bfloat16' "
     "to compress values further, or Lightning's DDPStrategy for another hook",
-    "ddp_comm_state": "The sparse exchange keeps its own state. Read it from strategy.state",
+    "ddp_comm_state": "The sparse exchange has its own state. Read it from strategy.state",
     "ddp_comm_wrapper": "The sparse exchange is not wrapped. Use value_dtype='bfloat16' or 'float8' to send values in "
     "half precision",
     "model_averaging_period": "Gradients are exchanged in every step, so there are no models to average. Use "
     "Lightning's DDPStrategy for post-local SGD",
-    "mixed_precision": "DDP's own mixed precision brings a communication hook of its own. Use "
-    "Trainer(precision='bf16-mixed')",
-    "sharding_strategy": "Every worker has the whole model here, and there are no shards. Use "
-    "strategy='hsdp_hardthreshold', or Lightning's FSDPStrategy, with its own exchange",
-    "skip_all_reduce_unused_params": "The hook must see every bucket. Leave it out: a hard threshold sends nothing for "
-    "unused parameters",
+    "mixed_precision": "DDP's mixed precision has its own communication hook. Use Trainer(precision='bf16-mixed')",
+    "sharding_strategy": "Every worker has the whole model, without shards. Use strategy='hsdp_hardthreshold', or "
+    "Lightning's FSDPStrategy, which has its own exchange",
+    "skip_all_reduce_unused_params": "The hook must receive every bucket. Leave this argument out: a hard threshold "
+    "sends nothing for unused parameters",
 }
 
 _DDP_STRATEGY = dict(inspect.signature(DDPStrategy).parameters)
@@ -35,10 +34,10 @@ _MODEL_PARALLEL = dict(inspect.signature(ModelParallelStrategy).parameters)
 
 
 class TakesOptions(Strategy):
-    """Shows every option in a subclass's signature and docstring, also those that it passes on as ``**kwargs``."""
+    """Adds options from ``**kwargs`` to a subclass's signature and docstring."""
 
     _takes: ClassVar[tuple[type, ...]] = ()
-    """Classes whose parameters the ``__init__`` beside this attribute takes as ``**kwargs``."""
+    """Classes whose parameters the ``__init__`` of the class with this attribute takes as ``**kwargs``."""
     _leaves_out: ClassVar[frozenset[str]] = frozenset()
     """Parameters of these classes that are not options of the strategy."""
     _own_doc: ClassVar[str]
@@ -59,7 +58,7 @@ class TakesOptions(Strategy):
         cls.__doc__ = _documentation(cls, signature.parameters.values())
 
     def _taken(self, options: type[Options], arguments: dict[str, Any], **others: Any) -> Options:
-        """Make options of the arguments that they take, and remove these from the arguments."""
+        """Make options from their arguments, which are removed from ``arguments``."""
         names = inspect.signature(options).parameters.keys() - self._leaves_out
         return options(**others, **{name: arguments.pop(name) for name in names & arguments.keys()})
 
@@ -73,18 +72,18 @@ def _classes(cls: type) -> list[type[TakesOptions]]:
 
 
 def _parameters(cls: type) -> list[Parameter]:
-    """Return the parameters of a class and of the classes to which it passes ``**kwargs`` on."""
+    """Return parameters of a class and of the bases that receive its ``**kwargs``."""
     found: dict[str, Parameter] = {}
     for init in (vars(base)["__init__"] for base in _classes(cls) if "__init__" in vars(base)):
         _, *parameters = inspect.signature(init).parameters.values()
         if found:  # a class that takes no sparsifier makes it itself
-            parameters = [each for each in parameters if each.kind is Parameter.KEYWORD_ONLY]
-        found |= {each.name: each for each in parameters if each.name not in found}
+            parameters = [parameter for parameter in parameters if parameter.kind is Parameter.KEYWORD_ONLY]
+        found |= {parameter.name: parameter for parameter in parameters if parameter.name not in found}
     return list(found.values())
 
 
 def _documentation(cls: type, parameters: Iterable[Parameter]) -> str:
-    """Return a class's docstring with the entries of all its parameters, and the errors of a base if it has none."""
+    """Return a class's docstring with all its parameters and, if missing, a base's errors."""
     sections = _sections(vars(cls)["_own_doc"])
     entries: dict[str, list[str]] = {}
     for base in _classes(cls):
@@ -94,14 +93,14 @@ def _documentation(cls: type, parameters: Iterable[Parameter]) -> str:
             entries = _entries(doc or "") | entries
         if "Raises:" in (inherited := _sections(own_doc)):
             sections.setdefault("Raises:", inherited["Raises:"])
-    names = [f"**{each.name}" if each.kind is Parameter.VAR_KEYWORD else each.name for each in parameters]
+    names = [f"**{option.name}" if option.kind is Parameter.VAR_KEYWORD else option.name for option in parameters]
     arguments = [line for name in names for line in entries.get(name, [])]
     parts = {"": sections.pop(""), "Args:": arguments} | {name: sections[name] for name in sections if name != "Args:"}
     return "\n\n".join("\n".join([title, *lines]).strip() for title, lines in parts.items())
 
 
 def _sections(docstring: str) -> dict[str, list[str]]:
-    """Return the lines of each section by its title, and those before the first section without a title."""
+    """Return the lines of each section by title; the title of the first lines is empty."""
     title = ""
     sections: dict[str, list[str]] = {title: []}
     for line in inspect.cleandoc(docstring).splitlines():
@@ -113,7 +112,7 @@ def _sections(docstring: str) -> dict[str, list[str]]:
 
 
 def _entries(docstring: str) -> dict[str, list[str]]:
-    """Return the lines of each entry of a docstring's ``Args`` section by parameter name."""
+    """Return the lines in a docstring's ``Args`` section by parameter name."""
     entries: dict[str, list[str]] = {}
     name = ""
     for line in _sections(docstring).get("Args:", []):
@@ -128,8 +127,8 @@ def ddp_arguments(strategy: Strategy, arguments: dict[str, Any]) -> dict[str, An
     """Return the arguments for ``DDPStrategy``.
 
     Raises:
-        ValueError: an argument that a sparse exchange cannot honour; says what to use instead.
-        TypeError: an unknown argument; names a similar one, of Lightning's or of the strategy.
+        ValueError: a sparse exchange does not support an argument; the message names an alternative.
+        TypeError: an argument is unknown; the message names a similar argument.
     """
     for name, advice in _REPLACED_ARGUMENTS.items():
         if arguments.get(name):
@@ -143,37 +142,36 @@ def ddp_arguments(strategy: Strategy, arguments: dict[str, Any]) -> dict[str, An
 def process_group_arguments(strategy: Strategy, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of ``DDPStrategy`` that apply without a DDP module.
 
-    A command line passes on every argument; those of a DDP module that have their default value are left out.
+    A command line passes all arguments; arguments of a DDP module with default values are removed.
 
     Raises:
-        ValueError: an argument that concerns DDP's own exchange.
-        TypeError: an unknown argument; names a similar one, of Lightning's or of the strategy.
+        ValueError: an argument configures DDP's own exchange.
+        TypeError: an argument is unknown; the message names a similar argument.
     """
-    own = _DDP_STRATEGY.keys() - {"kwargs"} - _REPLACED_ARGUMENTS.keys()
-    of_a_module = {**_DDP, **_DDP_STRATEGY}
-    require_arguments(strategy, arguments.keys() - of_a_module.keys(), own, "Lightning's DDPStrategy")
+    allowed = _DDP_STRATEGY.keys() - {"kwargs"} - _REPLACED_ARGUMENTS.keys()
+    module_arguments = {**_DDP, **_DDP_STRATEGY}
+    require_arguments(strategy, arguments.keys() - module_arguments.keys(), allowed, "Lightning's DDPStrategy")
     for name, value in arguments.items():
-        # Without a DDP module any parameter may stay unused.
-        if name not in own and name != "find_unused_parameters" and value is not of_a_module[name].default:
+        # Without a DDP module, any parameter may stay unused.
+        if name not in allowed and name != "find_unused_parameters" and value is not module_arguments[name].default:
             raise ValueError(
-                f"Got {name}={value!r}, which concerns a DDP module's exchange of gradients. Local training has "
-                "none: leave it out."
+                f"Got {name}={value!r}, which configures a DDP module's exchange of gradients. Local training does not "
+                "exchange gradients: leave it out."
             )
-    return {name: value for name, value in arguments.items() if name in own}
+    return {name: value for name, value in arguments.items() if name in allowed}
 
 
 def model_parallel_arguments(strategy: Strategy, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of ``ModelParallelStrategy`` that apply to several replicas.
 
     Raises:
-        ValueError: the size of a replica.
-        TypeError: an unknown argument; names a similar one, of Lightning's or of the strategy.
+        ValueError: the size of a replica is given.
+        TypeError: an argument is unknown; the message names a similar argument.
     """
     size = arguments.get("data_parallel_size", "auto")
     if size != "auto":
         raise ValueError(
-            f"Got data_parallel_size={size!r}. A replica has as many ranks as remain: say how many replicas there are, "
-            "replicas=…"
+            f"Got data_parallel_size={size!r}, which follows from the number of replicas. Set replicas=… instead."
         )
     known = _MODEL_PARALLEL.keys() - {"tensor_parallel_size"}
     require_arguments(strategy, arguments, known, "Lightning's ModelParallelStrategy")
@@ -181,10 +179,10 @@ def model_parallel_arguments(strategy: Strategy, arguments: dict[str, Any]) -> d
 
 
 def require_arguments(strategy: Strategy, names: Collection[str], known: Collection[str], takers: str) -> None:
-    """Raise TypeError for a name that is not known; the message names a similar one."""
+    """Raise TypeError for unknown names; the message suggests a similar name."""
     for name in names:
         if name not in known:
-            own = set(inspect.signature(type(strategy)).parameters) - {"kwargs"}
-            close = difflib.get_close_matches(name, own.union(known), n=1)
+            options = set(inspect.signature(type(strategy)).parameters) - {"kwargs"}
+            close = difflib.get_close_matches(name, options.union(known), n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise TypeError(f"Unknown argument {name!r}: neither this strategy nor {takers} takes it.{hint}")

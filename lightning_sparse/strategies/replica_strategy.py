@@ -1,4 +1,4 @@
-"""The base of strategies with sharded replicas: mesh, counted steps, checkpoints that all ranks write."""
+"""The base class of strategies with sharded replicas."""
 
 import shutil
 from collections.abc import Iterator, Sequence
@@ -29,12 +29,12 @@ from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 @contextmanager
 def stateless_as_before(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Remove optimizer states that torch makes inside the context: to read states it steps once on zeros, with lr 0."""
-    without = [optimizer for optimizer in optimizers if not optimizer.state]
+    """Remove optimizer states that torch creates, by a step with lr 0, to read states."""
+    stateless = [optimizer for optimizer in optimizers if not optimizer.state]
     try:
         yield
     finally:
-        for optimizer in without:
+        for optimizer in stateless:
             optimizer.state.clear()
 
 
@@ -46,8 +46,8 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
     Args:
         replicas: number of replicas; ``"auto"`` is one per node.
         tensor_parallel_size: ranks that share the tensors of a layer, inside a replica.
-        **kwargs: of Lightning's ``ModelParallelStrategy``: ``save_distributed_checkpoint`` (True writes a folder to
-            which every rank contributes, False one file with everything, for which rank 0 needs the memory),
+        **kwargs: arguments of Lightning's ``ModelParallelStrategy``: ``save_distributed_checkpoint`` (True writes a
+            folder with files of all ranks; False writes one file, for which rank 0 needs enough memory),
             ``process_group_backend`` and ``timeout``.
     """
 
@@ -81,8 +81,8 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
         shards, rest = divmod(size, replicas * tensor)
         if rest or not shards:
             raise ValueError(
-                f"{size} ranks cannot be {replicas} replicas of equal size with "
-                f"tensor_parallel_size={tensor}. Start a multiple of {replicas * tensor}, or set another replicas=…"
+                f"Got {size} ranks, which cannot form {replicas} replicas of equal size with "
+                f"tensor_parallel_size={tensor}. Start a multiple of {replicas * tensor} ranks, or change replicas=…"
             )
         super(ModelParallelStrategy, self).setup_environment()
         self._setup_distributed()
@@ -108,12 +108,12 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
                 "precision='bf16-mixed' or 'bf16-true', or fully_shard(…, mp_policy=MixedPrecisionPolicy(…))."
             )
         assert self.model is not None
-        reshard(self.model)  # validation leaves gathered parameters, for which optimizers would be made
+        reshard(self.model)  # after validation, optimizers would be made for gathered parameters
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
         if self.state is not None:
-            self.state.close()  # not at the end of its fit: a checkpoint may have followed
+            self.state.close()  # not at the end of its fit, which a checkpoint may follow
         require_agreement({"worker_state": self.worker_state, "in one file": not self._save_distributed_checkpoint})
         mesh = self.device_mesh["replicate"]
         self._follow(
@@ -125,8 +125,8 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        held = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        with self._nothing_counts(), stateless_as_before([held]):
+        unwrapped = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        with self._nothing_counts(), stateless_as_before([unwrapped]):
             return super().optimizer_state(optimizer)
 
     @override
@@ -162,10 +162,10 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
             try:
                 why_not = self._save_barrier.wait(step, patience_of(self._timeout))
             except dist.DistNetworkError:  # of the store, which ends with rank 0
-                why_not = "the first worker is gone"
+                why_not = "rank 0 is gone"
             if why_not is not None:
                 raise RuntimeError(
-                    f"No checkpoint was written: {why_not}. What is sharded can be saved by all its ranks only."
+                    f"No checkpoint was written: {why_not}. Saving a sharded model needs all of its ranks."
                 )
         return super().lightning_module_state_dict()
 
@@ -175,7 +175,7 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
     ) -> None:
         path = place = Path(self.broadcast(filepath))
         if self._save_distributed_checkpoint:
-            # Without a temporary folder a kill would leave parts of this save and of an earlier one.
+            # Without a temporary folder, a kill would leave a mixture of this save and an earlier one.
             place = part_of(path)
             if self.local_rank == 0:
                 shutil.rmtree(place, ignore_errors=True)
@@ -202,11 +202,11 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
         return collect(self.state, workers, kept, why_not=why_not, folder=folder, optimizers=optimizers)
 
     def _own_optimizers(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return the states of optimizers that differ between replicas, by their place."""
+        """Return states of optimizers that differ between replicas, by index."""
         return {}
 
     def _why_broken(self) -> str | None:
-        """Return, and warn, why a checkpoint lacks tensors of replicas; None if nothing is wrong. Collective."""
+        """Warn and return the reason if tensors of replicas cannot be saved. Collective."""
         assert self.state is not None
         of_shards = self.state.workers.gather_numbers([float(self.state.is_exchanging)], self.state.device)
         if not self.state.replica.gather_numbers(of_shards.sum(0).tolist(), self.state.device).any():

@@ -1,4 +1,4 @@
-"""The base of all Lightning strategies with a sparse exchange: log, advice, epochs, steps, checkpoints."""
+"""The base class of all Lightning strategies with a sparse exchange."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ from lightning_sparse.strategies.options import TakesOptions
 from lightning_sparse.strategies.step_log import StepLog
 
 MOST_BATCHES = 200
-"""Batches without an exchange before the warning; at least twice as many as gradients are accumulated over."""
+"""Batches without an exchange before a warning, at least twice ``accumulate_grad_batches``."""
 
 
 class SparseStrategy(TakesOptions):
@@ -35,20 +35,20 @@ class SparseStrategy(TakesOptions):
     Args:
         sparsifier: selects coordinates, such as ``HardThreshold(density=0.01)`` or ``TopK(density=0.01)``.
         worker_state: state of the workers in checkpoints. ``"full"``: every worker's residual, or weights and
-            optimizers, so that a resume equals an uninterrupted run; n times the model. ``"small"``: as much as one
-            worker has. That is the mean residual, which keeps the pending update (1/n) Σ e_i; no residuals of
-            ``hsdp_*``; and for local training the mean weights and the optimizers of rank 0.
+            optimizers, n times the size of the model. A resume then equals an uninterrupted run. ``"small"``: the size
+            of one worker's state. It contains the mean residual, which keeps the pending update (1/n) Σ e_i; no
+            residuals of ``hsdp_*``; and for local training the mean weights and the optimizers of rank 0.
         **kwargs: arguments of Lightning's strategy.
 
     Attributes:
         state: the averager of the running or last ``fit``, None before.
-        sparsifier: as given.
+        sparsifier: the given sparsifier.
         step_log: exchanges that are not logged yet.
-        per_layer_stats: whether to exchange numbers of layers; a callback's ``setup`` may set it, on all ranks alike.
+        per_layer_stats: whether to exchange statistics of layers; a callback's ``setup`` may set it, on all ranks.
 
     Raises:
-        ValueError: an invalid option, or an argument that a sparse exchange cannot honour.
-        TypeError: a misspelt argument, or something that is not a sparsifier.
+        ValueError: an option is invalid, or a sparse exchange does not support an argument.
+        TypeError: an argument is unknown, or the sparsifier has a wrong type.
     """
 
     averages: ClassVar[str]
@@ -56,12 +56,12 @@ class SparseStrategy(TakesOptions):
     state: Any
     _progress_at_start: object
     _by_threshold: ClassVar[str] = "HardThreshold"
-    """The class that takes a threshold alone."""
+    """The class that takes a threshold instead of a sparsifier, for a message."""
     _options: ExchangeOptions | DriftOptions
     _is_sharded: ClassVar[bool] = False
-    """Whether replicas are sharded. Only their checkpoints may be folders."""
+    """Whether replicas are sharded. Only checkpoints of sharded replicas may be folders."""
     _call_each_step: ClassVar[str | None] = None
-    """The call that a loop without torch optimizers needs, for a warning; None to never warn."""
+    """The call that a loop without torch optimizers needs, for a warning; None disables the warning."""
 
     def __init__(self, sparsifier: Sparsifier, *, worker_state: WorkerState = "full", **kwargs: Any) -> None:
         require_sparsifier(sparsifier, f" For a threshold alone use {self._by_threshold}(threshold=0.01).")
@@ -86,7 +86,7 @@ class SparseStrategy(TakesOptions):
         return [] if self.state is None else [self.state]
 
     def _follow(self, state: Any) -> None:
-        """Log and watch the exchanges of a new ``fit``."""
+        """Log the exchanges of a new ``fit`` and report likely problems."""
         self.state = state
         self.step_log = StepLog()
         state.subscribe(self.step_log.add)
@@ -96,7 +96,7 @@ class SparseStrategy(TakesOptions):
 
     @contextmanager
     def _nothing_counts(self) -> Iterator[None]:
-        """Leave optimizer steps inside the context to the strategy: they do not bypass Lightning."""
+        """Ignore optimizer steps inside the context, which do not bypass Lightning."""
         before, self._is_stepping = self._is_stepping, True
         try:
             yield
@@ -111,7 +111,7 @@ class SparseStrategy(TakesOptions):
         return output
 
     def _after_any_step(self, *_: Any) -> None:
-        # Some bypass the strategy: self.optimizers(use_pl_optimizer=False) returns torch's own optimizers.
+        # Steps can bypass the strategy: self.optimizers(use_pl_optimizer=False) returns torch's own optimizers.
         if not self._is_stepping:
             self._after_step()
 
@@ -175,8 +175,8 @@ class SparseStrategy(TakesOptions):
         # The other arguments differ between versions of Lightning.
         if not self._is_sharded and Path(checkpoint_path).is_dir():
             raise ValueError(
-                f"The checkpoint {str(checkpoint_path)!r} is a folder, and {type(self).__name__} reads files. Folders "
-                "come from hsdp_* and local_hsdp_* strategies: resume with one of these, or have it save one file, "
+                f"The checkpoint {str(checkpoint_path)!r} is a folder, but {type(self).__name__} reads files. Folders "
+                "are written by hsdp_* and local_hsdp_* strategies: resume with one of these, or save one file with "
                 "save_distributed_checkpoint=False."
             )
         return super().load_checkpoint(checkpoint_path, *others, **options)
@@ -185,18 +185,18 @@ class SparseStrategy(TakesOptions):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        # A checkpoint of weights only has no state to resume from.
+        # A checkpoint with only weights has no state for a resume.
         if "optimizer_states" in checkpoint and (content := self._content(checkpoint, Path(filepath))) is not None:
             checkpoint[KEY] = sealed(content)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @abstractmethod
     def _content(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any] | None:
-        """Return what a checkpoint should hold of the exchange, on rank 0. Collective: Lightning calls every rank.
+        """Return the content of a checkpoint on rank 0. Collective: Lightning calls every rank.
 
         Args:
-            checkpoint: of Lightning.
-            path: the file, or the folder in which all ranks write.
+            checkpoint: Lightning's checkpoint.
+            path: the file, or the folder to which all ranks write.
         """
 
     def _restore(self, checkpoint: Mapping[str, Any], **places: Any) -> dict[str, Any]:
@@ -206,11 +206,11 @@ class SparseStrategy(TakesOptions):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Do nothing: Lightning would call the inherited method, which registers the base's names again."""
+        """Do nothing; the inherited method would register the base's names again."""
 
 
 def tell_epoch(averager: Averager, epoch: int, optimizers: Sequence[Optimizer]) -> None:
-    """Tell an averager's sparsifier of an epoch and its learning rates, unless it knows."""
+    """Begin an epoch in an averager unless it has already begun."""
     if averager.epoch != epoch:
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         # Adafactor computes its own rate.

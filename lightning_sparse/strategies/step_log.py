@@ -1,9 +1,9 @@
-"""The numbers of exchanges, logged through the LightningModule after an optimizer's step.
+"""Logs the statistics of exchanges through the LightningModule after optimizer steps.
 
-Lightning repeats logged numbers in the rows of later batches until they are logged anew. A sum over rows would then
-count an exchange several times. So the log resets numbers that have been in a row: each exchange is in at most one row,
-and in one if every step has a row. At the end of an epoch Lightning forgets numbers that were in no row yet; the log
-repeats them with the next step, unless that step has an exchange itself.
+Lightning repeats logged numbers in the rows of later batches until new values replace them. A sum over rows would then
+count an exchange several times. So the log resets numbers after a row contains them. Each exchange is in at most one
+row, and in exactly one if every step has a row. At the end of an epoch, Lightning drops numbers that no row contains
+yet. The log repeats them with the next step, unless this step has its own exchange.
 """
 
 from collections import deque
@@ -21,46 +21,46 @@ MOST_UNLOGGED = 256
 
 
 class StepLog:
-    """Exchanges that no step has logged yet; they become many only in a loop that logs nothing."""
+    """Exchanges that no step has logged yet."""
 
     def __init__(self) -> None:
         self._steps: deque[StepStats] = deque(maxlen=MOST_UNLOGGED)
         self._of_batch: list[StepStats] = []
         self._newest: list[StepStats] = []
         self._lost: list[StepStats] = []
-        self._entries: dict[str, Any] = {}  # Lightning's entries of numbers that were logged here, by its key
-        self._shown: set[str] = set()  # keys of the entries that will be in the next row
+        self._entries: dict[str, Any] = {}  # Lightning's entries of our numbers, by Lightning's key
+        self._shown: set[str] = set()  # keys of entries for the next row
         self._row: int | None = None
 
     def __len__(self) -> int:
         return len(self._steps)
 
     def add(self, step: StepStats) -> None:
-        """Add the numbers of an exchange."""
+        """Add the statistics of an exchange."""
         self._steps.append(step)
 
     def begin_batch(self, trainer: Any) -> None:
-        """Reset numbers that have been in a row of the loggers."""
+        """Reset numbers that a row of the loggers has contained."""
         self._of_batch.clear()
         batch = trainer.fit_loop.epoch_loop._batches_that_stepped
         results: Any = trainer._results or {}
         entries = [self._entries[key] for key in self._shown if self._entries[key] is results.get(key)]
-        held = [entry for entry in entries if not entry.has_reset]
+        current = [entry for entry in entries if not entry.has_reset]
         if self._row is not None and batch > self._row:
-            for entry in held:
+            for entry in current:
                 entry.reset()
             self._shown.clear()
-        elif self._shown and not held:
+        elif self._shown and not current:
             self._lost = self._newest
             self._shown.clear()
         self._row = batch if trainer._logger_connector.should_update_logs else None
 
     def write(self, module: LightningModule | None, averager: Averager) -> None:
-        """Log the numbers of the exchanges since the last step, and the averager's own, where Lightning allows it."""
+        """Log statistics since the last step and the averager's metrics if Lightning allows it."""
         if not (self._steps or self._lost) or module is None:
             return
         if module.trainer.barebones:
-            self._steps.clear()  # Lightning would warn of a call that the user never made
+            self._steps.clear()  # Lightning would warn about a call that is not the user's
             return
         hook = module._current_fx_name
         allowed = _FxValidator.functions.get(hook or "")
@@ -72,7 +72,7 @@ class StepLog:
         if on_step:  # several optimizers may step in a batch, and the row has the numbers that are logged last
             self._of_batch += steps
             steps = self._of_batch
-            # The following numbers include those that another hook has logged in this batch.
+            # The new numbers include those that another hook has logged in this batch.
             for key in [key for key in self._shown if not key.startswith(f"{hook}.")]:
                 self._entries[key].reset()
                 self._shown.remove(key)
@@ -82,26 +82,26 @@ class StepLog:
         self._steps.clear()
 
     def _log(self, module: LightningModule, name: str, value: float, on_step: bool) -> None:
-        """Log a number, the first time in a fit through the module, and then directly into Lightning's entry.
+        """Log a number, first through the module and later into Lightning's entry.
 
-        ``log`` takes a quarter of a millisecond per number, to validate arguments and to move the entry to its device.
-        Neither can differ between our steps.
+        ``log`` takes a quarter of a millisecond per number to validate arguments and to move the entry to its device.
+        Both give the same result in every step.
         """
         trainer, fx = module.trainer, module._current_fx_name
         results, key = trainer._results, f"{fx}.{name}"
         assert results is not None
-        # From a float Lightning makes a tensor on the device, and waits for it. A synced tensor must be there.
+        # For a float, Lightning makes a tensor on the device and waits. A tensor with sync_dist must be on the device.
         tensor = torch.tensor(value, device="cpu", dtype=torch.float64)
         if not on_step:
             tensor = tensor.to(module.device, torch.float32)
         is_ours = key in self._entries and self._entries[key] is results.get(key)
-        has_own = getattr(module.log, "__func__", None) is not _LOG  # an own log method sees every number
-        if on_step and is_ours and not has_own:
+        is_overridden = getattr(module.log, "__func__", None) is not _LOG  # an overridden log gets every number
+        if on_step and is_ours and not is_overridden:
             results.update_metrics(key, tensor, 1)
         else:
-            # All workers have the same numbers. sync_dist is only for the end of an epoch, where Lightning warns
-            # without. batch_size stops a search of the batch. enable_graph differs from the default, though the tensor
-            # has no graph: Lightning then refuses a user's metric of the same name.
+            # All workers have equal numbers. At the end of an epoch, Lightning warns without sync_dist. batch_size
+            # avoids a search through the batch. enable_graph differs from the default, although the tensor has no
+            # graph, so that Lightning rejects a user's metric with an equal name.
             module.log(
                 name,
                 tensor,
@@ -122,7 +122,7 @@ _LOG = LightningModule.log
 def step_metrics(steps: list[StepStats]) -> dict[str, float]:
     """Return the metrics of a batch, which may have several exchanges.
 
-    Density covers all exchanges together, payload bytes are summed, error norm and threshold are those of the last.
+    Density refers to all exchanges together, payload bytes are summed, error norm and threshold are the last values.
     """
     stats = of_exchanges(steps)
     logged = [number.logged for number in STEP_NUMBERS if number.logged]

@@ -308,7 +308,7 @@ def test_who_is_replaced_or_restarted_while_something_travels_does_no_harm(resta
         averager = SparseModelAverager(model, HardThreshold(threshold=THRESHOLD), options)
         before = flat(model)
         for call in (old.flush, old.step, old.state_dict):
-            with pytest.raises(RuntimeError, match="Another averager has been made for the same weights"):
+            with pytest.raises(RuntimeError, match="A newer averager has the same weights"):
                 call()
         assert torch.equal(flat(model), before)
         old.close()

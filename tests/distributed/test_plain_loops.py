@@ -114,7 +114,7 @@ ROWS: dict[tuple[Any, str], str | None] = {
     (local, "step within averaged_weights"): "An optimizer's step while the model has the mean of all workers' weights",
     (hooked, "all in one optimizer"): None,
     (hooked, "a head in no optimizer"): (
-        r"2 parameters get gradients, and no optimizer stepped on them in 20 steps \(1.bias, 1.weight\)"
+        r"2 parameters get gradients, but no optimizer stepped on them in 20 steps \(1.bias, 1.weight\)"
     ),
     (sharded, "one call"): None,
     (sharded, "in a closure"): None,
@@ -179,7 +179,7 @@ def test_states_can_be_saved_after_the_process_group_has_ended() -> None:
             with pytest.raises(TypeError, match=f"{type(holder).__name__} cannot be copied or pickled"):
                 copies(holder)
     dist.destroy_process_group()
-    with pytest.raises(RuntimeError, match=r"The process group ended while drifts were on their way. Call flush\(\)"):
+    with pytest.raises(RuntimeError, match=r"The process group ended during an exchange of drifts. Call flush\(\)"):
         travelling.state_dict()
     for holder in holders:
         assert {"rank", "world_size", "seal", "shared"} <= holder.state_dict().keys()

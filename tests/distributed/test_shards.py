@@ -192,14 +192,14 @@ def test_what_is_misused_is_told_of():
         (lambda: shard_exchange(model, mesh["replicate"], sparsifier), "0.weight is not sharded"),
         (
             lambda: shard_exchange(sharded(build_network(), mesh["shard"]), mesh["shard"], sparsifier),
-            "and what exchanges that of replicas",
+            "and the mesh of replicas, ",
         ),
         (lambda: shard_exchange(model, mesh["replicate"], 0.1), "Expected a sparsifier"),
     ):
         with pytest.raises((TypeError, ValueError, RuntimeError), match=said):
             make()
     single = init_device_mesh("cpu", (4, 1), mesh_dim_names=("shard", "rest"))
-    with pytest.raises(ValueError, match="sharded over one rank, and a replica has 4"):
+    with pytest.raises(ValueError, match="sharded over one rank, but a replica has 4"):
         shard_exchange(sharded(build_network(), single["rest"]), single["rest"], sparsifier)
     alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))
     exchange = shard_exchange(model, alone["replicate"], sparsifier)

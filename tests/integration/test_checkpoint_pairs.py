@@ -165,9 +165,9 @@ def test_what_a_resume_keeps_and_what_it_says_of_the_rest(reader: str, num_worke
         _, warned, said = results[0][writer]
         kind = next((kind for kind, names in FAMILIES.items() if writer in names), None)
         lost = _of_one(warned, "are lost")
-        assert len(_of_one(said, "the sparsifier is not the one of the checkpoint")) <= 1, writer  # not once per worker
+        assert len(_of_one(said, "the sparsifier differs from the checkpoint's")) <= 1, writer  # not once per worker
         if "folder" in writer and "hsdp" not in reader:
-            assert re.search("is a folder, and .* resume with one of these", said[0]), writer
+            assert re.search("is a folder, but .* resume with one of these", said[0]), writer
             continue
         unsent = sqrt(sum(squares) / len(squares))
         if kind is None:

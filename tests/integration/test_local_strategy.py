@@ -356,7 +356,7 @@ def test_a_save_before_a_backward_leaves_it_alone_while_an_exchange_travels(tmp_
     trainer.fit(WithAdam(), ResumableData(6))
     assert trainer.global_step == 6
     saved = [torch.load(tmp_path / f"{step}.ckpt", weights_only=True)["lightning_sparse"] for step in range(1, 6)]
-    travels = "an exchange is still travelling"
+    travels = "an exchange has not ended"
     assert [content["why_incomplete"] for content in saved] == [None, travels, None, travels, None]
 
 
@@ -435,9 +435,9 @@ def test_an_outer_optimizer_has_the_options_of_now_and_another_begins_anew() -> 
     _, other, told_other = _loaded(saved, outer_optimizer=partial(torch.optim.Adam, lr=0.01))
     assert [float(state["step"]) for state in other.state.values()] == [1.0] * len(other.state)
     assert told_slow == []
-    for told, current in ((told_other, "Adam, which begins anew"), (_loaded(saved)[2], "none")):
+    for told, current in ((told_other, "Adam, which starts without state"), (_loaded(saved)[2], "none")):
         [message] = told
-        assert f"optimizer is SGD, the current one is {current}: what" in message
+        assert f"optimizer is SGD, the current one is {current}: the saved state" in message
 
 
 # What is refused.
@@ -450,7 +450,7 @@ class WithShardedOptimizer(Classifier):
 
 @on_workers(2, process_group=False)
 def test_an_optimizer_that_needs_averaged_gradients_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"ZeroRedundancyOptimizer.* inside of it"):
+    with pytest.raises(ValueError, match=r"ZeroRedundancyOptimizer.* inside it"):
         local_trainer(max_steps=2).fit(WithShardedOptimizer(), ResumableData(4))
 
 

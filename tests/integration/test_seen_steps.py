@@ -175,7 +175,7 @@ def test_callbacks_that_keep_a_state_of_own_weights_are_warned_of(name: str) -> 
         callback = getattr(callbacks, name)(**CALLBACKS[name])
         local_trainer(max_epochs=3, callbacks=[callback]).fit(Classifier(), data(16))
     if dist.get_rank() == 0:
-        warned = [f"{name} keeps a state that follows from each worker's own weights" in message for message in told]
+        warned = [f"the state of {name} depends on each worker's own weights" in message for message in told]
         assert warned == ([] if name == "Timer" else [True])
 
 

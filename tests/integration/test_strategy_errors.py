@@ -77,7 +77,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
             ("model_averaging_period", 4, "Lightning's DDPStrategy for post-local SGD"),
             ("sharding_strategy", "FULL_SHARD", "Use strategy='hsdp_hardthreshold', or Lightning's FSDPStrategy"),
             ("mixed_precision", "any", "Trainer(precision='bf16-mixed')"),
-            ("skip_all_reduce_unused_params", True, "The hook must see every bucket"),
+            ("skip_all_reduce_unused_params", True, "The hook must receive every bucket"),
         )
     ),
     *((make, {"data_parallel_size": 4}, "Got data_parallel_size=4. ") for make in (HSDP, LOCAL_HSDP)),
@@ -115,7 +115,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
             (2.0, "Invalid num_workers=2.0"),
         )
     ),
-    (simulated, {"exchange": "hierarchical"}, "exchange='hierarchical' goes by nodes"),
+    (simulated, {"exchange": "hierarchical"}, "exchange='hierarchical', but simulated workers have no nodes"),
     (simulated, {"exchange": "ring"}, "Invalid exchange='ring'"),
     (simulated, {"local_clip_norm": -1.0}, "local_clip_norm"),
     *((simulated, {"own_attributes": names}, f"Invalid own_attributes={names!r}. Must") for names in ("hidden", [1])),
@@ -227,7 +227,7 @@ def test_of_other_settings_at_a_resume_only_what_differs_is_told() -> None:
             say_other_sparsifier(settings[current], settings[before])
     told = [message.partition("checkpoint: ")[2] for message in messages]
     assert told[0].startswith(
-        "density=0.1, threshold=None instead of density=None, threshold=0.5. The current one is used;"
+        "density=0.1, threshold=None instead of density=None, threshold=0.5. The new settings apply;"
     )
     assert told[1].startswith("sparsifier='TopK', ")
     assert told[2].startswith("granularity='model' instead of granularity='layer'. ")

@@ -25,9 +25,9 @@ TINY, HUGE = 1.23456e-9, 1.23456e15
 
 @pytest.fixture(autouse=True)
 def _says_everything() -> Iterator[None]:
-    advice_module._said.clear()
+    advice_module._reported.clear()
     yield
-    advice_module._said.clear()
+    advice_module._reported.clear()
 
 
 def step(selected: float, *, error: float = 1.0, dense: float = 0.0, layers: Any = None, calibrates: bool = False):
@@ -77,8 +77,8 @@ def _calibrated(density: float, threshold: float = 1.0) -> HardThreshold:
 
 SITUATIONS = {
     "as asked for": Situation([CALIBRATION] * 5 + [step(10)] * 500),
-    "too much": Situation([step(40)] * 300, [r"density is 4 % after calibration, not 1 %. λ is being corrected"]),
-    "too little": Situation([step(2)] * 300, [r"is 0.2 % after calibration, not 1 %. λ is being corrected"]),
+    "too much": Situation([step(40)] * 300, [r"density is 4 % after calibration, not 1 %. λ is being adjusted"]),
+    "too little": Situation([step(2)] * 300, [r"is 0.2 % after calibration, not 1 %. λ is being adjusted"]),
     "not so far off": Situation([step(19)] * 300 + [step(6)] * 200),
     # 100 layers of 10 elements, each held to one coordinate a step where 1 % would be a tenth of one.
     "as small layers must": Situation(
@@ -87,7 +87,7 @@ SITUATIONS = {
     ),
     "too much for small layers": Situation(
         [step(300, layers={str(layer): (6, 1.0) for layer in range(100)})] * 300,
-        [r"is 30 % after calibration, not 10 %. λ is being corrected"],
+        [r"is 30 % after calibration, not 10 %. λ is being adjusted"],
         sparsifier=HardThreshold(density=0.01, granularity="layer"),
     ),
     "as asked for after a search": Situation([step(10)] * 500, searched=[step(500)] * 300),
@@ -110,7 +110,7 @@ SITUATIONS = {
         sparsifier=HardThreshold(threshold=1.0),
     ),
     "nothing while λ is corrected": Situation(
-        [step(0, error=number) for number in range(1, 201)], [r"too high. It is being lowered"]
+        [step(0, error=number) for number in range(1, 201)], [r"too high. λ is being lowered"]
     ),
     # Without error feedback every residual is zero, whatever the gradients are.
     "nothing without error feedback": Situation(
@@ -120,7 +120,7 @@ SITUATIONS = {
         keeps_rest=False,
     ),
     "nothing without error feedback while λ is corrected": Situation(
-        [step(0, error=0.0)] * 200, [r"too high or gradients are 0. It is being"], keeps_rest=False
+        [step(0, error=0.0)] * 200, [r"too high or gradients are 0. λ is being lowered"], keeps_rest=False
     ),
     "nothing of zero gradients, after others": Situation([step(10)] + [step(0)] * 200, ["gradients are zero"]),
     "nothing moves": Situation([step(10)] + [step(0)] * 200, averages="drifts"),
@@ -129,16 +129,16 @@ SITUATIONS = {
     "nothing of zero gradients": Situation([step(0, error=0.0)] * 200, [r"gradients are zero"]),
     "all of it densely": Situation(
         [step(300, dense=1.0)] * 250,
-        [r"is 30 % after calibration", r"100 % of elements went out densely at a density of 30 %"],
+        [r"is 30 % after calibration", r"100 % of elements were sent densely at a density of 30 %"],
     ),
     "densely on purpose": Situation([step(1000, dense=1.0)] * 250, sparsifier=HardThreshold(threshold=0.0)),
     "densely by the control": Situation([step(1000, dense=1.0)] * 250, sparsifier=Dense()),
     "some of it densely": Situation([step(10, dense=0.4)] * 250),
     "ends in calibration": Situation(
-        [CALIBRATION] * 20, [r"training ended in calibration: all 20 exchanges sent everything"]
+        [CALIBRATION] * 20, [r"training ended during calibration: all 20 exchanges sent everything"]
     ),
     "short": Situation(
-        [], [r"density=0.01 sends a coordinate only 1 times in 100 exchanges. Set density=0.05"], planned=100
+        [], [r"density=0.01 sends each coordinate only 1 times in 100 exchanges. Set density=0.05"], planned=100
     ),
     "long calibration": Situation(
         [CALIBRATION] * 50 + [step(10)], [r"calibration took 50 of 1,000 exchanges \(5 %\)"], planned=1000
@@ -166,7 +166,7 @@ SITUATIONS = {
     ),
     "layers in so short a run": Situation([step(10, layers={"a": (5, 1.0), "b": (0, 2.0)})] * 300),
     "one worker": Situation(
-        [CALIBRATION] * 20, ["one worker has nobody to exchange with: gradients pass through whole"],
+        [CALIBRATION] * 20, ["a single worker exchanges nothing: its gradients are not sparsified"],
         optimizer=torch.optim.Adam, planned=20, workers=1,
     ),
     "a small LoRA": Situation(
@@ -209,7 +209,7 @@ def test_a_message_is_said_once_per_process_and_no_other_is(name):
     for pattern in situation.said:
         assert any(re.search(pattern, message) for message in messages), messages
     assert listen(situation) == []  # a resume, or another Trainer
-    advice_module._said.clear()
+    advice_module._reported.clear()
     assert listen(situation) == messages
 
 
@@ -256,11 +256,11 @@ EXTREMES = [
 def test_a_message_is_one_line_of_at_most_120_characters_and_a_link():
     kinds: set[str] = set()
     for situation in EXTREMES:
-        advice_module._said.clear()
+        advice_module._reported.clear()
         for message in listen(situation):
             require_one_line(message)
-        kinds |= advice_module._said
-    assert kinds == set(re.findall(r'self\._(?:say|warn)\(\s*"([a-z ]+)"', inspect.getsource(Advice)))
+        kinds |= advice_module._reported
+    assert kinds == set(re.findall(r'self\._(?:report|warn)\(\s*"([a-z ]+)"', inspect.getsource(Advice)))
     assert len(kinds) == 10
 
 

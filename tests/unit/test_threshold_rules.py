@@ -82,7 +82,7 @@ def test_finite_gradients_whose_squares_overflow_end_a_calibration_with_an_error
     stats = StepStats(0, 2, 100, 200, 0.0, float("inf"), 0, 400, 400, 0.0)
     for _ in range(11):
         calibrator.observe(stats, None)
-    with pytest.raises(RuntimeError, match=r"gradients are finite, and ‖g‖² overflowed in 12 steps. Scale the loss"):
+    with pytest.raises(RuntimeError, match=r"gradients are finite, but ‖g‖² overflowed in 12 steps. Scale the loss"):
         calibrator.observe(stats, None)
 
 

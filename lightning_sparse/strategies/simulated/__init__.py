@@ -1,1 +1,1 @@
-"""Training on one device as n workers would, for studies of accuracy."""
+"""Simulates n workers on one device, for studies of accuracy."""

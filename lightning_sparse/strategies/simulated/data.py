@@ -1,4 +1,4 @@
-"""The training data of simulated workers: each worker's loader, read side by side."""
+"""The training data of simulated workers, with one loader per worker."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,11 +23,11 @@ class BatchesOfWorkers(list[Any]):
 
 
 class LoaderOfWorkers:
-    """Yields one batch per worker at a time, until a worker has no more.
+    """Yields lists of one batch per worker, until a worker has no more.
 
     Args:
-        loaders: of the workers, in rank order.
-        as_worker: returns a context in which random numbers are that worker's.
+        loaders: the loaders of all workers, in rank order.
+        as_worker: returns a context with the random numbers of a worker.
     """
 
     sampler = property(lambda self: self)  # Lightning calls set_epoch of this object
@@ -39,8 +39,8 @@ class LoaderOfWorkers:
         return min(map(len, self._loaders))
 
     def __iter__(self) -> Iterator[BatchesOfWorkers]:
-        # A DataLoader draws a seed for its processes now, not for the first batch: Lightning makes iterators that it
-        # never reads. Without processes its data set may draw for every batch.
+        # A DataLoader draws a seed for its processes here, not for the first batch, and Lightning makes iterators that
+        # it never reads. Without processes, the data set may draw random numbers for every batch.
         iterators = self._of_each(lambda rank: iter(self._loaders[rank]))
         return self._batches(iterators)
 
@@ -52,7 +52,7 @@ class LoaderOfWorkers:
             yield batches
 
     def close(self) -> None:
-        """End the processes that loaders keep from epoch to epoch."""
+        """End persistent processes of loaders."""
         for loader in self._loaders:
             _shutdown_workers_and_reset_iterator(loader)
 
@@ -64,13 +64,13 @@ class LoaderOfWorkers:
         return found
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the samplers of all workers, as Lightning does for a loader that it knows."""
+        """Set the epoch of all workers' samplers, as Lightning does for its loaders."""
         for loader in self._loaders:
             _set_sampler_epoch(loader, epoch)
 
 
 class StatefulLoaderOfWorkers(LoaderOfWorkers):
-    """Loaders that know their position; a checkpoint holds rank 0's, as it does for processes."""
+    """Loaders with a position, of which checkpoints contain rank 0's as in DDP."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of rank 0's loader."""
@@ -78,21 +78,21 @@ class StatefulLoaderOfWorkers(LoaderOfWorkers):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Move all loaders to a position, as Lightning does in every process."""
+        """Set the position of all loaders, as Lightning does in every process."""
         for loader in self._loaders:
             loader.load_state_dict(copy.deepcopy(state))
 
 
 def loader_of_workers(trainer: Trainer, as_worker: AsWorker, num_workers: int) -> LoaderOfWorkers:
-    """Return the training data of all workers, after a call of ``train_dataloader`` for each.
+    """Return the training data of all workers from one ``train_dataloader`` call per worker.
 
     Args:
         trainer: runs the fit.
-        as_worker: returns a context in which the trainer's rank and random numbers are that worker's.
+        as_worker: returns a context with the rank and random numbers of a worker.
         num_workers: n.
 
     Raises:
-        ValueError: a combination of several loaders, or the same iterator for several workers.
+        ValueError: ``train_dataloader`` returns several loaders, or the same iterator for several workers.
     """
     loaders: list[Any] = []
     for rank in range(num_workers):
@@ -100,13 +100,13 @@ def loader_of_workers(trainer: Trainer, as_worker: AsWorker, num_workers: int) -
             loader = _request_dataloader(trainer.fit_loop._data_source)
         if isinstance(loader, (CombinedLoader, dict, list, tuple)):
             raise ValueError(
-                f"train_dataloader returned {type(loader).__name__}. Simulated workers read one loader: have its "
-                "dataset return what belongs together."
+                f"train_dataloader returned {type(loader).__name__}. Simulated workers read one loader: use a dataset "
+                "that returns all parts of a sample."
             )
         if isinstance(loader, Iterator) and any(loader is other for other in loaders):
             raise ValueError(
-                f"The {type(loader).__name__} for training is one for all simulated workers, who would take batches "
-                "from one another. Make one in train_dataloader, which is called for each of them."
+                f"All simulated workers have the same {type(loader).__name__} and would take each other's batches. "
+                "Make a new one in train_dataloader, which is called for each worker."
             )
         loaders.append(_of_worker(loader, trainer, num_workers, rank) if isinstance(loader, DataLoader) else loader)
     is_stateful = all(isinstance(loader, _Stateful) for loader in loaders)
@@ -114,14 +114,14 @@ def loader_of_workers(trainer: Trainer, as_worker: AsWorker, num_workers: int) -
 
 
 def _of_worker(loader: DataLoader[Any], trainer: Trainer, num_workers: int, rank: int) -> DataLoader[Any]:
-    """Return a loader of one worker's data, prepared as Lightning prepares a loader that it knows."""
-    loader = copy.copy(loader)  # workers that share a loader would share the iterator that it keeps
+    """Return a loader of one worker's data, prepared as Lightning prepares loaders."""
+    loader = copy.copy(loader)  # workers that share a loader would share its persistent iterator
     loader._iterator = None
     has_sampler = isinstance(loader.sampler, DistributedSampler) or has_iterable_dataset(loader)
     if trainer._accelerator_connector.use_distributed_sampler and not has_sampler:
         sampler = _get_distributed_sampler(
             loader,
-            True,  # Lightning shuffles for several workers, whatever the loader's own sampler does
+            True,  # Lightning shuffles for several workers, regardless of the loader's own sampler
             overfit_batches=trainer.overfit_batches,  # type: ignore[attr-defined]
             mode=RunningStage.TRAINING,
             num_replicas=num_workers,

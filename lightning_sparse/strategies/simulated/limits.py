@@ -1,4 +1,4 @@
-"""Errors for what simulated workers would do differently from real ones."""
+"""Rejects training that simulated workers would run differently from real ones."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
@@ -11,13 +11,13 @@ from torch import Tensor
 from lightning_sparse.gradients.comm_hook import refuse_sparse_gradients
 
 
-def refuse(what: str) -> NoReturn:
-    """Raise ValueError for something that is not simulated."""
-    raise ValueError(f"Simulated workers do not do {what}. Start real workers with SparseDDPStrategy for that.")
+def refuse(feature: str) -> NoReturn:
+    """Raise ValueError for a feature that is not simulated."""
+    raise ValueError(f"Simulated workers do not support {feature}. Start real workers with SparseDDPStrategy for it.")
 
 
 def require_simulable(module: LightningModule, trainer: Any, scaler: object) -> None:
-    """Raise ValueError where a fit would differ from a fit with real workers."""
+    """Raise ValueError if a fit would differ from a fit with real workers."""
     if not module.automatic_optimization:
         refuse("manual optimization (automatic_optimization=False)")
     if scaler is not None:
@@ -27,42 +27,40 @@ def require_simulable(module: LightningModule, trainer: Any, scaler: object) -> 
     refuse_sparse_gradients(module)
     if any(isinstance(callback, BatchSizeFinder) for callback in trainer.callbacks):
         raise ValueError(
-            "The search for a batch size (BatchSizeFinder, Tuner.scale_batch_size) is for one worker, as with DDP. "
-            "Search with Trainer(devices=1) without a strategy, and set what it finds."
+            "The search for a batch size (BatchSizeFinder, Tuner.scale_batch_size) supports only one worker, as with "
+            "DDP. Search with Trainer(devices=1) without a strategy, and set the result."
         )
     devices = len(trainer._accelerator_connector._parallel_devices)
     if devices != 1 or trainer.num_nodes != 1:
-        refuse(f"devices={devices} on {trainer.num_nodes} nodes: all are on one, so devices=1 it must be")
+        refuse(f"devices={devices} on {trainer.num_nodes} nodes: all run on one device, so set devices=1")
     if trainer._accelerator_connector._layer_sync is not None:
         refuse("sync_batchnorm")
     for owner, base in ((module, LightningModule), (trainer.datamodule, LightningDataModule)):
         if owner is not None and type(owner).on_before_batch_transfer is not base.on_before_batch_transfer:
-            refuse(
-                "on_before_batch_transfer, which would be given the batches of all workers; use on_after_batch_transfer"
-            )
+            refuse("on_before_batch_transfer, which would get the batches of all workers; use on_after_batch_transfer")
     if type(module).on_after_backward is not LightningModule.on_after_backward:
         rank_zero_warn(
-            f"lightning_sparse: {type(module).__name__}.on_after_backward is called for each simulated worker and sees "
-            "that worker's own gradients; with real ones it sees their average. Use on_before_optimizer_step."
+            f"lightning_sparse: {type(module).__name__}.on_after_backward is called for each simulated worker with its "
+            "own gradients. With real workers, it sees their average. Use on_before_optimizer_step."
         )
 
 
 def require_known(parameters: Mapping[str, Tensor], reached: Collection[str], known: Collection[str]) -> None:
-    """Raise ValueError for a parameter of those ``reached`` by a gradient that was not ``known`` at set-up."""
+    """Raise ValueError if a parameter with a gradient was not ``known`` at set-up."""
     for name in sorted(set(reached) - set(known)):
         if parameters[name].requires_grad:  # else the gradient is left from an earlier fit
             raise ValueError(
-                f"The parameter {name!r} has a gradient, and was frozen or not there when training was set up: it is "
-                "not exchanged, nor would DDP exchange it. Leave requires_grad on at set-up and its learning rate 0 "
-                "until it is to train, or begin a new fit then."
+                f"The parameter {name!r} has a gradient, but was frozen or absent when training was set up, so it is "
+                "not exchanged, as in DDP. Set requires_grad at set-up and use a learning rate of 0 until it should "
+                "train, or start a new fit."
             )
 
 
 def require_attributes(module: LightningModule, names: Sequence[str]) -> None:
-    """Raise ValueError for a name that is not an attribute of the module itself."""
-    held = {*dict(module.named_children()), *dict(module.named_parameters()), *dict(module.named_buffers())}
+    """Raise ValueError for a name that is not a plain attribute of the module."""
+    reserved = {*dict(module.named_children()), *dict(module.named_parameters()), *dict(module.named_buffers())}
     for name in names:
         if not hasattr(module, name):
             raise ValueError(f"Invalid own_attributes: {type(module).__name__} has no {name}.")
-        if name in held or name.startswith("_") or hasattr(LightningModule, name) or name == "training":
-            raise ValueError(f"Invalid own_attributes: {name} is no attribute of {type(module).__name__}'s own.")
+        if name in reserved or name.startswith("_") or hasattr(LightningModule, name) or name == "training":
+            raise ValueError(f"Invalid own_attributes: {name} is not a plain attribute of {type(module).__name__}.")

@@ -1,4 +1,4 @@
-"""A strategy that trains as n workers would, in turn on one device."""
+"""A strategy that simulates n workers, in turn on one device."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,36 +33,36 @@ from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 
 class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
-    """Trains on one device as n workers would with `SparseDDPStrategy`: the same numbers, n times the time.
+    """Simulates n workers of `SparseDDPStrategy` on one device, in n times the time.
 
     Use it to study accuracy with 8 or 20 workers on one GPU or a laptop. There is one model. Each worker has its own
     residual (8 bytes per parameter), shard of the data and random numbers. A step takes a batch from each worker. With
-    ``exchange="gather"`` and a constant threshold the weights equal those of n processes bit for bit. Checkpoints of
-    simulated workers and of processes continue each other.
+    ``exchange="gather"`` and a constant threshold, the weights equal those of n processes bit for bit. Simulated
+    workers can resume checkpoints of processes, and vice versa.
 
     As in DDP, logged numbers of a step and buffers (batch norm) are those of rank 0; a number logged for an epoch is
-    the mean over all workers. Validation, test and predict see all data at once.
+    the mean over all workers. Validation, test and predict use all data at once.
 
-    Each worker's loader comes from a call of ``train_dataloader`` with ``trainer.global_rank`` and
-    ``trainer.world_size`` of that worker. A loader without a sampler for several workers gets Lightning's, unless
+    Each worker's loader is the result of a ``train_dataloader`` call with ``trainer.global_rank`` and
+    ``trainer.world_size`` of that worker. A loader without a distributed sampler gets Lightning's, unless you set
     ``Trainer(use_distributed_sampler=False)``.
 
     Args:
         num_workers: n, at least 1.
-        exchange: the route by which sums are made, as in `SparseDDPStrategy`; not ``"hierarchical"``.
-        own_attributes: names of module attributes that last from batch to batch, such as the state of a recurrent
-            network. Every worker has its own; a checkpoint holds rank 0's. All other attributes, except parameters,
-            buffers and random numbers, are common to all workers.
-        device: ``"auto"`` is a GPU if there is one.
+        exchange: the route by which sums are computed, as in `SparseDDPStrategy`; not ``"hierarchical"``.
+        own_attributes: names of module attributes that persist between batches, such as the state of a recurrent
+            network. Every worker has its own copy; a checkpoint contains rank 0's. All other attributes, except
+            parameters, buffers and random numbers, are shared by all workers.
+        device: ``"auto"`` is a GPU if available.
 
     Attributes:
-        workers: of the running or last ``fit``, None before.
-        state: the first of the workers.
+        workers: the workers of the running or last ``fit``, None before.
+        state: the first worker.
 
     Raises:
-        ValueError: an invalid option; in ``fit`` manual optimization, a GradScaler, complex parameters or a module with
-            its own ``on_before_batch_transfer``, which are not simulated.
-        TypeError: something that is not a sparsifier.
+        ValueError: an option is invalid; or ``fit`` needs manual optimization, a GradScaler, complex parameters or the
+            module's own ``on_before_batch_transfer``, which are not simulated.
+        TypeError: the sparsifier has a wrong type.
     """
 
     strategy_name = "simulated_workers"
@@ -86,7 +86,7 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
     ) -> None:
         require_count("num_workers", num_workers)
         if exchange == "hierarchical":
-            raise ValueError("exchange='hierarchical' goes by nodes, and simulated workers have none. Use 'gather'.")
+            raise ValueError("Got exchange='hierarchical', but simulated workers have no nodes. Use 'gather'.")
         self._options = self._taken(ExchangeOptions, kwargs, exchange=exchange)
         if isinstance(own_attributes, str) or not all(isinstance(name, str) for name in own_attributes):
             raise TypeError(f"Invalid {own_attributes=}. Must be a list of names, such as ['hidden_state'].")
@@ -118,12 +118,12 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        reset_seed()  # as every process of DDP does
+        reset_seed()  # as in every process of DDP
 
     @override
     def setup(self, trainer: Any) -> None:
         has_cuda = self.root_device.type == "cuda"
-        # configure_optimizers may have loaders made, to ask how many steps there will be.
+        # configure_optimizers may create loaders to compute the number of steps.
         self._random_numbers = RandomNumbers(self.num_workers, has_cuda, keeps=False)
         super().setup(trainer)
         if trainer.state.fn != "fit":
@@ -140,29 +140,29 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
 
     @override
     def setup_optimizers(self, trainer: Any) -> None:
-        with self._as_worker(0):  # a learning rate may follow from how many there are
+        with self._as_worker(0):  # a learning rate may depend on the number of workers
             super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             optimizer.register_step_pre_hook(weak_method(self._step_begins))
 
     def _step_begins(self, *_: Any) -> None:
         if not self._is_stepping:
-            refuse("steps that go past Lightning, as those of torch's own optimizer in an own optimizer_step do")
+            refuse("steps that bypass Lightning, such as torch's own optimizer.step() in optimizer_step")
 
-    # The worker that this process is.
+    # The current worker.
 
     @contextmanager
     def _as_worker(self, rank: int) -> Iterator[None]:
-        """Let the trainer and random numbers be those of this worker inside the context."""
+        """Use the rank and random numbers of a worker inside the context."""
         before = self.global_rank, self.world_size
-        self._be(rank, self.num_workers)
+        self._set_rank(rank, self.num_workers)
         try:
             with self._random_numbers.of(rank):
                 yield
         finally:
-            self._be(*before)
+            self._set_rank(*before)
 
-    def _be(self, rank: int, world_size: int) -> None:
+    def _set_rank(self, rank: int, world_size: int) -> None:
         self.global_rank = self.local_rank = rank  # all are on one node
         self.world_size = world_size
         setattr(rank_zero_only, "rank", rank)  # noqa: B010 (mypy knows of no such attribute)
@@ -184,7 +184,7 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
 
     def _require_no_turn(self, collective: str) -> None:
         if self.world_size > 1:
-            refuse(f"{collective}: one has run when another has not")
+            refuse(f"{collective}, because workers run one after the other")
 
     # Steps.
 
@@ -198,7 +198,7 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if isinstance(batch, BatchesOfWorkers):
-            return batch  # each goes to the device when its worker has its turn
+            return batch  # training_step moves each batch in its worker's turn
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
@@ -212,23 +212,23 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         batches, *rest = args
         if not isinstance(batches, BatchesOfWorkers):
-            refuse("training_step(dataloader_iter), which takes batches by itself")
+            refuse("training_step(dataloader_iter), which reads batches itself")
         if self._has_run:
-            refuse("a closure that is called several times for a step, as by LBFGS or SAM")
+            refuse("closures that are called several times per step, as by LBFGS or SAM")
         self._has_run = True
         self._turns.share_what_hooks_set()
         results = self._module.trainer._results
         assert results is not None
         output: STEP_OUTPUT = None
-        for rank in reversed(range(self.num_workers)):  # rank 0 last: its buffers and its logged numbers remain
+        for rank in reversed(range(self.num_workers)):  # rank 0 last, to keep its buffers and logged numbers
             with self._as_worker(rank), self._turns.of(rank):
                 batch = super().batch_to_device(batches[rank])
                 results.batch, results.batch_size = batch, None  # Lightning weights an epoch's logs by batch size
                 output = super().training_step(batch, *rest, **kwargs)
                 loss = output["loss"] if isinstance(output, Mapping) else output
                 if loss is None:
-                    refuse("a training_step that returns None, which DDP does not either")
-                if rank != 0:  # Lightning calls backward for the output that it gets
+                    refuse("a training_step that returns None, nor does DDP")
+                if rank != 0:  # Lightning calls backward for the returned output
                     self.backward(loss / self._module.trainer.accumulate_grad_batches, None)
         return output
 
@@ -264,7 +264,7 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
     def on_exception(self, exception: BaseException) -> None:
         if "process group has not been initialized" in str(exception):
             exception.args = (
-                f"{exception} Simulated workers have none. In train_dataloader ask the trainer instead: "
+                f"{exception} Simulated workers have no process group. In train_dataloader, use "
                 "DistributedSampler(dataset, trainer.world_size, trainer.global_rank), or leave the sampler to "
                 "Lightning.",
             )

@@ -1,4 +1,4 @@
-"""The state that each simulated worker has for itself: random numbers, gradients, attributes, buffers."""
+"""State of each simulated worker: random numbers, gradients, attributes and buffers."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -12,13 +12,13 @@ from torch import Tensor
 
 
 class RandomNumbers:
-    """The states of each worker's random number generators; all workers begin with those of rank 0.
+    """Random number generator states of each worker, which start from rank 0's.
 
     Args:
         num_workers: n.
         has_cuda: whether to include the generators of GPUs.
-        keeps: whether a worker continues where its last turn ended. Before training every turn begins where that of
-            rank 0 began, and only rank 0's draws last.
+        keeps: whether a worker continues with the state at the end of its last turn. If not, as before training, every
+            turn starts with the state at which rank 0's turn started, and only rank 0's state persists.
     """
 
     def __init__(self, num_workers: int, has_cuda: bool, *, keeps: bool) -> None:
@@ -53,19 +53,19 @@ class _Own:
 
 
 class Turns:
-    """Gives the module each worker's gradients, buffers and own attributes in turn, and then those of rank 0 again."""
+    """Swaps each worker's gradients, buffers and own attributes into the module in turn."""
 
     def __init__(self, module: LightningModule, num_workers: int, own_attributes: Sequence[str]) -> None:
         self._module, self._own_attributes = module, own_attributes
         self._own = [_Own() for _ in range(num_workers)]
 
     def begin_step(self) -> None:
-        """Drop gradients that no optimizer stepped on, as Lightning does, and take rank 0's buffers, as DDP does."""
+        """Drop unused gradients, as Lightning does, and take rank 0's buffers, as DDP does."""
         for own in self._own:
             own.gradients, own.buffers = {}, {}
 
     def share_what_hooks_set(self) -> None:
-        """Give workers a copy of each own attribute that a hook has replaced since rank 0's turn."""
+        """Copy own attributes that hooks have replaced since rank 0's turn to all workers."""
         left = self._own[0].attributes
         changed = {name: value for name, value in self._attributes().items() if value is not left.get(name, self)}
         for own in self._own[1:]:
@@ -73,28 +73,28 @@ class Turns:
 
     @contextmanager
     def of(self, rank: int) -> Iterator[None]:
-        """Give the module this worker's state inside the context. Rank 0 has the last turn."""
+        """Use this worker's state inside the context. Rank 0 must be last."""
         if rank == 0:
             yield
             self._own[0].attributes = self._attributes()
             return
-        first = self._held()
+        first = self._current()
         self._put(self._own[rank])
         try:
             yield
         finally:
-            self._own[rank] = self._held()
+            self._own[rank] = self._current()
             self._put(first)
 
     def take_gradients(self) -> list[dict[str, Tensor]]:
-        """Return each worker's gradients by parameter name, in rank order, and forget them."""
+        """Return and clear each worker's gradients by parameter name, in rank order."""
         self._own[0].gradients = self._gradients()
         taken = [own.gradients for own in self._own]
         for own in self._own:
             own.gradients = {}
         return taken
 
-    def _held(self) -> _Own:
+    def _current(self) -> _Own:
         buffers = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
         return _Own(self._gradients(), buffers, self._attributes())
 
@@ -116,5 +116,5 @@ class Turns:
 
 
 def named_parameters(module: LightningModule) -> dict[str, Tensor]:
-    """Return the parameters by name, without the prefix that torch.compile adds to names."""
+    """Return parameters by name, without the prefix of ``torch.compile``."""
     return {name.replace("_orig_mod.", ""): parameter for name, parameter in module.named_parameters()}

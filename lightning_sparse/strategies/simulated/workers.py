@@ -1,4 +1,4 @@
-"""The exchange of gradients of n simulated workers: each has an engine in a thread of its own."""
+"""Exchange of gradients between n simulated workers, one engine and thread per worker."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -20,7 +20,7 @@ class SimulatedWorker(Averager):
     """A worker: its engine and its residuals.
 
     Args:
-        engine: the worker's own, whose workers are threads of this process.
+        engine: the worker's engine, which communicates with threads of this process.
         parameters: trained parameters by name.
         local_clip_norm: see ``ExchangeOptions``.
     """
@@ -41,15 +41,15 @@ class SimulatedWorker(Averager):
         self.residuals = ResidualMemory(self._parameters)
 
     def own_metrics(self) -> dict[str, float]:
-        """Return nothing: a thread waits for other threads, not for a network."""
+        """Return no metrics, because a thread does not wait for a network."""
         return {}
 
     def average(self, gradients: Mapping[str, Tensor], reached: Collection[str]) -> dict[str, Tensor]:
-        """Return the average of the values that all workers send, by name. Collective.
+        """Return averages of the sent values by name. Collective.
 
         Args:
-            gradients: of this worker; it sends nothing of missing ones.
-            reached: names of parameters of which any worker has a gradient.
+            gradients: gradients of this worker; missing ones are not sent.
+            reached: names of parameters for which any worker has a gradient.
 
         Raises:
             RuntimeError: a parameter's memory format has changed.
@@ -92,7 +92,7 @@ class SimulatedWorker(Averager):
         return snapshot
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Replace all state by a snapshot, from here or of workers that are processes."""
+        """Replace all state by a snapshot of simulated workers or of processes."""
         self.reset()
         self._engine.restore(snapshot)
         self.residuals.load_state_dict(snapshot.own.get("residual", {}))
@@ -104,7 +104,7 @@ class SimulatedWorker(Averager):
 
 
 class SimulatedWorkers(ThreadWorkers):
-    """All workers, ``each`` in rank order, in threads of their own."""
+    """All workers, ``each`` in rank order, one thread per worker."""
 
     def __init__(
         self,
@@ -125,16 +125,16 @@ class SimulatedWorkers(ThreadWorkers):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def average(self, gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Return the average of the values that all workers send, by name, from the gradients of each."""
+        """Return averages of the sent values by name from the gradients of each worker."""
         drawn_before = torch.get_rng_state()
         reached = set().union(*gradients)
         averages = self.run(lambda rank: self.each[rank].average(gradients[rank], reached))
         if not (self._has_warned or torch.equal(torch.get_rng_state(), drawn_before)):
             self._has_warned = True
             rank_zero_warn(
-                "lightning_sparse: the sparsifier draws torch's random numbers, which simulated workers have in "
-                "common, in the order in which their threads come by: no two runs need be alike. Have it make a "
-                "torch.Generator in begin_step, seeded from the step's number and the rank."
+                "lightning_sparse: the sparsifier draws torch's random numbers, which simulated workers share between "
+                "threads, so runs may differ. Make a torch.Generator in begin_step, seeded from the step's number and "
+                "the rank."
             )
         average: dict[str, Tensor] = averages[0]
         return average
