@@ -1,4 +1,4 @@
-"""Triton's interpreter runs kernels on a CPU; in a process of its own, as it replaces parts of ``triton`` for all."""
+"""Triton's interpreter runs kernels on a CPU, in a separate process because it patches ``triton``."""
 
 import dataclasses
 import os
@@ -12,7 +12,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def run_in_interpreter(file):
-    """Runs the tests of a file with INTERPRETED set; fails with their output if one of them fails."""
+    """Runs the tests of a file with INTERPRETED set; fails with their output if any of them fails."""
     pytest.importorskip("triton", reason="triton is not installed")
     command = [sys.executable, "-m", "pytest", file, "-q", "-p", "no:cacheprovider", "--tb=short", "-rf"]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
@@ -26,26 +26,26 @@ if INTERPRETED:
     from triton.runtime import interpreter
 
     def _convert_exactly(data, source, target, rounding_mode):
-        """Rounds to nearest as devices do; the interpreter itself cuts bfloat16 off and loses subnormal numbers."""
+        """Rounds to nearest as devices do; the interpreter itself truncates bfloat16 and drops subnormal numbers."""
         assert {source, target} == {tl.float32, tl.bfloat16}
         if target == tl.bfloat16:
             return torch.tensor(data).to(torch.bfloat16).view(torch.int16).numpy().view("uint16")
         return torch.tensor(data.view("int16")).view(torch.bfloat16).float().numpy().view("uint32")
 
     def _patch_scalars(tensor, *scope, patch=interpreter._patch_lang_tensor):
-        """Lets a kernel's number end a ``range``: that of Triton 3.4 is an array of one element to NumPy 2.4."""
+        """Lets a kernel's number end a ``range``: in Triton 3.4 it is an array of size 1, which NumPy 2.4 rejects."""
         patch(tensor, *scope)
         tensor.__index__ = lambda self: int(self.handle.data.squeeze())
 
     def _patch_once(function, patch=interpreter._patch_lang, languages={}):  # noqa: B006  (a memory)
-        """Leaves alone what is patched already: five times as fast."""
+        """Patches each function only once, which is five times as fast."""
         if function not in languages:
             names = list(function.__globals__.values())
-            languages[function] = [one for one in (tl, tl.core) if any(name is one for name in names)]
+            languages[function] = [language for language in (tl, tl.core) if any(name is language for name in names)]
         unpatched = any(tl.core.is_builtin(language.load) for language in languages[function])
         return patch(function) if unpatched else None
 
-    # Most of its time would go into looking for overflows of integers, of which it tells nobody without ``debug``.
+    # Checks for integer overflow take most of the time, and report nothing without ``debug``.
     options = interpreter.interpreter_builder.options
     assert not options.debug
     interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)

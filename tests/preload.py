@@ -1,4 +1,4 @@
-"""What the fork server of tests.workers imports, so that no worker has to: most of what workers need."""
+"""Imports most modules that workers need, in the fork server of tests.workers."""
 
 import contextlib
 import gc
@@ -20,15 +20,15 @@ for _name in (
     "torch.utils.tensorboard",
     "torchvision.datasets",
 ):
-    with contextlib.suppress(ImportError):  # a worker that needs it says so
+    with contextlib.suppress(ImportError):  # a worker that needs the module raises
         importlib.import_module(_name)
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     with contextlib.suppress(ImportError):
-        importlib.import_module("triton.experimental.gluon")  # as the first kernel does that a process launches
+        importlib.import_module("triton.experimental.gluon")  # the first kernel that a process launches imports it
 
 importlib.import_module("tests.worker_process").copies()
 
-# The garbage collector of a worker would write to every page that it shares with the server.
+# Without this, garbage collection in a worker writes to every page that it shares with the server.
 gc.freeze()
 gc.enable()

@@ -1,4 +1,4 @@
-"""A worker process of ``tests.workers``: answers calls one by one, as long as none leaves anything behind."""
+"""A worker process of ``tests.workers``: answers calls in turn until a call changes global state."""
 
 import contextlib
 import functools
@@ -27,19 +27,19 @@ from lightning.fabric.utilities import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 
 LONGEST_WAIT = 5.0
-"""Seconds after which torch itself says what is wrong with a store that nobody serves."""
+"""Seconds after which torch itself reports a store that no process serves."""
 _PATCHED = ("torch.distributed", "torch.distributed.distributed_c10d", "torch.nn.parallel.distributed")
-"""Into which modules, beside ours, tests put functions of their own."""
+"""Modules of torch in which tests replace functions."""
 
 
 class Call(NamedTuple):
-    """What a worker is to do.
+    """A call for a worker.
 
     Attributes:
-        function: is called.
-        args: with what.
+        function: the function to call.
+        args: its arguments.
         environment: variables for this call alone.
-        folder: where the result goes, or the traceback.
+        folder: gets the result or the traceback.
         process_group: whether to initialise a Gloo process group first.
         is_last: whether to end afterwards.
     """
@@ -53,7 +53,7 @@ class Call(NamedTuple):
 
 
 def serve(pipe: connection.Connection) -> None:
-    """Answers calls, each with a word when it is done, until the pipe ends or something has changed for good."""
+    """Answers calls and acknowledges each, until the pipe ends or a call has changed global state."""
     rendezvous: Any = sys.modules["torch.distributed.rendezvous"]  # torch.distributed has a function of that name
     rendezvous._create_c10d_store = _without_a_pause(rendezvous._create_c10d_store)
     environment, random_states, found = dict(os.environ), _random_states(), _Traces()
@@ -63,7 +63,7 @@ def serve(pipe: connection.Connection) -> None:
         except EOFError:
             return
         _set_random_states(*random_states)
-        # A strategy of several workers says who they are; one of a single worker takes it as it is.
+        # A strategy of several workers sets the rank; a strategy of a single worker uses the present rank.
         rank_zero_only.rank = utilities_rank_zero_only.rank = 0
         _answer(call)
         os.environ.clear()
@@ -76,7 +76,7 @@ def serve(pipe: connection.Connection) -> None:
 
 
 def _without_a_pause(create: Callable[..., Any]) -> Callable[..., Any]:
-    """Who is there before the first worker asks it again in milliseconds; torch waits for half a second and more."""
+    """Makes workers poll rank 0's store every few milliseconds; torch waits for at least half a second."""
 
     def create_when_served(hostname: str, port: int, rank: int, *others: Any, **options: Any) -> Any:
         deadline = time.monotonic() + LONGEST_WAIT
@@ -97,7 +97,7 @@ def _answer(call: Call) -> None:
         if call.process_group:
             store = f"file://{call.folder}/store"
             dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_workers)
-            dist.barrier()  # who has nothing to do would close what another is still connecting to
+            dist.barrier()  # an idle worker could close a connection that another is still opening
         Path(f"{call.folder}/{rank}.result").write_bytes(pickle.dumps(call.function(*call.args)))
         if dist.is_initialized() and (call.process_group or not call.is_last):
             dist.destroy_process_group()
@@ -117,7 +117,7 @@ def _set_random_states(python: Any, of_numpy: Any, of_torch: torch.Tensor) -> No
 
 
 class _Traces:
-    """What a call may leave for the next one to meet, as it is now."""
+    """Remembers the global state that a call may change."""
 
     def __init__(self) -> None:
         self._settings = _settings()
@@ -127,8 +127,8 @@ class _Traces:
         return (
             _settings() != self._settings
             or any(sys.modules.get(name) is not module for name, (module, _) in self._modules.items())
-            or any(vars(now).get(key) is not one for now, copy in self._modules.values() for key, one in copy.items())
-            or any(_methods(one) != methods for one, methods in self._classes)
+            or any(vars(now).get(key) is not was for now, copy in self._modules.values() for key, was in copy.items())
+            or any(_methods(cls) != methods for cls, methods in self._classes)
         )
 
 
@@ -136,28 +136,28 @@ class _Traces:
 def copies() -> tuple[dict[str, tuple[Any, dict[str, Any]]], list[tuple[type, dict[str, Any]]]]:
     """Returns functions, classes, numbers and texts of our modules, and the methods of their classes.
 
-    All else may be a memory. Made by the fork server, so that no worker has to.
+    Other objects may be caches. The fork server calls this first, so that workers find the result cached.
     """
     modules = {
-        name: (module, {key: one for key, one in vars(module).items() if _is_fixed(one)})
+        name: (module, {key: value for key, value in vars(module).items() if _is_fixed(value)})
         for name, module in list(sys.modules.items())
         if name.startswith("lightning_sparse") or name in _PATCHED
     }
     classes = [
-        (one, _methods(one))
+        (cls, _methods(cls))
         for name, (_, copy) in modules.items()
-        for one in copy.values()
-        if issubclass(type(one), type) and one.__module__ == name
+        for cls in copy.values()
+        if issubclass(type(cls), type) and cls.__module__ == name
     ]
     return modules, classes
 
 
-def _is_fixed(one: Any) -> bool:
-    return callable(one) or issubclass(type(one), (str, int, float))  # some objects warn when asked for their class
+def _is_fixed(value: Any) -> bool:
+    return callable(value) or issubclass(type(value), (str, int, float))  # some objects warn when asked for their class
 
 
-def _methods(one: type) -> dict[str, Any]:
-    return {name: value for name, value in vars(one).items() if hasattr(value, "__get__")}
+def _methods(cls: type) -> dict[str, Any]:
+    return {name: value for name, value in vars(cls).items() if hasattr(value, "__get__")}
 
 
 def _settings() -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Runs a function in several worker processes at once and returns what each returned.
+"""Runs a function in several worker processes at once and returns their results.
 
-Processes come from a fork server that has imported what tests need once and trained nothing: starting a worker takes
-a fraction of a second, and no thread of the test process is forked along. Workers stay for the next call, as a
-notebook's kernel does, but those that failed or were left changed (``tests.worker_process``).
+Processes come from a fork server that has imported the modules of tests and trained nothing: a worker starts in a
+fraction of a second, without threads of the test process. Workers stay for the next call, as a notebook's
+kernel does, unless they failed or their global state has changed (``tests.worker_process``).
 """
 
 import atexit
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from tests.worker_process import Call, serve
 
 NUM_WORKERS = "LIGHTNING_SPARSE_TEST_WORKERS"
-"""The environment variable that says what ``WORLD_SIZE`` does, which Lightning removes when a Trainer has finished."""
+"""A copy of the environment variable ``WORLD_SIZE``, which Lightning removes after a Trainer has finished."""
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.preload"])
@@ -46,16 +46,16 @@ def run_workers(
     timeout: float = 150.0,
     new: bool = False,
 ) -> list[Any]:
-    """Returns ``[function(*args) on rank 0, …]``; raises what a worker raised, and kills all of them on a timeout.
+    """Returns ``[function(*args) on rank 0, …]``; raises the error of a worker; kills all on a timeout.
 
     Args:
         function: importable by name (top level of a module); reads its rank from torch.distributed or the environment.
-        num_workers: how many processes.
-        *args: what it is called with; pickled.
+        num_workers: number of processes.
+        *args: pickled arguments of the function.
         process_group: whether to initialise a Gloo process group first. Without, only torchrun's environment variables
             are set, from which a Trainer starts its own.
-        timeout: seconds for all of them together.
-        new: whether they must be processes that have met no other test, and that end as a program does.
+        timeout: seconds for all workers together.
+        new: whether to use fresh processes that end after the call as a program does.
     """
     workers = [] if new else _kept[:num_workers]
     del _kept[: len(workers)]
@@ -85,7 +85,7 @@ def run_workers(
 
 
 def on_workers(num_workers: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes a test of the body that every worker runs; the options are those of ``run_workers``."""
+    """Turns a function that every worker runs into a test; options are those of ``run_workers``."""
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
@@ -102,7 +102,7 @@ def _run_body(module: str, name: str, arguments: dict[str, Any]) -> None:
 
 
 def of_all_workers(value: Any) -> list[Any]:
-    """Returns the values of all workers, by rank; every worker of the process group calls this."""
+    """Returns the values of all workers by rank. Collective: every rank calls this."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -126,7 +126,7 @@ def _let_go() -> None:
 
 
 def _wait_until_one_fails(workers: Sequence[_Worker], timeout: float) -> list[_Worker]:
-    """Returns those that wait for another call, none where one failed; the others have ended or are of no use.
+    """Returns the workers that wait for another call, or none if any failed.
 
     Raises:
         TimeoutError: not all came to an end in so many seconds.
@@ -144,18 +144,18 @@ def _wait_until_one_fails(workers: Sequence[_Worker], timeout: float) -> list[_W
             break
         for source in ready:
             if worker := pipes.pop(source, None):
-                with contextlib.suppress(EOFError, ConnectionError):  # it ends, and its exit code says how
+                with contextlib.suppress(EOFError, ConnectionError):  # its exit code is checked below
                     worker.pipe.recv()
                     staying.append(running.pop(worker.process.sentinel))
             elif worker := running.pop(source, None):
                 pipes.pop(worker.pipe, None)
                 if worker.process.exitcode and not failed:
-                    failed, deadline = True, time.monotonic() + 1.0  # the others report too, if they can
+                    failed, deadline = True, time.monotonic() + 1.0  # gives the other workers time to report
     return [] if failed else staying
 
 
 def environment_of(rank: int, num_workers: int, port: int) -> dict[str, str]:
-    """Returns what torchrun tells a worker on a machine of its own."""
+    """Returns the environment that torchrun gives a worker on its own machine."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -169,9 +169,9 @@ def environment_of(rank: int, num_workers: int, port: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """Keeps a port of this machine, on which only those listen who are told of it."""
+    """Reserves a port of this machine for processes that get its number."""
     with socket.socket() as holder:
-        # Bound and not listening: the system gives the port to nobody else, and who names it may listen there.
+        # Bound but not listening: the system assigns the port to no other process, and ours may listen on it.
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("", 0))
         yield int(holder.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Local training with a sparse exchange of drifts: n workers in one process, in plain tensors, without the package."""
+"""Simulates local training with a sparse exchange of drifts in plain tensors, without the package."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 Select = Callable[[Tensor], Tensor]
-"""Which elements of a flat drift are sent."""
+"""Returns the mask of sent elements of a flat drift."""
 
 NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 CASES: dict[str, dict[str, Any]] = {
@@ -31,8 +31,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def simulated(options: dict[str, Any]) -> dict[str, Any]:
-    """Returns what ``Simulation`` calls these options."""
-    same = {name: one for name, one in options.items() if name in ("every_n_steps", "keep_drift", "drift_decay")}
+    """Returns the arguments of ``Simulation`` for these options."""
+    same = {name: value for name, value in options.items() if name in ("every_n_steps", "keep_drift", "drift_decay")}
     outer = (0.7, 0.9) if "outer_optimizer" in options else None
     return {**same, "is_late": options.get("overlap", False), "outer": outer}
 
@@ -42,14 +42,14 @@ class Simulation:
     """n workers.
 
     Args:
-        models: each worker's, all with the same weights.
-        optimizers: each worker's.
-        select: what is sent of a drift, all parameters together.
-        every_n_steps: steps from one exchange to the next.
-        keep_drift: whether what is not sent stays in the worker's weights.
-        drift_decay: by which it is multiplied where it is kept apart.
+        models: the model of each worker, all with the same weights.
+        optimizers: the optimizer of each worker.
+        select: returns the mask of sent elements of the drift of all parameters.
+        every_n_steps: number of steps between two exchanges.
+        keep_drift: whether unsent drifts stay in the weights of the worker.
+        drift_decay: factor of unsent drifts that are stored outside the weights.
         outer: learning rate and momentum of Nesterov's method on the anchor; None subtracts the average.
-        is_late: whether an average is applied one step after it was sent.
+        is_late: whether an average is applied a step after the exchange.
         wire: what values are rounded to that are sent; None leaves them as they are.
         sent: the number of coordinates that all workers sent, of every exchange.
     """
@@ -73,7 +73,7 @@ class Simulation:
         self.num_steps = 0
 
     def step(self, losses: Sequence[Callable[[nn.Module], Tensor] | None]) -> None:
-        """Steps each worker on its loss, but those that have none, and exchanges."""
+        """Steps each worker that has a loss, and exchanges."""
         for model, optimizer, loss in zip(self.models, self.optimizers, losses, strict=True):
             if loss is not None:
                 optimizer.zero_grad()
@@ -121,18 +121,18 @@ class Simulation:
 
 
 def flat(model: nn.Module) -> Tensor:
-    return torch.cat([one.detach().flatten() for one in model.parameters()])
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
 def anchor_of(averager: Any) -> Tensor:
-    return torch.cat([one.flatten() for one in averager.anchor().values()])
+    return torch.cat([anchor.flatten() for anchor in averager.anchor().values()])
 
 
 @torch.no_grad()
 def write(model: nn.Module, values: Tensor) -> None:
-    parts = torch.split(values, [one.numel() for one in model.parameters()])
-    for one, part in zip(model.parameters(), parts, strict=True):
-        one.copy_(part.view(one.shape))
+    parts = torch.split(values, [parameter.numel() for parameter in model.parameters()])
+    for parameter, part in zip(model.parameters(), parts, strict=True):
+        parameter.copy_(part.view(parameter.shape))
 
 
 def at_least(threshold: float) -> Select:

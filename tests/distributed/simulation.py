@@ -1,4 +1,4 @@
-"""n workers in one process, in plain tensors: what the package must come out at. Shares no code with it."""
+"""Simulates n workers in plain tensors in a single process; shares no code with the package."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,25 +11,25 @@ Batch = tuple[Tensor, Tensor]
 
 def through_float8(values: Tensor, scale: float) -> Tensor:
     """Returns multiples of a 512th of the scale with four significant bits, at most 448 scales, as float64."""
-    magnitude = (values / scale).float().double().abs().clamp(max=448)  # PyTorch goes by way of float32
+    magnitude = (values / scale).float().double().abs().clamp(max=448)  # PyTorch converts by way of float32
     last = 2.0 ** (magnitude.clamp(min=2.0**-6).log2().floor() - 3)
     return ((magnitude / last).round() * last * scale).copysign(values.double())
 
 
 @dataclass
 class Plan:
-    """What the workers do."""
+    """The algorithm of the workers."""
 
     select: Callable[[str, Tensor], Tensor]  # (layer, compensated gradient) -> mask
     feedback: str = "gradient"
     clip_norm: float | None = None
     round_values: Callable[[Tensor], Tensor] = lambda values: values
-    select_in_model: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None  # of one worker, in place of select
+    select_in_model: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None  # replaces select
 
 
 @dataclass
 class Record:
-    """What came out of one step."""
+    """The result of a step."""
 
     density: float
     error_norm: float

@@ -67,7 +67,7 @@ def assert_matches_simulation(results: list[Result], optimizer_name, plan, step_
 @pytest.mark.parametrize(
     ("scenario", "optimizer_name"), [*((name, "nesterov") for name in OF_A_THRESHOLD), ("auto", "adam")]
 )
-def test_hard_threshold_in_float64_trains_as_the_simulation_does(scenario, optimizer_name):
+def test_hard_threshold_in_float64_equals_the_simulation(scenario, optimizer_name):
     options, plan = OF_A_THRESHOLD[scenario]
     sparsifier = HardThreshold(threshold=THRESHOLD, overshoot=0.5 if "overshoot" in scenario else 0.0)
     results = run_workers(partial(train, sparsifier, optimizer_name, **options), 3)
@@ -76,7 +76,7 @@ def test_hard_threshold_in_float64_trains_as_the_simulation_does(scenario, optim
     assert results[0].buckets_per_step[-1] > 2
 
 
-def test_top_k_in_float64_trains_as_the_simulation_does():
+def test_top_k_in_float64_equals_the_simulation():
     results = run_workers(partial(train, TopK(0.05), "nesterov"), 3)
     assert_matches_simulation(results, "nesterov", Plan(largest_share(0.05)))
 
@@ -91,7 +91,7 @@ def largest_of_the_model(density):
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_top_k_of_the_model_in_float64_trains_as_the_simulation_does(scenario):
+def test_top_k_of_the_model_in_float64_equals_the_simulation(scenario):
     options, plan = SCENARIOS[scenario]
     results = run_workers(partial(train, TopK(0.05, granularity="model"), "adam", **options), 3)
     plan = Plan(None, select_in_model=largest_of_the_model(0.05), **plan)
@@ -108,7 +108,7 @@ def test_top_k_of_the_model_in_float64_trains_as_the_simulation_does(scenario):
         {"value_dtype": "int8", "exchange": "gather"},
     ],
 )
-def test_scaled_integer_rounding_in_float64_trains_as_the_simulation_does(options):
+def test_scaled_integer_rounding_in_float64_equals_the_simulation(options):
     step = 2.0**-4  # the largest power of two up to 0.1
 
     def rounded(values):
@@ -118,7 +118,7 @@ def test_scaled_integer_rounding_in_float64_trains_as_the_simulation_does(option
     assert_matches_simulation(results, "nesterov", Plan(lambda name, p: rounded(p) != 0, round_values=rounded))
 
 
-def test_a_calibrated_threshold_is_corrected_alike_on_all():
+def test_all_workers_correct_a_calibrated_threshold_equally():
     sparsifier = HardThreshold(density=0.1, calibration_steps=5)
     first, *others = run_workers(partial(train, sparsifier, "nesterov"), 3)
     thresholds = [step.threshold for step in first.steps[5:]]

@@ -22,33 +22,33 @@ def build() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
-def replaces(net: nn.Sequential) -> None:
+def replace_layer(net: nn.Sequential) -> None:
     net[2] = nn.Linear(16, 4)
 
 
-def resizes(net: nn.Sequential) -> None:
+def resize_layer(net: nn.Sequential) -> None:
     net[2] = nn.Linear(16, 7)
 
 
-def adds(net: nn.Sequential) -> None:
+def add_layer(net: nn.Sequential) -> None:
     net.append(nn.BatchNorm1d(4))
 
 
-def removes(net: nn.Sequential) -> None:
+def remove_layer(net: nn.Sequential) -> None:
     net[2] = nn.Identity()
 
 
-def renames(net: nn.Sequential) -> None:
+def rename_layer(net: nn.Sequential) -> None:
     prune.l1_unstructured(net[0], "weight", amount=0.3)
 
 
-def ties(net: nn.Sequential) -> None:
+def tie_layers(net: nn.Sequential) -> None:
     net.insert(2, nn.Linear(16, 8))
     net.insert(3, nn.Linear(8, 16))
     net[3].weight = net[0].weight
 
 
-CHANGES = (replaces, resizes, adds, removes, renames, ties)
+CHANGES = (replace_layer, resize_layer, add_layer, remove_layer, rename_layer, tie_layers)
 OPTIONS: dict[str, dict[str, Any]] = {
     "kept in the weights": {},
     "kept apart": {"keep_drift": False},
@@ -65,14 +65,14 @@ def batches() -> list[Tensor]:
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @on_workers(2)
-def test_replicas_stay_within_the_threshold_of_an_anchor_that_they_share(options: dict[str, Any]) -> None:
+def test_replicas_stay_within_the_threshold_of_their_shared_anchor(options: dict[str, Any]) -> None:
     for change in CHANGES:
         net = build()
         averager = SparseModelAverager(net, HardThreshold(threshold=LAMBDA), DriftOptions(**options))
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         for step, batch in enumerate(batches()):
             if step == CHANGE:
-                torch.manual_seed(dist.get_rank())  # each worker makes its own
+                torch.manual_seed(dist.get_rank())  # each worker draws different weights
                 change(net)
                 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
                 new = [parameter.detach().clone() for parameter in net.parameters()][-1]
@@ -85,7 +85,7 @@ def test_replicas_stay_within_the_threshold_of_an_anchor_that_they_share(options
         assert not torch.equal(new, [*net.parameters()][-1]), name  # the last layer was trained after the change
         assert weights.keys() == anchor.keys(), name
         torch.testing.assert_close(*of_all_workers(dict(anchor)), rtol=0, atol=0)
-        # A step of its own, or two, may have followed the last exchange.
+        # A worker may have taken up to two steps after the last exchange.
         own_steps = 0.0 if options.get("every_n_steps", 1) == 1 and not options.get("overlap") else 0.3
         for key, weight in weights.items():
             assert (weight - anchor[key]).abs().max() < LAMBDA + own_steps, (name, key)
@@ -93,7 +93,7 @@ def test_replicas_stay_within_the_threshold_of_an_anchor_that_they_share(options
 
 
 class Statistic(nn.Module):
-    """A mean of its inputs that it begins to keep in the middle of training."""
+    """A layer that starts to track the mean of its inputs during training."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         if hasattr(self, "mean"):
@@ -103,7 +103,7 @@ class Statistic(nn.Module):
 
 @pytest.mark.parametrize("every_n_steps", [1, 3, 100])
 @on_workers(2)
-def test_a_buffer_that_is_registered_later_is_averaged_and_saved(every_n_steps: int) -> None:
+def test_a_buffer_registered_later_is_averaged_and_saved(every_n_steps: int) -> None:
     net = build().append(Statistic())
     averager = SparseModelAverager(net, HardThreshold(threshold=LAMBDA), DriftOptions(every_n_steps=every_n_steps))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -124,19 +124,19 @@ def test_a_buffer_that_is_registered_later_is_averaged_and_saved(every_n_steps: 
 
 
 @on_workers(2)
-def test_a_layer_that_ddp_does_not_exchange_is_warned_of_once() -> None:
+def test_a_layer_outside_ddp_causes_a_single_warning() -> None:
     net = build()
     ddp = DistributedDataParallel(net, find_unused_parameters=True)
     register_comm_hook(ddp, HardThreshold(threshold=0.0))
-    said = []
+    messages = []
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for step, batch in enumerate(batches()):
         if step == CHANGE:
-            replaces(net)
+            replace_layer(net)
             optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        with warnings_of(said, "lightning_sparse"):
+        with warnings_of(messages, "lightning_sparse"):
             ddp(batch).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    [message] = said
+    [message] = messages
     assert "an optimizer steps on '2.weight', which DDP does not exchange" in message

@@ -18,7 +18,7 @@ from tests.workers import of_all_workers, on_workers, run_workers
 
 
 class Wide(torch.nn.Module):
-    """Two used layers and one that is used on demand; y = x @ w, so gradients are easy to set."""
+    """Two used layers and an optional layer; y = x @ w, so that the inputs are the gradients."""
 
     def __init__(self):
         super().__init__()
@@ -42,7 +42,7 @@ def wrapped(sparsifier, model=None, find_unused_parameters=False, bucket_cap_mb=
 
 
 def step(model, first, second, sometimes=None):
-    """One backward with these gradients, as part of training; returns what DDP left in .grad."""
+    """Runs a backward with these gradients as part of training; returns the averaged gradients."""
     tensors = [None if g is None else torch.tensor(g) for g in (first, second, sometimes)]
     model.zero_grad()
     model(*tensors).backward()
@@ -52,7 +52,7 @@ def step(model, first, second, sometimes=None):
 
 @pytest.mark.parametrize("exchange", ["gather", "reduce_scatter", "auto"])
 @on_workers(2)
-def test_a_calibration_goes_dense_and_what_follows_has_no_room_for_everything(exchange):
+def test_calibration_steps_are_dense_and_later_steps_are_sparse(exchange):
     torch.manual_seed(0)
     sparsifier = HardThreshold(density=0.001, calibration_steps=3)
     ddp, state = wrapped(sparsifier, torch.nn.Linear(5000, 10, bias=False), bucket_cap_mb=25, exchange=exchange)
@@ -64,13 +64,13 @@ def test_a_calibration_goes_dense_and_what_follows_has_no_room_for_everything(ex
         payload_bytes.append(state.last_step.payload_bytes)
     dense_bytes = state.last_step.dense_bytes
     assert all(dense_bytes <= sent <= dense_bytes + 100 for sent in payload_bytes[:3])
-    if exchange != "auto":  # which is dense until it has seen a step of usual size
-        assert payload_bytes[3] < 0.7 * dense_bytes  # half of it are averages, dense until their number is known
+    if exchange != "auto":  # auto is dense until it has seen a step of usual size
+        assert payload_bytes[3] < 0.7 * dense_bytes  # half are averages, dense until their number is known
     assert all(sent < dense_bytes / 3 for sent in payload_bytes[4:])
 
 
 @on_workers(1)
-def test_a_module_that_cannot_take_the_hook_is_refused():
+def test_register_comm_hook_rejects_unsuitable_modules():
     plain = torch.nn.Linear(2, 2)
     ddp = DistributedDataParallel(plain)
     with pytest.raises(TypeError, match=r"Expected a torch.nn.parallel.DistributedDataParallel module, got Linear"):
@@ -96,7 +96,7 @@ def test_a_module_that_cannot_take_the_hook_is_refused():
 
 
 @on_workers(2)
-def test_what_is_held_back_of_an_idle_layer_is_not_among_the_largest_of_the_model():
+def test_top_k_of_the_model_ignores_residuals_of_idle_layers():
     ddp, state = wrapped(TopK(1 / 3, granularity="model"), find_unused_parameters=True)
     selected = []
     state.subscribe(lambda numbers: selected.append(numbers.selected))
@@ -109,47 +109,47 @@ def test_what_is_held_back_of_an_idle_layer_is_not_among_the_largest_of_the_mode
 
 
 @on_workers(2)
-def test_the_largest_of_the_model_are_found_among_float32_and_float64_alike():
+def test_top_k_of_the_model_compares_float32_and_float64():
     model = Wide()
     model.second = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
     ddp, _ = wrapped(TopK(3 / 9, granularity="model"), model)
-    close = torch.tensor([1.0 + 1e-12, 1.0 + 3e-12, 1.0 + 2e-12], dtype=torch.float64)  # alike in float32
+    close = torch.tensor([1.0 + 1e-12, 1.0 + 3e-12, 1.0 + 2e-12], dtype=torch.float64)  # equal in float32
     ddp(torch.tensor([0.1, 5.0, -1.0, 1.0]), close, torch.zeros(2)).backward()
     assert model.first.grad.tolist() == [0.0, 5.0, 0.0, 0.0]
     assert model.second.grad.tolist() == [0.0, 1.0 + 3e-12, 1.0 + 2e-12]
 
 
-class Remembering(TopK):
-    """Notes what it is told of."""
+class RecordingTopK(TopK):
+    """Records the steps that begin."""
 
     def __init__(self):
         super().__init__(0.5)
-        self._told = []
+        self._steps = []
 
     def begin_step(self, step, rank):
-        self._told.append((step, rank))
+        self._steps.append((step, rank))
 
 
 @on_workers(2)
-def test_a_sparsifier_is_told_of_the_steps_of_the_training_and_of_no_other():
-    sparsifier = Remembering()
+def test_begin_step_counts_only_training_steps():
+    sparsifier = RecordingTopK()
     model, state = wrapped(sparsifier)
     layout = LayerLayout(("first",), (4,))
     warmup._run_warmup(state._engine, layout, torch.float32, torch.device("cpu"), is_scaled=False, has_unused=True)
-    assert state.sparsifier._told == []
+    assert state.sparsifier._steps == []
     step(model, [0.1] * 4, [0.1] * 3, [0.9, 0.3])
     step(model, [0.1] * 4, [0.1] * 3, [0.9, 0.3])
     model(torch.ones(4), torch.ones(3), torch.ones(2)).backward()
-    model.zero_grad()  # dropped: a run that resumes from here knows nothing of it
+    model.zero_grad()  # dropped: a run that resumes from here does not count this step
     assert state.snapshot().numbers["next_step"] == 2
     for _ in range(2):
         step(model, [0.1] * 4, [0.1] * 3, [0.9, 0.3])
-    assert state.sparsifier._told == [(number, dist.get_rank()) for number in (0, 1, 2, 2, 3)]
-    assert sparsifier._told == []
+    assert state.sparsifier._steps == [(number, dist.get_rank()) for number in (0, 1, 2, 2, 3)]
+    assert sparsifier._steps == []
 
 
 @on_workers(1)
-def test_a_state_may_be_collected_in_the_middle_of_a_step():
+def test_a_state_may_be_collected_during_a_step():
     gc.disable()
 
     def train():
@@ -160,7 +160,7 @@ def test_a_state_may_be_collected_in_the_middle_of_a_step():
         optimizer.step()
         return state
 
-    cycle = [train()]  # as a program of a user's may hold it
+    cycle = [train()]  # a program of a user may contain such a cycle
     cycle.append(cycle)
     del cycle
     alive = train()
@@ -178,7 +178,7 @@ def test_a_state_may_be_collected_in_the_middle_of_a_step():
 
 
 @on_workers(2)
-def test_a_state_and_its_group_go_with_the_module_and_not_when_a_forked_process_collects_them():
+def test_a_state_is_freed_with_its_module():
     gc.collect()
     gc.disable()
     model = DistributedDataParallel(Wide())
@@ -193,7 +193,7 @@ def test_a_state_and_its_group_go_with_the_module_and_not_when_a_forked_process_
 
 
 def _thresholds_with_steps_that_do_not_count(granularity, bad_steps, skips):
-    """Returns λ after each step that an optimizer made; some come after a backward with NaN, which moves none."""
+    """Returns λ after each step that an optimizer made; NaN in a backward does not change λ."""
     model, state = wrapped(HardThreshold(density=0.2, calibration_steps=1, granularity=granularity))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator, thresholds = torch.Generator().manual_seed(dist.get_rank()), []
@@ -214,18 +214,18 @@ def _thresholds_with_steps_that_do_not_count(granularity, bad_steps, skips):
 
 @pytest.mark.parametrize("skips", [True, False])
 @pytest.mark.parametrize("granularity", ["model", "layer"])
-def test_a_held_threshold_takes_no_notice_of_what_is_not_finite(granularity, skips):
+def test_threshold_control_ignores_non_finite_steps(granularity, skips):
     expected = run_workers(_thresholds_with_steps_that_do_not_count, 2, granularity, (), True)
     found = run_workers(_thresholds_with_steps_that_do_not_count, 2, granularity, (5, 6, 20), skips)
     assert found[0] == found[1]
     assert len({tuple(of_layers) for of_layers in found[0]}) > 10
-    if skips:  # those backwards have never been
+    if skips:  # skipped backwards leave no trace
         assert found == expected
 
 
 @pytest.mark.parametrize("granularity", ["layer", "model"])
 @on_workers(2)
-def test_a_held_threshold_moves_with_the_steps_of_its_layer_only(granularity):
+def test_threshold_control_moves_only_after_optimizer_steps_of_the_layer(granularity):
     sparsifier = HardThreshold(density=0.3, calibration_steps=1, granularity=granularity)
     model, state = wrapped(sparsifier)
     optimizer = torch.optim.SGD([model.module.first], lr=0.1)
@@ -236,7 +236,7 @@ def test_a_held_threshold_moves_with_the_steps_of_its_layer_only(granularity):
             model(*(torch.randn(n, generator=generator) * by for n, by in ((4, 1.0), (3, scale), (2, 1.0)))).backward()
         optimizer.step()
         model.zero_grad()
-    assert sparsifier.threshold is None  # the caller's own
+    assert sparsifier.threshold is None  # the caller's sparsifier is a separate copy
     assert of_all_workers(thresholds) == [thresholds] * 2
     calibrated = thresholds[3:]
     assert granularity == "model" or len({second for _, second in calibrated}) == 1
@@ -246,7 +246,7 @@ def test_a_held_threshold_moves_with_the_steps_of_its_layer_only(granularity):
 
 
 @on_workers(2)
-def test_a_bucket_that_sends_much_is_sent_as_soon_as_it_is_ready():
+def test_a_large_payload_overlaps_with_backward():
     layers = [torch.nn.Linear(128, 128) for _ in range(6)]
     model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.1)  # more than one layer
     register_comm_hook(model, HardThreshold(threshold=1e-6), exchange="gather")
@@ -259,7 +259,7 @@ def test_a_bucket_that_sends_much_is_sent_as_soon_as_it_is_ready():
     events = [(event.time_range.start, wanted[event.name]) for event in profiler.events() if event.name in wanted]
     kinds = [kind for _, kind in sorted(events)]
     assert kinds.count("differentiate") == 6
-    assert kinds.count("send") == 3  # of two layers each
+    assert kinds.count("send") == 3  # each of two layers
     first = kinds.index("send")
     assert kinds[first:].count("differentiate") >= 3  # more than half of backward is still to come
     assert kinds[-1] == "send"

@@ -1,4 +1,4 @@
-"""The same step on a GPU. Skipped, with the reason, where there is none."""
+"""Runs a step on a GPU. Skips without a GPU."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.cuda
 
 
 @pytest.mark.parametrize("sparsifier", [HardThreshold(threshold=0.5), HardThreshold(threshold=0.0), TopK(0.01)])
-def test_selection_and_payload_are_the_same_on_both_devices(sparsifier):
+def test_selection_and_payload_are_equal_on_both_devices(sparsifier):
     from lightning_sparse.sparsifiers import LayerLayout
 
     layout = LayerLayout(("a", "b"), (100_000, 50_000))
@@ -30,7 +30,7 @@ def test_selection_and_payload_are_the_same_on_both_devices(sparsifier):
     assert torch.equal(on_cpu.indices, on_cuda.indices.cpu())
     payload_format = PayloadFormat(150_000, Wire(torch.bfloat16))
     payloads = [packed(payload_format, selection).cpu() for selection in (on_cpu, on_cuda)]
-    # Not as bytes: which NaN it is differs between processors.
+    # Not as bytes: the bits of NaN differ between processors.
     for part, other in zip(*map(payload_format.parts, payloads), strict=True):
         torch.testing.assert_close(part, other, rtol=0, atol=0, equal_nan=True)
 

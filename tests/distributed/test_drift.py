@@ -1,4 +1,4 @@
-"""Local training: what the laws do not draw (test_drift_laws.py)."""
+"""Local training in cases that test_drift_laws.py does not draw."""
 
 import copy
 import gc
@@ -56,7 +56,7 @@ def train(model, optimizer, steps, averager=None):
 
 
 @on_workers(2)
-def test_each_layer_sends_its_share_by_a_threshold_of_its_own():
+def test_each_layer_sends_its_share_by_its_own_threshold():
     model = Net().double()
     optimizer = adam(model.parameters())
     options = {"density": 0.2, "calibration_steps": 2, "granularity": "layer", "layer_thresholds": {"last.bias": 0.0}}
@@ -74,7 +74,7 @@ def test_each_layer_sends_its_share_by_a_threshold_of_its_own():
     assert of_all_workers(thresholds) == [thresholds] * 2
     assert thresholds.keys() == {"first.weight", "first.bias", "last.weight"}
     assert len(set(thresholds.values())) == 3
-    # Of the step before the last correction.
+    # last_step has the threshold before the last correction.
     assert averager.last_step.threshold == pytest.approx(max(thresholds.values()), rel=0.5)
     mean = {name: sum(of_step[name] for of_step in densities[50:]) / 100 for name in densities[0]}
     assert mean.pop("last.bias") == 1
@@ -86,7 +86,7 @@ def test_each_layer_sends_its_share_by_a_threshold_of_its_own():
     "case", ["every step", "every third step, applied late", "back to the anchor, decaying", "outer optimizer"]
 )
 @on_workers(2)
-def test_a_resumed_loop_equals_one_that_never_stopped(case, stop):
+def test_a_resumed_loop_equals_an_uninterrupted_loop(case, stop):
     def begin():
         model = Net().double()
         sparsifier = HardThreshold(density=0.2, calibration_steps=4)
@@ -109,7 +109,7 @@ def test_a_resumed_loop_equals_one_that_never_stopped(case, stop):
 
 
 @on_workers(2)
-def test_within_averaged_weights_a_state_holds_the_workers_own():
+def test_a_state_within_averaged_weights_has_the_workers_own_weights():
     model = Net().double()
     averager = SparseModelAverager(model, HardThreshold(threshold=THRESHOLD))
     with torch.no_grad():
@@ -123,9 +123,9 @@ def test_within_averaged_weights_a_state_holds_the_workers_own():
 
 
 @on_workers(2)
-def test_parameters_of_every_kind():
+def test_an_averager_handles_parameters_of_every_kind():
     rank = dist.get_rank()
-    torch.manual_seed(rank)  # the first worker's are taken
+    torch.manual_seed(rank)  # rank 0's weights win
     model = nn.Module()
     model.usual = nn.Parameter(torch.randn(5, 3))
     model.wide = nn.Parameter(torch.randn(7, dtype=torch.float64))
@@ -166,7 +166,7 @@ def test_parameters_of_every_kind():
 
 
 @on_workers(3)
-def test_what_is_not_finite_is_seen_by_all_in_that_exchange():
+def test_all_workers_see_non_finite_drifts_in_the_same_exchange():
     model = Net().double()
     averager = SparseModelAverager(model, HardThreshold(threshold=1e30))
     with torch.no_grad():
@@ -185,7 +185,7 @@ def averaged_by(outer):
 
 
 @on_workers(2)
-def test_what_cannot_be_is_told_with_what_to_do():
+def test_errors_of_averagers_name_the_remedy():
     fixed = HardThreshold(threshold=0.1)
     closed, within = (SparseModelAverager(Net(), fixed) for _ in range(2))
     closed.close()
@@ -197,7 +197,7 @@ def test_what_cannot_be_is_told_with_what_to_do():
     whole = SparseModelAverager(model, fixed)
     model.first.requires_grad_(True)
     part = SparseModelAverager(model.first, fixed)
-    whole.step()  # which anchors the layer too
+    whole.step()  # gives the layer an anchor too
     for make, word in (
         (lambda: SparseModelAverager(DistributedDataParallel(Net()), fixed), "Unwrap"),
         (lambda: SparseModelAverager(3, fixed), "Expected a torch.nn.Module, got 3"),
@@ -227,7 +227,7 @@ def test_what_cannot_be_is_told_with_what_to_do():
 
 @pytest.mark.parametrize("options", [{}, {"every_n_steps": 2, "overlap": True}, {"keep_drift": False}])
 @on_workers(2)
-def test_an_averager_and_its_group_go_when_nobody_has_it_and_not_with_the_next_collection_of_cycles(options):
+def test_an_unreferenced_averager_is_freed_without_garbage_collection(options):
     gc.collect()
     gc.disable()
     model = Net()
@@ -241,8 +241,8 @@ def test_an_averager_and_its_group_go_when_nobody_has_it_and_not_with_the_next_c
     assert gone() is None
 
 
-def drops_what_travels(drops):
-    """Trains a model; before that lets go of averagers whose exchanges have not been applied."""
+def drop_pending_averagers(drops):
+    """Drops averagers with pending exchanges, then trains a model."""
     for overlaps in (True, True, False) if drops else (False,):
         model = Net().double()
         options = DriftOptions(overlap=overlaps, exchange="gather")
@@ -252,14 +252,14 @@ def drops_what_travels(drops):
     return flat(model)
 
 
-def test_an_averager_that_is_dropped_while_something_travels_holds_nothing_up():
-    alone = run_workers(drops_what_travels, 2, False)
-    for expected, found in zip(alone, run_workers(drops_what_travels, 2, True, timeout=40), strict=True):
+def test_a_dropped_averager_with_a_pending_exchange_blocks_nothing():
+    alone = run_workers(drop_pending_averagers, 2, False)
+    for expected, found in zip(alone, run_workers(drop_pending_averagers, 2, True, timeout=40), strict=True):
         assert torch.equal(found, expected)
 
 
-def goes_back(flushes):
-    """Loads what was saved while something travels, again and again; returns the weights after some steps more."""
+def reload_repeatedly(flushes):
+    """Loads a state repeatedly during exchanges; returns the weights after more steps."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 20))
@@ -286,16 +286,16 @@ def goes_back(flushes):
     return flat(model)
 
 
-def test_a_state_may_be_loaded_while_something_travels():
-    expected = run_workers(goes_back, 2, True)
-    for weights, flushed in zip(run_workers(goes_back, 2, False, timeout=40), expected, strict=True):
+def test_a_state_may_be_loaded_during_an_exchange():
+    expected = run_workers(reload_repeatedly, 2, True)
+    for weights, flushed in zip(run_workers(reload_repeatedly, 2, False, timeout=40), expected, strict=True):
         assert weights.isfinite().all()
         assert torch.equal(weights, flushed)
 
 
 @pytest.mark.parametrize("restarts", [True, False])
 @on_workers(2, timeout=40)
-def test_who_is_replaced_or_restarted_while_something_travels_does_no_harm(restarts):
+def test_an_averager_may_be_replaced_or_reset_during_an_exchange(restarts):
     model = Net().double()
     optimizer = adam(model.parameters())
     options = DriftOptions(overlap=True)
@@ -315,11 +315,11 @@ def test_who_is_replaced_or_restarted_while_something_travels_does_no_harm(resta
     train(model, optimizer, range(4, STEPS), averager)
     averager.flush()
     furthest = (flat(model) - anchor_of(averager)).abs().max()
-    assert 0 < furthest < 2 * THRESHOLD  # what was not sent, and the last step
+    assert 0 < furthest < 2 * THRESHOLD  # the unsent drift and the last step
 
 
-def unfreezes(looks_at):
-    """Unfreezes a layer, between two exchanges; looks at the mean of the weights after some steps."""
+def train_unfreezing(looks_at):
+    """Unfreezes a layer between two exchanges; uses averaged weights after some steps."""
     model = Net().double()
     frozen = next(model.parameters())
     frozen.requires_grad_(False)
@@ -337,15 +337,15 @@ def unfreezes(looks_at):
 
 
 @on_workers(2)
-def test_who_looks_at_weights_changes_nothing_also_where_a_layer_was_just_unfrozen():
-    plain = unfreezes(())
+def test_looking_at_averaged_weights_changes_nothing_after_unfreezing():
+    plain = train_unfreezing(())
     for looks_at in ((5,), (5, 6)):
-        assert torch.equal(unfreezes(looks_at), plain)
+        assert torch.equal(train_unfreezing(looks_at), plain)
 
 
 @pytest.mark.parametrize("kind", ["gone", "longer", "whole"])
 @on_workers(2, timeout=40)
-def test_a_buffer_that_changes_on_one_worker_while_something_travels_does_no_harm(kind):
+def test_a_buffer_may_change_on_a_worker_during_an_exchange(kind):
     rank = dist.get_rank()
     model = Net().double()
     model.register_buffer("early", torch.zeros(3))
@@ -354,7 +354,7 @@ def test_a_buffer_that_changes_on_one_worker_while_something_travels_does_no_har
     model.early += rank
     model.late += rank
     averager.step()
-    if rank == 1:  # before it lands
+    if rank == 1:  # before the exchange is applied
         model.early = {"gone": None, "longer": torch.full((5,), 7.0), "whole": torch.ones(3, dtype=torch.int64)}[kind]
     averager.flush()
     assert model.late.tolist() == [0.5, 0.5]

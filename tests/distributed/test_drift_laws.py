@@ -1,6 +1,6 @@
-"""Laws of local training, for whatever is drawn: sizes, workers, options, and what happens between two steps.
+"""Laws of local training for random sizes, workers, options and events between steps.
 
-More of them: LIGHTNING_SPARSE_EXAMPLES=2000 python -m pytest tests/distributed/test_drift_laws.py
+To run more examples: LIGHTNING_SPARSE_EXAMPLES=2000 python -m pytest tests/distributed/test_drift_laws.py
 """
 
 import os
@@ -19,20 +19,20 @@ from tests.workers import run_workers
 
 WIRES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EVENTS = ("look", "reload", "reload elsewhere", "skip", "write", "anchor")
-"""Between two steps: all look at the mean; all go on in new objects, from their own state or with other weights before;
-the first worker's optimizer sees no step; the last one's weights are written to; all look at the anchor."""
+"""Between steps: all workers use the mean, resume in new objects with equal or different weights, or use the anchor;
+rank 0 skips an optimizer step; the last rank writes to its weights."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One drawn training.
+    """A random training.
 
     Attributes:
-        sizes: of the parameters.
+        sizes: sizes of the parameters.
         silent: workers that never move.
-        events: by step.
-        density: for which λ is calibrated and held; None where the threshold is given.
-        top_k: of what the largest quarter is sent, "layer" or "model"; None where a threshold decides.
+        events: pairs of step and event.
+        density: target of calibration and control; None for a fixed threshold.
+        top_k: granularity of Top-k, "layer" or "model", at a quarter; None for a threshold.
     """
 
     num_workers: int = 2
@@ -86,11 +86,11 @@ def module(case, seed=11):
 
 
 def loss_of(model, case, rank, step):
-    """Its gradient is what the worker moves by."""
+    """Returns a loss whose gradient is the move of the worker."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
     moves = [torch.randn(size, generator=generator, dtype=torch.float64) for size in case.sizes]
     scale = 0.0 if rank in case.silent else 0.4
-    return scale * sum((one * move).sum() for one, move in zip(model, moves, strict=True))
+    return scale * sum((parameter * move).sum() for parameter, move in zip(model, moves, strict=True))
 
 
 def begin(case, seed=11):
@@ -114,16 +114,16 @@ def begin(case, seed=11):
 
 def halve(model):
     with torch.no_grad():
-        for one in model.parameters():
-            one.mul_(0.5)
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
 
 
-def play(case):
-    """Plays a case on this worker.
+def run_case(case):
+    """Runs a case on this worker.
 
     Returns:
-        after every step θ before its exchange, θ, x, the mean that was seen, and the largest drift; λ by exchange; what
-        is kept apart in the end, and the last numbers.
+        For every step: θ before the exchange, θ, x, the mean if used, and the largest drift. Then λ by exchange, the
+        final unsent drifts, and the last statistics.
     """
     rank = dist.get_rank()
     model, optimizer, averager = begin(case)
@@ -150,7 +150,7 @@ def play(case):
             own = flat(model)
             averager.shared.take_anchor()
             assert torch.equal(flat(model), anchor_of(averager))
-            with averager.shared.shown({name: torch.zeros_like(one) for name, one in averager.shared.own.items()}):
+            with averager.shared.shown({name: torch.zeros_like(own) for name, own in averager.shared.own.items()}):
                 assert not flat(model).any()
             assert not averager.shared.was_written_to
             averager.shared.give_back()
@@ -166,8 +166,8 @@ def play(case):
     return history, thresholds, averager.state_dict()["own"].get("unsent", {}), averager.last_step
 
 
-def reach(case):
-    """The largest quarter, one at least, of each parameter or of the model."""
+def build_selection(case):
+    """Returns a function that selects the largest quarter of each parameter or of the model, at least an element."""
 
     def select(drift):
         if case.top_k == "model":
@@ -192,13 +192,13 @@ def reach(case):
 @example(Case(top_k="model", exchange="gather", sizes=(128, 2, 1000), silent=frozenset({1})))
 @example(Case(num_workers=1, threshold=0.0, steps=2, sizes=(70000,), exchange="auto", value_dtype="float16"))
 @example(Case(steps=9, density=0.3, sizes=(1000,), events=((4, "reload elsewhere"), (6, "look"))))
-def test_laws(case):
-    results = run_workers(play, case.num_workers, case)
+def test_an_averager_obeys_its_laws(case):
+    results = run_workers(run_case, case.num_workers, case)
     models = [module(case) for _ in range(case.num_workers)]
     simulation = Simulation(
         models,
-        [torch.optim.SGD(one.parameters(), lr=1.0) for one in models],
-        select=reach(case),
+        [torch.optim.SGD(model.parameters(), lr=1.0) for model in models],
+        select=build_selection(case),
         every_n_steps=case.every_n_steps,
         keep_drift=case.keep_drift,
         drift_decay=case.drift_decay,
@@ -206,7 +206,7 @@ def test_laws(case):
         is_late=case.is_late,
         wire=WIRES[case.value_dtype],
     )
-    # Half of the last bit, and of the smallest number below which float16 has no more bits.
+    # Half of the last bit, and half of the smallest subnormal number of float16.
     halves = {"float32": (0.0, 0.0), "bfloat16": (2**-8, 0.0), "float16": (2**-11, 2**-25)}
     rounding, smallest = halves[case.value_dtype]
     anchor_before = flat(models[0])
@@ -225,25 +225,25 @@ def test_laws(case):
         for model, (_, weights, anchor, *_) in zip(models, states, strict=True):
             torch.testing.assert_close(weights, flat(model), rtol=0, atol=1e-11)
             torch.testing.assert_close(anchor, simulation.anchor, rtol=0, atol=1e-11)
-            assert torch.equal(anchor, states[0][2])  # the same bits on all
+            assert torch.equal(anchor, states[0][2])  # equal bits on all workers
         if is_exchange and case.keep_drift and not case.is_late:
             drifts = torch.stack([anchor - weights for _, weights, anchor, *_ in states])
             pending = torch.stack([anchor_before - before for before, *_ in states])
             assert {largest for *_, largest in states} == {pending.abs().max().item()}
-            if case.top_k is None:  # up to the last bit of a weight, or of what travels
+            if case.top_k is None:  # up to the last bit of a weight or of a sent value
                 assert (drifts.abs() < threshold + 1e-12 + smallest + rounding * pending.abs()).all()
-            if not case.has_outer:  # nothing is lost: what was pending has moved the anchor, or is pending still
+            if not case.has_outer:  # conservation: a drift moves the anchor or stays pending
                 moved = anchor_before - states[0][2]
                 torch.testing.assert_close(pending.mean(0), moved + drifts.mean(0), rtol=0, atol=1e-11)
         if any(case.happens(event, step) for event in ("look", "reload", "reload elsewhere")):
-            simulation.land()  # what was travelling has arrived
+            simulation.land()  # these events apply the pending exchange
         for *_, seen, _ in states:
             if seen is not None:
                 torch.testing.assert_close(seen, simulation.mean(), rtol=0, atol=1e-11)
                 assert torch.equal(seen, states[0][3])
         anchor_before = states[0][2]
     if simulation.sent:
-        assert results[0][3].dense_bytes == case.every_n_steps * flat(models[0]).nbytes  # DDP's in the same steps
+        assert results[0][3].dense_bytes == case.every_n_steps * flat(models[0]).nbytes  # as DDP in the same steps
     assert len({repr((thresholds, last)) for _, thresholds, _, last in results}) == 1
     simulation.land()
     if simulation.sent:

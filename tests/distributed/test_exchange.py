@@ -20,14 +20,14 @@ from lightning_sparse.sparsifiers import Selection
 from tests.workers import on_workers, run_workers
 
 FLOAT, BYTE, WHOLE = Wire(torch.float32), Wire(torch.float8_e4m3fn, 2.0**-6), Wire(torch.int8, 2.0**-5)
-# Over Gloo a gather of two workers is one message from each.
+# Over Gloo, a gather of two workers takes a message from each.
 COLLECTIVES = ("all_gather_into_tensor", "all_gather", "all_reduce", "all_to_all_single", "isend")
 
 
 def selection_of(seed, rank, size, density, dtype=torch.float32, wire=FLOAT):
-    """What a worker sends: the same in every process that asks."""
+    """Returns the selection of a worker, equal in every process."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
-    share = density if rank % 2 == 0 else density * (0.0 if seed % 5 == 0 else 1.0)  # now and then nothing
+    share = density if rank % 2 == 0 else density * (0.0 if seed % 5 == 0 else 1.0)  # sometimes nothing
     indices = (torch.rand(size, generator=generator) < share).nonzero().squeeze(1)
     values = torch.randn(indices.numel(), generator=generator, dtype=dtype)
     if seed % 7 == 3 and values.numel() > 1:
@@ -44,7 +44,7 @@ def header_of(selection, size, slices):
 
 
 def exchange_once(exchange, selections, sizes, dtype=torch.float32, wire=FLOAT, between=lambda: None):
-    """One step of several buckets; returns the averages, the headers and the bytes.
+    """Exchanges several buckets in a step; returns the averages, the headers and the bytes.
 
     What is ``between`` happens once all buckets are there and before the exchange ends.
     """
@@ -71,7 +71,7 @@ def exchange_once(exchange, selections, sizes, dtype=torch.float32, wire=FLOAT, 
 
 
 def plain_average(of_workers, size, dtype):
-    """What all workers send, added in rank order and divided once."""
+    """Returns the mean of the sent values, added in rank order and divided once."""
     out = torch.zeros(size, dtype=dtype)
     for indices, values in of_workers:
         out.index_add_(0, indices, values)
@@ -133,7 +133,7 @@ ALWAYS = [
 @settings(max_examples=4)
 @given(drawn=st.lists(cases(), min_size=3, max_size=3))
 def test_every_route_gives_the_plain_average(num_workers, drawn):
-    """The sparse routes to the last bit; those with an all-reduce up to the order of the sum. All replicas alike."""
+    """Sparse routes agree to the last bit, all-reduces up to the order of summation, and replicas exactly."""
     ranks = run_workers(_run, num_workers, ["gather", "reduce_scatter", "auto", "dense"], ALWAYS + drawn)
     assert ranks[0]
     assert all(checksums == ranks[0] for checksums in ranks)
@@ -141,7 +141,7 @@ def test_every_route_gives_the_plain_average(num_workers, drawn):
 
 @pytest.mark.parametrize(("wire", "of_values", "of_sums"), [(WHOLE, 1, 2), (BYTE, 1, 4)])
 @on_workers(3)
-def test_densely_multiples_of_a_step_take_their_bytes_and_those_of_a_slices_sums(wire, of_values, of_sums):
+def test_dense_multiples_need_the_bytes_of_values_and_sums(wire, of_values, of_sums):
     selection = selection_of(1, 2 * dist.get_rank(), 30_000, 0.5, torch.float32, wire)
     _, _, sent = exchange_once(Exchange("dense"), [selection], [30_000], torch.float32, wire)
     header_bytes = 8 * FIXED_FIELDS
@@ -149,7 +149,7 @@ def test_densely_multiples_of_a_step_take_their_bytes_and_those_of_a_slices_sums
 
 
 @on_workers(3)
-def test_a_slice_that_is_fuller_than_foreseen_loses_nothing():
+def test_a_slice_fuller_than_its_forecast_loses_nothing():
     exchange, size = Exchange("reduce_scatter"), 30_000
     for step in (100, 100, 1, 1):
         selection = Selection(torch.arange(300) * step, torch.full((300,), dist.get_rank() + 1.0))
@@ -170,14 +170,14 @@ def _run_in_nodes(workers_per_node, drawn):
 @pytest.mark.parametrize(("num_workers", "workers_per_node"), [(4, 2), (4, 1), (2, 2), (3, 1), (1, 1)])
 @settings(max_examples=2)
 @given(drawn=st.lists(cases(), min_size=3, max_size=3))
-def test_the_hierarchical_route_sums_the_same_values(num_workers, workers_per_node, drawn):
+def test_the_hierarchical_route_equals_the_other_routes(num_workers, workers_per_node, drawn):
     ranks = run_workers(_run_in_nodes, num_workers, workers_per_node, ALWAYS + drawn)
     assert ranks[0]
     assert all(checksums == ranks[0] for checksums in ranks)
 
 
 @on_workers(3)
-def test_uneven_nodes_are_refused_on_every_worker():
+def test_every_worker_rejects_uneven_nodes():
     os.environ["NODE_RANK"] = str(int(dist.get_rank() == 0))
     with pytest.raises(ValueError, match=r"the same number of workers on every node, got .* 1: ranks \[0\]"):
         Exchange("hierarchical")
@@ -205,7 +205,7 @@ def _count_collectives(mode, densities, full_bytes=gather.FULL_BYTES, link_gbit_
 
 
 @pytest.mark.parametrize(("full_bytes", "messages"), [(0, 3), (5000, 2), (gather.FULL_BYTES, 1)])
-def test_a_usual_step_has_one_message_for_buckets_that_send_little(full_bytes, messages):
+def test_small_payloads_of_several_buckets_share_a_message(full_bytes, messages):
     # About 4.6, 1.4 and 4.6 kB.
     for steps in run_workers(_count_collectives, 2, "auto", [0.01, 0.01, 0.01, 0.01], full_bytes):
         first, *usual = steps
@@ -220,15 +220,15 @@ def test_on_a_slow_link_payloads_do_not_wait_for_each_other(link_gbit_s, message
         assert [len(calls) for calls, _ in steps[1:]] == [messages] * 2
 
 
-def test_an_overflow_costs_one_more_round_for_its_bucket_only():
+def test_an_overflow_costs_a_second_round_for_its_bucket_only():
     for steps in run_workers(_count_collectives, 2, "gather", [0.01, 0.01, 0.2, 0.2, 0.2]):
-        # Of a fifth the first payload is long enough to travel alone.
+        # At a density of a fifth, the first payload is large enough for a separate message.
         assert [len(calls) for calls, _ in steps[1:]] == [1, 1 + 3, 2, 2]
 
 
 @on_workers(2)
-def test_everything_is_on_its_way_once_the_last_bucket_is_there():
-    # What comes between may be a whole step: local training with overlap.
+def test_the_last_bucket_starts_all_pending_messages():
+    # In local training with overlap, a whole step may come between.
     calls, isend = [], dist.isend
     dist.isend = lambda *args, **kwargs: (calls.append(None), isend(*args, **kwargs))[1]
     selections = [selection_of(1, 0, 3000, 0.1)] * 2
@@ -238,10 +238,10 @@ def test_everything_is_on_its_way_once_the_last_bucket_is_there():
 
 
 @on_workers(2)
-def test_what_waited_in_a_step_that_was_broken_off_travels_with_no_other():
+def test_payloads_of_an_aborted_step_are_dropped():
     exchange, sizes = Exchange("gather"), [3000, 2000]
     selections = [selection_of(bucket + 1, 0, size, 0.1) for bucket, size in enumerate(sizes)]
-    if dist.get_rank() == 0:  # the other worker's backward failed before this bucket was ready
+    if dist.get_rank() == 0:  # the backward of rank 1 failed before this bucket was ready
         exchange.begin()
         shipment = exchange.open(0, FLOAT, FIXED_FIELDS, torch.zeros(sizes[0]), is_last=False)
         shipment.format.fill(shipment.payload, selections[0])
@@ -251,7 +251,7 @@ def test_what_waited_in_a_step_that_was_broken_off_travels_with_no_other():
         assert torch.equal(out[selection.indices], selection.values)
 
 
-def test_auto_takes_the_dense_route_where_sparse_would_cost_more():
+def test_auto_takes_the_dense_route_if_sparse_costs_more():
     densities = [1.0, 1.0, 0.001, 0.001, 1.0, 1.0]
     for steps in run_workers(_count_collectives, 2, "auto", densities):
         dense_bytes = 4 * (70_000 + 20_000 + 70_000)
@@ -259,20 +259,20 @@ def test_auto_takes_the_dense_route_where_sparse_would_cost_more():
         assert routes == ["dense", "dense", "dense", "gather", "dense", "dense"]
         for route, (_, sent_bytes) in zip(routes, steps, strict=True):
             assert dense_bytes <= sent_bytes < 1.02 * dense_bytes if route == "dense" else sent_bytes < 5000
-        # The jump: what was gathered in vain is little.
+        # After the jump, the discarded gather is small.
         assert steps[4][0] == ["isend"] + ["all_reduce"] * 3
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2])
 @on_workers(3)
-def test_all_workers_know_alike_whether_they_share_a_node(num_nodes):
+def test_all_workers_agree_whether_they_share_a_node(num_nodes):
     os.environ["NODE_RANK"] = str(dist.get_rank() % num_nodes)
     assert is_one_node(Exchange("gather").workers) == Exchange("auto")._is_one_node == (num_nodes == 1)
     assert not Exchange("auto", None, 10.0)._is_one_node
 
 
 def _gather_in_batches():
-    """The way of NCCL, over Gloo, which takes batches too."""
+    """Gathers in batches, as over NCCL; Gloo supports batches too."""
     Workers.is_over_gloo = False
     Workers.message_device = lambda self, device: device
     return gather_to_first("cpu")
@@ -294,20 +294,20 @@ def assert_gathered(first, *others):
     assert len(first) == 1 + len(others)
 
 
-def test_in_batches_the_first_worker_gets_the_same():
+def test_batched_messages_gather_the_same_tensors_on_rank_0():
     assert_gathered(*run_workers(_gather_in_batches, 3))
 
 
 @pytest.mark.parametrize("num_bytes", [100, 2**17])
 @on_workers(3)
-def test_a_programs_own_messages_in_the_same_group_meet_none_of_ours(num_bytes):
+def test_messages_of_the_user_in_the_same_group_do_not_mix_with_ours(num_bytes):
     rank = dist.get_rank()
     others = [other for other in range(3) if other != rank]
     mine, arrived = (
         torch.full((num_bytes,), 100 + rank, dtype=torch.uint8),
         torch.zeros(3, num_bytes, dtype=torch.uint8),
     )
-    works = [dist.irecv(arrived[other], other) for other in others]  # before the gather, and sent after it
+    works = [dist.irecv(arrived[other], other) for other in others]  # posted before the gather, sent after it
     out = torch.empty(3 * num_bytes, dtype=torch.uint8)
     Workers(None, rank, 3).all_gather(out, torch.full((num_bytes,), rank, dtype=torch.uint8)).wait()
     works += [dist.isend(mine, other) for other in others]
@@ -320,21 +320,21 @@ def test_a_programs_own_messages_in_the_same_group_meet_none_of_ours(num_bytes):
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux's classes of scheduling")
 @pytest.mark.parametrize(("own_class", "expected"), [("SCHED_OTHER", "SCHED_BATCH"), ("SCHED_IDLE", "SCHED_IDLE")])
 @on_workers(2, new=True)
-def test_gloos_threads_push_nobody_aside_but_where_somebody_chose(own_class, expected):
+def test_threads_of_gloo_run_as_batch_unless_the_user_chose_a_class(own_class, expected):
     threads = [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text() == "gloo_tcp_loop\n"]
     for thread in threads:
         os.sched_setscheduler(int(thread.name), getattr(os, own_class), os.sched_param(0))
     Exchange("gather")
-    assert os.sched_getscheduler(0) == os.SCHED_OTHER  # only Gloo's
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER  # only Gloo's threads change
     found = {os.sched_getscheduler(int(thread.name)) for thread in threads}
-    assert found <= {getattr(os, expected)}  # none where this torch's Gloo does not name its threads
+    assert found <= {getattr(os, expected)}  # empty if Gloo of this torch does not name its threads
 
 
 @pytest.mark.parametrize("routes", [("dense", "dense"), ("dense", "gather")])
 @on_workers(2)
-def test_a_sum_that_failed_is_seen_before_others_are_waited_for(routes, tmp_path):
-    # As plain DDP does: a third worker's connection may have broken, and this one's may never come.
-    # A sum breaks on the second worker, in a step in which the first one takes no part.
+def test_a_failed_sum_raises_before_the_hook_waits_for_others(routes, tmp_path):
+    # As in plain DDP: if the connection of a worker breaks, the message of another may never come.
+    # The sum fails on rank 1 in a step without rank 0.
     seen, exchange, sizes = tmp_path / "seen", Exchange("auto"), [400, 300]
     exchange._route = lambda key, *_, **__: routes[key[0]]
     selections = [selection_of(bucket + 1, 0, size, 0.1) for bucket, size in enumerate(sizes)]

@@ -1,4 +1,4 @@
-"""Training with the fused kernels in the loop, in Triton's interpreter: the GPU's way through the whole step."""
+"""Training with the fused kernels in Triton's interpreter: the code path of a GPU through the whole step."""
 
 from functools import partial
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 NAN, INF = float("nan"), float("inf")
 WIRES = (*map(Wire, (torch.float32, torch.bfloat16, torch.float16)), Wire(torch.float8_e4m3fn, 0.125))
 STEPS = 15
-"""A quarter of a second each for a worker: the interpreter goes through a kernel operation by operation."""
+"""Each step takes a quarter of a second per worker, because the interpreter runs kernels by operation."""
 
 
 @pytest.mark.full
@@ -38,7 +38,7 @@ def test_the_whole_step_in_the_interpreter():
 
 
 def fused(function):
-    """Calls the function with the kernels in place of the CPU's own way."""
+    """Calls the function with kernels instead of the code for CPUs."""
     asked = []
     for module in (extraction, gather, adding):
         module.is_available = lambda device, name=module.__name__: asked.append(name) or True
@@ -51,13 +51,13 @@ def training(dtype, options):
     return partial(train, HardThreshold(threshold=THRESHOLD), "nesterov", dtype, steps=STEPS, **options)
 
 
-def _spy():
-    """Uses the kernels; returns a set that comes to hold what is launched, by all for which Triton builds anew."""
+def _record_launches():
+    """Uses the kernels; returns a set that collects each variant that Triton compiles."""
     launched = set()
 
     def launch(kernel, programs, *arguments, **constants):
-        kinds = tuple(one.dtype if isinstance(one, torch.Tensor) else type(one) for one in arguments)
-        launched.add((kernel.__name__, kinds, tuple(sorted((name, str(one)) for name, one in constants.items()))))
+        kinds = tuple(value.dtype if isinstance(value, torch.Tensor) else type(value) for value in arguments)
+        launched.add((kernel.__name__, kinds, tuple(sorted((name, str(value)) for name, value in constants.items()))))
         launching.launch(kernel, programs, *arguments, **constants)
 
     fused_threshold.launch = adding.launch = launch
@@ -67,8 +67,8 @@ def _spy():
 
 
 def _variants(is_local, sparsifier, dtype, options):
-    """What was launched at set-up, and what in steps."""
-    launched, options = _spy(), dict(options)
+    """Returns the kernel variants of set-up and those of steps."""
+    launched, options = _record_launches(), dict(options)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=options.pop("has_scaler", False))
     has_unused = options.pop("find_unused_parameters", False)
     module = model = build_model(dtype)
@@ -124,10 +124,10 @@ if INTERPRETED:
     def test_training_gives_the_bits_of_the_cpu(exchange):
         run = training(torch.float32, {"exchange": exchange})
         results, on_cpu = run_workers(fused, 3, run), run_workers(run, 3)
-        for one, other in zip(results, on_cpu, strict=True):
-            for name, weight in one.weights.items():
-                assert torch.equal(weight, other.weights[name])
-                assert torch.equal(one.residuals[name], other.residuals[name])
+        for on_kernels, expected in zip(results, on_cpu, strict=True):
+            for name, weight in on_kernels.weights.items():
+                assert torch.equal(weight, expected.weights[name])
+                assert torch.equal(on_kernels.residuals[name], expected.residuals[name])
 
     FIXED, HALF = HardThreshold(threshold=THRESHOLD), torch.bfloat16
     CALIBRATED = HardThreshold(density=0.1, calibration_steps=2)
@@ -151,13 +151,13 @@ if INTERPRETED:
             (True, OF_LAYERS, torch.float32, {}),
         ],
     )
-    def test_no_kernel_is_first_built_in_a_step(is_local, sparsifier, dtype, options):
+    def test_setup_builds_all_kernels_before_the_first_step(is_local, sparsifier, dtype, options):
         num_workers = 2 + ("exchange" in options)
         for warmed_up, launched in run_workers(_variants, num_workers, is_local, sparsifier, dtype, options):
             assert launched
             assert launched <= warmed_up, launched - warmed_up
 
-    def test_where_a_kernel_cannot_be_built_training_goes_on_without():
+    def test_training_continues_without_a_kernel_that_fails_to_build():
         for weights in run_workers(_train_without_pack, 2):
             for name, weight in weights[0].items():
                 assert torch.equal(weight, weights[1][name])
@@ -184,7 +184,7 @@ if INTERPRETED:
             rest = shipment.rest()
             outcomes.append((shipment.payload, rest, residual, header))
         (payload, rest, residual, header), cpu = outcomes
-        # Not as bytes: which NaN it is differs between ways and processors.
+        # Not as bytes: the bits of NaN differ between code paths and processors.
         for part, other in zip(shipment.format.parts(payload), shipment.format.parts(cpu[0]), strict=True):
             torch.testing.assert_close(part, other, rtol=0, atol=0, equal_nan=True)
         assert torch.equal(rest.indices, cpu[1].indices)
@@ -192,7 +192,7 @@ if INTERPRETED:
         torch.testing.assert_close(residual, cpu[2], rtol=0, atol=0)
         layers = len(layout.names)
         if capacity < 400:
-            # What found no room is neither counted in slices (the exchange begins anew then) nor gone from layers yet.
+            # Values beyond the capacity stay in their layers; slices do not count them, since the exchange restarts.
             header[LARGEST_SLICE], cpu[3][LARGEST_SLICE] = 0, 0
             torch.testing.assert_close(header[:-layers], cpu[3][:-layers], rtol=1e-5, atol=1e-9)
         else:

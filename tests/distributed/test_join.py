@@ -1,4 +1,4 @@
-"""Workers with fewer batches than others, in torch's Join: nothing is lost, nothing counts twice, all know the same."""
+"""Workers with unequal numbers of batches in torch's Join: nothing is lost or counts twice, and all workers agree."""
 
 from functools import cache
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.xdist_group("join")
 
 
 class Sum(nn.Module):
-    """Its gradient is what it is given."""
+    """A layer whose gradient equals its input."""
 
     def __init__(self):
         super().__init__()
@@ -35,7 +35,7 @@ class Sum(nn.Module):
 
 
 def _epochs(sparsifier, num_epochs, options, *, drops=False):
-    """Worker r has 10 + 15 r batches an epoch, of gradients about 1. With ``drops`` the last leaves out three steps."""
+    """Trains on 10 + 15 r batches per epoch on worker r. With ``drops`` the last worker skips three steps."""
     module = DistributedDataParallel(Sum(), find_unused_parameters=options.pop("find_unused_parameters", False))
     scale = options.get("error_feedback") == "learning_rate"
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
@@ -95,13 +95,13 @@ def _all_kinds(names, num_epochs, drops):
 
 @cache
 def outcomes(num_workers, num_epochs, drops, *names):
-    """What all workers come to with each kind, by name: in one set of processes, as starting them takes longest."""
+    """Returns the results of all workers by kind. All kinds share the processes, because a start takes longest."""
     workers = run_workers(_all_kinds, num_workers, names, num_epochs, drops)
     return {name: [worker[name] for worker in workers] for name in names}
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_was_sent_and_what_was_not_is_what_there_was(name, rows):
+def test_sent_and_pending_gradients_add_up_under_join(name, rows):
     workers = outcomes(3, 4, False, *dict.fromkeys(row["name"] for row in rows))[name]
     mean = torch.stack([worker["total"] - worker["pending"] for worker in workers]).mean(0)
     for worker in workers:
@@ -113,8 +113,8 @@ DROPPED = ("random k", "density, float8", "density of each layer", "accordion")
 
 
 @pytest.mark.parametrize("name", DROPPED)
-def test_all_know_the_same_after_others_have_dropped_gradients(name, rows):
-    """Those who have no more batches cannot see that an exchange does not train."""
+def test_joined_workers_agree_after_dropped_gradients(name, rows):
+    """Workers without batches cannot see that an exchange does not train."""
     workers = outcomes(2, 3, True, *dict.fromkeys(row["name"] for row in rows if row["name"] in DROPPED))[name]
     for worker in workers:
         assert repr(worker["numbers"]) == repr(workers[0]["numbers"])
@@ -122,14 +122,14 @@ def test_all_know_the_same_after_others_have_dropped_gradients(name, rows):
 
 
 @on_workers(2)
-def test_averages_are_over_all_workers_or_refused():
+def test_join_rejects_averages_over_fewer_workers():
     module = DistributedDataParallel(Sum())
     register_comm_hook(module, TopK(0.2))
     with pytest.raises(ValueError, match="Invalid divide_by_initial_world_size=False"):
         module.join(divide_by_initial_world_size=False)
 
 
-def _says_nothing():
+def _train_with_unequal_batches():
     module = DistributedDataParallel(Sum())
     register_comm_hook(module, TopK(0.2))
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
@@ -141,6 +141,6 @@ def _says_nothing():
                 optimizer.step()
 
 
-def test_nobody_is_told_of_dropped_gradients(capfd):
-    run_workers(_says_nothing, 2)
+def test_join_causes_no_warning_of_dropped_gradients(capfd):
+    run_workers(_train_with_unequal_batches, 2)
     assert "dropped" not in capfd.readouterr().err

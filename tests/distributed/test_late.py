@@ -1,7 +1,7 @@
-"""Nobody looks at what a collective brings before it was waited for, nor writes what still travels.
+"""The package waits for a collective before it reads the result or writes the input.
 
-One process stands for n workers that all send the same. On a CPU a collective does nothing before it is waited for; on
-a GPU it runs in a stream of its own after a pause, as NCCL's does where others are late.
+A single process stands for n workers that all send the same values. On a CPU, a collective runs only in its wait. On
+a GPU, it runs in a separate stream after a pause, as a collective of NCCL does if other ranks are late.
 """
 
 import pytest
@@ -16,7 +16,7 @@ from lightning_sparse.sparsifiers import LayerLayout
 from tests.workers import on_workers
 
 PAUSE_CYCLES = 10_000_000
-"""Some milliseconds: longer than a host takes to go through a step."""
+"""Some milliseconds: longer than the host needs for a step."""
 
 
 class _Late:
@@ -59,7 +59,7 @@ def _side_stream(device):
 
 
 def train(sparsifier, mode, num_workers, device, dtype, *, per_layer=False, in_side_stream=False):
-    """Checks some steps of several buckets, sparse and full ones in turn, against the formula; returns densities."""
+    """Checks sparse and full steps of several buckets against the formula; returns densities."""
     exchange.Workers = lambda group, rank, size: LateWorkers(group, rank, num_workers)
     if in_side_stream:
         with torch.cuda.stream(torch.cuda.Stream(device)):
@@ -105,8 +105,8 @@ def train(sparsifier, mode, num_workers, device, dtype, *, per_layer=False, in_s
     ],
 )
 @on_workers(1)
-def test_collectives_that_are_over_late_change_nothing(device, in_side_stream, num_workers):
-    # Not a reduce-scatter, which "auto" may take from three on: there workers have different slices.
+def test_late_collectives_change_nothing(device, in_side_stream, num_workers):
+    # Not a reduce-scatter, which "auto" may take from three workers on: its workers have different slices.
     for mode in ("gather", "dense", "auto")[: 3 if num_workers == 2 else 2]:
         for dtype in (torch.float32, torch.bfloat16):
             for sparsifier in (

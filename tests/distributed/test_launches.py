@@ -1,4 +1,4 @@
-"""What a step launches on a GPU, and how often the host waits for it: counted, on a machine that has none.
+"""Counts kernel launches of a step on a GPU and waits of the host, on a machine without a GPU.
 
 Tensors are PyTorch's fake ones: they claim a GPU and hold nothing. Code that asks for a number of theirs
 is caught. Kernels of ours are counted instead of launched. What an operator of PyTorch launches is counted as one,
@@ -59,7 +59,7 @@ WAITS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select
 
 @dataclass
 class Counts:
-    """What one step launches, and the names of what would wait for the device."""
+    """Launches of a step, and names of operations that wait for the device."""
 
     launches: Counter[str] = field(default_factory=Counter)
     waits: list[str] = field(default_factory=list)
@@ -73,9 +73,9 @@ class _Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        tensors = [one for one in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        tensors = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         device = kwargs.get("device")
-        is_on_gpu = any(one.device.type == "cuda" for one in tensors) or getattr(device, "type", device) == "cuda"
+        is_on_gpu = any(tensor.device.type == "cuda" for tensor in tensors) or getattr(device, "type", device) == "cuda"
         if is_on_gpu and name in WAITS:
             self.counts.waits.append(name)
             if name == "nonzero":
@@ -84,8 +84,8 @@ class _Counter(TorchDispatchMode):
                 return 8
         if is_on_gpu and name in ("copy_", "_to_copy") and not kwargs.get("non_blocking"):
             result = func(*args, **kwargs)
-            if {one.device.type for one in (*tensors, result)} == {"cpu", "cuda"}:
-                self.counts.waits.append(name)  # of memory that is not pinned
+            if {tensor.device.type for tensor in (*tensors, result)} == {"cpu", "cuda"}:
+                self.counts.waits.append(name)  # the memory is not pinned
             self.counts.launches[name] += 1
             return result
         if is_on_gpu and name not in NO_LAUNCH:
@@ -115,7 +115,7 @@ _now = _Now()
 
 
 def _copy_to_host(table, buffers):
-    """In place of the copy to the host: after its wait numbers are real."""
+    """Replaces the copy to the host; its wait returns real numbers."""
     _now.counts.launches["copy to the host"] += 1
 
     def wait():
@@ -136,11 +136,11 @@ def measure(
     has_kernels: bool = True,
     exchange: ExchangeMode = "gather",
 ) -> Counts:
-    """Returns the counts of the third step of DDP's hook, in a process group of one that is said to have more workers.
+    """Returns the counts of the third step of the hook in a process that pretends to have more workers.
 
-    Every other bucket's layers are unused where they may be.
+    If layers may be unused, those of every other bucket are.
     """
-    _pretend(8, has_kernels=has_kernels)
+    _replace_kernels_and_workers(8, has_kernels=has_kernels)
     names = [[f"{place}.{layer}" for layer in range(place, LAYERS, BUCKETS)] for place in range(BUCKETS)]
     parameters = {name: torch.nn.Parameter(torch.empty(SIZE, dtype=dtype)) for some in names for name in some}
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -150,7 +150,7 @@ def measure(
     state = sparse_state.SparseState(
         sparsifier,
         ExchangeOptions(exchange=exchange),
-        {one: name for name, one in parameters.items()},
+        {parameter: name for name, parameter in parameters.items()},
         per_layer_stats=per_layer,
         allows_unused_parameters=has_unused,
         loss_scale=lambda: scale,
@@ -161,7 +161,7 @@ def measure(
     for some in names:
         headers += [100.0, 20.0, 0.0, 1.0, 1.0] + [1.0 + place for place in range(2 * len(some) * per_layer)]
         headers += [float(name in used) for name in some] * has_unused + [0.0] * len(some) * has_unused
-    _now.headers = torch.tensor(headers + [30.0] * BUCKETS, dtype=torch.float64)  # and what sizes there are
+    _now.headers = torch.tensor(headers + [30.0] * BUCKETS, dtype=torch.float64)  # then the sizes of payloads
     for _ in range(3):
         counts = _now.counts = Counts()
         counter = _Counter(counts)
@@ -189,9 +189,9 @@ def measure(
     return counts
 
 
-def _pretend(num_workers: int, *, has_kernels: bool) -> None:
-    """Has this process's package believe in kernels, and in workers that answer at once."""
-    torch.Tensor.pin_memory = lambda self: self  # there is no driver that could
+def _replace_kernels_and_workers(num_workers: int, *, has_kernels: bool) -> None:
+    """Replaces kernels and workers by functions that return at once."""
+    torch.Tensor.pin_memory = lambda self: self  # needs a driver
     ddp_buckets.torch.futures.Future = lambda devices=None: SimpleNamespace(set_result=lambda value: None)
     buffers.let_go = memory.let_go = lambda tensor: None
     for module in (adding, gather, extraction):
@@ -205,11 +205,11 @@ def _pretend(num_workers: int, *, has_kernels: bool) -> None:
 @pytest.mark.parametrize(
     ("sparsifier", "options", "of_bucket", "of_layer", "of_step"),
     [
-        # walk, summarise, pack, and adding up; beside them one collective, NCCL's own kernel. For all buckets together
+        # walk, summarise, pack, and the addition; a collective adds a kernel of NCCL. For all buckets together:
         # headers into the last payload (2), out of all payloads (1), to the host (1).
         (THRESHOLD, {}, 4, 0, 4),
         (THRESHOLD, {"exchange": "auto"}, 4, 0, 4),
-        (THRESHOLD, {"scaled": True}, 5, 0, 4),  # the average gets S back
+        (THRESHOLD, {"scaled": True}, 5, 0, 4),  # the average is multiplied by S
         (THRESHOLD, HALF, 6, 0, 4),  # the average does not fit the gradient: its memory is cleared
         # Marks to the device and into the header, and unused gradients set to zero.
         (THRESHOLD, {"has_unused": True}, 7, 0, 4),
@@ -229,13 +229,13 @@ def _pretend(num_workers: int, *, has_kernels: bool) -> None:
         (StochasticRounding(0.01), {}, 107, 0, 6),
     ],
 )
-def test_launches_and_waits_of_a_step(sparsifier, options, of_bucket, of_layer, of_step):
+def test_a_step_has_these_launches_and_waits(sparsifier, options, of_bucket, of_layer, of_step):
     (counts,) = run_workers(partial(measure, sparsifier, **options), 1)
     assert counts.waits == ["headers"]
     assert counts.launches.total() <= BUCKETS * of_bucket + LAYERS * of_layer + of_step, counts.launches
 
 
-def test_without_kernels_only_adding_up_waits():
+def test_only_addition_waits_without_kernels():
     (dense,) = run_workers(partial(measure, THRESHOLD, has_kernels=False, exchange="dense"), 1)
     assert dense.waits == ["headers"]
     (gathered,) = run_workers(partial(measure, THRESHOLD, has_kernels=False), 1)

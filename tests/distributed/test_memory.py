@@ -1,4 +1,4 @@
-"""The table of bytes a parameter in docs/performance.md, measured."""
+"""Measures the table of bytes per parameter in docs/performance.md."""
 
 import gc
 import re
@@ -37,7 +37,7 @@ PARAMETERS = WIDTH * WIDTH * LAYERS
 
 
 class _OnTheCpu(TorchDispatchMode):
-    """Counts the memory that operations allocate, as long as a tensor has it."""
+    """Counts the memory that operations allocate until their tensors are freed."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +47,7 @@ class _OnTheCpu(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         for leaf in torch.utils._pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in self._known:
-                self._follow(leaf, counts=False)  # made elsewhere: a bucket of DDP's
+                self._follow(leaf, counts=False)  # a bucket of DDP, which allocates it elsewhere
         result = func(*args, **(kwargs or {}))
         for leaf in torch.utils._pytree.tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in self._known:
@@ -72,7 +72,7 @@ class _OnTheCpu(TorchDispatchMode):
 
 
 class _OnTheGpu:
-    """The same by the allocator's own account; what is allocated outside is not counted."""
+    """Reads the statistics of the allocator, which exclude memory allocated outside."""
 
     def __init__(self):
         self.held = self.peak = 0
@@ -90,8 +90,8 @@ class _OnTheGpu:
 
 
 def measure(sparsifier, device, options):
-    """Returns bytes per parameter: held after a usual step, the most in it, and the most in the first two steps."""
-    buffers.PATIENCE = 10  # steps, in place of 100
+    """Returns bytes per parameter: after a usual step, its peak, and the peak of the first two steps."""
+    buffers.PATIENCE = 10  # steps instead of 100
     options = {"dtype": torch.float32, "steps": 6, "is_scaled": False} | options
     dtype, steps, is_scaled = (options.pop(name) for name in ("dtype", "steps", "is_scaled"))
     torch.manual_seed(dist.get_rank())
@@ -100,7 +100,7 @@ def measure(sparsifier, device, options):
     scaler = torch.amp.GradScaler(device, init_scale=8.0, enabled=is_scaled)
     count = _OnTheCpu() if device == "cpu" else _OnTheGpu()
     gc.collect()
-    gc.disable()  # what is freed late is held
+    gc.disable()  # memory that is freed late counts as used
     if sparsifier is None:
         count.begin()
         with count:
@@ -116,7 +116,7 @@ def measure(sparsifier, device, options):
                 return receive(bucket)
 
         state.receive = counted
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # so that densities stay what they are
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # keeps densities constant
     peaks, held = [], []
     for _ in range(steps):
         count.begin()
@@ -133,13 +133,13 @@ def measure(sparsifier, device, options):
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_bytes_a_parameter(name):
+def test_bytes_per_parameter(name):
     check(name, "cpu")
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", [name for name in ROWS if name not in ("`TopK`", '`error_feedback="none"`')])
-def test_bytes_a_parameter_on_a_gpu(name):
+def test_bytes_per_parameter_on_a_gpu(name):
     check(name, "cuda", within=1.0)  # work space of the kernels, and the allocator's blocks
 
 

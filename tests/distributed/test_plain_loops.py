@@ -1,4 +1,4 @@
-"""Loops without a Trainer that call too often, too rarely or at the wrong place: what they are told."""
+"""Messages for loops without a Trainer that call a function too often, too rarely or at the wrong place."""
 
 import copy
 import datetime
@@ -124,26 +124,26 @@ ROWS: dict[tuple[Any, str], str | None] = {
     (sharded, "after the step"): r"Adam stepped on 4 gradients",
     (sharded, "two calls"): r"average_gradients\(\) was called twice for the same gradients",
 }
-"""What is said of each loop; None of those that do what is documented."""
+"""The expected message for each loop; None for correct loops."""
 
 
 @on_workers(2)
-def test_a_loop_is_told_once_what_it_does_wrong() -> None:
+def test_a_loop_gets_a_single_message_about_its_mistake() -> None:
     for (loop, kind), expected in ROWS.items():
-        said: list[str] = []
+        messages: list[str] = []
         try:
-            with warnings_of(said, "lightning_sparse:"):
+            with warnings_of(messages, "lightning_sparse:"):
                 loop(kind)
         except RuntimeError as error:
-            said.append(str(error))
+            messages.append(str(error))
         if dist.get_rank() == 0:
-            assert len(said) == (expected is not None), (loop, kind, said)
-            assert expected is None or re.search(expected, said[0]), (loop, kind, said)
+            assert len(messages) == (expected is not None), (loop, kind, messages)
+            assert expected is None or re.search(expected, messages[0]), (loop, kind, messages)
 
 
 @pytest.mark.parametrize("same", [True, False])
 @on_workers(2, process_group=False, new=True)
-def test_averagers_that_step_in_different_order_end_with_an_error_that_names_the_rank(same: bool) -> None:
+def test_averagers_in_different_order_raise_an_error_naming_the_rank(same: bool) -> None:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=4))
     averagers = [SparseModelAverager(nn.Linear(8, size), HardThreshold(threshold=0.0)) for size in (8, 50)]
     if not same and dist.get_rank() == 1:
@@ -160,7 +160,7 @@ def test_averagers_that_step_in_different_order_end_with_an_error_that_names_the
 
 
 @on_workers(2, new=True)
-def test_states_can_be_saved_after_the_process_group_has_ended() -> None:
+def test_states_can_be_saved_after_the_process_group_ends() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     nets = [build() for _ in range(5)]
     for net in nets[:2]:
@@ -186,12 +186,12 @@ def test_states_can_be_saved_after_the_process_group_has_ended() -> None:
 
 
 @on_workers(2)
-def test_a_line_search_is_not_told_of_the_gradients_that_it_drops() -> None:
+def test_a_line_search_causes_no_warning_of_dropped_gradients() -> None:
     net = build()
     ddp = DistributedDataParallel(net)
     register_comm_hook(ddp, HardThreshold(threshold=0.0))
     optimizer = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=4)
-    said: list[str] = []
+    messages: list[str] = []
 
     def closure(batch: Tensor) -> Tensor:
         optimizer.zero_grad()
@@ -199,7 +199,7 @@ def test_a_line_search_is_not_told_of_the_gradients_that_it_drops() -> None:
         loss.backward()
         return loss
 
-    with messages_of(said):
+    with messages_of(messages):
         for batch in batches(6):
             optimizer.step(partial(closure, batch))
-    assert not [message for message in said if "dropped" in message]
+    assert not [message for message in messages if "dropped" in message]

@@ -1,4 +1,4 @@
-"""Replicas of shards that step optimizers of their own, against as many plain workers with a replica's data each."""
+"""Sharded replicas with their own optimizers against as many plain workers, each with the data of a replica."""
 
 import functools
 from functools import partial
@@ -18,7 +18,7 @@ from tests.workers import run_workers
 
 THRESHOLD = 0.02
 LOOKS_AT = (0, 4, 7)
-"""Steps after which somebody looks at the mean of all replicas' weights, with a forward that no backward follows."""
+"""Steps after which a forward without backward uses the mean of all replicas' weights."""
 
 
 def adam(parameters):
@@ -30,9 +30,9 @@ def loss_of(model, batch):
 
 
 def train(mesh, options):
-    """Returns what a replica has after each step and in the end, whole: weights, anchor, the numbers."""
+    """Returns the full weights and anchor of a replica after each step, and its final statistics."""
     model = build_network()
-    if dist.get_rank() // mesh["shard"].size():  # replicas that begin apart
+    if dist.get_rank() // mesh["shard"].size():  # replicas start with different weights
         for parameter in model.parameters():
             parameter.data.add_(1.0)
     sharded(model, mesh["shard"])
@@ -70,7 +70,7 @@ def anchor_of(averager):
 def simulated(layout, options):
     replicas, shards = layout
     models = [build_network() for _ in range(replicas)]
-    select = at_least(THRESHOLD if replicas > 1 else 0.0)  # one replica has nobody to exchange with
+    select = at_least(THRESHOLD if replicas > 1 else 0.0)  # a single replica does not exchange
     optimizers = [adam(model.parameters()) for model in models]
     simulation = Simulation(models, optimizers, select, **drift_simulation.simulated(options))
     history, looks = [], []
@@ -100,13 +100,13 @@ ROWS = [(layout, case) for layout in LAYOUTS for case in (CASES if layout == (2,
 
 @functools.cache
 def trained(layout, *cases):
-    """What every rank has after each case, one after the other in the same processes."""
+    """Returns the results of every rank in all cases, which share the processes."""
     return run_workers(train_all, layout[0] * layout[1], layout, cases, new=True)
 
 
 @pytest.mark.xdist_group("drifts of shards")
 @pytest.mark.parametrize(("layout", "case"), ROWS, ids=str)
-def test_replicas_train_as_so_many_workers(layout, case, rows):
+def test_sharded_replicas_train_as_plain_workers(layout, case, rows):
     ranks = trained(layout, *(row["case"] for row in rows if row["layout"] == layout))
     simulation, expected, expected_looks = simulated(layout, CASES[case])
     for rank, of_cases in enumerate(ranks):

@@ -1,4 +1,4 @@
-"""Replicas of a model that FSDP2 shards, against as many plain workers with as much data as a replica has."""
+"""Replicas of a model that FSDP2 shards against as many plain workers, each with the data of a replica."""
 
 import random
 
@@ -35,7 +35,7 @@ def build_mesh(replicas, shards):
 
 
 def sharded(model, mesh):
-    for layer in model[:-1]:  # the last layer is the outermost module's, which keeps it gathered after a forward
+    for layer in model[:-1]:  # the root module owns the last layer and keeps it gathered after a forward
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -53,11 +53,11 @@ def whole_residuals(exchange):
 
 
 FALLS_AT = 4
-"""From this step on λ is lower: what waits in residuals is above it, also of parameters that are left out."""
+"""From this step on λ is lower, below values in the residuals, including those of unused parameters."""
 
 
 def draw(seed):
-    """A random training: layers, who uses which when, which of them are stepped on, and what is sent."""
+    """Draws a training: layers, the layers used and stepped in each step, and the exchange."""
     dice = random.Random(seed)
     layers = [(dice.choice([1, 2, 3, 5, 8]), dice.random() < 0.5) for _ in range(dice.randint(1, 5))]
     replicas, shards = dice.choice(LAYOUTS)
@@ -115,7 +115,7 @@ def soak(plan):
     model = soak_model(plan)
     replica, shard = divmod(dist.get_rank(), shards)
     for parameter in model.parameters():
-        parameter.data.add_(replica)  # replicas begin apart, and with the first one's weights
+        parameter.data.add_(replica)  # the exchange must replace these by the weights of replica 0
     for layer in model:
         fully_shard(layer, mesh=mesh["shard"])
     named = dict(model.named_parameters())
@@ -123,7 +123,7 @@ def soak(plan):
     exchange = shard_exchange(model, mesh["replicate"], sparsifier, exchange=plan["exchange"])
     optimizers = {name: torch.optim.SGD([weight], lr=0.1, momentum=plan["momentum"]) for name, weight in named.items()}
     for step, ((used, stepped), inputs) in enumerate(zip(plan["steps"], soak_inputs(plan), strict=True)):
-        if step == FALLS_AT and replicas > 1:  # one replica sends everything until it is told of a λ
+        if step == FALLS_AT and replicas > 1:  # a single replica ignores λ
             exchange.set_threshold(plan["falls_to"] * plan["threshold"])
         soak_loss(model, used[replica], inputs[replica, shard]).backward()
         exchange.average_gradients(named[name] for name in stepped)
@@ -141,7 +141,7 @@ def soak_in_plain_tensors(plan):
     model = soak_model(plan)
     named = dict(model.named_parameters())
     errors = [{name: torch.zeros_like(parameter) for name, parameter in named.items()} for _ in range(replicas)]
-    held = [dict.fromkeys(named) for _ in range(replicas)]  # each replica's gradients
+    held = [dict.fromkeys(named) for _ in range(replicas)]  # gradients of each replica
     optimizers = {name: torch.optim.SGD([weight], lr=0.1, momentum=plan["momentum"]) for name, weight in named.items()}
     for step, ((used, stepped), inputs) in enumerate(zip(plan["steps"], soak_inputs(plan), strict=True)):
         usual = plan["threshold"] * (plan["falls_to"] if step >= FALLS_AT else 1.0)
@@ -159,7 +159,7 @@ def soak_in_plain_tensors(plan):
             for replica in who:
                 whole = errors[replica][name] + held[replica][name]
                 threshold = 0.2 if plan["layer_thresholds"] and name.startswith("0.") else usual
-                is_sent = whole.abs() >= (threshold if replicas > 1 else 0.0)  # one replica has nobody to wait for
+                is_sent = whole.abs() >= (threshold if replicas > 1 else 0.0)  # a single replica sends everything
                 sent = torch.where(is_sent, whole, 0.0)
                 selected += int(is_sent.sum())
                 errors[replica][name] = whole - sent
@@ -174,7 +174,7 @@ def soak_in_plain_tensors(plan):
 
 
 @pytest.mark.parametrize("seed", [22, 0, 2, 4, 6, 7, 9, 10, 11, 15, 16, 38])
-def test_random_trainings_are_those_of_plain_replicas(seed):
+def test_random_trainings_equal_plain_replicas(seed):
     plan = draw(seed)
     replicas, shards = plan["layout"]
     weights, errors, selected = soak_in_plain_tensors(plan)
@@ -185,9 +185,9 @@ def test_random_trainings_are_those_of_plain_replicas(seed):
 
 
 @on_workers(4, new=True)
-def test_what_is_misused_is_told_of():
+def test_shard_exchange_raises_on_misuse():
     mesh, model, sparsifier = build_mesh(2, 2), build_network(), HardThreshold(threshold=0.1)
-    for make, said in (
+    for make, message in (
         (lambda: shard_exchange(model, mesh, sparsifier), "a mesh of 2 dimensions"),
         (lambda: shard_exchange(model, mesh["replicate"], sparsifier), "0.weight is not sharded"),
         (
@@ -196,7 +196,7 @@ def test_what_is_misused_is_told_of():
         ),
         (lambda: shard_exchange(model, mesh["replicate"], 0.1), "Expected a sparsifier"),
     ):
-        with pytest.raises((TypeError, ValueError, RuntimeError), match=said):
+        with pytest.raises((TypeError, ValueError, RuntimeError), match=message):
             make()
     single = init_device_mesh("cpu", (4, 1), mesh_dim_names=("shard", "rest"))
     with pytest.raises(ValueError, match="sharded over one rank, but a replica has 4"):
@@ -214,7 +214,7 @@ def test_what_is_misused_is_told_of():
 
 @pytest.mark.parametrize("stop", [1, 7])
 @on_workers(4, new=True)
-def test_an_exchange_goes_on_from_its_state(stop):
+def test_an_exchange_resumes_from_its_state(stop):
     mesh = build_mesh(2, 2)
     results = []
     for stops in (None, stop):
@@ -239,7 +239,7 @@ def test_an_exchange_goes_on_from_its_state(stop):
 
 
 @on_workers(2, new=True)
-def test_groups_of_a_world_that_has_ended_are_not_used_again(tmp_path):
+def test_groups_of_a_destroyed_world_are_not_reused(tmp_path):
     sums = []
     for world in range(2):
         if world:

@@ -1,4 +1,4 @@
-"""A loop without a Trainer that saves the hook's state and goes on from it."""
+"""A loop without a Trainer saves the state of the hook and resumes from it."""
 
 import copy
 import io
@@ -58,7 +58,7 @@ def _stop_and_go_on(sparsifier, stop=STOP, dropped=None):
 
 @pytest.mark.parametrize("sparsifier", [HardThreshold(threshold=0.2), HardThreshold(density=0.05, calibration_steps=8)])
 @pytest.mark.parametrize("num_workers", [2, 3])
-def test_a_loop_that_stops_and_goes_on_equals_one_that_does_not(num_workers, sparsifier):
+def test_a_resumed_loop_equals_an_uninterrupted_loop(num_workers, sparsifier):
     for straight, resumed in run_workers(_stop_and_go_on, num_workers, sparsifier):
         assert any(residual.any() for residual in straight[2]["own"]["residual"].values())
         for expected, found in zip(straight, resumed, strict=True):
@@ -81,18 +81,18 @@ def test_a_loop_that_stops_and_goes_on_equals_one_that_does_not(num_workers, spa
     ],
 )
 @pytest.mark.parametrize(("stop", "dropped"), [(1, None), (STOP, STOP - 1), (STOP, STOP - 2)])
-def test_a_stop_after_the_first_step_or_a_dropped_one_changes_no_weight(sparsifier, stop, dropped):
+def test_a_stop_after_the_first_or_a_dropped_step_changes_no_weight(sparsifier, stop, dropped):
     for straight, resumed in run_workers(_stop_and_go_on, 2, sparsifier, stop, dropped):
         assert any(residual.any() for residual in straight[2]["own"]["residual"].values())
         torch.testing.assert_close(straight[:2], resumed[:2], rtol=0, atol=0)
         torch.testing.assert_close(straight[2]["own"]["residual"], resumed[2]["own"]["residual"], rtol=0, atol=0)
-        for key in ("sums", "norms"):  # of the running epoch, and of the last, in which the stop was
+        for key in ("sums", "norms"):  # of the current epoch, and of the last, which contains the stop
             found = [end[2]["history"]["sparsifier"].get(key, {}) for end in (straight, resumed)]
             torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 @on_workers(2)
-def test_the_file_of_another_worker_is_refused():
+def test_load_state_dict_rejects_the_state_of_another_worker():
     *_, state = begin(HardThreshold(threshold=0.2))
     saved = state.state_dict() | {"rank": 1 - dist.get_rank()}
     with pytest.raises(RuntimeError, match=r"This state is of rank \d of 2 workers, and this is rank \d of 2"):
@@ -111,14 +111,14 @@ def _first_layout(comes_from_another_run):
     return state.snapshot().numbers["layout"]
 
 
-def test_after_a_reset_buckets_are_not_laid_out_as_in_another_run():
+def test_a_reset_forgets_the_bucket_layout():
     own = run_workers(_first_layout, 2, False)
     assert run_workers(_first_layout, 2, True) == own
     assert len(own[0]) == 1  # DDP's first step has one bucket
 
 
 @on_workers(2)
-def test_an_epoch_is_told_of_anew_after_a_file_or_a_reset():
+def test_an_epoch_begins_anew_after_a_load_or_reset():
     model, optimizer, state = begin(Accordion(0.05, 0.2, interval=1))
     fresh = state.sparsifier.state_dict(0)
     rate = torch.tensor(0.1)
@@ -147,14 +147,14 @@ class OfAnotherKind(HardThreshold):
 
 
 @on_workers(1)
-def test_a_state_that_is_no_dict_is_refused():
+def test_load_state_dict_rejects_other_types_than_dicts():
     *_, state = begin(OfAnotherKind(threshold=0.1))
     with pytest.raises(TypeError, match=r"OfAnotherKind.state_dict returned list. Return a dict"):
         state.state_dict()
 
 
 class Watching(HardThreshold):
-    """Keeps what it is shown."""
+    """Records the averages it observes."""
 
     needs_averages = True
 
@@ -166,7 +166,7 @@ class Watching(HardThreshold):
 @pytest.mark.parametrize("exchange", ["gather", "dense"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @on_workers(2)
-def test_a_sparsifier_sees_the_average_that_trains_without_the_loss_scale(dtype, exchange):
+def test_a_sparsifier_observes_the_unscaled_average(dtype, exchange):
     model = DistributedDataParallel(build_model(dtype), bucket_cap_mb=0.0005)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     state = register_comm_hook(model, Watching(threshold=0.05), grad_scaler=scaler, exchange=exchange)

@@ -41,7 +41,7 @@ def build_batches(num_workers: int, dtype: torch.dtype = torch.float64, steps: i
 
 @dataclass
 class Result:
-    """What a worker brings back."""
+    """The result of a worker."""
 
     weights: dict[str, torch.Tensor]
     residuals: dict[str, torch.Tensor]
@@ -60,7 +60,7 @@ def train(
     device: str = "cpu",
     **options: Any,
 ) -> Result:
-    """Trains as one worker of a process group with DDP and the package's hook."""
+    """Trains as a worker of a process group with DDP and the hook."""
     model = DistributedDataParallel(build_model(dtype).to(device), bucket_cap_mb=bucket_cap_mb)
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size, 0.5) if step_size else None
@@ -74,7 +74,7 @@ def train(
     receive = state.receive
     state.receive = lambda bucket: (calls.append(bucket.index()), receive(bucket))[1]
     for batches in build_batches(dist.get_world_size(), dtype, steps):
-        inputs, targets = (one.to(device) for one in batches[dist.get_rank()])
+        inputs, targets = (tensor.to(device) for tensor in batches[dist.get_rank()])
         optimizer.zero_grad()
         calls.clear()
         torch.nn.functional.mse_loss(model(inputs), targets).backward()

@@ -1,4 +1,4 @@
-"""Compensated buckets with the values that break things, layouts that fit them, and where they are sent."""
+"""Compensated buckets with edge values, layouts that fit them, and their shipments."""
 
 from math import inf, nan
 
@@ -12,7 +12,7 @@ DTYPES = (torch.float32, torch.float64)
 MAGNITUDES = (
     *(0.0, 1e-45, 1e-40, 2.0**-7, 0.01),  # subnormal numbers, half a step of the coarsest wires
     *(0.49999997, 0.5, 0.50000006, 2.9999998, 3.0),  # around EDGE_THRESHOLDS
-    *(0.501953125, 0.505859375, 1.0009765625, 1.5707964),  # halfway between bfloat16 numbers, to even; and not
+    *(0.501953125, 0.505859375, 1.0009765625, 1.5707964),  # halfway between bfloat16 numbers, and beside
     *(3584.0, 3585.0, 65_504.0, 65_520.0, 7e4, 3.3895314e38, 3.4e38),  # the ends of float8, float16 and bfloat16
     *(nan, inf),
 )
@@ -20,7 +20,7 @@ EDGE_THRESHOLDS = (0.0, 0.5, 3.0)
 
 
 def edge_values():
-    """Returns float32 values of p: more than a group of 64 and no whole number of vectors."""
+    """Returns float32 values of p: more than a group of 64, and not a multiple of a vector."""
     values = torch.tensor(MAGNITUDES)
     return torch.cat([values, -values, values, -values, values])
 
@@ -67,7 +67,7 @@ def packed(payload_format, selection):
 
 
 class Shipment:
-    """Of a route that gathers payloads; without a capacity, of a masked one."""
+    """A shipment of a route that gathers payloads, or of a masked route if there is no capacity."""
 
     divisor = 3
 

@@ -1,4 +1,4 @@
-"""ACCORDION as a function of epochs, learning rates and averages that it is told of."""
+"""ACCORDION as a function of epochs, learning rates and averaged gradients."""
 
 import copy
 from typing import Any
@@ -14,13 +14,13 @@ LAYOUTS = [LayerLayout(("a.weight", "a.bias"), (6, 2)), LayerLayout(("b.weight",
 NAMES = [name for layout in LAYOUTS for name in layout.names]
 
 
-class Told:
-    """A sparsifier that is told of a training: ``(epoch, rate, seed, is dropped)`` for each step."""
+class Trainee:
+    """Shows a sparsifier a training: ``(epoch, rate, seed, is dropped)`` for each step."""
 
     def __init__(self, sparsifier):
         self.sparsifier, self.step = sparsifier, 0
 
-    def goes_through(self, training):
+    def train_through(self, training):
         densities = []
         for epoch, rate, seed, is_dropped in training:
             self.sparsifier.begin_epoch(epoch, [rate])
@@ -47,41 +47,41 @@ def trainings(draw):
 
 
 @given(trainings(), st.integers(1, 3))
-def test_what_was_dropped_does_not_count(training, interval):
-    """Without what was dropped it is the same training; only an epoch of which nothing is left cannot be left out."""
-    kept = [one for one in training if not one[3]]
-    every = Told(Accordion(0.1, 0.5, interval)).goes_through(training)
-    only = Told(Accordion(0.1, 0.5, interval)).goes_through(kept)
-    if {one[0] for one in kept} == {one[0] for one in training}:
-        assert [densities for densities, one in zip(every, training, strict=True) if not one[3]] == only
+def test_accordion_ignores_dropped_steps(training, interval):
+    """A training equals itself without its dropped steps, unless an epoch has no other steps."""
+    kept = [step for step in training if not step[3]]
+    every = Trainee(Accordion(0.1, 0.5, interval)).train_through(training)
+    only = Trainee(Accordion(0.1, 0.5, interval)).train_through(kept)
+    if {step[0] for step in kept} == {step[0] for step in training}:
+        assert [densities for densities, step in zip(every, training, strict=True) if not step[3]] == only
 
 
 @given(trainings(), st.integers(1, 3), st.data())
-def test_a_resumed_one_goes_on_as_one_that_never_stopped(training, interval, data):
+def test_a_resumed_accordion_equals_an_uninterrupted_accordion(training, interval, data):
     stop = data.draw(st.integers(0, len(training)))
-    straight = Told(Accordion(0.1, 0.5, interval))
-    straight.goes_through(training[:stop])
+    straight = Trainee(Accordion(0.1, 0.5, interval))
+    straight.train_through(training[:stop])
     saved = straight.sparsifier.state_dict(straight.step)
     before = copy.deepcopy(saved)
-    resumed = Told(Accordion(0.1, 0.5, interval))
+    resumed = Trainee(Accordion(0.1, 0.5, interval))
     resumed.sparsifier.load_state_dict(saved)
     resumed.step = straight.step
-    assert straight.goes_through(training[stop:]) == resumed.goes_through(training[stop:])
-    one, other = (comparable(told.sparsifier.state_dict(told.step)) for told in (straight, resumed))
-    assert one == other
-    assert comparable(saved) == comparable(before)  # what is in a file changes no more
+    assert straight.train_through(training[stop:]) == resumed.train_through(training[stop:])
+    actual, expected = (comparable(trained.sparsifier.state_dict(trained.step)) for trained in (resumed, straight))
+    assert actual == expected
+    assert comparable(saved) == comparable(before)  # a saved state does not change later
 
 
 def comparable(state: dict[str, Any]) -> dict[str, Any]:
-    return state | {"sums": {name: one.tolist() for name, one in state["sums"].items()}}
+    return state | {"sums": {name: total.tolist() for name, total in state["sums"].items()}}
 
 
 def of_norms(norms: list[float], rates: list[float] | None = None, **options: Any) -> list[float]:
-    """The densities epoch by epoch where the epochs' sums have these norms."""
+    """Returns the density of each epoch if the sums of epochs have these norms."""
     sparsifier, found = Accordion(0.1, 0.5, **{"interval": 1} | options), []
     for epoch, norm in enumerate(norms):
         sparsifier.begin_epoch(epoch, [0.3, (rates or [0.1] * len(norms))[epoch]])
-        for half in range(2):  # the sum has the norm, not the steps
+        for half in range(2):  # the norm is that of the sum, not of the steps
             sparsifier.begin_step(2 * epoch + half, 0)
             sparsifier.observe(LayerLayout(("weight",), (2,)), torch.tensor([norm * (3 if half else -2), 0.0]))
         found.append(sparsifier.density_of("weight"))
@@ -92,7 +92,7 @@ def of_norms(norms: list[float], rates: list[float] | None = None, **options: An
     ("norms", "options", "expected"),
     [
         ([1.0, 1.0, 1.0], {}, [0.5, 0.5, 0.1]),
-        ([1.0, 1.5, 1.0, 0.6, 0.6], {}, [0.5, 0.5, 0.5, 0.1, 0.1]),  # a half of the older norm is enough
+        ([1.0, 1.5, 1.0, 0.6, 0.6], {}, [0.5, 0.5, 0.5, 0.1, 0.1]),  # half of the older norm suffices
         ([1.0, 1.49, 1.0], {}, [0.5, 0.5, 0.1]),
         ([1.0, 1.2, 1.2], {"relative_change": 0.1}, [0.5, 0.5, 0.5]),
         ([0.0, 0.0, 1.0, 1.0, 1.0], {}, [0.5, 0.5, 0.5, 0.5, 0.1]),
@@ -108,7 +108,7 @@ def test_a_layer_is_critical_while_its_norm_or_the_learning_rate_changes(norms, 
 
 
 def after(averages):
-    """A sparsifier that has seen these averages in its first epoch, the last of them in the running step."""
+    """Returns a sparsifier that saw these averages in its first epoch, the last of them in the current step."""
     sparsifier = Accordion(0.1, 0.5, interval=1)
     sparsifier.begin_epoch(0, [0.1])
     for step, average in enumerate(averages):
@@ -125,18 +125,18 @@ def after(averages):
         ([torch.ones(2, dtype=torch.bfloat16) for _ in range(300)], [300.0] * 2),  # in bfloat16 it ends at 256
     ],
 )
-def test_a_sum_is_of_copies_in_float32(averages, expected):
+def test_sums_copy_averages_to_float32(averages, expected):
     assert after(averages).state_dict(len(averages))["sums"]["weight"].tolist() == expected
 
 
-def test_a_norm_is_that_of_all_elements_and_no_square_is_too_large_for_it():
+def test_norms_of_huge_elements_do_not_overflow():
     sparsifier = after([torch.tensor([3e30, 4e30])])
     sparsifier.begin_epoch(1, [0.1])
     sparsifier.begin_step(1, 0)
     assert sparsifier.state_dict(1)["norms"]["weight"] == pytest.approx(5e30)
 
 
-def test_of_an_epoch_that_is_told_of_twice_the_first_rates_hold():
+def test_an_epoch_that_begins_twice_keeps_its_first_rates():
     sparsifier = Accordion(0.1, 0.5)
     for rate in (0.1, 0.05):
         sparsifier.begin_epoch(0, [rate])
@@ -144,7 +144,7 @@ def test_of_an_epoch_that_is_told_of_twice_the_first_rates_hold():
     assert sparsifier.state_dict(0)["learning_rates"] == [0.1]
 
 
-def test_an_epoch_without_an_exchange_is_not_waited_for():
+def test_accordion_skips_epochs_without_an_exchange():
     sparsifier, layout, found = Accordion(0.1, 0.5, interval=2), LayerLayout(("weight",), (2,)), []
     for epoch in range(8):
         sparsifier.begin_epoch(epoch, [0.1])
@@ -152,13 +152,13 @@ def test_an_epoch_without_an_exchange_is_not_waited_for():
             sparsifier.begin_step(epoch, 0)
             sparsifier.observe(layout, torch.ones(2))
             found.append(sparsifier.density_of("weight"))
-    assert found == [0.5, 0.5, 0.1, 0.1]  # 1 and 3 are compared once 3 is over
+    assert found == [0.5, 0.5, 0.1, 0.1]  # compares epochs 1 and 3 after epoch 3
 
 
-def test_a_layer_of_another_size_begins_anew():
-    saved = Told(Accordion(0.1, 0.5, interval=1))
-    saved.goes_through([(0, 0.1, 1, False)] * 2)
-    resumed = Told(Accordion(0.1, 0.5, interval=1))
+def test_a_resized_layer_starts_anew():
+    saved = Trainee(Accordion(0.1, 0.5, interval=1))
+    saved.train_through([(0, 0.1, 1, False)] * 2)
+    resumed = Trainee(Accordion(0.1, 0.5, interval=1))
     resumed.sparsifier.load_state_dict(saved.sparsifier.state_dict(2))
     resumed.step = 2
     resumed.sparsifier.begin_epoch(0, [0.1])
@@ -169,7 +169,7 @@ def test_a_layer_of_another_size_begins_anew():
     assert resumed.sparsifier.state_dict(3)["sums"]["a.bias"].tolist() == [1.0] * 3
 
 
-def test_a_bucket_may_hold_layers_of_both_kinds_and_what_is_not_finite_is_sent():
+def test_a_bucket_mixes_stable_and_critical_layers_and_sends_non_finite_values():
     sparsifier = Accordion(0.1, 0.5)
     sparsifier._stable_layers = {"calm"}
     layout = LayerLayout(("calm", "critical"), (10, 10))
@@ -179,18 +179,18 @@ def test_a_bucket_may_hold_layers_of_both_kinds_and_what_is_not_finite_is_sent()
     assert {0, 3} <= set(sparsifier.select(values, layout).indices.tolist())
 
 
-def test_it_says_so_where_nobody_tells_of_epochs():
+def test_accordion_raises_without_begin_epoch():
     sparsifier = Accordion()
-    sparsifier.begin_step(0, 0)  # as kernels are tried out
+    sparsifier.begin_step(0, 0)  # as the warm-up of kernels does
     with pytest.raises(
         RuntimeError, match=r"ACCORDION needs begin_epoch\(epoch, learning_rates\) at the start of each epoch"
     ):
         sparsifier.begin_step(1, 0)
 
 
-def test_it_is_the_same_sparsifier_whatever_it_was_told_of():
+def test_settings_of_accordion_do_not_depend_on_its_history():
     sparsifier = Accordion()
-    Told(sparsifier).goes_through([(0, 0.1, 1, False), (1, 0.1, 2, False)])
+    Trainee(sparsifier).train_through([(0, 0.1, 1, False), (1, 0.1, 2, False)])
     assert sparsifier.settings() == Accordion().settings() != Accordion(interval=9).settings()
     sparsifier.load_state_dict({})
     assert sparsifier.state_dict(0) == Accordion().state_dict(0)

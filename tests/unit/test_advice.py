@@ -1,4 +1,4 @@
-"""Advice: each row is a run of exchanges and the messages that it must bring, or none."""
+"""Advice: each row is a run of exchanges and its expected messages."""
 
 import inspect
 import re
@@ -31,7 +31,7 @@ def _says_everything() -> Iterator[None]:
 
 
 def step(selected: float, *, error: float = 1.0, dense: float = 0.0, layers: Any = None, calibrates: bool = False):
-    """The numbers of an exchange in which so many of 1,000 coordinates were sent by each worker."""
+    """Returns the statistics of an exchange in which each worker sent so many of 1,000 coordinates."""
     return StepStats(
         0, WORKERS, ELEMENTS, int(selected * WORKERS), error, 1.0, 0, 1, 1,
         threshold=1.0,
@@ -50,15 +50,15 @@ class Situation:
 
     Attributes:
         steps: its exchanges.
-        said: a pattern for each message that must come.
-        planned: how many exchanges there will be.
-        keeps_rest: whether there is error feedback.
-        trained: how many elements the model trains.
-        searched: exchanges of a search before it, whose objects train after it.
+        expected: a pattern for each expected message.
+        planned: number of exchanges to come.
+        keeps_rest: whether error feedback is on.
+        trained: number of elements that the model trains.
+        searched: exchanges of an earlier search that used the same objects.
     """
 
     steps: list[StepStats]
-    said: list[str] = field(default_factory=list)
+    expected: list[str] = field(default_factory=list)
     sparsifier: Sparsifier = field(default_factory=lambda: _calibrated(0.01))
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
     averages: str = "gradients"
@@ -80,7 +80,7 @@ SITUATIONS = {
     "too much": Situation([step(40)] * 300, [r"density is 4 % after calibration, not 1 %. λ is being adjusted"]),
     "too little": Situation([step(2)] * 300, [r"is 0.2 % after calibration, not 1 %. λ is being adjusted"]),
     "not so far off": Situation([step(19)] * 300 + [step(6)] * 200),
-    # 100 layers of 10 elements, each held to one coordinate a step where 1 % would be a tenth of one.
+    # 100 layers of 10 elements: each sends at least one coordinate per step, although 1 % is 0.1.
     "as small layers must": Situation(
         [step(100, layers={str(layer): (2, 1.0) for layer in range(100)})] * 300,
         sparsifier=HardThreshold(density=0.01, granularity="layer"),
@@ -96,7 +96,7 @@ SITUATIONS = {
     "off with a constant threshold": Situation([step(40)] * 300, sparsifier=HardThreshold(threshold=1.0)),
     "off with Top-k, whose layers are small": Situation([step(40)] * 300, sparsifier=TopK(0.01)),
     "nothing for 200 exchanges": Situation(
-        # Of 1,000 coordinates a squared norm that grows by 0.5 in each step: 0.0005 a coordinate.
+        # The squared norm grows by 0.5 per step: 0.0005 for each of 1,000 coordinates.
         [step(5)] + [step(0, error=0.5 * number) for number in range(1, 231)],
         [r"nothing was sent in 200 exchanges: λ=2 is too high. Set threshold=0.71 or density=0.001"],
         sparsifier=HardThreshold(threshold=2.0),
@@ -112,7 +112,7 @@ SITUATIONS = {
     "nothing while λ is corrected": Situation(
         [step(0, error=number) for number in range(1, 201)], [r"too high. λ is being lowered"]
     ),
-    # Without error feedback every residual is zero, whatever the gradients are.
+    # Without error feedback every residual is zero.
     "nothing without error feedback": Situation(
         [step(10, error=0.0)] + [step(0, error=0.0)] * 200,
         [r"λ=1 is too high or gradients are 0. Set threshold=0.5"],
@@ -202,11 +202,11 @@ def listen(situation: Situation) -> list[str]:
 
 
 @pytest.mark.parametrize("name", SITUATIONS)
-def test_a_message_is_said_once_per_process_and_no_other_is(name):
+def test_each_situation_brings_its_messages_once_per_process(name):
     situation = SITUATIONS[name]
     messages = listen(situation)
-    assert len(messages) == len(situation.said), messages
-    for pattern in situation.said:
+    assert len(messages) == len(situation.expected), messages
+    for pattern in situation.expected:
         assert any(re.search(pattern, message) for message in messages), messages
     assert listen(situation) == []  # a resume, or another Trainer
     advice_module._reported.clear()
@@ -253,7 +253,7 @@ EXTREMES = [
 ]  # fmt: skip
 
 
-def test_a_message_is_one_line_of_at_most_120_characters_and_a_link():
+def test_a_message_has_at_most_120_characters_and_a_link():
     kinds: set[str] = set()
     for situation in EXTREMES:
         advice_module._reported.clear()
@@ -284,23 +284,23 @@ NORMALISING = (
 
 
 @pytest.mark.parametrize("name", NORMALISING)
-def test_an_optimizer_that_normalises_is_known_by_its_name(name):
+def test_normalising_recognises_optimizers_by_name(name):
     assert _normalising(_optimizer(name)) == [name]
 
 
 @pytest.mark.parametrize("name", ["SGD", "ASGD", "LBFGS", "SGDW", "SGDP", "QHM", "SAM", "Lookahead"])
-def test_an_optimizer_in_proportion_to_gradients_is_left_alone(name):
+def test_normalising_skips_optimizers_proportional_to_gradients(name):
     assert _normalising(_optimizer(name, momentum=0.9)) == []
     assert _normalising(_wrapping("base_optimizer", _optimizer("SGD"))) == []
     assert _normalising(_optimizer("AggMo", betas=(0.0, 0.9, 0.99))) == []
 
 
-def test_an_optimizer_of_unknown_name_is_known_by_its_betas():
+def test_normalising_recognises_unknown_optimizers_by_betas_or_base_class():
     assert _normalising(_optimizer("Ranger21", betas=(0.9, 0.999))) == ["Ranger21"]
     assert _normalising(type("Mine", (torch.optim.AdamW,), {})([torch.nn.Parameter(torch.ones(1))])) == ["Mine"]
 
 
-def test_an_optimizer_inside_of_others_is_found():
+def test_normalising_finds_nested_optimizers():
     innermost = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
     nested = _wrapping("optimizer", _wrapping("_inner", innermost), "SAM")
     assert _normalising(nested) == ["AdamW"]

@@ -10,7 +10,7 @@ from lightning_sparse.exchange.routes.cost_model import SMALLEST_CAPACITY, Costs
 
 
 @given(st.integers(0, 10**6), st.lists(st.integers(0, 10**6), max_size=30), st.integers(0, 10**6))
-def test_a_capacity_is_enough_for_what_was_seen_last_and_never_more_than_the_bucket(first, counts, limit):
+def test_a_capacity_fits_the_last_count_and_never_exceeds_the_bucket(first, counts, limit):
     forecast = Forecast.first(first)
     for count in counts:
         forecast = forecast.after(count)
@@ -21,14 +21,14 @@ def test_a_capacity_is_enough_for_what_was_seen_last_and_never_more_than_the_buc
     assert capacity <= max(6 * last, SMALLEST_CAPACITY) + CAPACITY_STEP
 
 
-def test_a_steady_count_ends_without_padding():
+def test_a_steady_count_needs_no_padding():
     forecast = Forecast.first(10_000)
     for _ in range(80):
         forecast = forecast.after(10_000)
     assert forecast.capacity(10**9) <= 10_000 + CAPACITY_STEP
 
 
-def test_a_restless_count_overflows_in_one_of_twenty_steps_for_little_padding():
+def test_a_noisy_count_overflows_rarely_and_needs_little_padding():
     # k of a hard threshold over steps: noise of a few per cent around a slow trend.
     noise = random.Random(0)
     forecast, overflows, padding = Forecast.first(10_000), 0, 0
@@ -90,7 +90,7 @@ def test_a_slower_link_never_brings_more_bytes(num_workers, size, density, on_gp
         (16, 1_000_000, 0.03, None, False, "gather"),  # to sum by slices takes 44 kernels more
     ],
 )
-def test_on_a_gpu_sparse_routes_are_for_links_on_which_they_win(num_workers, size, density, link, is_one_node, route):
+def test_a_gpu_takes_sparse_routes_only_on_links_where_they_win(num_workers, size, density, link, is_one_node, route):
     known, k = speeds(link, on_gpu=True, is_one_node=is_one_node), density * size
     costs = Costs(num_workers, size, 4, 4)
     assert costs.cheapest(k, k / num_workers, known) == route

@@ -1,4 +1,4 @@
-"""λ after calibration, of the model or of each layer, on random walks: the volume meets the density asked for."""
+"""After calibration, λ of the model or of each layer keeps random walks at the requested density."""
 
 import math
 from functools import partial
@@ -18,7 +18,7 @@ def control_of(density):
 
 
 def walk(threshold, increments, control=None):
-    """Returns the density of each exchange; without a control λ stays what it is."""
+    """Returns the density of each exchange; λ stays constant without a control."""
     residuals, densities = 0.0, []
     for increment in increments:
         residuals = residuals + increment
@@ -46,7 +46,7 @@ SCALES = {
 @pytest.mark.parametrize("drift", [0.0, 0.3])
 @pytest.mark.parametrize("density", [0.01, 0.001])
 @pytest.mark.parametrize("name", SCALES)
-def test_the_volume_is_within_a_fifth_of_what_was_asked_for(name, density, drift):
+def test_the_volume_stays_within_a_fifth_of_the_requested_density(name, density, drift):
     generator = np.random.default_rng(0)
     directions = generator.standard_normal(10_000) * drift
     scales = [SCALES[name](1000, step) for step in range(1000)]
@@ -58,25 +58,25 @@ def test_the_volume_is_within_a_fifth_of_what_was_asked_for(name, density, drift
 
 
 @pytest.mark.parametrize("factor", [0.1, 0.3, 3, 10])
-def test_what_a_wrong_first_threshold_sent_too_much_or_too_little_is_made_up_for(factor):
+def test_the_controller_compensates_a_wrong_first_threshold(factor):
     generator = np.random.default_rng(0)
     increments = (generator.standard_normal(10_000) for _ in range(1000))
     assert walk(factor / math.sqrt(0.01), increments, control_of(0.01)).mean() == pytest.approx(0.01, rel=0.01)
 
 
-def test_it_is_slow():
+def test_the_controller_moves_slowly():
     control = control_of(0.01)
-    assert 1 < control.corrected(1.0, 1.0) < 1.6  # all was sent, a hundred times what was asked for
+    assert 1 < control.corrected(1.0, 1.0) < 1.6  # everything was sent: 100 times the target
     assert 1 < control_of(0.01).corrected(1.0, 0.02) < 1.02
     assert 1 > control_of(0.01).corrected(1.0, 0.0) > 1 / 1.12
 
 
 @pytest.mark.parametrize("density", [0.01, 0.001])
-def test_a_threshold_from_the_first_step_of_a_warm_up_soon_catches_up(density):
+def test_a_threshold_calibrated_at_the_start_of_warmup_catches_up(density):
     generator = np.random.default_rng(0)
     increments = (min(1.0, (step + 1) / 50) * generator.standard_normal(20_000) for step in range(1, 100))
     sent = walk(1 / 50 / math.sqrt(density), increments, control_of(density)).sum()
-    assert sent / density < 165  # of 100; without, 400 and 560
+    assert sent / density < 165  # of 100 steps; 400 and 560 without the control
 
 
 INCREMENTS = {
@@ -91,7 +91,7 @@ INCREMENTS = {
 @pytest.mark.parametrize("kind", INCREMENTS)
 @pytest.mark.parametrize("name", ["constant", "rate falls", "cosine", "warm-up"])
 @pytest.mark.parametrize("density", [0.3, 0.08])
-def test_what_is_asked_of_few_exchanges_is_met_by_them(density, name, kind):
+def test_few_exchanges_reach_the_requested_density(density, name, kind):
     scale = {
         "constant": lambda _: 1.0,
         "rate falls": lambda exchange: 1.0 if exchange < 40 else 0.1,
@@ -106,19 +106,19 @@ def test_what_is_asked_of_few_exchanges_is_met_by_them(density, name, kind):
         assert np.std(densities[-20:]) < 0.03  # at ten times that pace it swings by more than 0.1
 
 
-def test_a_density_that_cannot_be_reached_is_not_made_up_for_later():
+def test_the_controller_does_not_compensate_an_unreachable_density_later():
     control, threshold = control_of(0.1), 1.0
-    for _ in range(5000):  # whatever is not zero is sent, and it is not enough
+    for _ in range(5000):  # all nonzero values are sent, and they do not reach the target
         threshold = control.corrected(threshold, 0.004, is_all=True)
     assert threshold == 1.0
-    for _ in range(5000):  # something is kept
+    for _ in range(5000):  # the residual is nonzero
         threshold = control.corrected(threshold, 0.004)
     thresholds = [threshold := control.corrected(threshold, 0.16) for _ in range(200)]
     assert thresholds[-1] > 10 * min(thresholds)
 
 
 @pytest.mark.parametrize("density", [0.0, 1.0])
-def test_a_threshold_stays_a_number_that_can_be_compared_with(density):
+def test_a_threshold_stays_finite_and_positive(density):
     control, threshold = control_of(0.001), 1.0
     for _ in range(5000):
         threshold = control.corrected(threshold, density)
@@ -128,11 +128,11 @@ def test_a_threshold_stays_a_number_that_can_be_compared_with(density):
 
 DENSITY = 0.01
 LAYERS = {"large": (3_000, 10.0), "small": (3_000, 0.01), "drifting": (3_000, 1.0), "bias": (5, 1.0), "one": (1, 1.0)}
-"""Elements, and how far each moves in a step."""
+"""Number of elements, and standard deviation of a step of each."""
 
 
 class Walks:
-    """Residuals of two workers, of which what reaches its layer's λ is sent."""
+    """Residuals of two workers, which send the elements at or above the λ of their layer."""
 
     def __init__(self, control, thresholds):
         self.control, self.thresholds = control, thresholds
@@ -153,7 +153,7 @@ class Walks:
         return {name: layer.density for name, layer in stats.items()}
 
 
-def test_each_layer_sends_its_share_and_small_ones_about_one_coordinate_a_step():
+def test_each_layer_sends_its_share_and_a_small_layer_one_coordinate_per_step():
     walks = Walks(LayerControl(DENSITY), dict.fromkeys(LAYERS, 30.0))
     densities = [walks.step() for _ in range(1000)]
     average = {name: np.mean([step[name] for step in densities[100:]]) for name in LAYERS}
@@ -161,26 +161,26 @@ def test_each_layer_sends_its_share_and_small_ones_about_one_coordinate_a_step()
         assert average[name] == pytest.approx(DENSITY, rel=0.1)
     assert average["bias"] == pytest.approx(1 / 5, rel=0.2)
     assert average["one"] == pytest.approx(1 / 2, rel=0.2)
-    assert 0.1 < walks.thresholds["one"] < 10  # and it does not fall for ever
+    assert 0.1 < walks.thresholds["one"] < 10  # and it does not fall forever
     assert walks.thresholds["large"] > 100 * walks.thresholds["small"]
 
 
-def test_a_layer_that_is_not_used_keeps_its_threshold():
+def test_an_unused_layer_keeps_its_threshold():
     walks = Walks(LayerControl(DENSITY), dict.fromkeys(LAYERS, 1.0))
     for _ in range(100):
         walks.step()
-    walks.step(used={"large"})  # in which others may still send what had reached λ as it was before
+    walks.step(used={"large"})  # other layers may still send elements that had reached the previous λ
     before = walks.thresholds
     for _ in range(20):
         walks.step(used={"large"})
     assert {name for name in LAYERS if walks.thresholds[name] == before[name]} == LAYERS.keys() - {"large"}
 
 
-def test_an_empty_layer_has_none():
+def test_an_empty_layer_has_no_threshold():
     assert LayerControl(DENSITY).corrected({"empty": LayerStats(0, 0, 0.0, 0.0)}, lambda _: 1.0) == {}
 
 
-def test_only_layers_for_which_a_step_counts_are_corrected():
+def test_the_controller_corrects_only_stepped_layers():
     control = LayerControl(DENSITY)
     stats = {name: LayerStats(1000, 1000, 1.0, 1.0) for name in ("stepped", "dropped")}
     found = control.corrected(stats, lambda _: 1.0, {"stepped"})
@@ -188,7 +188,7 @@ def test_only_layers_for_which_a_step_counts_are_corrected():
     assert found["dropped"] == 1
 
 
-def test_a_layer_of_another_size_is_held_to_its_new_share():
+def test_a_resized_layer_gets_its_new_share():
     control = LayerControl(DENSITY)
     control.corrected({"bias": LayerStats(1, 1, 0.5, 1.0)}, lambda _: 1.0)
     control.corrected({"bias": LayerStats(20, 10, 0.5, 1.0)}, lambda _: 1.0)

@@ -1,4 +1,4 @@
-"""What can be seen of the documentation without building it: links, navigation, names; snippets run in integration."""
+"""Checks links, navigation and names of the documentation without building it. Integration tests run its snippets."""
 
 import ast
 import importlib.util
@@ -30,7 +30,7 @@ def name_of(path: Path) -> str:
 
 
 @pytest.mark.parametrize("page", MARKDOWN, ids=name_of)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_a_target(page: Path) -> None:
     for link in links(page.read_text()):
         if re.match(r"[a-z]+:", link):
             continue
@@ -40,7 +40,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target.read_text()), link
 
 
-def test_links_are_found_and_anchors_are_those_of_a_reader_of_markdown() -> None:
+def test_links_and_anchors_follow_the_rules_of_markdown() -> None:
     heading = "## What it costs, and [why](b.md) – 10 % more"
     text = f"# One\n\n{heading}\n\n[a](x.md#one) ![b](y.png) `[c](z.md)`\n\n    [d](w.md)\n"
     assert links(text) == ["b.md", "x.md#one", "y.png"]
@@ -58,7 +58,7 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert sorted(pages) == sorted(path.stem for path in (PROJECT / "docs").glob("*.md"))
 
 
-def test_everything_public_is_in_the_reference() -> None:
+def test_the_reference_lists_all_public_names() -> None:
     reference = (PROJECT / "docs" / "reference.md").read_text()
     named = re.findall(r"^\.\. auto(?:class|function):: lightning_sparse\.(\w+)$", reference, re.MULTILINE)
     assert sorted(named) == sorted(lightning_sparse.__all__)
@@ -86,7 +86,7 @@ def test_commands_name_modules_and_files_that_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", MARKDOWN, ids=name_of)
-def test_python_is_between_fences_so_that_it_is_run(page: Path) -> None:
+def test_python_stands_between_fences(page: Path) -> None:
     for code in indented(page.read_text()):
         assert not PYTHON_OR_YAML.search(code), code
 
@@ -97,13 +97,13 @@ def test_no_sphinx_role_is_in_a_docstring(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_what_a_docstring_names_in_single_backticks_is_public(path: Path) -> None:
+def test_single_backticks_in_docstrings_name_public_objects(path: Path) -> None:
     for text, owner in docstrings(ast.parse(path.read_text())):
         for name in re.findall(r"(?<!`)`([^`]+)`(?!`)", text):
             assert is_public(name, owner), f"`{name}` in {owner}"
 
 
-def test_a_name_that_is_not_public_is_seen() -> None:
+def test_is_public_rejects_other_names() -> None:
     (found,) = list(docstrings(ast.parse('class TopK:\n    def select(self):\n        "See `mark`, ``x``."')))
     assert found == ("See `mark`, ``x``.", "TopK")
     assert is_public("mark", "TopK")
@@ -115,7 +115,7 @@ def test_a_name_that_is_not_public_is_seen() -> None:
 
 
 def docstrings(tree: ast.AST, owner: str | None = None):
-    """Yields every string that stands by itself, with the class in which it does."""
+    """Yields every string that is a statement, with the class around it."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.value.value, owner

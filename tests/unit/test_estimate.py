@@ -1,4 +1,4 @@
-"""What is said of an exchange beforehand, against the steps that were measured and against sums by hand."""
+"""Estimates of an exchange against measured steps and against sums by hand."""
 
 import json
 from pathlib import Path
@@ -10,18 +10,18 @@ from lightning_sparse import estimate
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/step_time_bucket_view.json"
 RATES = {"200mbit": 0.2, "1gbit": 1.0}
-"""At which the exchange is more than a step computes meanwhile: nothing is hidden behind backward."""
+"""Gbit/s by name. At these rates the exchange takes longer than backward, which hides nothing of it."""
 
 
 def measured() -> list[tuple[str, float, float, float, float]]:
     rows = []
     for result in json.loads(RESULTS.read_text())["results"]:
-        methods = {name: one for name, one in result["methods"].items() if result["rate"] in RATES}
-        for name, one in methods.items():
+        methods = {name: method for name, method in result["methods"].items() if result["rate"] in RATES}
+        for name, method in methods.items():
             if name == "ddp_fp32" or name.startswith("hard_threshold_0"):
-                density = one["density"]["mean"] if "density" in one else 1.0
+                density = method["density"]["mean"] if "density" in method else 1.0
                 floor = methods["floor"]["seconds"]["median"]
-                rows.append((name, RATES[result["rate"]], density, one["seconds"]["median"], floor))
+                rows.append((name, RATES[result["rate"]], density, method["seconds"]["median"], floor))
     return rows
 
 
@@ -30,13 +30,13 @@ assert len(MEASURED) == 8
 
 
 @pytest.mark.parametrize(("method", "rate", "density", "seconds", "floor"), MEASURED)
-def test_a_step_takes_what_was_estimated(method, rate, density, seconds, floor):
+def test_estimates_match_measured_steps(method, rate, density, seconds, floor):
     result = estimate(11_181_642, num_workers=2, gbit_per_s=rate, density=density, compute_seconds=floor)
     exchange = result.dense_seconds if method == "ddp_fp32" else result.sparse_seconds
     assert floor + exchange == pytest.approx(seconds, rel=0.2)
 
 
-def test_bytes_are_those_of_the_routes():
+def test_estimated_bytes_match_the_routes():
     result = estimate(1_000_000, num_workers=4, gbit_per_s=1.0, density=0.01)
     assert result.dense_bytes == 3 / 4 * 1_000_000 * 8
     assert result.sparse_bytes == 3 * 10_000 * 6
@@ -44,13 +44,13 @@ def test_bytes_are_those_of_the_routes():
     assert half.sparse_bytes == 3 * 10_000 * 4
 
 
-def test_only_what_is_trained_is_exchanged():
+def test_estimate_counts_only_trained_parameters():
     model = nn.Sequential(nn.Linear(100, 10), nn.Linear(10, 10))
     model[1].requires_grad_(False)
     assert estimate(model, num_workers=2, gbit_per_s=1).num_elements == 1010
 
 
-def test_the_verdict_in_words():
+def test_an_estimate_prints_a_verdict():
     text = str(estimate(11_173_962, num_workers=8, gbit_per_s=1, compute_seconds=0.06))
     assert text == (
         "11,173,962 elements, 8 workers, 1 Gbit/s each: without overlap with backward, a dense exchange takes 736 ms, "
@@ -66,7 +66,7 @@ def test_the_verdict_in_words():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"num_workers": 1}, "Invalid num_workers=1. Must be at least 2: a single worker exchanges nothing"),
         ({"gbit_per_s": 0}, "Invalid gbit_per_s=0. Must be above 0"),
@@ -78,13 +78,13 @@ def test_the_verdict_in_words():
         ({"model": nn.LazyLinear(3)}, "The model has uninitialised layers"),
     ],
 )
-def test_numbers_outside_their_range_are_refused(options, said):
+def test_estimate_rejects_numbers_out_of_range(options, message):
     options = {"model": 1000, "num_workers": 2, "gbit_per_s": 1.0} | options
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         estimate(options.pop("model"), **options)
 
 
 @pytest.mark.parametrize("model", ["resnet18", True, None])
-def test_what_is_no_model_is_refused(model):
+def test_estimate_rejects_other_types_than_models_and_numbers(model):
     with pytest.raises(TypeError, match=f"Expected a module or the number of its parameters, got {model!r}"):
         estimate(model, num_workers=2, gbit_per_s=1.0)

@@ -1,4 +1,4 @@
-"""What tells whether workers have the same tensors."""
+"""Fingerprints detect tensors that differ between workers."""
 
 import pytest
 import torch
@@ -18,24 +18,24 @@ def values(dtype, size):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 9, 1000])
 @pytest.mark.parametrize("is_small", [True, False])
-def test_a_change_of_any_element_is_seen(dtype, size, is_small, monkeypatch):
-    one = values(dtype, size)
-    together = fingerprints([one]).tolist()
+def test_a_fingerprint_changes_with_any_element(dtype, size, is_small, monkeypatch):
+    original = values(dtype, size)
+    together = fingerprints([original]).tolist()
     if not is_small:
         monkeypatch.setattr(module, "SMALL_BYTES", 0)
-    [expected, number] = fingerprints([one]).tolist()
+    [expected, number] = fingerprints([original]).tolist()
     assert [expected, number] == together
     assert number == size
-    assert fingerprints([one.clone()]).tolist() == [expected, number]
+    assert fingerprints([original.clone()]).tolist() == [expected, number]
     seen = {expected}
     for place in range(size):
-        other = one.clone()
+        other = original.clone()
         other[place] = ~other[place] if dtype == torch.bool else other[place] * -1 + 1
         seen.add(fingerprints([other])[0].item())
     assert len(seen) == size + 1
 
 
-def test_blocks_offsets_and_strides_make_no_difference(monkeypatch):
+def test_fingerprints_ignore_blocks_offsets_and_strides(monkeypatch):
     whole = values(torch.float32, 1001)
     expected = fingerprints([whole[1:].clone()])
     assert torch.equal(fingerprints([whole[1:]]), expected)
@@ -46,9 +46,9 @@ def test_blocks_offsets_and_strides_make_no_difference(monkeypatch):
     assert torch.equal(fingerprints([whole[1:]]), expected)
 
 
-def test_a_hundred_small_tensors_are_few_operations():
+def test_a_hundred_small_tensors_need_few_operations():
     tensors = [values(torch.float32, 64 + place % 3) for place in range(100)] + [values(torch.bfloat16, 100_000)]
-    expected = [float(fingerprints([one])[0]) for one in tensors]
+    expected = [float(fingerprints([tensor])[0]) for tensor in tensors]
     fingerprints(tensors)
     with _Launches() as launches:
         seen = fingerprints(tensors)
@@ -57,7 +57,7 @@ def test_a_hundred_small_tensors_are_few_operations():
 
 
 class _Launches(TorchDispatchMode):
-    """Notes what is no view of anything, as it is launched on a GPU."""
+    """Records operations that are not views, because a GPU launches those."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The kernel that adds payloads up, against plain tensors, on a GPU or in Triton's interpreter."""
+"""The kernel that adds payloads against plain tensors, on a GPU or in Triton's interpreter."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ KINDS = [*((FLOAT, wire) for wire in (*WIRES, Wire(torch.int8, 0.25))), (DOUBLE,
 
 
 def selections(size, counts, dtype=FLOAT, wire=AS_IT_IS, seed=0):
-    """What each worker sends: so many coordinates, many of them the same, and what is special."""
+    """Returns the selection of each worker: so many coordinates, many in common, with special values."""
     generator = torch.Generator().manual_seed(seed)
     common = torch.randperm(size, generator=generator)
     found = []
@@ -51,7 +51,7 @@ def payloads_of(payload_format, chosen, capacity):
 
 
 def check(size, chosen, dtype=FLOAT, wire=AS_IT_IS, capacity=None, header_fields=0, divides=True):
-    """Decodes on the device and compares with adding one by one."""
+    """Decodes on the device and compares the result with a loop over payloads."""
     payload_format = PayloadFormat(size, wire, header_fields)
     capacity = max(selection.indices.numel() for selection in chosen) + 1 if capacity is None else capacity
     capacity = -(-capacity // CAPACITY_STEP) * CAPACITY_STEP
@@ -84,13 +84,13 @@ def test_every_size(size):
 
 @on_device
 @pytest.mark.parametrize("count", [TILE - 1, TILE, TILE + 1, 3 * TILE])
-def test_a_block_may_have_more_than_a_tile(count):
+def test_a_block_may_exceed_a_tile(count):
     check(TILE * 3, selections(TILE * 3, [count, 2, count]))
 
 
 @on_device
 @pytest.mark.parametrize(("size", "whole"), [(100, 250), (66_000, 130_001), (9, 10)])
-def test_neighbouring_parts_are_put_side_by_side(size, whole):
+def test_decode_concatenates_neighbouring_parts(size, whole):
     payload_format, dense = PayloadFormat(size, AS_IT_IS), torch.zeros(3, size)
     generator = torch.Generator().manual_seed(0)
     for rank in range(3):
@@ -106,7 +106,7 @@ def test_neighbouring_parts_are_put_side_by_side(size, whole):
 
 
 @on_device
-def test_nothing_at_all():
+def test_decode_accepts_empty_payloads():
     check(70_000, selections(70_000, [0, 0]))
     check(0, [Selection(torch.empty(0, dtype=torch.int64), torch.empty(0))] * 2)
 

@@ -1,7 +1,7 @@
 """The fused kernels against plain tensors.
 
-Every test of the kernels runs on a GPU where there is one and is skipped where there is none. Without a GPU they run in
-Triton's interpreter, in a process of their own: the interpreter replaces parts of ``triton`` for all who have it.
+Tests of kernels run on a GPU and skip without a GPU. Another test runs them in Triton's interpreter, in a separate
+process: the interpreter replaces parts of ``triton`` for the whole process.
 """
 
 import importlib.util
@@ -35,7 +35,7 @@ AS_IT_IS = Wire(FLOAT)
 WIRES = (AS_IT_IS, Wire(BRAIN), Wire(HALF), Wire(torch.float8_e4m3fn, 0.25))
 SENTINEL = 77
 
-# Overflow and NaN are what the tests are about; numpy, with which the interpreter computes, warns of them.
+# The tests provoke overflow and NaN, and NumPy, which the interpreter uses, warns of them.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 
@@ -45,7 +45,7 @@ def on_device(test):
 
 
 def same_bits(actual, expected):
-    """Asserts equality that tells -0.0 from 0.0 and takes all NaNs for one."""
+    """Asserts equality of bits, so that -0.0 differs from 0.0, but any NaN equals any NaN."""
     actual = actual.cpu()
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape
@@ -58,7 +58,7 @@ def same_bits(actual, expected):
 
 
 def guarded(tensor, dtype=None):
-    """A copy on the device, or so many sentinels of a dtype, with sentinels behind that show if it is overrun."""
+    """Returns a copy on the device, or so many sentinels of a dtype; further sentinels behind it reveal an overrun."""
     size = tensor if isinstance(tensor, int) else tensor.numel()
     whole = torch.full((size + 64,), SENTINEL, dtype=dtype or tensor.dtype, device=DEVICE)
     if not isinstance(tensor, int):
@@ -74,7 +74,7 @@ def check_guards(*tensors):
 def take_out(
     fused, residual, gradient, runs, *, wire, header, loss_scale=None, boundaries=None, measures=False, **into
 ):
-    """Takes out of one bucket what goes ``into`` a shipment of these attributes."""
+    """Takes out of a bucket the values for a shipment with the attributes ``into``."""
     layout = LayerLayout(("all",), (gradient.numel(),))
     flat = FlatBucket(0, layout, gradient, residual, is_last=True, loss_scale=loss_scale)
     form = SimpleNamespace(wire=wire, parts=lambda payload: payload)
@@ -85,7 +85,7 @@ def take_out(
 
 @dataclass
 class Expected:
-    """What plain tensors say of a step: of whole buckets, on the CPU."""
+    """The result of a step in plain tensors, for whole buckets on the CPU."""
 
     compensated: torch.Tensor
     selected: torch.Tensor
@@ -128,7 +128,7 @@ def check_header(header, expected, gradient, scale, measures):
     check_guards(header)
     found = {name: header[slot].item() for name, slot in SLOTS.items()}
     assert [found["selected"], found["non_finite"]] == expected.numbers[:2]
-    if expected.compensated.dtype == DOUBLE or expected.numbers[2] < 1e30:  # beyond, float32 squares overflow
+    if expected.compensated.dtype == DOUBLE or expected.numbers[2] < 1e30:  # float32 squares overflow beyond
         assert found["squared_error"] == pytest.approx(expected.numbers[2], rel=1e-6, abs=1e-30)
     wide = gradient.to(expected.compensated.dtype).double() / (1.0 if scale is None else scale)
     squares = wide.square().sum().item() if measures else 0.0
@@ -139,7 +139,7 @@ def check_header(header, expected, gradient, scale, measures):
 def check_select(
     residual, gradient, runs, wire=AS_IT_IS, scale=None, capacity=None, fused=None, clears=False, measures=False
 ):
-    """Fills a payload from copies and compares everything it writes; returns what plain tensors expect."""
+    """Fills a payload from copies, compares everything it writes and returns the expectation."""
     expected = expect(residual, gradient, runs, wire, scale)
     indices = expected.selected.nonzero().flatten()
     capacity = indices.numel() + 3 if capacity is None else capacity
@@ -200,7 +200,7 @@ def check_mask(residual, gradient, runs, wire=AS_IT_IS, scale=None, out=None, fu
 
 
 def bucket(size, gradient_dtype=FLOAT, residual_dtype=FLOAT, seed=0):
-    """Residual and gradient with a standard deviation of about 1 together, and what is special here and there."""
+    """Returns residual and gradient, whose sum has a standard deviation of about 1, with some special values."""
     generator = torch.Generator().manual_seed(seed)
     residual = (torch.randn(size, generator=generator) * 0.8).to(residual_dtype)
     gradient = (torch.randn(size, generator=generator) * 0.6).to(gradient_dtype)
@@ -233,7 +233,7 @@ def test_a_float32_residual(gradient_dtype, scale, wire):
 @pytest.mark.parametrize("scale", [None, 3.0])
 def test_a_float64_residual(wire, scale):
     residual, gradient = bucket(70_000, DOUBLE, DOUBLE)
-    # Halfway between two numbers of 16 bits and a little: rounded at once it goes up, by way of float32 down.
+    # Just above the middle of two 16-bit numbers: direct rounding goes up, rounding by way of float32 goes down.
     residual[[7, 8, 9]] = torch.tensor([2 + 2**-7 + 2**-40, 2 + 2**-10 + 2**-40, 1e300], dtype=DOUBLE)
     gradient[[7, 8, 9]] = 0
     check_select(residual, gradient, one_run(2 - 2**-50, 70_000), wire, scale)
@@ -269,7 +269,7 @@ def test_an_empty_bucket():
         (131_073, [0, 131_072]),
     ],
 )
-def test_a_threshold_for_every_run(size, starts):
+def test_each_run_has_its_own_threshold(size, starts):
     residual, gradient = bucket(size)
     limits = [1.0, 2.0, 0.5, 3.0, 0.0, 2.5, 1.5, 2.25, 0.25]
     runs = [
@@ -282,7 +282,7 @@ def test_a_threshold_for_every_run(size, starts):
 
 @on_device
 @pytest.mark.parametrize("dtype", [FLOAT, torch.bfloat16])
-def test_a_gradient_that_begins_anywhere_is_cleared_after_it_was_read(dtype):
+def test_kernels_clear_gradients_at_any_offset(dtype):
     residual, gradient = bucket(150_001, dtype)
     whole = torch.cat([gradient.new_ones(1), gradient]).to(DEVICE)
     payload_format = PayloadFormat(150_001, AS_IT_IS)
@@ -316,7 +316,7 @@ def test_runs_of_float64_keep_their_bits():
 @pytest.mark.parametrize("wire", [AS_IT_IS, Wire(HALF)])
 @pytest.mark.parametrize("spare", [-1, 0, 1, -10_000])
 @pytest.mark.parametrize("size", [3000, 140_000])
-def test_what_finds_no_room_stays_and_is_counted(size, spare, wire):
+def test_values_beyond_the_capacity_stay_and_are_counted(size, spare, wire):
     residual, gradient = bucket(size)
     count = int(expect(residual, gradient, one_run(2.0, size), wire).selected.sum())
     check_select(residual, gradient, one_run(2.0, size), wire, capacity=max(count + spare, 0))
@@ -325,7 +325,7 @@ def test_what_finds_no_room_stays_and_is_counted(size, spare, wire):
 @on_device
 @pytest.mark.parametrize("limit", EDGE_THRESHOLDS)
 @pytest.mark.parametrize("wire", [*WIRES[:3], Wire(torch.float8_e4m3fn, 2.0**-6)])
-def test_edge_values_are_sent_and_kept_as_by_tensors(wire, limit):
+def test_kernels_treat_edge_values_as_tensors_do(wire, limit):
     p = edge_values()
     nothing, runs = torch.full_like(p, -0.0), one_run(limit, p.numel())
     check_select(p, nothing, runs, wire)
@@ -362,7 +362,7 @@ def test_coordinates_of_every_layer_and_slice_are_counted(size, masks):
 
 
 @on_device
-def test_the_work_space_is_shared_by_buckets_of_all_sizes_and_dtypes():
+def test_buckets_of_all_sizes_and_dtypes_share_a_work_space():
     fused = FusedThreshold()
     for seed, (size, dtype) in enumerate([(40, FLOAT), (130_000, FLOAT), (100, DOUBLE), (66_000, FLOAT), (1, DOUBLE)]):
         residual, gradient = bucket(size, dtype, dtype, seed)
@@ -380,7 +380,7 @@ def test_a_mask_may_be_written_into_the_gradient(gradient_dtype, out):
 @on_device
 @settings(max_examples=60)
 @given(data=st.data())
-def test_what_is_sent_and_what_is_kept_make_up_the_compensated_gradient(data):
+def test_sent_plus_kept_values_equal_the_compensated_gradient(data):
     floats = st.floats(width=32) | st.sampled_from([0.5, -0.5, 1.0, -0.0, 65_504.0, 1e30])
     residual = torch.tensor(data.draw(st.lists(floats, min_size=1, max_size=70)))
     gradient = torch.tensor(data.draw(st.lists(floats, min_size=len(residual), max_size=len(residual))))
@@ -403,7 +403,7 @@ def test_what_is_sent_and_what_is_kept_make_up_the_compensated_gradient(data):
 @on_device
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter has nothing to wait for")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_no_call_but_the_first_waits_for_the_device():
+def test_only_the_first_call_waits_for_the_device():
     start, gradient = (tensor.cuda() for tensor in bucket(200_000))
     residual = Residual(start, torch.empty_like(start))
     payload_format = PayloadFormat(200_000, WIRES[1])
@@ -446,7 +446,7 @@ def parts_of(ends=1, offsets=4):
         ),
     ],
 )
-def test_what_does_not_fit_together_is_refused_before_anything_is_launched(replaced, message):
+def test_take_out_rejects_inconsistent_arguments_before_any_launch(replaced, message):
     arguments = {
         "residual": Residual(torch.zeros(10), torch.zeros(10)),
         "gradient": torch.zeros(10),
@@ -466,7 +466,7 @@ def _import_again():
     return module
 
 
-def test_without_triton_kernels_can_be_imported_and_nothing_is_available(monkeypatch):
+def test_kernels_import_without_triton_and_are_unavailable(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     again = _import_again()
     assert not again.is_available(torch.device("cuda"))
@@ -476,7 +476,7 @@ def test_without_triton_kernels_can_be_imported_and_nothing_is_available(monkeyp
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-def test_a_broken_triton_is_not_taken_for_a_missing_one(monkeypatch, tmp_path):
+def test_a_broken_triton_raises(monkeypatch, tmp_path):
     (tmp_path / "triton.py").write_text("raise OSError('libcuda.so.1 is broken')")
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.split(".")[0] == "triton"]:
@@ -533,7 +533,7 @@ WALK |= {"LIMIT": 3e38, "WIRE": "bfloat16"}
     ],
     ids=lambda argument: getattr(argument, "__name__", None),
 )
-def test_the_kernels_compile_for_a_gpu_that_is_not_there(kernel, warps, constants, monkeypatch, tmp_path):
+def test_kernels_compile_for_an_absent_gpu(kernel, warps, constants, monkeypatch, tmp_path):
     # The interpreter accepts what the compiler does not.
     triton = pytest.importorskip("triton", reason="triton is not installed")
     from triton.backends.compiler import GPUTarget

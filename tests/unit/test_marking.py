@@ -1,4 +1,4 @@
-"""Sparsifiers that mark what they select, by a mask as on a GPU, against asking them for their selection."""
+"""Sparsifiers that mark their selection in a mask, as on a GPU, against their own selection."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ WIRES = (
 
 
 def outcome(fill, values, layout, wire, capacity, unused, sparsifier=SPARSIFIERS[0]):
-    """What is sent, densely; what is kept, and what the header tells."""
+    """Returns the sent values as a dense tensor, the residual and the header."""
     residual = torch.zeros(layout.num_elements)
     shipment = Shipment(wire, capacity, torch.full_like(residual, 7.0))
     extraction = Extraction(sparsifier, num_slices=3, per_layer=True, keeps_rest=True)
@@ -48,7 +48,7 @@ def outcome(fill, values, layout, wire, capacity, unused, sparsifier=SPARSIFIERS
 
 
 @given(data=st.data())
-def test_by_a_mask_the_selection_is_what_it_is_when_asked(data):
+def test_marking_equals_selecting(data):
     sparsifier = data.draw(st.sampled_from(SPARSIFIERS))
     special = st.sampled_from([NAN, INF, -INF, 0.0, 1e5, -7e4])
     values = torch.tensor(
@@ -64,12 +64,12 @@ def test_by_a_mask_the_selection_is_what_it_is_when_asked(data):
         outcome(fill, values, layout, wire, capacity, unused, sparsifier)
         for fill in (Extraction._fill_marked, Extraction._fill_selected)
     )
-    for one, other in zip(by_mask, asked, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=0, equal_nan=True)
+    for marked, selected in zip(by_mask, asked, strict=True):
+        torch.testing.assert_close(marked, selected, rtol=1e-6, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("capacity", [None, 4])
 def test_an_empty_bucket(capacity):
     layout = LayerLayout(("nothing",), (0,))
-    for one in outcome(Extraction._fill_marked, torch.zeros(0), layout, WIRES[0], capacity, []):
-        assert not one.any()
+    for tensor in outcome(Extraction._fill_marked, torch.zeros(0), layout, WIRES[0], capacity, []):
+        assert not tensor.any()

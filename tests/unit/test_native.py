@@ -1,4 +1,4 @@
-"""The compiled functions for CPUs against the tensor operations that do the same where there is no compiler."""
+"""The compiled functions for CPUs against the tensor operations that replace them without a compiler."""
 
 import contextlib
 import shutil
@@ -26,12 +26,12 @@ from tests.unit.strategies import EDGE_THRESHOLDS, Shipment, edge_values
 NAN, INF = float("nan"), float("inf")
 WIRES = (*map(Wire, (torch.float32, torch.bfloat16, torch.float16)), Wire(torch.float8_e4m3fn, 2.0**-6))
 pytestmark = pytest.mark.skipif(
-    shutil.which("cc") is None, reason="no C compiler here: tensor operations do it, which other tests are about"
+    shutil.which("cc") is None, reason="no C compiler here; other tests cover the tensor operations"
 )
 
 
 def outcome(has_native, monkeypatch, layout, residual, gradient, options):
-    """All that a bucket leaves: what is sent, kept, told, and the gradient's memory."""
+    """Returns the sent values, the residual, the header and the gradient's memory of a bucket."""
     monkeypatch.setattr(extraction, "is_native", native.is_native if has_native else lambda *_, **__: False)
     wire, capacity, scale, unused, thresholds, in_place, per_layer, keeps_rest, overshoot = options
     sparsifier = HardThreshold(threshold=0.5, layer_thresholds=thresholds, overshoot=overshoot)
@@ -57,14 +57,14 @@ VALUES = st.sampled_from(
 )
 
 
-def same(one, other):
-    for mine, theirs in zip(one, other, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+def same(actual, expected):
+    for found, wanted in zip(actual, expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 @settings(max_examples=150)
 @given(data=st.data())
-def test_a_bucket_leaves_the_same(data):
+def test_native_functions_equal_tensor_operations(data):
     sizes = data.draw(st.lists(st.sampled_from([0, 1, 7, 63, 64, 65, 300, 4096, 70_000]), min_size=1, max_size=4))
     layout = LayerLayout(tuple(f"l{place}" for place in range(len(sizes))), tuple(sizes))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
@@ -94,7 +94,7 @@ def test_a_bucket_leaves_the_same(data):
     same((sent, left), (expected[0], expected[3]))
     overflown = options[1] is not None and header[0] > options[1]
     same((after,), (expected[1],))
-    exact = [0, 2] if overflown else [0, 1, 2]  # of an exchange that begins anew nobody reads the slices
+    exact = [0, 2] if overflown else [0, 1, 2]  # an exchange that starts anew does not read slices
     same((header[exact],), (expected[2][exact],))
     torch.testing.assert_close(header[3:], expected[2][3:], rtol=1e-4, atol=1e-70, equal_nan=True)
 
@@ -103,24 +103,24 @@ def test_a_bucket_leaves_the_same(data):
 @pytest.mark.parametrize("threshold", EDGE_THRESHOLDS)
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("capacity", [None, 400])
-def test_edge_values_are_sent_and_kept_with_the_same_bits(capacity, wire, threshold, overshoot, monkeypatch):
+def test_native_functions_keep_the_bits_of_edge_values(capacity, wire, threshold, overshoot, monkeypatch):
     p = edge_values()
     assert native.is_native(p, wire_dtype=wire.dtype)
     monkeypatch.setattr(Shipment, "divisor", 1)
-    nothing = torch.full_like(p, -0.0)  # p + -0.0 is p, also where p is -0.0
+    nothing = torch.full_like(p, -0.0)  # p + -0.0 is p even if p is -0.0
     options = wire, capacity, None, [], {"p": threshold}, False, False, True, overshoot
     arguments = monkeypatch, LayerLayout(("p",), (p.numel(),)), p, nothing, options
     (sent, kept, header, _), expected = (outcome(has_native, *arguments) for has_native in (True, False))
     same((sent, kept, header[:3]), (*expected[:2], expected[2][:3]))
     for found, wanted in zip((sent, kept), expected, strict=False):
-        assert torch.equal(found.nan_to_num().signbit(), wanted.nan_to_num().signbit())  # tells -0.0 from 0.0
+        assert torch.equal(found.nan_to_num().signbit(), wanted.nan_to_num().signbit())  # distinguishes -0.0 from 0.0
     numbers = [int((p.abs() < threshold).logical_not().sum()), int(p.isfinite().logical_not().sum())]
     assert [int(header[SLOTS[name]]) for name in ("selected", "non_finite")] == numbers
 
 
 @pytest.mark.parametrize("wire", [*WIRES, Wire(torch.int8, 2.0**-4)])
 @pytest.mark.parametrize("capacity", [8, 2000])
-def test_payloads_are_added_up_to_the_same_bits(wire, capacity, monkeypatch):
+def test_native_functions_add_payloads_to_the_same_bits(wire, capacity, monkeypatch):
     size, generator = 140_000, torch.Generator().manual_seed(0)
     payload_format = PayloadFormat(size, wire, header_fields=3)
     rows = torch.zeros(5, payload_format.payload_bytes(capacity), dtype=torch.uint8)
@@ -129,16 +129,16 @@ def test_payloads_are_added_up_to_the_same_bits(wire, capacity, monkeypatch):
         values = torch.randn(indices.numel(), generator=generator)
         values[:3] = torch.tensor([NAN, INF, 3e38])[: indices.numel()]
         payload_format.fill(row, Selection(indices, wire.rounded(values)))
-    one, other = torch.zeros(2, size)
-    assert native.is_native(one, wire_dtype=wire.dtype)
-    adding.average(payload_format, rows, one, Buffers())
+    by_function, by_operations = torch.zeros(2, size)
+    assert native.is_native(by_function, wire_dtype=wire.dtype)
+    adding.average(payload_format, rows, by_function, Buffers())
     monkeypatch.setattr(adding, "is_native", lambda *_, **__: False)
-    adding.average(payload_format, rows, other, Buffers())
-    same((one,), (other,))
-    assert one.count_nonzero()
+    adding.average(payload_format, rows, by_operations, Buffers())
+    same((by_function,), (by_operations,))
+    assert by_function.count_nonzero()
 
 
-def test_other_dtypes_go_the_other_way():
+def test_other_dtypes_use_tensor_operations():
     some = torch.zeros(4)
     assert native.is_native(some, wire_dtype=torch.float32)
     assert not native.is_native(some, wire_dtype=torch.float64)
@@ -146,7 +146,7 @@ def test_other_dtypes_go_the_other_way():
 
 
 def compile_once(command, *, run=subprocess.run, made={}, **options):  # noqa: B006  (a memory)
-    """Runs a compiler; what it has made of the same by the same command in this process is taken from there."""
+    """Runs a compiler, or reuses the output of an equal command in this process."""
     if "-o" not in command:
         return run(command, **options)
     place = command.index("-o") + 1
@@ -162,7 +162,7 @@ def compile_once(command, *, run=subprocess.run, made={}, **options):  # noqa: B
 
 @pytest.fixture
 def again(monkeypatch, tmp_path):
-    """Asks for the functions anew, with these variables of the environment and an empty cache."""
+    """Loads the functions anew with these environment variables and an empty cache."""
     monkeypatch.setattr(subprocess, "run", compile_once)
 
     def ask(**environment):
@@ -178,9 +178,9 @@ def again(monkeypatch, tmp_path):
 
 
 def compiler(folder, script):
-    """A compiler that does what a shell says; ``$made`` is where its work goes."""
+    """Returns a compiler that runs a shell script; ``$made`` is its output path."""
     path = folder / "compiler with spaces"
-    path.write_text(f'#!/bin/sh\nfor one; do [ "$last" = -o ] && made=$one; last=$one; done\n{script}\n')
+    path.write_text(f'#!/bin/sh\nfor argument; do [ "$last" = -o ] && made=$argument; last=$argument; done\n{script}\n')
     path.chmod(0o755)
     return f"'{path}'"
 
@@ -197,7 +197,7 @@ def compiler(folder, script):
         ({"CC": "gcc -DX='a"}, False, "No closing quotation"),
     ],
 )
-def test_without_a_compiler_that_works_tensor_operations_do_it(environment, is_there, warning, again, tmp_path):
+def test_tensor_operations_replace_a_missing_compiler(environment, is_there, warning, again, tmp_path):
     with pytest.warns(UserWarning, match=warning) if warning else contextlib.nullcontext():
         assert again(**environment) == is_there
     assert len(list(tmp_path.rglob("*.so"))) == is_there
@@ -215,7 +215,7 @@ def test_without_a_compiler_that_works_tensor_operations_do_it(environment, is_t
         ('cc -ffast-math -shared -fPIC -o "$made" $last', "subnormal numbers to 0"),
     ],
 )
-def test_what_does_not_work_is_not_used_and_not_kept(script, warning, again, tmp_path, monkeypatch):
+def test_a_broken_library_is_neither_used_nor_kept(script, warning, again, tmp_path, monkeypatch):
     if script == "sleep 30":
         monkeypatch.setattr(building, "TIMEOUT", 3.0)
     with pytest.warns(UserWarning, match=warning):
@@ -229,24 +229,22 @@ def test_what_does_not_work_is_not_used_and_not_kept(script, warning, again, tmp
     ("size", "of_file", "of_folder"),
     [(0, 0o700, 0o700), (3000, 0o700, 0o700), (-1, 0o700, 0o700), (None, 0o700, 0o777), (None, 0o722, 0o700)],
 )
-def test_of_a_library_that_is_not_whole_or_that_others_may_have_written_another_is_made(
-    size, of_file, of_folder, again, tmp_path
-):
+def test_a_truncated_or_writable_library_is_rebuilt(size, of_file, of_folder, again, tmp_path):
     assert again()
     folder = tmp_path / "lightning_sparse"
     (kept,) = folder.glob("*.so")
     whole = kept.read_bytes()
-    kept.unlink()  # this process runs it
+    kept.unlink()  # this process has loaded it
     kept.write_bytes(whole[:size] if size is not None or of_file & 0o022 else b"of somebody else")
     kept.chmod(of_file)
     folder.chmod(of_folder)
     assert again()
     assert kept.stat().st_size == len(whole)
-    assert [one.stat().st_mode & 0o777 for one in (folder, kept)] == [0o700, 0o700]
+    assert [path.stat().st_mode & 0o777 for path in (folder, kept)] == [0o700, 0o700]
 
 
 @pytest.mark.parametrize("obstacle", ["no folder", "no file", "no room"])
-def test_where_it_cannot_be_kept_every_process_makes_its_own(obstacle, again, tmp_path, monkeypatch):
+def test_every_process_builds_its_own_library_without_a_cache(obstacle, again, tmp_path, monkeypatch):
     run = subprocess.run
 
     def full(command, **options):
@@ -264,10 +262,10 @@ def test_where_it_cannot_be_kept_every_process_makes_its_own(obstacle, again, tm
         kept.unlink()
         kept.mkdir()
     assert again()
-    assert not any(one.is_file() for one in tmp_path.rglob("*.so"))
+    assert not any(path.is_file() for path in tmp_path.rglob("*.so"))
 
 
-def test_a_process_that_flushes_subnormal_numbers_still_does(again):
+def test_loading_keeps_the_flushing_of_subnormal_numbers(again):
     torch.set_flush_denormal(True)
     try:
         assert again()
@@ -276,13 +274,13 @@ def test_a_process_that_flushes_subnormal_numbers_still_does(again):
         torch.set_flush_denormal(False)
 
 
-def test_a_processor_of_the_other_byte_order_does_without(monkeypatch, again):
-    """Half of a word's bits are found by their place in memory."""
+def test_a_big_endian_processor_uses_tensor_operations(monkeypatch, again):
+    """The functions locate half of a word by its place in memory."""
     monkeypatch.setattr(sys, "byteorder", "big")
     assert not again()
 
 
-def test_a_write_is_seen_by_autograd():
+def test_autograd_sees_native_writes():
     after, gradient, other = torch.zeros(64), torch.ones(64), torch.zeros(64)
     memory = Residual(torch.zeros(64), after)
     filling = extraction.Extraction(HardThreshold(threshold=0.5), num_slices=0, per_layer=False, keeps_rest=True)
@@ -297,6 +295,6 @@ def test_a_write_is_seen_by_autograd():
         gradient.fill_(1.0)
 
 
-def test_it_compiles_without_a_warning(tmp_path):
+def test_the_source_compiles_without_a_warning(tmp_path):
     strict = ["cc", "-O1", "-Wall", "-Wextra", "-Werror", "-std=gnu11", "-shared", "-fPIC"]
     subprocess.run([*strict, "-o", tmp_path / "native.so", native.SOURCE], check=True, stderr=sys.stderr)

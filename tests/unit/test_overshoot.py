@@ -1,4 +1,4 @@
-"""A hard threshold that sends p + κ λ sign(p): its laws and its calibration; residuals against a simulated walk."""
+"""Laws and calibration of a hard threshold that sends p + κ λ sign(p), and its residuals against a simulated walk."""
 
 import pytest
 import torch
@@ -25,25 +25,25 @@ def exchanged(sparsifier, compensated):
 
 
 @given(st.floats(0, 0.99), st.floats(2**-10, 2**10, width=32), st.integers(0, 1000), st.sampled_from([0.01, 1.0, 1e6]))
-def test_nothing_is_lost_and_a_residual_stays_below_the_threshold(overshoot, threshold, seed, scale):
+def test_overshoot_loses_nothing_and_keeps_residuals_below_the_threshold(overshoot, threshold, seed, scale):
     p = torch.randn(64, generator=torch.Generator().manual_seed(seed)) * threshold * scale
     sent, kept = exchanged(HardThreshold(threshold=threshold, overshoot=overshoot), p)
     assert torch.equal(sent.double() + kept.double(), p.double())  # p − sent is exact: sent is within p and 2 p
-    # However far p is beyond λ, what is left is κ λ, up to the rounding of a value as large as p.
+    # For any p beyond λ, the residual is κ λ up to the rounding error of p.
     is_sent = sent != 0
     assert (kept[~is_sent].abs() < threshold).all()
     assert (kept[is_sent].abs() <= overshoot * threshold * (1 + 1e-6) + 2.0**-23 * p[is_sent].abs()).all()
     assert (kept[is_sent] * p[is_sent] <= 2.0**-23 * p[is_sent].abs() ** 2).all()
 
 
-def test_values_that_are_not_finite_are_sent_as_they_are():
+def test_non_finite_values_are_sent_unchanged():
     p = torch.tensor([float("nan"), float("inf"), float("-inf"), 2.0] * 16)
     sent, kept = exchanged(HardThreshold(threshold=1.0, overshoot=0.5), p)
     torch.testing.assert_close(sent[:4], torch.tensor([float("nan"), float("inf"), float("-inf"), 2.5]), equal_nan=True)
     assert kept[:4].tolist() == [0.0, 0.0, 0.0, -0.5]
 
 
-def test_a_layer_has_the_excess_of_its_own_threshold():
+def test_each_layer_overshoots_by_its_own_threshold():
     sparsifier = HardThreshold(threshold=1.0, layer_thresholds={"b": 2.0}, overshoot=0.5)
     sent, _ = exchanged(sparsifier, torch.full((64,), 3.0))
     assert sent[:40].unique().tolist() == [3.5]
@@ -62,7 +62,7 @@ def test_calibration_takes_the_overshoot_into_account():
     assert thresholds[1] == pytest.approx(thresholds[0] / 0.8)
 
 
-def test_residuals_that_sent_values_leave_do_not_count_as_unsent():
+def test_residuals_of_sent_values_do_not_count_as_unsent():
     def layer(squared_error):
         return LayerStats(1000, 10, 0.01, squared_error)
 
@@ -72,7 +72,7 @@ def test_residuals_that_sent_values_leave_do_not_count_as_unsent():
     assert not is_all_sent(layer(11 * 0.5**2), 0.01, 0.5)
 
 
-def test_a_density_is_held():
+def test_the_density_stays_at_its_target():
     sparsifier = HardThreshold(density=0.05, overshoot=0.5, calibration_steps=3)
     calibrator = Calibrator(sparsifier, speaks=False, keeps_rest=True)
     layout, generator = LayerLayout(("a",), (4000,)), torch.Generator().manual_seed(0)
@@ -118,7 +118,7 @@ def walked(threshold, noise, drift, overshoot):
 
 @pytest.mark.parametrize("overshoot", [0.0, 0.5, 0.75])
 @pytest.mark.parametrize(("noise", "drift"), [(1.0, 0.0), (1.0, 0.02), (0.5, -0.3)])
-def test_statistics_of_a_residual_are_those_of_a_simulated_walk(noise, drift, overshoot):
+def test_residual_statistics_match_a_simulated_walk(noise, drift, overshoot):
     density, mean, square = walked(10.0, noise, drift, overshoot)
     expected = residual_statistics(10.0, noise=noise, drift=drift, overshoot=overshoot)
     assert density == pytest.approx(expected.density, rel=0.02)
@@ -128,7 +128,7 @@ def test_statistics_of_a_residual_are_those_of_a_simulated_walk(noise, drift, ov
 
 
 @pytest.mark.parametrize("overshoot", [0.0, 0.25, 0.5, 0.75])
-def test_at_equal_density_the_lag_falls_by_one_less_over_one_more(overshoot):
+def test_overshoot_divides_the_lag_at_equal_density(overshoot):
     lags = []
     for kappa in (0.0, overshoot):
         threshold = 1000.0 / (1 - kappa**2) ** 0.5  # far above the noise: the jump beyond λ does not matter
@@ -139,7 +139,7 @@ def test_at_equal_density_the_lag_falls_by_one_less_over_one_more(overshoot):
 
 
 @pytest.mark.parametrize("overshoot", [0.0, 0.5])
-def test_without_noise_a_coordinate_takes_turns_of_equal_length(overshoot):
+def test_a_coordinate_without_noise_is_sent_periodically(overshoot):
     found = residual_statistics(2.0, noise=0.0, drift=-0.01, overshoot=overshoot)
     assert found.density == pytest.approx(0.01 / (2 * (1 + overshoot)))
     assert found.mean == pytest.approx(-(1 - overshoot))

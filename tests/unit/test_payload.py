@@ -29,7 +29,7 @@ def selections(draw):
 @given(selections(), st.sampled_from(WIRES), st.integers(0, 5), st.integers(-20, 20))
 @example((0, [], []), FLOAT, 0, 0)
 @example((BLOCK_ELEMENTS, list(range(BLOCK_ELEMENTS)), [1.0] * BLOCK_ELEMENTS), BRAIN, 3, 0)
-def test_unpacking_returns_what_was_packed_as_far_as_there_was_room(selection, wire, header_fields, spare):
+def test_unpacking_inverts_packing_up_to_the_capacity(selection, wire, header_fields, spare):
     num_elements, indices, numbers = selection
     working = torch.float64 if wire == DOUBLE else torch.float32
     values = wire.rounded(torch.tensor(numbers, dtype=working))
@@ -67,11 +67,11 @@ def test_a_coordinate_costs_its_value_and_two_bytes(wire, bytes_a_coordinate):
     assert empty <= 32 + 4 * 16 + 4  # header, a count per block, padding
 
 
-def test_multiples_are_of_the_sparsifiers_steps():
+def test_a_wire_of_multiples_takes_the_step_of_the_sparsifier():
     assert wire_of("int8", torch.float32, ScaledIntegerRounding(0.7)) == Wire(torch.int8, 0.5)
     assert wire_of("float8", torch.float64, HardThreshold(threshold=1.0, layer_thresholds={"a": 0.5})).step == 2.0**-4
     assert wire_of("bfloat16", torch.float32, HardThreshold(threshold=1.0)) == BRAIN
-    # Too far apart, or too small, which with a density is not known before training.
+    # λ are too far apart or too small; with a density, λ is unknown before training.
     far_apart, too_small = HardThreshold(threshold=1.0, layer_thresholds={"a": 1e-9}), HardThreshold(threshold=1e-50)
     wire._warn_of_missing_step.cache_clear()
     with pytest.warns(UserWarning, match="the range of value_dtype='float8' is too small"):
@@ -96,20 +96,20 @@ def test_multiples_are_of_the_sparsifiers_steps():
         ),
     ],
 )
-def test_without_a_step_that_fits_multiples_are_refused(sparsifier, value_dtype, message):
+def test_multiples_need_a_step_that_fits(sparsifier, value_dtype, message):
     with pytest.raises(ValueError, match=message):
         require_wire(sparsifier, value_dtype)
     require_wire(sparsifier, "bfloat16")
 
 
-def test_rounding_keeps_nan_and_infinity_and_makes_no_new_ones():
+def test_rounding_keeps_nan_and_infinity_and_adds_none():
     values = torch.tensor([NAN, INF, -INF, 1e38, -1e38, 70_000.0, 1.0 + 2**-20])
     rounded = HALF.rounded(values)
     assert rounded.isnan().tolist() == [True] + [False] * 6
     assert rounded[1:].tolist() == [INF, -INF, 65_504.0, -65_504.0, 65_504.0, 1.0]
 
 
-def test_a_grid_rounds_half_to_even_within_its_range_and_makes_one_nan_of_all_that_is_not_finite():
+def test_a_grid_rounds_half_to_even_and_maps_non_finite_values_to_nan():
     values = torch.tensor([0.125, 0.375, -0.375, -0.1, 31.75, 32.0, -1e38, 31.9, NAN, INF, -INF])
     rounded = BYTE.rounded(values)
     assert rounded[:8].tolist() == [0.0, 0.5, -0.5, 0.0, 31.75, 31.75, -31.75, 31.75]
@@ -125,7 +125,7 @@ def test_a_grid_rounds_half_to_even_within_its_range_and_makes_one_nan_of_all_th
     st.sampled_from([torch.float32, torch.float64]),
 )
 @example([-(2.0**127)], torch.int8, -126, torch.float32)
-def test_multiples_leave_half_of_their_last_bit_or_what_is_beyond_their_range(numbers, dtype, exponent, working):
+def test_multiples_round_to_half_of_their_last_bit_within_their_range(numbers, dtype, exponent, working):
     wire, values = Wire(dtype, 2.0**exponent), torch.tensor(numbers, dtype=working)
     rounded = wire.rounded(values)
     assert torch.equal(rounded, wire.decoded(wire.encoded(rounded), working))
@@ -135,7 +135,7 @@ def test_multiples_leave_half_of_their_last_bit_or_what_is_beyond_their_range(nu
     assert (left <= torch.maximum(share, beyond).clamp(min=wire.step / 2)).all()
 
 
-def test_a_float8_is_what_its_bits_say():
+def test_float8_values_match_their_bits():
     for code in range(256):
         sign, exponent, mantissa = code >> 7, code >> 3 & 15, code & 7
         value = (mantissa / 8 + (exponent > 0)) * 2.0 ** (max(exponent, 1) - 7) * (-1) ** sign

@@ -1,4 +1,4 @@
-"""Plain English in pages, docstrings and comments of recipes, as far as a machine can see it."""
+"""Checks mechanical rules of plain English in pages, docstrings and comments of recipes."""
 
 import ast
 import re
@@ -46,7 +46,7 @@ FORBIDDEN = (
     r"\bof (?:today|now)\b",
 )
 ALLOWED: dict[str, str] = {}
-"""Sentences that a rule would refuse, each with the reason why it stays."""
+"""Sentences that break a rule, each with the reason why it stays."""
 
 
 def paragraphs(text: str) -> list[str]:
@@ -72,11 +72,11 @@ def sentences(paragraph: str) -> list[str]:
 
 
 def problems(sentence: str) -> list[str]:
-    """Returns what a reader would stumble over."""
+    """Returns the rules that a sentence breaks."""
     words = [word for word in sentence.split() if re.search(r"[^\W\d_]", word)]
     values = re.sub(
         r" ± [\d.]+|(?<=\d) (?:\w+ 20\d\d)", "", sentence
-    )  # a value with its spread is one number, as is a date
+    )  # a value with its spread counts as a single number, as does a date
     numbers = re.findall(r"(?<![\w.\-@*/√])\d[\d,.]*(?!\w)", values)
     found = [f"{len(words)} words"] if len(words) > MOST_WORDS_OF_A_SENTENCE else []
     found += [f"{len(numbers)} numbers"] if len(numbers) > MOST_NUMBERS_OF_A_SENTENCE else []

@@ -13,7 +13,7 @@ from lightning_sparse.selection.bucket import Residual, compensate, keep_rest
 from lightning_sparse.sparsifiers import LayerLayout
 from tests.unit.strategies import DTYPES, layouts, thresholds, values
 
-SPARSIFIERS = st.one_of(thresholds.map(lambda one: HardThreshold(threshold=one)), st.floats(0.01, 1).map(TopK))
+SPARSIFIERS = st.one_of(thresholds.map(lambda limit: HardThreshold(threshold=limit)), st.floats(0.01, 1).map(TopK))
 
 
 @st.composite
@@ -39,24 +39,24 @@ def run_step(layout, residual, gradient, sparsifier, value_dtype="float32", scal
 
 
 @given(steps(finite=True), SPARSIFIERS, st.sampled_from(["float32", "bfloat16", "float16"]))
-def test_what_is_sent_and_what_is_kept_make_up_the_compensated_gradient(step, sparsifier, value_dtype):
+def test_sent_plus_kept_values_equal_the_compensated_gradient(step, sparsifier, value_dtype):
     layout, residual, gradient = step
     expected, out, kept, _, _ = run_step(layout, residual, gradient, sparsifier, value_dtype)
     assert torch.equal(expected, residual + gradient)
     if expected.dtype == torch.float32:
-        assert torch.equal(out + kept, expected)  # rounding to a half precision leaves what float32 can hold
+        assert torch.equal(out + kept, expected)  # float32 represents the rounding error of half precision exactly
     else:
         torch.testing.assert_close(out + kept, expected, rtol=1e-15, atol=0)
 
 
 @given(steps(finite=False), thresholds)
-def test_every_residual_is_below_the_threshold_after_a_step(step, threshold):
+def test_a_step_leaves_residuals_below_the_threshold(step, threshold):
     *_, kept, _, _ = run_step(*step, HardThreshold(threshold=threshold))
     assert all(abs(value) < threshold or value == 0 for value in kept.tolist())
 
 
 @given(steps(finite=True), st.floats(2.0**-20, 20))
-def test_of_what_is_sent_as_multiples_of_a_step_little_stays(step, threshold):
+def test_sent_multiples_leave_little_in_the_residual(step, threshold):
     sparsifier, most = HardThreshold(threshold=threshold), 229_376
     size = sparsifier.grid_step(most)
     assert threshold / 16 < size <= threshold / 8
@@ -66,13 +66,13 @@ def test_of_what_is_sent_as_multiples_of_a_step_little_stays(step, threshold):
     torch.testing.assert_close(out.double() + kept.double(), expected.double(), rtol=2.0**-23, atol=0)
     magnitude, left = expected.double().abs(), kept.double().abs()
     beyond = magnitude - most * size
-    # A float8 has four significant bits: half of the last of them is a 16th.
+    # A float8 has four significant bits: half of its last bit is a 16th.
     assert (left[indices] <= torch.maximum(magnitude / 16, beyond)[indices] + eps[indices]).all()
     assert (left[magnitude <= 16 * threshold] <= threshold).all()
 
 
 @given(steps(finite=True), st.sampled_from([2.0**-10, 0.5, 3.0]), st.sampled_from(["float32", "int8"]))
-def test_what_rounding_leaves_is_less_than_a_step_or_what_was_beyond_the_range(step, size, value_dtype):
+def test_rounding_leaves_less_than_a_step_within_the_range(step, size, value_dtype):
     most = {"float32": float("inf"), "int8": 127}[value_dtype]
     for sparsifier, share in ((ScaledIntegerRounding(size), 0.5), (StochasticRounding(size), 1.0)):
         grid = sparsifier.grid_step()
@@ -86,13 +86,13 @@ def test_what_rounding_leaves_is_less_than_a_step_or_what_was_beyond_the_range(s
 
 
 @given(steps(finite=False), SPARSIFIERS, st.sampled_from(["float32", "bfloat16", "float16"]))
-def test_no_residual_is_ever_nan_or_infinite(step, sparsifier, value_dtype):
+def test_residuals_stay_finite(step, sparsifier, value_dtype):
     *_, kept, _, _ = run_step(*step, sparsifier, value_dtype)
     assert bool(kept.isfinite().all())
 
 
 @given(steps(finite=True), st.sampled_from([1.0, 256.0, 65536.0]))
-def test_a_loss_scale_changes_nothing_but_the_gradient_that_comes_in(step, scale):
+def test_a_loss_scale_changes_only_the_incoming_gradient(step, scale):
     layout, residual, gradient = step
     gradient = gradient.clamp(-1e20, 1e20)
     plain = run_step(layout, residual, gradient, HardThreshold(threshold=0.5))
@@ -101,7 +101,7 @@ def test_a_loss_scale_changes_nothing_but_the_gradient_that_comes_in(step, scale
         assert torch.equal(unscaled, other)
 
 
-def test_a_value_beyond_float16_is_sent_in_parts_and_never_as_infinity():
+def test_a_value_beyond_float16_goes_out_in_finite_parts():
     layout = LayerLayout(("w",), (1,))
     residual, received = torch.zeros(1), 0.0
     gradient = torch.tensor([150_000.0])
@@ -116,7 +116,7 @@ def test_a_value_beyond_float16_is_sent_in_parts_and_never_as_infinity():
 ONE = LayerLayout(("a", "b", "c"), (2, 3, 1))
 
 
-def test_a_step_turns_the_two_tensors_round_and_copies_nothing():
+def test_a_step_swaps_two_tensors_without_a_copy():
     memory = ResidualMemory()
     first = memory.bucket(0, ONE, torch.zeros(6))
     memory.keep(0)
@@ -135,7 +135,7 @@ LAYOUTS = [{0: ONE}, {0: LayerLayout(("c", "a"), (1, 2)), 1: LayerLayout(("b",),
 
 
 @given(st.lists(EVENTS, max_size=12))
-def test_what_is_committed_is_what_the_steps_were_for_and_what_is_rolled_back_leaves_no_trace(events):
+def test_commits_keep_steps_and_rollbacks_leave_no_trace(events):
     memory = ResidualMemory()
     sizes = dict(zip(ONE.names, ONE.sizes, strict=True))
     committed = {name: torch.zeros(size) for name, size in sizes.items()}
@@ -171,7 +171,7 @@ def test_what_is_committed_is_what_the_steps_were_for_and_what_is_rolled_back_le
             pending_ = {name: tensor for name, tensor in pending_.items() if name not in gone}
         if has_run:
             saved.append((memory.state_dict(), dict(committed)))
-            for state, expected in saved:  # those of earlier steps too, as they are copies
+            for state, expected in saved:  # including earlier steps, because states are copies
                 for name, tensor in state.items():
                     assert torch.equal(tensor, expected[name]), (event, name)
             settled = copy.deepcopy(memory)
@@ -180,11 +180,11 @@ def test_what_is_committed_is_what_the_steps_were_for_and_what_is_rolled_back_le
                 assert torch.equal(tensor, pending_.get(name, committed[name])), (event, name)
 
 
-def test_a_memory_that_forgets_has_one_tensor_of_zeros():
+def test_a_forgetful_memory_has_a_single_tensor_of_zeros():
     memory = ResidualMemory(forgets=True)
     before, after = memory.bucket(0, ONE, torch.zeros(6))
     assert before is after
-    after.fill_(1.0)  # and here an exception breaks the backward off
+    after.fill_(1.0)  # then an exception aborts the backward
     memory.abandon()
     assert not memory.bucket(0, ONE, torch.zeros(6)).before.any()
 
@@ -202,7 +202,7 @@ def test_a_memory_that_forgets_has_one_tensor_of_zeros():
     ],
     ids=lambda parameter: f"{tuple(parameter.shape)}, {tuple(parameter.stride())}, {parameter.dtype}",
 )
-def test_a_residual_is_saved_in_the_order_of_indices_whatever_the_memory_format(parameter):
+def test_residuals_are_saved_in_index_order_for_any_memory_format(parameter):
     numbers = torch.arange(float(parameter.numel() * (2 if parameter.is_complex() else 1)))
     wanted = torch.view_as_complex(numbers.view(-1, 2)) if parameter.is_complex() else numbers
     laid_out = in_memory_order(numbers, parameter)

@@ -40,7 +40,7 @@ def steps(draw):
 
 
 @given(steps(), st.data())
-def test_the_kth_largest_magnitude_is_what_a_sort_finds(parts, data):
+def test_the_kth_largest_magnitude_equals_that_of_a_sort(parts, data):
     together = torch.cat(parts).abs().sort(descending=True).values  # NaN first, as here
     k = data.draw(st.integers(1, len(together)))
     found = kth_largest_magnitude([lambda part=part: part for part in parts], k, parts[0].dtype)
@@ -64,9 +64,9 @@ def test_top_k_of_the_model_selects_the_largest_of_all_buckets_together(parts, d
     k = max(1, int(density * sum(map(len, parts))))
     finite = [abs(value) for value in selected if abs(value) < INF]
     assert all(abs(value) < INF for value in left)
-    assert all(finite)  # nothing that is zero is sent
+    assert all(finite)  # zeros are not sent
     if finite and left:
-        assert min(finite) > max(map(abs, left))  # all that equal the last are sent
+        assert min(finite) > max(map(abs, left))  # all values equal to the last are sent
     if len(selected) < k:
         assert not any(left)
     elif finite:
@@ -86,7 +86,7 @@ def test_a_new_step_forgets_the_magnitude_of_the_last():
 
 
 @given(buckets(), st.floats(0.001, 1), st.booleans())
-def test_random_k_selects_k_of_each_layer_and_all_that_is_not_finite(bucket, density, same_on_all):
+def test_random_k_selects_k_of_each_layer_and_all_non_finite_values(bucket, density, same_on_all):
     layout, compensated = bucket
     indices, selected = RandomK(density, same_on_all=same_on_all).select(compensated, layout)
     torch.testing.assert_close(selected, compensated[indices], rtol=0, atol=0, equal_nan=True)
@@ -104,7 +104,7 @@ def chosen(sparsifier, step, rank, layout):
     return tuple(sparsifier.select(torch.zeros(layout.num_elements), layout).indices.tolist())
 
 
-def test_what_random_k_selects_follows_from_seed_step_and_layer_and_where_asked_from_the_rank():
+def test_random_k_depends_on_seed_step_layer_and_optionally_rank():
     layout = layout_of(1000)
     base = chosen(RandomK(0.01), 3, 0, layout)
     assert chosen(RandomK(0.01), 3, 1, layout) == base
@@ -120,10 +120,10 @@ def test_what_random_k_selects_follows_from_seed_step_and_layer_and_where_asked_
     assert tuple(index - 50 for index in both if index >= 50) == base  # in whatever bucket
     before = torch.random.get_rng_state()
     chosen(RandomK(0.01), 3, 0, layout)
-    assert torch.equal(torch.random.get_rng_state(), before)  # nobody else's random numbers
+    assert torch.equal(torch.random.get_rng_state(), before)  # the global generator is untouched
 
 
-def test_random_k_selects_every_coordinate_as_often_as_any_other():
+def test_random_k_selects_all_coordinates_equally_often():
     size, k, steps = 40, 4, 2000
     sparsifier = RandomK(k / size)
     counts = Counter(index for step in range(steps) for index in chosen(sparsifier, step, 0, layout_of(size)))
@@ -142,7 +142,7 @@ def test_gaussian_k_selects_about_k_of_a_gaussian_layer():
     assert 2 / 3 * 100 < int(selected[40_000:].sum()) < 4 / 3 * 100
 
 
-def test_gaussian_k_corrects_a_threshold_that_is_far_too_high_or_too_low():
+def test_gaussian_k_corrects_a_threshold_far_too_high_or_low():
     layer = torch.full((1000,), 1.0)
     layer[:10] = 100.0  # σ is 9.9, t first 30
     heavy = GaussianK(0.01).mark(layer, layout_of(1000))
@@ -153,13 +153,13 @@ def test_gaussian_k_corrects_a_threshold_that_is_far_too_high_or_too_low():
 
 
 @pytest.mark.parametrize("density", [1e-17, 5e-324, 0.001, 1.0])
-def test_gaussian_k_lets_no_layer_wait_for_ever(density):
+def test_gaussian_k_sends_something_of_every_layer(density):
     layout = LayerLayout(("two classes", "alike", "one"), (2, 100, 1))
     compensated = torch.tensor([0.1, -0.1, *[0.3] * 100, 1e-45])
     assert GaussianK(density).mark(compensated, layout).all()
 
 
-def test_gaussian_k_sends_nothing_of_a_layer_of_zeros_and_is_not_misled_by_what_is_not_finite():
+def test_gaussian_k_sends_no_zeros_and_ignores_non_finite_values_in_its_statistics():
     layout = LayerLayout(("zeros", "broken"), (5, 6))
     compensated = torch.tensor([0.0] * 5 + [NAN, 0.1, -0.1, INF, 5.0, 0.1])
     assert GaussianK(0.2).select(compensated, layout).indices.tolist() == [5, 8, 9]
@@ -169,13 +169,13 @@ DOUBLES = torch.arange(2), torch.ones(2, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("selection", [None, torch.ones(2), (torch.ones(2),), DOUBLES])
-def test_what_is_no_selection_is_refused(selection):
+def test_in_order_rejects_other_types_than_selections(selection):
     with pytest.raises(TypeError, match="Return a Selection of indices and values"):
         in_order(selection, 4, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_stochastic_rounding_is_right_on_average_and_by_chance_that_can_be_repeated(dtype):
+def test_stochastic_rounding_is_unbiased_and_repeatable(dtype):
     values = torch.tensor([0.1, 0.25, -0.4, 0.5, 1.3, -2.05], dtype=dtype).repeat_interleave(20_000)
     layout, rounding = layout_of(values.numel()), StochasticRounding(0.5, seed=3)
 
@@ -187,7 +187,7 @@ def test_stochastic_rounding_is_right_on_average_and_by_chance_that_can_be_repea
     for value, mean in zip(values[::20_000].tolist(), first.view(-1, 20_000).mean(1).tolist(), strict=True):
         assert mean == pytest.approx(value, abs=5 * 0.25 / 20_000**0.5)  # five standard errors at most
     assert set((first * 2).tolist()) <= {float(whole) for whole in range(-5, 4)}
-    assert torch.equal(first.view(-1, 20_000)[3], values.view(-1, 20_000)[3])  # what is a multiple stays one
+    assert torch.equal(first.view(-1, 20_000)[3], values.view(-1, 20_000)[3])  # a multiple stays unchanged
     assert torch.equal(first, rounded(4, 1, StochasticRounding(0.5, seed=3)))
     others = [
         rounded(5, 1),
@@ -198,10 +198,10 @@ def test_stochastic_rounding_is_right_on_average_and_by_chance_that_can_be_repea
     for sent, also_sent in combinations([first, *others], 2):
         is_between = (values * 2).frac() != 0
         share = (sent == also_sent)[is_between].double().mean().item()
-        assert 0.5 < share < 0.9  # of two that know nothing of each other: (x² + (1 − x)²) on average
+        assert 0.5 < share < 0.9  # independent draws agree with probability x² + (1 − x)² on average
 
 
-def test_so_large_a_number_that_its_steps_overflow_is_sent_as_it_is():
+def test_rounding_keeps_a_number_too_large_for_its_grid():
     values = torch.tensor([3e38, -1e33, 0.3])
     for rounding in (ScaledIntegerRounding(1e-3), StochasticRounding(1e-3)):
         sent = rounding.values(values, layout_of(3))
@@ -213,8 +213,8 @@ def test_so_large_a_number_that_its_steps_overflow_is_sent_as_it_is():
     ("sparsifier", "density"),
     [(HardThreshold(threshold=16.0), 0.006), (ScaledIntegerRounding(32.0), 0.032), (StochasticRounding(32.0), 0.33)],
 )
-def test_what_is_sent_of_noise_in_the_long_run(sparsifier, density):
-    # Multiples overshoot, and what overshot comes back (docs/results.md, "Rounding to a grid").
+def test_noise_has_the_documented_density_in_the_long_run(sparsifier, density):
+    # Multiples overshoot, and the overshoot is sent back (docs/results.md, "Rounding to a grid").
     size, start, end = 1000, 200, 500
     generator, residual, selected = torch.Generator().manual_seed(0), torch.zeros(size), 0
     layout = LayerLayout(("noise",), (size,))

@@ -1,4 +1,4 @@
-"""Saved state: its seal finds every single change; how long workers wait to save; the mean of their optimizers."""
+"""Saved state: the seal finds any change, saving has a timeout, and optimizers have a mean."""
 
 import copy
 from datetime import timedelta
@@ -28,13 +28,13 @@ STATES = st.dictionaries(st.text("abcd", min_size=1, max_size=2), TREES, min_siz
 
 
 @given(STATES)
-def test_what_was_sealed_is_accepted(state: dict[str, Any]) -> None:
+def test_require_seal_accepts_sealed_states(state: dict[str, Any]) -> None:
     require_seal(sealed(state))
     require_seal(copy.deepcopy(sealed(state)))
 
 
 @given(STATES, st.integers(0, 2**32))
-def test_any_entry_that_was_changed_is_refused(state: dict[str, Any], seed: int) -> None:
+def test_require_seal_rejects_any_changed_entry(state: dict[str, Any], seed: int) -> None:
     saved = sealed(state)
     changed = damaged(saved, seed)
     if _is_same(saved, changed):
@@ -66,13 +66,13 @@ def test_a_message_names_the_entry_and_both_values() -> None:
         require_seal(saved, but=("residuals/0",))
 
 
-def test_others_are_waited_for_less_long_where_they_may_not_come():
+def test_saving_waits_less_for_workers_that_may_be_missing():
     timeouts = (None, timedelta(seconds=40), timedelta(seconds=3))
     assert [patience_of(timeout) for timeout in timeouts] == [300, 40, 3]
     assert [patience_of(timeout, is_broken_off=True) for timeout in timeouts] == [15, 15, 3]
 
 
-def test_an_exception_that_is_being_handled_is_trouble():
+def test_a_handled_exception_counts_as_trouble():
     assert not is_in_trouble()
     try:
         raise ValueError
@@ -82,7 +82,7 @@ def test_an_exception_that_is_being_handled_is_trouble():
     assert not is_in_trouble()
 
 
-def test_a_tensor_that_a_worker_lacks_is_zero_in_the_mean():
+def test_a_missing_tensor_counts_as_zero_in_the_mean():
     one_and_two, two = {"a": torch.full((2,), 1.0), "b": torch.full((1,), 3.0)}, {"b": torch.full((1,), 4.0)}
     mean = mean_of_workers([one_and_two, two])
     assert {name: tensor.tolist() for name, tensor in mean.items()} == {"a": [0.5, 0.5], "b": [3.5]}

@@ -37,19 +37,19 @@ def assert_is_selection_of(selection, compensated):
 
 
 @given(buckets(), thresholds)
-def test_hard_threshold_selects_exactly_what_reaches_the_threshold(bucket, threshold):
+def test_hard_threshold_selects_exactly_the_values_at_or_above_it(bucket, threshold):
     layout, compensated = bucket
     before = compensated.clone()
     selection = HardThreshold(threshold=threshold).select(compensated, layout)
     assert_is_selection_of(selection, before)
-    # Python's floats are the judge: exact for float32 values too.
+    # Python floats represent float32 values exactly.
     expected = [i for i, value in enumerate(before.tolist()) if reaches(value, threshold)]
     assert selection.indices.tolist() == expected
     assert torch.equal(compensated.nan_to_num(), before.nan_to_num())
 
 
 @given(buckets(), thresholds, thresholds)
-def test_each_layer_has_the_threshold_of_the_first_pattern_that_matches(bucket, first, second):
+def test_the_first_matching_pattern_sets_the_threshold_of_a_layer(bucket, first, second):
     layout, compensated = bucket
     sparsifier = HardThreshold(threshold=1.0, layer_thresholds={"layer1*": first, "layer[12]*": second})
     of_layer = {"layer1.weight": first, "layer2.weight": second}
@@ -63,7 +63,7 @@ def test_each_layer_has_the_threshold_of_the_first_pattern_that_matches(bucket, 
 
 
 @given(buckets(), st.floats(0.001, 1))
-def test_top_k_selects_the_largest_of_every_layer_and_all_that_is_not_finite(bucket, density):
+def test_top_k_selects_the_largest_of_every_layer_and_all_non_finite_values(bucket, density):
     layout, compensated = bucket
     selection = TopK(density).select(compensated, layout)
     assert_is_selection_of(selection, compensated)
@@ -82,7 +82,7 @@ def test_top_k_selects_the_largest_of_every_layer_and_all_that_is_not_finite(buc
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize("sparsifier", SPARSIFIERS)
-def test_what_is_not_finite_is_selected_whatever_the_setting(sparsifier, value):
+def test_sparsifiers_select_non_finite_values_at_any_setting(sparsifier, value):
     compensated = torch.tensor([value, value, 0.0, 1.0, value, 0.0])
     assert {0, 1, 4} <= set(sparsifier.select(compensated, LAYOUT).indices.tolist())
 
@@ -97,9 +97,9 @@ def test_an_empty_bucket_selects_nothing(sparsifier, layout):
     assert indices.dtype == torch.int64
 
 
-def test_settings_tell_sparsifiers_apart():
+def test_different_sparsifiers_have_different_settings():
     alike = [HardThreshold(threshold=0.1), HardThreshold(threshold=0.1)]
-    alike[0].select(torch.zeros(6), LAYOUT)  # what it remembers for speed is not a setting
+    alike[0].select(torch.zeros(6), LAYOUT)  # a cache is not a setting
     assert alike[0].settings() == alike[1].settings()
     different = [
         *(alike[0], HardThreshold(threshold=0.2), HardThreshold(threshold=0.1, layer_thresholds={"*": 0.0})),
@@ -107,7 +107,7 @@ def test_settings_tell_sparsifiers_apart():
         *(TopK(), TopK(granularity="model"), RandomK(), RandomK(same_on_all=False), RandomK(seed=1)),
     ]
     assert len({repr(sparsifier.settings()) for sparsifier in different}) == len(different)
-    surveyed, begun = TopK(granularity="model"), RandomK()  # what a step leaves is not a setting
+    surveyed, begun = TopK(granularity="model"), RandomK()  # the state of a step is not a setting
     surveyed.survey(WholeStep([lambda: torch.ones(3)], 3, torch.float32))
     begun.begin_step(7, 1)
     assert surveyed.settings() == TopK(granularity="model").settings()
@@ -115,7 +115,7 @@ def test_settings_tell_sparsifiers_apart():
     assert Dense().settings()["sparsifier"] == "Dense"
 
 
-def test_layers_have_thresholds_of_their_own_until_all_are_given_one():
+def test_layers_keep_their_thresholds_until_all_get_a_common_threshold():
     sparsifier = HardThreshold(density=0.5, granularity="layer", layer_thresholds={"given": 7.0})
     assert sparsifier.threshold_of("weight") == 0.0
     sparsifier.fix_threshold(2.0)
@@ -177,6 +177,6 @@ def test_layers_have_thresholds_of_their_own_until_all_are_given_one():
         ),
     ],
 )
-def test_bad_settings_are_refused_with_the_value_and_what_is_allowed(kind, arguments, message):
+def test_invalid_settings_raise_with_value_and_allowed_range(kind, arguments, message):
     with pytest.raises(TypeError if "same_on_all" in arguments else ValueError, match=message):
         kind(**arguments)

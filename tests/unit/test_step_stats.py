@@ -12,7 +12,7 @@ def stats(elements=100, selected=10):
     return StepStats(0, 2, elements, selected, 1.0, 0.0, 0, 60, 4 * elements)
 
 
-def test_the_table_names_what_statistics_hold():
+def test_the_table_names_the_fields_of_statistics():
     of_step, of_layer = ({field.name for field in dataclasses.fields(kind)} for kind in (StepStats, LayerStats))
     for number in STEP_NUMBERS:
         if number.name != "largest_slice":  # only the exchange reads it
@@ -22,7 +22,7 @@ def test_the_table_names_what_statistics_hold():
         assert number.logged is None or hasattr(stats(), number.logged)
 
 
-def test_every_number_is_combined_by_its_own_rule():
+def test_each_number_has_its_own_rule_of_combination():
     rows = torch.tensor([[1.0, 1.0], [3.0, 3.0]], dtype=torch.float64)
     numbers = [StepNumber("a", workers="sum"), StepNumber("b", workers="mean")]
     assert combined(rows, numbers, "workers", num_workers=2) == [4, 2]
@@ -36,7 +36,7 @@ def test_a_squared_norm_is_accurate_for_many_values_of_any_precision(size, dtype
     assert squared_norm(values).item() == pytest.approx(values.double().square().sum().item(), rel=1e-6)
 
 
-def test_average_density_counts_beyond_what_float32_holds():
+def test_average_density_counts_beyond_the_precision_of_float32():
     metric = AverageDensity()
     for _ in range(4):
         metric.update(stats(elements=2**40, selected=2**25 + 1))

@@ -1,4 +1,4 @@
-"""Medians of dense and of sparse steps, and what is said of them."""
+"""Medians of dense and sparse steps, and the verdict on them."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def step(*, dense: bool) -> StepStats:
 
 
 def measured(monkeypatch: Any, intervals: list[tuple[bool, float]], pause_before: int | None = None) -> StepTimes:
-    """Returns the times of steps of these lengths, after a first one."""
+    """Returns the times of steps of these lengths, after a first step."""
     now, times = [0.0], StepTimes()
     monkeypatch.setattr(step_times, "perf_counter", lambda: now[0])
     times.add(step(dense=True), 0.0)
@@ -26,7 +26,7 @@ def measured(monkeypatch: Any, intervals: list[tuple[bool, float]], pause_before
     return times
 
 
-def test_dense_and_sparse_steps_are_told_apart(monkeypatch: Any) -> None:
+def test_dense_and_sparse_steps_have_separate_medians(monkeypatch: Any) -> None:
     times = measured(monkeypatch, [(True, 9.0), (True, 0.3), (True, 0.3), (False, 0.1), (False, 0.1), (False, 0.2)])
     assert times.scalars() == pytest.approx(
         {"sparse/median_dense_step_ms": 300, "sparse/median_step_ms": 100, "sparse/median_wait_ms": 10}
@@ -36,24 +36,24 @@ def test_dense_and_sparse_steps_are_told_apart(monkeypatch: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dense", "sparse", "said"),
+    ("dense", "sparse", "verdict"),
     [
         (0.1, 0.1, "Communication is not the bottleneck: sparse and dense steps take equally long."),
         (0.1, 0.2, "A sparse step takes longer than a dense one: use strategy='ddp' here."),
     ],
 )
-def test_what_does_not_pay_is_said(monkeypatch: Any, dense: float, sparse: float, said: str) -> None:
+def test_the_verdict_names_a_missing_gain(monkeypatch: Any, dense: float, sparse: float, verdict: str) -> None:
     intervals = [(True, 1.0), *[(True, dense)] * 3, *[(False, sparse)] * 3]
-    assert measured(monkeypatch, intervals).verdict() == said
+    assert measured(monkeypatch, intervals).verdict() == verdict
 
 
-def test_without_steps_of_both_kinds_there_is_no_verdict(monkeypatch: Any) -> None:
+def test_a_verdict_needs_steps_of_both_kinds(monkeypatch: Any) -> None:
     assert StepTimes().rows() == []
     times = measured(monkeypatch, [(False, 0.1)] * 4)
     assert times.verdict() is None
     assert list(times.scalars()) == ["sparse/median_step_ms", "sparse/median_wait_ms"]
 
 
-def test_time_in_which_something_else_ran_does_not_count(monkeypatch: Any) -> None:
+def test_pauses_do_not_count(monkeypatch: Any) -> None:
     times = measured(monkeypatch, [(False, 0.1), (False, 0.1), (False, 60.0), (False, 0.1)], pause_before=2)
     assert times.scalars()["sparse/median_step_ms"] == pytest.approx(100)

@@ -1,4 +1,4 @@
-"""Every option of a strategy, with its default and a text, in signature, docstring and on the command line."""
+"""Signature, docstring and command line list every option of a strategy with default and description."""
 
 import inspect
 from typing import Any
@@ -69,13 +69,13 @@ def test_the_command_line_has_every_option(name: str, capsys: pytest.CaptureFixt
     parser.add_subclass_arguments(Strategy, "strategy")
     with pytest.raises(SystemExit):
         parser.parse_args(["--strategy.help", f"lightning_sparse.{name}"])
-    told = " ".join(capsys.readouterr().out.partition("Help for")[2].split())
+    help_text = " ".join(capsys.readouterr().out.partition("Help for")[2].split())
     for option, default in OPTIONS[name].items():
-        _, found, text = told.partition(f"--strategy.{option} ")
+        _, found, text = help_text.partition(f"--strategy.{option} ")
         assert found, option
         shown = text.partition(" --strategy.")[0]
         if option not in ("sparsifier", "outer_optimizer"):
             assert f"default: {'null' if default is None else default})" in shown, (option, shown)
         assert len(shown) > 60, (option, shown)
     for prefix, argument in OF_LIGHTNING.items():
-        assert f"--strategy.{argument} " in told or not name.startswith(prefix)
+        assert f"--strategy.{argument} " in help_text or not name.startswith(prefix)

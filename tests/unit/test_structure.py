@@ -1,4 +1,4 @@
-"""The shape of the package: who imports whom, who communicates."""
+"""The structure of the package: imports, collectives, docstrings, requirements."""
 
 import ast
 import doctest
@@ -14,7 +14,7 @@ import pytest
 import lightning_sparse
 
 PACKAGE = Path(lightning_sparse.__file__).parent
-ROOMS = (
+LAYERS = (
     "_version",
     "sparsifiers",
     "kernels",
@@ -39,7 +39,7 @@ OF_TENSORS = {"full_tensor", "redistribute"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
-def room_of(path):
+def layer_of(path):
     relative = path.relative_to(PACKAGE)
     return relative.parts[0].removesuffix(".py")
 
@@ -53,26 +53,26 @@ def imported_modules(path):
             yield node.module
 
 
-def test_every_module_has_a_room():
-    assert {room_of(path) for path in FILES} == {*ROOMS, "__init__"}
+def test_every_module_has_a_layer():
+    assert {layer_of(path) for path in FILES} == {*LAYERS, "__init__"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_module_imports_only_from_the_rooms_above_it(path):
-    room = room_of(path)
-    if room == "__init__":
+def test_a_module_imports_only_from_lower_layers(path):
+    layer = layer_of(path)
+    if layer == "__init__":
         return
     for module in imported_modules(path):
         if module.startswith("lightning_sparse."):
             other = module.split(".")[1]
-            assert ROOMS.index(other) < ROOMS.index(room) or other == room, f"{room} imports {other}"
-        if room == "sparsifiers":
+            assert LAYERS.index(other) < LAYERS.index(layer) or other == layer, f"{layer} imports {other}"
+        if layer == "sparsifiers":
             assert not module.startswith(("torch.distributed", "lightning.")), f"{path.name} imports {module}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_only_the_exchange_communicates(path):
-    if room_of(path) in ("exchange", "doctor"):  # the doctor measures the link before any training
+    if layer_of(path) in ("exchange", "doctor"):  # the doctor measures the link before any training
         return
     attributes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
     called = {
@@ -87,12 +87,12 @@ def test_only_the_exchange_communicates(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_module_is_one_idea(path):
+def test_a_module_has_at_most_360_lines(path):
     assert len(path.read_text().splitlines()) <= 360
 
 
 def test_everything_public_has_a_docstring():
-    for name in lightning_sparse.__all__:  # which is the list of docs/reference.md: test_docs.py
+    for name in lightning_sparse.__all__:  # docs/reference.md lists the same names: test_docs.py
         assert getattr(lightning_sparse, name).__doc__
 
 
@@ -105,13 +105,13 @@ def test_the_examples_in_docstrings_are_true():
     assert attempted >= 10
 
 
-def test_what_the_package_imports_it_also_requires():
+def test_the_package_requires_all_modules_it_imports():
     required = {
         re.match(r"[\w.-]+", line)[0].lower().replace("-", "_")
         for line in importlib.metadata.requires("lightning-sparse")
         if "extra ==" not in line
     }
-    # typing_extensions comes with torch, triton does on Linux; triton's absence is handled, and that of matplotlib.
+    # torch brings typing_extensions, and triton on Linux. The package works without triton and matplotlib.
     provided = required | {"lightning_sparse", "typing_extensions", "triton", "matplotlib"}
     for path in FILES:
         for module in imported_modules(path):

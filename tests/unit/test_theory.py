@@ -1,4 +1,4 @@
-"""Lemma 3 and the bounds as laws: of sequences, and of trainings in plain tensors with all noise known."""
+"""Lemma 3 and the bounds as laws of sequences and of trainings in plain tensors with known noise."""
 
 from math import exp, sqrt
 
@@ -47,12 +47,12 @@ def selected_by(sparsifier, sequence):
 
 
 @given(sequences(), st.data())
-def test_lemma_3_no_choice_of_as_many_coordinates_leaves_less(sequence, data):
+def test_lemma_3_the_threshold_leaves_the_least_of_all_choices_of_equal_budget(sequence, data):
     budget = data.draw(st.integers(1, sequence.numel()))
     sent = selected_by(HardThreshold(threshold=optimal_threshold(sequence, budget)), sequence)
     assert int(sent.sum()) >= budget
     error = total_error(sequence, sent)
-    # Those of the last magnitude that are beyond the budget would have to stay.
+    # Coordinates of the last magnitude beyond the budget stay.
     last = optimal_threshold(sequence, budget)
     within = error + (int(sent.sum()) - budget) * last**2
     other = torch.zeros(sequence.numel(), dtype=torch.bool)
@@ -61,7 +61,7 @@ def test_lemma_3_no_choice_of_as_many_coordinates_leaves_less(sequence, data):
 
 
 @given(sequences(), st.floats(0.05, 1))
-def test_lemma_3_top_k_of_each_step_with_the_same_budget_leaves_no_less(sequence, density):
+def test_lemma_3_top_k_of_equal_budget_leaves_at_least_as_much(sequence, density):
     by_step = selected_by(TopK(density), sequence)
     budget = int(by_step.sum())
     sent = selected_by(HardThreshold(threshold=optimal_threshold(sequence, budget)), sequence)
@@ -130,7 +130,7 @@ def test_no_training_exceeds_its_bounds(seed, share_of_rate, threshold, steps):
 
 @settings(max_examples=20)
 @given(st.integers(0, 1000), st.sampled_from([0.1, 0.3, 0.7, 1.0]))
-def test_top_k_leaves_no_more_than_its_bound_and_a_threshold_of_equal_bound_as_much(seed, density):
+def test_top_k_keeps_its_bound_and_a_threshold_of_equal_bound_exists(seed, density):
     quadratic = Quadratic(seed)
     *_, worst_error, largest = quadratic.train(TopK(density), 0.2, 100)
     assert worst_error <= top_k_squared_error_bound(density, largest) + 1e-12
@@ -138,7 +138,7 @@ def test_top_k_leaves_no_more_than_its_bound_and_a_threshold_of_equal_bound_as_m
     assert squared_error_bound(quadratic.d, equal) == pytest.approx(top_k_squared_error_bound(density, largest))
 
 
-def test_what_is_measured_is_what_is_there():
+def test_measurements_match_the_known_noise_and_smoothness():
     quadratic = Quadratic(3, noise=2.0)
     x = quadratic.minimiser + 1
     draws = torch.stack([quadratic.draws(x) for _ in range(4000)], dim=1)  # (workers, draws, d)
@@ -156,7 +156,7 @@ def test_what_is_measured_is_what_is_there():
 
 
 def test_bounds_have_the_constants_of_the_docs():
-    """Those of docs/theory.md; V, noise and heterogeneity of the mean of four workers, is 2."""
+    """The constants are those of docs/theory.md; V, the variance of the mean of four workers, is 2."""
     problem = Problem(smoothness=2.0, num_workers=4, noise=3.0, heterogeneity=5.0, relative_noise=1.0)
     # "What is kept": B = γ² d λ², and γ² 4 (1 − δ) G² / δ² for Top-k.
     assert squared_error_bound(7, 0.5, 0.1) == pytest.approx(0.01 * 7 * 0.25)
@@ -275,24 +275,24 @@ PAIR = torch.ones(2, 2)
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused(call, message):
+def test_theory_rejects_invalid_arguments(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
 
-def test_magnitudes_are_those_of_the_numbers_whatever_holds_them():
+def test_the_magnitude_of_an_integer_does_not_overflow():
     assert optimal_threshold(torch.tensor([[-128, 127]], dtype=torch.int8), 1) == 128.0
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.26, float("nan")])
-def test_a_learning_rate_for_which_a_bound_does_not_hold_is_refused(rate):
+def test_a_bound_rejects_learning_rates_out_of_its_range(rate):
     problem = Problem(smoothness=1.0, num_workers=4, noise=1.0)
     with pytest.raises(ValueError, match=r"Must be within \(0, 0\.25\] for the bound of this problem"):
         convex_bound(problem, 1.0, rate, 10, 0.0)
     assert nonconvex_bound(problem, 1.0, 0.5, 8, 0.0) == pytest.approx(4 / 4 + 2 * 0.5 * 0.25)
 
 
-def test_relative_noise_makes_heterogeneity_count():
+def test_relative_noise_adds_heterogeneity_to_the_variance():
     quiet, loud = (Problem(2.0, 4, 1.0, 3.0, relative) for relative in (0.0, 4.0))
     assert (quiet.variance_of_mean, loud.variance_of_mean) == (0.25, 13 / 4)
     assert quiet.largest_learning_rate(is_convex=True) == 2 * loud.largest_learning_rate(is_convex=True) == 1 / 8

@@ -36,7 +36,7 @@ def test_calibration_averages_over_its_steps():
         ([1.0, 4.0] * 10, 10),
     ],
 )
-def test_calibration_ends_when_the_mean_is_known_to_a_fifth(norms, needed):
+def test_calibration_ends_when_the_standard_error_is_a_fifth_of_the_mean(norms, needed):
     calibration = ThresholdCalibration(density=0.01, steps=1000)
     ended = None
     for step, norm in enumerate(norms, 1):
@@ -63,7 +63,7 @@ def test_a_density_of_one_sends_everything_and_calibrates_nothing():
 
 
 @pytest.mark.parametrize("squared_norm", [0.0, float("nan"), float("inf")])
-def test_a_calibration_that_cannot_end_says_so_once(squared_norm):
+def test_an_endless_calibration_warns_once(squared_norm):
     calibrator = Calibrator(HardThreshold(density=0.01, calibration_steps=4), speaks=True, keeps_rest=True)
     non_finite = 0 if isfinite(squared_norm) else 3
     stats = StepStats(0, 2, 100, 200, 0.0, squared_norm, non_finite, 400, 400, 0.0)
@@ -74,10 +74,10 @@ def test_a_calibration_that_cannot_end_says_so_once(squared_norm):
     for _ in range(30):
         calibrator.observe(stats, None)
     calibrator.observe(dataclasses.replace(stats, squared_gradient_norm=4.0), None)
-    assert calibrator.is_running == (squared_norm != 0.0)  # of which zeros are measured, the others not
+    assert calibrator.is_running == (squared_norm != 0.0)  # calibration measures zeros, but skips non-finite norms
 
 
-def test_finite_gradients_whose_squares_overflow_end_a_calibration_with_an_error():
+def test_calibration_raises_if_squares_of_finite_gradients_overflow():
     calibrator = Calibrator(HardThreshold(density=0.01, calibration_steps=4), speaks=False, keeps_rest=True)
     stats = StepStats(0, 2, 100, 200, 0.0, float("inf"), 0, 400, 400, 0.0)
     for _ in range(11):
@@ -86,7 +86,7 @@ def test_finite_gradients_whose_squares_overflow_end_a_calibration_with_an_error
         calibrator.observe(stats, None)
 
 
-def test_squares_of_norms_may_overflow():
+def test_calibration_accepts_norms_whose_squares_overflow():
     calibration = ThresholdCalibration(0.01, 3)
     for _ in range(3):
         calibration.observe(1e200)
@@ -98,17 +98,17 @@ def test_squares_of_norms_may_overflow():
     ("selected", "squared_errors", "keeps_rest", "moves"),
     [
         (4, (1.0, 1.0), True, "down"),
-        (4, (0.0, 0.0), True, "not"),  # a sparse gradient: a smaller λ would have sent no more
+        (4, (0.0, 0.0), True, "not"),  # a sparse gradient: a smaller λ sends no more
         (0, (1.0, 2.0), True, "down"),
-        (0, (1.0, 1.0), True, "not"),  # nothing has moved since
+        (0, (1.0, 1.0), True, "not"),  # the residual has not changed
         (0, (0.0, 0.0), True, "not"),  # gradients of zeros
         (200, (0.0, 0.0), True, "up"),
-        (4, (0.0, 0.0), False, "down"),  # error_feedback="none": the residual is zero whatever was sent
+        (4, (0.0, 0.0), False, "down"),  # error_feedback="none": the residual is always zero
         (0, (0.0, 0.0), False, "down"),
         (200, (0.0, 0.0), False, "up"),
     ],
 )
-def test_a_held_density_lowers_the_threshold_only_where_a_smaller_one_would_send_more(
+def test_the_threshold_falls_only_if_a_smaller_threshold_sends_more(
     selected, squared_errors, keeps_rest, moves, granularity
 ):
     sparsifier = HardThreshold(density=0.1, granularity=granularity)
@@ -121,5 +121,5 @@ def test_a_held_density_lowers_the_threshold_only_where_a_smaller_one_would_send
         calibrator.observe(stats, before)
         before = stats
         found.append(sparsifier.threshold_of("w"))
-    # Of the first step nobody knows whether something has moved.
+    # The first step has no previous residual to compare with.
     assert (found[1] > found[0]) - (found[1] < found[0]) == {"up": 1, "down": -1, "not": 0}[moves]

@@ -1,4 +1,4 @@
-"""The messages that head docs/troubleshooting.md are those that the sources have, word by word."""
+"""Headings of docs/troubleshooting.md quote messages of the sources word by word."""
 
 import ast
 import importlib.util
@@ -12,7 +12,7 @@ import lightning_sparse
 
 PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 GAP = "\0"
-"""Where a source puts a value in."""
+"""Stands for a value that a source inserts."""
 
 
 def messages_of(page: str) -> list[tuple[str, str]]:
@@ -27,11 +27,11 @@ def messages_of(page: str) -> list[tuple[str, str]]:
 
 
 def texts_of(node: ast.AST) -> str | None:
-    """Returns a string that a source puts together, with gaps; None for what is none."""
+    """Returns the string that a node builds, with gaps for its values, or None if it is no string."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
-        return "".join(texts_of(one) or GAP for one in node.values)
+        return "".join(texts_of(value) or GAP for value in node.values)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return (texts_of(node.left) or GAP) + (texts_of(node.right) or GAP)
     return None
@@ -39,15 +39,15 @@ def texts_of(node: ast.AST) -> str | None:
 
 @cache
 def strings_of(package: Path) -> list[str]:
-    """Returns all strings in the sources of a package, those that are put together as one."""
+    """Returns all strings in the sources of a package; a concatenation or f-string is a single string."""
     files = package.rglob("*.py")
     return [text for path in files for node in ast.walk(ast.parse(path.read_text())) if (text := texts_of(node))]
 
 
 def occurs(message: str, strings: list[str]) -> bool:
-    """Whether a string has the parts of a message between its `…`, in their order and with gaps where it has `…`."""
+    """Returns whether a string has the parts of a message in order, with a gap for each `…`."""
     parts = [part for part in message.split("…") if part.strip()]
-    # Between two parts there is a gap, beside it perhaps words that another message of the same kind has not.
+    # Beside a gap there may be words that other messages of the same kind lack.
     pattern = re.compile(f".*{GAP}.*".join(re.escape(part.strip(" ")) for part in parts), re.DOTALL)
     return any(pattern.search(text) for text in strings)
 
@@ -60,22 +60,22 @@ def sources_of(section: str) -> list[Path]:
     return [Path(spec.origin).parent for spec in specs if spec is not None and spec.origin is not None]
 
 
-MESSAGES = [one for one in messages_of(PAGE.read_text()) if one[0] != "Of torch and Gloo"]
+MESSAGES = [entry for entry in messages_of(PAGE.read_text()) if entry[0] != "Of torch and Gloo"]
 
 
 @pytest.mark.parametrize(("section", "message"), MESSAGES, ids=[message[:40] for _, message in MESSAGES])
-def test_a_message_on_the_page_is_one_of_the_sources(section: str, message: str) -> None:
+def test_the_sources_contain_each_message_of_the_page(section: str, message: str) -> None:
     assert any(occurs(message, strings_of(package)) for package in sources_of(section))
 
 
-def test_a_message_that_nobody_says_is_found_out() -> None:
+def test_occurs_rejects_a_message_that_no_source_contains() -> None:
     strings = strings_of(Path(lightning_sparse.__file__).parent)
     assert occurs("Got both threshold=… and density=…. Give one: …", strings)
     assert not occurs("Got both density=… and threshold=…. Give one: …", strings)
     assert not occurs("Got both threshold=… or density=…. Give one: …", strings)
 
 
-def test_the_page_is_read() -> None:
+def test_messages_of_reads_the_page() -> None:
     sections = {section for section, _ in MESSAGES}
     assert {"Of Lightning", "Refused: arguments", "Of checkpoints"} <= sections
     assert messages_of("## A\n### `one: …`\n### plain\n### `` two `words` ``") == [

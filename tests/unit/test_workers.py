@@ -1,4 +1,4 @@
-"""Workers: devices of messages and objects; threads of one process as workers; memory that is used again."""
+"""Workers: devices of messages and objects, threads as workers, and reused buffers."""
 
 import time
 from contextlib import contextmanager
@@ -28,13 +28,13 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
         ("cuda:nccl", CPU, torch.device("cuda", 3)),
     ],
 )
-def test_a_message_travels_from_where_its_backend_takes_it(backends, device, expected, monkeypatch):
+def test_the_backend_decides_the_device_of_a_message(backends, device, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(Workers, "_backends", backends)
     assert Workers(None, 0, 2).message_device(device) == expected
 
 
-def test_what_the_first_worker_keeps_of_a_gpu_is_on_the_cpu_as_what_others_send():
+def test_rank_0_moves_its_own_gpu_tensors_to_the_cpu():
     with FakeTensorMode():
         own = {"state": [{0: {"step": 3, "exp_avg": torch.ones(4, device=GPU)}}], "kept": torch.ones(2)}
         (held,) = Workers(None, 0, 1).gather_objects_to_first(own)
@@ -42,21 +42,21 @@ def test_what_the_first_worker_keeps_of_a_gpu_is_on_the_cpu_as_what_others_send(
         assert held["state"][0][0]["step"] == 3
 
 
-def test_parameters_of_one_process_are_on_one_device():
+def test_parameters_of_a_process_share_a_device():
     require_one_device({"a": torch.empty(1), "b": torch.empty(2)})
     on_two = {"a": torch.empty(1), "b": torch.empty(2, device="meta"), "c": torch.empty(2, device="meta")}
     with pytest.raises(ValueError, match=r"several devices: 'a' on cpu, 'b' on meta\. Every process"):
         require_one_device(on_two)
 
 
-def test_objects_are_sent_from_the_models_own_gpu():
+def test_the_gpu_of_the_model_sends_objects():
     assert current_device(GPU).idx == 1
     for device in (CPU, None):
         with current_device(device) as nothing:
             assert nothing is None
 
 
-def test_a_learning_rate_in_a_tensor_is_read_once_a_group():
+def test_a_learning_rate_tensor_is_read_once_per_group():
     class Rate(torch.Tensor):
         reads = 0
 
@@ -71,7 +71,7 @@ def test_a_learning_rate_in_a_tensor_is_read_once_a_group():
     assert Rate.reads == 1
 
 
-def test_the_hook_asks_whether_a_graph_is_recorded(monkeypatch):
+def test_the_hook_rejects_cuda_graph_capture(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     buffer = SimpleNamespace(device=GPU)
     bucket, state = SimpleNamespace(index=lambda: 0, buffer=lambda: buffer), SimpleNamespace(receive=pytest.fail)
@@ -83,15 +83,15 @@ def test_the_hook_asks_whether_a_graph_is_recorded(monkeypatch):
 def threads():
     made = ThreadWorkers(3)
     yield made
-    made._barrier.abort()  # if one still waits, the test fails and does not hang
+    made._barrier.abort()  # if a thread still waits, the test fails and does not hang
     made.close()
 
 
-def test_collectives_give_what_a_process_groups_do(threads):
+def test_collectives_of_threads_equal_those_of_a_process_group(threads):
     def collectives(rank):
         worker = threads.workers[rank]
         gathered, turned = torch.zeros(6), torch.zeros(6)
-        total = torch.tensor([1e8, -1e8, 1.0][rank : rank + 1])  # with the last one first the sum would be 0
+        total = torch.tensor([1e8, -1e8, 1.0][rank : rank + 1])  # the sum is 0 if the last term comes first
         worker.all_gather(gathered, torch.full((2,), float(rank))).wait()
         worker.all_to_all(turned, torch.arange(6.0) + 10 * rank).wait()
         worker.all_reduce(total).wait()
@@ -110,7 +110,7 @@ def test_collectives_give_what_a_process_groups_do(threads):
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("kind", [KeyError, KeyboardInterrupt, SystemExit])
-def test_what_one_raises_is_raised_and_nobody_waits_for_it_ever(threads, kind):
+def test_an_exception_of_one_thread_ends_all_threads(threads, kind):
     def adds(rank, raises=True):
         if rank == 1 and raises:
             raise kind
@@ -126,7 +126,7 @@ def test_what_one_raises_is_raised_and_nobody_waits_for_it_ever(threads, kind):
 
 
 @pytest.mark.parametrize("collective", ["all_gather", "all_to_all"])
-def test_nobody_changes_its_part_before_the_slowest_has_read_it(threads, collective, monkeypatch):
+def test_no_thread_changes_its_part_before_the_slowest_has_read_it(threads, collective, monkeypatch):
     swap = threads.swap
 
     @contextmanager
@@ -149,7 +149,7 @@ def held_bytes(buffers):
     return sum(held.nbytes for held in buffers._held.values())
 
 
-def test_memory_is_used_again_grows_and_is_given_back_after_a_burst():
+def test_buffers_reuse_grow_and_release_memory():
     buffers = Buffers()
 
     def take(numel):
@@ -173,7 +173,7 @@ def test_memory_is_used_again_grows_and_is_given_back_after_a_burst():
     assert held_bytes(buffers) == 4 * (1500 + 50)
     del other
     steps(400, PATIENCE)
-    assert held_bytes(buffers) == 4 * 1500  # the other was not taken for so long
+    assert held_bytes(buffers) == 4 * 1500  # nobody took the other buffer for so long
     steps(100, PATIENCE)
     assert held_bytes(buffers) == 0
     assert take(100).numel() == 100
@@ -181,7 +181,7 @@ def test_memory_is_used_again_grows_and_is_given_back_after_a_burst():
     assert held_bytes(buffers) == 0
 
 
-def test_names_and_dtypes_have_memory_of_their_own():
+def test_names_and_dtypes_have_separate_memory():
     buffers = Buffers()
     some = [buffers.take(name, 8, dtype, CPU) for name in "ab" for dtype in (torch.float32, torch.int32)]
     assert len({tensor.data_ptr() for tensor in some}) == 4

@@ -1,7 +1,7 @@
-"""Random trainings, each drawn from one number, against n workers in plain tensors that know all gradients.
+"""Random trainings, each drawn from a seed, against a simulation of n workers in plain tensors.
 
     python -m tests.distributed.fuzz --cases 200
-    python -m tests.distributed.fuzz --seed 17        # one case again
+    python -m tests.distributed.fuzz --seed 17        # repeats a case
 
 A case is a model, DDP's options, those of the exchange, and what happens in its 4 to 12 steps: layers left out,
 gradients that jump by 1e4, workers with nothing to say, NaN, overflows of a loss scale. The gradient of a layer is a

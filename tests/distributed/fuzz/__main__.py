@@ -14,7 +14,7 @@ def main() -> int:
     )
     parser.add_argument("--cases", type=int, default=200, help="how many seeds")
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--seed", type=int, help="run this one only")
+    parser.add_argument("--seed", type=int, help="run only this seed")
     arguments = parser.parse_args()
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.cases)
     seeds = seeds if arguments.seed is None else [arguments.seed]

@@ -1,4 +1,4 @@
-"""What happens in a random training, drawn from its seed."""
+"""Draws a random training from its seed."""
 
 import math
 import random
@@ -21,7 +21,7 @@ HUGE = 1e30
 LOSS_SCALES = (2.0**10, 2.0**16, 1000.0)
 BAD_VALUES = ("nan", "inf", "-inf")
 DISCARDED = 3
-"""The number, among the backwards of a step, of one whose gradients are dropped."""
+"""Number of a backward with dropped gradients among the backwards of a step."""
 
 
 @dataclass(frozen=True)
@@ -36,23 +36,23 @@ class Layer:
 
 @dataclass(frozen=True)
 class Case:
-    """Everything about one training; see ``draw_case``.
+    """All settings of a training; see ``draw_case``.
 
     Attributes:
-        unused: how DDP is told that layers may be left out.
-        skips: ``(step, worker, layer)`` of what a backward leaves out; step −1 stands for every step.
-        skips_late: whether that concerns only the last backward of a step, while earlier ones of it use the layer.
+        unused: the option of DDP that allows unused layers.
+        skips: ``(step, worker, layer)`` that a backward skips; step −1 stands for every step.
+        skips_late: whether only the last backward of a step skips the layer.
         zeroing: how gradients are cleared before a step; "used" clears only those of layers that the worker will use.
-        step_scales: by what the gradients of each step are multiplied.
+        step_scales: factors of the gradients of each step.
         silent: ``(step, worker)`` whose gradients are zero.
-        bad: ``(step, worker, layer, value)`` of a gradient with such values in it.
-        loss_scale: what a GradScaler begins with; it halves after an overflow and doubles after growth_interval steps.
+        bad: ``(step, worker, layer, value)`` of a gradient that contains the value.
+        loss_scale: first scale of a GradScaler; it halves after an overflow and doubles after growth_interval steps.
         rates: the learning rates of even and of odd layers, by step.
-        edges: whether some coordinates sit at λ, half of it, and next to it.
-        attempts: by step, whether even and odd layers see a step of their optimizer.
+        edges: whether some coordinates equal λ or λ / 2, or differ from them in the last bit.
+        attempts: by step, whether the optimizers of even and odd layers step.
         has_two_optimizers: one for even and one for odd layers.
-        keeps: whether gradients that saw no step are part of the next one; else they are dropped.
-        discards: steps before which a backward is made whose gradients are dropped.
+        keeps: whether unused gradients join the next step; otherwise they are dropped.
+        discards: steps after a backward with dropped gradients.
         resumes: ``(step, moment, bucket_cap_mb)``: the training is saved in this step, after its backward or after its
             optimizer, and goes on in a new DDP module with other buckets.
     """
@@ -105,23 +105,23 @@ class Case:
         return dtypes.pop() if len(dtypes) == 1 else "mixed"
 
     def backwards(self, step: int) -> range:
-        """The backwards of a step; the last one exchanges. DDP cannot accumulate in a static graph's first step."""
+        """Returns the backwards of a step; the last exchanges. A static graph cannot accumulate in its first step."""
         is_first = step == 0 or any(at == step - 1 for at, _, _ in self.resumes)
         is_single = self.unused == "static" and is_first
         return range(self.micro_steps - 1 if is_single else 0, self.micro_steps)
 
     def uses(self, step: int, micro: int, worker: int, layer: int) -> bool:
-        """Whether a worker's backward reaches a layer."""
+        """Returns whether a backward of a worker reaches a layer."""
         if self.skips_late and micro < self.micro_steps - 1:
             return True
         return not {(step, worker, layer), (-1, worker, layer)} & set(self.skips)
 
     def is_used(self, step: int, worker: int, layer: int) -> bool:
-        """Whether any of a worker's backwards of a step reaches a layer."""
+        """Returns whether any backward of a worker in a step reaches a layer."""
         return any(self.uses(step, micro, worker, layer) for micro in self.backwards(step))
 
     def is_zeroed(self, step: int, worker: int, layer: int) -> bool:
-        """Whether a worker clears the gradient of a layer before the first backward of a step that counts."""
+        """Returns whether a worker clears the gradient of a layer before a step."""
         if step in self.discards:
             return True
         if step and self.keeps and not self.attempts[step - 1][layer % 2]:
@@ -130,7 +130,7 @@ class Case:
 
 
 class Draw:
-    """Choices from a seed, made of ``random()`` alone: the one method that Python promises never to change."""
+    """Draws from a seed by ``random()`` alone, the only method that Python promises never to change."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -139,7 +139,7 @@ class Draw:
         return self._random.random() < probability
 
     def whole(self, low: int, high: int) -> int:
-        """Draws from low…high, both included."""
+        """Draws from low to high inclusive."""
         return low + int(self._random.random() * (high - low + 1))
 
     def one_of(self, options: Sequence[Any]) -> Any:
@@ -154,7 +154,7 @@ class Draw:
 
 
 def draw_case(seed: int) -> Case:
-    """Returns the case of a seed: the same for ever and on every machine."""
+    """Returns the case of a seed, which never changes on any machine."""
     draw = Draw(seed)
     num_workers = draw.one_of((1, 2, 2, 3, 3, 4, 4))
     steps = draw.whole(4, 12)
@@ -174,8 +174,8 @@ def draw_case(seed: int) -> Case:
     zeroing = draw.one_of(ZEROING if unused == "find" and bad is None else ZEROING[:2])
     loss_scale = draw.one_of(LOSS_SCALES) if draw.chance(0.3) else None
     if loss_scale is not None and zeroing == "used":
-        zeroing = "none"  # the scaler would unscale an older gradient again
-    # Choices of their own, so that what a seed drew before these were thought of stays as it was.
+        zeroing = "none"  # otherwise the scaler unscales an older gradient again
+    # A separate stream, so that earlier choices of a seed stay the same.
     more = Draw(seed + 2**32)
     has_two_optimizers = more.chance(0.4)
     attempts = _draw_attempts(more, steps, has_two_optimizers)
@@ -190,7 +190,7 @@ def draw_case(seed: int) -> Case:
     elements = sum(layer.size for layer in layers)
     bucket_cap_mb, is_view = draw.one_of(BUCKET_CAPS_MB), draw.chance(0.5)
     if is_view and keeps and not all(map(all, attempts)) and zeroing == "zeros":
-        # A bucket has one version for all views of it, by which gradients of zeros are known to be untouched.
+        # All views of a bucket share a version, which tells whether gradients of zeros are untouched.
         zeroing = "none"
     case = Case(
         seed=seed,
@@ -265,7 +265,7 @@ def _draw_skips(
     for layer in range(num_layers):
         if unused == "never" or layer == always_used:
             continue
-        # DDP holds all workers of a static graph to the same one.
+        # DDP requires the same static graph on all workers.
         for step in [-1] if unused == "static" else range(steps):
             if draw.chance(0.35):
                 everyone = range(num_workers)
@@ -297,7 +297,7 @@ def _draw_rates(draw: Draw, steps: int) -> tuple[tuple[float, float], ...]:
 
 
 def gradient_of(case: Case, step: int, micro: int, worker: int, index: int) -> Tensor:
-    """Returns what one backward of a worker makes of a layer, before any loss scale: the same in every process."""
+    """Returns the unscaled gradient of a layer in a backward of a worker, equal in every process."""
     layer = case.layers[index]
     dtype = DTYPES[layer.dtype]
     if (step, worker) in case.silent:
@@ -305,12 +305,12 @@ def gradient_of(case: Case, step: int, micro: int, worker: int, index: int) -> T
     place = (((case.seed * 64 + step) * 4 + micro) * 4 + worker) * 8 + index
     values = torch.randn(layer.size, generator=torch.Generator().manual_seed(place)) * layer.scale
     if place % 3 == 0:
-        values = values**3 / layer.scale**2  # some much larger than most
+        values = values**3 / layer.scale**2  # a few values are much larger
     values = (values * case.step_scales[step]).to(dtype)
     is_last = micro == case.micro_steps - 1
     threshold = own_threshold(case, layer.name)
     if case.edges and threshold and threshold < HUGE:
-        # What rounding makes of them is at λ or beside it, or comes to that in the second step.
+        # After rounding, in this or the next step, the values are at λ or beside it.
         at = torch.tensor(threshold, dtype=dtype)
         above, below = (torch.nextafter(at, torch.tensor(limit, dtype=dtype)) for limit in (math.inf, 0.0))
         edge = torch.stack([at, -at, at / 2, below, -above, above])[: layer.size]
@@ -321,7 +321,7 @@ def gradient_of(case: Case, step: int, micro: int, worker: int, index: int) -> T
 
 
 def own_threshold(case: Case, name: str) -> float | None:
-    """Returns the λ that is known of a layer from the start."""
+    """Returns the fixed λ of a layer, or None."""
     for pattern, threshold in case.layer_thresholds:
         if fnmatchcase(name, pattern):
             return threshold

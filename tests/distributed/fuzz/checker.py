@@ -1,4 +1,4 @@
-"""Whether a step of real workers is that of the simulation."""
+"""Compares a step of real workers with the simulation."""
 
 import math
 from collections import Counter
@@ -16,12 +16,12 @@ DTYPE_ROUNDING = {name: torch.finfo(dtype).eps for name, dtype in DTYPES.items()
 
 
 class Difference(AssertionError):
-    """A step that is not what it must be."""
+    """A step that differs from the simulation."""
 
 
 @dataclass
 class Checker:
-    """Checks steps of all workers against the simulation; lives on the first worker."""
+    """Checks steps of all workers against the simulation, on rank 0."""
 
     case: Case
     simulation: Simulation = field(init=False)
@@ -34,11 +34,11 @@ class Checker:
         self.note_shared()
 
     def note_shared(self) -> None:
-        """What a save holds beside residuals is as of the last optimizer step."""
+        """Remembers the shared state of the last optimizer step, which a checkpoint contains."""
         self.shared = (self.exchanges, list(self.simulation.measured), self.simulation.threshold)
 
     def resume(self) -> None:
-        """Goes on from what was saved."""
+        """Restores the saved state."""
         self.exchanges, measured, self.simulation.threshold = self.shared
         self.simulation.measured = list(measured)
         self.simulation.lose_open()
@@ -52,15 +52,15 @@ class Checker:
         stats: StepStats,
         threshold_after: float | None,
     ) -> None:
-        """Raises a Difference unless the step is as it must be.
+        """Raises a Difference unless the step equals the simulation.
 
         Args:
-            step: which.
+            step: its number.
             scale: S of the step.
-            residuals: every worker's, after the backward, by name.
-            gradients: what DDP left in ``.grad``, the same on every worker.
-            stats: the same on every worker.
-            threshold_after: λ of the sparsifier after the step, None if it has none yet.
+            residuals: residuals of every worker by name, after the backward.
+            gradients: ``.grad`` after the backward, equal on every worker.
+            stats: statistics of the step, equal on every worker.
+            threshold_after: λ of the sparsifier after the step, None during calibration.
         """
         case, simulation = self.case, self.simulation
         if case.sparsifier == "density" and simulation.threshold and stats.threshold:
@@ -69,7 +69,7 @@ class Checker:
                 raise Difference(f"step {step}: λ is {stats.threshold} after {simulation.threshold}")
             simulation.threshold = stats.threshold
         workers, squared_gradient_norm = simulation.step(step, scale, residuals)
-        non_finite = sum(int((~one.sent.isfinite()).sum()) for worker in workers for one in worker.values())
+        non_finite = sum(int((~result.sent.isfinite()).sum()) for worker in workers for result in worker.values())
         for index, layer in enumerate(case.layers):
             of_workers = [worker[layer.name] for worker in workers]
             is_used = [case.is_used(step, worker, index) for worker in range(case.num_workers)]
@@ -80,15 +80,15 @@ class Checker:
                 raise Difference(f"step {step}, {layer.name}: no gradient, though a worker used it")
             elif case.error_feedback != "none":
                 self._check_conservation(
-                    step, index, of_workers, [one[layer.name] for one in residuals], gradient, scale
+                    step, index, of_workers, [of_worker[layer.name] for of_worker in residuals], gradient, scale
                 )
-            for worker, one in enumerate(of_workers):
+            for worker, result in enumerate(of_workers):
                 actual = residuals[worker][layer.name]
                 where = f"step {step}, worker {worker}, residual of {layer.name}"
                 if is_used[worker]:
                     self._check_bound(where, layer, actual)
-                quantum = torch.where(one.rounding > 0, one.quantum, 0.0)
-                require_close(where, actual, one.kept, one.rounding + quantum)
+                quantum = torch.where(result.rounding > 0, result.quantum, 0.0)
+                require_close(where, actual, result.kept, result.rounding + quantum)
             if any(is_used) and gradient is not None:
                 self._check_average(step, index, of_workers, gradient, scale)
         self._check_stats(step, stats, workers, squared_gradient_norm, non_finite)
@@ -106,11 +106,11 @@ class Checker:
             for index in range(len(case.layers))
         )
         self.seen["steps with clipping in force"] += any(
-            bool((one.rounding > 0).any()) for worker in workers for one in worker.values()
+            bool((result.rounding > 0).any()) for worker in workers for result in worker.values()
         )
 
     def check_discarded(self, step: int, scale: float | None, threshold_after: float | None) -> None:
-        """A backward whose gradients are dropped: raises a Difference if calibration is not as it must be."""
+        """Raises a Difference if calibration differs after a backward with dropped gradients."""
         squared_gradient_norm = self.simulation.discard(step, scale)
         self._check_calibration(step, squared_gradient_norm, threshold_after)
         self.exchanges += 1
@@ -119,29 +119,29 @@ class Checker:
     def check_settled(
         self, step: int, has_stepped: tuple[bool, bool], residuals: list[dict[str, Tensor]], what: str = "settled"
     ) -> None:
-        """Raises a Difference unless what is settled after the optimizers is as it must be.
+        """Raises a Difference unless the settled residuals equal the simulation.
 
         Args:
-            step: which.
-            has_stepped: whether the optimizers of even and of odd layers did.
-            residuals: every worker's, after the step, by name.
-            what: for the message.
+            step: its number.
+            has_stepped: whether the optimizers of even and odd layers stepped.
+            residuals: residuals of every worker by name, after the step.
+            what: adjective for the message.
         """
         self.simulation.settle(has_stepped)
         if any(has_stepped):
             self.note_shared()
         for worker, (actual, expected) in enumerate(zip(residuals, self.simulation.errors, strict=True)):
-            for name, one in expected.items():
+            for name, residual in expected.items():
                 where = f"step {step}, worker {worker}, {what} residual of {name}"
-                require_close(where, actual[name], one, torch.zeros_like(one))
+                require_close(where, actual[name], residual, torch.zeros_like(residual))
         self.seen["optimizer steps"] += sum(has_stepped)
         self.seen["steps in which an optimizer made none"] += not all(has_stepped)
 
     def _check_untouched(self, step: int, index: int, gradient: Tensor | None) -> None:
-        """What no worker used has the gradient that it had, or none."""
+        """Raises a Difference if the gradient of a layer that no worker used has changed."""
         name = self.case.layers[index].name
         had = None if self.case.is_zeroed(step, 0, index) else self.simulation.stale.get(name)
-        actual, expected = ((torch.zeros(1) if one is None else one).double() for one in (gradient, had))
+        actual, expected = ((torch.zeros(1) if value is None else value).double() for value in (gradient, had))
         if not torch.allclose(actual, expected, rtol=0, atol=0, equal_nan=True):
             raise Difference(f"step {step}, {name}: has {gradient} instead of {had}, though no worker used it")
 
@@ -154,14 +154,14 @@ class Checker:
         gradient: Tensor,
         scale: float | None,
     ) -> None:
-        """e + g/S = out + e', summed over the workers, with what they really kept."""
+        """Checks e + g/S = out + e', summed over the workers, with their real residuals."""
         layer, n = self.case.layers[index], self.case.num_workers
-        sent = [one.compensated.double() - actual.double() for one, actual in zip(workers, residuals, strict=True)]
+        sent = [term.compensated.double() - actual.double() for term, actual in zip(workers, residuals, strict=True)]
         average = sum(sent[1:], sent[0]) / n
-        tolerance = sum_rounding(sent, n, layer) + sum(one.rounding.double() for one in workers) / n
-        # p − out is exact but for a value far beyond what float16 holds.
-        tolerance += torch.finfo(workers[0].kept.dtype).eps * sum(one.compensated.double().abs() for one in workers)
-        is_finite = torch.stack([one.compensated.isfinite() for one in workers]).all(0)
+        tolerance = sum_rounding(sent, n, layer) + sum(term.rounding.double() for term in workers) / n
+        # p − out is exact except for values far beyond the range of float16.
+        tolerance += torch.finfo(workers[0].kept.dtype).eps * sum(term.compensated.double().abs() for term in workers)
+        is_finite = torch.stack([term.compensated.isfinite() for term in workers]).all(0)
         factor = 1.0 if scale is None else scale
         average *= factor
         old = self.simulation.old_gradient(step, index)
@@ -188,21 +188,21 @@ class Checker:
 
     def _check_average(self, step: int, index: int, workers: list[Sent], gradient: Tensor, scale: float | None) -> None:
         case, n, layer = self.case, self.case.num_workers, self.case.layers[index]
-        sent = [one.sent for one in workers]
+        sent = [term.sent for term in workers]
         if case.exchange == "hierarchical" and (n, case.workers_per_node) == (4, 2):
             total = (sent[0] + sent[1]) + (sent[2] + sent[3])
         else:
             total = sum(sent, torch.zeros_like(sent[0]))
         average = total / n
-        # Two terms have one sum. Of more, an all-reduce adds in an order of its own, and so does any calibration.
+        # The sum of two terms is unique. An all-reduce of more terms, as in calibration, has its own order.
         adds_in_order = case.exchange in ("gather", "reduce_scatter") and not self.simulation.is_calibrating
         is_exact = n <= 2 or adds_in_order or case.workers_per_node == 2
         off = torch.zeros_like(average, dtype=torch.float64)
-        for one in workers:
-            quantum = torch.where(one.rounding > 0, one.quantum, 0.0)
-            off += (one.rounding + quantum).double() / n
-        # A term that is off by its last bits also makes sums with larger terms round otherwise.
-        rounding = sum_rounding([one.double() for one in sent], n, layer)
+        for term in workers:
+            quantum = torch.where(term.rounding > 0, term.quantum, 0.0)
+            off += (term.rounding + quantum).double() / n
+        # An error in the last bits of a term also changes the rounding of sums with larger terms.
+        rounding = sum_rounding([values.double() for values in sent], n, layer)
         rounding += DTYPE_ROUNDING[layer.dtype] * average.double().abs()
         tolerance = torch.where((off > 0) | (not is_exact), off + rounding, 0.0)
         if scale is not None:
@@ -213,7 +213,7 @@ class Checker:
             self.seen["old gradients of a worker that leaves out what others use"] += bool(old.any())
             if bool((tolerance > 0).any()):
                 tolerance = tolerance + (torch.finfo(old.dtype).eps + DTYPE_ROUNDING[layer.dtype]) * old.double().abs()
-        is_known = ~torch.stack([one.is_open for one in workers]).any(0)
+        is_known = ~torch.stack([term.is_open for term in workers]).any(0)
         require_close(
             f"step {step}, averaged gradient of {layer.name}",
             torch.where(is_known, gradient, 0.0),
@@ -225,7 +225,7 @@ class Checker:
         self, step: int, stats: StepStats, workers: list[dict[str, Sent]], squared_gradient_norm: float, non_finite: int
     ) -> None:
         case, n = self.case, self.case.num_workers
-        is_clipped = any(bool((one.rounding > 0).any()) for worker in workers for one in worker.values())
+        is_clipped = any(bool((result.rounding > 0).any()) for worker in workers for result in worker.values())
         tolerance = 4 * self._norm_tolerance(is_clipped)
         counts = {layer.name: sum(worker[layer.name].count for worker in workers) for layer in case.layers}
         open_counts = {layer.name: 0 for layer in case.layers}
@@ -235,7 +235,7 @@ class Checker:
         slack = {
             layer.name: sum(squared_slack(worker[layer.name], case) for worker in workers) / n for layer in case.layers
         }
-        # Squares are float32, and the smallest have no digits to lose.
+        # Squares are float32, and the smallest are subnormal.
         slack = {layer.name: slack[layer.name] + layer.size * SMALLEST_SQUARE for layer in case.layers}
         bytes_of = {name: dtype.itemsize for name, dtype in DTYPES.items()}
         for name, value, expected in (
@@ -244,7 +244,7 @@ class Checker:
             ("num_elements", stats.num_elements, case.num_elements),
             ("non_finite", stats.non_finite, non_finite),
             ("threshold", stats.threshold, self.simulation.threshold),
-            ("dense_bytes", stats.dense_bytes, sum(one.size * bytes_of[one.dtype] for one in case.layers)),
+            ("dense_bytes", stats.dense_bytes, sum(layer.size * bytes_of[layer.dtype] for layer in case.layers)),
             ("layers", sorted(stats.layers), sorted(counts) if case.per_layer_stats else []),
         ):
             if value != expected:
@@ -300,12 +300,12 @@ class Checker:
 
 
 def sum_rounding(sent: list[Tensor], n: int, layer: Layer) -> Tensor:
-    """How far two ways of forming (1/n) Σ_i out_i may be apart.
+    """Returns the largest difference between two ways to compute (1/n) Σ_i out_i.
 
     Each has at most n − 1 additions and n divisions, and each of those is off by eps/2 of at most Σ_i |out_i|.
     """
     eps = torch.finfo(error_dtype(layer)).eps
-    return 2 * (n + 1) * eps * sum(one.abs() for one in sent) / n
+    return 2 * (n + 1) * eps * sum(values.abs() for values in sent) / n
 
 
 def require_close(where: str, actual: Tensor, expected: Tensor, tolerance: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Many cases, one after the other."""
+"""Runs cases in turn."""
 
 import dataclasses
 import time
@@ -10,12 +10,12 @@ from tests.distributed.fuzz.training import run_seed
 from tests.workers import run_workers
 
 CASE_SECONDS = 90.0
-"""After so long a case hangs. A usual case takes a second."""
+"""Time limit of a case, which usually takes a second."""
 
 
 @dataclass
 class Outcome:
-    """What came of a case: ``failure`` is None, or a message to repeat it with."""
+    """The outcome of a case: ``failure`` is None, or a message with the command that repeats it."""
 
     case: Case
     failure: str | None
@@ -24,13 +24,13 @@ class Outcome:
 
 
 def failure_message(case: Case, what: str) -> str:
-    fields = "\n".join(f"    {one.name}={getattr(case, one.name)!r}" for one in dataclasses.fields(case))
+    fields = "\n".join(f"    {field.name}={getattr(case, field.name)!r}" for field in dataclasses.fields(case))
     again = f"python -m tests.distributed.fuzz --seed {case.seed}"
     return f"seed {case.seed}: {what}\n{fields}\n  again: {again}"
 
 
 def run_cases(seeds: Sequence[int], seconds: float = CASE_SECONDS) -> Iterator[Outcome]:
-    """Yields what came of each case. A crash, or more seconds than given, fails its case and no other."""
+    """Yields the outcome of each case. A crash or a timeout fails only its case."""
     for case in map(draw_case, seeds):
         started = time.monotonic()
         try:

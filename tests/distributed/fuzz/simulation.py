@@ -1,4 +1,4 @@
-"""n workers in plain tensors that know all gradients, by parameter name; uses nothing of the package."""
+"""Simulates n workers in plain tensors from all gradients by parameter name; shares no code with the package."""
 
 import math
 from dataclasses import dataclass, field
@@ -18,11 +18,11 @@ class Sent:
         compensated: p.
         sent: out, zeros where nothing is sent.
         kept: e'.
-        is_sent: what is selected.
-        is_open: where the worker may have selected or not, and nothing tells which.
-        rounding: how far p may be off: 0, or what a clipping factor's last bits change.
+        is_sent: mask of selected elements.
+        is_open: mask of elements whose selection is unknown.
+        rounding: error bound of p: 0, or the effect of the last bits of a clipping factor.
         count: k.
-        quantum: how far apart what two near values of p round to may be.
+        quantum: largest difference of two nearby values of p after rounding.
     """
 
     compensated: Tensor
@@ -37,13 +37,13 @@ class Sent:
 
 @dataclass
 class Simulation:
-    """n workers in plain tensors.
+    """The state of n workers.
 
     Attributes:
-        errors: e as the optimizer's steps have settled it, by worker and name.
-        latest: e' after the last backward, likewise; set by who compares it with the real one.
+        errors: e after the last optimizer step, by worker and name.
+        latest: e' after the last backward, by worker and name; the checker sets it.
         stale: the gradient of every parameter after the last optimizer step, skipped or not.
-        threshold: λ of layers without one of their own; 0 while it is being calibrated, None for Top-k.
+        threshold: λ of layers without their own λ; 0 during calibration, None for Top-k.
     """
 
     case: Case
@@ -60,7 +60,7 @@ class Simulation:
         ]
         self.threshold = {"threshold": self.case.threshold, "density": 0.0, "top_k": None}[self.case.sparsifier]
         workers = range(self.case.num_workers)
-        # What waits for an optimizer, by worker and name; and lr of the last step, settled and waiting.
+        # Residuals that wait for an optimizer step, by worker and name; settled and waiting learning rates.
         self._open: list[dict[str, Tensor]] = [{} for _ in workers]
         self._rates: list[dict[str, float]] = [{} for _ in workers]
         self._open_rates: list[dict[str, float]] = [{} for _ in workers]
@@ -74,12 +74,12 @@ class Simulation:
     def step(
         self, step: int, scale: float | None, actual: list[dict[str, Tensor]]
     ) -> tuple[list[dict[str, Sent]], float]:
-        """Returns what every worker sends, by name, and (1/n) Σ_i ‖g_i‖².
+        """Returns the sent values of every worker by name, and (1/n) Σ_i ‖g_i‖².
 
         Args:
-            step: which.
+            step: its number.
             scale: S.
-            actual: the workers' residuals after the step, asked only where a coordinate may go either way: equal
+            actual: the workers' residuals after the step, used only where the selection is ambiguous: equal
                 magnitudes in Top-k, or λ closer than the last bits of a clipping factor.
         """
         self._drop_what_is_zeroed(step)
@@ -88,7 +88,7 @@ class Simulation:
         for worker in range(self.case.num_workers):
             gradients = self._gradients(step, worker, scale)
             precision = self._clip(gradients, scale)
-            squared_norm += sum(squared(one) for one in gradients.values()) / (scale or 1.0) ** 2
+            squared_norm += sum(squared(gradient) for gradient in gradients.values()) / (scale or 1.0) ** 2
             ratios = self._ratios(step, worker)
             errors = [
                 self._open[worker].get(layer.name, self.errors[worker][layer.name]) * ratios[layer.name]
@@ -104,8 +104,8 @@ class Simulation:
         tells = self.case.error_feedback != "none"
         workers = [
             {
-                layer.name: self._send(layer, *one, residuals[layer.name] if tells else None)
-                for layer, one in zip(self.case.layers, of_worker, strict=True)
+                layer.name: self._send(layer, *inputs, residuals[layer.name] if tells else None)
+                for layer, inputs in zip(self.case.layers, of_worker, strict=True)
             }
             for of_worker, residuals in zip(compensated, actual, strict=True)
         ]
@@ -116,7 +116,7 @@ class Simulation:
         return (self.threshold or 0.0) if own is None else own
 
     def discard(self, step: int, scale: float | None) -> float:
-        """A backward whose gradients are dropped leaves no trace, but for what calibration measures.
+        """Simulates a backward with dropped gradients, which changes only the calibration.
 
         Returns:
             (1/n) Σ_i ‖g_i‖².
@@ -127,33 +127,33 @@ class Simulation:
             gradients = self._of_one_backward(step, DISCARDED, worker, scale)
             self._clip(gradients, scale)
             for name, ratio in self._ratios(step, worker).items():
-                if name not in gradients:  # there was nothing that could be undone
+                if name not in gradients:  # the backward changed no residual
                     self.errors[worker][name] = self.errors[worker][name] * ratio
                     if name in self._open_rates[worker]:
                         self._rates[worker][name] = self._open_rates[worker][name]
-            norms.append(sum(squared(one) for one in gradients.values()) / (scale or 1.0) ** 2)
+            norms.append(sum(squared(gradient) for gradient in gradients.values()) / (scale or 1.0) ** 2)
         self.lose_open()
         return sum(norms) / self.case.num_workers
 
     def lose_open(self) -> None:
-        """Gradients are gone, and what they did with them."""
-        for one in (*self._open, *self._open_rates):
-            one.clear()
+        """Drops gradients and the open changes of residuals."""
+        for pending in (*self._open, *self._open_rates):
+            pending.clear()
         self.stale = {}
 
     def end_backward(self) -> None:
-        """What the workers have done with their residuals is open, for layers that they reached."""
+        """Marks the residuals of reached layers as open until an optimizer step."""
         for worker, latest in enumerate(self.latest):
-            for name, one in latest.items():
+            for name, residual in latest.items():
                 if name in self._reached[worker] or name in self._open[worker]:
-                    self._open[worker][name] = one
-                else:  # nothing that could be undone
-                    self.errors[worker][name] = one
+                    self._open[worker][name] = residual
+                else:  # the backward did not reach the layer
+                    self.errors[worker][name] = residual
                     if name in self._open_rates[worker]:
                         self._rates[worker][name] = self._open_rates[worker].pop(name)
 
     def settle(self, has_stepped: tuple[bool, bool]) -> None:
-        """The optimizers of even and of odd layers step, or do not."""
+        """Settles open residuals of even and odd layers whose optimizer has stepped."""
         for index, layer in enumerate(self.case.layers):
             if not has_stepped[index % 2]:
                 continue
@@ -183,7 +183,7 @@ class Simulation:
         return ratios
 
     def _gradients(self, step: int, worker: int, scale: float | None) -> dict[str, Tensor]:
-        """What DDP exchanges: the sums over a step's backwards of S · g, and what was there before them."""
+        """Returns the gradients that DDP exchanges: sums of S · g over backwards, plus stale gradients."""
         gradients: dict[str, Tensor] = {}
         for index, layer in enumerate(self.case.layers):
             stale = self.stale.get(layer.name)
@@ -192,12 +192,12 @@ class Simulation:
             if stale is not None and self.case.is_used(step, worker, index):
                 gradients[layer.name] = stale.clone()
         for micro in self.case.backwards(step):
-            for name, one in self._of_one_backward(step, micro, worker, scale).items():
-                gradients[name] = gradients[name] + one if name in gradients else one
+            for name, gradient in self._of_one_backward(step, micro, worker, scale).items():
+                gradients[name] = gradients[name] + gradient if name in gradients else gradient
         return gradients
 
     def old_gradient(self, step: int, index: int) -> Tensor | None:
-        """What workers still have of a layer that they leave out and others use: (1/n) Σ_i of it, or None."""
+        """Returns the mean of stale gradients of workers that skip a layer which others use, or None."""
         layer, n = self.case.layers[index], self.case.num_workers
         stale = self.stale.get(layer.name)
         is_used = [self.case.is_used(step, worker, index) for worker in range(n)]
@@ -205,27 +205,27 @@ class Simulation:
         kept = sum(not self.case.is_zeroed(step, worker, index) for worker in leave_out)
         if stale is None or not kept or not any(is_used):
             return None
-        one = stale.to(error_dtype(layer))
-        return sum([one] * (kept - 1), one) / n
+        old = stale.to(error_dtype(layer))
+        return sum([old] * (kept - 1), old) / n
 
     def _of_one_backward(self, step: int, micro: int, worker: int, scale: float | None) -> dict[str, Tensor]:
         gradients = {}
         for index, layer in enumerate(self.case.layers):
             if self.case.uses(step, micro, worker, index):
-                one = gradient_of(self.case, step, micro, worker, index)
-                gradients[layer.name] = one if scale is None else one * torch.tensor(scale, dtype=one.dtype)
+                g = gradient_of(self.case, step, micro, worker, index)
+                gradients[layer.name] = g if scale is None else g * torch.tensor(scale, dtype=g.dtype)
         return gradients
 
     def _clip(self, gradients: dict[str, Tensor], scale: float | None) -> float:
-        """Clips in place; returns how precise that is, relatively: a norm depends on how it is summed."""
+        """Clips in place; returns the relative error, because a norm depends on the order of summation."""
         if self.case.local_clip_norm is None:
             return 0.0
-        norm = math.sqrt(sum(squared(one) for one in gradients.values())) / (scale or 1.0)
+        norm = math.sqrt(sum(squared(gradient) for gradient in gradients.values())) / (scale or 1.0)
         factor = self.case.local_clip_norm / (norm + 1e-6)
         if factor > 1.001:
             return 0.0
-        for one in gradients.values():
-            one.mul_(min(factor, 1.0) if math.isfinite(norm) else 0.0)
+        for gradient in gradients.values():
+            gradient.mul_(min(factor, 1.0) if math.isfinite(norm) else 0.0)
         return precision_of(self.case)
 
     def _send(self, layer: Layer, p: Tensor, rounding: Tensor, is_used: bool, actual: Tensor | None) -> Sent:
@@ -237,9 +237,9 @@ class Simulation:
         rounded = round_values(p, self.case.value_dtype, threshold)
         quantum = wire_quantum(p, self.case.value_dtype, threshold)
         if actual is not None:
-            # Where it may go either way the worker's residual tells: nearer to p it was kept.
+            # The worker's residual resolves an open selection: a residual near p was kept.
             was_sent = (actual - (p - rounded)).abs() < (actual - p).abs()
-            # What rounds to zero leaves the same either way.
+            # A value that rounds to zero leaves the same residual in both cases.
             tells = is_open & (rounded != 0)
             followed = torch.where(tells, was_sent, is_sent)
             if self.case.sparsifier != "top_k":
@@ -268,7 +268,7 @@ class Simulation:
         slack = 2 * rounding.double().amax()
         is_open = (finite - smallest).abs() <= slack
         if not slack and int(is_sent.sum()) == room + int(is_bad.sum()):
-            is_open = torch.zeros_like(is_bad)  # no two of the same magnitude there
+            is_open = torch.zeros_like(is_bad)  # no ties at the smallest magnitude
         return is_sent, is_open, room + int(is_bad.sum())
 
 
@@ -279,7 +279,7 @@ def squared(values: Tensor) -> float:
 def _compensate(
     layer: Layer, error: Tensor, gradient: Tensor | None, scale: float | None, precision: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns p, and how far it may be off."""
+    """Returns p and its error bound."""
     if gradient is None:
         return error, torch.zeros_like(error)
     g = gradient.to(error.dtype)
@@ -291,13 +291,13 @@ def _compensate(
     return p, (relative(layer, precision) * g.abs() + ulps).nan_to_num(0.0, 0.0)
 
 
-def squared_slack(one: Sent, case: Case) -> float:
-    """How far ‖e'‖² may be off where p or what is sent is: |‖e + δ‖² − ‖e‖²| <= 2 ‖e‖ ‖δ‖ + ‖δ‖²."""
+def squared_slack(result: Sent, case: Case) -> float:
+    """Returns the error bound of ‖e'‖²: |‖e + δ‖² − ‖e‖²| <= 2 ‖e‖ ‖δ‖ + ‖δ‖²."""
     if case.error_feedback == "none":
         return 0.0
-    off = torch.where(one.rounding > 0, one.rounding + one.quantum, 0.0)
-    off += torch.where(one.is_open, one.compensated.abs(), 0.0)
-    return 2 * math.sqrt(squared(one.kept) * squared(off)) + squared(off)
+    off = torch.where(result.rounding > 0, result.rounding + result.quantum, 0.0)
+    off += torch.where(result.is_open, result.compensated.abs(), 0.0)
+    return 2 * math.sqrt(squared(result.kept) * squared(off)) + squared(off)
 
 
 def error_dtype(layer: Layer) -> torch.dtype:
@@ -305,22 +305,22 @@ def error_dtype(layer: Layer) -> torch.dtype:
 
 
 def precision_of(case: Case) -> float:
-    """How well squared norms are known, relatively: sums of 1,024 float32 squares, or of float64."""
+    """Returns the relative error of squared norms: sums of 1,024 float32 squares, or of float64."""
     return 1e-12 if case.dtype == "float64" else 1e-5
 
 
 def relative(layer: Layer, precision: float) -> float:
-    """How well a clipped gradient is known: a bfloat16 has 8 bits, and the factor may have as few."""
+    """Returns the relative error of a clipped gradient: bfloat16 and its factor have 8 bits."""
     return 2.0**-6 if layer.dtype == "bfloat16" else precision
 
 
 def float8_scale(threshold: float) -> float:
-    """64 times the largest power of two up to λ."""
+    """Returns 64 times the largest power of two up to λ."""
     return 64 * 2.0 ** math.floor(math.log2(threshold))
 
 
 def round_values(values: Tensor, value_dtype: str, threshold: float) -> Tensor:
-    """Returns what arrives of values; finite ones stay finite."""
+    """Returns the values after the wire; finite values stay finite."""
     if value_dtype == "float8" and threshold:
         rounded = through_float8(values, float8_scale(threshold)).to(values.dtype)
         return torch.where(values.isfinite(), rounded, torch.nan)
@@ -332,7 +332,7 @@ def round_values(values: Tensor, value_dtype: str, threshold: float) -> Tensor:
 
 
 def wire_quantum(values: Tensor, value_dtype: str, threshold: float) -> Tensor:
-    """How far apart what two near values round to may be."""
+    """Returns the largest difference of two nearby values after rounding."""
     if value_dtype == "float8" and threshold:
         scale = float8_scale(threshold)
         return (values.abs().clamp(max=448 * scale) / 8 + scale / 512).nan_to_num(0.0)

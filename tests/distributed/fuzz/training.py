@@ -1,4 +1,4 @@
-"""One worker's side of a case: DDP, the package, optimizers."""
+"""A worker of a case: DDP, the package, optimizers."""
 
 import copy
 import math
@@ -42,15 +42,15 @@ class Model(torch.nn.Module):
 
 @dataclass
 class Step:
-    """What a worker saw of a step.
+    """The tensors of a step on a worker.
 
     Attributes:
         scale: S.
-        gradients: what DDP left in ``.grad``.
-        gradients_after: what was there after the optimizer: unscaled, where losses are scaled.
-        has_stepped: whether the optimizers of even and of odd layers did.
+        gradients: ``.grad`` after the backward.
+        gradients_after: ``.grad`` after the optimizer, unscaled if losses are scaled.
+        has_stepped: whether the optimizers of even and odd layers stepped.
         latest: all residuals after the backward, in the order of the layers, as float64: shape (d,).
-        settled: those after the optimizers.
+        settled: residuals after the optimizers.
         saved: the state between backward and optimizers.
     """
 
@@ -64,7 +64,7 @@ class Step:
 
 
 class Training:
-    """One worker's side of a case."""
+    """A worker of a case."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -88,7 +88,7 @@ class Training:
         groups = [{"params": list(self.parameters.values())[first::2]} for first in (0, 1)]
         groups = [group for group in groups if group["params"]]
         of_optimizers = [[group] for group in groups] if case.has_two_optimizers else [groups]
-        self.optimizers = [torch.optim.SGD(one, lr=0.5) for one in of_optimizers]
+        self.optimizers = [torch.optim.SGD(own_groups, lr=0.5) for own_groups in of_optimizers]
         self.state = register_comm_hook(
             self.model,
             TopK(case.density)
@@ -110,21 +110,21 @@ class Training:
 
     @property
     def threshold(self) -> float | None:
-        """λ, None if there is none yet."""
+        """λ, or None during calibration."""
         return getattr(self.state.sparsifier, "threshold", None)
 
     def scale(self) -> float | None:
-        """S."""
+        """Returns S, or None without a scaler."""
         return None if self.scaler is None else self.scaler.get_scale()
 
     def discard(self, step: int) -> None:
-        """Makes a backward whose gradients nobody steps on, and drops them and all others."""
+        """Runs a backward without an optimizer step and drops all gradients."""
         self._zero(lambda index: True)
         self._set_rates(step)
         self._backward(step, DISCARDED)
 
     def resume(self, saved: dict[str, Any], bucket_cap_mb: float) -> None:
-        """Goes on from a state in a new DDP module."""
+        """Resumes from a state in a new DDP module."""
         weights = {name: parameter.detach() for name, parameter in self.parameters.items()}
         self.state.close()
         self._start(bucket_cap_mb)
@@ -181,16 +181,16 @@ class Training:
             groups = [first] if self.case.has_two_optimizers else [0, 1]
             if not attempts[groups[0]]:
                 continue
-            gradients = [one.grad for group in optimizer.param_groups for one in group["params"]]
-            is_finite = all(one is None or bool(one.isfinite().all()) for one in gradients)
+            gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+            is_finite = all(grad is None or bool(grad.isfinite().all()) for grad in gradients)
             if self.scaler is None:
                 optimizer.step()
-            elif any(one is not None for one in gradients):
+            elif any(grad is not None for grad in gradients):
                 self.scaler.step(optimizer)
             for group in groups:
-                has_stepped[group] = self.scaler is None or (is_finite and any(one is not None for one in gradients))
+                has_stepped[group] = self.scaler is None or (is_finite and any(grad is not None for grad in gradients))
         if self.scaler is not None and any(
-            self.scaler._per_optimizer_states[id(one)]["found_inf_per_device"] for one in self.optimizers
+            self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] for optimizer in self.optimizers
         ):
             self.scaler.update()
         return has_stepped[0], has_stepped[1]
@@ -202,32 +202,32 @@ class Training:
         return torch.cat([residuals[layer.name].double() for layer in self.case.layers])
 
     def checksums(self, gradients: dict[str, Tensor | None]) -> list[tuple[str, int]]:
-        """What must be the same on all workers."""
-        tensors = {f"gradient of {name}": one for name, one in gradients.items() if one is not None}
+        """Returns checksums that must agree on all workers."""
+        tensors = {f"gradient of {name}": gradient for name, gradient in gradients.items() if gradient is not None}
         tensors |= {f"weights of {name}": p.detach() for name, p in self.parameters.items()}
-        sums = [(name, zlib.crc32(bits_of(one).numpy().tobytes())) for name, one in tensors.items()]
+        sums = [(name, zlib.crc32(bits_of(tensor).numpy().tobytes())) for name, tensor in tensors.items()]
         return [*sums, (f"statistics: {self.state.last_step}", 0)]
 
 
 def bits_of(values: Tensor) -> Tensor:
-    """Returns the bits as integers; NaN is one value, whatever its bits."""
+    """Returns the bits as integers; all NaNs have the same bits."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return values.nan_to_num(123.0, math.inf, -math.inf).view(integers[values.itemsize])
 
 
 def run_seed(seed: int) -> tuple[str | None, Counter[str]]:
-    """Runs the case of a seed as one worker; see ``run_case``."""
+    """Runs the case of a seed as a worker; see ``run_case``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return run_case(draw_case(seed))
 
 
 def run_case(case: Case) -> tuple[str | None, Counter[str]]:
-    """Runs a case as one worker of a process group. Collective.
+    """Runs a case as a worker of a process group. Collective.
 
     Returns:
-        What went wrong first, None if nothing did, the same on every worker; and, on the first one, counts of what the
-        steps had in them.
+        The first difference or None, equal on every worker; and, on rank 0, how many steps had each feature. Other
+        ranks return empty counts.
     """
     training = Training(case)
     checker = Checker(case)
@@ -241,7 +241,7 @@ def run_case(case: Case) -> tuple[str | None, Counter[str]]:
 
 
 def _run_step(step: int, training: Training, checker: Checker) -> str | None:
-    """Runs a step as one worker; returns what went wrong, the same on every worker. Collective."""
+    """Runs a step as a worker; returns the difference or None, equal on every worker. Collective."""
     case = training.case
     after_discard = None
     if step in case.discards:
@@ -266,8 +266,8 @@ def _run_step(step: int, training: Training, checker: Checker) -> str | None:
     verdict: list[str | None] = [None]
     if collected is not None:
         try:
-            for worker, one in enumerate(checksums):
-                for mine, other in zip(checksums[0], one, strict=True):
+            for worker, sums in enumerate(checksums):
+                for mine, other in zip(checksums[0], sums, strict=True):
                     if mine != other:
                         raise Difference(f"step {step}: workers 0 and {worker} differ in {mine[0]} ({other[0]})")
             if after_discard is not None:
