@@ -184,7 +184,7 @@ class Averager(ABC):
         if missing:
             raise RuntimeError(
                 f"This is not the state of a {type(self).__name__}: it has {', '.join(map(str, found)) or 'nothing'}, "
-                f"but not {', '.join(missing)}."
+                f"and lacks {', '.join(missing)}."
             )
         if any(saved[name] != here for name, here in self.place.items()):
             raise RuntimeError(

@@ -225,7 +225,7 @@ def test_of_other_settings_at_a_resume_only_what_differs_is_told() -> None:
     with messages_of(messages):
         for current, before in ((0, 1), (2, 0), (0, 3)):
             say_other_sparsifier(settings[current], settings[before])
-    told = [message.partition("checkpoint: ")[2] for message in messages]
+    told = [message.partition("checkpoint's: ")[2] for message in messages]
     assert told[0].startswith(
         "density=0.1, threshold=None instead of density=None, threshold=0.5. The new settings apply;"
     )

@@ -45,7 +45,7 @@ def test_rank_0_moves_its_own_gpu_tensors_to_the_cpu():
 def test_parameters_of_a_process_share_a_device():
     require_one_device({"a": torch.empty(1), "b": torch.empty(2)})
     on_two = {"a": torch.empty(1), "b": torch.empty(2, device="meta"), "c": torch.empty(2, device="meta")}
-    with pytest.raises(ValueError, match=r"several devices: 'a' on cpu, 'b' on meta\. Every process"):
+    with pytest.raises(ValueError, match=r"several devices: 'a' on cpu, 'b' on meta\. Put all"):
         require_one_device(on_two)
 
 
