@@ -21,7 +21,6 @@ from lightning_sparse.theory.bounds import (
     nonconvex_contraction_bound,
     squared_error_bound,
     threshold_from_estimates,
-    threshold_of_equal_bound,
     top_k_squared_error_bound,
 )
 from lightning_sparse.theory.lag import ResidualStatistics, residual_statistics
@@ -51,7 +50,6 @@ __all__ = [
     "strongly_convex_contraction_rate",
     "strongly_convex_rate",
     "threshold_from_estimates",
-    "threshold_of_equal_bound",
     "top_k_contraction",
     "top_k_squared_error_bound",
     "total_error",

@@ -35,20 +35,6 @@ def top_k_squared_error_bound(density: float, squared_gradient_norm: float, lear
     return 4 * learning_rate**2 * (1 - density) * squared_gradient_norm / density**2
 
 
-def threshold_of_equal_bound(density: float, squared_gradient_norm: float, num_elements: int) -> float:
-    """Return λ = 2 G √(1 − δ) / (δ √d), for which the bounds of threshold and Top-k are equal.
-
-    A smaller λ has the better bound. The data decide how much λ sends.
-
-    Args:
-        density: δ of Top-k, in (0, 1].
-        squared_gradient_norm: G² ≥ E‖g_i‖².
-        num_elements: d.
-    """
-    require(num_elements=num_elements)
-    return sqrt(top_k_squared_error_bound(density, squared_gradient_norm) / num_elements)
-
-
 @dataclass(frozen=True)
 class Problem:
     """The numbers of a problem, as defined at the top of this module.
