@@ -36,8 +36,8 @@ class SparseStrategy(TakesOptions):
         sparsifier: selects coordinates, such as ``HardThreshold(density=0.01)`` or ``TopK(density=0.01)``.
         worker_state: state of the workers in checkpoints. ``"full"``: every worker's residual, or weights and
             optimizers, n times the size of the model. A resume then equals an uninterrupted run. ``"small"``: the size
-            of one worker's state. It contains the mean residual, which keeps the pending update (1/n) Σ e_i; no
-            residuals of ``hsdp_*``; and for local training the mean weights and the optimizers of rank 0.
+            of one worker's state. ``ddp_*`` saves the mean residual, which keeps the pending update (1/n) Σ e_i.
+            ``hsdp_*`` saves no residuals. ``local_*`` saves the mean weights and the optimizers of rank 0.
         **kwargs: arguments of Lightning's strategy.
 
     Attributes:
